@@ -1,1 +1,40 @@
-"""mxep.ep"""
+"""mxep.ep: differentiable expert-parallel mixture-of-experts layers.
+
+`MoE` is the layer; `dispatch`, `expert_mlp` and `combine` are its differentiable parts; dispatchers move the tokens.
+"""
+
+from .cases import CASES, SEVEN_CASES, Case
+from .dispatchers import (
+    DISPATCHERS,
+    AllToAllDispatcher,
+    LocalDispatcher,
+    Routing,
+    SymmetricDispatcher,
+    TokenDispatcher,
+    make_dispatcher,
+)
+from .experts import Experts, SharedExpert
+from .functional import combine, dispatch, expert_mlp, swiglu
+from .moe import MoE
+from .router import Router
+
+__all__ = [
+    "CASES",
+    "DISPATCHERS",
+    "SEVEN_CASES",
+    "AllToAllDispatcher",
+    "Case",
+    "Experts",
+    "LocalDispatcher",
+    "MoE",
+    "Router",
+    "Routing",
+    "SharedExpert",
+    "SymmetricDispatcher",
+    "TokenDispatcher",
+    "combine",
+    "dispatch",
+    "expert_mlp",
+    "make_dispatcher",
+    "swiglu",
+]

@@ -1,0 +1,111 @@
+"""AllToAllDispatcher: collectives with split sizes known to the host. Any fabric, any backend; the baseline.
+
+    send       rows sorted by destination rank, one per (token, expert): bytes, id, weight   all-to-all
+    resend     the same rows' other bytes, same order                                        all-to-all
+    give_back  the same rows, the other way, then the sum                                    all-to-all
+
+One exchange of sizes and its device-to-host copy a dispatch, none on the ways back. Received rows lie in
+(source rank, token, list) order and are the slots of a plan with one source, so experts see the rows that the other
+dispatchers bring, in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mxep.comms import Capacity, gather_rows, sum_slots
+
+from .base import Parts, Routing, TokenDispatcher
+
+
+@dataclass(frozen=True)
+class AllToAllRouting(Routing):
+    """Routing plus what the collectives need on the host.
+
+    Attributes:
+        order: (N,) int64, ``token * K + k`` of each row sent, by destination rank.
+        sent, received: number of rows to and from each rank.
+    """
+
+    order: Tensor
+    sent: list[int]
+    received: list[int]
+
+    def wire_rows(self) -> Tensor:
+        return (self.expert_ids >= 0).sum()
+
+
+class AllToAllDispatcher(TokenDispatcher):
+    """See :class:`TokenDispatcher`. Buffers have the exact size of each step, so ``capacity`` is not consulted."""
+
+    def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
+        flat = self._check_ids(expert_ids).flatten()
+        rank = torch.where(flat >= 0, flat.div(self.num_local_experts, rounding_mode="floor"), self.world_size)
+        counts = torch.bincount(rank, minlength=self.world_size + 1)[: self.world_size]
+        sent, received = self._exchange_sizes(counts)
+        order = rank.argsort(stable=True)[: sum(sent)]
+
+        token = order.div(expert_ids.shape[1], rounding_mode="floor")
+        outgoing = [part[token] for part in parts]
+        outgoing += [table.reshape(-1, 1)[order].view(torch.uint8) for table in (expert_ids, weights)]
+        *slots, ids, weight = self._move(outgoing, sent, received)
+        plan = self._plan(
+            ids.view(torch.int32)[None],
+            weight.view(torch.float32)[None],
+            torch.full((1,), len(ids), dtype=torch.int32, device=ids.device),
+            multiple=multiple,
+            capacity=Capacity.exact(),
+        )
+        return tuple(slots), AllToAllRouting(plan, expert_ids, self.num_local_experts, order, sent, received)
+
+    def resend(self, parts: Parts, routing: Routing) -> Parts:
+        assert isinstance(routing, AllToAllRouting)
+        token = routing.order.div(routing.expert_ids.shape[1], rounding_mode="floor")
+        return self._move([part[token] for part in parts], routing.sent, routing.received)
+
+    def give_back(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(routing, AllToAllRouting)
+        row_of_slot = routing.plan.slot_rows[:, 0]
+        outgoing = [rows.contiguous().view(torch.uint8)]
+        if row_values is not None:
+            outgoing.append(row_values[:, None].view(torch.uint8))
+        home, *values = self._move(list(gather_rows(tuple(outgoing), row_of_slot)), routing.received, routing.sent)
+        out = self._sum_home(home.view(rows.dtype), routing)
+        if not values:
+            return out, None
+        back = torch.zeros(routing.expert_ids.numel(), device=out.device)
+        back[routing.order] = values[0].view(torch.float32)[:, 0]
+        return out, back.view(routing.expert_ids.shape)
+
+    def _sum_home(self, home: Tensor, routing: AllToAllRouting) -> Tensor:
+        ids = routing.expert_ids
+        position = torch.full((ids.numel(),), -1, dtype=torch.int32, device=ids.device)
+        position[routing.order] = torch.arange(len(home), dtype=torch.int32, device=ids.device)
+        rank = ids.div(self.num_local_experts, rounding_mode="floor")
+        total = torch.zeros(len(ids), home.shape[1], device=home.device)
+        for r in range(self.world_size):
+            total += sum_slots(home, torch.where(rank == r, position.view(ids.shape), -1)).float()
+        return total.to(home.dtype)
+
+    def _exchange_sizes(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        received = counts
+        if self.world_size > 1:
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts, group=self.group)
+        sent_and_received = torch.stack((counts, received)).tolist()
+        return sent_and_received[0], sent_and_received[1]
+
+    def _move(self, parts: list[Tensor], sent: list[int], received: list[int]) -> Parts:
+        """Rows (sum(sent), n_i) bytes -> (sum(received), n_i), in one collective."""
+        if self.world_size == 1:
+            return tuple(parts)
+        outgoing = torch.cat(parts, 1)
+        incoming = outgoing.new_empty(sum(received), outgoing.shape[1])
+        dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
+        return tuple(part.contiguous() for part in incoming.split([part.shape[1] for part in parts], 1))

@@ -1,0 +1,33 @@
+"""LocalDispatcher: no expert parallelism. Slots are the tokens themselves; only the plan is made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxep.comms import sum_slots
+
+from .base import Parts, Routing, TokenDispatcher
+
+
+class LocalDispatcher(TokenDispatcher):
+    """All experts live on this process; see :class:`TokenDispatcher`."""
+
+    spans_ranks = False
+
+    def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
+        num_tokens = torch.full((1,), len(expert_ids), dtype=torch.int32, device=expert_ids.device)
+        plan = self._plan(expert_ids[None], weights[None], num_tokens, multiple=multiple, capacity=self.capacity)
+        return parts, Routing(plan, expert_ids, self.num_local_experts)
+
+    def resend(self, parts: Parts, routing: Routing) -> Parts:
+        return parts
+
+    def give_back(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        slot_rows = routing.plan.slot_rows
+        out = sum_slots(rows, slot_rows)
+        if row_values is None:
+            return out, None
+        return out, torch.where(slot_rows >= 0, row_values[slot_rows.clamp_min(0).long()], 0.0)

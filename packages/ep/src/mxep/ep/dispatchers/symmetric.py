@@ -1,0 +1,97 @@
+"""SymmetricDispatcher: symmetric-memory stores, one barrier a move, no host sync, no collective.
+
+A token travels once per destination rank; the receiver plans alone. The workspace is made at the first send, when the
+sizes are known: the one moment when the ranks talk through collectives.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mxep.comms import (
+    Capacity,
+    SharedMemoryTransport,
+    SymmetricMemoryTransport,
+    Transport,
+    Workspace,
+    return_rows,
+    send_rows,
+)
+
+from .base import Parts, Routing, TokenDispatcher
+
+
+class SymmetricDispatcher(TokenDispatcher):
+    """See :class:`TokenDispatcher`.
+
+    Args:
+        dim: D. dtype: the widest dtype that rows travel in, there (unquantized) or back.
+        max_tokens: T_max, the most tokens a rank will ever send at once; slots are sized for it. None: the most any
+            rank brings to the first send. More tokens later raise ValueError.
+        transport: how ranks reach each other's memory. None: shared memory for CPU tensors, NVLink symmetric memory for
+            CUDA tensors.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        group: dist.ProcessGroup | None = None,
+        capacity: Capacity | None = None,
+        max_tokens: int | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        super().__init__(num_experts, group=group, capacity=capacity)
+        self.dim = dim
+        self.dtype = dtype
+        self.max_tokens = max_tokens
+        self.transport = transport
+        self.workspace: Workspace | None = None
+
+    def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
+        workspace = self.workspace or self._make_workspace(expert_ids)
+        slots = send_rows(workspace, parts, expert_ids, weights)
+        assert slots.expert_ids is not None
+        assert slots.weights is not None
+        assert slots.num_tokens is not None
+        plan = self._plan(slots.expert_ids, slots.weights, slots.num_tokens, multiple=multiple, capacity=self.capacity)
+        return _own(slots.parts), Routing(plan, expert_ids, self.num_local_experts)
+
+    def resend(self, parts: Parts, routing: Routing) -> Parts:
+        assert self.workspace is not None
+        return _own(send_rows(self.workspace, parts, routing.expert_ids).parts)
+
+    def give_back(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self.workspace is not None
+        return return_rows(self.workspace, rows, routing.plan, routing.expert_ids, row_values=row_values)
+
+    def _make_workspace(self, expert_ids: Tensor) -> Workspace:
+        device = expert_ids.device
+        if self.transport is None:
+            make = SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport
+            self.transport = make(self.group)
+        if self.max_tokens is None:
+            most = torch.tensor(len(expert_ids), device=device)
+            if self.world_size > 1:
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+            self.max_tokens = int(most)
+        self.workspace = Workspace(
+            self.transport,
+            max_tokens=self.max_tokens,
+            top_k=expert_ids.shape[1],
+            dim=self.dim,
+            row_bytes=self.dim * self.dtype.itemsize,
+            num_experts=self.num_experts,
+        )
+        return self.workspace
+
+
+def _own(slots: Parts) -> Parts:
+    # Slots are borrowed until the next move, and autograd keeps the rows for longer.
+    return tuple(part.clone() for part in slots)

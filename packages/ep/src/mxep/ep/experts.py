@@ -1,0 +1,96 @@
+"""The weights: routed experts (this rank's share) and the shared expert that every token takes.
+
+e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_proj are the gate, the next F the up part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from mxep.gemm import Recipe, WeightCache
+
+from .functional import expert_mlp
+
+
+class Experts(nn.Module):
+    """Experts ``first_expert .. first_expert + num_local_experts - 1`` of ``num_experts``.
+
+    Parameters: ``gate_up_proj`` (e, 2F, D), ``down_proj`` (e, D, F); normal with std 1/sqrt(fan-in). Every rank draws
+    all E experts and keeps its own, so one seed makes one model, however many ranks share it.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        *,
+        num_local_experts: int | None = None,
+        first_expert: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        local = num_experts if num_local_experts is None else num_local_experts
+        self.num_experts = num_experts
+        self.first_expert = first_expert
+        self.gate_up_proj = nn.Parameter(torch.empty(local, 2 * hidden_dim, dim, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(local, dim, hidden_dim, device=device, dtype=dtype))
+        self.weight_cache = WeightCache()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for weight in (self.gate_up_proj, self.down_proj):
+            std = weight.shape[2] ** -0.5
+            for expert in range(self.num_experts):
+                drawn = torch.randn(weight.shape[1:], device=weight.device) * std
+                if 0 <= (local := expert - self.first_expert) < len(weight):
+                    weight[local] = drawn
+
+    def forward(
+        self, rows: Tensor, row_weight: Tensor, group_ends: Tensor, *, recipe: Recipe, backend: str = "auto"
+    ) -> Tensor:
+        """``rows`` (R_max, D) expert-major, ``row_weight`` (R_max,) fp32, ``group_ends`` (e,) int32 -> (R_max, D)."""
+        return expert_mlp(
+            rows,
+            _local(self.gate_up_proj),
+            _local(self.down_proj),
+            group_ends,
+            row_weight=row_weight,
+            recipe=recipe,
+            backend=backend,
+            weight_cache=self.weight_cache,
+        )
+
+
+class SharedExpert(nn.Module):
+    """A dense gated MLP that every token takes: ``gate_up_proj`` (2F, D), ``down_proj`` (D, F)."""
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(2 * hidden_dim, dim, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(dim, hidden_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.gate_up_proj, self.down_proj):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up_proj.to(x.dtype)).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.down_proj.to(x.dtype))
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight

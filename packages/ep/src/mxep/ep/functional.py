@@ -1,0 +1,162 @@
+"""The differentiable parts of an expert-parallel layer. Composed, they are the layer; each also works alone.
+
+    forward                                          backward
+    x (T, D), weights (T, K)                         d_out (T, D)
+      dispatch     quantize, send, plan                combine'     quantize, send again along the same plan
+    rows (R_max, D), row_weight (R_max,)             d_y rows (R_max, D)
+      expert_mlp   grouped_mm w13                      expert_mlp'  grouped_mm w2 dgrad, wgrad
+                   swiglu * row_weight, quantize                    swiglu backward, quantize; d_row_weight
+                   grouped_mm w2                                    grouped_mm w13 dgrad, wgrad
+    y (R_max, D)                                     d_rows (R_max, D), d_row_weight (R_max,)
+      combine      sum rows home                       dispatch'    sum rows home
+    out (T, D)                                       dx (T, D), d_weights (T, K)
+
+The routing weight multiplies inside SwiGLU (the down-projection is linear), so combine is a plain sum and its backward
+sends one unscaled copy. With a quantizing recipe rows, h and both gradients are MXTensors: nothing is quantized twice.
+
+T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxep.gemm import Recipe, WeightCache, grouped_mm
+from mxep.quant import swiglu as plain_swiglu
+from mxep.quant import swiglu_backward, swiglu_backward_quantize, swiglu_quantize
+
+from .dispatchers.base import Routing, TokenDispatcher
+from .wire import Wire
+
+
+def dispatch(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, *, dispatcher: TokenDispatcher, recipe: Recipe
+) -> tuple[Tensor, Tensor, Routing]:
+    """Send tokens to their experts.
+
+    Args:
+        x: (T, D) bf16 or fp32. Quantized here, before the wire, if the recipe says so.
+        expert_ids: (T, K) int32 or int64, -1 for "not routed".
+        weights: (T, K) fp32.
+
+    Returns:
+        rows (R_max, D) in expert-major order (MXTensor under an index, or plain), row_weight (R_max,) fp32, and the
+        routing that :func:`expert_mlp` reads its ``group_ends`` from and :func:`combine` goes home by.
+
+    Raises ValueError on wrong shapes or dtypes, and on the CPU for expert ids outside -1 .. E-1.
+    """
+    if x.dim() != 2 or expert_ids.dim() != 2 or weights.shape != expert_ids.shape or len(x) != len(expert_ids):
+        raise ValueError(
+            "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), "
+            f"got {tuple(x.shape)}, {tuple(expert_ids.shape)}, {tuple(weights.shape)}"
+        )
+    if weights.dtype != torch.float32 or expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype}")
+    rows, row_weight, routing = _Dispatch.apply(x, weights, expert_ids.int(), dispatcher, recipe)
+    return rows, row_weight, routing
+
+
+def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
+    """Sum the experts' rows home: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums."""
+    out: Tensor = _Combine.apply(y, routing, dispatcher, recipe)
+    return out
+
+
+def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, *, recipe: Recipe) -> Tensor:
+    """``gate_up`` (R_max, 2F) x ``row_weight`` (R_max,) -> h (R_max, F), quantized by the recipe in the same pass.
+
+    The gradient of ``gate_up`` leaves as an MXTensor where the recipe quantizes.
+    """
+    h: Tensor = _SwiGLU.apply(gate_up, row_weight, group_ends, recipe)
+    return h
+
+
+def expert_mlp(
+    rows: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    group_ends: Tensor,
+    *,
+    row_weight: Tensor | None = None,
+    recipe: Recipe,
+    backend: str = "auto",
+    weight_cache: WeightCache | None = None,
+) -> Tensor:
+    """The experts' gated MLP over expert-major rows.
+
+    Args:
+        rows: (R_max, D), plain or MXTensor.
+        gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F).
+        group_ends: (e,) int32, inclusive cumulative padded group sizes; rows past the last are not read.
+        row_weight: (R_max,) fp32 that scales h, or None.
+
+    Returns y (R_max, D) in the rows' dtype.
+    """
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
+    gate_up = grouped_mm(rows, gate_up_proj, group_ends, out_dtype=rows.dtype, **options)
+    h = swiglu(gate_up, row_weight, group_ends, recipe=recipe)
+    return grouped_mm(h, down_proj, group_ends, out_dtype=rows.dtype, **options)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, expert_ids: Tensor, dispatcher: TokenDispatcher, recipe: Recipe
+    ) -> tuple[Tensor, Tensor, Routing]:
+        parts, wire = Wire.pack(recipe.quantize_activation(x))
+        slots, routing = dispatcher.send(parts, expert_ids, weights, multiple=recipe.group_multiple)
+        ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
+        return wire.rows(slots, routing.plan.row_slot), routing.plan.row_weight, routing
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dx, d_weights = ctx.dispatcher.give_back(d_rows.to(ctx.dtype), ctx.routing, d_row_weight)
+        return dx, d_weights, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, routing: Routing, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
+        ctx.dispatcher, ctx.routing, ctx.recipe = dispatcher, routing, recipe
+        out, _ = dispatcher.give_back(y, routing)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        parts, wire = Wire.pack(ctx.recipe.quantize_gradient(d_out))
+        slots = ctx.dispatcher.resend(parts, ctx.routing)
+        return wire.rows(slots, ctx.routing.plan.row_slot), None, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, recipe: Recipe) -> Tensor:
+        ctx.save_for_backward(gate_up, row_weight, group_ends)
+        ctx.recipe = recipe
+        if recipe.scaling == "none":
+            return plain_swiglu(gate_up, row_weight, group_ends=group_ends)
+        return swiglu_quantize(
+            gate_up, row_weight, group_ends=group_ends, fmt=recipe.fmt, mode=recipe.mode, block=recipe.block
+        )
+
+    @staticmethod
+    def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate_up, row_weight, group_ends = ctx.saved_tensors
+        recipe = ctx.recipe
+        d_gate_up: Tensor
+        if recipe.scaling == "none":
+            d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, row_weight, group_ends=group_ends)
+        else:
+            d_gate_up, d_row_weight = swiglu_backward_quantize(
+                d_h,
+                gate_up,
+                row_weight,
+                group_ends=group_ends,
+                fmt=recipe.grad_fmt,
+                mode=recipe.mode,
+                block=recipe.block,
+            )
+        return d_gate_up, d_row_weight if row_weight is not None else None, None, None

@@ -1,0 +1,124 @@
+"""MoE: a drop-in mixture-of-experts layer with expert parallelism.
+
+x (..., D) -> router -> dispatch -> experts -> combine (+ shared expert) -> (..., D)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mxep.comms import Capacity
+from mxep.gemm import Recipe
+
+from .dispatchers import Routing, TokenDispatcher, make_dispatcher
+from .experts import Experts, SharedExpert
+from .functional import combine, dispatch
+from .router import Router
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer: ``(T, D)`` or ``(B, S, D)`` in, the same out.
+
+    Args:
+        dim: D, a multiple of 32 with an MX recipe. hidden_dim: F, likewise.
+        num_experts: E over all ranks, a multiple of the group's size. top_k: experts a token sees.
+        group: the expert-parallel group; every rank of it must call forward and backward together, with any number of
+            tokens each. None: the default group if one is initialised, else this process alone.
+        recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ...
+        dispatcher: ``"symmetric"``, ``"all_to_all"``, ``"local"``, or a dispatcher to share between layers.
+        capacity: bound on rows per rank; default ``Capacity.worst_case()``. Belongs to the dispatcher made here.
+        num_shared_experts: width, in units of F, of the dense expert that every token takes.
+        router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
+            experts, top-k, weights normalised to sum to 1.
+        max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
+        backend: of the grouped GEMM.
+
+    Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (e, 2F, D), ``experts.down_proj`` (e, D, F), and with
+    shared experts ``shared.gate_up_proj``, ``shared.down_proj``. After forward, ``last_routing`` tells where rows went.
+
+    Raises ValueError on sizes that do not fit.
+    """
+
+    last_routing: Routing | None
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        recipe: str | Recipe = "mxfp8",
+        dispatcher: str | TokenDispatcher = "symmetric",
+        capacity: Capacity | None = None,
+        num_shared_experts: int = 0,
+        router: nn.Module | None = None,
+        max_tokens: int | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+        if self.recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
+            raise ValueError(f"recipe {self.recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
+        if isinstance(dispatcher, str):
+            dispatcher = make_dispatcher(
+                dispatcher,
+                num_experts,
+                dim=dim,
+                dtype=dtype,
+                group=group,
+                capacity=capacity,
+                max_tokens=max_tokens,
+            )
+        elif capacity is not None or max_tokens is not None:
+            raise ValueError("capacity and max_tokens belong to the dispatcher: set them there, not beside it")
+        elif dispatcher.num_experts != num_experts:
+            raise ValueError(f"the dispatcher serves {dispatcher.num_experts} experts, the layer has {num_experts}")
+        self.dim = dim
+        self.dispatcher = dispatcher
+        self.backend = backend
+        self.router = Router(dim, num_experts, top_k, device=device) if router is None else router
+        self.experts = Experts(
+            dim,
+            hidden_dim,
+            num_experts,
+            num_local_experts=dispatcher.num_local_experts,
+            first_expert=dispatcher.rank * dispatcher.num_local_experts,
+            device=device,
+            dtype=dtype,
+        )
+        shared_dim = num_shared_experts * hidden_dim
+        self.shared = SharedExpert(dim, shared_dim, device=device, dtype=dtype) if num_shared_experts else None
+        self.last_routing = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype."""
+        if x.dim() not in (2, 3) or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (T, {self.dim}) or (B, S, {self.dim}), got {tuple(x.shape)}")
+        tokens = x.reshape(-1, self.dim)
+        expert_ids, weights = self.router(tokens)
+        rows, row_weight, routing = dispatch(
+            tokens, expert_ids, weights, dispatcher=self.dispatcher, recipe=self.recipe
+        )
+        y = self.experts(rows, row_weight, routing.plan.group_ends, recipe=self.recipe, backend=self.backend)
+        out = combine(y, routing, dispatcher=self.dispatcher, recipe=self.recipe)
+        self.last_routing = routing
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        return out.view(x.shape)
+
+    def check(self) -> None:
+        """Raise what went wrong on the device since the last check; call it once a step, before the optimizer.
+
+        Raises CapacityExceeded where rows did not fit the capacity, ValueError where expert ids were out of range.
+        It reads from the device.
+        """
+        self.dispatcher.check()
+
+    def extra_repr(self) -> str:
+        return f"recipe={self.recipe.name}, dispatcher={type(self.dispatcher).__name__}"

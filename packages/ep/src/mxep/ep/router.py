@@ -1,0 +1,123 @@
+"""Router: which experts see a token, and with which weight.
+
+    x (T, D) -> logits (T, E) fp32 -> scores (softmax or sigmoid)
+             -> choice: scores + bias, best groups kept, top-k -> expert_ids (T, K)
+             -> weights: the chosen scores, normalised, scaled  -> weights (T, K)
+
+The bias steers the choice and never the weights, so balancing the load needs no auxiliary loss and adds no gradient
+(Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024; group-limited routing as in DeepSeek-V3).
+
+T tokens, D model dim, E experts in all, K experts a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Router(nn.Module):
+    """Scores tokens against experts and picks the top k.
+
+    Args:
+        dim: D.
+        num_experts: E.
+        top_k: K, at most the number of experts in ``top_groups`` groups.
+        score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        normalize: divide the chosen scores by their sum, so that a token's weights sum to 1.
+        scale: multiplies the weights last.
+        num_groups, top_groups: experts come in ``num_groups`` equal groups, and a token picks inside its best
+            ``top_groups`` (a group's score is the sum of its two best experts). 1 and None: no limit.
+        balance: keep a bias per expert that steers the choice towards idle experts; see :meth:`update_bias`.
+
+    Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32 and ``load`` (E,) fp32, the
+    number of rows each expert got on this rank since the last update.
+    """
+
+    expert_bias: Tensor | None
+    load: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int | None = None,
+        balance: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        top_groups = num_groups if top_groups is None else top_groups
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
+        if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
+            raise ValueError(
+                f"num_groups must divide num_experts={num_experts} and top_groups lie in 1..num_groups, "
+                f"got num_groups={num_groups}, top_groups={top_groups}"
+            )
+        reachable = num_experts // num_groups * top_groups
+        if not 1 <= top_k <= reachable:
+            raise ValueError(f"top_k must lie in 1..{reachable} (the experts a token can reach), got {top_k}")
+        self.top_k = top_k
+        self.score = score
+        self.normalize = normalize
+        self.scale = scale
+        self.num_groups = num_groups
+        self.top_groups = top_groups
+        self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
+        zeros = torch.zeros(num_experts, device=device, dtype=torch.float32) if balance else None
+        self.register_buffer("expert_bias", zeros)
+        self.register_buffer("load", None if zeros is None else zeros.clone(), persistent=False)
+        self.reset_parameters()
+
+    @property
+    def num_experts(self) -> int:
+        return self.weight.shape[0]
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32, these differentiable."""
+        if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
+            raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
+        logits = x.float() @ self.weight.float().t()
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        expert_ids = self._choose(scores.detach())
+        weights = scores.gather(1, expert_ids)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        if self.load is not None and self.training:
+            self.load.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten(), dtype=torch.float32))
+        return expert_ids.int(), weights * self.scale
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        choice = scores if self.expert_bias is None else scores + self.expert_bias
+        if self.top_groups < self.num_groups:
+            in_groups = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
+            group_score = in_groups.topk(min(2, in_groups.shape[2]), dim=-1).values.sum(-1)
+            best = group_score.topk(self.top_groups, dim=-1).indices
+            reachable = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
+            choice = in_groups.masked_fill(~reachable[:, :, None], float("-inf")).flatten(1)
+        return choice.topk(self.top_k, dim=-1).indices
+
+    @torch.no_grad()
+    def update_bias(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
+        """Move each expert's bias by ``rate`` towards balance and forget the load. Call it once an optimizer step.
+
+        Sums the load over ``group`` (default group if None and initialised): the one collective of routing, and outside
+        forward and backward. Raises RuntimeError on a router built without ``balance``.
+        """
+        if self.expert_bias is None or self.load is None:
+            raise RuntimeError("this router keeps no bias; build it with balance=True")
+        if dist.is_initialized():
+            dist.all_reduce(self.load, group=group)
+        self.expert_bias += rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()

@@ -1,0 +1,59 @@
+"""What a row is on the wire: its bytes, cut into parts that travel side by side.
+
+    bf16 (T, D)           -> one part  (T, 2 D)
+    MXTensor (T, D)       -> two parts (T, D) codes and (T, D / block) scale bytes
+
+comms moves the parts without knowing what they mean; `Wire.rows` gives them their meaning back on the other side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mxep.comms import gather_rows
+from mxep.quant import MXTensor
+
+Parts = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How to read the parts of one move.
+
+    Attributes:
+        dtype: the rows' (outer) dtype.
+        codes: dtype of the codes, or None where rows travel unquantized.
+        block: elements per scale; unused without codes.
+    """
+
+    dtype: torch.dtype
+    codes: torch.dtype | None = None
+    block: int = 0
+
+    @staticmethod
+    def pack(rows: Tensor) -> tuple[Parts, Wire]:
+        """``rows`` (T, D), plain or MXTensor blocked along D -> uint8 parts and how to read them."""
+        if isinstance(rows, MXTensor):
+            parts = (rows.qdata.contiguous().view(torch.uint8), rows.scale.contiguous().view(torch.uint8))
+            return parts, Wire(rows.dtype, rows.qdata.dtype, rows.block)
+        return (rows.contiguous().view(torch.uint8),), Wire(rows.dtype)
+
+    def rows(self, slots: Parts, row_slot: Tensor) -> Tensor:
+        """Slot parts (S, ...) and ``row_slot`` (R_max,) -> expert-major rows (R_max, D).
+
+        Codes stay where they lie, under an index (the GEMM gathers them); plain rows are gathered here. -1: a zero row.
+        """
+        if self.codes is None:
+            (gathered,) = gather_rows(slots, row_slot)
+            return gathered.view(self.dtype)
+        codes, scale = slots
+        return MXTensor.from_qdata_and_scales(
+            codes.view(self.codes),
+            scale.view(torch.float8_e8m0fnu),
+            self.dtype,
+            block=self.block,
+            row_index=row_slot,
+        )

@@ -1,0 +1,85 @@
+"""Each distribution installs alone, with what it declares and nothing else, and imports; the namespace stays open."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "quant": ROOT / "packages/quant",
+    "comms": ROOT / "packages/comms",
+    "gemm": ROOT / "packages/gemm",
+    "ep": ROOT / "packages/ep",
+    "integration": ROOT / "integration",
+}
+
+
+def project(name: str) -> dict:
+    return tomllib.loads((PACKAGES[name] / "pyproject.toml").read_text())["project"]
+
+
+def siblings(name: str) -> set[str]:
+    """The mxep packages that `name` needs, its needs' needs included."""
+    direct = {m[1] for d in project(name)["dependencies"] if (m := re.match(r"mxep-(\w+)", d))}
+    return direct.union(*(siblings(d) for d in direct))
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_package_installs_alone_and_imports(name: str, tmp_path: Path) -> None:
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("uv is not on PATH")
+    needed = {name} | siblings(name)
+    if "VIRTUAL_ENV" not in os.environ and not (ROOT / ".venv").exists():
+        pytest.skip("the workspace environment is not managed by uv")
+    run = {"check": True, "capture_output": True, "text": True, "cwd": tmp_path}
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, "env"], **run)
+    python = tmp_path / "env/bin/python"
+    # Hard links to uv's cache: the third-party wheels were fetched when the workspace was set up.
+    constraints = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
+    (tmp_path / "constraints.txt").write_text("\n".join(constraints))
+    install = [uv, "pip", "install", "-q", "--python", str(python), "-c", "constraints.txt"]
+    subprocess.run([*install, *(str(PACKAGES[n]) for n in needed)], **run)
+
+    code = f"import mxep.{name}, mxep; assert not hasattr(mxep, '__file__') or mxep.__file__ is None; " + "".join(
+        f"import importlib.util as u; assert u.find_spec('mxep.{other}') is None, '{other} came along'; "
+        for other in PACKAGES.keys() - needed
+    )
+    subprocess.run([python, "-c", code], **run)
+
+
+def test_no_package_claims_the_namespace() -> None:
+    assert not [p for path in PACKAGES.values() for p in path.glob("src/mxep/__init__.py")]
+
+
+def test_every_package_is_versioned_typed_and_documented() -> None:
+    for name, path in PACKAGES.items():
+        assert project(name)["name"] == f"mxep-{name}"
+        assert (path / f"src/mxep/{name}/py.typed").exists()
+        assert project(name)["version"] in (path / "CHANGELOG.md").read_text()
+        assert "```python" in (path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_public_names_are_documented(name: str) -> None:
+    module = __import__(f"mxep.{name}", fromlist=["*"])
+    for public in module.__all__:
+        thing = getattr(module, public)
+        if callable(thing) or isinstance(thing, type):
+            assert thing.__doc__, f"mxep.{name}.{public} has no docstring"
+
+
+def test_readme_examples_run() -> None:
+    """Every ```python block of the package READMEs runs as it stands, in a fresh process each."""
+    for name, path in PACKAGES.items():
+        for block in re.findall(r"```python\n(.*?)```", (path / "README.md").read_text(), re.S):
+            ast.parse(block)
+            done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, f"{name}/README.md:\n{block}\n{done.stderr}"
