@@ -16,6 +16,7 @@ from .dispatchers import (
 from .experts import Experts, SharedExpert
 from .functional import combine, dispatch, expert_mlp, swiglu
 from .moe import MoE
+from .parallel import ExpertParallel
 from .router import Router
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "SEVEN_CASES",
     "AllToAllDispatcher",
     "Case",
+    "ExpertParallel",
     "Experts",
     "LocalDispatcher",
     "MoE",

@@ -1,0 +1,263 @@
+"""The layer computes what a dense layer computes, whatever carries it, and says so when it cannot."""
+
+import copy
+
+import pytest
+import torch
+
+from ep.problem import Answer, FixedRouter, dense_answer, layer_answer, make_problem, snr
+from mxep.comms import Capacity, CapacityExceeded
+from mxep.ep import CASES, SEVEN_CASES, MoE, SymmetricDispatcher
+from ranks import distributed
+
+# A rounding to bf16 (8 significant bits, an error up to 2**-9 of the value, uniform) leaves 20 log10(2**9 * sqrt(3)),
+# over 58 dB; on the way to any result a layer rounds at most 10 times (gate_up, h, y, partial and whole sums, and the
+# gradients of each): 10 log10(10) = 10 dB. One dB of slack for small tensors.
+BF16_FLOOR = 58 - 10 - 1
+# One scale a row or one a block: 23.6 dB is what an fp32 chain of the reference quantizers reaches on Gaussian data
+# (test_quantizer_chain has the exact gate); a row has few elements here, so the floor leaves 1.6 dB of spread.
+FP8_FLOOR = 22.0
+
+
+def assert_close_to_dense(answer: Answer, dense: Answer, floor: float) -> None:
+    for (name, got), (_, wanted) in zip(answer.items(), dense.items()):
+        assert got.shape == wanted.shape, name
+        if wanted.norm() > 0:
+            assert snr(wanted, got) > floor, name
+        else:
+            assert got.norm() == 0, name
+
+
+def assert_same_bits(a: Answer, b: Answer) -> None:
+    for (name, x), (_, y) in zip(a.items(), b.items()):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), name
+
+
+@distributed(1, 2, 3, 4)
+def test_every_case_equals_a_dense_layer(ctx) -> None:
+    p = make_problem([37, 64, 5, 20][: ctx.world_size])
+    alone = make_problem([37], experts=12)
+    for case in CASES.values():
+        problem, rank = (alone, 0) if case.dispatcher == "local" else (p, ctx.rank)
+        dense = dense_answer(problem, rank)
+        where = copy.copy(ctx)
+        object.__setattr__(where, "rank", rank)
+        answer = layer_answer(problem, where, recipe=case.recipe, dispatcher=case.dispatcher)
+        assert_close_to_dense(answer, dense, BF16_FLOOR if case.recipe == "bf16" else FP8_FLOOR)
+
+
+@distributed(1, 2, 3, 4)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+def test_symmetric_and_all_to_all_agree_bit_for_bit(ctx, recipe: str) -> None:
+    p = make_problem([16, 40, 1, 33][: ctx.world_size], seed=1)
+    symmetric = layer_answer(p, ctx, recipe=recipe, dispatcher="symmetric")
+    assert_same_bits(symmetric, layer_answer(p, ctx, recipe=recipe, dispatcher="all_to_all"))
+    assert_same_bits(symmetric, layer_answer(p, ctx, recipe=recipe, dispatcher="symmetric"))
+
+
+def extremes(world_size: int) -> dict:
+    """Name -> (tokens per rank, ids for N tokens and 3 choices of 12 experts)."""
+    tokens = [24] * world_size
+    n = sum(tokens)
+    spread = torch.rand(n, 12, generator=torch.Generator().manual_seed(3)).argsort(-1)[:, :3]
+    unrouted = spread.clone()
+    unrouted[::3] = -1
+    unrouted[1::3, 1] = -1
+    ragged = [0, 32, 1, 7][:world_size]
+    return {
+        "all tokens to one rank": (tokens, spread % (12 // world_size)),
+        "all tokens to one expert": (tokens, torch.tensor([[5, -1, -1]]).expand(n, 3)),
+        "empty experts": (tokens, spread // 2 * 2),
+        "nothing routed at all": (tokens, torch.full((n, 3), -1)),
+        "some tokens not routed": (tokens, unrouted),
+        "a rank without tokens": (ragged, spread[: sum(ragged)]),
+        "an expert twice in one list": (tokens, spread[:, [0, 0, 1]]),
+    }
+
+
+@distributed(1, 2, 3)
+def test_routing_extremes_equal_a_dense_layer(ctx) -> None:
+    for name, (tokens, ids) in extremes(ctx.world_size).items():
+        p = make_problem(tokens, seed=2)
+        p.ids = ids.int()
+        dense = dense_answer(p, ctx.rank)
+        for dispatcher in ("symmetric", "all_to_all"):
+            answer = layer_answer(p, ctx, recipe="bf16", dispatcher=dispatcher)
+            try:
+                assert_close_to_dense(answer, dense, BF16_FLOOR)
+                quantized = layer_answer(p, ctx, recipe="mxfp8", dispatcher=dispatcher)
+                assert_close_to_dense(quantized, dense, FP8_FLOOR)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {dispatcher}: {error}") from error
+
+
+@distributed(2)
+def test_nan_in_a_token_stays_in_that_tokens_outputs(ctx) -> None:
+    p = make_problem([8, 8])
+    p.x[3, 7] = float("nan")
+    for recipe in ("bf16", "fp8", "mxfp8"):
+        answer = layer_answer(p, ctx, recipe=recipe, dispatcher="symmetric")
+        lost = answer.out.isnan().any(-1)
+        assert lost.tolist() == [ctx.rank == 0 and t == 3 for t in range(8)], recipe
+
+
+@distributed(2)
+def test_layers_share_a_dispatcher_and_micro_batches_may_be_in_flight(ctx) -> None:
+    p = make_problem([16, 24])
+    dispatcher = SymmetricDispatcher(12, dim=64, group=ctx.group, max_tokens=24)
+    torch.manual_seed(1)
+    first, second = (MoE(64, 32, 12, 3, dispatcher=dispatcher, device=ctx.device) for _ in range(2))
+    shared = p.mine(p.x, ctx.rank).to(ctx.device).requires_grad_()
+    outs = [second(first(shared * s)) for s in (1, 2)]  # two forwards, then two backwards
+    (outs[0] + outs[1]).sum().backward()
+
+    alone = p.mine(p.x, ctx.rank).to(ctx.device).requires_grad_()
+    for s, out in zip((1, 2), outs):
+        again = second(first(alone * s))
+        assert torch.equal(again, out)
+        again.sum().backward()
+    torch.testing.assert_close(alone.grad, shared.grad)
+
+
+@distributed(2)
+def test_overflow_of_a_capacity_factor_is_raised_with_numbers_before_the_optimizer(ctx) -> None:
+    p = make_problem([32, 32])
+    p.ids = torch.stack((torch.arange(64) % 6, torch.full((64,), -1), torch.full((64,), -1)), 1).int()  # all to rank 0
+    router = FixedRouter(p.mine(p.ids, ctx.rank), p.mine(p.weights, ctx.rank)).to(ctx.device)
+    router.ids = router.ids.to(ctx.device)
+    moe = MoE(64, 32, 12, 3, group=ctx.group, router=router, capacity=Capacity.factor(0.1), device=ctx.device)
+    moe(p.mine(p.x, ctx.rank).to(ctx.device))
+    if ctx.rank == 0:
+        with pytest.raises(CapacityExceeded, match=r"rank 0: \d+ rows did not fit"):
+            moe.check()
+    moe.check()  # said once
+
+
+@distributed(2)
+def test_exact_and_worst_case_capacity_agree_bit_for_bit(ctx) -> None:
+    p = make_problem([16, 24])
+    answers = [
+        layer_answer(p, ctx, recipe="mxfp8", dispatcher="symmetric", capacity=capacity)
+        for capacity in (None, Capacity.exact(), Capacity.factor(4.0))
+    ]
+    assert_same_bits(answers[0], answers[1])
+    assert_same_bits(answers[0], answers[2])
+
+
+@distributed(2)
+def test_more_tokens_than_the_workspace_was_made_for_is_an_error(ctx) -> None:
+    moe = MoE(64, 32, 12, 3, group=ctx.group, max_tokens=8, device=ctx.device)
+    with pytest.raises(ValueError, match="8"):
+        moe(torch.randn(9, 64, dtype=torch.bfloat16, device=ctx.device))
+
+
+def local(**options) -> MoE:
+    torch.manual_seed(0)
+    return MoE(64, 32, 8, 2, dispatcher="local", **options)
+
+
+def test_one_process_needs_no_process_group() -> None:
+    x = torch.randn(20, 64, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    symmetric = MoE(64, 32, 8, 2)
+    assert torch.equal(symmetric(x), local()(x))
+
+
+def test_parameters_have_the_names_and_shapes_others_rely_on() -> None:
+    shapes = {name: tuple(p.shape) for name, p in local(num_shared_experts=2).named_parameters()}
+    assert shapes == {
+        "router.weight": (8, 64),
+        "experts.gate_up_proj": (8, 64, 64),
+        "experts.down_proj": (8, 64, 32),
+        "shared.gate_up_proj": (128, 64),
+        "shared.down_proj": (64, 64),
+    }
+
+
+def test_batches_of_sequences_are_tokens_in_a_row() -> None:
+    moe = local(num_shared_experts=1)
+    x = torch.randn(2, 10, 64, dtype=torch.bfloat16)
+    assert torch.equal(moe(x), moe(x.view(20, 64)).view(2, 10, 64))
+
+
+def test_shared_experts_add_a_dense_mlp() -> None:
+    moe = local(num_shared_experts=1)
+    x = torch.randn(10, 64, dtype=torch.bfloat16)
+    whole = moe(x)
+    shared, moe.shared = moe.shared, None
+    torch.testing.assert_close(whole, moe(x) + shared(x))
+
+
+def test_one_seed_makes_one_model_however_many_ranks_share_it() -> None:
+    whole = local().experts
+    from mxep.ep import Experts
+
+    torch.manual_seed(0)
+    torch.randn(8, 64)  # the router's draw comes first in a layer
+    share = Experts(64, 32, 8, num_local_experts=2, first_expert=4)
+    assert torch.equal(share.gate_up_proj, whole.gate_up_proj[4:6])
+    assert torch.equal(share.down_proj, whole.down_proj[4:6])
+
+
+def test_stats_count_rows_routed_sent_and_padded() -> None:
+    router = FixedRouter(torch.tensor([[0, 1], [0, -1], [7, 7]]).int(), torch.ones(3, 2))
+    moe = local(router=router)
+    moe(torch.randn(3, 64, dtype=torch.bfloat16))
+    stats = {name: int(value) for name, value in moe.last_routing.stats().items()}
+    # Experts 0, 1 and 7 have 2, 1 and 2 rows, each padded to 32; one process: one copy of each of three tokens.
+    assert stats == {"routed": 5, "sent": 3, "live": 96, "padding": 91}
+
+
+def test_the_layer_trains() -> None:
+    moe = local(num_shared_experts=1)
+    optimizer = torch.optim.AdamW(moe.parameters(), lr=3e-3)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    losses = []
+    for _ in range(30):
+        loss = (moe(x) - x.flip(0)).float().square().mean()
+        loss.backward()
+        moe.check()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_weights_are_quantized_once_a_step() -> None:
+    moe = local()
+    x = torch.randn(20, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        moe(x).sum().backward()
+    assert moe.experts.weight_cache.misses == 2
+    with torch.no_grad():
+        moe.experts.down_proj.mul_(2.0)
+    before = moe(x)
+    assert moe.experts.weight_cache.misses == 3
+    assert torch.equal(before, copy.deepcopy(moe)(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MoE(64, 32, 8, 2, recipe="mxfp4"), "mxfp8"),
+        (lambda: MoE(64, 32, 8, 2, dispatcher="carrier pigeon"), "one of local, all_to_all, symmetric"),
+        (lambda: MoE(60, 32, 8, 2), "in 32s, got 60, 32"),
+        (lambda: local()(torch.zeros(3, 65, dtype=torch.bfloat16)), r"\(T, 64\).*got \(3, 65\)"),
+        (lambda: MoE(64, 32, 8, 2, dispatcher=SymmetricDispatcher(4, dim=64)), "serves 4 experts, the layer has 8"),
+        (lambda: MoE(64, 32, 8, 2, dispatcher=local().dispatcher, max_tokens=3), "belong to the dispatcher"),
+    ],
+)
+def test_bad_input_is_named(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_ids_out_of_range_are_refused_before_anything_moves() -> None:
+    moe = local(router=FixedRouter(torch.tensor([[0, 8]]).int(), torch.ones(1, 2)))
+    with pytest.raises(ValueError, match="8"):
+        moe(torch.zeros(1, 64, dtype=torch.bfloat16))
+
+
+def test_the_seven_cases_are_rows_of_the_table() -> None:
+    assert len(SEVEN_CASES) == 7
+    assert set(SEVEN_CASES) < set(CASES)

@@ -1,0 +1,105 @@
+"""The router picks what its description says, weighs what it picked, and balances without touching the weights."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mxep.ep import Router
+
+
+def router(**options) -> Router:
+    torch.manual_seed(0)
+    return Router(16, 8, 2, **options)
+
+
+def test_default_is_softmax_over_all_experts_top_k_normalised() -> None:
+    r = router()
+    x = torch.randn(5, 16)
+    ids, weights = r(x)
+    probability = (x @ r.weight.t()).softmax(-1)
+    best = probability.topk(2, dim=-1)
+    assert ids.dtype == torch.int32
+    assert torch.equal(ids.long(), best.indices)
+    torch.testing.assert_close(weights, best.values / best.values.sum(-1, keepdim=True))
+
+
+@settings(max_examples=30, deadline=None)
+@given(score=st.sampled_from(["softmax", "sigmoid"]), scale=st.floats(0.1, 4), seed=st.integers(0, 1000))
+def test_normalised_weights_sum_to_scale(score: str, scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    _, weights = Router(16, 8, 3, score=score, scale=scale)(torch.randn(7, 16))
+    torch.testing.assert_close(weights.sum(-1), torch.full((7,), scale))
+
+
+def test_sigmoid_scores_without_normalisation_are_the_weights() -> None:
+    r = router(score="sigmoid", normalize=False)
+    x = torch.randn(5, 16)
+    ids, weights = r(x)
+    torch.testing.assert_close(weights, (x @ r.weight.t()).sigmoid().gather(1, ids.long()))
+
+
+def test_group_limited_routing_stays_in_the_best_groups() -> None:
+    r = router(num_groups=4, top_groups=1)
+    x = torch.randn(50, 16)
+    ids, _ = r(x)
+    group = ids.div(2, rounding_mode="floor")
+    assert torch.equal(group[:, 0], group[:, 1])
+    by_group = (x @ r.weight.t()).softmax(-1).view(50, 4, 2).sum(-1)
+    assert torch.equal(group[:, 0].long(), by_group.argmax(-1))
+
+
+def test_bias_steers_the_choice_but_not_the_weights() -> None:
+    r = router(balance=True, normalize=False)
+    x = torch.randn(5, 16)
+    r.expert_bias[3] = 10.0
+    ids, weights = r(x)
+    assert (ids == 3).any(-1).all()
+    torch.testing.assert_close(weights, (x @ r.weight.t()).softmax(-1).gather(1, ids.long()))
+
+
+def test_update_bias_lifts_idle_experts_and_spreads_the_load() -> None:
+    r = router(balance=True)
+    x = torch.randn(512, 16) + 2 * torch.randn(16)
+
+    def most_loaded() -> float:
+        ids, _ = r.eval()(x)
+        return torch.bincount(ids.flatten(), minlength=8).max().item() / (512 * 2 / 8)
+
+    before = most_loaded()
+    r.train()
+    for _ in range(300):
+        r(x)
+        r.update_bias(1e-2)
+    assert r.load.sum() == 0
+    assert before > 2
+    assert most_loaded() < 1.3
+
+
+def test_gradient_reaches_weight_and_input() -> None:
+    r = router()
+    x = torch.randn(5, 16, requires_grad=True)
+    _, weights = r(x)
+    (weights * torch.randn(5, 2)).sum().backward()
+    assert x.grad.abs().sum() > 0
+    assert r.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score": "tanh"}, "softmax"),
+        ({"num_groups": 3}, "num_groups must divide num_experts=8"),
+        ({"num_groups": 8, "top_groups": 1}, r"top_k must lie in 1\.\.1"),
+    ],
+)
+def test_impossible_routers_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Router(16, 8, 2, **options)
+
+
+def test_update_without_balance_and_wrong_width_are_errors() -> None:
+    with pytest.raises(RuntimeError, match="balance=True"):
+        router().update_bias()
+    with pytest.raises(ValueError, match=r"\(T, 16\), got \(5, 17\)"):
+        router()(torch.zeros(5, 17))
