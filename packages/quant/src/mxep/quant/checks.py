@@ -1,0 +1,67 @@
+"""Argument checks of the package: each returns the normalized argument or raises ValueError naming got and wanted."""
+
+import torch
+from torch import Tensor
+
+Axis = int | tuple[int, int]
+TILES = (-2, -1)
+"""The axis of square blocks: one scale for a tile of rows and columns."""
+
+VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+"""What can be quantized, and what an MXTensor can look like outside."""
+
+
+def check_values(name: str, x: Tensor) -> None:
+    """`x` must be a plain bf16, fp32 or fp16 tensor of two or more axes."""
+    if type(x) is not Tensor and hasattr(x, "qdata"):
+        raise ValueError(f"{name}: got an MXTensor, want a plain tensor: dequantize or requantize it")
+    if x.dtype not in VALUE_DTYPES:
+        raise ValueError(f"{name}: got dtype {x.dtype}, want one of {VALUE_DTYPES}")
+
+
+def check_axis(axis: Axis, x: Tensor) -> Axis:
+    """-1, -2 or (-2, -1) for a blocked axis given in any usual way; `x` must have two axes or more."""
+    if x.ndim < 2:
+        raise ValueError(f"got shape {tuple(x.shape)}, want two axes or more, (..., N, K)")
+    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    turned = tuple(sorted(a - x.ndim if a >= 0 else a for a in given))
+    if turned == TILES:
+        return TILES
+    if turned in ((-1,), (-2,)):
+        return turned[0]
+    raise ValueError(f"axis: got {axis} for shape {tuple(x.shape)}, want one of the last two axes, or both for tiles")
+
+
+def check_block(block: int | None, axis: Axis, x: Tensor) -> int:
+    """Elements a scale covers: `block`, which must divide every blocked axis of `x`; None is the whole axis."""
+    axes = (axis,) if isinstance(axis, int) else axis
+    if block is None:
+        if len(axes) > 1:
+            raise ValueError("block: got None for tiles, want a number of elements")
+        block = x.shape[axes[0]]
+    if block < 1:
+        raise ValueError(f"block: got {block} for shape {tuple(x.shape)}, want a positive number of elements")
+    for a in axes:
+        if x.shape[a] % block:
+            raise ValueError(f"got shape {tuple(x.shape)}, want axis {a} a multiple of the block, {block}")
+    return block
+
+
+def scale_shape(shape: torch.Size, axis: Axis, block: int) -> torch.Size:
+    """The shape of the scales of codes of `shape`."""
+    n, k = shape[-2:]
+    return torch.Size((*shape[:-2], n if axis == -1 else n // block, k if axis == -2 else k // block))
+
+
+def check_row_index(row_index: Tensor, qdata: Tensor, axis: Axis) -> None:
+    """`row_index` must be int32 (R,) on the device of `qdata`, which must be (S, K) blocked along its rows."""
+    if row_index.dtype != torch.int32 or row_index.ndim != 1:
+        raise ValueError(
+            f"row_index: got {row_index.dtype} of shape {tuple(row_index.shape)}, want torch.int32 of one axis"
+        )
+    if row_index.device != qdata.device:
+        raise ValueError(f"row_index: got device {row_index.device}, want {qdata.device}, where qdata is")
+    if qdata.ndim != 2 or axis != -1:
+        raise ValueError(
+            f"row_index: got qdata of shape {tuple(qdata.shape)} blocked along {axis}, want (S, K) blocked along -1"
+        )

@@ -1,0 +1,212 @@
+"""Groups of rows: how many rows are live, and padding each group to the multiple a GEMM asks for.
+
+What moves: M rows that already lie group after group are spread out so that every group starts and ends at a multiple of
+`multiple`; the gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and multiple 4:
+
+    x          a b c | | d e            M = 5 rows
+    rows       a b c 0 | | d e 0 0      group_ends 4, 4, 8
+    row_index  0 1 2 -1   3 4 -1 -1     then -1 up to the capacity of 16 rows
+
+Sizes live on the device and nobody reads them on the host, so the result has a static capacity:
+round_up(M + G * (multiple - 1), multiple) rows. Backward of pad is unpad and the reverse.
+
+M rows of x, G groups, C capacity in rows, D row length.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tensor import MXTensor
+
+
+@dataclass(frozen=True)
+class PaddedGroups:
+    """Rows in groups padded to a multiple, with the map back.
+
+    rows:       (C, D), dtype of the input; rows at or past group_ends[-1] are unspecified. An MXTensor input comes back as
+                an MXTensor over the same bytes with `row_index` set (nothing is copied).
+    group_ends: (G,) int32, inclusive cumulative padded sizes (`offs` of torch's grouped GEMMs).
+    row_index:  (C,) int32, the row of x in each place, -1 where there is none.
+    """
+
+    rows: Tensor
+    group_ends: Tensor
+    row_index: Tensor
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least n (n >= 0); also fine for symbolic n."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+def live_rows(group_ends: Tensor | None, capacity: int) -> int:
+    """Rows that a reference must compute: int(group_ends[-1]) on the CPU; all of `capacity` without group_ends or on any
+    other device, where reading the number would stop the host. ValueError if the groups do not fit the capacity."""
+    if group_ends is None or group_ends.device.type != "cpu":
+        return capacity
+    live = int(group_ends[-1])
+    if not 0 <= live <= capacity:
+        raise ValueError(f"group_ends[-1]: got {live}, wanted 0 to {capacity}, the rows of the buffer")
+    return live
+
+
+def check_group_ends(group_ends: Tensor | None, *tensors: Tensor) -> None:
+    """ValueError unless group_ends is None or (G,) int32, G >= 1, on the device of the 2-D `tensors`."""
+    if group_ends is None:
+        return
+    if group_ends.dtype != torch.int32 or group_ends.ndim != 1 or group_ends.shape[0] == 0:
+        raise ValueError(
+            f"group_ends: got {group_ends.dtype} of shape {tuple(group_ends.shape)}, wanted int32 of shape (G,), G >= 1"
+        )
+    for tensor in tensors:
+        if tensor.ndim != 2:
+            raise ValueError(f"rows in groups: got shape {tuple(tensor.shape)}, wanted (rows, columns)")
+        if tensor.device != group_ends.device:
+            raise ValueError(f"group_ends: got device {group_ends.device}, wanted {tensor.device}, that of the rows")
+
+
+def group_of_rows(group_ends: Tensor, num_rows: int) -> Tensor:
+    """(num_rows,) int64: the group of each row; G for rows at or past group_ends[-1]."""
+    rows = torch.arange(num_rows, dtype=torch.int32, device=group_ends.device)
+    return torch.searchsorted(group_ends, rows, right=True)
+
+
+def pad_groups(x: Tensor, group_sizes: Tensor, *, multiple: int) -> PaddedGroups:
+    """Pads each group of rows with zero rows to a multiple of `multiple`.
+
+    x:           (M, D), any dtype, or an MXTensor blocked along its rows; group g is the `group_sizes[g]` rows after group
+                 g - 1. Rows of x past the last group are left behind.
+    group_sizes: (G,) int32 or int64, unpadded, on x's device.
+    Returns PaddedGroups of capacity round_up(M + G * (multiple - 1), multiple). Differentiable in x.
+
+    ValueError: wrong shape, dtype, device or multiple; on the CPU also negative sizes and sizes that sum to more than M
+    (other devices cannot look: there nothing is read past row M).
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted (M, D)")
+    if multiple < 1:
+        raise ValueError(f"multiple: got {multiple}, wanted at least 1")
+    if group_sizes.ndim != 1 or group_sizes.dtype not in (torch.int32, torch.int64) or group_sizes.shape[0] == 0:
+        raise ValueError(
+            f"group_sizes: got {group_sizes.dtype} of shape {tuple(group_sizes.shape)}, "
+            "wanted int32 or int64 of shape (G,), G >= 1"
+        )
+    if group_sizes.device != x.device:
+        raise ValueError(f"group_sizes: got device {group_sizes.device}, wanted {x.device}, that of x")
+    group_ends, row_index = _pad_index(group_sizes, x.shape[0], multiple)
+    if isinstance(x, MXTensor):
+        return PaddedGroups(_reindex(x, row_index), group_ends, row_index)
+    rows: Tensor = _PadRows.apply(x, row_index)  # type: ignore[no-untyped-call]
+    return PaddedGroups(rows, group_ends, row_index)
+
+
+def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
+    """The rows of y back in the places pad_groups took them from: result[row_index[i]] = y[i].
+
+    y: (C, D), row_index: (C,) int32 from pad_groups, num_rows: M. Returns (M, D) in y's dtype; a row that was in no group
+    is zero. Rows of y whose row_index is -1 are not read. Differentiable in y. ValueError: wrong shapes, dtype, device.
+    """
+    if y.ndim != 2:
+        raise ValueError(f"y: got shape {tuple(y.shape)}, wanted (C, D)")
+    if row_index.shape != y.shape[:1] or row_index.dtype != torch.int32 or row_index.device != y.device:
+        raise ValueError(
+            f"row_index: got {row_index.dtype} of shape {tuple(row_index.shape)} on {row_index.device}, "
+            f"wanted int32 of shape ({y.shape[0]},) on {y.device}"
+        )
+    if num_rows < 0:
+        raise ValueError(f"num_rows: got {num_rows}, wanted at least 0")
+    result: Tensor = _UnpadRows.apply(y, row_index, num_rows)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather(x: Tensor, row_index: Tensor) -> Tensor:
+    """x[row_index] along dim 0 with zeros where the index is -1; 1-byte floats too, which torch cannot index."""
+    plain = x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
+    if plain.shape[0] == 0:
+        return x.new_zeros(row_index.shape[0], *x.shape[1:])
+    picked = plain.index_select(0, row_index.clamp(min=0))
+    there = (row_index >= 0).view(-1, *[1] * (x.ndim - 1))
+    return torch.where(there, picked, torch.zeros_like(picked)).view(x.dtype)
+
+
+@torch.library.custom_op("mxep::pad_index", mutates_args=())
+def _pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor]:
+    sizes = group_sizes.long()
+    if sizes.device.type == "cpu" and (int(sizes.min()) < 0 or int(sizes.sum()) > num_rows):
+        raise ValueError(f"group_sizes: got {sizes.tolist()}, wanted sizes >= 0 that sum to at most {num_rows} rows")
+    capacity = round_up(num_rows + sizes.shape[0] * (multiple - 1), multiple)
+    padded = (sizes + multiple - 1) // multiple * multiple
+    ends = padded.cumsum(0).clamp(max=capacity).int()
+    place = torch.arange(capacity, device=sizes.device)
+    group = group_of_rows(ends, capacity).clamp(max=sizes.shape[0] - 1)
+    within = place - (ends - padded)[group]
+    source = (sizes.cumsum(0) - sizes)[group] + within
+    real = (within < sizes[group]) & (source < num_rows)
+    return ends, torch.where(real, source, -1).int()
+
+
+@_pad_index.register_fake
+def _(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor]:
+    capacity = round_up(num_rows + group_sizes.shape[0] * (multiple - 1), multiple)
+    return torch.empty_like(group_sizes, dtype=torch.int32), group_sizes.new_empty(capacity, dtype=torch.int32)
+
+
+@torch.library.custom_op("mxep::pad_rows", mutates_args=())
+def _pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
+    return gather(x, row_index)
+
+
+@_pad_rows.register_fake
+def _(x: Tensor, row_index: Tensor) -> Tensor:
+    return x.new_empty(row_index.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("mxep::unpad_rows", mutates_args=())
+def _unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
+    place = torch.arange(row_index.shape[0], dtype=torch.int32, device=y.device)
+    # Every row of x has at most one place, so the scatter is a permutation; entry num_rows swallows the padding.
+    inverse = row_index.new_full((num_rows + 1,), -1)
+    inverse[torch.where(row_index >= 0, row_index, num_rows).long()] = place
+    return gather(y, inverse[:num_rows])
+
+
+@_unpad_rows.register_fake
+def _(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
+    return y.new_empty(num_rows, y.shape[1])
+
+
+class _PadRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row_index: Tensor) -> Tensor:
+        ctx.save_for_backward(row_index)
+        ctx.num_rows = x.shape[0]
+        return _pad_rows(x, row_index)
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (row_index,) = ctx.saved_tensors
+        return _unpad_rows(d_rows, row_index, ctx.num_rows), None
+
+
+class _UnpadRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(row_index)
+        return _unpad_rows(y, row_index, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (row_index,) = ctx.saved_tensors
+        return _pad_rows(d_result, row_index), None, None
+
+
+def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
+    """The rows `row_index` of x as a view of x's bytes; an index that x already has is composed."""
+    if x.axis != -1:
+        raise ValueError(f"x: got an MXTensor blocked along axis {x.axis}, wanted -1 (a row index moves whole blocks)")
+    if x.row_index is not None:
+        row_index = torch.where(row_index >= 0, x.row_index[row_index.clamp(min=0)], row_index)
+    return MXTensor.from_qdata_and_scales(x.qdata, x.scale, x.dtype, block=x.block, row_index=row_index)

@@ -1,0 +1,150 @@
+"""The quantization ops in plain torch: reference and CPU kernel of each, and its fake. No autograd here.
+
+    quantize_rows     x (..., N, K) -> codes (..., N, K), scale (..., N, K/block)        blocks of 1 x block
+    quantize_columns  x (..., N, K) -> codes (..., K, N), scale (..., K, N/block)        blocks of block x 1, turned
+    quantize_both     both of one read
+    quantize_tiles    x (..., N, K) -> codes (..., N, K), scale (..., N/block, K/block)  blocks of block x block
+    dequantize        codes, scale -> values, of the rows an index picks if there is one
+    materialize       codes, scale, index -> codes, scale of the picked rows
+
+Elements: code = cast_saturating(x * 2**(127 - byte)), the product in fp32 (exact, or far below the smallest code), the
+cast round to nearest even; -0 keeps its sign. A block with NaN or Inf has scale byte 255 and every code 0x7f.
+Example, E4M3, RCEIL, a block of 480 and 31 zeros: byte 128, so 480 * 2**-1 = 240, code 0x77.
+
+Ops return what a kernel writes: contiguous tensors whose last axis is the blocked one. `MXTensor` turns them back.
+"""
+
+import torch
+from torch import Tensor
+
+from mxep.quant.formats import SCALE_DTYPE, ScaleMode, format_of
+from mxep.quant.scales import NAN_BYTE, power_of_two, reciprocal, scale_bytes
+
+NAN_CODE = 0x7F
+
+
+def encode(blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    """Quantize `blocks` (fp32), one scale over the axes `dims`: codes like `blocks`, bytes with those axes of size 1."""
+    fmt = format_of(dtype)
+    byte = scale_bytes(blocks.abs().amax(dims, keepdim=True), fmt, ScaleMode(mode))
+    codes = (blocks * reciprocal(byte)).clamp_(-fmt.max, fmt.max).to(dtype)
+    codes.view(torch.uint8).masked_fill_(byte == NAN_BYTE, NAN_CODE)
+    return codes, byte
+
+
+def encode_rows(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
+    """Quantize x (..., K) in blocks along its last axis: codes (..., K), scale (..., K/block) e8m0."""
+    codes, byte = encode(x.float().unflatten(-1, (x.shape[-1] // block, block)), (-1,), dtype, mode)
+    return codes.view(x.shape), byte.squeeze(-1).view(SCALE_DTYPE)
+
+
+def encode_columns(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
+    """Quantize x (..., N, K) in blocks along N: codes (..., K, N), scale (..., K, N/block) e8m0."""
+    codes, byte = encode(x.float().unflatten(-2, (x.shape[-2] // block, block)), (-2,), dtype, mode)
+    return codes.view(x.shape).mT.contiguous(), byte.squeeze(-2).mT.contiguous().view(SCALE_DTYPE)
+
+
+@torch.library.custom_op("mxep::quantize_rows", mutates_args=())
+def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
+    """x (..., K) bf16 | fp32 | fp16 -> codes (..., K) `dtype`, scale (..., K/block) e8m0."""
+    return encode_rows(x, dtype, mode, block)
+
+
+@quantize_rows.register_fake
+def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
+    *rest, k = x.shape
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, k // block), dtype=SCALE_DTYPE)
+
+
+@torch.library.custom_op("mxep::quantize_columns", mutates_args=())
+def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
+    """x (..., N, K) bf16 | fp32 | fp16 -> codes (..., K, N) `dtype`, scale (..., K, N/block) e8m0."""
+    return encode_columns(x, dtype, mode, block)
+
+
+@quantize_columns.register_fake
+def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
+    *rest, n, k = x.shape
+    return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, k, n // block), dtype=SCALE_DTYPE)
+
+
+@torch.library.custom_op("mxep::quantize_both", mutates_args=())
+def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (..., N, K) -> codes, scale of quantize_rows, codes, scale of quantize_columns."""
+    x = x.float()
+    return *encode_rows(x, dtype, mode, block), *encode_columns(x, dtype, mode, block)
+
+
+@quantize_both.register_fake
+def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rest, n, k = x.shape
+    rows = x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, n, k // block), dtype=SCALE_DTYPE)
+    columns = x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, k, n // block), dtype=SCALE_DTYPE)
+    return *rows, *columns
+
+
+@torch.library.custom_op("mxep::quantize_tiles", mutates_args=())
+def quantize_tiles(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
+    """x (..., N, K) bf16 | fp32 | fp16 -> codes (..., N, K) `dtype`, scale (..., N/block, K/block) e8m0."""
+    n, k = x.shape[-2:]
+    tiles = x.float().unflatten(-1, (k // block, block)).unflatten(-3, (n // block, block))
+    codes, byte = encode(tiles, (-3, -1), dtype, mode)
+    return codes.view(x.shape), byte.squeeze((-3, -1)).view(SCALE_DTYPE)
+
+
+@quantize_tiles.register_fake
+def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
+    *rest, n, k = x.shape
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, n // block, k // block), dtype=SCALE_DTYPE)
+
+
+def pick_rows(x: Tensor, row_index: Tensor) -> Tensor:
+    """Rows `row_index` (int32 (R,)) of the bytes x (S, n) uint8; -1 gives a row of zeros. Contiguous (R, n)."""
+    if x.shape[0] == 0:
+        return x.new_zeros(row_index.shape[0], x.shape[1])
+    return x.index_select(0, row_index.clamp(min=0)).masked_fill_((row_index < 0).unsqueeze(-1), 0)
+
+
+def decode(codes: Tensor, scale: Tensor, blocks: tuple[int, int], row_index: Tensor | None) -> Tensor:
+    """Values (..., N, K) in fp32 of codes (..., N, K) with one scale per `blocks` = (rows, columns) elements.
+
+    Exact, but for what lies past fp32's range (E4M3 from byte 247 on), which becomes Inf.
+    """
+    byte = scale.view(torch.uint8)
+    if row_index is not None:
+        codes, byte = pick_rows(codes.view(torch.uint8), row_index).view(codes.dtype), pick_rows(byte, row_index)
+    rows, columns = blocks
+    tiles = codes.float().unflatten(-1, (byte.shape[-1], columns)).unflatten(-3, (byte.shape[-2], rows))
+    return (tiles * power_of_two(byte)[..., :, None, :, None]).view(codes.shape)
+
+
+@torch.library.custom_op("mxep::dequantize", mutates_args=())
+def dequantize(
+    codes: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """codes (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0 -> (..., N, K) `dtype`, rounded once.
+
+    row_index (int32 (R,)) or None: 2-D codes only, result (R, K), -1 a row of zeros.
+    """
+    return decode(codes, scale, (block_rows, block_columns), row_index).to(dtype).contiguous()
+
+
+@dequantize.register_fake
+def _(
+    codes: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    shape = codes.shape if row_index is None else (row_index.shape[0], codes.shape[-1])
+    return codes.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op("mxep::materialize", mutates_args=())
+def materialize(codes: Tensor, scale: Tensor, row_index: Tensor) -> tuple[Tensor, Tensor]:
+    """codes (S, K), scale (S, K/block), row_index int32 (R,) -> codes (R, K), scale (R, K/block); -1: zero bytes."""
+    picked = pick_rows(codes.view(torch.uint8), row_index), pick_rows(scale.view(torch.uint8), row_index)
+    return picked[0].view(codes.dtype), picked[1].view(scale.dtype)
+
+
+@materialize.register_fake
+def _(codes: Tensor, scale: Tensor, row_index: Tensor) -> tuple[Tensor, Tensor]:
+    rows = row_index.shape[0]
+    return codes.new_empty((rows, codes.shape[1])), scale.new_empty((rows, scale.shape[1]))

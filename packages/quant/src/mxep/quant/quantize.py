@@ -1,0 +1,58 @@
+"""Quantization as users call it: plain tensor in, MXTensor out, gradients straight through.
+
+    quantize       x -> blocks along rows, columns or square tiles
+    quantize_both  x -> blocks along rows and blocks along columns, of one read
+
+The numerics (element rule, scale bytes) are those of `mxep.quant.ops` and `mxep.quant.scales`.
+Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
+"""
+
+from torch import Tensor
+
+from mxep.quant import ops
+from mxep.quant.checks import TILES, Axis, check_axis, check_block, check_values
+from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
+from mxep.quant.tensor import MXTensor, wrap
+
+
+def quantize(
+    x: Tensor,
+    *,
+    fmt: MXFormat = E4M3,
+    mode: ScaleMode = ScaleMode.RCEIL,
+    axis: Axis = -1,
+    block: int | None = BLOCK,
+) -> MXTensor:
+    """Quantize x (..., N, K) bf16 | fp32 | fp16 to codes with power-of-two scales; shape and outer dtype stay x's.
+
+    axis: which way the blocks lie: -1 (rows: a scale per `block` elements of a row), -2 (columns), their positive
+        twins, or (-2, -1): square tiles, one scale per block x block elements, good for W and W^T alike.
+    block: elements a scale; None for one scale over the whole axis ("row-scaled FP8").
+    A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
+    Differentiable (straight through). ValueError for other dtypes or axes, or an axis that `block` does not divide.
+    """
+    check_values("quantize", x)
+    axis = check_axis(axis, x)
+    block = check_block(block, axis, x)
+    source = x.detach()
+    if axis == TILES:
+        codes, scale = ops.quantize_tiles(source, fmt.dtype, mode.value, block)
+    elif axis == -1:
+        codes, scale = ops.quantize_rows(source, fmt.dtype, mode.value, block)
+    else:
+        codes, scale = (part.mT for part in ops.quantize_columns(source, fmt.dtype, mode.value, block))
+    return wrap(x, codes, scale, None, axis, block, x.dtype)
+
+
+def quantize_both(x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMode.RCEIL) -> tuple[MXTensor, MXTensor]:
+    """`quantize(x, axis=-1), quantize(x, axis=-2)` of one read of x (..., N, K), N and K multiples of 32.
+
+    The gradients of both results add up. ValueError as for `quantize`.
+    """
+    check_values("quantize_both", x)
+    check_block(BLOCK, check_axis(TILES, x), x)
+    rows, row_scale, columns, column_scale = ops.quantize_both(x.detach(), fmt.dtype, mode.value, BLOCK)
+    return (
+        wrap(x, rows, row_scale, None, -1, BLOCK, x.dtype),
+        wrap(x, columns.mT, column_scale.mT, None, -2, BLOCK, x.dtype),
+    )

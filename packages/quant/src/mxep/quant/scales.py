@@ -1,0 +1,52 @@
+"""Scale bytes: from a block's largest magnitude to e8m0, and from e8m0 to the fp32 power of two. Integers only.
+
+    amax (fp32) --scale_bytes--> byte (uint8) --power_of_two--> 2**(byte - 127)   to dequantize
+                                              --reciprocal----> 2**(127 - byte)   to quantize
+
+Casts to float8_e8m0fnu round in their own way, so scales are made from the bits of fp32: sign, 8 exponent bits with
+bias 127 (the same bias as e8m0), 23 mantissa bits. Example: amax 480 = 1.875 * 2**8 has exponent field 135, so FLOOR
+for E4M3 is 135 - 8 = 127; RCEIL takes 480 / 448 = 1.07, exponent field 127, mantissa not zero: 128.
+"""
+
+import torch
+from torch import Tensor
+
+from mxep.quant.formats import MXFormat, ScaleMode
+
+NAN_BYTE = 255
+_MANTISSA = 0x7FFFFF
+_INF = 0x7F800000
+_NAN = 0x7FC00000
+_TWO_TO_MINUS_127 = 0x400000  # a subnormal in fp32: its exponent field is 0
+
+
+def scale_bytes(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
+    """Scale bytes (uint8) of blocks whose largest magnitude is `amax` (fp32, any shape, not negative).
+
+    0 and everything too small gives byte 0 (2**-127), NaN and Inf give 255.
+    """
+    bits = amax.view(torch.int32)
+    match mode:
+        case ScaleMode.FLOOR:
+            byte = (bits >> 23) - fmt.max_exponent
+        case ScaleMode.CEIL:
+            byte = (bits + _MANTISSA >> 23) - fmt.max_exponent
+        case ScaleMode.EVEN:
+            half_an_ulp = 1 << 22 - fmt.mantissa_bits
+            byte = (bits + half_an_ulp >> 23) - fmt.max_exponent
+        case ScaleMode.RCEIL:
+            ratio = (amax * (1.0 / fmt.max)).view(torch.int32)
+            byte = torch.where(ratio <= _TWO_TO_MINUS_127, 0, ratio + _MANTISSA >> 23)
+    return torch.where(bits >= _INF, NAN_BYTE, byte.clamp(0, NAN_BYTE - 1)).to(torch.uint8)
+
+
+def power_of_two(byte: Tensor) -> Tensor:
+    """2**(byte - 127) in fp32, exact for bytes 0 to 254 (uint8, any shape); NaN for 255."""
+    exponent = byte.to(torch.int32)
+    bits = torch.where(exponent == 0, _TWO_TO_MINUS_127, exponent << 23)
+    return torch.where(exponent == NAN_BYTE, _NAN, bits).view(torch.float32)
+
+
+def reciprocal(byte: Tensor) -> Tensor:
+    """2**(127 - byte) in fp32, exact for bytes 0 to 254 (uint8, any shape); NaN for 255."""
+    return power_of_two(254 - byte)  # uint8 wraps: 254 - 255 is 255 again

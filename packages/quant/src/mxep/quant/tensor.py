@@ -1,0 +1,287 @@
+"""MXTensor: codes and scales that travel through autograd, compile and checkpoints as one bf16-looking tensor.
+
+Outside it has the dtype of what was quantized (bf16 by default), so autograd gives it gradients of that dtype; a raw
+fp8 tensor on an autograd edge would have its gradient cast to fp8. Inside are two or three plain tensors:
+
+    qdata      codes, 1 byte an element        (..., N, K)
+    scale      e8m0, 1 byte a block            axis -1: (..., N, K/block)   axis -2: (..., N/block, K)
+                                               axis (-2, -1): (..., N/block, K/block)
+    row_index  int32 (R,) or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
+
+Shapes are logical: turning the tensor turns qdata, scale and axis alike, no byte moves. What `quantize` and
+`requantize` return is contiguous along the blocked axis: for axis -2, qdata and scale are `.mT` views of contiguous
+(..., K, N) bytes.
+
+With a row index a tensor is logically expert-major while its bytes still lie in receive slots: shape (R, D), qdata
+(S, D), scale (S, D/block), both possibly strided row views of one buffer. Example: row_index [1, -1, 1] of two rows
+a, b is the tensor of rows b, 0, b.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from mxep.quant import ops
+from mxep.quant.checks import TILES, VALUE_DTYPES, Axis, check_axis, check_block, check_row_index, scale_shape
+from mxep.quant.dispatch import HANDLERS
+from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, format_of
+
+
+class MXTensor(Tensor):
+    """Codes with block scales, (..., N, K); the module's docstring has the layout.
+
+    qdata, scale, row_index: the plain tensors inside. dtype: what it looks like outside.
+    axis: the blocked axis, -1 or -2, or (-2, -1) for square tiles.
+    block: elements a scale covers along each blocked axis; the whole axis for row-scaled FP8.
+
+    Made by `quantize` and `from_qdata_and_scales`; the constructor trusts its arguments. It can be detached, cloned,
+    turned, sliced, moved and saved; it does no arithmetic: other aten ops raise NotImplementedError.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    row_index: Tensor | None
+    axis: Axis
+    block: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls: type["MXTensor"],
+        qdata: Tensor,
+        scale: Tensor,
+        row_index: Tensor | None,
+        axis: Axis,
+        block: int,
+        orig_dtype: torch.dtype,
+    ) -> "MXTensor":
+        shape, strides = qdata.shape, qdata.stride()
+        if row_index is not None:
+            shape, strides = torch.Size((row_index.shape[0], qdata.shape[1])), (qdata.shape[1], 1)
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device
+        )
+
+    def __init__(
+        self,
+        qdata: Tensor,
+        scale: Tensor,
+        row_index: Tensor | None,
+        axis: Axis,
+        block: int,
+        orig_dtype: torch.dtype,
+    ) -> None:
+        self.qdata = qdata
+        self.scale = scale
+        self.row_index = row_index
+        self.axis = axis
+        self.block = block
+
+    @staticmethod
+    def from_qdata_and_scales(
+        qdata: Tensor,
+        scales: Tensor,
+        orig_dtype: torch.dtype = torch.bfloat16,
+        *,
+        axis: Axis = -1,
+        block: int | None = BLOCK,
+        row_index: Tensor | None = None,
+    ) -> "MXTensor":
+        """An MXTensor of given bytes, no copy.
+
+        qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides.
+        scales: float8_e8m0fnu, or its bytes as uint8; the shape of qdata with the blocked axis divided by `block`.
+        orig_dtype: bf16, fp32 or fp16, the outer dtype and the dtype of gradients.
+        axis: -1, -2, their positive twins, or (-2, -1). block: elements a scale, None for the whole axis.
+        row_index: int32 (R,) of rows of qdata (S, K), -1 for a row of zeros; needs axis -1.
+        Raises ValueError naming got and wanted for anything else.
+        """
+        format_of(qdata.dtype)
+        axis = check_axis(axis, qdata)
+        block = check_block(block, axis, qdata)
+        if orig_dtype not in VALUE_DTYPES:
+            raise ValueError(f"orig_dtype: got {orig_dtype}, want one of {VALUE_DTYPES}")
+        if scales.dtype == torch.uint8:
+            scales = scales.view(SCALE_DTYPE)
+        if scales.dtype != SCALE_DTYPE:
+            raise ValueError(f"scales: got dtype {scales.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
+        wanted = scale_shape(qdata.shape, axis, block)
+        if scales.shape != wanted:
+            raise ValueError(
+                f"scales: got shape {tuple(scales.shape)}, want {tuple(wanted)} "
+                f"for qdata {tuple(qdata.shape)} in blocks of {block} along axis {axis}"
+            )
+        if scales.device != qdata.device:
+            raise ValueError(f"scales: got device {scales.device}, want {qdata.device}, where qdata is")
+        if row_index is not None:
+            check_row_index(row_index, qdata, axis)
+        return MXTensor(qdata, scales, row_index, axis, block, orig_dtype)
+
+    @property
+    def format(self) -> MXFormat:
+        """The element format of the codes."""
+        return format_of(self.qdata.dtype)
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(rows, columns) of elements that one scale covers."""
+        return 1 if self.axis == -1 else self.block, 1 if self.axis == -2 else self.block
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, (..., N, K) contiguous in `dtype` (default: the outer dtype), the row index applied.
+
+        code * 2**(byte - 127), exact in fp32 (past its range: Inf), rounded once to bf16 or fp16; byte 255 gives NaN.
+        Differentiable: the gradient passes unchanged, in the outer dtype. ValueError for other dtypes.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        if dtype not in VALUE_DTYPES:
+            raise ValueError(f"dequantize: got dtype {dtype}, want one of {VALUE_DTYPES}")
+        values: Tensor = _Dequantize.apply(self, dtype)
+        return values
+
+    def materialize(self) -> "MXTensor":
+        """The same tensor without a row index, its bytes dense and contiguous along the blocked axis (tiles: by rows).
+
+        A copy only where needed. A row of zeros (-1) gets code 0 and scale byte 0. Gradients pass unchanged.
+        """
+        if self.row_index is not None:
+            qdata, scale = ops.materialize(self.qdata, self.scale, self.row_index)
+            return wrap_like(self, qdata, scale)
+        if self.axis == -2:
+            qdata, scale = self.qdata.mT.contiguous().mT, self.scale.mT.contiguous().mT
+        else:
+            qdata, scale = self.qdata.contiguous(), self.scale.contiguous()
+        return self if qdata is self.qdata and scale is self.scale else wrap_like(self, qdata, scale)
+
+    def along(self, axis: int) -> "MXTensor":
+        """Tiles seen as blocks along one axis: the same codes, each tile's scale repeated for its 32 rows or columns.
+
+        axis: -1 or -2 (or positive). So one quantization of a weight W (N, K) serves W (along K) and W^T (along N):
+        `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. Codes keep their strides: along(-2) of tiles stored by
+        rows is not contiguous along its blocked axis; `materialize` makes it so. Gradients pass unchanged.
+        A tensor already blocked along `axis` is returned as it is; another one needs `requantize`: ValueError.
+        """
+        axis_ = check_axis(axis, self.qdata)
+        if self.axis == axis_:
+            return self
+        if self.axis != TILES or axis_ == TILES:
+            raise ValueError(f"along: got a tensor blocked along {self.axis}, want tiles or axis {axis}: requantize it")
+        if axis_ == -2:
+            return self.mT.along(-1).mT
+        *rest, n, k = self.scale.shape
+        byte = self.scale.view(torch.uint8).unsqueeze(-2).expand(*rest, n, self.block, k)
+        scale = byte.reshape(*rest, n * self.block, k).view(SCALE_DTYPE)
+        return wrap(self, self.qdata, scale, None, -1, self.block, self.dtype)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        parts = [f"shape={tuple(self.shape)}", str(self.format), f"axis={self.axis}", f"block={self.block}"]
+        if self.row_index is not None:
+            parts.append(f"rows of {self.qdata.shape[0]}")
+        parts += [f"dtype={self.dtype}", f"device={self.device}"]
+        if self.requires_grad:
+            parts.append("requires_grad=True")
+        return f"MXTensor({', '.join(parts)})"
+
+    def with_parts(
+        self, qdata: Tensor, scale: Tensor, row_index: Tensor | None = None, axis: Axis | None = None
+    ) -> "MXTensor":
+        """An MXTensor of other bytes, and perhaps another axis, with this one's block and outer dtype. No autograd."""
+        return MXTensor(qdata, scale, row_index, self.axis if axis is None else axis, self.block, self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Axis, int, torch.dtype]]:
+        names = ["qdata", "scale"] if self.row_index is None else ["qdata", "scale", "row_index"]
+        return names, (self.axis, self.block, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Axis, int, torch.dtype], outer_size: object, outer_stride: object
+    ) -> "MXTensor":
+        return MXTensor(inner["qdata"], inner["scale"], inner.get("row_index"), *context)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None or not isinstance(args[0], MXTensor):
+            raise NotImplementedError(f"MXTensor does not implement {func}: call .dequantize() first")
+        return handler(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "MXTensor"], tuple[Any, ...]]:
+        parts = (self.qdata, self.scale, self.row_index, self.axis, self.block, self.dtype, self.requires_grad)
+        return rebuild_mxtensor, parts
+
+
+def rebuild_mxtensor(
+    qdata: Tensor,
+    scale: Tensor,
+    row_index: Tensor | None,
+    axis: Axis,
+    block: int,
+    orig_dtype: torch.dtype,
+    requires_grad: bool,
+) -> MXTensor:
+    """What `torch.load(weights_only=True)` calls: checks the bytes of a file like those of any caller."""
+    mx = MXTensor.from_qdata_and_scales(qdata, scale, orig_dtype, axis=axis, block=block, row_index=row_index)
+    return mx.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+torch.serialization.add_safe_globals([rebuild_mxtensor])
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mx: MXTensor, dtype: torch.dtype) -> Tensor:
+        ctx.outer_dtype = mx.dtype
+        values: Tensor = ops.dequantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, dtype)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.outer_dtype), None
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        source: Tensor,
+        qdata: Tensor,
+        scale: Tensor,
+        row_index: Tensor | None,
+        axis: Axis,
+        block: int,
+        dtype: torch.dtype,
+    ) -> MXTensor:
+        return MXTensor(qdata, scale, row_index, axis, block, dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None, None, None, None, None
+
+
+def wrap(
+    source: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    row_index: Tensor | None,
+    axis: Axis,
+    block: int,
+    dtype: torch.dtype,
+) -> MXTensor:
+    """An MXTensor of these parts whose gradient passes unchanged (straight through) to `source`, same shape."""
+    mx: MXTensor = _Wrap.apply(source, qdata, scale, row_index, axis, block, dtype)
+    return mx
+
+
+def wrap_like(mx: MXTensor, qdata: Tensor, scale: Tensor) -> MXTensor:
+    """`wrap` with everything but the bytes taken from `mx`, and no row index."""
+    return wrap(mx, qdata, scale, None, mx.axis, mx.block, mx.dtype)
