@@ -1,0 +1,240 @@
+"""run_ranks: what comes back, what a failure looks like, and that no process outlives the call."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Context, distributed
+
+from mxep.integration.launch import Rank, RanksFailed, run_ranks
+
+
+def alive(pid: int) -> bool:
+    """Running, not a zombie that its parent has yet to reap."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def gone(pids: list[int], *, within: float = 5.0) -> bool:
+    limit = time.monotonic() + within
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def read_pids(folder: Path, count: int) -> list[int]:
+    limit = time.monotonic() + 30
+    while len(files := list(folder.glob("pid-*"))) < count or not all(file.read_text() for file in files):
+        assert time.monotonic() < limit, "the ranks did not start"
+        time.sleep(0.01)
+    return [int(file.read_text()) for file in files]
+
+
+def note_pid(rank: Rank, folder: Path) -> None:
+    (folder / f"pid-{rank.rank}").write_text(str(os.getpid()))
+
+
+def sum_over_ranks(rank: Rank, offset: int) -> torch.Tensor:
+    mine = torch.tensor([rank.rank + offset])
+    dist.all_reduce(mine)
+    return torch.cat([mine, torch.tensor([rank.rank])])
+
+
+def test_results_come_back_in_rank_order():
+    results = run_ranks(sum_over_ranks, (10,), world_size=3, timeout=60, device="cpu")
+    assert [value.tolist() for value in results] == [[33, 0], [33, 1], [33, 2]]
+
+
+def environment_of(rank: Rank) -> tuple[str, str, int, str]:
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads(), os.environ["MXEP_TEST"]
+
+
+def test_ranks_see_the_callers_environment_of_this_call():
+    for value in ("first", "second"):
+        seen = run_ranks(environment_of, world_size=2, timeout=60, device="cpu", env={"MXEP_TEST": value})
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        assert seen == [("0", "2", threads, value), ("1", "2", threads, value)]
+
+
+def raise_on_rank_one(rank: Rank, folder: Path) -> None:
+    note_pid(rank, folder)
+    dist.barrier()
+    if rank.rank == 1:
+        raise KeyError("the token got lost")
+    time.sleep(60)
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
+    with pytest.raises(RanksFailed, match="rank 1 raised:(.|\n)*in raise_on_rank_one(.|\n)*the token got lost") as info:
+        run_ranks(raise_on_rank_one, (tmp_path,), world_size=3, timeout=60, device="cpu")
+    assert info.value.ranks == (1,)
+    assert "rank 0, 2 had not finished" in str(info.value)
+    assert gone(read_pids(tmp_path, 3), within=0.5)
+
+
+def raise_everywhere(rank: Rank) -> None:
+    raise ValueError(f"no good on {rank.rank}")
+
+
+def test_the_tracebacks_of_all_ranks_arrive():
+    with pytest.raises(RanksFailed) as info:
+        run_ranks(raise_everywhere, world_size=2, timeout=60, device="cpu")
+    assert sorted(info.value.ranks) == [0, 1]
+    assert "no good on 0" in str(info.value)
+    assert "no good on 1" in str(info.value)
+
+
+def be_killed(rank: Rank) -> None:
+    if rank.rank == 0:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(60)
+
+
+def test_a_rank_that_dies_is_named_with_its_signal():
+    with pytest.raises(RanksFailed, match="rank 0 was killed by SIGSEGV before it returned"):
+        run_ranks(be_killed, world_size=2, timeout=60, device="cpu")
+
+
+def start_a_child_and_hang(rank: Rank, folder: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    (folder / f"pid-{rank.rank}").write_text(str(child.pid))
+    time.sleep(60)
+
+
+def test_a_job_over_its_limit_ends_with_the_ranks_stacks_and_takes_their_children_along(tmp_path):
+    with pytest.raises(RanksFailed, match="rank 0, 1 did not finish within 1.5 s(.|\n)*in start_a_child_and_hang"):
+        run_ranks(start_a_child_and_hang, (tmp_path,), world_size=2, timeout=1.5, device="cpu")
+    assert gone(read_pids(tmp_path, 2))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "device", "message"),
+    [
+        (0, "cpu", "got 0, wanted at least 1"),
+        (1, "tpu", "got 'tpu', wanted"),
+        (99, "cuda", "wanted one for each of 99"),
+    ],
+)
+def test_a_bad_world_or_device_is_refused(world_size, device, message):
+    with pytest.raises(ValueError, match=message):
+        run_ranks(sum_over_ranks, world_size=world_size, device=device)
+
+
+def test_a_function_that_ranks_cannot_find_is_refused():
+    with pytest.raises(ValueError, match="wanted a function at module level"):
+        run_ranks(lambda rank: None, world_size=1, device="cpu")
+
+
+def count_steps(rank: Rank, folder: Path) -> int:
+    note_pid(rank, folder)
+    steps = 0
+    while not rank.stop.agreed():
+        steps += 1
+        time.sleep(0.01 * (1 + rank.rank))
+    return steps
+
+
+def hang_deaf(rank: Rank, folder: Path) -> None:
+    note_pid(rank, folder)
+    while True:
+        time.sleep(1)
+
+
+CALLER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_launch
+from mxep.integration.launch import run_ranks
+if __name__ == "__main__":
+    print(run_ranks(getattr(test_launch, sys.argv[3]), (Path(sys.argv[2]),), world_size=2, timeout=60, device="cpu"))
+"""
+
+
+@contextlib.contextmanager
+def caller_of(function: str, tmp_path: Path):
+    """A process that calls run_ranks, in a process group of its own as under a terminal."""
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER)
+    here = Path(__file__).parent
+    command = [sys.executable, str(script), str(here), str(tmp_path), function]
+    env = {**os.environ, "PYTHONPATH": str(here.parent)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+    ) as caller:
+        try:
+            yield caller, read_pids(tmp_path, 2)
+        finally:
+            caller.kill()
+
+
+def test_ctrl_c_stops_all_ranks_after_the_same_step(tmp_path):
+    with caller_of("count_steps", tmp_path) as (caller, pids):
+        time.sleep(0.1)
+        os.killpg(caller.pid, signal.SIGINT)  # as a terminal does
+        out, err = caller.communicate(timeout=30)
+    assert caller.returncode == 0, err
+    first, second = (int(steps) for steps in out.strip("[]\n").split(","))
+    assert first == second > 0
+    assert gone(pids)
+
+
+def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path):
+    with caller_of("hang_deaf", tmp_path) as (caller, pids):
+        caller.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        assert all(alive(pid) for pid in pids)
+        caller.send_signal(signal.SIGTERM)
+        assert "KeyboardInterrupt" in caller.communicate(timeout=30)[1]
+        assert caller.returncode != 0
+        assert gone(pids)
+
+
+def test_ranks_end_when_the_caller_is_killed(tmp_path):
+    with caller_of("hang_deaf", tmp_path) as (caller, pids):
+        caller.kill()
+        caller.wait()
+        assert gone(pids)
+
+
+@distributed(1, 2)
+def test_distributed_bodies_get_parameters_and_fixtures(ctx: Context, word, tmp_path):
+    everyone = [None] * ctx.world_size
+    dist.all_gather_object(everyone, (ctx.rank, word), group=ctx.group)
+    assert everyone == [(rank, "given") for rank in range(ctx.world_size)]
+    assert tmp_path.exists()
+
+
+@pytest.fixture
+def word():
+    return "given"
+
+
+@distributed(2)
+def test_a_skip_inside_a_body_is_a_skip(ctx: Context):
+    pytest.skip("not here")
+
+
+@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
+def test_distributed_bodies_run_in_place_under_torchrun():
+    file = Path(__file__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pytest", "-q", str(file)]
+    run = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-k", "bodies_get"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=file.parents[2],
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("2 passed") == 2

@@ -1,0 +1,114 @@
+"""`@distributed(...)`: a test body that runs on several ranks.
+
+    @distributed(1, 2, 4)
+    def test_something(ctx, dim): ...       # ctx: Context; the rest are ordinary pytest parameters and fixtures
+
+By itself the test starts its ranks as fresh processes (CPU, or CUDA where there are enough devices). Under torchrun the
+same body runs in place on a subgroup of the first n ranks, and is skipped where n is larger than the world.
+"""
+
+import functools
+import inspect
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mxep.integration.launch import FunctionName, Rank, process_group, resolve_device, run_ranks
+
+
+@dataclass(frozen=True)
+class Context:
+    """Who runs a body: its rank in `group`, the group's size, its device. Collectives take `group=ctx.group`."""
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup
+    device: torch.device
+    _opened: list[Any] = field(default_factory=list)
+
+    def transport(self, **options: Any) -> Any:
+        """A new transport over the group (collective), closed after the body: shared memory on CPU, NVLink on CUDA."""
+        from mxep.comms import SharedMemoryTransport, SymmetricMemoryTransport
+
+        kind = SymmetricMemoryTransport if self.device.type == "cuda" else SharedMemoryTransport
+        self._opened.append(kind(self.group, **options))
+        return self._opened[-1]
+
+    def run(self, body: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        try:
+            body(self, **kwargs)
+        finally:
+            for transport in reversed(self._opened):
+                transport.close()
+
+
+def distributed(
+    *world_sizes: int, timeout: float = 60.0, device: str = "auto"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated body once for each world size, on that many ranks, within `timeout` seconds each."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(world_size: int, **kwargs: Any) -> None:
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                _run_in_place(body, world_size, kwargs, device)
+                return
+            skipped = run_ranks(
+                _run_body, (FunctionName.of(body), kwargs), world_size=world_size, timeout=timeout, device=device
+            )
+            if skipped[0] is not None:
+                pytest.skip(skipped[0])
+
+        parameters = [p for p in inspect.signature(body).parameters.values() if p.name != "ctx"]
+        by_size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([by_size, *parameters])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
+
+
+def _run_body(rank: Rank, name: FunctionName, kwargs: dict[str, Any]) -> str | None:
+    body = name.load().__wrapped__  # type: ignore[attr-defined]
+    context = Context(rank.rank, rank.world_size, dist.group.WORLD, rank.device)
+    try:
+        context.run(body, kwargs)
+    except pytest.skip.Exception as reason:
+        return str(reason)
+    return None
+
+
+def _run_in_place(body: Callable[..., None], world_size: int, kwargs: dict[str, Any], device: str) -> None:
+    """Under torchrun: the first `world_size` ranks run the body, all ranks share the outcome."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size > world:
+        pytest.skip(f"{world_size} ranks wanted, torchrun started {world}")
+    if not dist.is_initialized():
+        # Kept for all tests of the session; the interpreter's end takes it down.
+        process_group(resolve_device(device, world), rank, world).__enter__()
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=60))
+    here = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() != "gloo" else torch.device("cpu")
+    error = None
+    if rank < world_size:
+        try:
+            Context(rank, world_size, group, here).run(body, kwargs)
+        except pytest.skip.Exception:
+            error = "skip"
+        except Exception:
+            error = traceback.format_exc()
+    errors: list[str | None] = [None] * world
+    dist.all_gather_object(errors, error)
+    if group != dist.GroupMember.NON_GROUP_MEMBER:
+        dist.destroy_process_group(group)
+    if "skip" in errors:
+        pytest.skip("the body skipped")
+    failed = [f"rank {rank} raised:\n{text}" for rank, text in enumerate(errors) if text]
+    if failed:
+        pytest.fail("\n".join(failed), pytrace=False)
