@@ -47,7 +47,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTen
 def _turned(mx: "MXTensor") -> "MXTensor":
     if mx.row_index is not None:
         raise NotImplementedError("an MXTensor with a row index cannot be turned: call .materialize() first")
-    axis = {-1: -2, -2: -1}.get(mx.axis, mx.axis)  # type: ignore[call-overload]
+    axis = -3 - mx.axis if isinstance(mx.axis, int) else mx.axis
     return mx.with_parts(mx.qdata.mT, mx.scale.mT, None, axis)
 
 
@@ -56,23 +56,32 @@ def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
 
 
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
-    mx, *dims = args
+    mx: MXTensor = args[0]
+    dims = args[1:]
     if sorted(dim % mx.ndim for dim in dims) != [mx.ndim - 2, mx.ndim - 1]:
         raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be turned")
     return _turned(mx)
 
 
 def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
-    mx, dims = args
+    mx: MXTensor = args[0]
+    dims = args[1]
     *rest, a, b = range(mx.ndim)
     if [dim % mx.ndim for dim in dims] != [*rest, b, a]:
         raise NotImplementedError(f"{func} of an MXTensor to {dims}: only its last two axes can be turned")
     return _turned(mx)
 
 
+def _slice_arguments(
+    dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[int, int | None, int | None, int]:
+    return dim, start, end, step
+
+
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
     """Rows anywhere; along a blocked axis whole blocks only (ValueError)."""
-    mx, dim, start, end, step = (*args, *(None, 0, None, None, 1)[len(args) :])
+    mx: MXTensor = args[0]
+    dim, start, end, step = _slice_arguments(*args[1:])
     dim = dim % mx.ndim - mx.ndim
     axes = (mx.axis,) if isinstance(mx.axis, int) else mx.axis
     if mx.row_index is not None and dim == -2:
@@ -90,7 +99,8 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTenso
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
-    mx, dim, index = args
+    mx: MXTensor = args[0]
+    dim, index = args[1:]
     if dim % mx.ndim >= mx.ndim - 2:
         raise NotImplementedError(f"{func} of an MXTensor along {dim}: slice rows, or call .dequantize() first")
     return mx.with_parts(func(mx.qdata, dim, index), func(mx.scale, dim, index))
@@ -98,7 +108,8 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTens
 
 def _aliasing(handler: Handler) -> Handler:
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return return_and_correct_aliasing(func, args, kwargs, handler(func, args, kwargs))
+        result = handler(func, args, kwargs)
+        return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
 
     return run
 

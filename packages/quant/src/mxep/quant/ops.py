@@ -6,6 +6,7 @@
     quantize_tiles    x (..., N, K) -> codes (..., N, K), scale (..., N/block, K/block)  blocks of block x block
     dequantize        codes, scale -> values, of the rows an index picks if there is one
     materialize       codes, scale, index -> codes, scale of the picked rows
+    (requantize       in `mxep.quant.requantize`, swizzle, fold and swiglu each in the file of their name)
 
 Elements: code = cast_saturating(x * 2**(127 - byte)), the product in fp32 (exact, or far below the smallest code), the
 cast round to nearest even; -0 keeps its sign. A block with NaN or Inf has scale byte 255 and every code 0x7f.
@@ -24,7 +25,7 @@ NAN_CODE = 0x7F
 
 
 def encode(blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """Quantize `blocks` (fp32), one scale over the axes `dims`: codes like `blocks`, bytes with those axes of size 1."""
+    """Quantize `blocks` (fp32), one scale over the axes `dims`: codes like `blocks`, bytes (..., 1, ...)."""
     fmt = format_of(dtype)
     byte = scale_bytes(blocks.abs().amax(dims, keepdim=True), fmt, ScaleMode(mode))
     codes = (blocks * reciprocal(byte)).clamp_(-fmt.max, fmt.max).to(dtype)
@@ -34,13 +35,13 @@ def encode(blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str)
 
 def encode_rows(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
     """Quantize x (..., K) in blocks along its last axis: codes (..., K), scale (..., K/block) e8m0."""
-    codes, byte = encode(x.float().unflatten(-1, (x.shape[-1] // block, block)), (-1,), dtype, mode)
+    codes, byte = encode(torch.unflatten(x.float(), -1, (x.shape[-1] // block, block)), (-1,), dtype, mode)
     return codes.view(x.shape), byte.squeeze(-1).view(SCALE_DTYPE)
 
 
 def encode_columns(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
     """Quantize x (..., N, K) in blocks along N: codes (..., K, N), scale (..., K, N/block) e8m0."""
-    codes, byte = encode(x.float().unflatten(-2, (x.shape[-2] // block, block)), (-2,), dtype, mode)
+    codes, byte = encode(torch.unflatten(x.float(), -2, (x.shape[-2] // block, block)), (-2,), dtype, mode)
     return codes.view(x.shape).mT.contiguous(), byte.squeeze(-2).mT.contiguous().view(SCALE_DTYPE)
 
 
@@ -87,7 +88,7 @@ def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Ten
 def quantize_tiles(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
     """x (..., N, K) bf16 | fp32 | fp16 -> codes (..., N, K) `dtype`, scale (..., N/block, K/block) e8m0."""
     n, k = x.shape[-2:]
-    tiles = x.float().unflatten(-1, (k // block, block)).unflatten(-3, (n // block, block))
+    tiles = torch.unflatten(torch.unflatten(x.float(), -1, (k // block, block)), -3, (n // block, block))
     codes, byte = encode(tiles, (-3, -1), dtype, mode)
     return codes.view(x.shape), byte.squeeze((-3, -1)).view(SCALE_DTYPE)
 
@@ -114,8 +115,9 @@ def decode(codes: Tensor, scale: Tensor, blocks: tuple[int, int], row_index: Ten
     if row_index is not None:
         codes, byte = pick_rows(codes.view(torch.uint8), row_index).view(codes.dtype), pick_rows(byte, row_index)
     rows, columns = blocks
-    tiles = codes.float().unflatten(-1, (byte.shape[-1], columns)).unflatten(-3, (byte.shape[-2], rows))
-    return (tiles * power_of_two(byte)[..., :, None, :, None]).view(codes.shape)
+    n, k = byte.shape[-2:]
+    tiles = torch.unflatten(torch.unflatten(codes.float(), -1, (k, columns)), -3, (n, rows))
+    return (tiles * power_of_two(byte)[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
 
 
 @torch.library.custom_op("mxep::dequantize", mutates_args=())

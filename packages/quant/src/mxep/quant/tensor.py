@@ -47,7 +47,7 @@ class MXTensor(Tensor):
     axis: Axis
     block: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -62,9 +62,7 @@ class MXTensor(Tensor):
         shape, strides = qdata.shape, qdata.stride()
         if row_index is not None:
             shape, strides = torch.Size((row_index.shape[0], qdata.shape[1])), (qdata.shape[1], 1)
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device
-        )
+        return Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device)
 
     def __init__(
         self,
@@ -140,7 +138,7 @@ class MXTensor(Tensor):
         dtype = self.dtype if dtype is None else dtype
         if dtype not in VALUE_DTYPES:
             raise ValueError(f"dequantize: got dtype {dtype}, want one of {VALUE_DTYPES}")
-        values: Tensor = _Dequantize.apply(self, dtype)
+        values: Tensor = _Dequantize.apply(self, dtype)  # type: ignore[no-untyped-call]
         return values
 
     def materialize(self) -> "MXTensor":
@@ -171,13 +169,15 @@ class MXTensor(Tensor):
         if self.axis != TILES or axis_ == TILES:
             raise ValueError(f"along: got a tensor blocked along {self.axis}, want tiles or axis {axis}: requantize it")
         if axis_ == -2:
-            return self.mT.along(-1).mT
+            turned = self.transpose(-2, -1)
+            assert isinstance(turned, MXTensor)
+            return turned.along(-1).transpose(-2, -1)  # type: ignore[return-value]
         *rest, n, k = self.scale.shape
         byte = self.scale.view(torch.uint8).unsqueeze(-2).expand(*rest, n, self.block, k)
         scale = byte.reshape(*rest, n * self.block, k).view(SCALE_DTYPE)
         return wrap(self, self.qdata, scale, None, -1, self.block, self.dtype)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = [f"shape={tuple(self.shape)}", str(self.format), f"axis={self.axis}", f"block={self.block}"]
         if self.row_index is not None:
             parts.append(f"rows of {self.qdata.shape[0]}")
@@ -203,7 +203,7 @@ class MXTensor(Tensor):
         return MXTensor(inner["qdata"], inner["scale"], inner.get("row_index"), *context)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: tuple[type, ...],
@@ -278,7 +278,7 @@ def wrap(
     dtype: torch.dtype,
 ) -> MXTensor:
     """An MXTensor of these parts whose gradient passes unchanged (straight through) to `source`, same shape."""
-    mx: MXTensor = _Wrap.apply(source, qdata, scale, row_index, axis, block, dtype)
+    mx: MXTensor = _Wrap.apply(source, qdata, scale, row_index, axis, block, dtype)  # type: ignore[no-untyped-call]
     return mx
 
 

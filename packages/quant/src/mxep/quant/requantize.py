@@ -1,0 +1,119 @@
+"""Requantization: codes blocked one way become codes blocked another way, in one pass, with no bf16 in between.
+
+    codes, scale (R, D) blocked along D, in slots or expert-major
+      | rows picked by the index, if any
+      v
+    values in fp32 (registers of a kernel), exact: a code times a power of two
+      | new blocks of 32, scale bytes and elements by the rules of `quantize`
+      v
+    codes (D, R), scale (D, R/32) blocked along R       what a wgrad contracts over
+
+So it equals quantizing the dequantized fp32 values, bit for bit. One difference keeps finite codes finite: values past
+fp32's range (E4M3 from byte 247 on; `quantize` makes no other than 2**128, out of numbers next to it) saturate there.
+
+R rows, D columns.
+"""
+
+import torch
+from torch import Tensor
+
+from mxep.quant.checks import TILES, check_axis, check_block
+from mxep.quant.formats import BLOCK, E5M2, SCALE_DTYPE, MXFormat, ScaleMode
+from mxep.quant.groups import check_group_ends, live_rows
+from mxep.quant.ops import NAN_CODE, decode, encode_columns, encode_rows
+from mxep.quant.tensor import MXTensor, wrap
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_E5M2_INF = 0x7C
+
+
+def requantize(
+    mx: MXTensor,
+    *,
+    axis: int,
+    fmt: MXFormat | None = None,
+    mode: ScaleMode = ScaleMode.RCEIL,
+    group_ends: Tensor | None = None,
+) -> MXTensor:
+    """`mx` (..., N, K), blocked in any way, indexed or not, blocked anew: 32 elements along `axis`, no row index left.
+
+    axis: -1 or -2 (or positive). Bytes are contiguous along it, as from `quantize`.
+    fmt: element format of the result; default: the same. mode: scale mode of the result.
+    group_ends: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, multiples of 32 for
+        axis -2. Rows from group_ends[-1] on are not read; what the result holds there is unspecified.
+    A new block with NaN or Inf in it becomes NaN as a whole. Differentiable: the gradient passes unchanged.
+    ValueError if `axis` is not a multiple of 32 long, or names tiles, and for a wrong group_ends.
+    """
+    if not isinstance(mx, MXTensor):
+        raise ValueError(f"requantize: got a {type(mx).__name__}, want an MXTensor: quantize it")
+    axis_ = check_axis(axis, mx)
+    if axis_ == TILES:
+        raise ValueError(f"requantize: got axis {axis}, want one axis, -1 or -2")
+    check_block(BLOCK, axis_, mx)
+    check_group_ends(group_ends, mx)
+    fmt = mx.format if fmt is None else fmt
+    codes, scale = requantize_op(
+        mx.qdata, mx.scale, *mx.block_shape, mx.row_index, group_ends, axis_ == -2, fmt.dtype, mode.value
+    )
+    if axis_ == -2:
+        codes, scale = codes.mT, scale.mT
+    return wrap(mx, codes, scale, None, axis_, BLOCK, mx.dtype)
+
+
+@torch.library.custom_op("mxep::requantize", mutates_args=())
+def requantize_op(
+    codes: Tensor,
+    scale: Tensor,
+    block_rows: int,
+    block_columns: int,
+    row_index: Tensor | None,
+    group_ends: Tensor | None,
+    columns: bool,
+    dtype: torch.dtype,
+    mode: str,
+) -> tuple[Tensor, Tensor]:
+    """codes (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index int32 (R,) or None (then R is N)
+    -> columns: codes (..., K, R) `dtype`, scale (..., K, R/32); else codes (..., R, K), scale (..., R, K/32).
+    """
+    capacity = codes.shape[-2] if row_index is None else row_index.shape[0]
+    live = live_rows(group_ends, capacity)
+    row_multiple = BLOCK if columns else block_rows
+    if live % row_multiple:
+        raise ValueError(f"requantize: got group_ends[-1] {live}, want a multiple of {row_multiple}")
+    if row_index is None:
+        codes, scale = codes[..., :live, :], scale[..., : live // block_rows, :]
+    else:
+        row_index = row_index[:live]
+    if codes.dtype == E5M2.dtype:  # an Inf among the codes is not an overflow: it must not saturate
+        byte = codes.view(torch.uint8)
+        codes = byte.masked_fill(byte & 0x7F == _E5M2_INF, NAN_CODE).view(codes.dtype)
+    values = decode(codes, scale, (block_rows, block_columns), row_index).clamp_(-_FP32_MAX, _FP32_MAX)
+    done = (encode_columns if columns else encode_rows)(values, dtype, mode, BLOCK)
+    if live == capacity:
+        return done
+    out = _empty_result(codes, capacity, columns, dtype)
+    for part, whole in zip(done, out):
+        whole.narrow(-1 if columns else -2, 0, part.shape[-1 if columns else -2]).copy_(part)
+    return out
+
+
+@requantize_op.register_fake
+def _(
+    codes: Tensor,
+    scale: Tensor,
+    block_rows: int,
+    block_columns: int,
+    row_index: Tensor | None,
+    group_ends: Tensor | None,
+    columns: bool,
+    dtype: torch.dtype,
+    mode: str,
+) -> tuple[Tensor, Tensor]:
+    capacity = codes.shape[-2] if row_index is None else row_index.shape[0]
+    return _empty_result(codes, capacity, columns, dtype)
+
+
+def _empty_result(like: Tensor, rows: int, columns: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    *rest, _, k = like.shape
+    shape = (*rest, k, rows) if columns else (*rest, rows, k)
+    return like.new_empty(shape, dtype=dtype), like.new_empty((*shape[:-1], shape[-1] // BLOCK), dtype=SCALE_DTYPE)
