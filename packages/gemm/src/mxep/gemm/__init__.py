@@ -1,1 +1,24 @@
-"""mxep.gemm"""
+"""Grouped matrix multiplication over bf16, row-scaled FP8 and MXFP8, differentiable, one file per backend.
+
+    from mxep.gemm import grouped_mm
+    out = grouped_mm(rows, weights, group_ends, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
+
+`functional` has the product and its calculus, `recipe` what is quantized and how, `weights` the cache of quantized
+weights, `backends` who multiplies.
+"""
+
+from mxep.gemm.backends import BACKENDS, Backend
+from mxep.gemm.functional import grouped_mm
+from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
+from mxep.gemm.weights import QuantizedWeight, WeightCache, quantize_weight
+
+__all__ = [
+    "BACKENDS",
+    "GROUP_MULTIPLE",
+    "Backend",
+    "QuantizedWeight",
+    "Recipe",
+    "WeightCache",
+    "grouped_mm",
+    "quantize_weight",
+]

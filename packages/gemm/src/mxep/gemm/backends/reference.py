@@ -1,0 +1,144 @@
+"""The reference backend: what every other backend must equal. Group by group, in fp32, from dequantized operands.
+
+    rows of g -> fp32 (K)   w[g] -> fp32 (N, K)   ->   rows @ w[g].T in fp32, + bias[g]   ->   rounded once to out_dtype
+
+fp32 holds every code times its scale exactly, so the only errors are those of the fp32 sum and the last rounding.
+With fp64 operands (recipe "bf16" only) everything is fp64. dgrad is the forward with w turned.
+
+It reads group_ends on the host: on a CPU that is free, on a GPU it waits, so use it there to check others.
+The two ops take the parts of an MXTensor: codes and scale and row index, or a plain tensor and None, None.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mxep.gemm.recipe import Recipe
+from mxep.quant import MXTensor
+
+Parts = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+class Reference:
+    """See the module's docstring; `mxep.gemm.backends.Backend` has the contract."""
+
+    name = "reference"
+
+    def why_not(self, device: torch.device) -> str | None:
+        return None
+
+    def forward(
+        self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        out: Tensor = grouped_mm_reference(*_parts(a), *_parts(w)[:2], group_ends, bias, out_dtype)
+        return out
+
+    def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype)
+
+    def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+        dy, a = recipe.along_tokens(dy, group_ends), recipe.along_tokens(a, group_ends)
+        dw: Tensor = grouped_wgrad_reference(*_parts(dy), *_parts(a), group_ends, out_dtype)
+        return dw
+
+
+def _parts(x: Tensor) -> Parts:
+    return (x.qdata, x.scale, x.row_index) if isinstance(x, MXTensor) else (x, None, None)
+
+
+@torch.library.custom_op("mxep::grouped_mm_reference", mutates_args=())
+def grouped_mm_reference(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_index: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor | None,
+    group_ends: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """a (M, K), w (G, N, K), group_ends int32 (G,), bias (G, N) or None -> (M, N) out_dtype."""
+    out = a.new_empty((_rows(a, a_index), w.shape[1]), dtype=out_dtype)
+    for g, rows in _groups(group_ends):
+        a_g = _values((a, a_scale, a_index), rows)
+        product = a_g @ _values((w[g], w_scale if w_scale is None else w_scale[g], None)).to(a_g.dtype).mT
+        out[rows] = product if bias is None else product + bias[g]
+    return out
+
+
+@grouped_mm_reference.register_fake
+def _(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_index: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor | None,
+    group_ends: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((_rows(a, a_index), w.shape[1]), dtype=out_dtype)
+
+
+@torch.library.custom_op("mxep::grouped_wgrad_reference", mutates_args=())
+def grouped_wgrad_reference(
+    dy: Tensor,
+    dy_scale: Tensor | None,
+    dy_index: Tensor | None,
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_index: Tensor | None,
+    group_ends: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dy (M, N), a (M, K), group_ends int32 (G,) -> (G, N, K) out_dtype, zero where a group is empty."""
+    dw = a.new_zeros((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
+    for g, rows in _groups(group_ends):
+        a_g = _values((a, a_scale, a_index), rows)
+        dw[g] = _values((dy, dy_scale, dy_index), rows).to(a_g.dtype).mT @ a_g
+    return dw
+
+
+@grouped_wgrad_reference.register_fake
+def _(
+    dy: Tensor,
+    dy_scale: Tensor | None,
+    dy_index: Tensor | None,
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_index: Tensor | None,
+    group_ends: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
+
+
+def _rows(x: Tensor, index: Tensor | None) -> int:
+    return x.shape[0] if index is None else index.shape[0]
+
+
+def _groups(group_ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """(g, its rows) of every group that has rows."""
+    start = 0
+    for g, end in enumerate(group_ends.tolist()):
+        if end > start:
+            yield g, slice(start, end)
+        start = end
+
+
+def _values(parts: Parts, rows: slice | None = None) -> Tensor:
+    """The rows (all, if None) of a 2-D operand, dequantized, in fp32; fp64 stays fp64."""
+    x, scale, index = parts
+    rows = rows or slice(0, _rows(x, index))
+    if scale is None:
+        x = x[rows]
+        return x if x.dtype == torch.float64 else x.float()
+    block_rows, block_cols = 1, x.shape[1] // scale.shape[1]
+    if index is not None:
+        index = index[rows]
+    else:
+        block_rows = x.shape[0] // scale.shape[0]
+        x, scale = x[rows], scale[rows.start // block_rows : rows.stop // block_rows]
+    axis = -1 if block_rows == 1 else -2 if block_cols == 1 else (-2, -1)
+    return MXTensor(x, scale, index, axis, max(block_rows, block_cols), torch.float32).dequantize()

@@ -1,0 +1,83 @@
+"""What `grouped_mm` refuses, before anything is computed: ValueErrors that name got, wanted and the way out."""
+
+import torch
+from torch import Tensor
+
+from mxep.gemm.recipe import Recipe
+from mxep.quant import MXTensor
+
+
+def check_operands(
+    a: Tensor, w: Tensor, group_ends: Tensor, *, recipe: Recipe, bias: Tensor | None, out_dtype: torch.dtype
+) -> None:
+    """Shapes, dtypes, devices and alignment; on the CPU also the values of group_ends."""
+    if a.dim() != 2 or w.dim() != 3 or a.shape[1] != w.shape[2]:
+        raise ValueError(f"shapes: got a {tuple(a.shape)}, w {tuple(w.shape)}, want a (M, K) and w (G, N, K)")
+    num_groups, n, k = w.shape
+    if w.numel() == 0:
+        raise ValueError(f"w: got shape {tuple(w.shape)}, want at least one group, output and input")
+    _check_dtypes(a, w, recipe, out_dtype)
+    if bias is not None and (bias.shape != (num_groups, n) or not bias.is_floating_point()):
+        raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point (G, N) = {num_groups, n}")
+    for name, x in (("w", w), ("group_ends", group_ends), ("bias", bias)):
+        if x is not None and x.device != a.device:
+            raise ValueError(f"{name}: got device {x.device}, want {a.device}, where a is")
+    multiple = recipe.group_multiple
+    for name, size in (("K", k), ("N", n)):
+        if size % multiple:
+            raise ValueError(
+                f"{name}: got {size}, want a multiple of {multiple} for recipe {recipe.name}: pad it or use recipe bf16"
+            )
+    if a.shape[0] % multiple:
+        raise ValueError(
+            f"M: got {a.shape[0]} rows, want a multiple of {multiple} for recipe {recipe.name}: pad the groups "
+            f"(mxep.quant.pad_groups) or append unused rows"
+        )
+    if group_ends.dtype != torch.int32 or group_ends.shape != (num_groups,):
+        raise ValueError(
+            f"group_ends: got {group_ends.dtype} {tuple(group_ends.shape)}, want torch.int32 (G,) = ({num_groups},), "
+            "the inclusive cumulative group sizes: sizes.cumsum(0, dtype=torch.int32)"
+        )
+    if group_ends.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_group_ends(group_ends.tolist(), a.shape[0], recipe)
+
+
+def _check_dtypes(a: Tensor, w: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
+    floats = [torch.bfloat16, torch.float32]
+    if recipe.scaling == "none":
+        floats.append(torch.float64)
+    if isinstance(w, MXTensor) or w.dtype not in floats:
+        raise ValueError(
+            f"w: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it (weight_cache keeps it)"
+        )
+    if out_dtype not in floats:
+        raise ValueError(f"out_dtype: got {out_dtype}, want one of {floats}")
+    if not isinstance(a, MXTensor):
+        if a.dtype not in floats:
+            raise ValueError(
+                f"a: got {a.dtype}, want one of {floats} or an MXTensor (MXTensor.from_qdata_and_scales wraps codes)"
+            )
+    elif recipe.scaling == "none":
+        raise ValueError(f"a: got {_describe(a)}, want a plain tensor for recipe {recipe.name}: call .dequantize()")
+    elif not recipe.fits(a):
+        wanted = f"one scale for each {recipe.block or 'row'}" + (" elements along K" if recipe.block else "")
+        raise ValueError(
+            f"a: got {_describe(a)}, want axis -1 and {wanted} for recipe {recipe.name}: "
+            "mxep.quant.requantize, or .dequantize() and let the recipe quantize"
+        )
+
+
+def _check_group_ends(ends: list[int], num_rows: int, recipe: Recipe) -> None:
+    if any(end < start for start, end in zip([0, *ends], ends)):
+        raise ValueError(f"group_ends: got {ends}, want ascending ends from 0 on")
+    if ends[-1] > num_rows:
+        raise ValueError(f"group_ends: got {ends}, past the {num_rows} rows of a: want ends up to {num_rows}")
+    if any(end % recipe.group_multiple for end in ends):
+        raise ValueError(
+            f"group_ends: got {ends}, want multiples of {recipe.group_multiple} for recipe {recipe.name}: "
+            "mxep.quant.pad_groups pads every group with zero rows"
+        )
+
+
+def _describe(x: Tensor) -> str:
+    return repr(x) if isinstance(x, MXTensor) else str(x.dtype)

@@ -1,0 +1,120 @@
+"""grouped_mm: one differentiable product per group of rows, its operands quantized as a recipe says.
+
+    forward                                   backward
+    a (M, K)  bf16, or MXTensor as it comes   dy (M, N)  bf16, or MXTensor as it comes
+      quantize along K unless it is             quantize along N unless it is
+    out = a w^T, w quantized along K          da = dy w, w quantized along N
+      kept for backward: the codes of a       dw = dy^T a, both from their codes (wgrad "mx")
+
+What backward keeps of `a` are codes and scales, 1/2 of the bytes of bf16; only wgrad "bf16" keeps a plain `a`.
+An MXTensor is kept by reference: bytes borrowed from a receive slot must be copied by whoever lends them.
+
+M rows (capacity), N out features, K in features, G groups.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mxep.gemm.backends import Backend, select
+from mxep.gemm.checks import check_operands
+from mxep.gemm.recipe import Recipe
+from mxep.gemm.weights import QuantizedWeight, WeightCache, quantize_weight
+from mxep.quant import MXTensor
+
+
+def grouped_mm(
+    a: Tensor,
+    w: Tensor,
+    group_ends: Tensor,
+    *,
+    recipe: Recipe | str,
+    backend: str | Backend = "auto",
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    weight_cache: WeightCache | None = None,
+) -> Tensor:
+    """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
+
+    a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K (row_index or not, strided rows or not).
+        Recipe "bf16" also takes fp64.
+    w: (G, N, K) bf16 or fp32. Its gradient has its dtype; an empty group's is zero.
+    group_ends: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_multiple. Rows at or past
+        group_ends[-1] are not read; in the result, and in the gradient of a, they are unspecified.
+    recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
+    bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
+    out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
+    weight_cache: keeps the quantized w until it changes; without one it is quantized at each call.
+
+    The gradient may arrive as an MXTensor: used as it is if it has the recipe's blocks, else dequantized and quantized.
+    ValueError: wrong shapes, dtypes, devices or alignment, on the CPU also unordered, too long or unaligned group_ends.
+    RuntimeError: the backend cannot run here.
+    """
+    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    out_dtype = out_dtype or a.dtype
+    check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype)
+    chosen = select(backend, a.device)
+    cols = torch.is_grad_enabled() and a.requires_grad
+    weight = quantize_weight(w, recipe, cols=cols) if weight_cache is None else weight_cache.get(w, recipe, cols=cols)
+    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        group_ends: Tensor,
+        weight: QuantizedWeight,
+        recipe: Recipe,
+        backend: Backend,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        codes = a if isinstance(a, MXTensor) else recipe.quantize_activation(a)
+        need_a, need_w, *_ = ctx.needs_input_grad
+        a_kept = codes if recipe.wgrad == "mx" else a
+        ctx.save_for_backward(group_ends, a_kept if need_w else None, weight.cols if need_a else None)
+        ctx.recipe, ctx.backend = recipe, backend
+        ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
+        return backend.forward(codes, weight.rows, group_ends, bias=bias, out_dtype=out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        group_ends, a, w_cols = ctx.saved_tensors
+        recipe, backend = ctx.recipe, ctx.backend
+        need_a, need_w, need_bias, *_ = ctx.needs_input_grad
+        a_dtype, w_dtype, bias_dtype = ctx.dtypes
+        da = dw = dbias = None
+        if need_a or (need_w and recipe.wgrad == "mx"):
+            codes = _gradient_codes(dy, recipe)
+        if need_a:
+            da = backend.dgrad(codes, w_cols, group_ends, out_dtype=a_dtype)
+        if need_w:
+            operands = (codes, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
+            dw = backend.wgrad(*operands, group_ends, recipe=recipe, out_dtype=w_dtype)
+        if need_bias:
+            dbias = _group_sums(_plain(dy), group_ends).to(bias_dtype)
+        return da, dw, dbias, None, None, None, None, None
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, MXTensor) else x
+
+
+def _gradient_codes(dy: Tensor, recipe: Recipe) -> Tensor:
+    if isinstance(dy, MXTensor) and recipe.fits(dy):
+        return dy
+    return recipe.quantize_gradient(_plain(dy))
+
+
+def _group_sums(x: Tensor, group_ends: Tensor) -> Tensor:
+    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of x (M, N), in order; no host sync."""
+    offsets = torch.cat((group_ends.new_zeros(1), group_ends))
+    x = x if x.dtype == torch.float64 else x.float()
+    return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)

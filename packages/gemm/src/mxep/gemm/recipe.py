@@ -1,0 +1,143 @@
+"""What is quantized, how, for which of the three products: one frozen description that every layer passes down.
+
+    forward  out = a  w^T     contracts K   a quantized along K (rows), w along K
+    dgrad    da  = dy w       contracts N   dy quantized along N (rows), w along N
+    wgrad    dw  = dy^T a     contracts M   the rows' codes again: requantized along tokens, or as `wgrad` says
+
+scaling "none" multiplies what it is given ("bf16"), "row" has one power-of-two scale a row ("fp8"), "mx" one for every
+32 elements ("mxfp8"). A contraction axis, tokens of a group included, is a multiple of GROUP_MULTIPLE[scaling].
+
+M rows, N out features, K in features, G groups.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self
+
+from torch import Tensor
+
+from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantize, requantize
+
+Scaling = Literal["none", "row", "mx"]
+
+GROUP_MULTIPLE: Final[dict[str, int]] = {"none": 1, "row": 16, "mx": BLOCK}
+"""Rows that every group is padded to a multiple of; K and N are multiples of it too."""
+
+_BASES: Final[dict[str, Scaling]] = {"bf16": "none", "fp8": "row", "mxfp8": "mx"}
+_CHANGES: Final[dict[str, dict[str, Any]]] = {
+    "e5m2": {"grad_fmt": E5M2},
+    "32x32": {"weight_block": "32x32"},
+    "wgrad_bf16": {"wgrad": "bf16"},
+    **{str(mode): {"mode": mode} for mode in ScaleMode if mode != ScaleMode.RCEIL},
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How `grouped_mm` computes.
+
+    scaling: "none", "row" or "mx".
+    fmt: element format of activations and weights. grad_fmt: of gradients.
+    mode: how a scale follows from the largest magnitude it covers.
+    weight_block: "1x32", blocks along the contraction, two quantizations of a weight; "32x32", tiles: one quantization
+        serves w and w^T (scaling "mx" only).
+    wgrad: "mx" makes the weight gradient from the codes of both operands (scaling "mx": requantized along tokens, no
+        bf16 in between; "row": their dequantized product) and keeps only codes for backward; "bf16" keeps the
+        unquantized activation where there is one and multiplies unquantized operands.
+
+    ValueError for other values, and for tiles without MX scales.
+    """
+
+    scaling: Scaling
+    fmt: MXFormat = E4M3
+    grad_fmt: MXFormat = E4M3
+    mode: ScaleMode = ScaleMode.RCEIL
+    weight_block: Literal["1x32", "32x32"] = "1x32"
+    wgrad: Literal["mx", "bf16"] = "mx"
+
+    def __post_init__(self) -> None:
+        allowed = {"scaling": tuple(GROUP_MULTIPLE), "weight_block": ("1x32", "32x32"), "wgrad": ("mx", "bf16")}
+        for field, values in allowed.items():
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field}: got {getattr(self, field)!r}, want one of {', '.join(values)}")
+        if self.weight_block == "32x32" and self.scaling != "mx":
+            raise ValueError(f"weight_block 32x32: got scaling {self.scaling!r}, want 'mx'")
+
+    @classmethod
+    def bf16(cls) -> Self:
+        """No quantization: operands are multiplied as they are."""
+        return cls("none")
+
+    @classmethod
+    def fp8(cls, **changes: Any) -> Self:
+        """Row-scaled FP8 with power-of-two scales; `changes` are fields, such as grad_fmt=E5M2."""
+        return cls("row", **changes)
+
+    @classmethod
+    def mxfp8(cls, **changes: Any) -> Self:
+        """MXFP8, E4M3 everywhere; `changes` are fields, such as grad_fmt=E5M2."""
+        return cls("mx", **changes)
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16".
+
+        Changes: e5m2 (gradients), 32x32 (weight tiles), wgrad_bf16, floor, ceil, even (scale mode).
+        ValueError, listing these, for any other name.
+        """
+        base, _, rest = name.partition("_")
+        changes: dict[str, Any] = {}
+        while rest and (change := next((c for c in _CHANGES if f"{rest}_".startswith(f"{c}_")), None)):
+            changes |= _CHANGES[change]
+            rest = rest[len(change) + 1 :]
+        if rest or base not in _BASES or (changes and base == "bf16"):
+            raise ValueError(
+                f"recipe: got {name!r}, want {', '.join(_BASES)}; "
+                f"after fp8 and mxfp8 also {', '.join(f'_{c}' for c in _CHANGES)}, as in 'mxfp8_e5m2'"
+            )
+        return cls(_BASES[base], **changes)
+
+    @property
+    def name(self) -> str:
+        """The shortest name by which `named` finds this recipe (activation formats other than E4M3 have none)."""
+        base = next(base for base, scaling in _BASES.items() if scaling == self.scaling)
+        changes = (c for c, fields in _CHANGES.items() if all(getattr(self, f) == v for f, v in fields.items()))
+        return "_".join((base, *changes))
+
+    @property
+    def group_multiple(self) -> int:
+        """Rows that every group is padded to a multiple of."""
+        return GROUP_MULTIPLE[self.scaling]
+
+    @property
+    def block(self) -> int | None:
+        """Elements a scale covers along a row: 32 for "mx", None (the whole row) for "row"; "none" has no scales."""
+        return BLOCK if self.scaling == "mx" else None
+
+    def fits(self, x: MXTensor) -> bool:
+        """Whether the blocks of `x` are the ones that this recipe gives an activation or a gradient (M, K).
+
+        The element format is not compared: codes carry their own.
+        """
+        return self.scaling != "none" and x.axis == -1 and x.block == (self.block or x.shape[-1])
+
+    def quantize_activation(self, x: Tensor) -> Tensor:
+        """x (..., K) bf16 or fp32 -> MXTensor along K; x itself if scaling is "none". Gradients pass unchanged."""
+        return self._quantize_rows(x, self.fmt)
+
+    def quantize_gradient(self, dy: Tensor) -> Tensor:
+        """dy (..., N) bf16 or fp32 -> MXTensor along N; dy itself if scaling is "none"."""
+        return self._quantize_rows(dy, self.grad_fmt)
+
+    def along_tokens(self, x: Tensor, group_ends: Tensor) -> Tensor:
+        """An operand of wgrad (M, D), blocked along D (maybe indexed), blocked along M instead, in its own format.
+
+        Only what wgrad "mx" of MX scales contracts is requantized; anything else is returned as it is.
+        """
+        if self.scaling != "mx" or not isinstance(x, MXTensor):
+            return x
+        return requantize(x, axis=-2, mode=self.mode, group_ends=group_ends)
+
+    def _quantize_rows(self, x: Tensor, fmt: MXFormat) -> Tensor:
+        if self.scaling == "none":
+            return x
+        return quantize(x, fmt=fmt, mode=self.mode, block=self.block)
