@@ -1,0 +1,168 @@
+"""Checkpoints: folders of safetensors and JSON. Reading one executes nothing.
+
+    RUN_FOLDER/mxfp8/step-000200/model.safetensors       parameters and buffers
+                                 optimizer.safetensors   AdamW's two moments, "first." and "second." + parameter name
+                                 state.json              run, step, config, digest of the text
+                                 metrics.jsonl           one line a step so far
+
+Expert tensors are whole, (E, ...), whatever number of ranks wrote them; each rank that loads takes its own experts.
+Rank 0 writes into a hidden folder and renames it, so a folder that is there is complete.
+
+E experts in all, e experts of this rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .mesh import Mesh
+from .model import Transformer
+
+FORMAT = 1
+MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint knows beside its tensors.
+
+    Attributes:
+        run: which of the runs it belongs to: the recipe's name. step: steps done.
+        config: the whole config, plain JSON values. digest: of the text.
+        metrics: one dict a step done.
+    """
+
+    run: str
+    step: int
+    config: dict[str, Any]
+    digest: str
+    metrics: list[dict[str, Any]]
+
+
+def save(
+    folder: Path, state: State, *, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh
+) -> Path | None:
+    """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes, the others get None."""
+    weights, moments = _tensors(model), _moments(model, optimizer)
+    if mesh.rank < dist.get_world_size(mesh.ep):  # the ranks that share experts with rank 0
+        experts = model.expert_parameters()
+        weights = _gathered(weights, experts, mesh)
+        moments = _gathered(moments, {f"{moment}.{name}" for moment in MOMENTS for name in experts}, mesh)
+    if mesh.rank != 0:
+        return None
+    target = folder / f"step-{state.step:06d}"
+    partial = folder / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(weights, partial / "model.safetensors")
+    save_file(moments, partial / "optimizer.safetensors")
+    (partial / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in state.metrics))
+    about = {"format": FORMAT, "run": state.run, "step": state.step, "digest": state.digest, "config": state.config}
+    (partial / "state.json").write_text(json.dumps(about, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+    for other in _steps(folder):
+        if other != target:
+            shutil.rmtree(other)
+    return target
+
+
+def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Fill model and optimizer in place from ``folder/step-N``. Each rank takes its experts, at any ep degree.
+
+    Raises ValueError naming the tensor, got and wanted, where a file does not fit the model.
+    """
+    experts = model.expert_parameters()
+    rank = dist.get_rank(mesh.ep)
+    _fill(folder / "model.safetensors", _tensors(model), experts, rank)
+    moments = _moments(model, optimizer)
+    _fill(folder / "optimizer.safetensors", moments, {f"{m}.{name}" for m in MOMENTS for name in experts}, rank)
+    step = torch.tensor(float(read_state(folder).step))
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {
+            "step": step.clone(),
+            **{key: moments[f"{moment}.{name}"] for moment, key in MOMENTS.items()},
+        }
+
+
+def find(path: Path) -> dict[str, Path]:
+    """The newest checkpoint of each run, by name: of a run folder, or the one checkpoint that ``path`` itself is.
+
+    Raises ValueError where there is none.
+    """
+    if (path / "state.json").is_file():
+        return {read_state(path).run: path}
+    found = {folder.name: steps[-1] for folder in sorted(path.glob("*/")) if (steps := _steps(folder))}
+    if not found:
+        raise ValueError(f"no checkpoint in {path}: wanted a run folder or a step-N folder of one")
+    return found
+
+
+def read_state(folder: Path) -> State:
+    """What ``folder/step-N`` is. Raises ValueError where that cannot be read."""
+    try:
+        about = json.loads((folder / "state.json").read_text())
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        if about["format"] != FORMAT:
+            raise ValueError(f"format: got {about['format']}, wanted {FORMAT}")
+        return State(about["run"], about["step"], about["config"], about["digest"], metrics)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is not a checkpoint: {type(error).__name__}: {error}") from None
+
+
+def _steps(folder: Path) -> list[Path]:
+    return sorted(step for step in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", step.name))
+
+
+def _tensors(model: Transformer) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _moments(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments by name, zeros where it has none yet."""
+    return {
+        f"{moment}.{name}": optimizer.state[p].get(key, torch.zeros_like(p.detach()))
+        for name, p in model.named_parameters()
+        for moment, key in MOMENTS.items()
+    }
+
+
+def _gathered(tensors: dict[str, Tensor], experts: set[str], mesh: Mesh) -> dict[str, Tensor]:
+    """Everything on the CPU; the experts of all ranks of the ep group in one tensor. Collective over that group."""
+    whole = {}
+    for name, tensor in tensors.items():
+        if name in experts:
+            shares = [torch.empty_like(tensor) for _ in range(dist.get_world_size(mesh.ep))]
+            dist.all_gather(shares, tensor.contiguous(), group=mesh.ep)
+            tensor = torch.cat(shares)
+        whole[name] = tensor.cpu().contiguous()
+    return whole
+
+
+def _fill(file: Path, tensors: dict[str, Tensor], experts: set[str], rank: int) -> None:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            if missing := set(tensors) ^ set(stored.keys()):
+                raise ValueError(f"{file}: {sorted(missing)[0]} is only in the file or only in the model")
+            for name, tensor in tensors.items():
+                source = stored.get_slice(name)
+                first = rank * len(tensor) if name in experts else 0
+                got, rest = tuple(source.get_shape()), tuple(tensor.shape[1:])
+                fits = got[1:] == rest and (got[0] % len(tensor) == 0 if name in experts else got[0] == len(tensor))
+                if not fits or first + len(tensor) > got[0]:
+                    wanted = ("E", *rest) if name in experts else tuple(tensor.shape)
+                    raise ValueError(f"{file}: {name} is {got}, wanted {wanted}")
+                tensor.copy_(source[first : first + len(tensor)])
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: {error}") from None

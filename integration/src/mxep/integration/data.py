@@ -1,0 +1,102 @@
+"""Text as bytes: where it comes from, what is held out, and which bytes make a step's batch.
+
+    files, sorted -> one run of bytes -> every 16th chunk held out for validation -> windows of S + 1 bytes
+
+A batch is a function of (seed, step) and a rank takes its share of it, so a run that stops and resumes, or runs on
+another number of ranks, sees the same bytes.
+
+B sequences a step over all ranks, b = B / ranks of them here, S bytes a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 256
+CHUNK = 1 << 16
+HELD_OUT = 16  # every 16th chunk
+NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+SUFFIXES = {".py", ".pyi", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".rs", ".json", ".yaml", ".toml", ".html", ".tex"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text cut in two.
+
+    Attributes:
+        name: where it comes from.
+        train, valid: uint8 (N,), (M,).
+        digest: sha256 of all of it, to notice that a resumed run has another text.
+        entropy: of single bytes, in nats a byte: the loss of a model that knows byte frequencies and nothing else.
+    """
+
+    name: str
+    train: Tensor
+    valid: Tensor
+    digest: str
+    entropy: float
+
+
+def load_text(source: str, path: str | None, *, max_bytes: int, length: int) -> Text:
+    """The text called ``source``, one of :data:`SOURCES`; raises ValueError if it is missing or too short."""
+    if source not in SOURCES:
+        raise ValueError(f"data.source: got {source!r}, wanted one of {', '.join(SOURCES)}")
+    name, raw = SOURCES[source](path, max_bytes)
+    size = min(CHUNK, len(raw) // HELD_OUT)
+    if size < 2 * (length + 1):
+        raise ValueError(f"{name}: got {len(raw)} bytes, wanted at least {2 * (length + 1) * HELD_OUT}")
+    text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    chunks = text.split(size)
+    held_out = chunks[HELD_OUT - 1 :: HELD_OUT]
+    kept = [chunk for i, chunk in enumerate(chunks) if i % HELD_OUT != HELD_OUT - 1]
+    share = torch.bincount(text.int(), minlength=VOCABULARY).double() / len(text)
+    entropy = -torch.special.xlogy(share, share).sum().item()
+    return Text(name, torch.cat(kept), torch.cat(held_out), hashlib.sha256(raw).hexdigest(), entropy)
+
+
+def make_batch(
+    text: Tensor, *, seed: int, step: int, batch: int, length: int, rank: int = 0, ranks: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rank ``rank``'s part of batch ``step``: inputs and targets, int64 (b, S), the targets one byte further."""
+    generator = torch.Generator().manual_seed((seed << 32) + step)
+    starts = torch.randint(0, len(text) - length, (batch,), generator=generator)
+    here = starts.view(ranks, -1)[rank]
+    window = text[here[:, None] + torch.arange(length + 1)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def _stdlib(path: str | None, max_bytes: int) -> tuple[str, bytes]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    return f"the standard library in {folder}", _read(sorted(folder.rglob("*.py")), folder, max_bytes)
+
+
+def _files(path: str | None, max_bytes: int) -> tuple[str, bytes]:
+    if path is None:
+        raise ValueError("data.source 'text' wants data.path, a file or a folder")
+    root = Path(path)
+    if not root.exists():
+        raise ValueError(f"data.path: no such file or folder: {path}")
+    if root.is_file():
+        return path, _read([root], root.parent, max_bytes)
+    return path, _read(sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES), root, max_bytes)
+
+
+def _read(files: list[Path], root: Path, max_bytes: int) -> bytes:
+    """The files one after the other, without tests and installed packages, up to ``max_bytes``."""
+    parts: list[bytes] = []
+    left = max_bytes
+    for file in files:
+        if left > 0 and file.is_file() and not NOT_TEXT.intersection(file.relative_to(root).parts[:-1]):
+            with file.open("rb") as stream:
+                parts.append(stream.read(left))
+            left -= len(parts[-1])
+    return b"".join(parts)
+
+
+SOURCES = {"stdlib": _stdlib, "text": _files}

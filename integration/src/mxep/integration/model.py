@@ -1,0 +1,157 @@
+"""A byte-level language model: a decoder whose feed-forward layers are mixtures of experts.
+
+    bytes (b, S) -> embedding -> [ x + attention(norm(x)) ; x + moe(norm(x)) ] x layers -> norm -> logits (b, S, 256)
+
+Weights, attention and the residual stream are fp32 and tokens enter each MoE in bf16, whatever the recipe: so both runs
+that are compared differ in the recipe alone. On CPUs without bf16 matrix units bf16 attention is also 3 to 6 times
+slower than fp32 (measured: 2048 x 192 x 576 at 102 against 26 GFLOPS on one core). Weights in fp32 are the master
+weights: there is no second copy, and a recipe quantizes from them.
+
+b sequences of S bytes on this rank, D model dim, H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mxep.comms import Capacity
+from mxep.ep import Experts, MoE, Router, make_dispatcher
+from mxep.gemm import Recipe
+
+from .config import ModelConfig
+from .data import VOCABULARY
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions: (b, S, D) -> (b, S, D)."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(rotate(q, *rotation), rotate(k, *rotation), v, is_causal=True)
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: ``x`` (b, H, S, d) with its halves turned by the angles (S, d / 2) of their position."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class Block(nn.Module):
+    """Attention, then the experts, each on a normed copy and added back."""
+
+    def __init__(self, dim: int, heads: int, moe: MoE) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim)
+        self.attention = Attention(dim, heads)
+        self.moe_norm = nn.RMSNorm(dim)
+        self.moe = moe
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        y: Tensor = self.moe(self.moe_norm(x).bfloat16())
+        return x + y.float()
+
+
+class Transformer(nn.Module):
+    """The model of the module's docstring.
+
+    Args:
+        config: sizes. recipe: of the MoE layers.
+        group: the ranks that share the experts. dispatcher: name of how tokens reach them; one for all layers.
+        capacity: bound on rows per rank. max_tokens: most tokens a rank brings to a step.
+
+    Draws from the default generator: after one seed every rank has the same model and its share of the same experts.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        recipe: Recipe,
+        dispatcher: str,
+        group: dist.ProcessGroup | None = None,
+        capacity: Capacity | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        dim = config.dim
+        self.head_dim = dim // config.heads
+        self.embedding = nn.Embedding(VOCABULARY, dim)
+        shared = make_dispatcher(
+            dispatcher, config.experts, dim=dim, group=group, capacity=capacity, max_tokens=max_tokens
+        )
+        self.blocks = nn.ModuleList(
+            Block(
+                dim,
+                config.heads,
+                MoE(
+                    dim,
+                    config.hidden_dim,
+                    config.experts,
+                    config.top_k,
+                    recipe=recipe,
+                    dispatcher=shared,
+                    num_shared_experts=config.shared_experts,
+                    router=Router(dim, config.experts, config.top_k, balance=True),
+                    dtype=torch.float32,
+                ),
+            )
+            for _ in range(config.layers)
+        )
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Layers that write to the residual stream start small, by the number of them."""
+        small = (2 * len(self.blocks)) ** -0.5
+        self.embedding.weight.normal_(std=1.0)
+        self.head.weight.zero_()
+        for block in self.blocks:
+            block.attention.out.weight.mul_(small)
+            block.moe.experts.down_proj.mul_(small)
+            if block.moe.shared is not None:
+                block.moe.shared.down_proj.mul_(small)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``inputs`` (b, S) int64 -> logits (b, S, 256) fp32."""
+        x = self.embedding(inputs)
+        rotation = self._rotation(inputs.shape[1], x.device)
+        for block in self.blocks:
+            x = block(x, rotation)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a byte."""
+        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+
+    @property
+    def moes(self) -> list[MoE]:
+        return [module for module in self.modules() if isinstance(module, MoE)]
+
+    def expert_parameters(self) -> set[str]:
+        """Names of the parameters that hold this rank's share of the experts: (e, ...) here, (E, ...) in all."""
+        return {
+            f"{prefix}.{name}"
+            for prefix, module in self.named_modules()
+            if isinstance(module, Experts)
+            for name, _ in module.named_parameters()
+        }
+
+    def _rotation(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        frequency = 1e4 ** (-torch.arange(0, self.head_dim, 2, device=device) / self.head_dim)
+        angle = torch.arange(length, device=device)[:, None] * frequency
+        return angle.cos(), angle.sin()

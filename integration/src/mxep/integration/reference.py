@@ -1,0 +1,140 @@
+"""An MoE layer in plain fp32, forward and backward by hand, expert by expert, with quantizers where a recipe has them.
+
+    forward                                         backward
+    x -> activation                                 d_out -> gradient
+    gate_up = x @ rows(w13)^T                       dh = d_out @ cols(w2);  dw2 = tokens(d_out)^T @ tokens(h)
+    h = silu(gate) * up * weight -> activation      d_gate_up -> gradient, d_weight = SwiGLU's backward of dh
+    y = h @ rows(w2)^T                              dx = d_gate_up @ cols(w13);  dw13 = tokens(d_gate_up)^T @ tokens(x)
+    out = sum of y over a token's experts
+
+With `EXACT` quantizers this is the dense layer that results are compared with; with `quantizers(recipe)` it is the best
+that a layer of that recipe can do, since it has no other error than the recipe's. It shares no code with mxep.ep.
+
+T tokens, K experts a token, D model dim, F hidden dim, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mxep.gemm import Recipe
+from mxep.quant import MXFormat, quantize
+
+Quantizer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer's input, weights and output gradient, all fp32.
+
+    Attributes:
+        x, d_out: (T, D). expert_ids: (T, K) int, -1 for not routed. weights: (T, K).
+        gate_up_proj: (E, 2F, D). down_proj: (E, D, F).
+    """
+
+    x: Tensor
+    d_out: Tensor
+    expert_ids: Tensor
+    weights: Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a forward and a backward give: out, dx (T, D), d_weights (T, K), and the gradients of both projections."""
+
+    out: Tensor
+    dx: Tensor
+    d_weights: Tensor
+    d_gate_up_proj: Tensor
+    d_down_proj: Tensor
+
+
+@dataclass(frozen=True)
+class Quantizers:
+    """Where a recipe rounds, each fp32 -> fp32: rows of activations and gradients, weights along their last axis (rows)
+    or the one before it (cols), rows of either kind along tokens for the weight gradients."""
+
+    activation: Quantizer
+    gradient: Quantizer
+    rows: Quantizer
+    cols: Quantizer
+    activation_tokens: Quantizer
+    gradient_tokens: Quantizer
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+EXACT = Quantizers(_same, _same, _same, _same, _same, _same)
+
+
+def quantizers(recipe: Recipe) -> Quantizers:
+    """The recipe's roundings as fp32 -> fp32. Covers 1x32 weights and wgrad "mx", which all mxep.ep.CASES have."""
+    if recipe.scaling == "none":
+        return EXACT
+
+    def rounding(fmt: MXFormat, axis: int = -1) -> Quantizer:
+        return lambda x: quantize(x, fmt=fmt, mode=recipe.mode, axis=axis, block=recipe.block).dequantize(torch.float32)
+
+    def along_tokens(fmt: MXFormat) -> Quantizer:
+        if recipe.scaling == "row":  # the row-scaled codes are multiplied as they are
+            return _same
+        return lambda x: rounding(fmt, axis=-2)(F.pad(x, (0, 0, 0, -len(x) % recipe.group_multiple)))
+
+    return Quantizers(
+        activation=rounding(recipe.fmt),
+        gradient=rounding(recipe.grad_fmt),
+        rows=rounding(recipe.fmt),
+        cols=rounding(recipe.fmt, axis=-2),
+        activation_tokens=along_tokens(recipe.fmt),
+        gradient_tokens=along_tokens(recipe.grad_fmt),
+    )
+
+
+def moe_layer(problem: Problem, q: Quantizers = EXACT) -> Results:
+    """Forward and backward of the layer, rows of an expert in token order."""
+    x, d_out = q.activation(problem.x), q.gradient(problem.d_out)
+    out, dx = torch.zeros_like(x), torch.zeros_like(x)
+    d_weights = torch.zeros_like(problem.weights)
+    d_gate_up_proj = torch.zeros_like(problem.gate_up_proj)
+    d_down_proj = torch.zeros_like(problem.down_proj)
+    for expert, (w13, w2) in enumerate(zip(problem.gate_up_proj, problem.down_proj)):
+        token, k = torch.where(problem.expert_ids == expert)
+        if len(token) == 0:
+            continue
+        weight = problem.weights[token, k][:, None]
+        rows, d_y = x[token], d_out[token]
+        gate, up = (rows @ q.rows(w13).T).chunk(2, -1)
+        h = q.activation(F.silu(gate) * up * weight)
+        out.index_add_(0, token, h @ q.rows(w2).T)
+
+        d_h = d_y @ q.cols(w2)
+        d_gate_up, d_weight = _swiglu_backward(d_h, gate, up, weight)
+        d_gate_up = q.gradient(d_gate_up)
+        dx.index_add_(0, token, d_gate_up @ q.cols(w13))
+        d_weights[token, k] = d_weight
+        d_down_proj[expert] = q.gradient_tokens(d_y).T @ q.activation_tokens(h)
+        d_gate_up_proj[expert] = q.gradient_tokens(d_gate_up).T @ q.activation_tokens(rows)
+    return Results(out, dx, d_weights, d_gate_up_proj, d_down_proj)
+
+
+def snr(reference: Tensor, got: Tensor) -> float:
+    """Signal to noise in dB: 20 log10(|reference| / |reference - got|)."""
+    reference, got = reference.double(), got.double()
+    return 20 * torch.log10(reference.norm() / (reference - got).norm()).item()
+
+
+def _swiglu_backward(d_h: Tensor, gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    d_gate = d_h * up * weight * (sigmoid + silu * (1 - sigmoid))
+    d_up = d_h * silu * weight
+    return torch.cat((d_gate, d_up), -1), (d_h * silu * up).sum(-1)

@@ -1,0 +1,240 @@
+"""task=train on one rank: the same model trained once per recipe, from one seed on the same bytes.
+
+    for each recipe:   build -> (load) -> [ batch, loss, backward, reduce, clip, check, step, measure, balance ] x steps
+                       -> save -> loss on held-out text
+
+Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mxep.gemm import Recipe
+
+from . import checkpoint
+from .config import Config, ConfigError, OptimizerConfig, to_json
+from .data import Text, load_text, make_batch
+from .launch import Rank
+from .mesh import Gradients, Mesh
+from .model import Transformer
+from .progress import Progress
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished or stopped training run.
+
+    Attributes:
+        name: the recipe's. steps: done. stopped: by a signal, before the last step.
+        metrics: a dict for each step, as in metrics.jsonl.
+        valid_loss: nats a byte on held-out text; None if stopped.
+        seconds: spent in training steps, here and before a resume.
+    """
+
+    name: str
+    steps: int
+    stopped: bool
+    metrics: list[dict[str, Any]]
+    valid_loss: float | None
+
+    @property
+    def seconds(self) -> float:
+        return sum(row["seconds"] for row in self.metrics)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All runs of a job, and what is known of the text they read."""
+
+    runs: list[Run]
+    text: str
+    entropy: float
+
+    @property
+    def stopped(self) -> bool:
+        return any(run.stopped for run in self.runs)
+
+
+def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) -> Outcome:
+    """Train all runs of ``config`` on this rank; collective over the default group.
+
+    Args:
+        folder: the run folder. resume: checkpoint folders by run name; a run without one starts at step 0.
+
+    Raises ValueError for a checkpoint or a text that does not fit, CapacityExceeded, FloatingPointError on a loss
+    that is not finite.
+    """
+    text = load_text(config.data.source, config.data.path, max_bytes=config.data.max_bytes, length=config.data.length)
+    mesh = Mesh.make(config.ep, rank.device)
+    outcome = Outcome([], text.name, text.entropy)
+    for recipe in recipes(config):
+        trainer = _Trainer(rank, config, recipe, mesh, text, Path(folder))
+        if recipe.name in resume:
+            trainer.load(Path(resume[recipe.name]))
+        outcome.runs.append(trainer.run())
+        if outcome.stopped:
+            break
+    return outcome
+
+
+def recipes(config: Config) -> list[Recipe]:
+    """bf16 for comparison, if asked for, then the chosen recipe."""
+    chosen = config.make_recipe()
+    baseline = [Recipe.bf16()] if config.train.compare and chosen.scaling != "none" else []
+    return [*baseline, chosen]
+
+
+class _Trainer:
+    def __init__(self, rank: Rank, config: Config, recipe: Recipe, mesh: Mesh, text: Text, folder: Path) -> None:
+        self.rank, self.config, self.mesh, self.text, self.folder = rank, config, mesh, text, folder
+        self.name = recipe.name
+        torch.manual_seed(config.seed)
+        # Drawn on the CPU, so that one seed is one model on every device.
+        self.model = Transformer(
+            config.model,
+            recipe=recipe,
+            dispatcher=config.dispatcher.name,
+            group=mesh.ep,
+            capacity=config.make_capacity(),
+            max_tokens=config.tokens_per_rank,
+        ).to(rank.device)
+        self.gradients = Gradients(self.model, self.model.expert_parameters(), mesh)
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.step = 0
+        self.saved: int | None = None
+        self.metrics: list[dict[str, Any]] = []
+
+    def load(self, folder: Path) -> None:
+        state = checkpoint.read_state(folder)
+        same_data = state.config.get("data") == dataclasses.asdict(self.config.data)
+        if same_data and state.digest != self.text.digest:
+            raise ConfigError(
+                f"{self.text.name} is not the text that {folder} was trained on (sha256 {self.text.digest[:12]}, "
+                f"wanted {state.digest[:12]}): losses would not continue; name the text with data=..."
+            )
+        checkpoint.load(folder, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
+        self.step, self.metrics = state.step, state.metrics
+
+    def run(self) -> Run:
+        steps, every = self.config.train.steps, self.config.train.checkpoint_every
+        with Progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0) as progress, self._log() as log:
+            progress.advance(self.step, self.metrics[-1] if self.metrics else None)
+            while self.step < steps and not self.rank.stop.agreed():
+                self.metrics.append(self._train_step())
+                log.write(json.dumps(self.metrics[-1]) + "\n")
+                progress.advance(self.step, self.metrics[-1])
+                if every and self.step % every == 0:
+                    self._save()
+            if self.step and self.step != self.saved:
+                self._save()
+            stopped = self.step < steps
+            return Run(self.name, self.step, stopped, self.metrics, None if stopped else self._validate())
+
+    def _train_step(self) -> dict[str, Any]:
+        begun = time.perf_counter()
+        config = self.config
+        inputs, targets = self._batch(self.text.train, config.seed, self.step)
+        self.gradients.zero()
+        loss = self.model.loss(inputs, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.gradients.reduce()
+        norm = self.gradients.clip(config.optimizer.clip)
+        for moe in self.model.moes:
+            moe.check()
+        lr = learning_rate(self.step, config.train.steps, config.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.step += 1
+        row = {"run": self.name, "step": self.step, **self._measure(loss), "grad_norm": norm.item(), "lr": lr}
+        for moe in self.model.moes:
+            moe.router.update_bias(config.model.balance_rate)
+        seconds = time.perf_counter() - begun
+        tokens = config.data.batch * config.data.length
+        return {**row, "seconds": seconds, "tokens_per_s": tokens / seconds}
+
+    def _measure(self, loss: Tensor) -> dict[str, Any]:
+        """Mean loss, rows and expert load of the step, over all ranks and layers: one reduction, one copy home."""
+        rows = [moe.last_routing.stats() for moe in self.model.moes if moe.last_routing is not None]
+        keys = list(rows[0])
+        counts = [torch.stack([one[key] for one in rows]).sum() for key in keys]
+        loads = torch.stack([moe.router.load for moe in self.model.moes])
+        local = torch.stack([loss.detach().double() / self.mesh.ranks, *(count.double() for count in counts)])
+        vector = torch.cat((local, loads.double().flatten()))
+        dist.all_reduce(vector)
+        mean_loss, *values = vector[: len(local)].tolist()
+        if not math.isfinite(mean_loss):
+            raise FloatingPointError(f"{self.name}: the loss of step {self.step} is {mean_loss}")
+        load = vector[len(local) :].view(loads.shape)
+        return {
+            "loss": mean_loss,
+            **{f"rows_{key}": int(value) for key, value in zip(keys, values)},
+            "expert_load": (load.max(1).values / load.mean(1)).max().item(),  # busiest over mean, worst layer
+        }
+
+    @torch.no_grad()
+    def _validate(self) -> float:
+        """Mean loss on held-out text, the same batches for every run."""
+        self.model.eval()
+        batches = self.config.train.valid_batches
+        # Seed 0 whatever config.seed is, so that runs of several seeds are comparable.
+        losses = [self.model.loss(*self._batch(self.text.valid, 0, i)) for i in range(batches)]
+        mean = torch.stack(losses).mean()
+        dist.all_reduce(mean)
+        return mean.item() / self.mesh.ranks
+
+    def _batch(self, text: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        data = self.config.data
+        inputs, targets = make_batch(
+            text,
+            seed=seed,
+            step=step,
+            batch=data.batch,
+            length=data.length,
+            rank=self.mesh.rank,
+            ranks=self.mesh.ranks,
+        )
+        return inputs.to(self.rank.device), targets.to(self.rank.device)
+
+    def _save(self) -> None:
+        state = checkpoint.State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
+        checkpoint.save(self.folder / self.name, state, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
+        self.saved = self.step
+
+    def _log(self) -> Any:
+        """metrics.jsonl of the run folder, begun with what a resumed run did before; nowhere on ranks above 0."""
+        if self.rank.rank:
+            return open(os.devnull, "w")
+        stream = (self.folder / "metrics.jsonl").open("a", buffering=1)
+        stream.writelines(json.dumps(row) + "\n" for row in self.metrics)
+        return stream
+
+
+def make_optimizer(model: Transformer, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW; matrices decay, norms and the embedding do not."""
+    named = list(model.named_parameters())
+    decays = [p for name, p in named if p.dim() > 1 and not name.startswith("embedding")]
+    rest = [p for name, p in named if p.dim() <= 1 or name.startswith("embedding")]
+    groups = [{"params": decays, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Linear warm-up, then half a cosine from ``lr`` to ``lr * final``."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    share = (step - config.warmup) / max(1, steps - config.warmup)
+    return config.lr * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * share)))

@@ -1,0 +1,201 @@
+"""task=verify on one rank: every case of mxep.ep.CASES against a dense fp32 layer on the same routing.
+
+    problem from (seed, rank) -> MoE(recipe, dispatcher), forward and backward
+                              -> reference.moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
+    signal to noise of the MoE against the exact layer  >=  that of the quantized reference - 0.3 dB
+
+Where a recipe does not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. gate_up, h, a row,
+a slot's sum and the owner's sum are rounded; the first enters through a product of two factors, one of them curved, and
+counts about 3; dx goes through as many. 8 roundings are 55.5 - 10 log10(8) = 46.5 dB, less 1.5 dB for chance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from mxep.ep import CASES, Case, MoE
+from mxep.gemm import Recipe
+
+from .config import Config
+from .launch import Rank
+from .mesh import Mesh
+from .reference import EXACT, Problem, Results, moe_layer, quantizers, snr
+
+MARGIN = 0.3  # dB
+BF16 = 45.0  # dB, see above
+DROPPED = 3  # tokens of each rank without a first expert
+
+
+@dataclass(frozen=True)
+class Check:
+    """One tensor of a case, on the rank where it is worst: signal to noise and what it must reach, in dB."""
+
+    name: str
+    snr: float
+    threshold: float
+    rank: int
+
+    @property
+    def passed(self) -> bool:
+        return self.snr >= self.threshold
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case and its checks: out, dx, d_weights, d_gate_up_proj, d_down_proj."""
+
+    case: str
+    checks: list[Check]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+class FixedRouting(nn.Module):
+    """A router that says what it was told; ``weights`` is a leaf that collects its gradient."""
+
+    def __init__(self, expert_ids: Tensor, weights: Tensor) -> None:
+        super().__init__()
+        self.expert_ids = expert_ids
+        self.weights = weights.clone().requires_grad_()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.expert_ids, self.weights
+
+
+def verify(rank: Rank, config: Config) -> list[Result]:
+    """Check all cases on this rank; collective, and every rank returns the same: the worst rank of each check."""
+    mesh = Mesh.make(rank.world_size, rank.device)
+    names = config.verify.cases or list(CASES)
+    return [_worst(name, _check_case(CASES[name], config, mesh, rank.device)) for name in names]
+
+
+def write(results: list[Result], file: Path) -> None:
+    """All checks as JSON."""
+    rows = [{**dataclasses.asdict(result), "passed": result.passed} for result in results]
+    file.write_text(json.dumps(rows, indent=1))
+
+
+def show(results: list[Result], console: Console) -> None:
+    """A table of all cases: signal to noise over its bound, of the worst rank."""
+    table = Table(title="Against a dense fp32 layer: SNR, its bound (dB) and worst rank", title_justify="left")
+    table.add_column("case")
+    for check in results[0].checks:
+        table.add_column(check.name, justify="right")
+    table.add_column("")
+    for result in results:
+        cells = [
+            f"[{'default' if check.passed else 'red'}]{check.snr:.2f} [dim]≥ {check.threshold:.2f} r{check.rank}"
+            for check in result.checks
+        ]
+        table.add_row(result.case, *cells, "[green]pass" if result.passed else "[red]FAIL")
+    console.print(table)
+
+
+def make_problem(config: Config, rank: int) -> Problem:
+    """Rank ``rank``'s Gaussian tokens, fewer on higher ranks, over weights that all ranks share; values are bf16."""
+    sizes = config.verify
+    weights_of = torch.Generator().manual_seed(config.seed)
+    w13 = torch.randn(sizes.experts, 2 * sizes.hidden_dim, sizes.dim, generator=weights_of) * sizes.dim**-0.5
+    w2 = torch.randn(sizes.experts, sizes.dim, sizes.hidden_dim, generator=weights_of) * sizes.hidden_dim**-0.5
+    generator = torch.Generator().manual_seed(config.seed * 1000 + 1 + rank)
+    tokens = max(1, sizes.tokens - DROPPED * rank)
+    x, d_out = (torch.randn(tokens, sizes.dim, generator=generator) for _ in range(2))
+    scores, expert_ids = torch.rand(tokens, sizes.experts, generator=generator).topk(sizes.top_k)
+    expert_ids[:DROPPED, 0] = -1
+    x, d_out, w13, w2 = (tensor.bfloat16().float() for tensor in (x, d_out, w13, w2))
+    return Problem(x, d_out, expert_ids, scores / scores.sum(-1, keepdim=True), w13, w2)
+
+
+def compare(got: Results, exact: Results, quantized: Results, rank: int) -> list[Check]:
+    """One check for each tensor of ``got``, its bound from how far ``quantized`` is from ``exact``."""
+    checks = []
+    for field in dataclasses.fields(Results):
+        reference, bound = getattr(exact, field.name), getattr(quantized, field.name)
+        threshold = min(snr(reference, bound) - MARGIN, BF16)
+        checks.append(Check(field.name, snr(reference, getattr(got, field.name)), threshold, rank))
+    return checks
+
+
+def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device) -> Results:
+    """The MoE layer on this rank's tokens; weight gradients of this rank's experts."""
+    moe = MoE(
+        problem.x.shape[1],
+        problem.down_proj.shape[2],
+        len(problem.down_proj),
+        problem.weights.shape[1],
+        group=mesh.ep,
+        recipe=case.recipe,
+        dispatcher=case.dispatcher,
+        router=FixedRouting(problem.expert_ids.int().to(device), problem.weights.to(device)),
+        device=device,
+    )
+    first, last = _own_experts(moe)
+    with torch.no_grad():
+        moe.experts.gate_up_proj.copy_(problem.gate_up_proj[first:last])
+        moe.experts.down_proj.copy_(problem.down_proj[first:last])
+    x = problem.x.to(device, torch.bfloat16).requires_grad_()
+    out = moe(x)
+    out.backward(problem.d_out.to(out))
+    moe.check()
+    gradients = (x.grad, moe.router.weights.grad, moe.experts.gate_up_proj.grad, moe.experts.down_proj.grad)
+    assert all(gradient is not None for gradient in gradients)
+    return Results(*(tensor.detach().float().cpu() for tensor in (out, *gradients)))  # type: ignore[union-attr]
+
+
+def _check_case(case: Case, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
+    problems = [make_problem(config, rank) for rank in range(mesh.ranks)]
+    own = problems[mesh.rank]
+    got = run_layer(own, case, mesh, device)
+    # Without expert parallelism a rank's experts see its own tokens only.
+    seen, first_token = (own, 0) if case.dispatcher == "local" else _joined(problems, mesh.rank)
+    tokens = slice(first_token, first_token + len(own.x))
+    experts = slice(0, None)
+    if len(got.d_down_proj) < len(own.down_proj):
+        experts = slice(mesh.rank * len(got.d_down_proj), (mesh.rank + 1) * len(got.d_down_proj))
+    exact, quantized = (
+        _share(moe_layer(seen, q), tokens, experts) for q in (EXACT, quantizers(Recipe.named(case.recipe)))
+    )
+    return compare(got, exact, quantized, mesh.rank)
+
+
+def _joined(problems: list[Problem], rank: int) -> tuple[Problem, int]:
+    """All ranks' tokens as one problem, and where ``rank``'s begin."""
+    per_token = {
+        name: torch.cat([getattr(problem, name) for problem in problems])
+        for name in ("x", "d_out", "expert_ids", "weights")
+    }
+    return dataclasses.replace(problems[rank], **per_token), sum(len(problem.x) for problem in problems[:rank])
+
+
+def _share(results: Results, tokens: slice, experts: slice) -> Results:
+    return Results(
+        results.out[tokens],
+        results.dx[tokens],
+        results.d_weights[tokens],
+        results.d_gate_up_proj[experts],
+        results.d_down_proj[experts],
+    )
+
+
+def _own_experts(moe: MoE) -> tuple[int, int]:
+    first = moe.experts.first_expert
+    return first, first + moe.dispatcher.num_local_experts
+
+
+def _worst(name: str, own: list[Check]) -> Result:
+    """Of every check the rank with the least to spare. A NaN counts as the least of all. Collective."""
+    per_rank: list[list[Check]] = [own] * dist.get_world_size()
+    dist.all_gather_object(per_rank, own)
+    spare = lambda check: check.snr - check.threshold if check.snr == check.snr else float("-inf")  # noqa: E731
+    return Result(name, [min(checks, key=spare) for checks in zip(*per_rank)])
