@@ -14,6 +14,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mxep.gemm.recipe import Recipe
@@ -76,9 +77,10 @@ class WeightCache:
     def get(self, w: Tensor, recipe: Recipe, *, cols: bool = True) -> QuantizedWeight:
         """w (G, N, K) quantized by the recipe; cols=False where only the forward needs it.
 
-        Weights of a recipe without scales, and inference tensors (which count no versions), are not kept.
+        Not kept, and not counted: weights of a recipe without scales, inference tensors (they count no versions), and
+        anything under torch.compile, whose graph quantizes at each call.
         """
-        if recipe.scaling == "none" or w.is_inference():
+        if recipe.scaling == "none" or torch.compiler.is_compiling() or w.is_inference():
             return quantize_weight(w, recipe, cols=cols)
         owner = w if w._base is None else w._base
         key = (
@@ -91,7 +93,7 @@ class WeightCache:
             return entry.weight
         self.misses += 1
         weight = quantize_weight(w, recipe, cols=cols)
-        forget = weakref.ref(owner, lambda _: self._entries.pop(key, None) and None)
+        forget = weakref.ref(owner, lambda _: self._entries.pop(key, None))
         self._entries[key] = _Entry(forget, w._version, weight)
         return weight
 

@@ -60,9 +60,10 @@ def grouped_mm_reference(
 ) -> Tensor:
     """a (M, K), w (G, N, K), group_ends int32 (G,), bias (G, N) or None -> (M, N) out_dtype."""
     out = a.new_empty((_rows(a, a_index), w.shape[1]), dtype=out_dtype)
+    values = _values((a, a_scale, a_index), int(group_ends[-1]))
     for g, rows in _groups(group_ends):
-        a_g = _values((a, a_scale, a_index), rows)
-        product = a_g @ _values((w[g], w_scale if w_scale is None else w_scale[g], None)).to(a_g.dtype).mT
+        w_g = _values((w[g], None if w_scale is None else w_scale[g], None), w.shape[1]).to(values.dtype)
+        product = values[rows] @ w_g.mT
         out[rows] = product if bias is None else product + bias[g]
     return out
 
@@ -94,9 +95,11 @@ def grouped_wgrad_reference(
 ) -> Tensor:
     """dy (M, N), a (M, K), group_ends int32 (G,) -> (G, N, K) out_dtype, zero where a group is empty."""
     dw = a.new_zeros((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
+    live = int(group_ends[-1])
+    a_values = _values((a, a_scale, a_index), live)
+    dy_values = _values((dy, dy_scale, dy_index), live).to(a_values.dtype)
     for g, rows in _groups(group_ends):
-        a_g = _values((a, a_scale, a_index), rows)
-        dw[g] = _values((dy, dy_scale, dy_index), rows).to(a_g.dtype).mT @ a_g
+        dw[g] = dy_values[rows].mT @ a_values[rows]
     return dw
 
 
@@ -127,18 +130,16 @@ def _groups(group_ends: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _values(parts: Parts, rows: slice | None = None) -> Tensor:
-    """The rows (all, if None) of a 2-D operand, dequantized, in fp32; fp64 stays fp64."""
+def _values(parts: Parts, rows: int) -> Tensor:
+    """The first `rows` rows of a 2-D operand, dequantized, in fp32; fp64 stays fp64."""
     x, scale, index = parts
-    rows = rows or slice(0, _rows(x, index))
     if scale is None:
-        x = x[rows]
-        return x if x.dtype == torch.float64 else x.float()
-    block_rows, block_cols = 1, x.shape[1] // scale.shape[1]
+        return x[:rows] if x.dtype == torch.float64 else x[:rows].float()
+    block_rows = 1 if index is not None or rows == 0 else x.shape[0] // scale.shape[0]
+    block_cols = x.shape[1] // scale.shape[1]
     if index is not None:
-        index = index[rows]
+        index = index[:rows]
     else:
-        block_rows = x.shape[0] // scale.shape[0]
-        x, scale = x[rows], scale[rows.start // block_rows : rows.stop // block_rows]
+        x, scale = x[:rows], scale[: rows // block_rows]
     axis = -1 if block_rows == 1 else -2 if block_cols == 1 else (-2, -1)
     return MXTensor(x, scale, index, axis, max(block_rows, block_cols), torch.float32).dequantize()
