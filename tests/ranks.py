@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mxep.integration.launch import FunctionName, Rank, process_group, resolve_device, run_ranks
+from mxep.integration.launch import FunctionName, Rank, init_process_group, resolve_device, run_ranks
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def distributed(
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 _run_in_place(body, world_size, kwargs, device)
                 return
-            skipped = run_ranks(
-                _run_body, (FunctionName.of(body), kwargs), world_size=world_size, timeout=timeout, device=device
-            )
+            args = (FunctionName.of(body), kwargs)
+            options = {"timeout": timeout, "device": device, "preload": ("pytest",)}
+            skipped = run_ranks(_run_body, args, world_size=world_size, **options)
             if skipped[0] is not None:
                 pytest.skip(skipped[0])
 
@@ -92,7 +92,7 @@ def _run_in_place(body: Callable[..., None], world_size: int, kwargs: dict[str, 
         pytest.skip(f"{world_size} ranks wanted, torchrun started {world}")
     if not dist.is_initialized():
         # Kept for all tests of the session; the interpreter's end takes it down.
-        process_group(resolve_device(device, world), rank, world).__enter__()
+        init_process_group(resolve_device(device, world), rank, world)
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=60))
     here = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() != "gloo" else torch.device("cpu")
     error = None

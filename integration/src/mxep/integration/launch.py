@@ -64,7 +64,7 @@ class StopFlag:
         self.requested = False
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether any rank of `group` was asked to stop. A collective on the host (gloo): every rank gets one answer."""
+        """Whether any rank of `group` was asked to stop: one answer for all. A collective on the host (gloo)."""
         flag = torch.tensor([self.requested], dtype=torch.int32)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return bool(flag)
@@ -88,6 +88,7 @@ def run_ranks(
     timeout: float | None = None,
     device: str = "auto",
     env: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
 ) -> list[T]:
     """Call `fn(Rank, *args)` in `world_size` new processes and return their results, in rank order.
 
@@ -96,13 +97,14 @@ def run_ranks(
     timeout: seconds for the whole job, start included; None is no limit.
     device: "cpu" (gloo), "cuda" (rank r on device r, nccl + gloo), or "auto": "cuda" if there are enough of them.
     env: variables on top of the caller's environment.
+    preload: more modules for the fork server to import; counts in the first call of a process.
 
-    The default process group is up when `fn` starts and gone after it. A rank computes with cores // world_size threads.
+    The default process group is up when `fn` starts and gone after it. Each rank has cores // world_size threads.
     Raises RanksFailed, or ValueError for a bad world size or device.
     """
     device = resolve_device(device, world_size)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mxep.integration.preload"])
+    context.set_forkserver_preload(["mxep.integration.preload", *preload])
     environment = {**os.environ, **NO_MULTICAST, **(env or {})}
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as scratch:
         payload = pickle.dumps((FunctionName.of(fn), pickle.dumps(tuple(args))))
@@ -154,19 +156,24 @@ def resolve_device(device: str, world_size: int) -> str:
 def process_group(
     device: str, rank: int, world_size: int, *, init_method: str = "env://", stop: StopFlag | None = None
 ) -> Iterator[Rank]:
-    """The default process group for the length of the block: gloo, or nccl beside gloo where tensors are on CUDA."""
+    """The default process group for the length of the block."""
+    here = init_process_group(device, rank, world_size, init_method=init_method)
+    try:
+        yield Rank(rank, world_size, here, stop or StopFlag())
+    finally:
+        dist.destroy_process_group()
+
+
+def init_process_group(device: str, rank: int, world_size: int, *, init_method: str = "env://") -> torch.device:
+    """Bring up the default group: gloo, or nccl beside gloo for "cuda". Returns this rank's device, made current."""
     here = torch.device("cpu")
     if device == "cuda":
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(here)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
-    )
-    try:
-        yield Rank(rank, world_size, here, stop or StopFlag())
-    finally:
-        dist.destroy_process_group()
+    limit = timedelta(minutes=10)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
+    return here
 
 
 @dataclass(frozen=True)
