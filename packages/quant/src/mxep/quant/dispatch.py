@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 if TYPE_CHECKING:
     from mxep.quant.tensor import MXTensor
@@ -106,27 +105,16 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTens
     return mx.with_parts(func(mx.qdata, dim, index), func(mx.scale, dim, index))
 
 
-def _aliasing(handler: Handler) -> Handler:
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = handler(func, args, kwargs)
-        return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
-
-    return run
-
-
 HANDLERS: dict[Any, Handler] = {
-    func: _aliasing(handler)
-    for func, handler in {
-        aten.alias.default: _same_parts,
-        aten.detach.default: _same_parts,
-        aten.clone.default: _same_parts,
-        aten._to_copy.default: _to_copy,
-        aten.view.default: _view,
-        aten._unsafe_view.default: _view,
-        aten.t.default: _t,
-        aten.transpose.int: _transpose,
-        aten.permute.default: _permute,
-        aten.slice.Tensor: _slice,
-        aten.select.int: _select,
-    }.items()
+    aten.alias.default: _same_parts,
+    aten.detach.default: _same_parts,
+    aten.clone.default: _same_parts,
+    aten._to_copy.default: _to_copy,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.t.default: _t,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
 }

@@ -5,7 +5,8 @@
     quantize_both     both of one read
     quantize_tiles    x (..., N, K) -> codes (..., N, K), scale (..., N/block, K/block)  blocks of block x block
     dequantize        codes, scale -> values, of the rows an index picks if there is one
-    materialize       codes, scale, index -> codes, scale of the picked rows
+    materialize       codes, scale, index -> codes, scale of the picked rows, contiguous
+    expand_scale      scale of tiles -> scale of rows
     (requantize       in `mxep.quant.requantize`, swizzle, fold and swiglu each in the file of their name)
 
 Elements: code = cast_saturating(x * 2**(127 - byte)), the product in fp32 (exact, or far below the smallest code), the
@@ -140,13 +141,36 @@ def _(
 
 
 @torch.library.custom_op("mxep::materialize", mutates_args=())
-def materialize(codes: Tensor, scale: Tensor, row_index: Tensor) -> tuple[Tensor, Tensor]:
-    """codes (S, K), scale (S, K/block), row_index int32 (R,) -> codes (R, K), scale (R, K/block); -1: zero bytes."""
-    picked = pick_rows(codes.view(torch.uint8), row_index), pick_rows(scale.view(torch.uint8), row_index)
-    return picked[0].view(codes.dtype), picked[1].view(scale.dtype)
+def materialize(codes: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
+    """codes (S, K), scale (S, K/block), row_index int32 (R,) -> codes (R, K), scale (R, K/block); -1: zero bytes.
+
+    row_index None: codes and scale of any shape, copied to contiguous ones.
+    """
+
+    def copy(part: Tensor) -> Tensor:
+        byte = part.view(torch.uint8)
+        if row_index is None:
+            return byte.clone(memory_format=torch.contiguous_format).view(part.dtype)
+        return pick_rows(byte, row_index).view(part.dtype)
+
+    return copy(codes), copy(scale)
 
 
 @materialize.register_fake
-def _(codes: Tensor, scale: Tensor, row_index: Tensor) -> tuple[Tensor, Tensor]:
+def _(codes: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
+    if row_index is None:
+        return codes.new_empty(codes.shape), scale.new_empty(scale.shape)
     rows = row_index.shape[0]
     return codes.new_empty((rows, codes.shape[1])), scale.new_empty((rows, scale.shape[1]))
+
+
+@torch.library.custom_op("mxep::expand_scale", mutates_args=())
+def expand_scale(scale: Tensor, block: int) -> Tensor:
+    """scale (..., N/block, K/block) of tiles -> (..., N, K/block), each row repeated for the rows of its tile."""
+    return scale.view(torch.uint8).repeat_interleave(block, -2).view(SCALE_DTYPE)
+
+
+@expand_scale.register_fake
+def _(scale: Tensor, block: int) -> Tensor:
+    *rest, n, k = scale.shape
+    return scale.new_empty((*rest, n * block, k))

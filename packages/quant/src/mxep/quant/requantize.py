@@ -51,9 +51,9 @@ def requantize(
         raise ValueError(f"requantize: got axis {axis}, want one axis, -1 or -2")
     check_block(BLOCK, axis_, mx)
     check_group_ends(group_ends, mx)
-    fmt = mx.format if fmt is None else fmt
+    dtype = mx.qdata.dtype if fmt is None else fmt.dtype
     codes, scale = requantize_op(
-        mx.qdata, mx.scale, *mx.block_shape, mx.row_index, group_ends, axis_ == -2, fmt.dtype, mode.value
+        mx.qdata, mx.scale, *mx.block_shape, mx.row_index, group_ends, axis_ == -2, dtype, mode.value
     )
     if axis_ == -2:
         codes, scale = codes.mT, scale.mT
@@ -89,12 +89,12 @@ def requantize_op(
         codes = byte.masked_fill(byte & 0x7F == _E5M2_INF, NAN_CODE).view(codes.dtype)
     values = decode(codes, scale, (block_rows, block_columns), row_index).clamp_(-_FP32_MAX, _FP32_MAX)
     done = (encode_columns if columns else encode_rows)(values, dtype, mode, BLOCK)
-    if live == capacity:
+    dead = capacity - live
+    if not dead:
         return done
-    out = _empty_result(codes, capacity, columns, dtype)
-    for part, whole in zip(done, out):
-        whole.narrow(-1 if columns else -2, 0, part.shape[-1 if columns else -2]).copy_(part)
-    return out
+    pads = ((0, dead), (0, dead // BLOCK)) if columns else ((0, 0, 0, dead), (0, 0, 0, dead))
+    filled = [torch.nn.functional.pad(part.view(torch.uint8), pad) for part, pad in zip(done, pads)]
+    return filled[0].view(dtype), filled[1].view(SCALE_DTYPE)
 
 
 @requantize_op.register_fake
@@ -110,10 +110,6 @@ def _(
     mode: str,
 ) -> tuple[Tensor, Tensor]:
     capacity = codes.shape[-2] if row_index is None else row_index.shape[0]
-    return _empty_result(codes, capacity, columns, dtype)
-
-
-def _empty_result(like: Tensor, rows: int, columns: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    *rest, _, k = like.shape
-    shape = (*rest, k, rows) if columns else (*rest, rows, k)
-    return like.new_empty(shape, dtype=dtype), like.new_empty((*shape[:-1], shape[-1] // BLOCK), dtype=SCALE_DTYPE)
+    *rest, _, k = codes.shape
+    shape = (*rest, k, capacity) if columns else (*rest, capacity, k)
+    return codes.new_empty(shape, dtype=dtype), codes.new_empty((*shape[:-1], shape[-1] // BLOCK), dtype=SCALE_DTYPE)

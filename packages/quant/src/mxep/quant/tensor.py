@@ -121,7 +121,7 @@ class MXTensor(Tensor):
 
     @property
     def format(self) -> MXFormat:
-        """The element format of the codes."""
+        """The element format of the codes (inside torch.compile: `format_of(mx.qdata.dtype)`)."""
         return format_of(self.qdata.dtype)
 
     @property
@@ -146,14 +146,12 @@ class MXTensor(Tensor):
 
         A copy only where needed. A row of zeros (-1) gets code 0 and scale byte 0. Gradients pass unchanged.
         """
-        if self.row_index is not None:
-            qdata, scale = ops.materialize(self.qdata, self.scale, self.row_index)
-            return wrap_like(self, qdata, scale)
         if self.axis == -2:
-            qdata, scale = self.qdata.mT.contiguous().mT, self.scale.mT.contiguous().mT
-        else:
-            qdata, scale = self.qdata.contiguous(), self.scale.contiguous()
-        return self if qdata is self.qdata and scale is self.scale else wrap_like(self, qdata, scale)
+            return self._turned().materialize()._turned()
+        if self.row_index is None and self.qdata.is_contiguous() and self.scale.is_contiguous():
+            return self
+        qdata, scale = ops.materialize(self.qdata, self.scale, self.row_index)
+        return wrap(self, qdata, scale, None, self.axis, self.block, self.dtype)
 
     def along(self, axis: int) -> "MXTensor":
         """Tiles seen as blocks along one axis: the same codes, each tile's scale repeated for its 32 rows or columns.
@@ -169,13 +167,12 @@ class MXTensor(Tensor):
         if self.axis != TILES or axis_ == TILES:
             raise ValueError(f"along: got a tensor blocked along {self.axis}, want tiles or axis {axis}: requantize it")
         if axis_ == -2:
-            turned = self.transpose(-2, -1)
-            assert isinstance(turned, MXTensor)
-            return turned.along(-1).transpose(-2, -1)  # type: ignore[return-value]
-        *rest, n, k = self.scale.shape
-        byte = self.scale.view(torch.uint8).unsqueeze(-2).expand(*rest, n, self.block, k)
-        scale = byte.reshape(*rest, n * self.block, k).view(SCALE_DTYPE)
+            return self._turned().along(-1)._turned()
+        scale = ops.expand_scale(self.scale, self.block)
         return wrap(self, self.qdata, scale, None, -1, self.block, self.dtype)
+
+    def _turned(self) -> "MXTensor":
+        return self.transpose(-2, -1)  # type: ignore[return-value]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = [f"shape={tuple(self.shape)}", str(self.format), f"axis={self.axis}", f"block={self.block}"]
@@ -201,6 +198,12 @@ class MXTensor(Tensor):
         inner: dict[str, Tensor], context: tuple[Axis, int, torch.dtype], outer_size: object, outer_stride: object
     ) -> "MXTensor":
         return MXTensor(inner["qdata"], inner["scale"], inner.get("row_index"), *context)
+
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        # AOTAutograd wants the gradient of a graph's output to have the output's own type; ours is a plain tensor.
+        raise NotImplementedError(
+            "a compiled graph cannot return an MXTensor that requires grad: dequantize inside, or return mx.detach()"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -280,8 +283,3 @@ def wrap(
     """An MXTensor of these parts whose gradient passes unchanged (straight through) to `source`, same shape."""
     mx: MXTensor = _Wrap.apply(source, qdata, scale, row_index, axis, block, dtype)  # type: ignore[no-untyped-call]
     return mx
-
-
-def wrap_like(mx: MXTensor, qdata: Tensor, scale: Tensor) -> MXTensor:
-    """`wrap` with everything but the bytes taken from `mx`, and no row index."""
-    return wrap(mx, qdata, scale, None, mx.axis, mx.block, mx.dtype)
