@@ -1,7 +1,7 @@
 """Groups of rows: how many rows are live, and padding each group to the multiple a GEMM asks for.
 
-What moves: M rows that already lie group after group are spread out so that every group starts and ends at a multiple of
-`multiple`; the gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and multiple 4:
+What moves: M rows that already lie group after group are spread out, so that every group starts and ends at a multiple
+of `multiple`; the gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and multiple 4:
 
     x          a b c | | d e            M = 5 rows
     rows       a b c 0 | | d e 0 0      group_ends 4, 4, 8
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tensor import MXTensor
+from mxep.quant.tensor import MXTensor
 
 
 @dataclass(frozen=True)
 class PaddedGroups:
     """Rows in groups padded to a multiple, with the map back.
 
-    rows:       (C, D), dtype of the input; rows at or past group_ends[-1] are unspecified. An MXTensor input comes back as
-                an MXTensor over the same bytes with `row_index` set (nothing is copied).
+    rows:       (C, D), dtype of the input; rows from group_ends[-1] on are unspecified. An MXTensor comes back as an
+                MXTensor over the same bytes with `row_index` set (nothing is copied).
     group_ends: (G,) int32, inclusive cumulative padded sizes (`offs` of torch's grouped GEMMs).
     row_index:  (C,) int32, the row of x in each place, -1 where there is none.
     """
@@ -43,13 +43,13 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def live_rows(group_ends: Tensor | None, capacity: int) -> int:
-    """Rows that a reference must compute: int(group_ends[-1]) on the CPU; all of `capacity` without group_ends or on any
-    other device, where reading the number would stop the host. ValueError if the groups do not fit the capacity."""
+    """Rows that a reference must compute: int(group_ends[-1]) on the CPU; all of `capacity` without group_ends, or on
+    another device, where reading the number would stop the host. ValueError if the groups do not fit the capacity."""
     if group_ends is None or group_ends.device.type != "cpu":
         return capacity
     live = int(group_ends[-1])
     if not 0 <= live <= capacity:
-        raise ValueError(f"group_ends[-1]: got {live}, wanted 0 to {capacity}, the rows of the buffer")
+        raise ValueError(f"group_ends[-1]: got {live}, want 0 to {capacity}, the rows of the buffer")
     return live
 
 
@@ -59,13 +59,20 @@ def check_group_ends(group_ends: Tensor | None, *tensors: Tensor) -> None:
         return
     if group_ends.dtype != torch.int32 or group_ends.ndim != 1 or group_ends.shape[0] == 0:
         raise ValueError(
-            f"group_ends: got {group_ends.dtype} of shape {tuple(group_ends.shape)}, wanted int32 of shape (G,), G >= 1"
+            f"group_ends: got {group_ends.dtype} of shape {tuple(group_ends.shape)}, want int32 of shape (G,), G >= 1"
         )
     for tensor in tensors:
         if tensor.ndim != 2:
-            raise ValueError(f"rows in groups: got shape {tuple(tensor.shape)}, wanted (rows, columns)")
+            raise ValueError(f"rows in groups: got shape {tuple(tensor.shape)}, want (rows, columns)")
         if tensor.device != group_ends.device:
-            raise ValueError(f"group_ends: got device {group_ends.device}, wanted {tensor.device}, that of the rows")
+            raise ValueError(f"group_ends: got device {group_ends.device}, want {tensor.device}, that of the rows")
+
+
+def fill_rows(live: Tensor, capacity: int) -> Tensor:
+    """live (..., n, D) followed by zero rows: (..., capacity, D). What lies there is for nobody to read; zeros make two
+    runs of a reference equal in every byte."""
+    dead = capacity - live.shape[-2]
+    return torch.nn.functional.pad(live, (0, 0, 0, dead)) if dead else live
 
 
 def group_of_rows(group_ends: Tensor, num_rows: int) -> Tensor:
@@ -77,8 +84,8 @@ def group_of_rows(group_ends: Tensor, num_rows: int) -> Tensor:
 def pad_groups(x: Tensor, group_sizes: Tensor, *, multiple: int) -> PaddedGroups:
     """Pads each group of rows with zero rows to a multiple of `multiple`.
 
-    x:           (M, D), any dtype, or an MXTensor blocked along its rows; group g is the `group_sizes[g]` rows after group
-                 g - 1. Rows of x past the last group are left behind.
+    x:           (M, D), any dtype, or an MXTensor blocked along its rows; group g is the `group_sizes[g]` rows after
+                 group g - 1. Rows of x past the last group are left behind.
     group_sizes: (G,) int32 or int64, unpadded, on x's device.
     Returns PaddedGroups of capacity round_up(M + G * (multiple - 1), multiple). Differentiable in x.
 
@@ -86,16 +93,16 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, multiple: int) -> PaddedGroups
     (other devices cannot look: there nothing is read past row M).
     """
     if x.ndim != 2:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted (M, D)")
+        raise ValueError(f"x: got shape {tuple(x.shape)}, want (M, D)")
     if multiple < 1:
-        raise ValueError(f"multiple: got {multiple}, wanted at least 1")
+        raise ValueError(f"multiple: got {multiple}, want at least 1")
     if group_sizes.ndim != 1 or group_sizes.dtype not in (torch.int32, torch.int64) or group_sizes.shape[0] == 0:
         raise ValueError(
             f"group_sizes: got {group_sizes.dtype} of shape {tuple(group_sizes.shape)}, "
-            "wanted int32 or int64 of shape (G,), G >= 1"
+            "want int32 or int64 of shape (G,), G >= 1"
         )
     if group_sizes.device != x.device:
-        raise ValueError(f"group_sizes: got device {group_sizes.device}, wanted {x.device}, that of x")
+        raise ValueError(f"group_sizes: got device {group_sizes.device}, want {x.device}, that of x")
     group_ends, row_index = _pad_index(group_sizes, x.shape[0], multiple)
     if isinstance(x, MXTensor):
         return PaddedGroups(_reindex(x, row_index), group_ends, row_index)
@@ -106,18 +113,19 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, multiple: int) -> PaddedGroups
 def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
     """The rows of y back in the places pad_groups took them from: result[row_index[i]] = y[i].
 
-    y: (C, D), row_index: (C,) int32 from pad_groups, num_rows: M. Returns (M, D) in y's dtype; a row that was in no group
-    is zero. Rows of y whose row_index is -1 are not read. Differentiable in y. ValueError: wrong shapes, dtype, device.
+    y: (C, D), row_index: (C,) int32 from pad_groups, num_rows: M. Returns (M, D) in y's dtype; a row that was in no
+    group is zero. Rows of y whose row_index is -1 are not read. Differentiable in y (in no fp8 dtype).
+    ValueError: wrong shapes, dtype, device.
     """
     if y.ndim != 2:
-        raise ValueError(f"y: got shape {tuple(y.shape)}, wanted (C, D)")
+        raise ValueError(f"y: got shape {tuple(y.shape)}, want (C, D)")
     if row_index.shape != y.shape[:1] or row_index.dtype != torch.int32 or row_index.device != y.device:
         raise ValueError(
             f"row_index: got {row_index.dtype} of shape {tuple(row_index.shape)} on {row_index.device}, "
-            f"wanted int32 of shape ({y.shape[0]},) on {y.device}"
+            f"want int32 of shape ({y.shape[0]},) on {y.device}"
         )
     if num_rows < 0:
-        raise ValueError(f"num_rows: got {num_rows}, wanted at least 0")
+        raise ValueError(f"num_rows: got {num_rows}, want at least 0")
     result: Tensor = _UnpadRows.apply(y, row_index, num_rows)  # type: ignore[no-untyped-call]
     return result
 
@@ -136,7 +144,7 @@ def gather(x: Tensor, row_index: Tensor) -> Tensor:
 def _pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor]:
     sizes = group_sizes.long()
     if sizes.device.type == "cpu" and (int(sizes.min()) < 0 or int(sizes.sum()) > num_rows):
-        raise ValueError(f"group_sizes: got {sizes.tolist()}, wanted sizes >= 0 that sum to at most {num_rows} rows")
+        raise ValueError(f"group_sizes: got {sizes.tolist()}, want sizes >= 0 that sum to at most {num_rows} rows")
     capacity = round_up(num_rows + sizes.shape[0] * (multiple - 1), multiple)
     padded = (sizes + multiple - 1) // multiple * multiple
     ends = padded.cumsum(0).clamp(max=capacity).int()
@@ -183,10 +191,11 @@ class _PadRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, row_index: Tensor) -> Tensor:
         ctx.save_for_backward(row_index)
         ctx.num_rows = x.shape[0]
-        return _pad_rows(x, row_index)
+        rows: Tensor = _pad_rows(x, row_index)
+        return rows
 
     @staticmethod
-    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
         (row_index,) = ctx.saved_tensors
         return _unpad_rows(d_rows, row_index, ctx.num_rows), None
 
@@ -195,10 +204,11 @@ class _UnpadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(row_index)
-        return _unpad_rows(y, row_index, num_rows)
+        result: Tensor = _unpad_rows(y, row_index, num_rows)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor, None, None]:
         (row_index,) = ctx.saved_tensors
         return _pad_rows(d_result, row_index), None, None
 
@@ -206,7 +216,7 @@ class _UnpadRows(torch.autograd.Function):
 def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
     """The rows `row_index` of x as a view of x's bytes; an index that x already has is composed."""
     if x.axis != -1:
-        raise ValueError(f"x: got an MXTensor blocked along axis {x.axis}, wanted -1 (a row index moves whole blocks)")
+        raise ValueError(f"x: got an MXTensor blocked along axis {x.axis}, want -1 (a row index moves whole blocks)")
     if x.row_index is not None:
         row_index = torch.where(row_index >= 0, x.row_index[row_index.clamp(min=0)], row_index)
     return MXTensor.from_qdata_and_scales(x.qdata, x.scale, x.dtype, block=x.block, row_index=row_index)

@@ -1,0 +1,239 @@
+"""SwiGLU with the routing weight inside, forward and backward, with or without quantization of its result.
+
+    forward                                                    backward
+    gate_up (R, 2F) = [gate | up], row_weight w (R,)           d_h (R, F), and gate_up, w once more
+      s = sigmoid(gate), silu = gate * s                         d_row_weight = sum over F of d_h * (silu * up)
+      h = (silu * up) * w      fp32                              d = d_h * w
+      h (R, F): rounded once to gate_up's dtype, or              d_up   = d * silu
+      quantized from fp32 with no bf16 in between                d_gate = (d * up) * (s * (1 + gate * (1 - s)))
+                                                                 [d_gate | d_up] (R, 2F): rounded or quantized likewise
+
+The weight multiplies here because the down-projection is linear: so combine is a plain sum, and the weight's gradient a
+sum over a row. All is fp32, every operation separate and in the order written, the sigmoid portable
+(`mxep.quant.sigmoid`) and the sum over F a fixed tree (halves added onto each other, zero-padded to a power of two): a
+kernel without FMA contraction has the same bits, at any position and any R.
+
+Limits: gate = -inf gives silu 0 and slope 0, +inf slope 1. A NaN stays in its element (and its row's d_row_weight),
+quantized in its block. Rows from group_ends[-1] on are neither read nor written.
+
+R rows (capacity), F hidden width, G groups.
+"""
+
+import torch
+from torch import Tensor
+
+from mxep.quant.checks import VALUE_DTYPES, check_block
+from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
+from mxep.quant.groups import check_group_ends, fill_rows, live_rows
+from mxep.quant.ops import encode_rows
+from mxep.quant.sigmoid import LIMIT, sigmoid_pair
+from mxep.quant.tensor import MXTensor
+
+
+def swiglu(gate_up: Tensor, row_weight: Tensor | None = None, *, group_ends: Tensor | None = None) -> Tensor:
+    """silu(gate) * up * row_weight, (R, F) in gate_up's dtype.
+
+    gate_up: (R, 2F) bf16 | fp32 | fp16, gate first. row_weight: (R,) fp32, or None for 1.
+    group_ends: (G,) int32 inclusive ends of the row groups of a capacity buffer; rows from group_ends[-1] on are not
+        read, and unspecified in the result.
+    No autograd: `swiglu_backward` is its derivative. ValueError for other shapes, dtypes, devices.
+    """
+    _check(gate_up, row_weight, group_ends)
+    h: Tensor = _swiglu(gate_up, row_weight, group_ends)
+    return h
+
+
+def swiglu_quantize(
+    gate_up: Tensor,
+    row_weight: Tensor | None = None,
+    *,
+    group_ends: Tensor | None = None,
+    fmt: MXFormat = E4M3,
+    mode: ScaleMode = ScaleMode.RCEIL,
+    block: int | None = BLOCK,
+) -> MXTensor:
+    """`swiglu` quantized from its fp32 value: MXTensor (R, F), outer dtype gate_up's, blocked along F.
+
+    Bitwise `quantize(h_fp32, fmt=fmt, mode=mode, block=block)` (block=None: one scale a row), where h_fp32 is `swiglu`
+    of gate_up.float(). Other arguments and errors as for `swiglu`; ValueError if F is no multiple of `block`.
+    """
+    _check(gate_up, row_weight, group_ends)
+    block = check_block(block, -1, gate_up[:, : gate_up.shape[1] // 2])
+    codes, scale = _swiglu_quantize(gate_up, row_weight, group_ends, fmt.dtype, mode.value, block)
+    return MXTensor.from_qdata_and_scales(codes, scale, gate_up.dtype, block=block)
+
+
+def swiglu_backward(
+    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None = None, *, group_ends: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32).
+
+    d_h: (R, F) bf16 | fp32 | fp16, the gradient of h. Without row_weight, d_row_weight is that of a weight of 1.
+    Other arguments and errors as for `swiglu`.
+    """
+    _check(gate_up, row_weight, group_ends, d_h)
+    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, group_ends)
+    return d_gate_up, d_row_weight
+
+
+def swiglu_backward_quantize(
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None = None,
+    *,
+    group_ends: Tensor | None = None,
+    fmt: MXFormat = E4M3,
+    mode: ScaleMode = ScaleMode.RCEIL,
+    block: int | None = BLOCK,
+) -> tuple[MXTensor, Tensor]:
+    """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32).
+
+    Blocked along 2F (block=None: one scale over gate and up), outer dtype gate_up's. Other arguments and errors as for
+    `swiglu_backward`; ValueError if 2F is no multiple of `block`.
+    """
+    _check(gate_up, row_weight, group_ends, d_h)
+    block = check_block(block, -1, gate_up)
+    codes, scale, d_row_weight = _swiglu_backward_quantize(
+        d_h, gate_up, row_weight, group_ends, fmt.dtype, mode.value, block
+    )
+    return MXTensor.from_qdata_and_scales(codes, scale, gate_up.dtype, block=block), d_row_weight
+
+
+def _check(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, d_h: Tensor | None = None) -> None:
+    if gate_up.ndim != 2 or gate_up.shape[1] == 0 or gate_up.shape[1] % 2 or gate_up.dtype not in VALUE_DTYPES:
+        raise ValueError(
+            f"gate_up: got {gate_up.dtype} of shape {tuple(gate_up.shape)}, want (R, 2F) of one of {VALUE_DTYPES}"
+        )
+    rows, width = gate_up.shape
+    if row_weight is not None and (row_weight.shape != (rows,) or row_weight.dtype != torch.float32):
+        raise ValueError(
+            f"row_weight: got {row_weight.dtype} of shape {tuple(row_weight.shape)}, want torch.float32 of ({rows},)"
+        )
+    if d_h is not None and (d_h.shape != (rows, width // 2) or d_h.dtype not in VALUE_DTYPES):
+        raise ValueError(
+            f"d_h: got {d_h.dtype} of shape {tuple(d_h.shape)}, want ({rows}, {width // 2}) of one of {VALUE_DTYPES}"
+        )
+    for name, other in (("row_weight", row_weight), ("d_h", d_h)):
+        if other is not None and other.device != gate_up.device:
+            raise ValueError(f"{name}: got device {other.device}, want {gate_up.device}, where gate_up is")
+    check_group_ends(group_ends, gate_up)
+
+
+def _forward(gate_up: Tensor, row_weight: Tensor | None, live: int) -> Tensor:
+    """h (live, F) fp32."""
+    gate, up = gate_up[:live].float().chunk(2, dim=1)
+    s, _ = sigmoid_pair(gate)
+    h = _silu(gate, s) * up
+    return h if row_weight is None else h * row_weight[:live, None]
+
+
+def _backward(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, live: int) -> tuple[Tensor, Tensor]:
+    """d_gate_up (live, 2F), d_row_weight (live,), both fp32."""
+    gate, up = gate_up[:live].float().chunk(2, dim=1)
+    d = d_h[:live].float()
+    s, one_minus_s = sigmoid_pair(gate)
+    silu = _silu(gate, s)
+    d_row_weight = tree_sum(d * (silu * up))
+    if row_weight is not None:
+        d = d * row_weight[:live, None]
+    slope = s * (1.0 + gate.clamp(-LIMIT - 1.0, LIMIT + 1.0) * one_minus_s)
+    return torch.cat([(d * up) * slope, d * silu], dim=1), d_row_weight
+
+
+def _silu(gate: Tensor, s: Tensor) -> Tensor:
+    """gate * s; past -LIMIT s is 0, and the clamp changes nothing but -inf * 0."""
+    return gate.clamp(min=-LIMIT - 1.0) * s
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """The sum over the last axis of x (R, F) in a fixed order: the second half onto the first, until one is left.
+
+    F is padded with zeros to a power of two. Example: a b c d e -> (a+e) b c d -> (a+e)+c b+d -> ((a+e)+c)+(b+d).
+    """
+    width = x.shape[-1]
+    half = 1 << (width - 1).bit_length()
+    x = torch.nn.functional.pad(x, (0, half - width))
+    while half > 1:
+        half //= 2
+        x = x[..., :half] + x[..., half:]
+    return x.squeeze(-1)
+
+
+@torch.library.custom_op("mxep::swiglu", mutates_args=())
+def _swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None) -> Tensor:
+    rows = gate_up.shape[0]
+    return fill_rows(_forward(gate_up, row_weight, live_rows(group_ends, rows)).to(gate_up.dtype), rows)
+
+
+@_swiglu.register_fake
+def _(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None) -> Tensor:
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+
+
+@torch.library.custom_op("mxep::swiglu_quantize", mutates_args=())
+def _swiglu_quantize(
+    gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str, block: int
+) -> tuple[Tensor, Tensor]:
+    rows = gate_up.shape[0]
+    return _encode(_forward(gate_up, row_weight, live_rows(group_ends, rows)), rows, dtype, mode, block)
+
+
+@_swiglu_quantize.register_fake
+def _(
+    gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str, block: int
+) -> tuple[Tensor, Tensor]:
+    return _empty(gate_up, gate_up.shape[1] // 2, dtype, block)
+
+
+@torch.library.custom_op("mxep::swiglu_backward", mutates_args=())
+def _swiglu_backward(
+    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows = gate_up.shape[0]
+    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, live_rows(group_ends, rows))
+    return fill_rows(d_gate_up.to(gate_up.dtype), rows), fill_rows(d_row_weight.unsqueeze(-1), rows).squeeze(-1)
+
+
+@_swiglu_backward.register_fake
+def _(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("mxep::swiglu_backward_quantize", mutates_args=())
+def _swiglu_backward_quantize(
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    group_ends: Tensor | None,
+    dtype: torch.dtype,
+    mode: str,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = gate_up.shape[0]
+    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, live_rows(group_ends, rows))
+    codes, scale = _encode(d_gate_up, rows, dtype, mode, block)
+    return codes, scale, fill_rows(d_row_weight.unsqueeze(-1), rows).squeeze(-1)
+
+
+@_swiglu_backward_quantize.register_fake
+def _(
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    group_ends: Tensor | None,
+    dtype: torch.dtype,
+    mode: str,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scale = _empty(gate_up, gate_up.shape[1], dtype, block)
+    return codes, scale, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
+
+
+def _encode(live: Tensor, rows: int, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
+    codes, scale = (part.view(torch.uint8) for part in encode_rows(live, dtype, mode, block))
+    return fill_rows(codes, rows).view(dtype), fill_rows(scale, rows).view(SCALE_DTYPE)
+
+
+def _empty(like: Tensor, width: int, dtype: torch.dtype, block: int) -> tuple[Tensor, Tensor]:
+    rows = like.shape[0]
+    return like.new_empty((rows, width), dtype=dtype), like.new_empty((rows, width // block), dtype=SCALE_DTYPE)

@@ -1,0 +1,122 @@
+"""Scale swizzle: scale bytes in the 128 x 4 blocked layout that NVIDIA's block-scaled GEMMs read (cuBLAS, tcgen05).
+
+The (rows, cols) matrix of scales, cols = K / 32, is cut into tiles of 128 x 4, padded with zero bytes; tiles lie one
+after another in row-major order, each 512 bytes. In a tile the four 32-row quarters are interleaved, so that 16 bytes
+hold the four columns of rows i, i + 32, i + 64 and i + 96:
+
+    offset(r, c) = tile(r // 128, c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+
+Example: 128 x 4 scales; bytes 0 to 3 are row 0, bytes 4 to 7 row 32, bytes 12 to 15 row 96, bytes 16 to 19 row 1.
+
+Per group, every group is swizzled alone (its rows rounded up to 128) and the groups lie one after another. As their
+sizes are on the device, the capacity is static: round_up(rows + G * 127, 128) rows, whatever the sizes.
+
+                     whole                                         per group
+    swizzle_scales   (..., rows, cols) -> (..., rows up to 128, cols up to 4)   (rows, cols) -> (capacity, cols up to 4)
+    unswizzle_scales the way back
+
+G groups. The shape of a swizzled tensor counts its bytes (torch's scaled GEMMs check it); its order is not row-major.
+"""
+
+import torch
+from torch import Tensor
+
+from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant.groups import check_group_ends, fill_rows, gather, group_of_rows, live_rows, round_up
+
+ROWS, COLS = 128, 4
+"""Scales in a tile."""
+
+
+def swizzle_scales(scale: Tensor, *, group_ends: Tensor | None = None) -> Tensor:
+    """Scales in the 128 x 4 blocked layout, of the whole matrix or of each group alone.
+
+    scale: (..., rows, cols) e8m0 or uint8, any strides; with group_ends (rows, cols).
+    group_ends: (G,) int32, inclusive ends of the row groups; rows from group_ends[-1] on are not read.
+    Returns a contiguous tensor of scale's dtype: (..., round_up(rows, 128), round_up(cols, 4)), or with group_ends
+    (round_up(rows + G * 127, 128), round_up(cols, 4)), where what lies past the last group is unspecified. Padding
+    bytes are 0. ValueError for other dtypes, fewer than two axes, a wrong group_ends.
+    """
+    _check_scale("scale", scale)
+    if scale.ndim < 2:
+        raise ValueError(f"scale: got shape {tuple(scale.shape)}, want (..., rows, cols)")
+    check_group_ends(group_ends, scale)
+    swizzled: Tensor = _swizzle(scale, group_ends)
+    return swizzled
+
+
+def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, group_ends: Tensor | None = None) -> Tensor:
+    """The way back: scales (..., rows, cols), contiguous, of what `swizzle_scales` made of them.
+
+    swizzled: (..., round_up(rows, 128), round_up(cols, 4)) e8m0 or uint8, contiguous; with group_ends
+        (round_up(rows + G * 127, 128), round_up(cols, 4)). Rows of the result from group_ends[-1] on are unspecified.
+    ValueError for other dtypes or shapes, or a wrong group_ends.
+    """
+    _check_scale("swizzled", swizzled)
+    check_group_ends(group_ends, swizzled)
+    wanted = _swizzled_shape(rows, cols, group_ends)
+    if tuple(swizzled.shape[-2:]) != wanted or not swizzled.is_contiguous():
+        raise ValueError(
+            f"swizzled: got shape {tuple(swizzled.shape)} with strides {swizzled.stride()}, "
+            f"want (..., {wanted[0]}, {wanted[1]}) contiguous for {rows} rows and {cols} cols"
+        )
+    scale: Tensor = _unswizzle(swizzled, rows, cols, group_ends)
+    return scale
+
+
+@torch.library.custom_op("mxep::swizzle_scales", mutates_args=())
+def _swizzle(scale: Tensor, group_ends: Tensor | None) -> Tensor:
+    plain = scale.view(torch.uint8)
+    *rest, rows, cols = plain.shape
+    height, width = _swizzled_shape(rows, cols, group_ends)
+    if group_ends is not None:
+        live = live_rows(group_ends, rows)
+        place = _places(group_ends, live, nowhere=height)
+        plain = plain.new_zeros(height + 1, cols).index_copy_(0, place, plain[:live])[:height]
+    padded = torch.nn.functional.pad(plain, (0, width - cols, 0, height - plain.shape[-2]))
+    # (tile row, quarter, row in the quarter, tile column, column) -> (tile row, tile column, row, quarter, column)
+    tiles = padded.reshape(-1, height // ROWS, 4, 32, width // COLS, COLS).permute(0, 1, 4, 3, 2, 5)
+    return tiles.reshape(*rest, height, width).clone().view(scale.dtype)
+
+
+@_swizzle.register_fake
+def _(scale: Tensor, group_ends: Tensor | None) -> Tensor:
+    *rest, rows, cols = scale.shape
+    return scale.new_empty((*rest, *_swizzled_shape(rows, cols, group_ends)))
+
+
+@torch.library.custom_op("mxep::unswizzle_scales", mutates_args=())
+def _unswizzle(swizzled: Tensor, rows: int, cols: int, group_ends: Tensor | None) -> Tensor:
+    *rest, height, width = swizzled.shape
+    tiles = swizzled.view(torch.uint8).reshape(-1, height // ROWS, width // COLS, 32, 4, COLS)
+    plain = tiles.permute(0, 1, 4, 3, 2, 5).reshape(*rest, height, width)
+    if group_ends is not None:
+        live = live_rows(group_ends, rows)
+        plain = fill_rows(gather(plain, _places(group_ends, live, nowhere=-1)), rows)
+    return plain[..., :rows, :cols].clone(memory_format=torch.contiguous_format).view(swizzled.dtype)
+
+
+@_unswizzle.register_fake
+def _(swizzled: Tensor, rows: int, cols: int, group_ends: Tensor | None) -> Tensor:
+    return swizzled.new_empty((*swizzled.shape[:-2], rows, cols))
+
+
+def _swizzled_shape(rows: int, cols: int, group_ends: Tensor | None) -> tuple[int, int]:
+    padding = 0 if group_ends is None else group_ends.shape[0] * (ROWS - 1)
+    return round_up(rows + padding, ROWS), round_up(cols, COLS)
+
+
+def _places(group_ends: Tensor, num_rows: int, *, nowhere: int) -> Tensor:
+    """(num_rows,) int64: where rows go when every group starts at a multiple of 128; `nowhere` past the groups."""
+    ends = group_ends.long()
+    starts = torch.nn.functional.pad(ends, (1, 0))  # (G + 1,): dead rows have a start, too
+    room = (starts.diff() + ROWS - 1) // ROWS * ROWS
+    new_starts = torch.nn.functional.pad(room.cumsum(0), (1, 0))
+    group = group_of_rows(group_ends, num_rows)
+    row = torch.arange(num_rows, device=group_ends.device)
+    return torch.where(group < ends.shape[0], row - starts[group] + new_starts[group], nowhere)
+
+
+def _check_scale(name: str, scale: Tensor) -> None:
+    if scale.dtype not in (SCALE_DTYPE, torch.uint8):
+        raise ValueError(f"{name}: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
