@@ -50,8 +50,6 @@ def _check_dtypes(a: Tensor, w: Tensor, recipe: Recipe, out_dtype: torch.dtype) 
         raise ValueError(
             f"w: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it (weight_cache keeps it)"
         )
-    if out_dtype not in floats:
-        raise ValueError(f"out_dtype: got {out_dtype}, want one of {floats}")
     if not isinstance(a, MXTensor):
         if a.dtype not in floats:
             raise ValueError(
@@ -65,6 +63,8 @@ def _check_dtypes(a: Tensor, w: Tensor, recipe: Recipe, out_dtype: torch.dtype) 
             f"a: got {_describe(a)}, want axis -1 and {wanted} for recipe {recipe.name}: "
             "mxep.quant.requantize, or .dequantize() and let the recipe quantize"
         )
+    if out_dtype not in floats:
+        raise ValueError(f"out_dtype: got {out_dtype}, want one of {floats}")
 
 
 def _check_group_ends(ends: list[int], num_rows: int, recipe: Recipe) -> None:

@@ -89,7 +89,7 @@ class Recipe:
         while rest and (change := next((c for c in _CHANGES if f"{rest}_".startswith(f"{c}_")), None)):
             changes |= _CHANGES[change]
             rest = rest[len(change) + 1 :]
-        if rest or base not in _BASES or (changes and base == "bf16"):
+        if rest or name.endswith("_") or base not in _BASES or (changes and base == "bf16"):
             raise ValueError(
                 f"recipe: got {name!r}, want {', '.join(_BASES)}; "
                 f"after fp8 and mxfp8 also {', '.join(f'_{c}' for c in _CHANGES)}, as in 'mxfp8_e5m2'"

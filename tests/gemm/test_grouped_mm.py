@@ -1,0 +1,314 @@
+"""Laws of grouped_mm: what must be the same bit for bit, what must not be read, kept or computed, and its calculus."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gemm.problem import BACKENDS, QUANTIZED, RECIPES, indexed, problem
+from mxep.gemm import BACKENDS as ALL
+from mxep.gemm import Recipe, grouped_mm
+from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference
+from mxep.quant import E4M3, E5M2, MXTensor, quantize
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+FROM_CODES = tuple(name for name in QUANTIZED if "wgrad_bf16" not in name)
+
+
+@every_backend
+@pytest.mark.parametrize("recipe", FROM_CODES)
+def test_quantizing_before_or_inside_is_the_same(recipe: str, backend: str) -> None:
+    p = problem()
+    a, dy = Recipe.named(recipe).quantize_activation(p.a), Recipe.named(recipe).quantize_gradient(p.dy)
+    dynamic = p.run(recipe, backend=backend)
+    assert dynamic.same_as(p.run(recipe, a=a, backend=backend))
+    assert dynamic.same_as(p.run(recipe, dy=dy, backend=backend))
+    assert dynamic.same_as(p.run(recipe, a=a, dy=dy, backend=backend))
+
+
+@every_backend
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_bf16", "fp8_wgrad_bf16"])
+def test_wgrad_bf16_of_codes_is_the_product_of_their_values(recipe: str, backend: str) -> None:
+    p = problem()
+    a, dy = Recipe.named(recipe).quantize_activation(p.a), Recipe.named(recipe).quantize_gradient(p.dy)
+    assert isinstance(a, MXTensor)
+    assert isinstance(dy, MXTensor)
+    from_codes = p.run(recipe, a=a, dy=dy, backend=backend)
+    plain = p.run("bf16", a=a.dequantize(), dy=dy.dequantize(), backend=backend)
+    assert torch.equal(from_codes.dw, plain.dw)
+
+
+@every_backend
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_rows_under_an_index_equal_materialized_rows(recipe: str, backend: str) -> None:
+    p = problem()
+    p.a[70:75], p.dy[70:75] = 0, 0
+    a, dy = Recipe.named(recipe).quantize_activation(p.a), Recipe.named(recipe).quantize_gradient(p.dy)
+    assert isinstance(a, MXTensor)
+    assert isinstance(dy, MXTensor)
+    here = p.run(recipe, a=a, dy=dy, backend=backend)
+    there = p.run(recipe, a=indexed(a, live=p.live), dy=indexed(dy, live=p.live, seed=2), backend=backend)
+    assert here.same_as(there)
+
+
+def test_reference_reads_no_index_past_the_last_group() -> None:
+    p = problem()
+    a, dy = (indexed(quantize(x), live=p.live, poison=2**30) for x in (p.a, p.dy))
+    assert p.run("mxfp8").same_as(p.run("mxfp8", a=a, dy=dy, backend="reference"))
+
+
+@every_backend
+def test_rows_of_a_wider_buffer_are_taken_as_they_lie(backend: str) -> None:
+    p = problem()
+    a, dy = (torch.cat((x, torch.full_like(x, torch.nan)), 1)[:, : x.shape[1]] for x in (p.a, p.dy))
+    assert p.run("mxfp8", backend=backend).same_as(p.run("mxfp8", a=a, dy=dy, backend=backend))
+    assert p.run("bf16", backend=backend).same_as(p.run("bf16", a=a, dy=dy, backend=backend))
+
+
+@every_backend
+@every_recipe
+def test_rows_past_the_last_group_change_nothing(recipe: str, backend: str) -> None:
+    p, bare = problem(unused=96), problem(unused=0)
+    poisoned = p.run(recipe, backend=backend)
+    assert all(x.isfinite().all() for x in poisoned)
+    assert poisoned.same_as(bare.run(recipe, backend=backend))
+
+
+@every_backend
+@every_recipe
+def test_nan_stays_with_its_token_and_its_expert(recipe: str, backend: str) -> None:
+    p, clean = problem((64, 64, 64)), problem((64, 64, 64)).run(recipe, backend=backend)
+    p.a[70, 3] = torch.nan
+    p.dy[130, 5] = torch.nan
+    got = p.run(recipe, backend=backend)
+    others = torch.arange(p.live)
+    assert got.out[70].isnan().all()
+    assert torch.equal(got.out[others != 70], clean.out[others != 70])
+    assert got.da[130].isnan().all()
+    assert torch.equal(got.da[others != 130], clean.da[others != 130])
+    assert got.dw[1, :, 3].isnan().all()
+    assert got.dw[2, 5].isnan().all()
+    assert torch.equal(got.dw[0], clean.dw[0])
+
+
+@every_backend
+@every_recipe
+@pytest.mark.parametrize("sizes", [(0, 96, 0), (0, 0, 128), (32, 0, 0), (0, 0, 0)])
+def test_empty_groups_have_zero_weight_gradients(recipe: str, sizes: tuple[int, ...], backend: str) -> None:
+    p = problem(sizes, unused=32)
+    got = p.run(recipe, backend=backend)
+    for g, rows in p.groups():
+        assert bool(got.dw[g].any()) == (rows.stop > rows.start)
+
+
+@every_backend
+@every_recipe
+def test_no_rows_at_all(recipe: str, backend: str) -> None:
+    got = problem((0, 0), unused=0).run(recipe, backend=backend)
+    assert got.out.shape == (0, 96)
+    assert got.da.shape == (0, 128)
+    assert not got.dw.any()
+
+
+@every_backend
+@every_recipe
+def test_groups_do_not_see_each_other(recipe: str, backend: str) -> None:
+    p = problem((64, 32))
+    both = p.run(recipe, backend=backend)
+    for g, rows in p.groups():
+        one = problem((rows.stop - rows.start,), unused=0)
+        one.a[:], one.dy[:], one.w[:] = p.a[rows], p.dy[rows], p.w[g]
+        alone = one.run(recipe, backend=backend)
+        assert torch.equal(alone.out, both.out[rows])
+        assert torch.equal(alone.da, both.da[rows])
+        assert torch.equal(alone.dw[0], both.dw[g])
+
+
+@every_backend
+@every_recipe
+def test_two_runs_are_bitwise_equal(recipe: str, backend: str) -> None:
+    assert problem().run(recipe, backend=backend).same_as(problem().run(recipe, backend=backend))
+
+
+@every_backend
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_a_gradient_that_arrives_in_codes_is_used_as_it_is(fmt: Any, backend: str) -> None:
+    p = problem()
+    dy = quantize(p.dy, fmt=fmt)
+    got = p.run("mxfp8", dy=dy, backend=backend)
+    assert got.same_as(p.run(Recipe.mxfp8(grad_fmt=fmt), backend=backend))
+
+
+def test_a_gradient_in_other_blocks_is_quantized_again() -> None:
+    p = problem()
+    row_scaled = quantize(p.dy, block=None)
+    assert p.run("mxfp8", dy=row_scaled).same_as(p.run("mxfp8", dy=row_scaled.dequantize()))
+    assert p.run("bf16", dy=row_scaled).same_as(p.run("bf16", dy=row_scaled.dequantize()))
+
+
+def test_an_expanded_gradient_is_fine() -> None:
+    p = problem(unused=0)
+    for recipe in RECIPES:
+        for backend in BACKENDS:
+            dense = p.run(recipe, dy=torch.ones(p.live, 96, dtype=torch.bfloat16), backend=backend)
+            expanded = p.run(recipe, dy=torch.ones((), dtype=torch.bfloat16).expand(p.live, 96), backend=backend)
+            assert dense.same_as(expanded)
+
+
+@every_backend
+@every_recipe
+def test_gradients_have_the_dtypes_of_their_tensors(recipe: str, backend: str) -> None:
+    p = problem()
+    a = p.a.float().requires_grad_()
+    w = p.w.detach().requires_grad_()
+    bias = torch.zeros(4, 96, requires_grad=True)
+    out = grouped_mm(a, w, p.group_ends, recipe=recipe, backend=backend, bias=bias, out_dtype=torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    out.backward(p.dy)
+    for x in (a, w, bias):
+        assert x.grad is not None
+        assert (x.grad.dtype, x.grad.shape) == (x.dtype, x.shape)
+    assert grouped_mm(a, w, p.group_ends, recipe=recipe, backend=backend).dtype == torch.float32
+    assert grouped_mm(p.a, w, p.group_ends, recipe=recipe, out_dtype=torch.float32).dtype == torch.float32
+
+
+@every_backend
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_bias_adds_to_its_group_and_gets_the_sum_of_its_rows(recipe: str, backend: str) -> None:
+    p = problem()
+    bias = torch.randn(4, 96).requires_grad_()
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": torch.float32}
+    out = grouped_mm(p.a, p.w, p.group_ends, bias=bias, **options)
+    without = grouped_mm(p.a, p.w, p.group_ends, **options)
+    out.backward(p.dy.float())
+    assert bias.grad is not None
+    for g, rows in p.groups():
+        assert torch.equal(out[rows], without[rows] + bias[g])
+        assert torch.allclose(bias.grad[g], p.dy[rows].float().sum(0), rtol=0, atol=1e-4)
+    assert not bias.grad[1].any()
+
+
+def test_gradcheck() -> None:
+    torch.manual_seed(0)
+    group_ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    a, w, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (3, 4, 3), (3, 4)))
+
+    def product(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return grouped_mm(a, w, group_ends, recipe="bf16", bias=bias)
+
+    assert torch.autograd.gradcheck(product, (a, w, bias))
+
+
+class Counting:
+    """The reference backend that remembers what it was asked for."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def why_not(self, device: torch.device) -> str | None:
+        return None
+
+    def __getattr__(self, product: str) -> Callable[..., Tensor]:
+        self.asked.append(product)
+        compute: Callable[..., Tensor] = getattr(ALL["reference"], product)
+        return compute
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("wanted", [("a",), ("w",), ("bias",), ("a", "w"), ()])
+def test_only_gradients_that_are_needed_are_computed(wanted: tuple[str, ...], recipe: str) -> None:
+    p, backend = problem(), Counting()
+    inputs = {"a": p.a.clone(), "w": p.w.clone(), "bias": torch.zeros(4, 96)}
+    for name in wanted:
+        inputs[name].requires_grad_()
+    out = grouped_mm(**inputs, group_ends=p.group_ends, recipe=recipe, backend=backend)
+    assert out.requires_grad == bool(wanted)
+    if wanted:
+        out.backward(p.dy)
+    assert backend.asked == ["forward", *(["dgrad"] if "a" in wanted else []), *(["wgrad"] if "w" in wanted else [])]
+    assert all((x.grad is not None) == (name in wanted) for name, x in inputs.items())
+
+
+def kept_for_backward(recipe: str, a: Tensor) -> list[Tensor]:
+    p, kept = problem(), []
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        grouped_mm(a, p.w.detach().requires_grad_(), p.group_ends, recipe=recipe)
+    return [x for x in kept if x is not None and x.dtype != torch.int32]
+
+
+@pytest.mark.parametrize("recipe", FROM_CODES)
+def test_backward_keeps_codes_alone(recipe: str) -> None:
+    a = problem().a.requires_grad_()
+    assert {type(x) for x in kept_for_backward(recipe, a)} == {MXTensor}
+    assert len(kept_for_backward(recipe, a.detach())) == 1
+
+
+def test_wgrad_bf16_keeps_a_plain_activation_but_no_copy_of_a_quantized_one() -> None:
+    p = problem()
+    assert [type(x) for x in kept_for_backward("mxfp8_wgrad_bf16", p.a)] == [Tensor]
+    assert [type(x) for x in kept_for_backward("mxfp8_wgrad_bf16", quantize(p.a))] == [MXTensor]
+
+
+def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_codes_were_kept() -> None:
+    p = problem()
+    for recipe in ("bf16", "mxfp8"):
+        a, w = p.a.clone().requires_grad_(), p.w.clone()
+        out = grouped_mm(a, w, p.group_ends, recipe=recipe)
+        w.zero_()
+        if recipe == "bf16":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.backward(p.dy)
+        else:
+            out.backward(p.dy)
+            assert a.grad is not None
+            assert torch.equal(a.grad[: p.live], p.run(recipe).da)
+
+
+def test_a_second_derivative_raises() -> None:
+    p = problem(unused=0)
+    a, dy = p.a.requires_grad_(), p.dy.requires_grad_()
+    (da,) = torch.autograd.grad(grouped_mm(a, p.w, p.group_ends, recipe="mxfp8"), a, dy, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        da.sum().backward()
+
+
+@every_backend
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+def test_compiled_in_one_graph_is_bitwise_the_same(recipe: str, backend: str) -> None:
+    p, r = problem(unused=0), Recipe.named(recipe)
+    torch._dynamo.reset()
+
+    def run(a: Tensor, w: Tensor) -> Tensor:
+        return grouped_mm(a, w, p.group_ends, recipe=r, backend=backend)
+
+    results = []
+    for product in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        a, w = p.a.clone().requires_grad_(), p.w.clone().requires_grad_()
+        out = product(a, w)
+        out.backward(p.dy)
+        results.append((out, a.grad, w.grad))
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+
+
+def test_ops_pass_opcheck() -> None:
+    p = problem(unused=0)
+    a, w, dy = quantize(p.a), quantize(p.w), indexed(quantize(p.dy), live=p.live)
+    forward, wgrad = grouped_mm_reference, grouped_wgrad_reference
+    torch.library.opcheck(forward, (p.a, None, None, p.w, None, p.group_ends, torch.zeros(4, 96), torch.float32))
+    torch.library.opcheck(wgrad, (p.dy, None, None, p.a, None, None, p.group_ends, torch.float32))
+    # test_schema compares inputs by allclose, which fp8 has not
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    parts = (a.qdata, a.scale, None, w.qdata, w.scale, p.group_ends, None, torch.bfloat16)
+    torch.library.opcheck(forward, parts, test_utils=tests)
+    parts = (dy.qdata, dy.scale, dy.row_index, a.qdata, a.scale, None, p.group_ends, torch.bfloat16)
+    torch.library.opcheck(wgrad, parts, test_utils=tests)

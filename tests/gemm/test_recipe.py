@@ -1,0 +1,74 @@
+"""Recipes: names, fields, what they quantize."""
+
+import itertools
+
+import pytest
+import torch
+
+from mxep.gemm import GROUP_MULTIPLE, Recipe
+from mxep.quant import E4M3, E5M2, MXTensor, ScaleMode, quantize
+
+NAMES = ["bf16"] + [
+    "_".join((base, *changes))
+    for base, tiles in (("fp8", ("",)), ("mxfp8", ("", "32x32")))
+    for combination in itertools.product(("", "e5m2"), tiles, ("", "wgrad_bf16"), ("", "floor", "ceil", "even"))
+    for changes in [[c for c in combination if c]]
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_finds_the_recipe_of_that_name(name: str) -> None:
+    assert Recipe.named(name).name == name
+
+
+def test_names_mean_what_they_say() -> None:
+    assert Recipe.named("bf16") == Recipe.bf16() == Recipe("none")
+    assert Recipe.named("fp8") == Recipe.fp8() == Recipe("row")
+    assert Recipe.named("mxfp8") == Recipe.mxfp8() == Recipe("mx", E4M3, E4M3, ScaleMode.RCEIL, "1x32", "mx")
+    assert Recipe.named("mxfp8_e5m2") == Recipe.mxfp8(grad_fmt=E5M2)
+    assert Recipe.named("mxfp8_32x32") == Recipe.mxfp8(weight_block="32x32")
+    assert Recipe.named("mxfp8_wgrad_bf16") == Recipe.mxfp8(wgrad="bf16")
+    assert Recipe.named("mxfp8_wgrad_bf16_e5m2") == Recipe.named("mxfp8_e5m2_wgrad_bf16")
+    assert Recipe.named("fp8_floor") == Recipe.fp8(mode=ScaleMode.FLOOR)
+
+
+@pytest.mark.parametrize("name", ["", "mx", "mxfp4", "mxfp8_", "mxfp8_e4m3", "bf16_e5m2", "fp8_32x32", "MXFP8"])
+def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=r"bf16, fp8, mxfp8.*_e5m2|want 'mx'"):
+        Recipe.named(name)
+
+
+def test_wrong_fields_are_named() -> None:
+    with pytest.raises(ValueError, match="scaling: got 'mxfp8', want one of none, row, mx"):
+        Recipe("mxfp8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="wgrad: got 'fp8'"):
+        Recipe.mxfp8(wgrad="fp8")
+    with pytest.raises(ValueError, match="weight_block 32x32: got scaling 'row', want 'mx'"):
+        Recipe.fp8(weight_block="32x32")
+
+
+def test_multiples_come_from_one_table() -> None:
+    assert GROUP_MULTIPLE == {"none": 1, "row": 16, "mx": 32}
+    assert [Recipe.named(name).group_multiple for name in ("bf16", "fp8", "mxfp8")] == [1, 16, 32]
+    assert [Recipe.named(name).block for name in ("bf16", "fp8", "mxfp8")] == [None, None, 32]
+
+
+def test_activations_and_gradients_are_quantized_by_the_recipe() -> None:
+    x = torch.randn(4, 64)
+    r = Recipe.mxfp8(grad_fmt=E5M2, mode=ScaleMode.FLOOR)
+    for got, fmt in ((r.quantize_activation(x), E4M3), (r.quantize_gradient(x), E5M2)):
+        want = quantize(x, fmt=fmt, mode=ScaleMode.FLOOR)
+        assert isinstance(got, MXTensor)
+        assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+        assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
+        assert r.fits(got)
+        assert not Recipe.fp8().fits(got)
+        assert not Recipe.bf16().fits(got)
+    row = Recipe.fp8().quantize_activation(x)
+    assert isinstance(row, MXTensor)
+    assert row.block == 64
+    assert Recipe.fp8().fits(row)
+    assert not r.fits(row)
+    assert not r.fits(quantize(torch.randn(32, 64), axis=-2))
+    assert Recipe.bf16().quantize_activation(x) is x
+    assert Recipe.bf16().quantize_gradient(x) is x

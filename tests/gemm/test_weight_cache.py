@@ -1,0 +1,127 @@
+"""The cache of quantized weights: one quantization per change, and nothing kept of what is gone."""
+
+import copy
+import gc
+import pickle
+
+import torch
+from torch import Tensor, nn
+
+from gemm.problem import Problem, problem
+from mxep.gemm import Recipe, WeightCache, grouped_mm, quantize_weight
+from mxep.quant import MXTensor
+
+MX = Recipe.mxfp8()
+
+
+def step(p: Problem, w: Tensor, cache: WeightCache | None, recipe: Recipe = MX) -> Tensor:
+    a = p.a.detach().requires_grad_()
+    out = grouped_mm(a, w, p.group_ends, recipe=recipe, weight_cache=cache)
+    out.backward(p.dy)
+    assert a.grad is not None
+    return torch.cat((out.detach()[: p.live], a.grad[: p.live]), 1)
+
+
+def test_micro_batches_share_one_quantization() -> None:
+    p, cache = problem(), WeightCache()
+    w = nn.Parameter(p.w.clone())
+    results = [step(p, w, cache) for _ in range(3)]
+    assert (cache.hits, cache.misses) == (2, 1)
+    assert all(torch.equal(result, step(p, w, None)) for result in results)
+
+
+def test_an_optimizer_step_makes_a_new_quantization() -> None:
+    p, cache = problem(), WeightCache()
+    w = nn.Parameter(p.w.clone())
+    for optimizer in (torch.optim.SGD([w], 0.1), torch.optim.AdamW([w], foreach=True), torch.optim.AdamW([w])):
+        cache.clear()
+        step(p, w, cache)
+        optimizer.step()
+        after = step(p, w, cache)
+        assert (cache.hits, cache.misses) == (0, 2)
+        assert torch.equal(after, step(p, w, None))
+
+
+def test_new_memory_under_the_same_parameter_is_noticed() -> None:
+    p, cache = problem(), WeightCache()
+    w = nn.Parameter(p.w.clone())
+    step(p, w, cache)
+    w.data = -p.w
+    assert torch.equal(step(p, w, cache), step(p, w, None))
+    assert cache.misses == 2
+
+
+def test_views_of_a_parameter_hit_and_follow_its_changes() -> None:
+    p, cache = problem(), WeightCache()
+    both = nn.Parameter(torch.cat((p.w, -p.w)))
+    first, second = (step(p, both[part], cache) for part in (slice(0, 4), slice(4, 8)))
+    assert torch.equal(first, -second)
+    step(p, both[:4], cache)
+    assert (cache.hits, cache.misses) == (1, 2)
+    with torch.no_grad():
+        both.mul_(2)
+    assert torch.equal(step(p, both[:4], cache), step(p, both[:4], None))
+    assert cache.misses == 3
+
+
+def test_each_recipe_has_its_own_entry() -> None:
+    p, cache = problem(), WeightCache()
+    for name in ("mxfp8", "mxfp8_32x32", "mxfp8_floor", "fp8"):
+        assert torch.equal(step(p, p.w, cache, Recipe.named(name)), step(p, p.w, None, Recipe.named(name)))
+    assert (cache.hits, cache.misses) == (0, 4)
+    step(p, p.w, cache, Recipe.named("mxfp8_wgrad_bf16_e5m2"))
+    assert cache.hits == 1, "wgrad and the gradient's format have no part in a weight's codes"
+
+
+def test_forward_alone_does_not_quantize_columns() -> None:
+    p, cache = problem(), WeightCache()
+    with torch.no_grad():
+        grouped_mm(p.a, p.w, p.group_ends, recipe=MX, weight_cache=cache)
+    assert cache.get(p.w, MX, cols=False).cols is None
+    half = cache.nbytes
+    assert half == p.w.numel() * 33 // 32
+    step(p, p.w, cache)
+    assert cache.nbytes == 2 * half
+    assert (cache.hits, cache.misses) == (1, 2)
+    assert cache.get(p.w, MX, cols=False).cols is not None
+
+
+def test_memory_is_visible_and_freed_with_the_weight() -> None:
+    cache = WeightCache()
+    w = torch.randn(2, 64, 32)
+    cache.get(w, MX)
+    assert cache.nbytes == 2 * (w.numel() + w.numel() // 32)
+    cache.get(w, Recipe.mxfp8(weight_block="32x32"))
+    assert cache.nbytes == 2 * (w.numel() + w.numel() // 32) + w.numel() + w.numel() // 1024
+    del w
+    gc.collect()
+    assert cache.nbytes == 0
+
+
+def test_recipes_without_scales_and_inference_tensors_are_not_kept() -> None:
+    p, cache = problem(), WeightCache()
+    assert quantize_weight(p.w, Recipe.bf16()).rows is p.w
+    step(p, p.w, cache, Recipe.bf16())
+    with torch.inference_mode():
+        w = p.w.clone()
+        grouped_mm(p.a, w, p.group_ends, recipe=MX, weight_cache=cache)
+        w.zero_()
+        assert not grouped_mm(p.a, w, p.group_ends, recipe=MX, weight_cache=cache)[: p.live].any()
+    assert (cache.hits, cache.misses, cache.nbytes) == (0, 0, 0)
+
+
+def test_copies_and_pickles_are_empty() -> None:
+    p, cache = problem(), WeightCache()
+    step(p, p.w, cache)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert (other.hits, other.misses, other.nbytes) == (0, 0, 0)
+    cache.clear()
+    assert (cache.hits, cache.misses, cache.nbytes) == (0, 0, 0)
+
+
+def test_tiles_serve_both_products_with_the_same_codes() -> None:
+    weight = quantize_weight(problem().w, Recipe.mxfp8(weight_block="32x32"))
+    assert weight.rows is weight.cols
+    assert isinstance(weight.rows, MXTensor)
+    assert weight.rows.axis == (-2, -1)
+    assert weight.nbytes == weight.rows.qdata.nbytes + weight.rows.scale.nbytes
