@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from mxep.quant.formats import MXFormat, ScaleMode
+
 Axis = int | tuple[int, int]
 TILES = (-2, -1)
 """The axis of square blocks: one scale for a tile of rows and columns."""
@@ -17,6 +19,21 @@ def check_values(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: got an MXTensor, want a plain tensor: dequantize or requantize it")
     if x.dtype not in VALUE_DTYPES:
         raise ValueError(f"{name}: got dtype {x.dtype}, want one of {VALUE_DTYPES}")
+
+
+def check_format(fmt: MXFormat) -> torch.dtype:
+    """The dtype of the codes of `fmt`, which must be an MXFormat."""
+    if not isinstance(fmt, MXFormat):
+        raise ValueError(f"fmt: got {fmt!r}, want E4M3 or E5M2")
+    return fmt.dtype
+
+
+def check_mode(mode: ScaleMode) -> str:
+    """The name of a scale mode; ScaleMode is a str, so its name will do for it."""
+    names = [known.value for known in ScaleMode]
+    if mode not in names:
+        raise ValueError(f"mode: got {mode!r}, want one of {names}")
+    return str(mode)
 
 
 def check_axis(axis: Axis, x: Tensor) -> Axis:

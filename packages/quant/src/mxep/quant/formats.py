@@ -54,7 +54,7 @@ class ScaleMode(StrEnum):
 
     FLOOR: 2**(floor(log2 amax) - max_exponent), the OCP text: elements above `max` saturate.
     CEIL: 2**(ceil(log2 amax) - max_exponent): never saturates, wastes up to a binade.
-    EVEN: FLOOR of amax rounded to the element's mantissa: saturates only what rounds down to `max` anyway.
+    EVEN: FLOOR of amax rounded to the element's mantissa: saturates less than FLOOR.
     RCEIL: 2**ceil(log2(amax / max)), what Blackwell's hardware does: never saturates, wastes nothing. The default.
     """
 

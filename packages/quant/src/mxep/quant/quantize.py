@@ -10,7 +10,7 @@ Straight through: the gradient of the values is the gradient of x, unchanged, as
 from torch import Tensor
 
 from mxep.quant import ops
-from mxep.quant.checks import TILES, Axis, check_axis, check_block, check_values
+from mxep.quant.checks import TILES, Axis, check_axis, check_block, check_format, check_mode, check_values
 from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
 from mxep.quant.tensor import MXTensor, wrap
 
@@ -34,13 +34,14 @@ def quantize(
     check_values("quantize", x)
     axis = check_axis(axis, x)
     block = check_block(block, axis, x)
+    how = check_format(fmt), check_mode(mode), block
     source = x.detach()
     if axis == TILES:
-        codes, scale = ops.quantize_tiles(source, fmt.dtype, mode.value, block)
+        codes, scale = ops.quantize_tiles(source, *how)
     elif axis == -1:
-        codes, scale = ops.quantize_rows(source, fmt.dtype, mode.value, block)
+        codes, scale = ops.quantize_rows(source, *how)
     else:
-        codes, scale = (part.mT for part in ops.quantize_columns(source, fmt.dtype, mode.value, block))
+        codes, scale = (part.mT for part in ops.quantize_columns(source, *how))
     return wrap(x, codes, scale, None, axis, block, x.dtype)
 
 
@@ -51,7 +52,7 @@ def quantize_both(x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMod
     """
     check_values("quantize_both", x)
     check_block(BLOCK, check_axis(TILES, x), x)
-    rows, row_scale, columns, column_scale = ops.quantize_both(x.detach(), fmt.dtype, mode.value, BLOCK)
+    rows, row_scale, columns, column_scale = ops.quantize_both(x.detach(), check_format(fmt), check_mode(mode), BLOCK)
     return (
         wrap(x, rows, row_scale, None, -1, BLOCK, x.dtype),
         wrap(x, columns.mT, column_scale.mT, None, -2, BLOCK, x.dtype),

@@ -17,7 +17,7 @@ R rows, D columns.
 import torch
 from torch import Tensor
 
-from mxep.quant.checks import TILES, check_axis, check_block
+from mxep.quant.checks import TILES, check_axis, check_block, check_format, check_mode
 from mxep.quant.formats import BLOCK, E5M2, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_group_ends, live_rows
 from mxep.quant.ops import NAN_CODE, decode, encode_columns, encode_rows
@@ -51,9 +51,9 @@ def requantize(
         raise ValueError(f"requantize: got axis {axis}, want one axis, -1 or -2")
     check_block(BLOCK, axis_, mx)
     check_group_ends(group_ends, mx)
-    dtype = mx.qdata.dtype if fmt is None else fmt.dtype
+    dtype = mx.qdata.dtype if fmt is None else check_format(fmt)
     codes, scale = requantize_op(
-        mx.qdata, mx.scale, *mx.block_shape, mx.row_index, group_ends, axis_ == -2, dtype, mode.value
+        mx.qdata, mx.scale, *mx.block_shape, mx.row_index, group_ends, axis_ == -2, dtype, check_mode(mode)
     )
     if axis_ == -2:
         codes, scale = codes.mT, scale.mT
