@@ -1,0 +1,88 @@
+"""On a GPU: the host waits for nothing, a captured graph follows new groups, results are those of the CPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gemm.problem import RECIPES, Problem, indexed, problem
+from gemm.test_accuracy import HALF_ULP_BF16, bound_of_sum
+from mxep.gemm import Recipe, grouped_mm
+from mxep.gemm.backends import select
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+SIZES = (64, 0, 160, 32, 0)
+
+
+def on_gpu(p: Problem) -> Problem:
+    return Problem(*(x.cuda() for x in (p.a, p.w, p.dy, p.group_ends)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "dequant"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_results_are_those_of_the_cpu(recipe: str, backend: str) -> None:
+    p = problem(SIZES)
+    cpu, gpu = p.run(recipe, backend="reference"), on_gpu(p).run(recipe, backend=backend)
+    for want, got, sum_error in zip(cpu, gpu, bound_of_sum(p)):
+        bound = 2 * HALF_ULP_BF16 * want.double().abs() * (1 + 2**-8) + 2 * 1.3 * sum_error
+        assert ((got.cpu().double() - want.double()).abs() <= bound).all()
+
+
+def step(a: Tensor, w: Tensor, bias: Tensor, group_ends: Tensor, dy: Tensor, recipe: Recipe) -> list[Tensor]:
+    out = grouped_mm(a, w, group_ends, recipe=recipe, bias=bias)
+    return [out.detach(), *torch.autograd.grad(out, (a, w, bias), dy)]
+
+
+def arguments(p: Problem, recipe: str, *, coded: bool) -> list[Any]:
+    """Arguments of `step` on the GPU; coded: `a` and `dy` as MXTensors under a row index."""
+    r, q = Recipe.named(recipe), on_gpu(p)
+    a, dy = p.a, p.dy
+    if coded:
+        a, dy = (indexed(x, live=p.live).to("cuda") for x in (r.quantize_activation(a), r.quantize_gradient(dy)))
+    bias = torch.ones(q.w.shape[:2], device="cuda")
+    a, w, b = (x.detach().requires_grad_() for x in (a.cuda(), q.w, bias))
+    return [a, w, b, q.group_ends, dy.cuda(), r]
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_host_waits_for_nothing(recipe: str, coded: bool) -> None:
+    given = arguments(problem(SIZES), recipe, coded=coded and recipe != "bf16")
+    want = step(*given)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = step(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    live = slice(0, sum(SIZES))
+    assert all(torch.equal(x[live], y[live]) for x, y in zip(want, got))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_captured_graph_follows_new_groups(recipe: str) -> None:
+    p = problem(SIZES)
+    given = arguments(p, recipe, coded=False)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(*given)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(*given)
+    for sizes in (SIZES, (0, 32, 0, 64, 160), (256, 0, 0, 0, 0), (0, 0, 0, 0, 32), (0, 0, 0, 0, 0)):
+        ends = torch.tensor(sizes).cumsum(0).int()
+        given[3].copy_(ends)
+        graph.replay()
+        q = replace(p, group_ends=ends)
+        want = step(*arguments(q, recipe, coded=False))
+        assert all(torch.equal(x[: q.live], y[: q.live]) for x, y in zip(want[:2], got[:2]))
+        assert all(torch.equal(x, y) for x, y in zip(want[2:], got[2:]))
+        assert all(not got[2][g].any() for g, size in enumerate(sizes) if not size)
+
+
+def test_auto_picks_dequant() -> None:
+    assert select("auto", torch.device("cuda")).name == "dequant"
