@@ -1,1 +1,38 @@
-"""mxep.comms"""
+"""mxep.comms: rows between ranks over symmetric memory. Moves bytes, knows no number format.
+
+Transport   how ranks reach each other's memory     SharedMemoryTransport (CPU), SymmetricMemoryTransport (CUDA)
+Workspace   two rotating buffers on a transport
+send_rows   tokens to the ranks of their experts    return_rows   rows home, summed
+make_plan   which slot feeds which expert-major row, from the tables that came along
+"""
+
+from .capacity import Capacity, CapacityExceeded
+from .direct import GroupedRows, send_rows_to_groups
+from .exchange import Slots, return_rows, send_rows
+from .plan import DROPPED, RoutingPlan, make_plan
+from .rows import gather_rows, sum_slots
+from .shared_memory import SharedMemoryTransport
+from .symmetric_memory import SymmetricMemoryTransport
+from .transport import PeerTimeout, SymmetricBuffer, Transport
+from .workspace import Workspace
+
+__all__ = [
+    "DROPPED",
+    "Capacity",
+    "CapacityExceeded",
+    "GroupedRows",
+    "PeerTimeout",
+    "RoutingPlan",
+    "SharedMemoryTransport",
+    "Slots",
+    "SymmetricBuffer",
+    "SymmetricMemoryTransport",
+    "Transport",
+    "Workspace",
+    "gather_rows",
+    "make_plan",
+    "return_rows",
+    "send_rows",
+    "send_rows_to_groups",
+    "sum_slots",
+]

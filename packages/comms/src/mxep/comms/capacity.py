@@ -1,0 +1,69 @@
+"""Capacity: how many expert-major rows a plan has room for. The size is static; the rows that are live are not."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .layout import round_up
+
+
+class CapacityExceeded(RuntimeError):
+    """Rows did not fit the capacity. They were left out and counted, so the step's results are not usable."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How R_max follows from the shapes; made by one of the three constructors.
+
+    With S slots, K experts a token, e local experts and groups padded to m rows:
+
+    - :meth:`worst_case`: S * min(K, e) rows and e * (m - 1) of padding. Always fits, unless a token names an expert
+      twice and K > e.
+    - :meth:`factor` (c): c times the balanced load T_max * K, and the padding; at most the worst case.
+    - :meth:`exact`: what this step needs, read from the device (a host sync).
+    """
+
+    kind: str
+    load: float = 0.0
+
+    @staticmethod
+    def worst_case() -> "Capacity":
+        return Capacity("worst_case")
+
+    @staticmethod
+    def factor(load: float) -> "Capacity":
+        if not load > 0:
+            raise ValueError(f"Capacity.factor: got {load}, wanted a positive number")
+        return Capacity("factor", float(load))
+
+    @staticmethod
+    def exact() -> "Capacity":
+        return Capacity("exact")
+
+    def rows(
+        self,
+        num_sources: int,
+        max_tokens: int,
+        top_k: int,
+        *,
+        num_local_experts: int,
+        multiple: int,
+        needed: Callable[[], Tensor],
+    ) -> int:
+        """R_max, a multiple of ``multiple``.
+
+        needed: gives () int, the padded rows of this step; asked and read only by ``exact``.
+        """
+        if self.kind == "exact":
+            return int(needed())
+        padding = num_local_experts * (multiple - 1)
+        worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, multiple)
+        if self.kind == "worst_case":
+            return worst
+        balanced = math.ceil(self.load * max_tokens * top_k)
+        return min(worst, round_up(balanced + padding, multiple))
+
+    def __str__(self) -> str:
+        return f"Capacity.{self.kind}({self.load:g})" if self.kind == "factor" else f"Capacity.{self.kind}()"

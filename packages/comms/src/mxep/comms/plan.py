@@ -1,0 +1,222 @@
+"""RoutingPlan: which slot feeds which expert-major row. Each receiver makes it alone, from the senders' tables.
+
+Two ranks of T_max = 2 send to this one, which owns experts 0 and 1; K = 2, groups are padded to 4:
+
+    expert_ids   rank 0: token 0 [1, 0]  token 1 [5, 1]     rank 1: token 0 [0, -1]  (num_tokens 1)
+    flat index           0  1          2  3                         4   5      6  7 (not sent)
+
+    row          0   1   2   3 | 4   5   6   7
+    expert       0   0   .   . | 1   1   .   .
+    row_source   1   4  -1  -1 | 0   3  -1  -1     flat index: slot * K + k, -1 is padding
+    row_slot     0   2  -1  -1 | 0   1  -1  -1     slot = source rank * T_max + token
+    slot_rows    [4, 0]  [-1, 5]  [0, -1]  [-1, -1]
+    group_ends   4   8            group_sizes  2  2
+
+Rows of an expert are ordered by (source rank, token, place in the token's list): the order of the flat index.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .capacity import Capacity
+
+DROPPED = -2
+"""In ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
+
+PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class RoutingPlan:
+    """A plan; all tensors on the tables' device. R_max rows, S = W * T_max slots, e local experts.
+
+    Attributes:
+        row_source: (R_max,) int32 flat index slot * K + k of the row's (token, expert) pair, -1 on padding.
+        row_slot: (R_max,) int32 the row's slot, -1 on padding.
+        row_weight: (R_max,) fp32 routing weight, 0 on padding.
+        slot_rows: (S, K) int32 row of each pair; -1: not for this rank, -2 (DROPPED): for this rank, but did not fit.
+        group_ends: (e,) int32 inclusive cumulative sum of the padded group sizes, at most R_max.
+        group_sizes: (e,) int32 rows of each expert, without padding and before any were dropped.
+        overflow: () int64 rows that did not fit R_max.
+        invalid: () int64 ids outside [-1, num_experts); always 0 on CPU, where they raise.
+        multiple: what the groups are padded to.
+    """
+
+    row_source: Tensor
+    row_slot: Tensor
+    row_weight: Tensor
+    slot_rows: Tensor
+    group_ends: Tensor
+    group_sizes: Tensor
+    overflow: Tensor
+    invalid: Tensor
+    multiple: int
+
+    @property
+    def max_rows(self) -> int:
+        """R_max."""
+        return self.row_source.shape[0]
+
+
+def make_plan(
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_tokens: Tensor,
+    *,
+    first_expert: int,
+    num_local_experts: int,
+    multiple: int,
+    capacity: Capacity | None = None,
+    num_experts: int | None = None,
+) -> RoutingPlan:
+    """Plan the rows of experts first_expert .. first_expert + num_local_experts - 1.
+
+    Args:
+        expert_ids: (W, T_max, K) int32, the tables of W senders; -1 is not routed, other ranks' experts are left out.
+        weights: (W, T_max, K) fp32.
+        num_tokens: (W,) int32, live tokens of each sender; what lies past them in the tables is not looked at.
+        multiple: every group is padded to it; an expert without rows takes none.
+        capacity: bound on rows, default :meth:`Capacity.worst_case`. Only ``exact`` reads from the device.
+        num_experts: E, the bound that makes an id invalid; None checks only for ids below -1.
+
+    Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
+    """
+    _check_tables(expert_ids, weights, num_tokens)
+    for name, value in (("multiple", multiple), ("num_local_experts", num_local_experts)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, wanted at least 1")
+    if num_experts is not None and first_expert + num_local_experts > num_experts:
+        raise ValueError(f"experts {first_expert} to {first_expert + num_local_experts - 1}: got {num_experts} in all")
+    bound = 2**31 - 1 if num_experts is None else num_experts
+    if expert_ids.device.type == "cpu":
+        check_ids(expert_ids[_live(expert_ids, num_tokens)], bound)
+
+    def needed() -> Tensor:
+        local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
+        return _round_up(_group_sizes(local, num_local_experts), multiple).sum()
+
+    capacity = Capacity.worst_case() if capacity is None else capacity
+    max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, multiple=multiple, needed=needed)
+    tables = (expert_ids, weights, num_tokens)
+    fields: PlanTensors = plan_rows(*tables, first_expert, num_local_experts, multiple, max_rows, bound)
+    return RoutingPlan(*fields, multiple=multiple)
+
+
+def check_ids(expert_ids: Tensor, num_experts: int) -> None:
+    """Raise ValueError if an id lies outside [-1, num_experts). A host sync: for CPU tensors."""
+    wrong = expert_ids[(expert_ids < -1) | (expert_ids >= num_experts)]
+    if len(wrong):
+        raise ValueError(f"expert ids: got {sorted(set(wrong.tolist()))}, wanted -1 (not routed) to {num_experts - 1}")
+
+
+@torch.library.custom_op("mxep::make_plan", mutates_args=())
+def plan_rows(
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_tokens: Tensor,
+    first_expert: int,
+    num_local_experts: int,
+    multiple: int,
+    max_rows: int,
+    num_experts: int,
+) -> PlanTensors:
+    """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them."""
+    top_k = expert_ids.shape[2]
+    pairs = expert_ids.numel()
+    flat = torch.arange(pairs, device=expert_ids.device)
+    local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
+    sizes = _group_sizes(local, num_local_experts)
+    padded = _round_up(sizes, multiple)
+    ends = padded.cumsum(0)
+
+    # A stable sort by expert keeps the flat order within each; -1 (another rank's) sorts last, as expert e.
+    expert, order = torch.where(local >= 0, local, num_local_experts).sort(stable=True)
+    shift = torch.cat(((ends - padded) - (sizes.cumsum(0) - sizes), ends.new_zeros(1)))
+    row_of_pair = torch.full_like(local, -1).scatter_(
+        0, order, torch.where(expert < num_local_experts, flat + shift[expert], -1)
+    )
+    dropped = row_of_pair >= max_rows
+    row_of_pair = torch.where(dropped, DROPPED, row_of_pair)
+
+    # Pairs without a row write into one more row, which is cut off.
+    row_source = local.new_full((max_rows + 1,), -1)
+    row_source = row_source.scatter_(0, torch.where(row_of_pair >= 0, row_of_pair, max_rows), flat)[:max_rows]
+    row_slot = torch.where(row_source >= 0, row_source.div(top_k, rounding_mode="floor"), -1)
+    weight_or_zero = torch.cat((weights.flatten(), weights.new_zeros(1)))
+    row_weight = weight_or_zero[torch.where(row_source >= 0, row_source, pairs)]
+
+    wrong = _live(expert_ids, num_tokens) & ((expert_ids < -1) | (expert_ids >= num_experts))
+    return (
+        row_source.int(),
+        row_slot.int(),
+        row_weight,
+        row_of_pair.int().view(-1, top_k),
+        ends.clamp(max=max_rows).int(),
+        sizes.int(),
+        dropped.sum(),
+        wrong.sum(),
+    )
+
+
+@plan_rows.register_fake
+def _(
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_tokens: Tensor,
+    first_expert: int,
+    num_local_experts: int,
+    multiple: int,
+    max_rows: int,
+    num_experts: int,
+) -> PlanTensors:
+    slots = expert_ids.shape[0] * expert_ids.shape[1]
+    return (
+        expert_ids.new_empty(max_rows),
+        expert_ids.new_empty(max_rows),
+        weights.new_empty(max_rows),
+        expert_ids.new_empty(slots, expert_ids.shape[2]),
+        expert_ids.new_empty(num_local_experts),
+        expert_ids.new_empty(num_local_experts),
+        expert_ids.new_empty((), dtype=torch.int64),
+        expert_ids.new_empty((), dtype=torch.int64),
+    )
+
+
+def _live(expert_ids: Tensor, num_tokens: Tensor) -> Tensor:
+    """(W, T_max, K) bool: pairs of tokens that were sent."""
+    token = torch.arange(expert_ids.shape[1], device=expert_ids.device)
+    return (token < num_tokens[:, None])[:, :, None].expand(expert_ids.shape)
+
+
+def _local_ids(expert_ids: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int) -> Tensor:
+    """(S * K,) int64: index of the local expert of each pair, -1 if it has none."""
+    local = expert_ids.long() - first_expert
+    here = _live(expert_ids, num_tokens) & (local >= 0) & (local < num_local_experts)
+    return torch.where(here, local, -1).flatten()
+
+
+def _group_sizes(local: Tensor, num_local_experts: int) -> Tensor:
+    """(e,) int64: how many pairs each local expert has. Not bincount, which syncs."""
+    counts = local.new_zeros(num_local_experts + 1)
+    return counts.scatter_add_(0, torch.where(local >= 0, local, num_local_experts), torch.ones_like(local))[:-1]
+
+
+def _round_up(sizes: Tensor, multiple: int) -> Tensor:
+    return (sizes + multiple - 1).div(multiple, rounding_mode="floor") * multiple
+
+
+def _check_tables(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor) -> None:
+    if expert_ids.dim() != 3 or expert_ids.dtype != torch.int32:
+        got = f"{expert_ids.dtype} {tuple(expert_ids.shape)}"
+        raise ValueError(f"expert_ids: got {got}, wanted torch.int32 (W, T_max, K)")
+    if weights.shape != expert_ids.shape or weights.dtype != torch.float32:
+        got, wanted = f"{weights.dtype} {tuple(weights.shape)}", f"torch.float32 {tuple(expert_ids.shape)}"
+        raise ValueError(f"weights: got {got}, wanted {wanted}")
+    if num_tokens.shape != expert_ids.shape[:1] or num_tokens.dtype != torch.int32:
+        got, wanted = f"{num_tokens.dtype} {tuple(num_tokens.shape)}", f"torch.int32 ({expert_ids.shape[0]},)"
+        raise ValueError(f"num_tokens: got {got}, wanted {wanted}")
+    devices = {str(table.device) for table in (expert_ids, weights, num_tokens)}
+    if len(devices) > 1:
+        raise ValueError(f"tables: got devices {', '.join(sorted(devices))}, wanted one")

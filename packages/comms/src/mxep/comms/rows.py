@@ -1,0 +1,54 @@
+"""Rows by index: gather them where a plan wants them, sum those that belong to one slot."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def gather_rows(parts: Sequence[Tensor], row_index: Tensor) -> tuple[Tensor, ...]:
+    """Row i of a result is row ``row_index[i]`` of its part, a zero row where the index is negative.
+
+    parts: (S, n_i) each, any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32. Results: (R, n_i).
+    """
+    return tuple(gather_parts(list(parts), row_index))
+
+
+def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
+    """Sum each slot's rows in fp32, in the order of its list, and round once.
+
+    rows: (R_max, D) bf16 or fp32. slot_rows: (S, K) int32, negative where there is no row.
+    Result: (S, D) of rows' dtype, zero where a slot has no row.
+    """
+    summed: Tensor = add_rows(rows, slot_rows)
+    return summed
+
+
+@torch.library.custom_op("mxep::gather_rows", mutates_args=())
+def gather_parts(parts: list[Tensor], row_index: Tensor) -> list[Tensor]:
+    return [_gather(part, row_index) for part in parts]
+
+
+@gather_parts.register_fake
+def _(parts: list[Tensor], row_index: Tensor) -> list[Tensor]:
+    return [part.new_empty(row_index.shape[0], part.shape[1]) for part in parts]
+
+
+@torch.library.custom_op("mxep::sum_slots", mutates_args=())
+def add_rows(rows: Tensor, slot_rows: Tensor) -> Tensor:
+    total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device)
+    for row_index in slot_rows.unbind(1):
+        total += _gather(rows, row_index)
+    return total.to(rows.dtype)
+
+
+@add_rows.register_fake
+def _(rows: Tensor, slot_rows: Tensor) -> Tensor:
+    return rows.new_empty(slot_rows.shape[0], rows.shape[1])
+
+
+def _gather(part: Tensor, row_index: Tensor) -> Tensor:
+    if part.shape[0] == 0:
+        return part.new_zeros(row_index.shape[0], part.shape[1])
+    # masked_fill, not a product with a mask: rows that no index names may hold NaN.
+    return part.index_select(0, row_index.clamp_min(0)).masked_fill_(row_index[:, None] < 0, 0)

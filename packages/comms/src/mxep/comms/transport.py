@@ -1,0 +1,95 @@
+"""How ranks reach each other's memory: buffers that every peer can write, and a barrier.
+
+allocate(n)     rank 0: [ n bytes ]   rank 1: [ n bytes ]   ...   each rank maps all of them
+stores          peers[r][...] = x     lands in rank r's memory; seen there after
+barrier(step)   no rank leaves before all have entered; what was stored before it is visible after it
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SymmetricBuffer:
+    """The same number of bytes on every rank, all of them mapped here.
+
+    Attributes:
+        rank: this rank.
+        peers: uint8 (nbytes,) one for each rank; ``peers[rank]`` is local. Empty once the transport is closed.
+        pointers: int64 (W,) on the transport's device, the peers' addresses, for kernels.
+    """
+
+    rank: int
+    peers: list[Tensor]
+    pointers: Tensor
+
+    @property
+    def local(self) -> Tensor:
+        return self.peers[self.rank]
+
+
+class Transport(Protocol):
+    """What the moves ask of a medium. Every method but :meth:`close` is collective: all ranks call it, in one order.
+
+    Attributes:
+        rank, world_size: of ``group``. device: where buffers live. group: None for a process alone.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        """A zeroed buffer. Raises ValueError if the ranks ask for different sizes."""
+        ...
+
+    def barrier(self, step: str) -> None:
+        """Wait for all ranks; ``step`` says in an error what they were doing. Raises PeerTimeout."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all buffers. Local; views that are still held stay valid."""
+        ...
+
+
+class PeerTimeout(RuntimeError):
+    """Some ranks did not enter a barrier in time. The transport cannot be used any more.
+
+    Attributes:
+        missing: ranks of the group that did not arrive. step: what the others were doing.
+        counter: number of the barrier. limit: seconds that were waited.
+    """
+
+    def __init__(self, rank: int, missing: Mapping[int, int], step: str, counter: int, limit: float) -> None:
+        late = ", ".join(f"rank {peer} (last seen at barrier {seen})" for peer, seen in missing.items())
+        super().__init__(f"rank {rank} waited {limit:g} s at {step}, barrier {counter}, for {late}")
+        self.missing = tuple(missing)
+        self.step, self.counter, self.limit = step, counter, limit
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's value, in rank order; just this one where there is no process group. For set-up, not for moves."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def check_agreement(what: str, mine: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+    """Raise the same ValueError on every rank if the ranks do not hold the same values."""
+    first, *others = gather_objects(dict(mine), group)
+    for rank, theirs in enumerate(others, start=1):
+        for name, wanted in first.items():
+            if theirs[name] != wanted:
+                raise ValueError(
+                    f"{what}: ranks disagree on {name}: got {theirs[name]} on rank {rank}, wanted {wanted} as on rank 0"
+                )
