@@ -72,6 +72,7 @@ def test_nan_or_inf_makes_its_block_nan_and_no_other(
     mx = quantize(x, fmt=fmt, mode=mode)
     assert raw(mx.scale)[1, 1] == 255
     assert (raw(mx.qdata)[1, 32:64] == 0x7F).all()
+    assert_bytes(quantize(x.mT, fmt=fmt, mode=mode, axis=-2).scale, raw(mx.scale).T)
     bad_values = mx.dequantize().isnan()
     assert bad_values[1, 32:64].all()
     assert bad_values.sum() == 32
@@ -81,10 +82,10 @@ def test_nan_or_inf_makes_its_block_nan_and_no_other(
 @all_modes
 def test_hostile_blocks_match_float64(fmt: MXFormat, mode: ScaleMode) -> None:
     x = exact.hostile_rows()
-    mx = quantize(x, fmt=fmt, mode=mode)
     codes, byte = exact.quantize_rows(fmt, mode, x)
-    assert_bytes(mx.scale, byte)
-    assert_bytes(mx.qdata, codes)
+    for mx in (quantize(x, fmt=fmt, mode=mode), quantize(x.mT, fmt=fmt, mode=mode, axis=-2).mT):
+        assert_bytes(mx.scale, byte)
+        assert_bytes(mx.qdata, codes)
 
 
 @both_formats

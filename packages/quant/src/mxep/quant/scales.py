@@ -15,6 +15,7 @@ from mxep.quant.formats import MXFormat, ScaleMode
 
 NAN_BYTE = 255
 _MANTISSA = 0x7FFFFF
+_SIGN = -0x80000000
 _INF = 0x7F800000
 _NAN = 0x7FC00000
 _TWO_TO_MINUS_127 = 0x400000  # a subnormal in fp32: its exponent field is 0
@@ -25,7 +26,7 @@ def scale_bytes(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
 
     0 and everything too small gives byte 0 (2**-127), NaN and Inf give 255.
     """
-    bits = amax.view(torch.int32)
+    bits = amax.view(torch.int32) & ~_SIGN  # the maximum of NaNs may come out as any NaN, negative ones too
     match mode:
         case ScaleMode.FLOOR:
             byte = (bits >> 23) - fmt.max_exponent
