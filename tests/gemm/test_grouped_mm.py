@@ -283,7 +283,7 @@ def test_a_second_derivative_raises() -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_compiles_in_one_graph(recipe: str, backend: str) -> None:
     p, r = problem(unused=0), Recipe.named(recipe)
     torch._dynamo.reset()

@@ -48,7 +48,8 @@ def grouped_mm(
     out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
     weight_cache: keeps the quantized w until it changes; without one it is quantized at each call.
 
-    The gradient may arrive as an MXTensor: used as it is if it has the recipe's blocks, else dequantized and quantized.
+    The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
+    the recipe's blocks, else dequantized and quantized.
     ValueError: wrong shapes, dtypes, devices or alignment, on the CPU also unordered, too long or unaligned group_ends.
     RuntimeError: the backend cannot run here.
     """
