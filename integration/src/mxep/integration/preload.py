@@ -7,6 +7,15 @@ own traceback, where an error in the fork server would only show as a broken pip
 import contextlib
 import importlib
 
-for _name in ("torch.distributed", "mxep.comms", "mxep.quant", "mxep.gemm", "mxep.ep", "mxep.integration.launch"):
+_NAMES = (
+    "torch._dynamo",  # every custom op imports it at its first call, for seconds
+    "torch.distributed",
+    "mxep.comms",
+    "mxep.quant",
+    "mxep.gemm",
+    "mxep.ep",
+    "mxep.integration.launch",
+)
+for _name in _NAMES:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
