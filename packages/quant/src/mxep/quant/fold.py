@@ -85,8 +85,8 @@ def flush_shift(dtype: torch.dtype) -> int:
 def shift_codes(codes: Tensor, shift: Tensor) -> Tensor:
     """codes (fp8, any shape) times 2^-shift (int, broadcasts, 0 <= shift), rounded to nearest even in their format.
 
-    The product is exact in fp32, so there is one rounding. NaN and Inf stay what they are. Example, E4M3: 0x41 (2.25)
-    by 1 is 0x39 (1.125), by 9 is 0x02 (2^-8: 2.25 subnormals become 2), by 19 is 0x00.
+    The product is exact in fp32, so there is one rounding. Inf stays; NaN becomes 0x7f, its sign kept.
+    Example, E4M3: 0x41 (2.25) by 1 is 0x39 (1.125), by 9 is 0x02 (2.25 subnormals become 2), by 19 is 0x00.
     """
     byte = 127 - shift.clamp(max=flush_shift(codes.dtype))
     return (codes.float() * power_of_two(byte)).to(codes.dtype)

@@ -10,13 +10,14 @@ Subnormals arise only where they vanish in a sum, so a device that flushes them 
     y = -min(|x|, 87)
     n = round(y * log2(e))                                 to nearest, ties to even
     r = r_high - r_low, r_high = y - n * LN2_HIGH, r_low = n * LN2_LOW           r_high is exact, |r| <= ln(2) / 2
-    z = (1 + (r_high + (p(r) * r^2 - r_low))) * 2^n        = exp(-|x|), p by Horner's scheme; 0 where |x| > 87
+    z = (1 + (r_high + (p(r) * r^2 - r_low))) * 2^n        = exp(y), p by Horner's scheme
     big   = 1 / (1 + z)
     small = z - z * (z * big)                              = z / (1 + z), but closer, and one division serves both
     sigmoid(x), sigmoid(-x) = big, small for x >= 0; small, big for x < 0
 
-Error at most 2 ulp where |x| <= 87 (1.94, exhaustively). Beyond, sigmoid is 1 or 0 (in truth up to 1.7e-38 from it).
-NaN stays NaN. The reduction is Cody and Waite's, the coefficients those of the Cephes library's expf.
+Error at most 2 ulp where |x| <= 87 (1.94, exhaustively). Beyond, infinities included, the value is that of 87: 1, or
+1.6e-38 where it should be less. NaN stays NaN. The reduction is Cody and Waite's, the coefficients are those of the
+Cephes library's expf.
 """
 
 import torch
@@ -34,21 +35,23 @@ _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-
 def sigmoid_pair(x: Tensor) -> tuple[Tensor, Tensor]:
     """(sigmoid(x), sigmoid(-x)) of x fp32, any shape; the second is 1 minus the first, but as accurate."""
     z = _exp_of_minus_magnitude(x)
-    big = torch.ones_like(z) / (1.0 + z)
-    small = z - z * (z * big)
-    positive = x >= 0
-    return torch.where(positive, big, small), torch.where(positive, small, big)
+    big = torch.ones_like(z).div_(1.0 + z)
+    small = z - (z * big).mul_(z)
+    # Swapped where x is negative; by bits, as torch.where takes a branch per element on a CPU, 15 times as long.
+    bits, other = big.view(torch.int32), small.view(torch.int32)
+    swap = (bits ^ other).bitwise_and_(x.view(torch.int32) >> 31)
+    return bits.bitwise_xor_(swap).view(torch.float32), other.bitwise_xor_(swap).view(torch.float32)
 
 
 def _exp_of_minus_magnitude(x: Tensor) -> Tensor:
-    y = -x.abs().clamp(max=LIMIT)
-    n = (y * _LOG2_E).round()
-    r_high, r_low = y - n * _LN2_HIGH, n * _LN2_LOW
+    # In place where that is free: the same operations, half the time of fresh tensors on a CPU.
+    y = x.abs().clamp_(max=LIMIT).neg_()
+    n = (y * _LOG2_E).round_()
+    r_high, r_low = y.sub_(n * _LN2_HIGH), n * _LN2_LOW
     r = r_high - r_low
     p = torch.full_like(r, _POLYNOMIAL[0])
     for coefficient in _POLYNOMIAL[1:]:
-        p = p * r + coefficient
-    mantissa = (r_high + (p * (r * r) - r_low)) + 1.0
-    two_to_n = (n.nan_to_num(0.0).to(torch.int32) + 127 << 23).view(torch.float32)
-    z = mantissa * two_to_n  # exact: normal, as LIMIT is
-    return torch.where(x.abs() > LIMIT, 0.0, z)
+        p.mul_(r).add_(coefficient)
+    mantissa = p.mul_(r.mul_(r)).sub_(r_low).add_(r_high).add_(1.0)
+    two_to_n = n.to(torch.int32).add_(127).bitwise_left_shift_(23).view(torch.float32)
+    return mantissa.mul_(two_to_n)  # exact, as it is normal; of NaN the mantissa is NaN, whatever its n became

@@ -63,9 +63,9 @@ def split_fold(x: MXTensor, y: MXTensor, group_ends: Tensor) -> SplitFold:
     No autograd. ValueError for other blocks, an index, unequal rows or a wrong group_ends.
     """
     for name, operand in (("x", x), ("y", y)):
-        if not isinstance(operand, MXTensor) or operand.ndim != 2:
-            raise ValueError(f"{name}: got {operand!r}, want a row-scaled MXTensor of shape (R, columns)")
-        if operand.row_index is not None or operand.axis != -1 or operand.block != operand.shape[1]:
+        if not isinstance(operand, MXTensor):
+            raise ValueError(f"{name}: got a {type(operand).__name__}, want a row-scaled MXTensor")
+        if operand.row_index is not None or operand.axis != -1 or operand.scale.shape != (operand.shape[0], 1):
             raise ValueError(f"{name}: got {operand!r}, want one scale a row and no row index: fold it first")
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"y: got {y.shape[0]} rows, want {x.shape[0]}, as x has")

@@ -13,8 +13,8 @@ sum over a row. All is fp32, every operation separate and in the order written, 
 (`mxep.quant.sigmoid`) and the sum over F a fixed tree (halves added onto each other, zero-padded to a power of two): a
 kernel without FMA contraction has the same bits, at any position and any R.
 
-Limits: gate = -inf gives silu 0 and slope 0, +inf slope 1. A NaN stays in its element (and its row's d_row_weight),
-quantized in its block. Rows from group_ends[-1] on are neither read nor written.
+Limits: gate = -inf gives a silu and a slope of -1.4e-36, as -87 does; +inf gives inf and a slope of 1. A NaN stays in
+its element (and its row's d_row_weight), quantized in its block. Rows from group_ends[-1] on are not read.
 
 R rows (capacity), F hidden width, G groups.
 """
@@ -123,8 +123,8 @@ def _forward(gate_up: Tensor, row_weight: Tensor | None, live: int) -> Tensor:
     """h (live, F) fp32."""
     gate, up = gate_up[:live].float().chunk(2, dim=1)
     s, _ = sigmoid_pair(gate)
-    h = _silu(gate, s) * up
-    return h if row_weight is None else h * row_weight[:live, None]
+    h = _silu(gate, s).mul_(up)
+    return h if row_weight is None else h.mul_(row_weight[:live, None])
 
 
 def _backward(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, live: int) -> tuple[Tensor, Tensor]:
@@ -136,13 +136,13 @@ def _backward(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, live: int
     d_row_weight = tree_sum(d * (silu * up))
     if row_weight is not None:
         d = d * row_weight[:live, None]
-    slope = s * (1.0 + gate.clamp(-LIMIT - 1.0, LIMIT + 1.0) * one_minus_s)
-    return torch.cat([(d * up) * slope, d * silu], dim=1), d_row_weight
+    slope = gate.clamp(-LIMIT, LIMIT).mul_(one_minus_s).add_(1.0).mul_(s)
+    return torch.cat([(d * up).mul_(slope), silu.mul_(d)], dim=1), d_row_weight
 
 
 def _silu(gate: Tensor, s: Tensor) -> Tensor:
-    """gate * s; past -LIMIT s is 0, and the clamp changes nothing but -inf * 0."""
-    return gate.clamp(min=-LIMIT - 1.0) * s
+    """gate * s; where s has stopped falling the gate stops, too, so that silu(-inf) is as good as 0."""
+    return gate.clamp(min=-LIMIT).mul_(s)
 
 
 def tree_sum(x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def _swizzle(scale: Tensor, group_ends: Tensor | None) -> Tensor:
         plain = plain.new_zeros(height + 1, cols).index_copy_(0, place, plain[:live])[:height]
     padded = torch.nn.functional.pad(plain, (0, width - cols, 0, height - plain.shape[-2]))
     # (tile row, quarter, row in the quarter, tile column, column) -> (tile row, tile column, row, quarter, column)
-    tiles = padded.reshape(-1, height // ROWS, 4, 32, width // COLS, COLS).permute(0, 1, 4, 3, 2, 5)
+    tiles = padded.reshape(*rest, height // ROWS, 4, 32, width // COLS, COLS).transpose(-4, -2)
     return tiles.reshape(*rest, height, width).clone().view(scale.dtype)
 
 
@@ -88,8 +88,8 @@ def _(scale: Tensor, group_ends: Tensor | None) -> Tensor:
 @torch.library.custom_op("mxep::unswizzle_scales", mutates_args=())
 def _unswizzle(swizzled: Tensor, rows: int, cols: int, group_ends: Tensor | None) -> Tensor:
     *rest, height, width = swizzled.shape
-    tiles = swizzled.view(torch.uint8).reshape(-1, height // ROWS, width // COLS, 32, 4, COLS)
-    plain = tiles.permute(0, 1, 4, 3, 2, 5).reshape(*rest, height, width)
+    tiles = swizzled.view(torch.uint8).reshape(*rest, height // ROWS, width // COLS, 32, 4, COLS)
+    plain = tiles.transpose(-4, -2).reshape(*rest, height, width)
     if group_ends is not None:
         live = live_rows(group_ends, rows)
         plain = fill_rows(gather(plain, _places(group_ends, live, nowhere=-1)), rows)

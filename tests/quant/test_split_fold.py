@@ -1,0 +1,211 @@
+"""Split fold, against the product in float64: exact where shifts are small, close where data is ordinary."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, SplitFold, fold, quantize, split_fold
+from quant.exact import FORMATS, assert_bytes, code_values, raw
+from quant.opchecks import check_op
+
+Floats = NDArray[np.float64]
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ends_of(*sizes: int) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def row_scaled(rows: Tensor, shifts: list[int] | Tensor | None = None, fmt: MXFormat = E4M3) -> MXTensor:
+    """rows quantized with one scale each, then the scale byte of row r raised by shifts[r]."""
+    mx = quantize(rows, block=None, fmt=fmt)
+    if shifts is None:
+        return mx
+    byte = mx.scale.view(torch.uint8).int() + torch.as_tensor(shifts, dtype=torch.int32)[:, None]
+    return MXTensor.from_qdata_and_scales(mx.qdata, byte.to(torch.uint8), mx.dtype, block=None)
+
+
+def decoded(mx: MXTensor) -> Floats:
+    byte = raw(mx.scale).astype(np.float64)
+    return code_values(mx.format)[raw(mx.qdata)] * np.where(byte == 255, np.nan, 2.0 ** (byte - 127))
+
+
+def exact_products(x: MXTensor, y: MXTensor, group_ends: Tensor) -> Floats:
+    """(G, N, K): the products of the operands as they are, in float64."""
+    ends = [0, *group_ends.tolist()]
+    dx, dy = decoded(x), decoded(y)
+    return np.stack([dy[a:b].T @ dx[a:b] for a, b in pairwise(ends)])
+
+
+def products(split: SplitFold, x: MXTensor, y: MXTensor, group_ends: Tensor) -> Floats:
+    """(G, N, K): 2^exponent * y_t @ x_t.T of the folded codes, in float64."""
+    ends = [0, *group_ends.tolist()]
+    x_t, y_t = code_values(x.format)[raw(split.x_t)], code_values(y.format)[raw(split.y_t)]
+    scale = 2.0 ** split.exponent.double().numpy()
+    return np.stack([s * (y_t[:, a:b] @ x_t[:, a:b].T) for s, a, b in zip(scale, ends, ends[1:])])
+
+
+def snr(got: Floats, want: Floats) -> float:
+    return float(20 * np.log10(np.linalg.norm(want) / max(np.linalg.norm(got - want), 1e-300)))
+
+
+def test_the_worked_example_of_the_docstring() -> None:
+    def operand(values: list[float], exponents: list[int]) -> MXTensor:
+        codes = torch.tensor(values).view(-1, 1).to(E4M3.dtype)
+        scale = torch.tensor(exponents, dtype=torch.uint8).view(-1, 1)
+        return MXTensor.from_qdata_and_scales(codes, scale, block=None)
+
+    x = operand([1.5, 3.0, 0.0, 1.0], [127, 125, 0, 126])
+    y = operand([2.0, 1.0, 0.0, 4.0], [130, 127, 0, 127])
+    split = split_fold(x, y, ends_of(4))
+    assert split.exponent.tolist() == [3]
+    assert split.x_t.float().tolist() == [[1.5, 0.75, 0.0, 0.25]]
+    assert split.y_t.float().tolist() == [[2.0, 0.125, 0.0, 1.0]]
+    assert products(split, x, y, ends_of(4)).item() == 26.75
+    assert exact_products(x, y, ends_of(4)).item() == 26.75
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    spare=st.integers(0, 5),
+    x_format=st.sampled_from(FORMATS),
+    y_format=st.sampled_from(FORMATS),
+    seed=st.integers(0, 2**30),
+)
+def test_the_product_is_exact_when_shifts_are_small(
+    sizes: list[int], spare: int, x_format: MXFormat, y_format: MXFormat, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows = sum(sizes) + spare
+
+    def operand(columns: int, fmt: MXFormat) -> MXTensor:
+        values = torch.from_numpy(rng.choice([-448, -26, 0, 0.5, 3, 240, 448], (rows, columns))).float()
+        return row_scaled(values, torch.from_numpy(rng.integers(-3, 4, rows)), fmt)
+
+    x, y = operand(7, x_format), operand(5, y_format)
+    ends = ends_of(*sizes)
+    split = split_fold(x, y, ends)
+    assert (split.x_t.shape, split.y_t.shape, split.exponent.shape) == ((7, rows), (5, rows), (len(sizes),))
+    assert (split.x_t.dtype, split.y_t.dtype, split.exponent.dtype) == (x_format.dtype, y_format.dtype, torch.int32)
+    assert split.x_t.is_contiguous()
+    assert split.y_t.is_contiguous()
+    np.testing.assert_array_equal(products(split, x, y, ends), exact_products(x, y, ends))
+
+
+@pytest.mark.parametrize("spread_of_norms", [0.0, 1.0])
+def test_ordinary_data_keeps_77_db(spread_of_norms: float) -> None:
+    """NUMERICS.md, section 5: tokens whose norms vary by an ordinary log-normal factor, too."""
+    x, y = gaussian(1024, 96, seed=1), gaussian(1024, 64, seed=2)
+    x = x * torch.exp(spread_of_norms * gaussian(1024, 1, seed=3))
+    y = y * torch.exp(spread_of_norms * gaussian(1024, 1, seed=4))
+    mx, my = fold(quantize(x)), fold(quantize(y))
+    ends = ends_of(384, 0, 640)
+    split = split_fold(mx, my, ends)
+    got, want = products(split, mx, my, ends), exact_products(mx, my, ends)
+    assert snr(got[0], want[0]) > 77
+    assert snr(got[2], want[2]) > 77
+    assert not got[1].any()
+    assert split.exponent.tolist()[1] == 0
+
+
+def test_a_token_gives_half_of_its_shift_to_each_operand_and_the_odd_binade_to_y() -> None:
+    x = row_scaled(torch.full((5, 2), 448.0), [0, -1, -2, -5, -40])
+    y = row_scaled(torch.full((5, 3), 448.0))
+    split = split_fold(x, y, ends_of(5))
+    assert split.exponent.tolist() == [0]
+    assert split.x_t.float()[0].tolist() == [448.0, 448.0, 224.0, 112.0, 0.0]
+    assert split.y_t.float()[0].tolist() == [448.0, 224.0, 224.0, 56.0, 0.0]
+
+
+def test_zero_rows_do_not_count_for_the_exponent() -> None:
+    x, y = torch.ones(4, 32), torch.ones(4, 32)
+    x[1], y[2] = 0.0, -0.0
+    mx, my = row_scaled(x, [0, 0, 60, 0]), row_scaled(y, [0, 60, 0, 0])  # the partners of zero rows are huge
+    split = split_fold(mx, my, ends_of(4))
+    byte = int(raw(mx.scale)[0, 0]) + int(raw(my.scale)[0, 0])
+    assert split.exponent.tolist() == [byte - 254]
+    assert torch.equal(split.x_t.float()[:, [0, 3]], mx.qdata.float().T[:, [0, 3]])
+    np.testing.assert_array_equal(products(split, mx, my, ends_of(4)), exact_products(mx, my, ends_of(4)))
+
+
+def test_a_row_of_byte_0_that_is_not_zero_counts() -> None:
+    tiny = row_scaled(torch.full((2, 32), 2.0**-126))
+    assert (raw(tiny.scale) == 0).all()
+    split = split_fold(tiny, row_scaled(torch.full((2, 32), 448.0)), ends_of(2))
+    assert split.exponent.tolist() == [-127]
+    assert torch.equal(split.x_t.float(), tiny.qdata.float().T)
+
+
+@pytest.mark.parametrize("which", ["x", "y", "both"])
+def test_a_nan_row_makes_nan_of_its_group_and_of_nothing_else(which: str) -> None:
+    x, y = gaussian(9, 32, seed=5), gaussian(9, 64, seed=6)
+    ends = ends_of(3, 4, 2)
+    clean = split_fold(row_scaled(x), row_scaled(y), ends)
+    if which != "y":
+        x[4, 7] = float("nan")
+    if which != "x":
+        y[4, 7] = float("inf")
+    y[4, 40] = 0.0
+    mx, my = row_scaled(x), row_scaled(y)
+    split = split_fold(mx, my, ends)
+    got = products(split, mx, my, ends)
+    assert np.isnan(got[1]).all()
+    assert np.isfinite(got[[0, 2]]).all()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    without = row_scaled(x[others]), row_scaled(y[others])
+    wanted = split_fold(*without, ends_of(3, 3, 2))
+    assert split.exponent.tolist() == wanted.exponent.tolist()
+    assert_bytes(split.x_t[:, others].contiguous(), raw(wanted.x_t))
+    assert_bytes(split.y_t[:, others].contiguous(), raw(wanted.y_t))
+    assert clean.exponent[[0, 2]].tolist() == split.exponent[[0, 2]].tolist()
+
+
+def test_the_extremes_of_the_scale_bytes_fit_the_exponent() -> None:
+    codes = torch.ones(2, 1).to(E4M3.dtype)
+    for byte, exponent in ((254, 254), (0, -254)):
+        mx = MXTensor.from_qdata_and_scales(codes, torch.full((2, 1), byte, dtype=torch.uint8), block=None)
+        assert split_fold(mx, mx, ends_of(2)).exponent.tolist() == [exponent]
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (0, 0), (0, 5), (8, 0)])
+def test_rows_past_the_last_group_do_not_matter(sizes: tuple[int, ...]) -> None:
+    x, y = gaussian(8, 32, seed=7), gaussian(8, 32, seed=8) * torch.logspace(-3, 3, 8).view(-1, 1)
+    ends, live = ends_of(*sizes), sum(sizes)
+    wanted = split_fold(row_scaled(x), row_scaled(y), ends)
+    x[live:], y[live:] = float("nan"), float("nan")
+    got = split_fold(row_scaled(x), row_scaled(y), ends)
+    assert torch.equal(got.exponent, wanted.exponent)
+    assert_bytes(got.x_t[:, :live].contiguous(), raw(wanted.x_t)[:, :live])
+    assert_bytes(got.y_t[:, :live].contiguous(), raw(wanted.y_t)[:, :live])
+
+
+def test_split_fold_passes_opcheck() -> None:
+    x, y = row_scaled(gaussian(8, 32)), row_scaled(gaussian(8, 64, seed=1), fmt=E5M2)
+    check_op(torch.ops.mxep.split_fold, x.qdata, x.scale, y.qdata, y.scale, ends_of(3, 2))
+
+
+def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
+    x, y = row_scaled(gaussian(8, 64)), row_scaled(gaussian(8, 64))
+    with pytest.raises(ValueError, match=r"x: got MXTensor\(.*want one scale a row"):
+        split_fold(quantize(gaussian(8, 64)), y, ends_of(8))
+    with pytest.raises(ValueError, match=r"y: got a Tensor, want a row-scaled MXTensor"):
+        split_fold(x, gaussian(8, 64), ends_of(8))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="y: got 7 rows, want 8"):
+        split_fold(x, row_scaled(gaussian(7, 64)), ends_of(8))
+    index = torch.zeros(8, dtype=torch.int32)
+    with pytest.raises(ValueError, match="no row index: fold it first"):
+        split_fold(MXTensor.from_qdata_and_scales(x.qdata, x.scale, block=None, row_index=index), y, ends_of(8))
+    with pytest.raises(ValueError, match=r"got torch\.int64 .*want int32"):
+        split_fold(x, y, ends_of(8).long())
+    with pytest.raises(ValueError, match="got 9, want 0 to 8"):
+        split_fold(x, y, ends_of(9))

@@ -1,0 +1,282 @@
+"""SwiGLU and its derivative, against float64; and the laws of the portable sigmoid below them."""
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mxep.quant import (
+    E4M3,
+    E5M2,
+    MXFormat,
+    MXTensor,
+    ScaleMode,
+    quantize,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+)
+from mxep.quant.sigmoid import sigmoid_pair
+from mxep.quant.swiglu import tree_sum
+from quant.exact import FORMATS, assert_bytes, raw
+from quant.opchecks import check_op
+
+INF, NAN = math.inf, math.nan
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ends_of(*sizes: int) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def swiglu_in_float64(gate_up: Tensor, row_weight: Tensor | None) -> Tensor:
+    gate, up = gate_up.double().chunk(2, dim=1)
+    h = torch.nn.functional.silu(gate) * up
+    return h if row_weight is None else h * row_weight.double()[:, None]
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def assert_same_bits(a: Tensor, b: Tensor) -> None:
+    assert torch.equal(bits(a), bits(b))
+
+
+def errors_in_ulp(got: Tensor, want: Tensor) -> Tensor:
+    """|got - want| in units of the last place of fp32 numbers in the binade of `want` (float64)."""
+    return (got.double() - want).abs() / torch.ldexp(torch.ones_like(want), torch.frexp(want)[1] - 24)
+
+
+def fp32_numbers_between(low: float, high: float, step: int) -> Tensor:
+    """Every step-th fp32 number between two positive ones, through all binades."""
+    first, last = (struct.unpack("i", struct.pack("f", value))[0] for value in (low, high))
+    return torch.arange(first, last + 1, step, dtype=torch.int32).view(torch.float32)
+
+
+def test_the_sigmoid_is_within_2_ulp() -> None:
+    x = torch.cat([fp32_numbers_between(2.0**-30, 87.0, 509), fp32_numbers_between(0.25, 8.0, 61)])
+    s, one_minus_s = sigmoid_pair(x)
+    assert errors_in_ulp(s, torch.sigmoid(x.double())).max() <= 2
+    assert errors_in_ulp(one_minus_s, torch.sigmoid(-x.double())).max() <= 2
+
+
+def test_the_sigmoid_of_minus_x_is_the_other_one_of_the_pair() -> None:
+    x = torch.cat([gaussian(1000) * 20, torch.tensor([0.0, 1e-40, 87.0, 88.0, 1e30, INF])])
+    s, one_minus_s = sigmoid_pair(x)
+    turned, one_minus_turned = sigmoid_pair(-x)
+    assert_same_bits(s, one_minus_turned)
+    assert_same_bits(one_minus_s, turned)
+
+
+def test_the_sigmoid_saturates_at_finite_limits_and_keeps_nan() -> None:
+    s, one_minus_s = sigmoid_pair(torch.tensor([0.0, -0.0, 88.0, 1e38, INF, -88.0, -1e38, -INF, NAN]))
+    least = float(sigmoid_pair(torch.tensor([-87.0]))[0])
+    assert least == pytest.approx(math.exp(-87), rel=1e-6)
+    assert s[:-1].tolist() == [0.5, 0.5, 1, 1, 1, least, least, least]
+    assert one_minus_s[:-1].tolist() == [0.5, 0.5, least, least, least, 1, 1, 1]
+    assert s[-1].isnan()
+    assert one_minus_s[-1].isnan()
+
+
+@settings(deadline=None, max_examples=60)
+@given(value=st.floats(width=32), length=st.integers(1, 70), data=st.data())
+def test_the_sigmoid_has_the_same_bits_at_any_position_of_any_tensor(value: float, length: int, data: Any) -> None:
+    at = data.draw(st.integers(0, length - 1))
+    x = gaussian(length)
+    x[at] = value
+    alone = sigmoid_pair(torch.tensor([value]))
+    strided = torch.stack([gaussian(length, seed=1), x], dim=1)[:, 1]
+    for among in (sigmoid_pair(x), sigmoid_pair(strided)):
+        for one, many in zip(alone, among):
+            if not math.isnan(value):
+                assert_same_bits(one, many[at : at + 1])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_forward_is_within_fp32_rounding_of_float64(weighted: bool) -> None:
+    """silu: 2 ulp of the sigmoid and a product; two more products: 2 + 3 * 0.5 ulp, each at most 2^-23 of the value."""
+    gate_up = gaussian(40, 2 * 50) * torch.logspace(-3, 1.3, 100)
+    w = gaussian(40, seed=1) if weighted else None
+    want = swiglu_in_float64(gate_up, w)
+    assert ((swiglu(gate_up, w).double() - want).abs() <= 3.5 * 2.0**-23 * want.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_inputs_are_computed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    gate_up, w, d_h = gaussian(9, 64, dtype=dtype), gaussian(9, seed=1), gaussian(9, 32, seed=2, dtype=dtype)
+    assert_same_bits(swiglu(gate_up, w), swiglu(gate_up.float(), w).to(dtype))
+    d_gate_up, d_w = swiglu_backward(d_h, gate_up, w)
+    wide, wide_w = swiglu_backward(d_h.float(), gate_up.float(), w)
+    assert_same_bits(d_gate_up, wide.to(dtype))
+    assert_same_bits(d_w, wide_w)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_backward_is_the_derivative_of_a_float64_swiglu(weighted: bool) -> None:
+    """Relative to the largest terms of each element: slope sums 1 and gate * (1 - s); d_row_weight sums F terms."""
+    gate_up = (gaussian(30, 2 * 48) * torch.logspace(-2, 1.3, 96)).requires_grad_()
+    d_h = gaussian(30, 48, seed=1)
+    w = (gaussian(30, seed=2) if weighted else torch.ones(30)).requires_grad_()
+    want_d, want_w = torch.autograd.grad(swiglu_in_float64(gate_up, w), (gate_up, w), d_h.double())
+    d_gate_up, d_w = swiglu_backward(d_h, gate_up.detach(), w.detach() if weighted else None)
+    gate, up = gate_up.detach().double().chunk(2, 1)
+    d = d_h.double() * w.detach().double()[:, None]
+    s = torch.sigmoid(gate)
+    terms = torch.cat([(d * up).abs() * s * (1 + (gate * (1 - s)).abs()), (d * gate * s).abs()], 1)
+    assert ((d_gate_up.double() - want_d).abs() <= 8 * 2.0**-23 * terms).all()
+    row_terms = (d_h.double() * swiglu_in_float64(gate_up.detach(), None)).abs().sum(1)
+    assert ((d_w.double() - want_w).abs() <= 8 * 2.0**-23 * row_terms).all()
+    assert (d_gate_up.dtype, d_w.dtype, d_w.shape) == (torch.float32, torch.float32, (30,))
+
+
+def test_the_sum_over_a_row_is_the_tree_of_the_docstring() -> None:
+    a, b, c, d, e = (gaussian(1000, seed=seed) * 10.0**seed for seed in range(5))
+    assert_same_bits(tree_sum(torch.stack([a, b, c, d, e], 1)), ((a + e) + c) + (b + d))
+    assert_same_bits(tree_sum(a[:, None]), a)
+
+
+@settings(deadline=None, max_examples=25)
+@given(rows=st.integers(0, 9), width=st.integers(1, 40), at=st.integers(0, 8), weighted=st.booleans())
+def test_a_row_has_the_same_bits_among_any_others(rows: int, width: int, at: int, weighted: bool) -> None:
+    gate_up, d_h = gaussian(rows + 1, 2 * width), gaussian(rows + 1, width, seed=1)
+    w = gaussian(rows + 1, seed=2) if weighted else None
+    r = min(at, rows)
+    alone = slice(r, r + 1)
+    w_alone = None if w is None else w[alone].clone()
+    assert_same_bits(swiglu(gate_up, w)[alone], swiglu(gate_up[alone].clone(), w_alone))
+    for among, one in zip(
+        swiglu_backward(d_h, gate_up, w), swiglu_backward(d_h[alone].clone(), gate_up[alone].clone(), w_alone)
+    ):
+        assert_same_bits(among[alone], one)
+
+
+def test_infinite_and_huge_gates_give_the_limits() -> None:
+    gate = torch.tensor([-INF, -1e38, -100.0, 100.0, 1e38, INF])
+    up = torch.full_like(gate, 2.0)
+    gate_up = torch.cat([gate, up]).view(1, -1)
+    h = swiglu(gate_up)[0]
+    assert h[:3].abs().max() < 1e-35
+    assert h[3:].tolist() == [200.0, pytest.approx(2e38), INF]
+    d_gate_up, _ = swiglu_backward(torch.ones(1, 6), gate_up)
+    d_gate, d_up = d_gate_up[0].chunk(2)
+    assert d_gate[:3].abs().max() < 1e-35
+    assert d_gate[3:].tolist() == [2.0, 2.0, 2.0]
+    assert d_up[:3].abs().max() < 1e-35
+
+
+def test_a_nan_stays_in_its_element_or_its_block() -> None:
+    gate_up, d_h = gaussian(4, 128), gaussian(4, 64, seed=1)
+    clean, (clean_d, clean_w) = swiglu(gate_up), swiglu_backward(d_h, gate_up)
+    gate_up[2, 40] = NAN  # gate of element 40
+    bad = torch.zeros(4, 64, dtype=torch.bool)
+    bad[2, 40] = True
+    h = swiglu(gate_up)
+    assert torch.equal(h.isnan(), bad)
+    assert_same_bits(h[~bad], clean[~bad])
+    d_gate_up, d_w = swiglu_backward(d_h, gate_up)
+    both = torch.cat([bad, bad], 1)
+    assert torch.equal(d_gate_up.isnan(), both)
+    assert_same_bits(d_gate_up[~both], clean_d[~both])
+    assert d_w.isnan().tolist() == [False, False, True, False]
+    assert_same_bits(d_w[[0, 1, 3]], clean_w[[0, 1, 3]])
+    scale = raw(swiglu_quantize(gate_up).scale)
+    assert (scale == 255).tolist() == [[False, False], [False, False], [False, True], [False, False]]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=repr)
+@pytest.mark.parametrize("mode", ScaleMode)
+@pytest.mark.parametrize("block", [32, None])
+def test_quantized_results_are_the_fp32_results_quantized(fmt: MXFormat, mode: ScaleMode, block: int | None) -> None:
+    gate_up, w = gaussian(6, 128, dtype=torch.bfloat16), gaussian(6, seed=1)
+    d_h = gaussian(6, 64, seed=2, dtype=torch.bfloat16)
+    wide = gate_up.float()
+    h = swiglu_quantize(gate_up, w, fmt=fmt, mode=mode, block=block)
+    d_gate_up, d_w = swiglu_backward_quantize(d_h, gate_up, w, fmt=fmt, mode=mode, block=block)
+    wide_d, wide_w = swiglu_backward(d_h, wide, w)
+    for got, values in ((h, swiglu(wide, w)), (d_gate_up, wide_d)):
+        want = quantize(values, fmt=fmt, mode=mode, block=block)
+        assert_bytes(got.qdata, raw(want.qdata))
+        assert_bytes(got.scale, raw(want.scale))
+        assert (got.dtype, got.axis, got.block) == (torch.bfloat16, -1, want.block)
+    assert_same_bits(d_w, wide_w)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (3, 0, 2), (8,)])
+def test_rows_past_the_last_group_do_not_matter(sizes: tuple[int, ...]) -> None:
+    live, ends = sum(sizes), ends_of(*sizes)
+    gate_up, w, d_h = gaussian(8, 128), gaussian(8, seed=1), gaussian(8, 64, seed=2)
+    args = gate_up[:live].clone(), w[:live].clone()
+    wanted = [swiglu(*args), swiglu_quantize(*args)]
+    wanted += [*swiglu_backward(d_h[:live].clone(), *args), *swiglu_backward_quantize(d_h[:live].clone(), *args)]
+    for part in (gate_up, w, d_h):
+        part[live:] = NAN
+    got = [swiglu(gate_up, w, group_ends=ends), swiglu_quantize(gate_up, w, group_ends=ends)]
+    got += [*swiglu_backward(d_h, gate_up, w, group_ends=ends)]
+    got += [*swiglu_backward_quantize(d_h, gate_up, w, group_ends=ends)]
+    for a, b in zip(got, wanted):
+        assert a.shape == (8, *b.shape[1:])
+        if isinstance(a, MXTensor) and isinstance(b, MXTensor):
+            assert_bytes(a.qdata[:live], raw(b.qdata))
+            assert_bytes(a.scale[:live], raw(b.scale))
+        else:
+            assert_same_bits(a[:live], b)
+
+
+def test_a_zero_row_with_weight_zero_stays_zero() -> None:
+    """Padding rows of the plan: nothing of them may reach a wgrad."""
+    gate_up, w = torch.zeros(2, 64), torch.zeros(2)
+    h = swiglu_quantize(gate_up, w)
+    d_gate_up, d_w = swiglu_backward_quantize(torch.zeros(2, 32), gate_up, w)
+    for mx in (h, d_gate_up):
+        assert not (raw(mx.qdata) & 0x7F).any()
+        assert not raw(mx.scale).any()
+    assert not d_w.any()
+
+
+def test_swiglu_ops_pass_opcheck() -> None:
+    gate_up, w, d_h = gaussian(6, 128, dtype=torch.bfloat16), gaussian(6), gaussian(6, 64, dtype=torch.bfloat16)
+    ops, how = torch.ops.mxep, (torch.float8_e4m3fn, "rceil", 32)
+    check_op(ops.swiglu, gate_up, None, None)
+    check_op(ops.swiglu_backward, d_h, gate_up, None, None)
+    check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how)
+    check_op(ops.swiglu_backward_quantize, d_h, gate_up, w, ends_of(2, 3), *how)
+
+
+def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
+    gate_up, w = gaussian(4, 64), gaussian(4)
+    with pytest.raises(ValueError, match=r"gate_up: got torch\.float32 of shape \(4, 63\), want \(R, 2F\)"):
+        swiglu(gate_up[:, 1:])
+    with pytest.raises(ValueError, match=r"gate_up: got torch\.int64"):
+        swiglu(gate_up.long())
+    with pytest.raises(ValueError, match=r"row_weight: got torch\.float32 of shape \(3,\), want .* \(4,\)"):
+        swiglu(gate_up, w[:3])
+    with pytest.raises(ValueError, match=r"row_weight: got torch\.bfloat16"):
+        swiglu(gate_up, w.bfloat16())
+    with pytest.raises(ValueError, match=r"d_h: got torch\.float32 of shape \(4, 64\), want \(4, 32\)"):
+        swiglu_backward(gate_up, gate_up)
+    with pytest.raises(ValueError, match=r"row_weight: got device meta, want cpu"):
+        swiglu(gate_up, w.to("meta"))
+    with pytest.raises(ValueError, match="want axis -1 a multiple of the block, 32"):
+        swiglu_quantize(gaussian(4, 80), fmt=E4M3)
+    with pytest.raises(ValueError, match="want axis -1 a multiple of the block, 48"):
+        swiglu_backward_quantize(gaussian(4, 32), gate_up, fmt=E5M2, block=48)
+    with pytest.raises(ValueError, match="got 5, want 0 to 4"):
+        swiglu(gate_up, group_ends=ends_of(5))
+
+
+def test_the_reference_is_close_to_torchs_own_swiglu() -> None:
+    gate_up = gaussian(64, 256, dtype=torch.bfloat16)
+    gate, up = gate_up.chunk(2, 1)
+    want = torch.nn.functional.silu(gate.float()) * up.float()
+    np.testing.assert_allclose(swiglu(gate_up).float(), want, rtol=2**-8)
