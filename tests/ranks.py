@@ -92,9 +92,10 @@ def _run_in_place(body: Callable[..., None], world_size: int, kwargs: dict[str, 
         pytest.skip(f"{world_size} ranks wanted, torchrun started {world}")
     if not dist.is_initialized():
         # Kept for all tests of the session; the interpreter's end takes it down.
-        init_process_group(resolve_device(device, world), rank, world)
+        init_process_group(resolve_device("auto", world), rank, world)
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=60))
-    here = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() != "gloo" else torch.device("cpu")
+    on_cuda = device != "cpu" and "nccl" in dist.get_backend_config()
+    here = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     error = None
     if rank < world_size:
         try:

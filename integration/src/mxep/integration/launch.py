@@ -350,13 +350,15 @@ def _rank_main(
         try:
             name, args = pickle.loads(payload)
             fn = name.load()
-            store = f"file://{scratch}/store"
-            with process_group(device, rank, world_size, init_method=store, stop=stop) as here:
-                value = fn(here, *pickle.loads(args))
+            here = init_process_group(device, rank, world_size, init_method=f"file://{scratch}/store")
+            value = fn(Rank(rank, world_size, here, stop), *pickle.loads(args))
             message = pickle.dumps(("value", value))
         except BaseException:
             message = pickle.dumps(("error", traceback.format_exc()))
+        # An error goes out before the group goes down, or the peers' complaints about that would come first.
         connection.send_bytes(message)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR2)
 
 

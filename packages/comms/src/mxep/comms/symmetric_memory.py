@@ -47,7 +47,7 @@ class SymmetricMemoryTransport:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self._buffers: list[SymmetricBuffer] = []
         self._closed = False
-        # An allocation of its own, not a piece of torch's pool: pieces share a signal pad, so barriers of two transports
+        # An allocation of its own, no piece of torch's pool: pieces share a signal pad, so barriers of two transports
         # on two streams could take each other's signals.
         pad = _SymmetricMemory.empty_strided_p2p((16,), (1,), torch.uint8, self.device)
         self._signals = symm_mem.rendezvous(pad, self._group)

@@ -1,0 +1,148 @@
+"""Payloads that show a misroute, routings worth testing, and the oracles that moves are compared with.
+
+A payload's bytes are a function of (rank, token, column); the oracles use python loops and what plain collectives
+brought, nothing of mxep.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CASES = (
+    "random",
+    "full",
+    "not routed",
+    "one rank",
+    "one expert",
+    "even experts",
+    "duplicates",
+    "no tokens on rank 0",
+    "no tokens at all",
+)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank brings to a move: parts (T, n_i), ids (T, K), weights (T, K), all on the CPU."""
+
+    parts: tuple[Tensor, ...]
+    ids: Tensor
+    weights: Tensor
+
+    def to(self, device: torch.device) -> "Sent":
+        return Sent(tuple(part.to(device) for part in self.parts), self.ids.to(device), self.weights.to(device))
+
+
+def payload(rank: int, tokens: int, width: int, salt: int = 0) -> Tensor:
+    """(tokens, width) uint8: bytes that no other (rank, token) has in the same columns."""
+    token, column = torch.arange(tokens)[:, None], torch.arange(width)
+    return ((rank * 97 + token * 13 + column * 7 + (token + 1) * (column + 1) + salt * 29) % 251).to(torch.uint8)
+
+
+def bring(case: str, rank: int, *, max_tokens: int, top_k: int, num_experts: int, world_size: int, seed: int) -> Sent:
+    """What ``rank`` brings in a case: the same on every process that asks for it."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    tokens = max_tokens if case == "full" else int(torch.randint(max_tokens + 1, (), generator=generator))
+    if case == "no tokens at all" or (case == "no tokens on rank 0" and rank == 0):
+        tokens = 0
+    choices = min(top_k, num_experts)
+    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:choices] for _ in range(tokens + 1)])[:tokens]
+    ids = torch.cat((ids, ids.new_full((tokens, top_k - choices), -1)), 1)
+    if case == "not routed":
+        ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
+    elif case == "one rank":
+        ids = ids % (num_experts // world_size)
+    elif case == "one expert":
+        ids[:, 1:] = -1
+        ids[:, 0] = num_experts - 1
+    elif case == "even experts":
+        ids = ids // 2 * 2
+    elif case == "duplicates":
+        ids[:, -1] = ids[:, 0]
+    weights = torch.rand(ids.shape, generator=generator)
+    parts = (payload(rank, tokens, 24, seed), payload(rank, tokens, 3, seed + 1))
+    return Sent(parts, ids.int(), weights)
+
+
+def gather(group: dist.ProcessGroup, mine: Sent) -> list[Sent]:
+    """Every rank's, through a plain collective."""
+    everyone: list[Sent] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The plan as python sees it. pairs: per live or padding row (rank, token, k) or None."""
+
+    pairs: list[tuple[int, int, int] | None]
+    group_ends: list[int]
+    group_sizes: list[int]
+    overflow: int
+
+    def rows(self, everyone: list[Sent], part: int) -> Tensor:
+        """The expert-major rows of a part, zero on padding."""
+        zero = torch.zeros(everyone[0].parts[part].shape[1], dtype=torch.uint8)
+        rows = [zero if pair is None else everyone[pair[0]].parts[part][pair[1]] for pair in self.pairs]
+        return torch.stack(rows) if rows else zero[None][:0]
+
+
+def expected_plan(everyone: list[Sent], experts: range, multiple: int, max_rows: int) -> Expected:
+    pairs: list[tuple[int, int, int] | None] = []
+    ends, sizes = [], []
+    for expert in experts:
+        mine = [
+            (rank, token, k)
+            for rank, sent in enumerate(everyone)
+            for token, row in enumerate(sent.ids.tolist())
+            for k, chosen in enumerate(row)
+            if chosen == expert
+        ]
+        pairs += mine + [None] * (-len(mine) % multiple)
+        ends.append(min(len(pairs), max_rows))
+        sizes.append(len(mine))
+    overflow = sum(pair is not None for pair in pairs[max_rows:])
+    return Expected(pairs[:max_rows], ends, sizes, overflow)
+
+
+def expert_outputs(sent: Sent, rank: int, dim: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    """What the experts make of a rank's tokens: (T, K, dim) rows and (T, K) fp32 values, the same on every process."""
+    generator = torch.Generator().manual_seed(7777 * seed + rank)
+    rows = torch.randn(*sent.ids.shape, dim, generator=generator).to(dtype)
+    return rows, torch.randn(sent.ids.shape, generator=generator)
+
+
+def expected_return(
+    sent: Sent, outputs: Tensor, values: Tensor, lost: set[tuple[int, int]], *, experts_per_rank: int, world_size: int
+) -> tuple[Tensor, Tensor]:
+    """(T, dim), (T, K): per rank fp32 sums in list order, rounded, summed in rank order. lost: (token, k) dropped."""
+    out = torch.zeros(len(sent.ids), outputs.shape[2], dtype=outputs.dtype)
+    kept = torch.zeros_like(values)
+    for token, row in enumerate(sent.ids.tolist()):
+        total = torch.zeros(outputs.shape[2])
+        for rank in range(world_size):
+            there = torch.zeros(outputs.shape[2])
+            for k, expert in enumerate(row):
+                if expert >= 0 and expert // experts_per_rank == rank and (token, k) not in lost:
+                    there += outputs[token, k].float()
+                    kept[token, k] = values[token, k]
+            total += there.to(outputs.dtype).float()
+        out[token] = total.to(outputs.dtype)
+    return out, kept
+
+
+def assert_bitwise(got: Tensor, wanted: Tensor, what: str) -> None:
+    """Equal to the bit, NaN included; names the first place that differs."""
+    assert got.shape == wanted.shape, f"{what}: got shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
+    assert got.dtype == wanted.dtype, f"{what}: got {got.dtype}, wanted {wanted.dtype}"
+    got, wanted = got.cpu().contiguous(), wanted.cpu().contiguous()
+    if got.dim() == 0:
+        got, wanted = got[None], wanted[None]
+    differ = (got.view(torch.uint8) != wanted.view(torch.uint8)).nonzero()
+    if len(differ):
+        place = differ[0].tolist()
+        place[-1] //= got.dtype.itemsize
+        at = tuple(place)
+        raise AssertionError(f"{what}: {len(differ)} bytes differ, first at {place}: {got[at]} for {wanted[at]}")

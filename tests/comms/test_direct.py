@@ -1,0 +1,49 @@
+"""send_rows_to_groups: bitwise the rows that slots and a gather make, with the same plan."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from comms.cases import CASES, assert_bitwise, gather
+from comms.test_exchange import bring_to, check_return, make_workspace, plan_slots
+from mxep.comms import Capacity, RoutingPlan, gather_rows, send_rows, send_rows_to_groups
+from ranks import Context, distributed
+
+
+def assert_same_plan(got: RoutingPlan, wanted: RoutingPlan) -> None:
+    for field in dataclasses.fields(RoutingPlan):
+        if field.name == "multiple":
+            assert got.multiple == wanted.multiple
+        else:
+            assert_bitwise(getattr(got, field.name), getattr(wanted, field.name), field.name)
+
+
+@distributed(1, 2, 3, 4)
+def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
+    slots_workspace, direct_workspace = make_workspace(ctx), make_workspace(ctx, direct_rows=80)
+    for seed, case in enumerate(CASES):
+        everyone = gather(ctx.group, bring_to(direct_workspace, case, ctx.rank, seed))
+        for capacity in (Capacity.worst_case(), Capacity.factor(0.5), Capacity.exact()):
+            mine = bring_to(direct_workspace, case, ctx.rank, seed).to(ctx.device)
+            slots = send_rows(slots_workspace, mine.parts, mine.ids, mine.weights)
+            plan = plan_slots(slots_workspace, slots, capacity=capacity)
+            grouped = send_rows_to_groups(
+                direct_workspace, mine.parts, mine.ids, mine.weights, multiple=4, capacity=capacity
+            )
+            assert_same_plan(grouped.plan, plan)
+            live = int(plan.group_ends[-1])
+            wanted = gather_rows(slots.parts, plan.row_slot)
+            for part, (rows, of_slots) in enumerate(zip(grouped.parts, wanted)):
+                assert rows.shape == of_slots.shape
+                assert_bitwise(rows[:live], of_slots[:live], f"{case}, {capacity}, part {part}")
+            fits = capacity == Capacity.exact()
+            check_return(ctx, direct_workspace, grouped.plan, everyone, torch.bfloat16, seed, case, fits)
+
+
+@distributed(2)
+def test_a_workspace_without_room_for_the_rows_is_refused(ctx: Context):
+    workspace = make_workspace(ctx, direct_rows=8)
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    with pytest.raises(ValueError, match="direct_rows: got 8 in the workspace, wanted at least 48"):
+        send_rows_to_groups(workspace, mine.parts, mine.ids, mine.weights, multiple=4)

@@ -1,0 +1,265 @@
+"""send_rows, make_plan, return_rows over real ranks: bitwise what plain collectives and python loops make."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comms.cases import (
+    CASES,
+    Sent,
+    assert_bitwise,
+    bring,
+    expected_plan,
+    expected_return,
+    expert_outputs,
+    gather,
+    payload,
+)
+from mxep.comms import Capacity, RoutingPlan, Slots, Workspace, gather_rows, make_plan, return_rows, send_rows
+from ranks import Context, distributed
+
+MAX_TOKENS, TOP_K, DIM = 6, 3, 20
+EXPERTS_PER_RANK = {1: 5, 2: 3, 3: 2, 4: 2}
+
+
+def make_workspace(ctx: Context, **changes) -> Workspace:
+    sizes = {"max_tokens": MAX_TOKENS, "top_k": TOP_K, "dim": DIM, "row_bytes": 4 * DIM}
+    sizes["num_experts"] = EXPERTS_PER_RANK[ctx.world_size] * ctx.world_size
+    workspace = Workspace(ctx.transport(), **{**sizes, **changes})
+    poison(workspace)
+    return workspace
+
+
+def poison(workspace: Workspace) -> None:
+    """NaN in every row and value, and tables that name real experts: whoever reads what nobody sent shows it."""
+    for buffer in workspace.buffers:
+        buffer.local.fill_(255)
+        workspace.layout.ids(buffer.local).fill_(0)
+        workspace.layout.num_tokens(buffer.local).fill_(workspace.max_tokens)
+    workspace.transport.barrier("poison")
+
+
+def bring_to(workspace: Workspace, case: str, rank: int, seed: int) -> Sent:
+    sizes = {"max_tokens": workspace.max_tokens, "top_k": workspace.top_k, "num_experts": workspace.num_experts}
+    return bring(case, rank, world_size=workspace.transport.world_size, seed=seed, **sizes)
+
+
+def plan_slots(workspace: Workspace, slots: Slots, *, multiple: int = 4, capacity: Capacity | None = None):
+    assert slots.expert_ids is not None
+    e = workspace.num_local_experts
+    return make_plan(
+        slots.expert_ids,
+        slots.weights,
+        slots.num_tokens,
+        first_expert=workspace.transport.rank * e,
+        num_local_experts=e,
+        multiple=multiple,
+        capacity=capacity,
+        num_experts=workspace.num_experts,
+    )
+
+
+def my_experts(workspace: Workspace, rank: int) -> range:
+    return range(rank * workspace.num_local_experts, (rank + 1) * workspace.num_local_experts)
+
+
+def check_arrived(slots: Slots, plan: RoutingPlan, everyone: list[Sent], experts: range, what: str) -> None:
+    """Every live and padding row of every part, gathered from the slots, is what loops make of what was sent."""
+    wanted = expected_plan(everyone, experts, plan.multiple, plan.max_rows)
+    assert plan.group_ends.tolist() == wanted.group_ends, what
+    assert plan.group_sizes.tolist() == wanted.group_sizes, what
+    assert int(plan.overflow) == wanted.overflow, what
+    for part, rows in enumerate(gather_rows(slots.parts, plan.row_slot)):
+        assert_bitwise(rows[: len(wanted.pairs)], wanted.rows(everyone, part), f"{what}, part {part}")
+    pairs = [None if pair is None else everyone[pair[0]].weights[pair[1], pair[2]] for pair in wanted.pairs]
+    weights = torch.tensor([0.0 if weight is None else float(weight) for weight in pairs])
+    assert_bitwise(plan.row_weight[: len(pairs)], weights, f"{what}, weights")
+
+
+def expert_rows(workspace: Workspace, plan: RoutingPlan, everyone: list[Sent], dtype: torch.dtype, seed: int):
+    """(R_max, D) rows and (R_max,) values that this rank's experts give, NaN where nothing may be read."""
+    rows = torch.full((plan.max_rows, workspace.dim), float("nan"), dtype=dtype)
+    values = torch.full((plan.max_rows,), float("nan"))
+    outputs = [expert_outputs(sent, rank, workspace.dim, dtype, seed) for rank, sent in enumerate(everyone)]
+    for row, source in enumerate(plan.row_source.tolist()):
+        if source >= 0:
+            slot, k = divmod(source, workspace.top_k)
+            rank, token = divmod(slot, workspace.max_tokens)
+            rows[row], values[row] = outputs[rank][0][token, k], outputs[rank][1][token, k]
+    return rows.to(workspace.device), values.to(workspace.device)
+
+
+def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, multiple: int, max_rows: int) -> set:
+    """(token, k) of this rank that did not fit the capacity of the rank they went to."""
+    lost = set()
+    for owner in range(workspace.transport.world_size):
+        everything = expected_plan(everyone, my_experts(workspace, owner), multiple, 10**9).pairs
+        lost |= {pair[1:] for pair in everything[max_rows:] if pair is not None and pair[0] == rank}
+    return lost
+
+
+def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed: int, what: str, fits=False) -> None:
+    mine = everyone[ctx.rank]
+    rows, values = expert_rows(workspace, plan, everyone, dtype, seed)
+    out, back = return_rows(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values)
+    lost = set() if fits else lost_pairs(workspace, everyone, ctx.rank, plan.multiple, plan.max_rows)
+    sizes = {"experts_per_rank": workspace.num_local_experts, "world_size": ctx.world_size}
+    outputs = expert_outputs(mine, ctx.rank, workspace.dim, dtype, seed)
+    wanted, wanted_values = expected_return(mine, *outputs, lost, **sizes)
+    assert_bitwise(out, wanted, f"{what}, sums")
+    assert_bitwise(back, wanted_values, f"{what}, values")
+
+
+@distributed(1, 2, 3, 4)
+def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context):
+    workspace = make_workspace(ctx)
+    experts = my_experts(workspace, ctx.rank)
+    for seed, case in enumerate(CASES):
+        mine = bring_to(workspace, case, ctx.rank, seed)
+        everyone = gather(ctx.group, mine)
+        here = mine.to(ctx.device)
+        slots = send_rows(workspace, here.parts, here.ids, here.weights)
+        plan = plan_slots(workspace, slots)
+        check_arrived(slots, plan, everyone, experts, case)
+        for dtype in (torch.bfloat16, torch.float32):
+            check_return(ctx, workspace, plan, everyone, dtype, seed, f"{case}, {dtype}")
+
+        # Once more along the same plan, other bytes and no tables, as a backward does.
+        again = [payload(rank, len(sent.ids), 30, salt=50) for rank, sent in enumerate(everyone)]
+        repeat = send_rows(workspace, (again[ctx.rank].to(ctx.device),), here.ids.long())
+        assert repeat.expert_ids is repeat.weights is repeat.num_tokens is None
+        sent_again = [dataclasses.replace(sent, parts=(bytes_,)) for sent, bytes_ in zip(everyone, again)]
+        check_arrived(repeat, plan, sent_again, experts, f"{case}, again")
+        out, nothing = return_rows(workspace, torch.zeros(plan.max_rows, DIM, device=ctx.device), plan, here.ids)
+        assert nothing is None
+        assert not out.any()
+
+
+@distributed(2, 3)
+def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
+    workspace = make_workspace(ctx)
+    dropped = 0
+    for seed, case in enumerate(("one rank", "one expert", "full", "duplicates")):
+        mine = bring_to(workspace, case, ctx.rank, seed)
+        everyone = gather(ctx.group, mine)
+        here = mine.to(ctx.device)
+        for capacity in (Capacity.factor(0.2), Capacity.factor(1.0), Capacity.exact()):
+            slots = send_rows(workspace, here.parts, here.ids, here.weights)
+            plan = plan_slots(workspace, slots, multiple=2, capacity=capacity)
+            what = f"{case}, {capacity}"
+            check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), what)
+            check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, what, capacity == Capacity.exact())
+            if capacity == Capacity.exact():
+                assert int(plan.overflow) == 0
+                assert plan.max_rows == int(plan.group_ends[-1])
+            dropped += int(plan.overflow)
+    total = torch.tensor(dropped, device=ctx.device)
+    dist.all_reduce(total, group=ctx.group)
+    assert int(total) > 0
+
+
+@distributed(2)
+def test_a_nan_stays_in_its_token(ctx: Context):
+    workspace = make_workspace(ctx, top_k=2)
+    ids = torch.tensor([[0, 3], [3, 0], [1, -1]], device=ctx.device)
+    parts = (payload(ctx.rank, 3, 8).to(ctx.device),)
+    plan = plan_slots(workspace, send_rows(workspace, parts, ids, torch.ones(3, 2, device=ctx.device)))
+    rows = torch.ones(plan.max_rows, DIM, device=ctx.device)
+    token_zero_of_rank_one = plan.row_slot == MAX_TOKENS
+    out, _ = return_rows(workspace, rows.masked_fill(token_zero_of_rank_one[:, None], float("nan")), plan, ids)
+    nan = out.isnan().all(1).tolist()
+    assert nan == [ctx.rank == 1, False, False]
+    assert out[1:].tolist() == [[2.0] * DIM, [1.0] * DIM]
+
+
+@distributed(1, 2)
+def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: Context):
+    workspace = make_workspace(ctx, top_k=2)
+    wrong = workspace.num_experts
+    ids = torch.tensor([[0, wrong], [-5, 2**40]], device=ctx.device)
+    parts, weights = (payload(ctx.rank, 2, 8).to(ctx.device),), torch.ones(2, 2, device=ctx.device)
+    if ctx.device.type == "cpu":
+        with pytest.raises(ValueError, match=rf"expert ids: got \[-5, {wrong}, {2**40}\], wanted -1 \(not routed\) to"):
+            send_rows(workspace, parts, ids, weights)
+        with pytest.raises(ValueError, match="expert ids: got"):
+            send_rows(workspace, parts, ids)
+        assert workspace.moves == 0
+        return
+    plan = plan_slots(workspace, send_rows(workspace, parts, ids, weights))
+    assert int(plan.invalid) == 3 * ctx.world_size
+    assert int(plan.group_sizes.sum()) == (ctx.world_size if ctx.rank == 0 else 0)
+    out, _ = return_rows(workspace, torch.ones(plan.max_rows, DIM, device=ctx.device), plan, ids)
+    assert out[:, 0].tolist() == [1.0, 0.0]
+
+
+@distributed(1)
+def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
+    workspace = make_workspace(ctx)
+    good = bring_to(workspace, "full", 0, 0).to(ctx.device)
+    plan = plan_slots(workspace, send_rows(workspace, good.parts, good.ids, good.weights))
+    rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
+    wide, seven = torch.zeros(6, 81, dtype=torch.uint8, device=ctx.device), torch.zeros(7, 3, device=ctx.device)
+    refused = [
+        (lambda: send_rows(workspace, (seven,), good.ids), r"parts: got torch.float32 \(7, 3\), wanted torch.uint8"),
+        (lambda: send_rows(workspace, (wide,), good.ids), "parts: got 81 bytes a row, wanted 1 to 80"),
+        (
+            lambda: send_rows(workspace, (good.parts[0], wide[:5]), good.ids),
+            r"parts: .* \(5, 81\), wanted .* \(6, bytes",
+        ),
+        (
+            lambda: send_rows(workspace, (seven.byte(),), seven.int()),
+            "parts: got 7 tokens, wanted at most max_tokens = 6",
+        ),
+        (lambda: send_rows(workspace, good.parts, good.ids.float()), r"expert_ids: got torch.float32 \(6, 3\), wanted"),
+        (lambda: send_rows(workspace, good.parts, good.ids[:, :2]), r"expert_ids: .* \(6, 2\), wanted .* \(6, 3\)"),
+        (lambda: send_rows(workspace, good.parts, good.ids, good.weights.bfloat16()), r"weights: got torch.bfloat16"),
+        (
+            lambda: return_rows(workspace, rows[1:], plan, good.ids),
+            "rows: got torch.float32 .*, wanted torch.bfloat16 or",
+        ),
+        (lambda: return_rows(workspace, rows.half(), plan, good.ids), "rows: got torch.float16"),
+        (lambda: return_rows(workspace, rows, plan, good.ids, row_values=rows), "row_values: got torch.float32"),
+        (lambda: return_rows(workspace, rows, plan, seven.int()), "expert_ids: got 7 tokens, wanted at most"),
+        (
+            lambda: return_rows(workspace, rows, short_plan(plan), good.ids),
+            r"plan.slot_rows: got \(5, 3\), wanted \(6, 3",
+        ),
+    ]
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert workspace.moves == 1
+
+
+def short_plan(plan: RoutingPlan) -> RoutingPlan:
+    return dataclasses.replace(plan, slot_rows=plan.slot_rows[:5])
+
+
+@distributed(2)
+def test_a_row_too_wide_for_the_workspace_is_refused_on_the_way_home(ctx: Context):
+    workspace = make_workspace(ctx, row_bytes=None)
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+    rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
+    with pytest.raises(ValueError, match=r"rows: got 80 bytes a row, wanted at most 48 \(row_bytes\)"):
+        return_rows(workspace, rows, plan, mine.ids)
+    out, _ = return_rows(workspace, rows.bfloat16(), plan, mine.ids)
+    assert not out.any()
+
+
+@distributed(2)
+def test_moves_wait_for_no_device_read(ctx: Context):
+    if ctx.device.type != "cuda":
+        pytest.skip("nothing to wait for on a CPU")
+    workspace = make_workspace(ctx)
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+        rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
+        return_rows(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,203 @@
+"""make_plan against python loops, and the capacities."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comms.cases import CASES, Sent, assert_bitwise, bring, expected_plan
+from mxep.comms import DROPPED, Capacity, RoutingPlan, make_plan
+
+
+def tables(everyone: list[Sent], max_tokens: int, *, poison: int = 0) -> tuple[torch.Tensor, ...]:
+    """The senders' tables as a workspace holds them; past num_tokens lies ``poison``, which looks like an expert."""
+    shape = (len(everyone), max_tokens, everyone[0].ids.shape[1])
+    ids = torch.full(shape, poison, dtype=torch.int32)
+    weights = torch.full(shape, float("nan"))
+    for rank, sent in enumerate(everyone):
+        ids[rank, : len(sent.ids)] = sent.ids
+        weights[rank, : len(sent.ids)] = sent.weights
+    return ids, weights, torch.tensor([len(sent.ids) for sent in everyone], dtype=torch.int32)
+
+
+def check_plan(plan: RoutingPlan, everyone: list[Sent], max_tokens: int, experts: range) -> None:
+    top_k = everyone[0].ids.shape[1]
+    wanted = expected_plan(everyone, experts, plan.multiple, plan.max_rows)
+    padding = [None] * (plan.max_rows - len(wanted.pairs))
+    sources, slots, weights = [], [], []
+    slot_rows = torch.full((len(everyone) * max_tokens, top_k), -1, dtype=torch.int32)
+    for rank, sent in enumerate(everyone):
+        for token, row in enumerate(sent.ids.tolist()):
+            for k, expert in enumerate(row):
+                if expert in experts:
+                    slot_rows[rank * max_tokens + token, k] = DROPPED
+    for row, pair in enumerate(wanted.pairs + padding):
+        slot = -1 if pair is None else pair[0] * max_tokens + pair[1]
+        sources.append(-1 if pair is None else slot * top_k + pair[2])
+        slots.append(slot)
+        weights.append(0.0 if pair is None else float(everyone[pair[0]].weights[pair[1], pair[2]]))
+        if pair is not None:
+            slot_rows[slot, pair[2]] = row
+    assert_bitwise(plan.row_source, torch.tensor(sources, dtype=torch.int32), "row_source")
+    assert_bitwise(plan.row_slot, torch.tensor(slots, dtype=torch.int32), "row_slot")
+    assert_bitwise(plan.row_weight, torch.tensor(weights), "row_weight")
+    assert_bitwise(plan.slot_rows, slot_rows, "slot_rows")
+    assert_bitwise(plan.group_ends, torch.tensor(wanted.group_ends, dtype=torch.int32), "group_ends")
+    assert_bitwise(plan.group_sizes, torch.tensor(wanted.group_sizes, dtype=torch.int32), "group_sizes")
+    assert int(plan.overflow) == wanted.overflow
+    assert int(plan.invalid) == 0
+
+
+def test_the_example_of_the_docstring():
+    ids = torch.tensor([[[1, 0], [5, 1]], [[0, -1], [1, 1]]], dtype=torch.int32)
+    plan = make_plan(
+        ids,
+        torch.arange(8.0).view(2, 2, 2),
+        torch.tensor([2, 1], dtype=torch.int32),
+        first_expert=0,
+        num_local_experts=2,
+        multiple=4,
+    )
+    assert plan.max_rows == 16
+    assert plan.row_source.tolist() == [1, 4, -1, -1, 0, 3, -1, -1] + 8 * [-1]
+    assert plan.row_slot.tolist() == [0, 2, -1, -1, 0, 1, -1, -1] + 8 * [-1]
+    assert plan.row_weight.tolist() == [1, 4, 0, 0, 0, 3, 0, 0] + 8 * [0]
+    assert plan.slot_rows.tolist() == [[4, 0], [-1, 5], [1, -1], [-1, -1]]
+    assert plan.group_ends.tolist() == [4, 8]
+    assert plan.group_sizes.tolist() == [2, 2]
+
+
+CAPACITIES = (Capacity.worst_case(), Capacity.factor(0.5), Capacity.factor(1.5), Capacity.exact())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_plan_is_what_loops_make(case, capacity, multiple):
+    world, max_tokens, top_k, num_experts = 3, 7, 3, 12
+    sizes = {"max_tokens": max_tokens, "top_k": top_k, "num_experts": num_experts, "world_size": world}
+    everyone = [bring(case, rank, seed=4, **sizes) for rank in range(world)]
+    for rank in range(world):
+        experts = range(4 * rank, 4 * rank + 4)
+        plan = make_plan(
+            *tables(everyone, max_tokens, poison=experts[0]),
+            first_expert=experts[0],
+            num_local_experts=len(experts),
+            multiple=multiple,
+            capacity=capacity,
+            num_experts=num_experts,
+        )
+        check_plan(plan, everyone, max_tokens, experts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_plan_of_any_shape_is_what_loops_make(data):
+    world, e, top_k = (data.draw(st.integers(1, 4)) for _ in range(3))
+    max_tokens = data.draw(st.integers(0, 6))
+    multiple = data.draw(st.sampled_from([1, 2, 3, 32]))
+    identifier = st.integers(-1, world * e - 1)
+    everyone = []
+    for _ in range(world):
+        tokens = data.draw(st.integers(0, max_tokens))
+        ids = data.draw(st.lists(identifier, min_size=tokens * top_k, max_size=tokens * top_k))
+        ids_of_rank = torch.tensor(ids, dtype=torch.int32).view(tokens, top_k)
+        everyone.append(Sent((), ids_of_rank, torch.rand(tokens, top_k)))
+    rank = data.draw(st.integers(0, world - 1))
+    capacity = data.draw(st.sampled_from(CAPACITIES))
+    options = {"first_expert": rank * e, "num_local_experts": e, "multiple": multiple, "capacity": capacity}
+    plan = make_plan(*tables(everyone, max_tokens), **options)
+    check_plan(plan, everyone, max_tokens, range(rank * e, (rank + 1) * e))
+
+
+def test_the_worst_case_holds_whatever_distinct_experts_ask():
+    for top_k, e, multiple in ((2, 4, 32), (4, 2, 16), (1, 1, 32), (3, 3, 1)):
+        ids = torch.arange(top_k, dtype=torch.int32).expand(2, 5, top_k).contiguous()
+        plan = make_plan(
+            ids,
+            torch.ones(ids.shape),
+            torch.full((2,), 5, dtype=torch.int32),
+            first_expert=0,
+            num_local_experts=e,
+            multiple=multiple,
+        )
+        assert int(plan.overflow) == 0
+        assert plan.max_rows % multiple == 0
+        assert int(plan.group_sizes.sum()) == 10 * min(top_k, e)
+
+
+def test_capacities_have_the_sizes_they_promise():
+    def rows(capacity: Capacity) -> int:
+        options = {"num_local_experts": 2, "multiple": 32, "needed": lambda: torch.tensor(96)}
+        return capacity.rows(4, 100, 3, **options)
+
+    assert rows(Capacity.worst_case()) == 864  # 400 * min(3, 2) + 2 * 31 = 862
+    assert rows(Capacity.factor(1.0)) == 384  # 300 + 62 = 362
+    assert rows(Capacity.factor(1.25)) == 448  # 375 + 62 = 437
+    assert rows(Capacity.factor(100)) == 864
+    assert rows(Capacity.exact()) == 96
+    assert str(Capacity.factor(1.25)) == "Capacity.factor(1.25)"
+    with pytest.raises(ValueError, match="got 0, wanted a positive number"):
+        Capacity.factor(0)
+
+
+def test_rows_that_do_not_fit_are_counted_and_marked():
+    ids = torch.zeros(1, 10, 1, dtype=torch.int32)
+    tables_of_one = ids, torch.ones(ids.shape), torch.tensor([10], dtype=torch.int32)
+    options = {"first_expert": 0, "num_local_experts": 2, "multiple": 2}
+    plan = make_plan(*tables_of_one, capacity=Capacity.factor(0.3), **options)
+    assert plan.max_rows == 6  # 3 + 2 * 1 of padding, rounded up
+    assert int(plan.overflow) == 4
+    assert plan.slot_rows.flatten().tolist() == [0, 1, 2, 3, 4, 5] + 4 * [DROPPED]
+    assert plan.group_ends.tolist() == [6, 6]
+    assert plan.group_sizes.tolist() == [10, 0]
+
+
+def good_tables() -> tuple[torch.Tensor, ...]:
+    return torch.zeros(1, 2, 2, dtype=torch.int32), torch.zeros(1, 2, 2), torch.tensor([2], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("index", "table", "message"),
+    [
+        (0, torch.zeros(1, 2, 2), r"expert_ids: got torch.float32 \(1, 2, 2\), wanted torch.int32 \(W, T_max, K\)"),
+        (0, torch.tensor([[[0, 8], [1, -3]]], dtype=torch.int32), r"expert ids: got \[-3, 8\], wanted -1 .* to 7"),
+        (1, torch.zeros(1, 2, 1), r"weights: got torch.float32 \(1, 2, 1\), wanted torch.float32 \(1, 2, 2\)"),
+        (2, torch.tensor([2]), r"num_tokens: got torch.int64 \(1,\), wanted torch.int32 \(1,\)"),
+    ],
+)
+def test_bad_tables_are_refused(index, table, message):
+    bad = list(good_tables())
+    bad[index] = table
+    with pytest.raises(ValueError, match=message):
+        make_plan(*bad, first_expert=0, num_local_experts=4, multiple=1, num_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"multiple": 0}, "multiple: got 0, wanted at least 1"),
+        ({"num_local_experts": 0}, "num_local_experts: got 0, wanted at least 1"),
+        ({"num_experts": 3}, "experts 0 to 3: got 3 in all"),
+    ],
+)
+def test_bad_sizes_are_refused(change, message):
+    options = {"first_expert": 0, "num_local_experts": 4, "multiple": 1} | change
+    with pytest.raises(ValueError, match=message):
+        make_plan(*good_tables(), **options)
+
+
+def test_what_lies_past_a_senders_tokens_is_not_looked_at():
+    ids = torch.full((2, 3, 2), 2**30, dtype=torch.int32)
+    ids[0, 0] = torch.tensor([0, 1])
+    plan = make_plan(
+        ids,
+        torch.full(ids.shape, float("nan")),
+        torch.tensor([1, 0], dtype=torch.int32),
+        first_expert=0,
+        num_local_experts=2,
+        multiple=1,
+        num_experts=2,
+    )
+    assert plan.row_source.tolist()[:3] == [0, 1, -1]
+    assert not plan.row_weight.isnan().logical_and(plan.row_source < 0).any()
