@@ -36,13 +36,15 @@ def encode(blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str)
 
 def encode_rows(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
     """Quantize x (..., K) in blocks along its last axis: codes (..., K), scale (..., K/block) e8m0."""
-    codes, byte = encode(torch.unflatten(x.float(), -1, (x.shape[-1] // block, block)), (-1,), dtype, mode)
+    blocks = torch.unflatten(x.float().contiguous(), -1, (x.shape[-1] // block, block))
+    codes, byte = encode(blocks, (-1,), dtype, mode)
     return codes.view(x.shape), byte.squeeze(-1).view(SCALE_DTYPE)
 
 
 def encode_columns(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
     """Quantize x (..., N, K) in blocks along N: codes (..., K, N), scale (..., K, N/block) e8m0."""
-    codes, byte = encode(torch.unflatten(x.float(), -2, (x.shape[-2] // block, block)), (-2,), dtype, mode)
+    blocks = torch.unflatten(x.float().contiguous(), -2, (x.shape[-2] // block, block))
+    codes, byte = encode(blocks, (-2,), dtype, mode)
     return codes.view(x.shape).mT.contiguous(), byte.squeeze(-2).mT.contiguous().view(SCALE_DTYPE)
 
 
@@ -73,7 +75,7 @@ def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Ten
 @torch.library.custom_op("mxep::quantize_both", mutates_args=())
 def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (..., N, K) -> codes, scale of quantize_rows, codes, scale of quantize_columns."""
-    x = x.float()
+    x = x.float().contiguous()
     return *encode_rows(x, dtype, mode, block), *encode_columns(x, dtype, mode, block)
 
 
@@ -89,7 +91,7 @@ def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Ten
 def quantize_tiles(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
     """x (..., N, K) bf16 | fp32 | fp16 -> codes (..., N, K) `dtype`, scale (..., N/block, K/block) e8m0."""
     n, k = x.shape[-2:]
-    tiles = torch.unflatten(torch.unflatten(x.float(), -1, (k // block, block)), -3, (n // block, block))
+    tiles = torch.unflatten(torch.unflatten(x.float().contiguous(), -1, (k // block, block)), -3, (n // block, block))
     codes, byte = encode(tiles, (-3, -1), dtype, mode)
     return codes.view(x.shape), byte.squeeze((-3, -1)).view(SCALE_DTYPE)
 
