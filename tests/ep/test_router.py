@@ -68,9 +68,9 @@ def test_update_bias_lifts_idle_experts_and_spreads_the_load() -> None:
 
     before = most_loaded()
     r.train()
-    for _ in range(300):
+    for rate in [1e-2] * 100 + [3e-3] * 100 + [1e-3] * 200:
         r(x)
-        r.update_bias(1e-2)
+        r.update_bias(rate)
     assert r.load.sum() == 0
     assert before > 2
     assert most_loaded() < 1.3

@@ -109,7 +109,8 @@ class _Dispatch(torch.autograd.Function):
         parts, wire = Wire.pack(recipe.quantize_activation(x))
         slots, routing = dispatcher.send(parts, expert_ids, weights, multiple=recipe.group_multiple)
         ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
-        return wire.rows(slots, routing.plan.row_slot), routing.plan.row_weight, routing
+        # Detached: the output gets a grad_fn, and the plan that this node keeps must not point back at it.
+        return wire.rows(slots, routing.plan.row_slot), routing.plan.row_weight.detach(), routing
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]

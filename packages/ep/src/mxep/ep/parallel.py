@@ -2,8 +2,8 @@
 
     parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
 
-Expert weights (E, ...) become DTensors sharded on their first dimension, so that torch.distributed.checkpoint saves them
-at one degree and loads them at another; the router and the shared expert stay as they are.
+Expert weights (E, ...) become DTensors sharded on their first dimension, so that torch.distributed.checkpoint saves
+them at one degree and loads them at another; the router and the shared expert stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ExpertParallel(ParallelStyle):
         dispatcher: ``"symmetric"`` or ``"all_to_all"``.
         capacity, max_tokens: as for :class:`MoE`.
 
-    Rank 0's weights win. Raises ValueError for another module, a mesh of more dimensions, or experts that do not divide.
+    Rank 0's weights win. Raises ValueError for another module, a mesh of more dimensions, experts that do not divide.
     """
 
     def __init__(

@@ -108,4 +108,5 @@ class AllToAllDispatcher(TokenDispatcher):
         outgoing = torch.cat(parts, 1)
         incoming = outgoing.new_empty(sum(received), outgoing.shape[1])
         dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
-        return tuple(part.contiguous() for part in incoming.split([part.shape[1] for part in parts], 1))
+        arrived = incoming.split([part.shape[1] for part in parts], 1)
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in arrived)

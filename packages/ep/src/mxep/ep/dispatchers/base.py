@@ -156,6 +156,7 @@ class TokenDispatcher(ABC):
             num_local_experts=self.num_local_experts,
             multiple=multiple,
             capacity=capacity,
+            num_experts=self.num_experts,
         )
         self._count(plan.overflow, plan.invalid)
         return plan
