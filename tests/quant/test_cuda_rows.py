@@ -1,0 +1,119 @@
+"""On a GPU: fold, swizzle, SwiGLU and padding give the CPU's bytes, and the host waits for nothing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mxep.quant import (
+    E5M2,
+    MXTensor,
+    fold,
+    fold_stats,
+    pad_groups,
+    quantize,
+    split_fold,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+    swizzle_scales,
+    unpad_groups,
+    unswizzle_scales,
+)
+from mxep.quant.sigmoid import sigmoid_pair
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+ROWS, LIVE = 160, 96
+ENDS = torch.tensor([32, 32, 96], dtype=torch.int32)
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def row_scaled(seed: int, width: int, **how: Any) -> MXTensor:
+    return quantize(gaussian(ROWS, width, seed=seed) * torch.logspace(-5, 5, ROWS)[:, None], block=None, **how)
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def parts(result: Any) -> list[Tensor]:
+    """The plain tensors of a result: of tuples, of frozen dataclasses, of MXTensors."""
+    if isinstance(result, MXTensor):
+        return [result.qdata, result.scale]
+    if isinstance(result, Tensor):
+        return [result]
+    return [part for value in (result if isinstance(result, tuple) else vars(result).values()) for part in parts(value)]
+
+
+def live(part: Tensor) -> Tensor:
+    """What may be looked at: rows (or, for the turned results of split_fold, columns) of the groups."""
+    if part.ndim and part.shape[0] == ROWS:
+        part = part[:LIVE]
+    elif part.ndim == 2 and part.shape[1] == ROWS:
+        part = part[:, :LIVE]
+    return part.flatten().view(torch.uint8).cpu()
+
+
+x = gaussian(ROWS, 256) * torch.logspace(-6, 6, 256)
+gate_up, weight, d_h = (
+    gaussian(ROWS, 256).bfloat16() * 8,
+    gaussian(ROWS, seed=1),
+    gaussian(ROWS, 128, seed=2).bfloat16(),
+)
+index = torch.randint(-1, ROWS, (ROWS,), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+codes = quantize(x)
+indexed = MXTensor.from_qdata_and_scales(codes.qdata, codes.scale, row_index=index)
+noise = torch.randint(0, 256, (384, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "sigmoid": (sigmoid_pair, (torch.cat([gaussian(100_000) * 30, torch.tensor([torch.inf, -torch.inf, 0.0])]),)),
+    "fold": (lambda mx, ends: fold(mx, group_ends=ends), (codes, ENDS)),
+    "fold per 128": (lambda mx, ends: fold(mx, block=128, group_ends=ends), (indexed, ENDS)),
+    "fold E5M2": (lambda mx: fold(mx), (quantize(x, fmt=E5M2),)),
+    "fold_stats": (lambda mx, ends: fold_stats(mx, group_ends=ends), (indexed, ENDS)),
+    "split_fold": (split_fold, (row_scaled(5, 64), row_scaled(6, 96, fmt=E5M2), ENDS)),
+    "swiglu": (lambda *a: swiglu(a[0], a[1], group_ends=a[2]), (gate_up, weight, ENDS)),
+    "swiglu_quantize": (lambda *a: swiglu_quantize(a[0], a[1], group_ends=a[2]), (gate_up, weight, ENDS)),
+    "swiglu_backward": (lambda *a: swiglu_backward(*a[:3], group_ends=a[3]), (d_h, gate_up, weight, ENDS)),
+    "swiglu_backward_quantize": (
+        lambda *a: swiglu_backward_quantize(*a[:3], group_ends=a[3]),
+        (d_h, gate_up, weight, ENDS),
+    ),
+    "swizzle": (swizzle_scales, (noise[:ROWS],)),
+    "unswizzle": (
+        lambda s, ends: unswizzle_scales(s, rows=ROWS, cols=8, group_ends=ends),
+        (swizzle_scales(noise[:ROWS], group_ends=ENDS), ENDS),
+    ),
+    "pad_groups": (lambda x, sizes: pad_groups(x, sizes, multiple=32), (x, torch.tensor([30, 0, 70]))),
+    "unpad_groups": (lambda y, index: unpad_groups(y, index, num_rows=ROWS), (x, torch.arange(ROWS).int().flip(0))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_gives_the_bytes_of_the_cpu_and_does_not_wait(case: str) -> None:
+    function, args = CASES[case]
+    want = parts(function(*args))
+    gpu_args = tree_map(lambda a: a.to("cuda"), args)
+    function(*gpu_args)  # the first call may load kernels
+    with no_host_sync():
+        result = function(*gpu_args)
+    got = parts(result)
+    assert len(got) == len(want) == len(tree_leaves(got))
+    for a, b in zip(got, want):
+        assert a.device.type == "cuda"
+        assert torch.equal(live(a), live(b))
