@@ -55,13 +55,13 @@ def dispatch(
         )
     if weights.dtype != torch.float32 or expert_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype}")
-    rows, row_weight, routing = _Dispatch.apply(x, weights, expert_ids.int(), dispatcher, recipe)
+    rows, row_weight, routing = _Dispatch.apply(x, weights, expert_ids.int(), dispatcher, recipe)  # type: ignore[no-untyped-call]
     return rows, row_weight, routing
 
 
 def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
     """Sum the experts' rows home: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums."""
-    out: Tensor = _Combine.apply(y, routing, dispatcher, recipe)
+    out: Tensor = _Combine.apply(y, routing, dispatcher, recipe)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -70,7 +70,7 @@ def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, *, re
 
     The gradient of ``gate_up`` leaves as an MXTensor where the recipe quantizes.
     """
-    h: Tensor = _SwiGLU.apply(gate_up, row_weight, group_ends, recipe)
+    h: Tensor = _SwiGLU.apply(gate_up, row_weight, group_ends, recipe)  # type: ignore[no-untyped-call]
     return h
 
 
@@ -113,7 +113,7 @@ class _Dispatch(torch.autograd.Function):
         return wire.rows(slots, routing.plan.row_slot), routing.plan.row_weight.detach(), routing
 
     @staticmethod
-    def backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor, _: None) -> tuple[Tensor | None, ...]:
         dx, d_weights = ctx.dispatcher.give_back(d_rows.to(ctx.dtype), ctx.routing, d_row_weight)
         return dx, d_weights, None, None, None
 
@@ -126,7 +126,7 @@ class _Combine(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         parts, wire = Wire.pack(ctx.recipe.quantize_gradient(d_out))
         slots = ctx.dispatcher.resend(parts, ctx.routing)
         return wire.rows(slots, ctx.routing.plan.row_slot), None, None, None
@@ -144,7 +144,7 @@ class _SwiGLU(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, row_weight, group_ends = ctx.saved_tensors
         recipe = ctx.recipe
         d_gate_up: Tensor
