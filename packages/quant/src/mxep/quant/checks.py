@@ -12,6 +12,8 @@ TILES = (-2, -1)
 VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 """What can be quantized, and what an MXTensor can look like outside."""
 
+_MODES = tuple(mode.value for mode in ScaleMode)
+
 
 def check_values(name: str, x: Tensor) -> None:
     """`x` must be a plain bf16, fp32 or fp16 tensor of two or more axes."""
@@ -30,9 +32,8 @@ def check_format(fmt: MXFormat) -> torch.dtype:
 
 def check_mode(mode: ScaleMode) -> str:
     """The name of a scale mode; ScaleMode is a str, so its name will do for it."""
-    names = [known.value for known in ScaleMode]
-    if mode not in names:
-        raise ValueError(f"mode: got {mode!r}, want one of {names}")
+    if mode not in _MODES:
+        raise ValueError(f"mode: got {mode!r}, want one of {_MODES}")
     return str(mode)
 
 
