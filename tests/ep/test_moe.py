@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -162,6 +163,7 @@ def local(**options) -> MoE:
     return MoE(64, 32, 8, 2, dispatcher="local", **options)
 
 
+@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="torchrun made a process group")
 def test_one_process_needs_no_process_group() -> None:
     x = torch.randn(20, 64, dtype=torch.bfloat16)
     torch.manual_seed(0)
