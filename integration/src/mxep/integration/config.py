@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, DISPATCHERS
 from mxep.gemm import Recipe
 from mxep.quant import ScaleMode
+
+from .data import SOURCES
 
 
 class ConfigError(ValueError):
@@ -195,11 +197,11 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
 
     Raises ConfigError with one line for the user.
     """
-    try:
-        config = OmegaConf.to_object(raw)
-    except MissingMandatoryValue as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
+    if missing := OmegaConf.missing_keys(raw):
+        raise ConfigError(f"no value for {', '.join(sorted(missing))}: give it as {min(missing)}=...")
+    config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
+    _known_keys(raw, config)
     _fill_parallel(config, ranks)
     _check(config)
     return config
@@ -228,6 +230,16 @@ def to_json(config: Config) -> dict[str, Any]:
     return plain
 
 
+def _known_keys(raw: DictConfig, typed: Any, prefix: str = "") -> None:
+    """Raise ConfigError for keys that the types do not have: `+key=value` adds what Hydra refuses without the +."""
+    fields = {field.name for field in dataclasses.fields(typed)}
+    for key in map(str, raw):
+        if key not in fields:
+            raise ConfigError(f"no such key: {prefix}{key}")
+        if dataclasses.is_dataclass(inner := getattr(typed, key)):
+            _known_keys(raw[key], inner, f"{prefix}{key}.")
+
+
 def _fill_parallel(config: Config, ranks: int | None) -> None:
     parallel = config.parallel
     _one_of("parallel.device", parallel.device, ("auto", "cpu", "cuda"))
@@ -250,6 +262,7 @@ def _check(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _one_of("dispatcher.name", config.dispatcher.name, DISPATCHERS)
+    _one_of("data.source", config.data.source, SOURCES)
     _positive(config)
     for name in config.verify.cases or ():
         _one_of("verify.cases", name, CASES)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def make_batch(
     text: Tensor, *, seed: int, step: int, batch: int, length: int, rank: int = 0, ranks: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Rank ``rank``'s part of batch ``step``: inputs and targets, int64 (b, S), the targets one byte further."""
-    generator = torch.Generator().manual_seed((seed << 32) + step)
+    # torch's CPU generator takes 32 bits of a seed and drops the rest: mix both numbers into these.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
     starts = torch.randint(0, len(text) - length, (batch,), generator=generator)
     here = starts.view(ranks, -1)[rank]
     window = text[here[:, None] + torch.arange(length + 1)].long()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxep.comms import Capacity
-from mxep.ep import Experts, MoE, Router, make_dispatcher
+from mxep.ep import Experts, MoE, Router, SharedExpert, make_dispatcher
 from mxep.gemm import Recipe
 
 from .config import ModelConfig
@@ -119,11 +119,11 @@ class Transformer(nn.Module):
         small = (2 * len(self.blocks)) ** -0.5
         self.embedding.weight.normal_(std=1.0)
         self.head.weight.zero_()
-        for block in self.blocks:
-            block.attention.out.weight.mul_(small)
-            block.moe.experts.down_proj.mul_(small)
-            if block.moe.shared is not None:
-                block.moe.shared.down_proj.mul_(small)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.out.weight.mul_(small)
+            elif isinstance(module, Experts | SharedExpert):
+                module.down_proj.mul_(small)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``inputs`` (b, S) int64 -> logits (b, S, 256) fp32."""
@@ -141,6 +141,10 @@ class Transformer(nn.Module):
     @property
     def moes(self) -> list[MoE]:
         return [module for module in self.modules() if isinstance(module, MoE)]
+
+    @property
+    def routers(self) -> list[Router]:
+        return [module for module in self.modules() if isinstance(module, Router)]
 
     def expert_parameters(self) -> set[str]:
         """Names of the parameters that hold this rank's share of the experts: (e, ...) here, (E, ...) in all."""

@@ -52,7 +52,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        return sum(row["seconds"] for row in self.metrics)
+        return float(sum(row["seconds"] for row in self.metrics))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
     mesh = Mesh.make(config.ep, rank.device)
     outcome = Outcome([], text.name, text.entropy)
     for recipe in recipes(config):
-        trainer = _Trainer(rank, config, recipe, mesh, text, Path(folder))
+        trainer = Trainer(rank, config, recipe, mesh, text, Path(folder))
         if recipe.name in resume:
             trainer.load(Path(resume[recipe.name]))
         outcome.runs.append(trainer.run())
@@ -97,7 +97,14 @@ def recipes(config: Config) -> list[Recipe]:
     return [*baseline, chosen]
 
 
-class _Trainer:
+class Trainer:
+    """One run on this rank: model, optimizer, steps done and their metrics. Every method is collective.
+
+    Args:
+        mesh: how the ranks share the experts. text: what to learn. folder: the run folder; checkpoints go to
+            ``folder / recipe.name``.
+    """
+
     def __init__(self, rank: Rank, config: Config, recipe: Recipe, mesh: Mesh, text: Text, folder: Path) -> None:
         self.rank, self.config, self.mesh, self.text, self.folder = rank, config, mesh, text, folder
         self.name = recipe.name
@@ -118,6 +125,7 @@ class _Trainer:
         self.metrics: list[dict[str, Any]] = []
 
     def load(self, folder: Path) -> None:
+        """Go on from the checkpoint ``folder``. Raises ValueError if it, or the text, does not fit."""
         state = checkpoint.read_state(folder)
         same_data = state.config.get("data") == dataclasses.asdict(self.config.data)
         if same_data and state.digest != self.text.digest:
@@ -129,27 +137,29 @@ class _Trainer:
         self.step, self.metrics = state.step, state.metrics
 
     def run(self) -> Run:
+        """The steps left, or those until a signal; then a checkpoint, and the loss on held-out text if done."""
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         with Progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0) as progress, self._log() as log:
             progress.advance(self.step, self.metrics[-1] if self.metrics else None)
             while self.step < steps and not self.rank.stop.agreed():
-                self.metrics.append(self._train_step())
+                self.train_step()
                 log.write(json.dumps(self.metrics[-1]) + "\n")
                 progress.advance(self.step, self.metrics[-1])
                 if every and self.step % every == 0:
-                    self._save()
+                    self.save()
             if self.step and self.step != self.saved:
-                self._save()
+                self.save()
             stopped = self.step < steps
-            return Run(self.name, self.step, stopped, self.metrics, None if stopped else self._validate())
+            return Run(self.name, self.step, stopped, self.metrics, None if stopped else self.validate())
 
-    def _train_step(self) -> dict[str, Any]:
+    def train_step(self) -> None:
+        """One optimizer step; appends its row to ``metrics``."""
         begun = time.perf_counter()
         config = self.config
         inputs, targets = self._batch(self.text.train, config.seed, self.step)
         self.gradients.zero()
         loss = self.model.loss(inputs, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.gradients.reduce()
         norm = self.gradients.clip(config.optimizer.clip)
         for moe in self.model.moes:
@@ -160,18 +170,18 @@ class _Trainer:
         self.optimizer.step()
         self.step += 1
         row = {"run": self.name, "step": self.step, **self._measure(loss), "grad_norm": norm.item(), "lr": lr}
-        for moe in self.model.moes:
-            moe.router.update_bias(config.model.balance_rate)
+        for router in self.model.routers:
+            router.update_bias(config.model.balance_rate)
         seconds = time.perf_counter() - begun
         tokens = config.data.batch * config.data.length
-        return {**row, "seconds": seconds, "tokens_per_s": tokens / seconds}
+        self.metrics.append({**row, "seconds": seconds, "tokens_per_s": tokens / seconds})
 
     def _measure(self, loss: Tensor) -> dict[str, Any]:
         """Mean loss, rows and expert load of the step, over all ranks and layers: one reduction, one copy home."""
         rows = [moe.last_routing.stats() for moe in self.model.moes if moe.last_routing is not None]
         keys = list(rows[0])
         counts = [torch.stack([one[key] for one in rows]).sum() for key in keys]
-        loads = torch.stack([moe.router.load for moe in self.model.moes])
+        loads = torch.stack([router.load for router in self.model.routers if router.load is not None])
         local = torch.stack([loss.detach().double() / self.mesh.ranks, *(count.double() for count in counts)])
         vector = torch.cat((local, loads.double().flatten()))
         dist.all_reduce(vector)
@@ -186,7 +196,7 @@ class _Trainer:
         }
 
     @torch.no_grad()
-    def _validate(self) -> float:
+    def validate(self) -> float:
         """Mean loss on held-out text, the same batches for every run."""
         self.model.eval()
         batches = self.config.train.valid_batches
@@ -209,7 +219,8 @@ class _Trainer:
         )
         return inputs.to(self.rank.device), targets.to(self.rank.device)
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """A checkpoint of the steps done so far."""
         state = checkpoint.State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
         checkpoint.save(self.folder / self.name, state, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
         self.saved = self.step
@@ -229,7 +240,8 @@ def make_optimizer(model: Transformer, config: OptimizerConfig) -> torch.optim.A
     decays = [p for name, p in named if p.dim() > 1 and not name.startswith("embedding")]
     rest = [p for name, p in named if p.dim() <= 1 or name.startswith("embedding")]
     groups = [{"params": decays, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    # Not fused: that does not count up parameters' versions (torch 2.13), by which caches of quantized weights notice.
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), foreach=True)
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

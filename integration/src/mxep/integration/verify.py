@@ -4,9 +4,10 @@
                               -> reference.moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
     signal to noise of the MoE against the exact layer  >=  that of the quantized reference - 0.3 dB
 
-Where a recipe does not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. gate_up, h, a row,
-a slot's sum and the owner's sum are rounded; the first enters through a product of two factors, one of them curved, and
-counts about 3; dx goes through as many. 8 roundings are 55.5 - 10 log10(8) = 46.5 dB, less 1.5 dB for chance.
+Where a recipe does not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. gate_up, h, a
+row, a slot's sum and the owner's sum are rounded; the first enters through a product of two factors, one of them
+curved, and counts about 3; dx goes through as many. 8 roundings are 55.5 - 10 log10(8) = 46.5 dB, less 1.5 dB for
+chance.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def compare(got: Results, exact: Results, quantized: Results, rank: int) -> list
 
 def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device) -> Results:
     """The MoE layer on this rank's tokens; weight gradients of this rank's experts."""
+    routing = FixedRouting(problem.expert_ids.int().to(device), problem.weights.to(device))
     moe = MoE(
         problem.x.shape[1],
         problem.down_proj.shape[2],
@@ -137,7 +139,7 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device) ->
         group=mesh.ep,
         recipe=case.recipe,
         dispatcher=case.dispatcher,
-        router=FixedRouting(problem.expert_ids.int().to(device), problem.weights.to(device)),
+        router=routing,
         device=device,
     )
     first, last = _own_experts(moe)
@@ -148,9 +150,8 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device) ->
     out = moe(x)
     out.backward(problem.d_out.to(out))
     moe.check()
-    gradients = (x.grad, moe.router.weights.grad, moe.experts.gate_up_proj.grad, moe.experts.down_proj.grad)
-    assert all(gradient is not None for gradient in gradients)
-    return Results(*(tensor.detach().float().cpu() for tensor in (out, *gradients)))  # type: ignore[union-attr]
+    leaves = (x, routing.weights, moe.experts.gate_up_proj, moe.experts.down_proj)
+    return Results(*(tensor.detach().float().cpu() for tensor in (out, *(_gradient(leaf) for leaf in leaves))))
 
 
 def _check_case(case: Case, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
@@ -186,6 +187,11 @@ def _share(results: Results, tokens: slice, experts: slice) -> Results:
         results.d_gate_up_proj[experts],
         results.d_down_proj[experts],
     )
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def _own_experts(moe: MoE) -> tuple[int, int]:

@@ -1,0 +1,62 @@
+"""The command in this process, and small configs."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from mxep.integration import app
+from mxep.integration.config import Config, configs_dir, register, resolve
+
+TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of text that is easy to learn."""
+    file = tmp_path_factory.mktemp("text") / "lines.txt"
+    file.write_text("".join(f"line {i % 100} of the text: abc {i % 7}\n" for i in range(3000)))
+    return file
+
+
+@pytest.fixture
+def make_config(text: Path) -> Callable[..., Config]:
+    """make_config(*overrides, ranks=None) -> a tiny config."""
+
+    def make(*overrides: str, ranks: int | None = None) -> Config:
+        register()
+        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+            return resolve(compose("config", [*TINY, f"data.path={text}", *overrides]), ranks=ranks)
+
+    return make
+
+
+@pytest.fixture
+def mxep(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Finished]:
+    """mxep(*arguments) -> Finished: the command, run folder tmp_path / "run"."""
+
+    def run(*arguments: str) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["mxep", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])
+        capfd.readouterr()
+        code: str | int | None = 0
+        try:
+            app.main()
+        except SystemExit as end:
+            code = end.code
+        out, err = capfd.readouterr()
+        assert code is None or isinstance(code, int)
+        return Finished(code or 0, out, err)
+
+    return run

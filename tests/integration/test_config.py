@@ -1,0 +1,109 @@
+"""Configs: every choice composes, every mistake is one clear message and a non-zero exit."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from mxep.ep import DISPATCHERS
+from mxep.gemm import Recipe
+from mxep.integration.config import Config, ConfigError, configs_dir, register, resolve, restore, to_json
+from mxep.quant import E5M2, ScaleMode
+
+
+def choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("group", ["task", "model", "recipe", "dispatcher", "parallel", "optimizer"])
+def test_every_choice_of_a_group_is_a_valid_config(make_config: Callable[..., Config], group: str):
+    assert choices(group)
+    for choice in choices(group):
+        config = make_config(f"{group}={choice}")
+        assert config.ranks % config.ep == 0
+
+
+def test_every_dispatcher_and_every_base_recipe_is_a_choice():
+    assert set(DISPATCHERS) == set(choices("dispatcher"))
+    assert {"bf16", "fp8", "mxfp8"} <= set(choices("recipe"))
+
+
+def test_the_recipe_section_changes_the_named_recipe(make_config: Callable[..., Config]):
+    assert make_config().make_recipe() == Recipe.mxfp8()
+    changed = make_config("recipe=mxfp8_e5m2", "recipe.mode=floor", "recipe.weight_block=32x32").make_recipe()
+    assert changed == Recipe.mxfp8(grad_fmt=E5M2, mode=ScaleMode.FLOOR, weight_block="32x32")
+
+
+def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[..., Config]):
+    config = make_config(ranks=4)
+    assert (config.ranks, config.ep) == (4, 4)
+    assert make_config("dispatcher=local", ranks=4).ep == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.name=int3"], "recipe: got 'int3', want bf16, fp8, mxfp8"),
+        (["recipe.mode=up"], "recipe.mode: got 'UP', wanted one of FLOOR, CEIL, EVEN, RCEIL"),
+        (["dispatcher.name=pigeon"], "dispatcher.name: got 'pigeon', wanted one of local, all_to_all, symmetric"),
+        (["dispatcher.capacity=none"], "dispatcher.capacity: got 'none', wanted one of worst_case"),
+        (["dispatcher=local", "parallel.ep=2"], "parallel.ep must be 1, got 2"),
+        (["parallel.ranks=3", "parallel.ep=2", "data.batch=6"], "parallel.ranks must be a multiple of 2"),
+        (["parallel.ranks=3", "parallel.ep=1"], "data.batch must be a multiple of 3 (parallel.ranks), got 4"),
+        (["model.experts=5"], "model.experts must be a multiple of 2"),
+        (["model.top_k=9"], "model.top_k must lie in 1..4"),
+        (["model.dim=40"], "recipe mxfp8 wants model.dim and model.hidden_dim in 32s"),
+        (["train.steps=0"], "train.steps must be positive, got 0"),
+        (["verify.cases=[bf16/pigeon]"], "verify.cases: got 'bf16/pigeon'"),
+        (["data.path=/no/such/file"], "data.path: no such file or folder: /no/such/file"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named(make_config: Callable[..., Config], overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_config(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipe=int3"], "Could not find 'recipe/int3'"),
+        (["model.width=3"], "Could not override 'model.width'"),
+        (["+model.width=3"], "no such key: model.width"),
+        (["model.dim=wide"], "Value 'wide' of type 'str' could not be converted to Integer"),
+        (["data=text"], "no value for data.path"),
+        (["data=text", "data.path=/no/such/file"], "no such file or folder: /no/such/file"),
+        (["data.source=web"], "data.source: got 'web', wanted one of stdlib, text"),
+        (["resume=/no/such/run"], "resume: no such file or folder: /no/such/run"),
+        (["task.name=dance"], "task.name: got 'dance', wanted one of train, verify"),
+        (["+model._target_=os.system"], "no such key: model._target_"),
+    ],
+)
+def test_a_config_error_is_one_message_and_exit_code_1(mxep, arguments: list[str], message: str):
+    finished = mxep(*arguments)
+    assert finished.code == 1
+    assert message in finished.err
+    assert "Traceback" not in finished.err
+    assert finished.out == ""
+
+
+def test_a_folder_without_a_checkpoint_cannot_be_resumed(mxep, tmp_path: Path):
+    finished = mxep(f"resume={tmp_path}")
+    assert (finished.code, "no checkpoint in" in finished.err) == (1, True)
+
+
+def test_a_saved_config_comes_back_but_for_what_the_command_line_names(make_config: Callable[..., Config]):
+    saved = make_config("train.steps=7", "seed=3", "recipe=fp8")
+    register()
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        given = ["recipe=bf16", "train.checkpoint_every=9"]
+        restored = resolve(restore(compose("config", given), to_json(saved), given))
+    assert (restored.train.steps, restored.seed, restored.model) == (7, 3, saved.model)
+    assert (restored.recipe.name, restored.train.checkpoint_every) == ("bf16", 9)
+
+
+def test_a_saved_config_of_other_types_is_refused(make_config: Callable[..., Config]):
+    with pytest.raises(ConfigError, match="does not fit"):
+        restore(OmegaConf.create(), {**to_json(make_config()), "model": {"width": 3}}, [])
