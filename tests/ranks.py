@@ -93,8 +93,12 @@ def _run_in_place(body: Callable[..., None], world_size: int, kwargs: dict[str, 
     if not dist.is_initialized():
         # Kept for all tests of the session; the interpreter's end takes it down.
         init_process_group(resolve_device("auto", world), rank, world)
-    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=60))
     on_cuda = device != "cpu" and "nccl" in dist.get_backend_config()
+    if on_cuda and world_size < world:
+        # torch 2.11 numbers the rendezvous of symmetric memory by process, not by group: after one that some ranks sat
+        # out, the next one of all ranks hangs. Without torchrun every size has fresh processes.
+        pytest.skip(f"on CUDA only all {world} ranks of torchrun can meet")
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=60))
     here = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     error = None
     if rank < world_size:
