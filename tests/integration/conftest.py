@@ -9,7 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from mxep.integration import app
-from mxep.integration.config import Config, configs_dir, register, resolve
+from mxep.integration.config import resolve
+from mxep.integration.schema import Config, configs_dir, register
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
 

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
-from mxep.integration.config import Config, ConfigError, configs_dir, register, resolve, restore, to_json
+from mxep.integration.config import ConfigError, make_recipe, resolve, restore, to_json
+from mxep.integration.schema import Config, configs_dir, register
 from mxep.quant import E5M2, ScaleMode
 
 
@@ -32,9 +33,9 @@ def test_every_dispatcher_and_every_base_recipe_is_a_choice():
 
 
 def test_the_recipe_section_changes_the_named_recipe(make_config: Callable[..., Config]):
-    assert make_config().make_recipe() == Recipe.mxfp8()
-    changed = make_config("recipe=mxfp8_e5m2", "recipe.mode=floor", "recipe.weight_block=32x32").make_recipe()
-    assert changed == Recipe.mxfp8(grad_fmt=E5M2, mode=ScaleMode.FLOOR, weight_block="32x32")
+    assert make_recipe(make_config()) == Recipe.mxfp8()
+    changed = make_config("recipe=mxfp8_e5m2", "recipe.mode=floor", "recipe.weight_block=32x32")
+    assert make_recipe(changed) == Recipe.mxfp8(grad_fmt=E5M2, mode=ScaleMode.FLOOR, weight_block="32x32")
 
 
 def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[..., Config]):

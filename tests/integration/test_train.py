@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 
 from mxep.integration import checkpoint
-from mxep.integration.config import Config
 from mxep.integration.launch import Rank, StopFlag, run_ranks
 from mxep.integration.mesh import Mesh
+from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Trainer, learning_rate, load_text, recipes, train
 
 

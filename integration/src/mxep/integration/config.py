@@ -1,23 +1,22 @@
-"""What a run is made of, as typed sections. The values are in configs/*.yaml; the types and the checks are here.
+"""From what Hydra composed to a checked Config: what depends on the machine is filled in, what does not fit is named.
 
     configs/config.yaml + groups (model=..., recipe=..., ...) + command line
-        -> hydra checks keys and types against these dataclasses
-        -> `resolve` fills what depends on the machine and checks values -> Config, plain data, goes to the ranks
+        -> hydra checks keys and types against schema.py
+        -> `resolve` -> Config, plain data, goes to the ranks
 
-A config is data only. Names (recipe, dispatcher, data source, task) pick from tables in code, so no config can make
-anything that mxep does not name.
+Names (recipe, dispatcher, data source, task) pick from tables in code, so no config can make anything that mxep does
+not name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from mxep.comms import Capacity
@@ -26,170 +25,11 @@ from mxep.gemm import Recipe
 from mxep.quant import ScaleMode
 
 from .data import SOURCES
+from .schema import Config
 
 
 class ConfigError(ValueError):
     """The config asks for something that does not exist or does not fit; the message says what, for the user."""
-
-
-@dataclass
-class TaskConfig:
-    """name: what to do, one of the tasks in app.py."""
-
-    name: str
-
-
-@dataclass
-class ModelConfig:
-    """A decoder of `layers` blocks: attention with `heads` heads, then an MoE of `experts` routed experts of which a
-    token takes `top_k`, and `shared_experts` that all tokens take. `dim` is D, `hidden_dim` is F of one expert.
-    balance_rate: how far a router's bias moves a step towards balance."""
-
-    dim: int
-    layers: int
-    heads: int
-    experts: int
-    top_k: int
-    hidden_dim: int
-    shared_experts: int
-    balance_rate: float
-
-
-@dataclass
-class DataConfig:
-    """source: "stdlib" or "text". path: a file or folder, for "text". max_bytes: cap on the text, in bytes.
-    batch: sequences a step over all ranks, of `length` bytes each."""
-
-    source: str
-    path: str | None
-    max_bytes: int
-    batch: int
-    length: int
-
-
-@dataclass
-class RecipeConfig:
-    """name: of a mxep.gemm.Recipe. mode, weight_block, wgrad: replace the recipe's own where not null."""
-
-    name: str
-    mode: str | None
-    weight_block: str | None
-    wgrad: str | None
-
-
-@dataclass
-class DispatcherConfig:
-    """name: of a mxep.ep dispatcher. capacity: "worst_case", "exact", or "factor" (times `factor`, a multiple of the
-    balanced load)."""
-
-    name: str
-    capacity: str
-    factor: float
-
-
-@dataclass
-class ParallelConfig:
-    """ranks: processes (null: one a GPU, 2 on a CPU). ep: ranks that share one set of experts (null: all of them; 1
-    with the local dispatcher); ranks / ep sets work data-parallel. device: "auto", "cpu", "cuda". timeout: seconds for
-    the whole job, null for no limit."""
-
-    ranks: int | None
-    ep: int | None
-    device: str
-    timeout: float | None
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW with `lr` warmed up over `warmup` steps, then cosine down to `lr * final`; gradient norm at most `clip`."""
-
-    lr: float
-    warmup: int
-    final: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-    clip: float
-
-
-@dataclass
-class TrainConfig:
-    """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
-    for one at the end. valid_batches: batches of held-out text for the final loss."""
-
-    steps: int
-    compare: bool
-    checkpoint_every: int
-    valid_batches: int
-
-
-@dataclass
-class VerifyConfig:
-    """The layer that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES, null for all."""
-
-    tokens: int
-    dim: int
-    hidden_dim: int
-    experts: int
-    top_k: int
-    cases: list[str] | None
-
-
-@dataclass
-class Config:
-    """Everything. seed decides weights and batches. resume: a run folder or a checkpoint folder to go on from."""
-
-    task: TaskConfig
-    model: ModelConfig
-    data: DataConfig
-    recipe: RecipeConfig
-    dispatcher: DispatcherConfig
-    parallel: ParallelConfig
-    optimizer: OptimizerConfig
-    train: TrainConfig
-    verify: VerifyConfig
-    seed: int
-    resume: str | None
-
-    @property
-    def ranks(self) -> int:
-        assert self.parallel.ranks is not None, "resolve() fills it"
-        return self.parallel.ranks
-
-    @property
-    def ep(self) -> int:
-        assert self.parallel.ep is not None, "resolve() fills it"
-        return self.parallel.ep
-
-    @property
-    def tokens_per_rank(self) -> int:
-        return self.data.batch // self.ranks * self.data.length
-
-    def make_recipe(self) -> Recipe:
-        changes: dict[str, Any] = {}
-        if self.recipe.mode is not None:
-            changes["mode"] = ScaleMode[_one_of("recipe.mode", self.recipe.mode.upper(), ScaleMode.__members__)]
-        if self.recipe.weight_block is not None:
-            changes["weight_block"] = _one_of("recipe.weight_block", self.recipe.weight_block, ("1x32", "32x32"))
-        if self.recipe.wgrad is not None:
-            changes["wgrad"] = _one_of("recipe.wgrad", self.recipe.wgrad, ("mx", "bf16"))
-        return dataclasses.replace(Recipe.named(self.recipe.name), **changes)
-
-    def make_capacity(self) -> Capacity:
-        kind = _one_of("dispatcher.capacity", self.dispatcher.capacity, ("worst_case", "exact", "factor"))
-        return Capacity.factor(self.dispatcher.factor) if kind == "factor" else getattr(Capacity, kind)()
-
-
-def configs_dir() -> Path:
-    """configs/ of the repository this file lies in, else the copy that the wheel carries."""
-    here = Path(__file__).resolve()
-    in_repo = here.parents[4] / "configs" if len(here.parents) > 4 else here
-    return in_repo if (in_repo / "config.yaml").is_file() else here.parent / "configs"
-
-
-def register() -> None:
-    """Tell Hydra the types, under the name that configs/config.yaml starts from."""
-    ConfigStore.instance().store(name="schema", node=Config)
 
 
 def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
@@ -230,6 +70,24 @@ def to_json(config: Config) -> dict[str, Any]:
     return plain
 
 
+def make_recipe(config: Config) -> Recipe:
+    """The recipe that the config names, with the changes that it asks for. Raises ValueError for one that is none."""
+    changes: dict[str, Any] = {}
+    if config.recipe.mode is not None:
+        changes["mode"] = ScaleMode[_one_of("recipe.mode", config.recipe.mode.upper(), ScaleMode.__members__)]
+    if config.recipe.weight_block is not None:
+        changes["weight_block"] = _one_of("recipe.weight_block", config.recipe.weight_block, ("1x32", "32x32"))
+    if config.recipe.wgrad is not None:
+        changes["wgrad"] = _one_of("recipe.wgrad", config.recipe.wgrad, ("mx", "bf16"))
+    return dataclasses.replace(Recipe.named(config.recipe.name), **changes)
+
+
+def make_capacity(config: Config) -> Capacity:
+    """The bound on a rank's rows that the config asks for."""
+    kind = _one_of("dispatcher.capacity", config.dispatcher.capacity, ("worst_case", "exact", "factor"))
+    return Capacity.factor(config.dispatcher.factor) if kind == "factor" else getattr(Capacity, kind)()
+
+
 def _known_keys(raw: DictConfig, typed: Any, prefix: str = "") -> None:
     """Raise ConfigError for keys that the types do not have: `+key=value` adds what Hydra refuses without the +."""
     fields = {field.name for field in dataclasses.fields(typed)}
@@ -255,8 +113,8 @@ def _fill_parallel(config: Config, ranks: int | None) -> None:
 def _check(config: Config) -> None:
     """Raise ConfigError for the first value that does not fit; everything a rank would trip over is caught here."""
     try:
-        recipe = config.make_recipe()
-        config.make_capacity()
+        recipe = make_recipe(config)
+        make_capacity(config)
     except ConfigError:
         raise
     except ValueError as error:
@@ -303,7 +161,7 @@ def _divides(name: str, value: int, of_name: str, of: int) -> None:
         raise ConfigError(f"{of_name} must be a multiple of {value} ({name}), got {of}")
 
 
-def _one_of(key: str, value: str, names: Any) -> str:
-    if value not in names:
+def _one_of(key: str, value: str, names: Iterable[str]) -> str:
+    if value not in (names := tuple(names)):
         raise ConfigError(f"{key}: got {value!r}, wanted one of {', '.join(names)}")
     return value

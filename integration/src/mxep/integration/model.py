@@ -21,8 +21,8 @@ from mxep.comms import Capacity
 from mxep.ep import Experts, MoE, Router, SharedExpert, make_dispatcher
 from mxep.gemm import Recipe
 
-from .config import ModelConfig
 from .data import VOCABULARY
+from .schema import ModelConfig
 
 
 class Attention(nn.Module):

@@ -25,12 +25,13 @@ from torch import Tensor
 from mxep.gemm import Recipe
 
 from . import checkpoint
-from .config import Config, ConfigError, OptimizerConfig, to_json
+from .config import ConfigError, make_capacity, make_recipe, to_json
 from .data import Text, load_text, make_batch
 from .launch import Rank
 from .mesh import Gradients, Mesh
 from .model import Transformer
 from .progress import Progress
+from .schema import Config, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
 
 def recipes(config: Config) -> list[Recipe]:
     """bf16 for comparison, if asked for, then the chosen recipe."""
-    chosen = config.make_recipe()
+    chosen = make_recipe(config)
     baseline = [Recipe.bf16()] if config.train.compare and chosen.scaling != "none" else []
     return [*baseline, chosen]
 
@@ -115,7 +116,7 @@ class Trainer:
             recipe=recipe,
             dispatcher=config.dispatcher.name,
             group=mesh.ep,
-            capacity=config.make_capacity(),
+            capacity=make_capacity(config),
             max_tokens=config.tokens_per_rank,
         ).to(rank.device)
         self.gradients = Gradients(self.model, self.model.expert_parameters(), mesh)

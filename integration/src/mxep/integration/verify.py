@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from mxep.ep import CASES, Case, MoE
 from mxep.gemm import Recipe
 
-from .config import Config
 from .launch import Rank
 from .mesh import Mesh
 from .reference import EXACT, Problem, Results, moe_layer, quantizers, snr
+from .schema import Config
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above

@@ -1,0 +1,129 @@
+"""One job: a composed config is checked, run on its ranks and reported. A task is one of the table below."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from . import checkpoint, report
+from .app import PRELOAD, STOPPED, reports, under_torchrun
+from .config import ConfigError, resolve, restore, to_json
+from .launch import RanksFailed, run_in_place, run_ranks
+from .schema import Config, RecipeConfig
+from .train import Outcome, train
+from .verify import Result, verify
+from .verify import show as show_results
+from .verify import write as write_results
+
+
+def run_job(raw: DictConfig) -> int:
+    """Run what Hydra composed and return the exit code; anything wrong ends in one message on stderr."""
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.runtime.output_dir)
+    try:
+        config, checkpoints = prepare(raw, list(hydra_config.overrides.task))
+        if reports():
+            OmegaConf.save(OmegaConf.create(to_json(config)), folder / "config.yaml")
+        return TASKS[config.task.name](config, folder, checkpoints)
+    except ConfigError as error:
+        return _failed(str(error)) if reports() else 1
+    except RanksFailed as error:
+        (folder / "error.txt").write_text(f"{error}\n")
+        return _failed(f"{first_failure(str(error))}\n(the whole story: {_shown(folder / 'error.txt')})")
+    except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
+        return _failed(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+
+
+def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
+    """The config to run, and the checkpoint folder of each run to start from.
+
+    A resumed job keeps its own config but for ``overrides``. Raises ConfigError, or ValueError for a bad checkpoint.
+    """
+    checkpoints: dict[str, Path] = {}
+    if raw.resume is not None:
+        path = Path(raw.resume)
+        if not path.exists():
+            raise ConfigError(f"resume: no such file or folder: {path}")
+        checkpoints = checkpoint.find(path)
+        state = checkpoint.read_state(next(iter(checkpoints.values())))
+        raw = restore(raw, state.config, overrides)
+        if path in checkpoints.values():  # one run alone, no comparison
+            raw.train.compare = False
+            if state.run == "bf16":
+                raw.recipe = RecipeConfig("bf16", mode=None, weight_block=None, wgrad=None)
+    config = resolve(raw, ranks=int(os.environ["WORLD_SIZE"]) if under_torchrun() else None)
+    if config.task.name not in TASKS:
+        raise ConfigError(f"task.name: got {config.task.name!r}, wanted one of {', '.join(TASKS)}")
+    return config, {run: str(step.resolve()) for run, step in checkpoints.items()}
+
+
+def first_failure(text: str) -> str:
+    """Of a RanksFailed message, which rank failed first and its error without the traceback."""
+    first = re.split(r"\n(?=rank \d+ (?:raised|was|exited)|\(rank )", text)[0]
+    head, _, traceback = first.partition("\n")
+    lines = traceback.rstrip().splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
+    error = "\n".join(lines[frames[-1] + 1 :] if frames else lines)
+    without_module = re.sub(r"^(?:[A-Za-z_]\w*\.)+", "", error)
+    return f"{head} {without_module}".rstrip()
+
+
+def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    outcome: Outcome = _on_ranks(train, (config, str(folder), checkpoints), config)[0]
+    code = STOPPED if outcome.stopped else 0
+    if not reports():
+        return code
+    summary = report.write(outcome, folder)
+    if outcome.stopped:
+        run = outcome.runs[-1]
+        where = f"{run.name}, step {run.steps} of {config.train.steps}"
+        print(f"mxep: stopped ({where}); go on with: mxep resume={_shown(folder)}", file=sys.stderr)
+    else:
+        report.show(summary, Console())
+        print(f"run folder: {_shown(folder)}")
+    return code
+
+
+def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    results: list[Result] = _on_ranks(verify, (config,), config)[0]
+    failed = sum(not result.passed for result in results)
+    if reports():
+        write_results(results, folder / "verify.json")
+        show_results(results, Console())
+        if failed:
+            print(f"mxep: {failed} of {len(results)} cases failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {"train": _train, "verify": _verify}
+
+
+def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> list[Any]:
+    """What ``fn(Rank, *args)`` returns on each rank; under torchrun on this one alone."""
+    parallel = config.parallel
+    if under_torchrun():
+        return [run_in_place(fn, args, device=parallel.device)]
+    return run_ranks(
+        fn, args, world_size=config.ranks, timeout=parallel.timeout, device=parallel.device, preload=PRELOAD[1:]
+    )
+
+
+def _failed(message: str) -> int:
+    print(f"mxep: {message}", file=sys.stderr)
+    return 1
+
+
+def _shown(path: Path) -> str:
+    """As short as it can be typed here."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

@@ -1,0 +1,158 @@
+"""What a run is made of, as typed sections: data only. The values are in configs/*.yaml.
+
+Imported before anything heavy, so that a command line with a mistake is answered at once; config.py has the checks that
+need the packages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+
+
+@dataclass
+class TaskConfig:
+    """name: what to do, one of the tasks in app.py."""
+
+    name: str
+
+
+@dataclass
+class ModelConfig:
+    """A decoder of `layers` blocks: attention with `heads` heads, then an MoE of `experts` routed experts of which a
+    token takes `top_k`, and `shared_experts` that all tokens take. `dim` is D, `hidden_dim` is F of one expert.
+    balance_rate: how far a router's bias moves a step towards balance."""
+
+    dim: int
+    layers: int
+    heads: int
+    experts: int
+    top_k: int
+    hidden_dim: int
+    shared_experts: int
+    balance_rate: float
+
+
+@dataclass
+class DataConfig:
+    """source: "stdlib" or "text". path: a file or folder, for "text". max_bytes: cap on the text, in bytes.
+    batch: sequences a step over all ranks, of `length` bytes each."""
+
+    source: str
+    path: str | None
+    max_bytes: int
+    batch: int
+    length: int
+
+
+@dataclass
+class RecipeConfig:
+    """name: of a mxep.gemm.Recipe. mode, weight_block, wgrad: replace the recipe's own where not null."""
+
+    name: str
+    mode: str | None
+    weight_block: str | None
+    wgrad: str | None
+
+
+@dataclass
+class DispatcherConfig:
+    """name: of a mxep.ep dispatcher. capacity: "worst_case", "exact", or "factor" (times `factor`, a multiple of the
+    balanced load)."""
+
+    name: str
+    capacity: str
+    factor: float
+
+
+@dataclass
+class ParallelConfig:
+    """ranks: processes (null: one a GPU, 2 on a CPU). ep: ranks that share one set of experts (null: all of them; 1
+    with the local dispatcher); ranks / ep sets work data-parallel. device: "auto", "cpu", "cuda". timeout: seconds for
+    the whole job, null for no limit."""
+
+    ranks: int | None
+    ep: int | None
+    device: str
+    timeout: float | None
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with `lr` warmed up over `warmup` steps, then cosine down to `lr * final`; gradient norm at most `clip`."""
+
+    lr: float
+    warmup: int
+    final: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    clip: float
+
+
+@dataclass
+class TrainConfig:
+    """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
+    for one at the end. valid_batches: batches of held-out text for the final loss."""
+
+    steps: int
+    compare: bool
+    checkpoint_every: int
+    valid_batches: int
+
+
+@dataclass
+class VerifyConfig:
+    """The layer that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES, null for all."""
+
+    tokens: int
+    dim: int
+    hidden_dim: int
+    experts: int
+    top_k: int
+    cases: list[str] | None
+
+
+@dataclass
+class Config:
+    """Everything. seed decides weights and batches. resume: a run folder or a checkpoint folder to go on from."""
+
+    task: TaskConfig
+    model: ModelConfig
+    data: DataConfig
+    recipe: RecipeConfig
+    dispatcher: DispatcherConfig
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    verify: VerifyConfig
+    seed: int
+    resume: str | None
+
+    @property
+    def ranks(self) -> int:
+        assert self.parallel.ranks is not None, "resolve() fills it"
+        return self.parallel.ranks
+
+    @property
+    def ep(self) -> int:
+        assert self.parallel.ep is not None, "resolve() fills it"
+        return self.parallel.ep
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.data.batch // self.ranks * self.data.length
+
+
+def configs_dir() -> Path:
+    """configs/ of the repository this file lies in, else the copy that the wheel carries."""
+    here = Path(__file__).resolve()
+    in_repo = here.parents[4] / "configs" if len(here.parents) > 4 else here
+    return in_repo if (in_repo / "config.yaml").is_file() else here.parent / "configs"
+
+
+def register() -> None:
+    """Tell Hydra the types, under the name that configs/config.yaml starts from."""
+    ConfigStore.instance().store(name="schema", node=Config)
