@@ -30,7 +30,7 @@ from torch import Tensor
 from mxep.quant.checks import TILES, check_block
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.groups import check_group_ends, fill_rows, live_rows
-from mxep.quant.ops import NAN_CODE, pick_rows
+from mxep.quant.ops import NAN_CODE, pick_rows, values_of
 from mxep.quant.scales import NAN_BYTE, power_of_two
 from mxep.quant.tensor import MXTensor
 
@@ -89,7 +89,7 @@ def shift_codes(codes: Tensor, shift: Tensor) -> Tensor:
     Example, E4M3: 0x41 (2.25) by 1 is 0x39 (1.125), by 9 is 0x02 (2.25 subnormals become 2), by 19 is 0x00.
     """
     byte = 127 - shift.clamp(max=flush_shift(codes.dtype))
-    return (codes.float() * power_of_two(byte)).to(codes.dtype)
+    return (values_of(codes) * power_of_two(byte)).to(codes.dtype)
 
 
 def _check(mx: MXTensor, block: int | None, group_ends: Tensor | None) -> tuple[MXTensor, int]:

@@ -109,6 +109,14 @@ def pick_rows(x: Tensor, row_index: Tensor) -> Tensor:
     return x.index_select(0, row_index.clamp(min=0)).masked_fill_((row_index < 0).unsqueeze(-1), 0)
 
 
+def values_of(codes: Tensor) -> Tensor:
+    """The codes' values in fp32, without scales. From a table on the CPU, where it takes a third of the cast's time."""
+    if codes.device.type != "cpu":
+        return codes.float()
+    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+    return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
+
+
 def decode(codes: Tensor, scale: Tensor, blocks: tuple[int, int], row_index: Tensor | None) -> Tensor:
     """Values (..., N, K) in fp32 of codes (..., N, K) with one scale per `blocks` = (rows, columns) elements.
 
@@ -119,7 +127,7 @@ def decode(codes: Tensor, scale: Tensor, blocks: tuple[int, int], row_index: Ten
         codes, byte = pick_rows(codes.view(torch.uint8), row_index).view(codes.dtype), pick_rows(byte, row_index)
     rows, columns = blocks
     n, k = byte.shape[-2:]
-    tiles = torch.unflatten(torch.unflatten(codes.float(), -1, (k, columns)), -3, (n, rows))
+    tiles = torch.unflatten(torch.unflatten(values_of(codes), -1, (k, columns)), -3, (n, rows))
     return (tiles * power_of_two(byte)[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
 
 
