@@ -33,7 +33,6 @@ def calls():
             (peers(), pointers, torch.randn(8, 16).bfloat16(), SLOT_ROWS, torch.rand(8), layout, 1),
         ),
         "put_sums only": (exchange.put_sums, (peers(), pointers, torch.randn(8, 8), SLOT_ROWS, None, layout, 0)),
-        "sum_home": (exchange.sum_home, (torch.zeros_like(peers()[0]), IDS, layout, 2, 16, torch.bfloat16)),
         "values_home": (exchange.values_home, (torch.zeros_like(peers()[0]), IDS, layout, 2)),
         "put_tables": (direct.put_tables, (peers(), pointers, IDS, weights, layout, 1)),
         "put_rows_to_groups": (

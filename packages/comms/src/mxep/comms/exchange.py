@@ -97,7 +97,8 @@ def return_rows(
     put_sums(buffer.peers, buffer.pointers, rows, plan.slot_rows, row_values, layout.ints(), rank)
     # After it: every rank that got one of our tokens has put its sum into our slots (that rank, token).
     move.finish()
-    out = sum_home(buffer.local, expert_ids, layout.ints(), e, rows.shape[1], rows.dtype)
+    slots = home_slots(layout, expert_ids, e)
+    out = sum_slots(layout.rows(buffer.local)[:, : rows.shape[1] * rows.dtype.itemsize].view(rows.dtype), slots)
     if row_values is None:
         return out, None
     return out, values_home(buffer.local, expert_ids, layout.ints(), e)
@@ -160,28 +161,6 @@ def put_sums(
             place.values(peer)[rank].copy_(values[torch.where(slot_rows[mine] >= 0, slot_rows[mine], len(values) - 1)])
 
 
-@torch.library.custom_op("mxep::sum_home", mutates_args=())
-def sum_home(
-    local: Tensor, expert_ids: Tensor, layout: list[int], experts_per_rank: int, dim: int, dtype: torch.dtype
-) -> Tensor:
-    """(T, dim): for each own token the sum over the ranks that its experts are on, in rank order, in fp32."""
-    place = Layout(*layout)
-    rows = place.rows(local)[:, : dim * dtype.itemsize].view(dtype)
-    owner = owners(expert_ids, experts_per_rank)
-    total = torch.zeros(len(expert_ids), dim, device=local.device)
-    for rank in range(place.world_size):
-        arrived = (owner == rank).any(1, keepdim=True)
-        total += torch.where(arrived, rows[rank * place.max_tokens :][: len(total)].float(), 0.0)
-    return total.to(dtype)
-
-
-@sum_home.register_fake
-def _(
-    local: Tensor, expert_ids: Tensor, layout: list[int], experts_per_rank: int, dim: int, dtype: torch.dtype
-) -> Tensor:
-    return local.new_empty(len(expert_ids), dim, dtype=dtype)
-
-
 @torch.library.custom_op("mxep::values_home", mutates_args=())
 def values_home(local: Tensor, expert_ids: Tensor, layout: list[int], experts_per_rank: int) -> Tensor:
     """(T, K) fp32: the value that the owner of each pair's expert stored, 0 for a pair without one."""
@@ -204,6 +183,14 @@ def _(local: Tensor, expert_ids: Tensor, layout: list[int], experts_per_rank: in
 def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:
     """The rank of each id. Not a rank: -1 for -1, and anything for an invalid id."""
     return expert_ids.div(experts_per_rank, rounding_mode="floor")
+
+
+def home_slots(layout: Layout, expert_ids: Tensor, experts_per_rank: int) -> Tensor:
+    """(T, W) int32: where rank r's sum of own token t arrives; -1 if no expert of t is on r."""
+    ranks = torch.arange(layout.world_size, dtype=torch.int32, device=expert_ids.device)
+    token = torch.arange(len(expert_ids), dtype=torch.int32, device=expert_ids.device)
+    was_there = (owners(expert_ids, experts_per_rank)[:, :, None] == ranks).any(1)
+    return torch.where(was_there, ranks * layout.max_tokens + token[:, None], -1)
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:

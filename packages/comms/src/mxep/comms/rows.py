@@ -38,7 +38,7 @@ def _(parts: list[Tensor], row_index: Tensor) -> list[Tensor]:
 def add_rows(rows: Tensor, slot_rows: Tensor) -> Tensor:
     total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device)
     for row_index in slot_rows.unbind(1):
-        total += _gather(rows, row_index)
+        total += _gather(rows, row_index).float()
     return total.to(rows.dtype)
 
 
@@ -50,5 +50,15 @@ def _(rows: Tensor, slot_rows: Tensor) -> Tensor:
 def _gather(part: Tensor, row_index: Tensor) -> Tensor:
     if part.shape[0] == 0:
         return part.new_zeros(row_index.shape[0], part.shape[1])
+    words = _as_words(part)
     # masked_fill, not a product with a mask: rows that no index names may hold NaN.
-    return part.index_select(0, row_index.clamp_min(0)).masked_fill_(row_index[:, None] < 0, 0)
+    rows = words.index_select(0, row_index.clamp_min(0)).masked_fill_(row_index[:, None] < 0, 0)
+    return rows.view(part.dtype)
+
+
+def _as_words(part: Tensor) -> Tensor:
+    """The same bytes in words of 8 where rows are made of whole ones: 4 times as fast to copy on a CPU as bytes."""
+    size = part.element_size()
+    if any(count * size % 8 for count in (part.shape[1], part.stride(0), part.storage_offset())) or part.stride(1) != 1:
+        return part
+    return part.view(torch.int64)
