@@ -13,23 +13,14 @@
 """
 
 import contextlib
-import ctypes
-import faulthandler
-import importlib
-import importlib.util
-import inspect
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -38,12 +29,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from .rank import FunctionName, Rank, StopFlag, init_process_group, rank_main, stack_file
+
+__all__ = [
+    "FunctionName",
+    "Rank",
+    "RanksFailed",
+    "StopFlag",
+    "init_process_group",
+    "resolve_device",
+    "run_in_place",
+    "run_ranks",
+]
+
 T = TypeVar("T")
 
 # How long after the first failure the other ranks may still report theirs.
 GRACE = 0.3
-PR_SET_PDEATHSIG = 1
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 class RanksFailed(RuntimeError):
@@ -55,29 +57,6 @@ class RanksFailed(RuntimeError):
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
-
-
-class StopFlag:
-    """Set in a rank by SIGUSR1 (Ctrl-C at the caller): the job should stop after this step."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def agreed(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether any rank of `group` was asked to stop: one answer for all. A collective on the host (gloo)."""
-        flag = torch.tensor([self.requested], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag)
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What a rank's function gets: its number, how many there are, its device and the flag that asks it to stop."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    stop: StopFlag = field(default_factory=StopFlag)
 
 
 def run_ranks(
@@ -105,7 +84,7 @@ def run_ranks(
     device = resolve_device(device, world_size)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mxep.integration.preload", *preload])
-    environment = {**os.environ, **NO_MULTICAST, **(env or {})}
+    environment = {**os.environ, **(env or {})}
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as scratch:
         payload = pickle.dumps((FunctionName.of(fn), pickle.dumps(tuple(args))))
         ranks: list[_Process] = []
@@ -113,14 +92,15 @@ def run_ranks(
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
                 where = (rank, world_size, device, scratch, environment)
-                process = context.Process(target=_rank_main, args=(theirs, payload, *where), name=f"rank {rank}")
+                process = context.Process(target=rank_main, args=(theirs, payload, *where), name=f"rank {rank}")
                 process.start()
                 theirs.close()
                 ranks.append(_Process(rank, process, ours))
             with _forward_signals(ranks):
                 _collect(ranks, timeout, Path(scratch))
         finally:
-            for one in ranks:
+            # First those that still run: one that failed may wait for them while it takes its group down.
+            for one in sorted(ranks, key=lambda one: one.finished):
                 one.kill()
         return [one.value for one in ranks]
 
@@ -128,12 +108,14 @@ def run_ranks(
 def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str = "auto") -> T:
     """Call `fn(Rank, *args)` in this process, which torchrun started (RANK, WORLD_SIZE, LOCAL_RANK are set)."""
     device = resolve_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    here = init_process_group(device, rank, world_size)
     stop = StopFlag()
-    before = {number: signal.signal(number, lambda *_: _request(stop)) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop.request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with process_group(device, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), stop=stop) as rank:
-            return fn(rank, *args)
+        return fn(Rank(rank, world_size, here, stop), *args)
     finally:
+        dist.destroy_process_group()
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -150,64 +132,6 @@ def resolve_device(device: str, world_size: int) -> str:
     if device == "auto":
         return "cuda" if available >= world_size else "cpu"
     return device
-
-
-@contextlib.contextmanager
-def process_group(
-    device: str, rank: int, world_size: int, *, init_method: str = "env://", stop: StopFlag | None = None
-) -> Iterator[Rank]:
-    """The default process group for the length of the block."""
-    here = init_process_group(device, rank, world_size, init_method=init_method)
-    try:
-        yield Rank(rank, world_size, here, stop or StopFlag())
-    finally:
-        dist.destroy_process_group()
-
-
-def init_process_group(device: str, rank: int, world_size: int, *, init_method: str = "env://") -> torch.device:
-    """Bring up the default group: gloo, or nccl beside gloo for "cuda". Returns this rank's device, made current."""
-    here = torch.device("cpu")
-    if device == "cuda":
-        here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-        torch.cuda.set_device(here)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    limit = timedelta(minutes=10)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
-    return here
-
-
-@dataclass(frozen=True)
-class FunctionName:
-    """Names a module-level function for another process: a module name, its file, and the name inside it."""
-
-    module: str
-    file: str
-    qualname: str
-
-    @staticmethod
-    def of(fn: Callable[..., Any]) -> "FunctionName":
-        if "<" in fn.__qualname__:
-            raise ValueError(f"got {fn.__qualname__}, wanted a function at module level: ranks find it by its name")
-        return FunctionName(fn.__module__, os.path.abspath(inspect.getfile(fn)), fn.__qualname__)
-
-    def load(self) -> Callable[..., Any]:
-        found: Any = sys.modules.get(self.module)
-        if found is None:
-            with contextlib.suppress(ImportError):
-                found = importlib.import_module(self.module)
-        if self.module != "__main__" and getattr(found, "__file__", None) != self.file:
-            # pytest's importlib mode gives test modules names that nobody else can import.
-            spec = importlib.util.spec_from_file_location(self.module, self.file)
-            assert spec is not None, self.file
-            assert spec.loader is not None, self.file
-            found = sys.modules[self.module] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found)
-        for name in self.qualname.split("."):
-            found = getattr(found, name)
-        return found  # type: ignore[no-any-return]
-
-
-# ── in the caller ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Process:
@@ -292,12 +216,8 @@ def _stacks(late: list[_Process], scratch: Path) -> str:
     for one in late:
         one.signal(signal.SIGUSR2)
     time.sleep(GRACE)
-    files = [(one.rank, _stack_file(scratch, one.rank)) for one in late]
+    files = [(one.rank, stack_file(scratch, one.rank)) for one in late]
     return "\n".join(f"rank {rank} was at:\n{file.read_text()}" for rank, file in files if file.exists())
-
-
-def _stack_file(scratch: str | Path, rank: int) -> Path:
-    return Path(scratch) / f"stack-{rank}"
 
 
 @contextlib.contextmanager
@@ -322,59 +242,3 @@ def _forward_signals(ranks: list[_Process]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# ── in a rank ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _rank_main(
-    connection: Connection,
-    payload: bytes,
-    rank: int,
-    world_size: int,
-    device: str,
-    scratch: str,
-    environment: dict[str, str],
-) -> None:
-    os.setsid()
-    _die_with_caller()
-    os.environ.clear()  # the fork server's are those of the first call
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
-    stop = StopFlag()
-    signal.signal(signal.SIGUSR1, lambda *_: _request(stop))
-    with _stack_file(scratch, rank).open("w") as stack:
-        faulthandler.register(signal.SIGUSR2, file=stack)
-        connection.send_bytes(pickle.dumps(("ready",)))
-        try:
-            name, args = pickle.loads(payload)
-            fn = name.load()
-            here = init_process_group(device, rank, world_size, init_method=f"file://{scratch}/store")
-            value = fn(Rank(rank, world_size, here, stop), *pickle.loads(args))
-            message = pickle.dumps(("value", value))
-        except BaseException:
-            message = pickle.dumps(("error", traceback.format_exc()))
-        # An error goes out before the group goes down, or the peers' complaints about that would come first.
-        connection.send_bytes(message)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        faulthandler.unregister(signal.SIGUSR2)
-
-
-def _request(stop: StopFlag) -> None:
-    stop.requested = True
-
-
-def _die_with_caller() -> None:
-    """End this rank and its children when the fork server or the caller is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    caller = multiprocessing.parent_process()
-    assert caller is not None
-
-    def watch() -> None:
-        # The sentinel is a pipe whose other end the caller holds: it ends with the caller, however that ends.
-        wait([caller.sentinel])
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="caller watch", daemon=True).start()
