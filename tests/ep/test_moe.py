@@ -231,8 +231,8 @@ def test_the_layer_trains() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_weights_are_quantized_once_a_step() -> None:
-    moe = local()
+def test_cached_weights_are_quantized_once_a_step() -> None:
+    moe = local(cache_weights=True)
     x = torch.randn(20, 64, dtype=torch.bfloat16)
     for _ in range(3):
         moe(x).sum().backward()
@@ -269,3 +269,84 @@ def test_ids_out_of_range_are_refused_before_anything_moves() -> None:
 def test_the_seven_cases_are_rows_of_the_table() -> None:
     assert len(SEVEN_CASES) == 7
     assert set(SEVEN_CASES) < set(CASES)
+
+
+def test_a_copy_of_a_layer_shares_its_dispatcher_and_computes_the_same() -> None:
+    moe = local()
+    x = torch.randn(20, 64, dtype=torch.bfloat16)
+    moe(x).sum().backward()
+    twin = copy.deepcopy(moe)
+    assert twin.dispatcher is moe.dispatcher
+    assert torch.equal(twin(x), moe(x))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+def test_no_tokens_at_all_with_an_expanded_gradient(recipe: str) -> None:
+    moe = local(recipe=recipe)
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, requires_grad=True)
+    moe(x).sum().backward()
+    assert x.grad.shape == (0, 64)
+    assert moe.experts.down_proj.grad.norm() == 0
+
+
+def test_a_wider_row_than_the_dispatcher_has_room_for_is_refused() -> None:
+    moe = MoE(64, 32, 8, 2, dispatcher=SymmetricDispatcher(8, dim=64))
+    with pytest.raises(ValueError, match=r"room for rows of torch.bfloat16, got torch.float32"):
+        moe(torch.zeros(4, 64))
+
+
+def test_inference_mode_first_then_training() -> None:
+    moe = local()
+    x = torch.randn(20, 64, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        before = moe(x)
+    after = moe(x)
+    after.sum().backward()
+    assert torch.equal(before, after)
+    moe.check()
+
+
+def test_autocast_changes_nothing() -> None:
+    moe = local(recipe="bf16", dtype=torch.float32)
+    x = torch.randn(20, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = moe(x)
+    assert torch.equal(out, moe(x))
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    moe = local(recipe="bf16", dtype=torch.float32)
+    x = torch.randn(8, 64, requires_grad=True)
+    (dx,) = torch.autograd.grad(moe(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+
+
+def test_a_compiled_block_computes_what_the_eager_one_does() -> None:
+    moe = local()
+    x = torch.randn(20, 64, dtype=torch.bfloat16)
+
+    def run(block) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = block(leaf)
+        out.sum().backward()
+        return out, leaf.grad
+
+    for got, wanted in zip(
+        run(torch.compile(lambda t: moe(t * 2) + t, backend="eager")), run(lambda t: moe(t * 2) + t)
+    ):
+        assert torch.equal(got, wanted)
+
+
+def test_ids_may_be_overwritten_between_forward_and_backward() -> None:
+    router = FixedRouting(torch.tensor([[0, 1], [2, 3]]).int(), torch.ones(2, 2))
+    moe = MoE(64, 32, 8, 2, dispatcher="all_to_all", router=router)
+    grads = []
+    for overwrite in (False, True):
+        x = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
+        out = moe(x)
+        if overwrite:
+            router.expert_ids.fill_(7)
+        out.sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)

@@ -125,3 +125,11 @@ def test_tiles_serve_both_products_with_the_same_codes() -> None:
     assert isinstance(weight.rows, MXTensor)
     assert weight.rows.axis == (-2, -1)
     assert weight.nbytes == weight.rows.qdata.nbytes + weight.rows.scale.nbytes
+
+
+def test_data_put_in_the_place_of_old_data_is_seen() -> None:
+    w = torch.nn.Parameter(torch.ones(2, 32, 32, dtype=torch.bfloat16))
+    cache = WeightCache()
+    for doubled in (1.0, 2.0, 4.0, 8.0):
+        assert cache.get(w, Recipe.mxfp8()).rows.dequantize().eq(doubled).all()
+        w.data = w.data * 2

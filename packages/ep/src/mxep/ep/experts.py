@@ -30,6 +30,7 @@ class Experts(nn.Module):
         *,
         num_local_experts: int | None = None,
         first_expert: int = 0,
+        cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -39,7 +40,7 @@ class Experts(nn.Module):
         self.first_expert = first_expert
         self.gate_up_proj = nn.Parameter(torch.empty(local, 2 * hidden_dim, dim, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(local, dim, hidden_dim, device=device, dtype=dtype))
-        self.weight_cache = WeightCache()
+        self.weight_cache = WeightCache() if cache_weights else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -63,7 +64,8 @@ class Experts(nn.Module):
             row_weight=row_weight,
             recipe=recipe,
             backend=backend,
-            weight_cache=self.weight_cache,
+            # A DTensor counts the versions of its local tensor elsewhere: never cached.
+            weight_cache=None if isinstance(self.gate_up_proj, DTensor) else self.weight_cache,
         )
 
 

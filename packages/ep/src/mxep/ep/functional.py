@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mxep.gemm import Recipe, WeightCache, grouped_mm
 from mxep.quant import swiglu as plain_swiglu
@@ -55,7 +56,15 @@ def dispatch(
         )
     if weights.dtype != torch.float32 or expert_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype}")
-    rows, row_weight, routing = _Dispatch.apply(x, weights, expert_ids.int(), dispatcher, recipe)  # type: ignore[no-untyped-call]
+    widest = dispatcher.row_dtype
+    if widest is not None and x.dtype.itemsize > widest.itemsize:
+        raise ValueError(
+            f"the dispatcher has room for rows of {widest}, got {x.dtype}: cast x, or make the layer "
+            f"(or its dispatcher) with dtype={x.dtype}"
+        )
+    # A copy of its own, which backward reads; clamped first, so that no int64 wraps around into a valid id.
+    ids = expert_ids.clamp(-2, dispatcher.num_experts).int()
+    rows, row_weight, routing = _Dispatch.apply(x, weights, ids, dispatcher, recipe)  # type: ignore[no-untyped-call]
     return rows, row_weight, routing
 
 
@@ -113,6 +122,7 @@ class _Dispatch(torch.autograd.Function):
         return wire.rows(slots, routing.plan.row_slot), routing.plan.row_weight.detach(), routing
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor, _: None) -> tuple[Tensor | None, ...]:
         dx, d_weights = ctx.dispatcher.give_back(d_rows.to(ctx.dtype), ctx.routing, d_row_weight)
         return dx, d_weights, None, None, None
@@ -126,6 +136,7 @@ class _Combine(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         parts, wire = Wire.pack(ctx.recipe.quantize_gradient(d_out))
         slots = ctx.dispatcher.resend(parts, ctx.routing)
@@ -144,6 +155,7 @@ class _SwiGLU(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, row_weight, group_ends = ctx.saved_tensors
         recipe = ctx.recipe

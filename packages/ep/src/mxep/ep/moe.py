@@ -34,6 +34,8 @@ class MoE(nn.Module):
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
         backend: of the grouped GEMM.
+        cache_weights: keep quantized expert weights until they change, so that micro-batches share one quantization. It
+            sees in-place optimizer steps; FSDP and writes through ``.data`` it may miss (see mxep.gemm.WeightCache).
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (e, 2F, D), ``experts.down_proj`` (e, D, F), and with
     shared experts ``shared.gate_up_proj``, ``shared.down_proj``. After forward, ``last_routing`` tells where rows went.
@@ -58,6 +60,7 @@ class MoE(nn.Module):
         router: nn.Module | None = None,
         max_tokens: int | None = None,
         backend: str = "auto",
+        cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -89,6 +92,7 @@ class MoE(nn.Module):
             num_experts,
             num_local_experts=dispatcher.num_local_experts,
             first_expert=dispatcher.rank * dispatcher.num_local_experts,
+            cache_weights=cache_weights,
             device=device,
             dtype=dtype,
         )
@@ -96,6 +100,9 @@ class MoE(nn.Module):
         self.shared = SharedExpert(dim, shared_dim, device=device, dtype=dtype) if num_shared_experts else None
         self.last_routing = None
 
+    # A traced backward would take every gradient for a plain tensor, but here some are MXTensors. The private name is
+    # torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype."""
         if x.dim() not in (2, 3) or x.shape[-1] != self.dim:

@@ -54,6 +54,8 @@ class ExpertParallel(ParallelStyle):
         )
         experts.first_expert = module.dispatcher.rank * module.dispatcher.num_local_experts
         for name, weight in list(experts.named_parameters(recurse=False)):
-            sharded = nn.Parameter(distribute_tensor(weight.detach(), device_mesh, [Shard(0)]))
+            sharded = nn.Parameter(
+                distribute_tensor(weight.detach(), device_mesh, [Shard(0)]), requires_grad=weight.requires_grad
+            )
             experts.register_parameter(name, sharded)
         return module

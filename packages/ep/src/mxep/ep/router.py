@@ -12,6 +12,9 @@ T tokens, D model dim, E experts in all, K experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -77,6 +80,17 @@ class Router(nn.Module):
         self.register_buffer("load", None if zeros is None else zeros.clone(), persistent=False)
         self.reset_parameters()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # A layer cast to bf16 keeps these in fp32: a bias update of 1e-3 would round away.
+        kept = self.expert_bias, self.load
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.expert_bias is not None and self.load is not None:
+            self.expert_bias, self.load = (
+                old.to(new.device) if old is not None and new.dtype != torch.float32 else new
+                for old, new in zip(kept, (self.expert_bias, self.load))
+            )
+        return self
+
     @property
     def num_experts(self) -> int:
         return self.weight.shape[0]
@@ -88,8 +102,9 @@ class Router(nn.Module):
         """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32, these differentiable."""
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
-        logits = x.float() @ self.weight.float().t()
-        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere
+            logits = x.float() @ self.weight.float().t()
+            scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         expert_ids = self._choose(scores.detach())
         weights = scores.gather(1, expert_ids)
         if self.normalize:

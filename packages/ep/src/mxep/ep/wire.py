@@ -37,9 +37,8 @@ class Wire:
     def pack(rows: Tensor) -> tuple[Parts, Wire]:
         """``rows`` (T, D), plain or MXTensor blocked along D -> uint8 parts and how to read them."""
         if isinstance(rows, MXTensor):
-            parts = (rows.qdata.contiguous().view(torch.uint8), rows.scale.contiguous().view(torch.uint8))
-            return parts, Wire(rows.dtype, rows.qdata.dtype, rows.block)
-        return (rows.contiguous().view(torch.uint8),), Wire(rows.dtype)
+            return (_bytes(rows.qdata), _bytes(rows.scale)), Wire(rows.dtype, rows.qdata.dtype, rows.block)
+        return (_bytes(rows),), Wire(rows.dtype)
 
     def rows(self, slots: Parts, row_slot: Tensor) -> Tensor:
         """Slot parts (S, ...) and ``row_slot`` (R_max,) -> expert-major rows (R_max, D).
@@ -57,3 +56,9 @@ class Wire:
             block=self.block,
             row_index=row_slot,
         )
+
+
+def _bytes(x: Tensor) -> Tensor:
+    # An empty tensor counts as contiguous whatever its strides, and an expanded one cannot be viewed as bytes.
+    x = x.contiguous() if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)

@@ -4,8 +4,9 @@
                                      cols: blocked along N, what dgrad contracts
 
 An entry is valid while the weight is the same tensor at the same address with the same version: optimizers that update
-in place bump the version. Writes that hide from it (`w.data.copy_()`, raw pointers, FSDP's all-gather into a kept
-parameter) need `clear()`.
+in place bump the version. An entry keeps the weight's storage alive, so that no other tensor can come to lie there.
+Writes that hide from the version (`w.data.copy_()`, raw pointers, FSDP's all-gather into a kept parameter, an in-place
+op on a DTensor whose local tensor is passed here) need `clear()`.
 
 G groups, N out features, K in features.
 """
@@ -57,6 +58,7 @@ def quantize_weight(w: Tensor, recipe: Recipe, *, cols: bool = True) -> Quantize
 @dataclass(frozen=True)
 class _Entry:
     owner: "weakref.ref[Tensor]"
+    storage: "torch.UntypedStorage"
     version: int
     weight: QuantizedWeight
 
@@ -84,17 +86,19 @@ class WeightCache:
             return quantize_weight(w, recipe, cols=cols)
         owner = w if w._base is None else w._base
         key = (
-            *(id(owner), w.data_ptr(), w.shape, w.stride(), w.dtype),
+            *(id(owner), w.storage_offset(), w.shape, w.stride(), w.dtype),
             *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block),
         )
         entry = self._entries.get(key)
-        if entry and entry.version == w._version and (entry.weight.cols is not None or not cols):
+        storage = w.untyped_storage()
+        same = entry is not None and (entry.storage.data_ptr(), entry.version) == (storage.data_ptr(), w._version)
+        if entry and same and (entry.weight.cols is not None or not cols):
             self.hits += 1
             return entry.weight
         self.misses += 1
         weight = quantize_weight(w, recipe, cols=cols)
         forget = weakref.ref(owner, lambda _: self._entries.pop(key, None))
-        self._entries[key] = _Entry(forget, w._version, weight)
+        self._entries[key] = _Entry(forget, storage, w._version, weight)
         return weight
 
     @property

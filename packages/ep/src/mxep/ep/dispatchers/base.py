@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,12 @@ class TokenDispatcher(ABC):
         self._lost: Tensor | None = None
 
     spans_ranks = True
+    row_dtype: torch.dtype | None = None
+    """The widest dtype of rows that there is room for; None: any."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        # Copies of a layer share its dispatcher, as layers may: neither process groups nor peers' memory can be copied.
+        return self
 
     @abstractmethod
     def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
@@ -162,5 +169,7 @@ class TokenDispatcher(ABC):
         return plan
 
     def _count(self, overflow: Tensor, invalid: Tensor) -> None:
-        lost = torch.stack((overflow, invalid))
-        self._lost = lost if self._lost is None else self._lost.add_(lost)
+        if self._lost is None:
+            with torch.inference_mode(False):
+                self._lost = torch.zeros(2, dtype=torch.int64, device=overflow.device)
+        self._lost += torch.stack((overflow, invalid))

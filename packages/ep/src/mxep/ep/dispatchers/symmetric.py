@@ -47,7 +47,7 @@ class SymmetricDispatcher(TokenDispatcher):
     ) -> None:
         super().__init__(num_experts, group=group, capacity=capacity)
         self.dim = dim
-        self.dtype = dtype
+        self.row_dtype: torch.dtype = dtype
         self.max_tokens = max_tokens
         self.transport = transport
         self.workspace: Workspace | None = None
@@ -76,19 +76,25 @@ class SymmetricDispatcher(TokenDispatcher):
         if self.transport is None:
             make = SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport
             self.transport = make(self.group)
+        if self.transport.world_size != self.world_size:
+            raise ValueError(
+                f"the dispatcher was made for {self.world_size} ranks, its transport has {self.transport.world_size}: "
+                "initialise the process group before making the layer"
+            )
         if self.max_tokens is None:
             most = torch.tensor(len(expert_ids), device=device)
             if self.world_size > 1:
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
             self.max_tokens = int(most)
-        self.workspace = Workspace(
-            self.transport,
-            max_tokens=self.max_tokens,
-            top_k=expert_ids.shape[1],
-            dim=self.dim,
-            row_bytes=self.dim * self.dtype.itemsize,
-            num_experts=self.num_experts,
-        )
+        with torch.inference_mode(False):  # it outlives the call that makes it
+            self.workspace = Workspace(
+                self.transport,
+                max_tokens=self.max_tokens,
+                top_k=expert_ids.shape[1],
+                dim=self.dim,
+                row_bytes=self.dim * self.row_dtype.itemsize,
+                num_experts=self.num_experts,
+            )
         return self.workspace
 
 

@@ -63,7 +63,7 @@ def grouped_mm_reference(
     values = _values((a, a_scale, a_index), int(group_ends[-1]))
     for g, rows in _groups(group_ends):
         w_g = _values((w[g], None if w_scale is None else w_scale[g], None), w.shape[1]).to(values.dtype)
-        product = values[rows] @ w_g.mT
+        product = _product(values[rows], w_g.mT)
         out[rows] = product if bias is None else product + bias[g]
     return out
 
@@ -99,7 +99,7 @@ def grouped_wgrad_reference(
     a_values = _values((a, a_scale, a_index), live)
     dy_values = _values((dy, dy_scale, dy_index), live).to(a_values.dtype)
     for g, rows in _groups(group_ends):
-        dw[g] = dy_values[rows].mT @ a_values[rows]
+        dw[g] = _product(dy_values[rows].mT, a_values[rows])
     return dw
 
 
@@ -115,6 +115,11 @@ def _(
     out_dtype: torch.dtype,
 ) -> Tensor:
     return a.new_empty((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # it would round the operands to bf16
+        return a @ b
 
 
 def _rows(x: Tensor, index: Tensor | None) -> int:
