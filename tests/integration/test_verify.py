@@ -1,0 +1,84 @@
+"""task=verify: passes on what is right, fails on what is not, and its reference is a layer indeed."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mxep.ep import CASES
+from mxep.gemm import Recipe
+from mxep.integration import job
+from mxep.integration.reference import Problem, Results, moe_layer, quantizers, snr
+from mxep.integration.schema import Config
+from mxep.integration.verify import Check, Result, compare, make_problem
+
+TAMPERED = 3  # a token whose experts are all routed; an expert
+SMALL = ("verify.tokens=48", "verify.dim=64", "verify.hidden_dim=64", "verify.experts=4", "verify.top_k=2")
+
+
+def test_all_cases_pass_on_two_ranks_and_the_table_is_written(mxep, tmp_path: Path):
+    finished = mxep("task=verify", *SMALL)
+    assert finished.code == 0, finished.out + finished.err
+    results = json.loads((tmp_path / "run" / "verify.json").read_text())
+    assert [result["case"] for result in results] == list(CASES)
+    assert all(result["passed"] for result in results)
+    assert all(len(result["checks"]) == len(dataclasses.fields(Results)) for result in results)
+    assert finished.out.count("pass") == len(CASES)
+
+
+def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path, make_config):
+    results = [Result("bf16/local", [Check("out", 50.0, 45.0, 0), Check("dx", 44.9, 45.0, 1)])]
+    monkeypatch.setattr(job, "_on_ranks", lambda *_: [results])
+    assert job._verify(make_config(), tmp_path, {}) == 1
+    out, err = capsys.readouterr()
+    assert "FAIL" in out
+    assert "1 of 1 cases failed" in err
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Results)])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_one_wrong_row_or_a_nan_in_any_result_fails_that_result(make_config, field: str, recipe: str):
+    problem = make_problem(make_config(*SMALL), 0)
+    exact, quantized = moe_layer(problem), moe_layer(problem, quantizers(Recipe.named(recipe)))
+    for wrong in (0.0, float("nan")):
+        tampered = getattr(quantized, field).clone()
+        tampered[TAMPERED] = wrong
+        got = dataclasses.replace(quantized, **{field: tampered})
+        failed = [check.name for check in compare(got, exact, quantized, 0) if not check.passed]
+        assert failed == [field]
+    assert all(check.passed for check in compare(quantized, exact, quantized, 0))
+
+
+def autograd_layer(problem: Problem) -> Results:
+    """Every expert on every token, weighted: slow, obvious, and differentiated by torch."""
+    leaves = [problem.x, problem.weights, problem.gate_up_proj, problem.down_proj]
+    x, weights, w13, w2 = (leaf.double().requires_grad_() for leaf in leaves)
+    gate, up = torch.einsum("td,efd->tef", x, w13).chunk(2, -1)
+    y = torch.einsum("tef,edf->ted", F.silu(gate) * up, w2)
+    chosen = F.one_hot(problem.expert_ids + 1, len(w2) + 1)[..., 1:]  # -1 chooses none
+    out = torch.einsum("tke,tk,ted->td", chosen.double(), weights, y)
+    out.backward(problem.d_out.double())
+    gradients = [leaf.grad for leaf in (x, weights, w13, w2)]
+    return Results(out.detach(), *gradients)
+
+
+def test_the_exact_reference_is_what_autograd_computes(make_config: Callable[..., Config]):
+    problem = make_problem(make_config(*SMALL), 1)
+    wanted, got = autograd_layer(problem), moe_layer(problem)
+    for field in dataclasses.fields(Results):
+        assert snr(getattr(wanted, field.name), getattr(got, field.name)) > 120, field.name
+
+
+def test_a_quantized_reference_has_the_noise_of_its_format(make_config: Callable[..., Config]):
+    problem = make_problem(make_config("verify.tokens=128"), 0)
+    exact, quantized = moe_layer(problem), moe_layer(problem, quantizers(Recipe.mxfp8()))
+    for field in dataclasses.fields(Results):
+        assert snr(getattr(exact, field.name), getattr(quantized, field.name)) == pytest.approx(23.6, abs=1), field.name
+
+
+def test_a_nan_check_does_not_pass():
+    assert not Check("out", float("nan"), 45.0, 0).passed
