@@ -79,3 +79,7 @@ def _own_folder() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="mxep-") as scratch:
         sys.argv += [f"hydra.run.dir={scratch}", f"hydra.sweep.dir={scratch}"]
         yield
+
+
+if __name__ == "__main__":
+    main()
