@@ -1,0 +1,158 @@
+"""The command: what a run leaves behind, and how it ends when it is stopped, killed or started by torchrun."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from mxep.integration import checkpoint
+from mxep.integration.job import first_failure
+
+TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
+MARK = "MXEP_TEST_MARK"
+LINES = 20  # of metrics.jsonl, before a test interferes
+
+
+def processes(mark: str) -> list[Path]:
+    """Live processes that were started with the mark in their environment."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in environment.read_bytes().split(b"\0"):
+                found.append(environment.parent)
+    return found
+
+
+def wait_until(condition: Callable[[], bool], *, within: float) -> bool:
+    limit = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def steps_of(folder: Path) -> int:
+    return len((folder / "metrics.jsonl").read_bytes().splitlines()) if (folder / "metrics.jsonl").exists() else 0
+
+
+def command(*arguments: str, folder: Path) -> list[str]:
+    """The console script with a run folder."""
+    return [str(Path(sys.executable).with_name("mxep")), *arguments, f"hydra.run.dir={folder}"]
+
+
+def test_a_run_leaves_curves_numbers_config_and_checkpoints_and_the_loss_falls(mxep, text: Path, tmp_path: Path):
+    finished = mxep(*TINY, f"data.path={text}", "train.steps=30", "seed=5")
+    assert finished.code == 0, finished.err
+    for wanted in ("bf16", "mxfp8", "difference", "held-out text", "rows sent", "rows routed", "padding share"):
+        assert wanted in finished.out
+    run = tmp_path / "run"
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "seed: 5" in (run / "config.yaml").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["run"], row["step"]) for row in rows] == [(r, s) for r in ("bf16", "mxfp8") for s in range(1, 31)]
+    summary = json.loads((run / "summary.json").read_text())
+    bf16, mxfp8 = summary["runs"]
+    tokens = 30 * 4 * 32
+    for run_summary in (bf16, mxfp8):
+        assert run_summary["valid_loss"] < summary["unigram_entropy"]
+        assert run_summary["rows_routed"] == tokens * 2 * 2  # 2 experts a token, 2 layers
+        assert tokens * 2 <= run_summary["rows_sent"] <= run_summary["rows_routed"]
+    assert bf16["rows_padding"] == 0 < mxfp8["rows_padding"]
+    assert summary["valid_loss_difference"] == mxfp8["valid_loss"] - bf16["valid_loss"]
+    for name, folder in checkpoint.find(run).items():
+        assert folder.name == "step-000030"
+        assert checkpoint.read_state(folder).run == name
+        assert load_file(folder / "model.safetensors").keys() < {
+            name.removeprefix("first.") for name in load_file(folder / "optimizer.safetensors")
+        } | {f"blocks.{i}.moe.router.expert_bias" for i in range(2)}
+
+    again = mxep(f"resume={run / 'bf16' / 'step-000030'}", "train.steps=32")
+    assert again.code == 0, again.err
+    assert json.loads((run / "summary.json").read_text())["runs"][0]["steps"] == 32
+    assert "difference" not in again.out
+
+
+def test_ctrl_c_leaves_a_checkpoint_says_how_to_go_on_and_leaves_no_process(text: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    arguments = command(*TINY, f"data.path={text}", "train.steps=100000", "train.checkpoint_every=0", folder=folder)
+    environment = {**os.environ, MARK: "ctrl-c"}
+    with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert wait_until(lambda: steps_of(folder) > LINES, within=60)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    steps = steps_of(folder)
+    assert f"mxep: stopped (bf16, step {steps} of 100000); go on with: mxep resume={folder}" in err
+    assert "Traceback" not in err
+    assert wait_until(lambda: not processes("ctrl-c"), within=1)
+    (step,) = checkpoint.find(folder).values()
+    assert checkpoint.read_state(step).step == steps
+    assert json.loads((folder / "summary.json").read_text())["runs"][0]["stopped"]
+
+
+def test_a_killed_rank_is_named_in_one_message_and_ends_the_job(mxep, text: Path, tmp_path: Path):
+    def kill_rank_1() -> None:
+        wait_until(lambda: steps_of(tmp_path / "run") > LINES, within=60)
+        next(rank for rank in multiprocessing.active_children() if rank.name == "rank 1").kill()
+
+    killer = threading.Thread(target=kill_rank_1)
+    killer.start()
+    finished = mxep(*TINY, f"data.path={text}", "train.steps=100000")
+    killer.join()
+    assert finished.code == 1
+    messages = [line for line in finished.err.splitlines() if "step" not in line]
+    assert messages[0] == "mxep: rank 1 was killed by SIGKILL before it returned"
+    assert len(messages) == 2
+    assert not multiprocessing.active_children()
+
+
+def test_a_capacity_that_overflows_ends_with_the_numbers(mxep, text: Path):
+    finished = mxep(*TINY, f"data.path={text}", "dispatcher.capacity=factor", "dispatcher.factor=0.3")
+    assert finished.code == 1
+    assert "CapacityExceeded" in finished.err
+    assert "rows did not fit" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_minus_m_runs_one_job_after_the_other(mxep, text: Path, tmp_path: Path):
+    where = f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    finished = mxep("-m", "seed=0,1", *TINY, f"data.path={text}", "train.steps=2", "recipe=bf16", where)
+    assert finished.code == 0, finished.err
+    curves = [json.loads((tmp_path / "sweep" / str(i) / "summary.json").read_text())["runs"] for i in range(2)]
+    assert curves[0][0]["train_loss"] != curves[1][0]["train_loss"]
+
+
+def test_under_torchrun_every_process_is_a_rank_and_rank_0_reports(text: Path, tmp_path: Path):
+    arguments = [*TINY, f"data.path={text}", "train.steps=3", "recipe=bf16", f"hydra.run.dir={tmp_path / 'run'}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "mxep.integration.app"]
+    finished = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("held-out text") == 1
+    assert steps_of(tmp_path / "run") == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank 1 was killed by SIGKILL before it returned", "rank 1 was killed by SIGKILL before it returned"),
+        (
+            "rank 0 raised:\nTraceback (most recent call last):\n  File ...\n    f()\n    ^^^\n"
+            "mxep.comms.PeerTimeout: rank 1 is late\n\nrank 1 raised:\nTraceback:\n  File\nValueError: other",
+            "rank 0 raised: PeerTimeout: rank 1 is late",
+        ),
+    ],
+)
+def test_the_message_of_a_failure_is_the_first_ranks_error(text: str, message: str):
+    assert first_failure(text) == message
