@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,11 @@ def test_ctrl_c_leaves_a_checkpoint_says_how_to_go_on_and_leaves_no_process(text
     folder = tmp_path / "run"
     arguments = command(*TINY, f"data.path={text}", "train.steps=100000", "train.checkpoint_every=0", folder=folder)
     environment = {**os.environ, MARK: "ctrl-c"}
-    with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert wait_until(lambda: steps_of(folder) > LINES, within=60)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     steps = steps_of(folder)
@@ -115,6 +118,19 @@ def test_a_killed_rank_is_named_in_one_message_and_ends_the_job(mxep, text: Path
     assert messages[0] == "mxep: rank 1 was killed by SIGKILL before it returned"
     assert len(messages) == 2
     assert not multiprocessing.active_children()
+
+
+def test_a_sigterm_to_the_whole_process_group_leaves_a_checkpoint_too(mxep, text: Path, tmp_path: Path):
+    def end_all() -> None:
+        wait_until(lambda: steps_of(tmp_path / "run") > LINES, within=60)
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGTERM)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_all).start()
+    finished = mxep(*TINY, f"data.path={text}", "train.steps=100000", "train.checkpoint_every=0")
+    assert finished.code == 130, finished.err
+    assert checkpoint.find(tmp_path / "run").keys() == {"bf16"}
 
 
 def test_a_capacity_that_overflows_ends_with_the_numbers(mxep, text: Path):

@@ -6,6 +6,11 @@ own traceback, where an error in the fork server would only show as a broken pip
 
 import contextlib
 import importlib
+import signal
+
+# A scheduler's SIGTERM reaches the whole process group. The caller asks the ranks to stop after their step; they need
+# the fork server until then, and it ends with the caller in any case.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 _NAMES = (
     "torch._dynamo",  # every custom op imports it at its first call, for seconds
