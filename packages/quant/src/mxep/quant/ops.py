@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE, ScaleMode, format_of
+from mxep.quant.kernels import on_cuda
 from mxep.quant.scales import NAN_BYTE, power_of_two, reciprocal, scale_bytes
 
 NAN_CODE = 0x7F
@@ -184,3 +185,9 @@ def expand_scale(scale: Tensor, block: int) -> Tensor:
 def _(scale: Tensor, block: int) -> Tensor:
     *rest, n, k = scale.shape
     return scale.new_empty((*rest, n * block, k))
+
+
+on_cuda(quantize_rows, "rows", "quantize_rows")
+on_cuda(quantize_tiles, "rows", "quantize_tiles")
+on_cuda(quantize_columns, "columns", "quantize_columns")
+on_cuda(quantize_both, "columns", "quantize_both")

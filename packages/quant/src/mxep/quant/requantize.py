@@ -20,6 +20,7 @@ from torch import Tensor
 from mxep.quant.checks import TILES, check_axis, check_block, check_format, check_mode
 from mxep.quant.formats import BLOCK, E5M2, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_group_ends, live_rows
+from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import NAN_CODE, decode, encode_columns, encode_rows
 from mxep.quant.tensor import MXTensor, wrap
 
@@ -113,3 +114,6 @@ def _(
     *rest, _, k = codes.shape
     shape = (*rest, k, capacity) if columns else (*rest, capacity, k)
     return codes.new_empty(shape, dtype=dtype), codes.new_empty((*shape[:-1], shape[-1] // BLOCK), dtype=SCALE_DTYPE)
+
+
+on_cuda(requantize_op, "columns", "requantize")

@@ -20,21 +20,21 @@ def tile_rows(PACK: tl.constexpr, NR: tl.constexpr):
 
 
 @triton.jit
-def store_turned(codes, out_ptr, stride, rows_left, columns_left, PACK: tl.constexpr):
-    """Store codes (PACK, NR / PACK, NC), fp8, transposed: column c at out_ptr + c * stride bytes.
+def store_turned(codes, out_ptr, stride, words_left, columns_left):
+    """Store codes (PACK, NR / PACK, NC), fp8, PACK 1 or 4, transposed: column c at out_ptr + c * stride bytes.
 
-    out_ptr: uint8 pointer to the first row of the first column. stride: bytes a column, a multiple of PACK.
-    rows_left, columns_left: how many to store; rows_left is a multiple of PACK.
+    out_ptr: pointer to the place of the tile's first row and column. stride: bytes a column, a multiple of PACK.
+    words_left, columns_left: how many of the NR / PACK words a column, and of the columns, are stored.
     """
-    words = codes.to(tl.uint8, bitcast=True)
-    row = tl.arange(0, words.shape[1])
+    PACK: tl.constexpr = codes.shape[0]
+    codes = codes.to(tl.uint8, bitcast=True)
     if PACK == 4:
-        place = 8 * tl.arange(0, 4)
-        words = tl.sum(words.to(tl.int32) << place[:, None, None], axis=0)
+        words = tl.sum(codes.to(tl.int32) << (8 * tl.arange(0, 4))[:, None, None], axis=0)
         out_ptr = out_ptr.to(tl.pointer_type(tl.int32))
     else:
-        tl.static_assert(PACK == 1)
-        words = tl.reshape(words, (words.shape[1], words.shape[2]))
+        words = tl.reshape(codes, (codes.shape[1], codes.shape[2]))
+        out_ptr = out_ptr.to(tl.pointer_type(tl.uint8))
+    word = tl.arange(0, words.shape[0])
     column = tl.arange(0, words.shape[1])
-    mask = (column < columns_left)[:, None] & (row < rows_left // PACK)[None, :]
-    tl.store(out_ptr + column[:, None].to(tl.int64) * (stride // PACK) + row[None, :], tl.trans(words), mask=mask)
+    mask = (column < columns_left)[:, None] & (word < words_left)[None, :]
+    tl.store(out_ptr + column[:, None].to(tl.int64) * (stride // PACK) + word[None, :], tl.trans(words), mask=mask)

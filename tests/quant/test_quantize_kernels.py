@@ -1,0 +1,178 @@
+"""The Triton kernels that quantize equal their references bit for bit: on a GPU, or interpreted without one."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, ops
+from mxep.quant.kernels import columns, rows
+from mxep.quant.requantize import requantize_op
+from quant import exact
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(32, 32), (64, 96), (160, 288), (2, 32, 64)]
+"""(rows, columns): less than a tile, whole tiles and a bit, a batch."""
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers over many binades, with a zero block, an Inf and a NaN among them where there is room."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-40, 40, (*shape[:-1], 1), generator=generator))
+    flat = x.view(-1, x.shape[-1])
+    flat[1, :32] = 0
+    flat[3, 5], flat[7, 1] = float("nan"), -float("inf")
+    return x.to(dtype)
+
+
+def hostile() -> Tensor:
+    x = exact.hostile_rows()
+    return torch.cat([x, torch.zeros(-x.shape[0] % 32, 32)])
+
+
+def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want):
+        assert one.dtype == other.dtype
+        assert one.is_contiguous()
+        exact.assert_bytes(one.cpu(), exact.raw(other))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher allocates holds garbage, so a byte that no kernel writes shows."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
+        result: Tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
+        result.view(torch.uint8).fill_(0xA5)
+        return result
+
+    monkeypatch.setattr(rows.torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("mode", list(ScaleMode))
+def test_every_mode_and_format_on_hostile_blocks(fmt: MXFormat, mode: ScaleMode) -> None:
+    x = hostile()
+    how = fmt.dtype, mode.value, BLOCK
+    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+    assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
+    turned = x.mT.contiguous()
+    assert_same(columns.quantize_columns(turned.to(DEVICE), *how), ops.quantize_columns(turned, *how))
+    assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_shapes_that_fill_no_tile(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = numbers(*shape, dtype=dtype)
+    how = E4M3.dtype, "rceil", BLOCK
+    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
+    assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
+    assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
+
+
+@pytest.mark.parametrize("block", [1, 16, 48, 64, 96, 192])
+def test_blocks_of_any_length(block: int) -> None:
+    x = numbers(192, 192)
+    how = E4M3.dtype, "rceil", block
+    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
+    assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
+
+
+def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
+    x = numbers(9, 2 * rows.LONGEST + 100)
+    how = E4M3.dtype, "rceil", x.shape[1]
+    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+
+
+def test_columns_of_an_odd_length() -> None:
+    x = numbers(3, 101, 40)
+    how = E4M3.dtype, "rceil", 101
+    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_square_tiles(block: int) -> None:
+    x = numbers(256, 384)
+    how = E4M3.dtype, "rceil", block
+    assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
+
+
+def test_square_tiles_of_another_size_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="48 x 48"):
+        rows.quantize_tiles(numbers(96, 96).to(DEVICE), E4M3.dtype, "rceil", 48)
+
+
+def test_turned_sliced_and_misaligned_inputs() -> None:
+    buffer = numbers(70, 200)
+    how = E4M3.dtype, "rceil", BLOCK
+    for x in (buffer[3:67, 7:199], buffer.mT[:192, :64], torch.as_strided(buffer, (32, 64), (64, 1), 1)):
+        moved = torch.as_strided(buffer.to(DEVICE), x.shape, x.stride(), x.storage_offset())
+        assert_same(rows.quantize_rows(moved, *how), ops.quantize_rows(x, *how))
+        assert_same(columns.quantize_both(moved, *how), ops.quantize_both(x, *how))
+        assert_same(rows.quantize_tiles(moved, *how), ops.quantize_tiles(x, *how))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 32), (32, 0)], ids=str)
+def test_empty_inputs(shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape)
+    how = E4M3.dtype, "rceil", BLOCK
+    assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+    assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
+    assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
+
+
+def requantized(mx_parts: tuple[Tensor, Tensor], *args: object, live: int | None = None) -> None:
+    """The kernel equals the reference on codes and scale of `mx_parts`, in the first `live` rows."""
+    block_rows, block_columns, index, ends, turn, dtype, mode = args
+    want = requantize_op(*mx_parts, *args)
+    moved = [part.to(DEVICE) if isinstance(part, Tensor) else part for part in (*mx_parts, *args)]
+    for part, original in zip(moved, mx_parts):  # .to() keeps strides only of dense tensors
+        assert part.stride() == original.stride()
+    got = columns.requantize(*moved)  # type: ignore[arg-type]
+    if live is not None:
+        cut = [slice(live), slice(live // 32 if turn else live)]
+        got, want = (
+            tuple(part[:, s].contiguous() if turn else part[:live] for part, s in zip(parts, cut))
+            for parts in (got, want)
+        )
+    assert_same(got, want)
+
+
+def test_requantize_from_every_way_to_every_way() -> None:
+    x = numbers(160, 96)
+    for dtype, to in ((E4M3.dtype, E4M3.dtype), (E4M3.dtype, E5M2.dtype), (E5M2.dtype, E4M3.dtype)):
+        along_rows = ops.quantize_rows(x, dtype, "rceil", BLOCK)
+        along_columns = tuple(part.mT for part in ops.quantize_columns(x, dtype, "floor", BLOCK))
+        for turn in (True, False):
+            requantized(along_rows, 1, 32, None, None, turn, to, "rceil")
+            requantized(along_columns, 32, 1, None, None, turn, to, "even")  # type: ignore[arg-type]
+            requantized(ops.quantize_tiles(x, dtype, "rceil", BLOCK), 32, 32, None, None, turn, to, "rceil")
+            requantized(ops.quantize_rows(x, dtype, "rceil", 96), 1, 96, None, None, turn, to, "rceil")
+            requantized(ops.quantize_rows(x, dtype, "rceil", 8), 1, 8, None, None, turn, to, "rceil")
+
+
+def test_requantize_in_a_batch() -> None:
+    requantized(ops.quantize_rows(numbers(3, 64, 96), E4M3.dtype, "rceil", BLOCK),
+                1, 32, None, None, True, E4M3.dtype, "rceil")  # fmt: skip
+
+
+def test_requantize_gathers_rows_and_stops_after_the_last_group() -> None:
+    codes, scale = ops.quantize_rows(numbers(50, 96), E4M3.dtype, "rceil", BLOCK)
+    index = torch.randint(-1, 50, (320,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    index[200:] = 1 << 30  # where nobody may look
+    ends = torch.tensor([64, 64, 192], dtype=torch.int32)
+    requantized((codes, scale), 1, 32, index, ends, True, E4M3.dtype, "rceil", live=192)
+    requantized((codes, scale), 1, 32, index, ends, False, E4M3.dtype, "rceil", live=192)
+
+
+@pytest.mark.parametrize("dtype", [E4M3.dtype, E5M2.dtype], ids=str)
+def test_requantize_takes_every_code_under_every_scale(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(256, 1)
+    scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)[:, None].expand(256, 8).contiguous()
+    requantized((codes, scale), 1, 32, None, None, True, E4M3.dtype, "rceil")
+    requantized((codes, scale), 1, 32, None, None, False, E4M3.dtype, "rceil")
