@@ -20,7 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import triton_interpreter
 from mxep.integration.launch import FunctionName, Rank, init_process_group, resolve_device, run_ranks
+
+triton_interpreter.on_import()  # a rank has no conftest
 
 
 @dataclass(frozen=True)
