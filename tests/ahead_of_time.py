@@ -1,0 +1,211 @@
+"""Compile Triton kernels for GPUs that are not here, as launches would, and read what came out.
+
+    python tests/ahead_of_time.py FILE [NAME ...] [--target 90] [--sass KERNEL] [--ptx KERNEL] [--json]
+
+FILE (tests/quant/launches.py, say) defines LAUNCHES: {name: function}. Each function calls launchers as usual, with
+empty tensors: they are made on the meta device unless it says otherwise, so any size costs nothing (a meta tensor counts
+as aligned). No kernel runs; each is compiled with the specialization, constants and options of that call, for sm_90 and
+sm_100, and makes a line:
+
+    launch  kernel  sm  regs  spills  shared  warps  ctas/SM  instr  memory
+      regs     registers a thread
+      spills   bytes a thread keeps in local memory
+      shared   bytes of shared memory a program; warps: of a program
+      ctas/SM  programs that fit on an SM by these three (of sm_90)
+      instr    instructions in the code (what a loop holds counts once)
+      memory   those that move data, by width in bits: LDG STG global, LDS STS shared, LDL STL local (spills),
+               ATOM RED atomic, SHFL between threads; BAR barriers
+
+NAME: only launches whose name contains it. --sass, --ptx: print the code of kernels whose name contains KERNEL.
+In tests: `report(file)` gives the lines as dicts, from a process of its own, as the test's may have TRITON_INTERPRET.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TARGETS = (90, 100)
+MEMORY = re.compile(r"(LDG|STG|LDS|STS|LDL|STL|LDSM|STSM|LDGSTS|ATOMS|ATOMG|ATOM|RED|REDG|SHFL|BAR|UTMA\w*|UBLK\w*)\b")
+WIDTH = re.compile(r"\.[US]?(8|16|64|128|256)\b")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel of a launch. spills: bytes a thread keeps in local memory; shared: bytes a program."""
+
+    kernel: str
+    target: int
+    registers: int
+    spills: int
+    shared: int
+    warps: int
+    ptx: str
+    sass: str
+
+    @property
+    def instructions(self) -> list[str]:
+        """The SASS without predicates and without the NOPs behind its end: 'LDG.E.128 R4, desc[UR4][R2.64]'."""
+        found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([^;]+?)\s*;", self.sass)
+        while found and found[-1] == "NOP":
+            found.pop()
+        return found
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """How many instructions of a kind and width move data: {'LDG.128': 4, 'STG.64': 2, 'SHFL': 10}."""
+        count: Counter[str] = Counter()
+        for instruction in self.instructions:
+            opcode = instruction.split(" ")[0]
+            if kind := MEMORY.match(opcode):
+                width = WIDTH.search(opcode)
+                plain = kind[0] in ("SHFL", "BAR") or kind[0].startswith("U")
+                count[kind[0] if plain else f"{kind[0]}.{width[1] if width else 32}"] += 1
+        return dict(sorted(count.items()))
+
+    @property
+    def programs_per_sm(self) -> int:
+        """What 64 Ki registers (given out by 8 a thread), 227 KiB of shared memory and 64 warps allow."""
+        registers = -(-max(self.registers, 1) // 8) * 8 * 32 * self.warps
+        return min(65536 // registers, 227 * 1024 // (self.shared + 1024), 64 // self.warps, 32)
+
+    def row(self) -> dict[str, Any]:
+        names = ("kernel", "target", "registers", "spills", "shared", "warps", "programs_per_sm", "memory")
+        return {name: getattr(self, name) for name in names} | {"instructions": len(self.instructions)}
+
+
+def compile_launches(fn: Callable[[], object], target: int = 90) -> list[Compiled]:
+    """Call `fn` and compile every kernel it launches for sm_`target`, once each, in order; nothing is launched.
+
+    Tuned kernels are compiled with all their configs. RuntimeError where TRITON_INTERPRET is set.
+    """
+    import torch
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: its kernels cannot be compiled; use `report`")
+
+    class NoDevice:
+        """As much of a driver as compiling asks for. Kernels are cached by device, so the target is the device."""
+
+        get_current_device = staticmethod(lambda: target)
+        get_current_stream = staticmethod(lambda device: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", target, 32))
+
+    kernels: dict[str, Any] = {}
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernels[kernel.hash] = kernel
+        return kernel
+
+    def all_configs(self: Any, *args: Any, **kwargs: Any) -> None:
+        for config in self.configs:
+            self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    run, tune, active = JITFunction.run, Autotuner.run, driver._active
+    JITFunction.run, Autotuner.run = compile_only, all_configs
+    driver.set_active(NoDevice())
+    try:
+        with torch.device("meta"):
+            fn()
+    finally:
+        JITFunction.run, Autotuner.run = run, tune
+        driver._active = active
+    return [_read(kernel, target) for kernel in kernels.values()]
+
+
+def _read(kernel: Any, target: int) -> Compiled:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
+        sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", sass)
+    assert usage is not None, sass[:1000]
+    registers, stack, local = map(int, usage.groups())
+    metadata = kernel.metadata
+    size = metadata.shared, metadata.num_warps
+    return Compiled(metadata.name, target, registers, stack + local, *size, kernel.asm["ptx"], sass)
+
+
+def report(file: str | Path, names: Sequence[str] = (), targets: Sequence[int] = TARGETS) -> list[dict[str, Any]]:
+    """The lines of this command as dicts: launch, kernel, target, registers, spills, shared, warps, memory ..."""
+    command = [sys.executable, __file__, str(file), *names, "--json", "--target", *map(str, targets)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The lines of `report` as text."""
+    lines = [("launch", "kernel", "sm", "regs", "spills", "shared", "warps", "ctas/SM", "instr", "memory")]
+    for row in rows:
+        numbers = (row[name] for name in ("target", "registers", "spills", "shared", "warps", "programs_per_sm"))
+        memory = " ".join(f"{kind}x{count}" for kind, count in row["memory"].items())
+        lines.append((row["launch"], row["kernel"], *map(str, numbers), str(row["instructions"]), memory))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
+    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]) for line in lines)
+
+
+_launches: dict[str, Callable[[], object]] = {}
+
+
+def _compile(job: tuple[str, int]) -> list[Compiled]:
+    name, target = job
+    try:
+        return compile_launches(_launches[name], target)
+    except Exception as error:
+        raise RuntimeError(f"launch {name!r} for sm_{target}: {type(error).__name__}: {error}") from error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--target", type=int, nargs="+", default=TARGETS)
+    parser.add_argument("--sass", metavar="KERNEL")
+    parser.add_argument("--ptx", metavar="KERNEL")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    launches = runpy.run_path(arguments.file)["LAUNCHES"]
+    wanted = {n: fn for n, fn in launches.items() if not arguments.names or any(part in n for part in arguments.names)}
+    _launches.update(wanted)
+    jobs = [(name, target) for name in wanted for target in arguments.target]
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        results = pool.map(_compile, jobs, chunksize=1)
+    compiled = [(name, kernel) for (name, _), kernels in zip(jobs, results) for kernel in kernels]
+    rows = [{"launch": name, **kernel.row()} for name, kernel in compiled]
+    if arguments.json:
+        print(json.dumps(rows))
+    elif arguments.sass is None and arguments.ptx is None:
+        print(table(rows))
+    for _, kernel in compiled:
+        if arguments.sass is not None and arguments.sass in kernel.kernel:
+            print(kernel.sass)
+        if arguments.ptx is not None and arguments.ptx in kernel.kernel:
+            print(kernel.ptx)
+
+
+if __name__ == "__main__":
+    main()
