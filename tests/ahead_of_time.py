@@ -3,9 +3,9 @@
     python tests/ahead_of_time.py FILE [NAME ...] [--target 90] [--sass KERNEL] [--ptx KERNEL] [--json]
 
 FILE (tests/quant/launches.py, say) defines LAUNCHES: {name: function}. Each function calls launchers as usual, with
-empty tensors: they are made on the meta device unless it says otherwise, so any size costs nothing (a meta tensor counts
-as aligned). No kernel runs; each is compiled with the specialization, constants and options of that call, for sm_90 and
-sm_100, and makes a line:
+empty tensors: they are made on the meta device unless it says otherwise, so that any size costs nothing (they count as
+aligned). No kernel runs; each is compiled with the specialization, constants and options of that call, for
+sm_90 and sm_100, and makes a line:
 
     launch  kernel  sm  regs  spills  shared  warps  ctas/SM  instr  memory
       regs     registers a thread
@@ -13,8 +13,8 @@ sm_100, and makes a line:
       shared   bytes of shared memory a program; warps: of a program
       ctas/SM  programs that fit on an SM by these three (of sm_90)
       instr    instructions in the code (what a loop holds counts once)
-      memory   those that move data, by width in bits: LDG STG global, LDS STS shared, LDL STL local (spills),
-               ATOM RED atomic, SHFL between threads; BAR barriers
+      memory   those that move data, by width in bits: LDG STG global, LDS STS shared, LDL STL local (spills), ATOM RED
+               atomic; LDSM STSM shared by matrices, SHFL between threads, BAR barriers
 
 NAME: only launches whose name contains it. --sass, --ptx: print the code of kernels whose name contains KERNEL.
 In tests: `report(file)` gives the lines as dicts, from a process of its own, as the test's may have TRITON_INTERPRET.
@@ -69,7 +69,7 @@ class Compiled:
             opcode = instruction.split(" ")[0]
             if kind := MEMORY.match(opcode):
                 width = WIDTH.search(opcode)
-                plain = kind[0] in ("SHFL", "BAR") or kind[0].startswith("U")
+                plain = kind[0] in ("SHFL", "BAR", "LDSM", "STSM") or kind[0].startswith("U")
                 count[kind[0] if plain else f"{kind[0]}.{width[1] if width else 32}"] += 1
         return dict(sorted(count.items()))
 

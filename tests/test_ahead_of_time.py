@@ -103,5 +103,5 @@ def test_the_table_has_a_line_a_row(rows):
 def test_an_error_names_the_launch(tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text("LAUNCHES = {'broken': lambda: 1 / 0}")
-    with pytest.raises(RuntimeError, match=r"launch 'broken' for sm_90: ZeroDivisionError: division by zero"):
+    with pytest.raises(RuntimeError, match=r"launch 'broken' for sm_\d+: ZeroDivisionError: division by zero"):
         report(file)
