@@ -4,8 +4,8 @@
       | amax of BLOCK rows a column             -> codes (K, N), scale (K, N / BLOCK)        `_put_columns`
       | amax of BLOCK columns a row             -> codes (N, K), scale (N, K / BLOCK)        `_put_rows`
 
-Values are read once, as (PACK, NR / PACK, NC): see `turn`. Leading axes are a batch. A column longer than a tile takes
-two kernels: largest magnitudes first, then the codes.
+Values are read once, as a tuple of packed rows: see `turn`; its tensors are (blocks, packs a block, NC) here. Leading
+axes are a batch. A column whose block is longer than a tile takes two kernels: largest magnitudes first, then the codes.
 """
 
 import math
@@ -18,82 +18,75 @@ from torch import Tensor
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.kernels import rows
 from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, power_of_two, reciprocal, scale_byte
-from mxep.quant.kernels.turn import store_turned, tile_rows
+from mxep.quant.kernels.turn import load_tile, store_turned
 
-TILE = (128, 128)
+TILE = (256, 64)
 NUM_WARPS = 8
-REQUANTIZE_TILE = (128, 128)
+REQUANTIZE_TILE = (256, 64)
 REQUANTIZE_WARPS = 8
 
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
+def _pack_rows(PACK: tl.constexpr, BLOCK: tl.constexpr, NR: tl.constexpr):
+    """(NR / BLOCK, BLOCK / PACK, 1) int32: the first row of each pack of a tile."""
+    block = tl.arange(0, NR // BLOCK)[:, None, None]
+    return BLOCK * block + PACK * tl.arange(0, BLOCK // PACK)[None, :, None]
+
+
+@triton.jit
 def _put_columns(
-    x,
-    codes_ptr,
-    scale_ptr,
-    stride,
-    scale_stride,
-    rows_left,
-    columns_left,
-    MODE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tile, codes_ptr, scale_ptr, stride, scale_stride, rows_left, columns_left, MODE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Quantize x (PACK, NR / PACK, NC) fp32 in blocks of BLOCK rows; column c to codes_ptr + c * stride, and its scales
-    to scale_ptr + c * scale_stride. rows_left is a multiple of BLOCK."""
-    PACK: tl.constexpr = x.shape[0]
-    NC: tl.constexpr = x.shape[2]
-    BLOCKS: tl.constexpr = x.shape[1] * PACK // BLOCK
+    """Quantize tile (tuple of (NR / BLOCK, packs, NC)) in blocks of BLOCK rows; column c to codes_ptr + c * stride, and
+    its scales to scale_ptr + c * scale_stride. rows_left is a multiple of BLOCK."""
+    BLOCKS: tl.constexpr = tile[0].shape[0]
+    PACKS: tl.constexpr = tile[0].shape[1]
+    NC: tl.constexpr = tile[0].shape[2]
     dtype: tl.constexpr = codes_ptr.dtype.element_ty
-    x = tl.reshape(x, (PACK, BLOCKS, BLOCK // PACK, NC))
-    bits = tl.max(tl.max(magnitude_bits(x), axis=2), axis=0)
-    byte = scale_byte(bits, MODE, dtype)
-    codes = tl.reshape((x * reciprocal(byte)[None, :, None, :]).to(dtype), (PACK, BLOCKS * BLOCK // PACK, NC))
+    bits = magnitude_bits(tile[0].to(tl.float32))
+    for i in tl.static_range(1, len(tile)):
+        bits = tl.maximum(bits, magnitude_bits(tile[i].to(tl.float32)))
+    byte = scale_byte(tl.max(bits, axis=1), MODE, dtype)
+    factor = reciprocal(byte)[:, None, :]
+    scaled = ()
+    for i in tl.static_range(len(tile)):
+        scaled = scaled + (tl.reshape(tile[i].to(tl.float32) * factor, (BLOCKS * PACKS, NC)),)
     blocks_left = rows_left // BLOCK
-    store_turned(codes, codes_ptr, stride, blocks_left * (BLOCK // PACK), columns_left)
-    block = tl.arange(0, BLOCKS)
-    column = tl.arange(0, NC)
-    mask = (column < columns_left)[:, None] & (block < blocks_left)[None, :]
-    place = column[:, None].to(tl.int64) * scale_stride + block[None, :]
-    tl.store(scale_ptr + place, tl.trans(byte).to(tl.uint8), mask=mask)
+    store_turned(scaled, codes_ptr, stride, blocks_left * BLOCK, columns_left)
+    block = tl.arange(0, BLOCKS)[None, :]
+    column = tl.arange(0, NC)[:, None]
+    place = column.to(tl.int64) * scale_stride + block
+    tl.store(scale_ptr + place, tl.trans(byte).to(tl.uint8), mask=(column < columns_left) & (block < blocks_left))
 
 
 @triton.jit
 def _put_rows(
-    x,
-    row,
-    codes_ptr,
-    scale_ptr,
-    stride,
-    scale_stride,
-    rows_left,
-    columns_left,
-    MODE: tl.constexpr,
+    tile, row, codes_ptr, scale_ptr, stride, scale_stride, rows_left, columns_left, MODE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """Quantize x (PACK, NR / PACK, NC) fp32 in blocks of BLOCK columns; row r to codes_ptr + r * stride, and its scales
-    to scale_ptr + r * scale_stride. row (PACK, NR / PACK): the row of each place."""
-    PACK: tl.constexpr = x.shape[0]
-    PACKS: tl.constexpr = x.shape[1]
-    NC: tl.constexpr = x.shape[2]
+):  # fmt: skip
+    """Quantize tile (tuple of (blocks, packs, NC)) in blocks of BLOCK columns; row r to codes_ptr + r * stride, and its
+    scales to scale_ptr + r * scale_stride. row (blocks, packs, 1): the first row of each pack."""
+    A: tl.constexpr = tile[0].shape[0]
+    B: tl.constexpr = tile[0].shape[1]
+    NC: tl.constexpr = tile[0].shape[2]
     dtype: tl.constexpr = codes_ptr.dtype.element_ty
-    x = tl.reshape(x, (PACK, PACKS, NC // BLOCK, BLOCK))
-    bits = tl.max(magnitude_bits(x), axis=3)
-    byte = scale_byte(bits, MODE, dtype)
-    codes = tl.reshape((x * reciprocal(byte)[:, :, :, None]).to(dtype), (PACK, PACKS, NC))
-    column = tl.arange(0, NC)
-    row = row[:, :, None]
-    there = row < rows_left
-    tl.store(codes_ptr + row.to(tl.int64) * stride + column[None, None, :], codes,
-             mask=there & (column < columns_left)[None, None, :])  # fmt: skip
-    block = tl.arange(0, NC // BLOCK)
-    tl.store(scale_ptr + row.to(tl.int64) * scale_stride + block[None, None, :], byte.to(tl.uint8),
-             mask=there & (block < columns_left // BLOCK)[None, None, :])  # fmt: skip
+    column = tl.arange(0, NC)[None, None, :]
+    block = tl.arange(0, NC // BLOCK)[None, None, :]
+    mask = (row < rows_left) & (column < columns_left)
+    scale_mask = (row < rows_left) & (block < columns_left // BLOCK)
+    for i in tl.static_range(len(tile)):
+        x = tl.reshape(tile[i].to(tl.float32), (A, B, NC // BLOCK, BLOCK))
+        byte = scale_byte(tl.max(magnitude_bits(x), axis=3), MODE, dtype)
+        codes = tl.reshape((x * reciprocal(byte)[:, :, :, None]).to(dtype), (A, B, NC))
+        at = (row + i).to(tl.int64)
+        tl.store(codes_ptr + at * stride + column, codes, mask=mask)
+        tl.store(scale_ptr + at * scale_stride + block, byte.to(tl.uint8), mask=scale_mask)
 
 
 @triton.jit
-def _tile(row_tiles, column_tiles, ROWS_FIRST: tl.constexpr):
+def _place(row_tiles, column_tiles, ROWS_FIRST: tl.constexpr):
     """(batch, row tile, column tile) of this program; ROWS_FIRST: programs that follow one another share columns."""
     program = tl.program_id(0)
     batch = program // (row_tiles * column_tiles)
@@ -115,29 +108,28 @@ def quantize_tile_kernel(
     K,
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    PACK: tl.constexpr,
     NR: tl.constexpr,
     NC: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
 ):
-    batch, row_tile, column_tile = _tile(tl.cdiv(N, NR), tl.cdiv(K, NC), ROWS_FIRST)
-    row0 = row_tile.to(tl.int64) * NR
-    column0 = column_tile.to(tl.int64) * NC
-    rows_left = (N - row0).to(tl.int32)
-    columns_left = (K - column0).to(tl.int32)
-    row = tile_rows(PACK, NR)
-    column = tl.arange(0, NC)
-    x_ptr += batch * N * K + row0 * K + column0
-    mask = (row < rows_left)[:, :, None] & (column < columns_left)[None, None, :]
-    x = tl.load(x_ptr + row[:, :, None].to(tl.int64) * K + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
-    if ROWS:
-        rows_ptr += batch * N * K + row0 * K + column0
+    """x (batch, N, K) -> along columns, and along rows too unless rows_ptr is None."""
+    PACK: tl.constexpr = 8
+    batch, row_tile, column_tile = _place(tl.cdiv(N, NR), tl.cdiv(K, NC), ROWS_FIRST)
+    row0 = (row_tile * NR).to(tl.int64)
+    column0 = column_tile * NC
+    rows_left = N - row_tile * NR
+    columns_left = K - column0
+    row = _pack_rows(PACK, BLOCK, NR)
+    first = batch * N * K
+    column = tl.arange(0, NC)[None, None, :]
+    tile = load_tile(x_ptr + first + row0 * K + column0, row, column, K, rows_left, columns_left, PACK)
+    if rows_ptr is not None:
+        rows_ptr += first + row0 * K + column0
         rows_scale_ptr += (batch * N + row0) * (K // BLOCK) + column0 // BLOCK
-        _put_rows(x, row, rows_ptr, rows_scale_ptr, K, K // BLOCK, rows_left, columns_left, MODE, BLOCK)
-    columns_ptr += batch * N * K + column0 * N + row0
+        _put_rows(tile, row, rows_ptr, rows_scale_ptr, K, K // BLOCK, rows_left, columns_left, MODE, BLOCK)
+    columns_ptr += first + column0.to(tl.int64) * N + row0
     columns_scale_ptr += (batch * K + column0) * (N // BLOCK) + row0 // BLOCK
-    _put_columns(x, columns_ptr, columns_scale_ptr, N, N // BLOCK, rows_left, columns_left, MODE, BLOCK)
+    _put_columns(tile, columns_ptr, columns_scale_ptr, N, N // BLOCK, rows_left, columns_left, MODE, BLOCK)
 
 
 @triton.jit
@@ -167,9 +159,9 @@ def requantize_kernel(
     ROWS_FIRST: tl.constexpr,
 ):
     """codes (batch, S, K), a scale for block_rows x block_columns of them -> blocks of 32: TURN along rows, turned; else
-    along columns. UNIT divides 32 and block_columns."""
+    along columns. UNIT divides 32 and block_columns. PACK 8 (needed by TURN) if R is a multiple of 8, else 1."""
     BLOCK: tl.constexpr = 32
-    batch, row_tile, column_tile = _tile(tl.cdiv(R, NR), tl.cdiv(K, NC), ROWS_FIRST)
+    batch, row_tile, column_tile = _place(tl.cdiv(R, NR), tl.cdiv(K, NC), ROWS_FIRST)
     row0 = row_tile * NR
     column0 = column_tile * NC
     live = R
@@ -179,51 +171,50 @@ def requantize_kernel(
             return
     rows_left = live - row0
     columns_left = K - column0
-    row = tile_rows(PACK, NR)
-    there = row < rows_left
-    source = row0 + row
-    if row_index_ptr is not None:
-        source = tl.load(row_index_ptr + source, mask=there, other=-1)
-        there = source >= 0
-    source = source[:, :, None].to(tl.int64)
-    there = there[:, :, None]
-    column = column0 + tl.arange(0, NC)
-    unit = column0 + UNIT * tl.arange(0, NC // UNIT)
-    byte = tl.load(
-        scale_ptr
-        + batch * scale_batch_stride
-        + source // block_rows * scale_stride_row
-        + (unit // block_columns)[None, None, :].to(tl.int64) * scale_stride_column,
-        mask=there & (unit < K)[None, None, :],
-        other=0,
-    ).to(tl.int32)
-    codes = tl.load(
-        codes_ptr + batch * batch_stride + source * stride + column[None, None, :],
-        mask=there & (column < K)[None, None, :],
-        other=0.0,
-    )
-    x = codes.to(tl.float32)
-    if codes_ptr.dtype.element_ty == tl.float8e5:  # an Inf among the codes is no overflow
-        x = tl.where(tl.abs(x) == float("inf"), float("nan"), x)
-    x = tl.reshape(x, (PACK, NR // PACK, NC // UNIT, UNIT)) * power_of_two(byte)[:, :, :, None]
-    x = tl.clamp(tl.reshape(x, (PACK, NR // PACK, NC)), -_FP32_MAX, _FP32_MAX, propagate_nan=tl.PropagateNan.ALL)
+    row = _pack_rows(PACK, BLOCK, NR)
+    column = tl.arange(0, NC)[None, None, :]
+    unit = UNIT * tl.arange(0, NC // UNIT)[None, None, :]
+    codes_ptr += batch * batch_stride + column0
+    scale_ptr += batch * scale_batch_stride + ((column0 + unit) // block_columns).to(tl.int64) * scale_stride_column
+    tile = ()
+    for i in tl.static_range(PACK):
+        there = row + i < rows_left
+        source = row0 + row + i
+        if row_index_ptr is not None:
+            source = tl.load(row_index_ptr + source, mask=there, other=-1)
+            there = source >= 0
+        byte = tl.load(
+            scale_ptr + (source // block_rows).to(tl.int64) * scale_stride_row,
+            mask=there & (unit < columns_left),
+            other=0,
+        )
+        codes = tl.load(
+            codes_ptr + source.to(tl.int64) * stride + column, mask=there & (column < columns_left), other=0.0
+        )
+        x = codes.to(tl.float32)
+        if codes_ptr.dtype.element_ty == tl.float8e5:  # an Inf among the codes is no overflow
+            x = tl.where(tl.abs(x) == float("inf"), float("nan"), x)
+        x = (
+            tl.reshape(x, (NR // BLOCK, BLOCK // PACK, NC // UNIT, UNIT))
+            * power_of_two(byte.to(tl.int32))[:, :, :, None]
+        )
+        x = tl.reshape(x, (NR // BLOCK, BLOCK // PACK, NC))
+        tile = tile + (tl.clamp(x, -_FP32_MAX, _FP32_MAX, propagate_nan=tl.PropagateNan.ALL),)
     first = batch * R * K
     if TURN:
         out_ptr += first + column0.to(tl.int64) * R + row0
         out_scale_ptr += (batch * K + column0) * (R // BLOCK) + row0 // BLOCK
-        _put_columns(x, out_ptr, out_scale_ptr, R, R // BLOCK, rows_left, columns_left, MODE, BLOCK)
+        _put_columns(tile, out_ptr, out_scale_ptr, R, R // BLOCK, rows_left, columns_left, MODE, BLOCK)
     else:
         out_ptr += first + row0.to(tl.int64) * K + column0
         out_scale_ptr += (batch * R + row0) * (K // BLOCK) + column0 // BLOCK
-        _put_rows(x, row, out_ptr, out_scale_ptr, K, K // BLOCK, rows_left, columns_left, MODE, BLOCK)
+        _put_rows(tile, row, out_ptr, out_scale_ptr, K, K // BLOCK, rows_left, columns_left, MODE, BLOCK)
 
 
 @triton.jit
-def column_magnitudes_kernel(
-    x_ptr, bits_ptr, length, K, NR: tl.constexpr, NC: tl.constexpr
-):
+def column_magnitudes_kernel(x_ptr, bits_ptr, length, K, NR: tl.constexpr, NC: tl.constexpr):
     """bits (segments, K) = the largest magnitude bits of each column of x (segments, length, K); bits start at 0."""
-    segment, row_tile, column_tile = _tile(tl.cdiv(length, NR), tl.cdiv(K, NC), False)
+    segment, row_tile, column_tile = _place(tl.cdiv(length, NR), tl.cdiv(K, NC), False)
     row = row_tile * NR + tl.arange(0, NR)
     column = column_tile * NC + tl.arange(0, NC)
     there = column < K
@@ -234,41 +225,31 @@ def column_magnitudes_kernel(
 
 @triton.jit
 def quantize_long_columns_kernel(
-    x_ptr,
-    bits_ptr,
-    codes_ptr,
-    scale_ptr,
-    length,
-    N,
-    K,
-    MODE: tl.constexpr,
-    PACK: tl.constexpr,
-    NR: tl.constexpr,
+    x_ptr, bits_ptr, codes_ptr, scale_ptr, length, N, K, MODE: tl.constexpr, PACK: tl.constexpr, NR: tl.constexpr,
     NC: tl.constexpr,
-):
+):  # fmt: skip
     """x (segments, length, K), bits (segments, K) -> codes (batch, K, N), scale (batch, K, N / length)."""
-    segment, row_tile, column_tile = _tile(tl.cdiv(length, NR), tl.cdiv(K, NC), True)
+    segment, row_tile, column_tile = _place(tl.cdiv(length, NR), tl.cdiv(K, NC), True)
     batch = segment // (N // length)
     within = segment % (N // length)
-    dtype: tl.constexpr = codes_ptr.dtype.element_ty
     row0 = row_tile * NR
-    row = row0 + tile_rows(PACK, NR)
-    column = column_tile * NC + tl.arange(0, NC)
-    there = column < K
-    byte = scale_byte(tl.load(bits_ptr + segment * K + column, mask=there, other=0), MODE, dtype)
-    place = (segment * length + row)[:, :, None] * K + column[None, None, :]
-    x = tl.load(x_ptr + place, mask=(row < length)[:, :, None] & there[None, None, :], other=0.0).to(tl.float32)
-    codes = (x * reciprocal(byte)[None, None, :]).to(dtype)
-    column0 = column_tile.to(tl.int64) * NC
-    store_turned(
-        codes,
-        codes_ptr + batch * N * K + column0 * N + within * length + row0,
-        N,
-        (length - row0) // PACK,
-        K - column_tile * NC,
+    column0 = column_tile * NC
+    column = tl.arange(0, NC)[None, :]
+    there = column < K - column0
+    byte = scale_byte(
+        tl.load(bits_ptr + segment * K + column0 + column, mask=there, other=0), MODE, codes_ptr.dtype.element_ty
     )
+    row = PACK * tl.arange(0, NR // PACK)[:, None]
+    x_ptr += (segment * length + row0) * K + column0
+    tile = load_tile(x_ptr, row, column, K, length - row0, K - column0, PACK)
+    scaled = ()
+    for i in tl.static_range(PACK):
+        scaled = scaled + (tile[i].to(tl.float32) * reciprocal(byte),)
+    codes_ptr += (batch * K + column0) * N + within * length + row0
+    store_turned(scaled, codes_ptr, N, length - row0, K - column0)
     if row_tile == 0:
-        tl.store(scale_ptr + (batch * K + column) * (N // length) + within, byte.to(tl.uint8), mask=there)
+        scale_ptr += (batch * K + column0) * (N // length) + within
+        tl.store(scale_ptr + column.to(tl.int64) * (N // length), byte.to(tl.uint8), mask=there)
 
 
 def quantize_columns(
@@ -295,7 +276,7 @@ def quantize_columns(
     bits = torch.zeros((segments, k), dtype=torch.int32, device=x.device)
     nr, nc = tile
     grid = (segments * triton.cdiv(block, nr) * triton.cdiv(k, nc),)
-    pack = 4 if block % 4 == 0 else 1
+    pack = 8 if block % 8 == 0 else 1
     column_magnitudes_kernel[grid](x, bits, block, k, NR=nr, NC=nc, num_warps=num_warps)
     quantize_long_columns_kernel[grid](
         x, bits, codes, bytes_of(scale), block, n, k, MODE=mode, PACK=pack, NR=nr, NC=nc, num_warps=num_warps
@@ -364,7 +345,7 @@ def requantize(
         codes, bytes_of(scale), row_index, group_ends, out, bytes_of(out_scale),
         r, k, 0 if group_ends is None else group_ends.shape[0],
         codes.stride(0), codes.stride(1), *scale.stride(), block_rows, block_columns,
-        MODE=mode, TURN=turn, UNIT=math.gcd(32, block_columns), PACK=4 if turn else 1, NR=nr, NC=nc,
+        MODE=mode, TURN=turn, UNIT=math.gcd(32, block_columns), PACK=1 if r % 8 else 8, NR=nr, NC=nc,
         ROWS_FIRST=rows_first, num_warps=num_warps,
     )  # fmt: skip
     return out, out_scale
@@ -391,6 +372,6 @@ def _quantize_tile(
     grid = (x.numel() // (n * k) * triton.cdiv(n, nr) * triton.cdiv(k, nc),)
     quantize_tile_kernel[grid](
         x, codes, None if scale is None else bytes_of(scale), turned, bytes_of(turned_scale), n, k,
-        MODE=mode, BLOCK=block, ROWS=codes is not None, PACK=4, NR=nr, NC=nc, ROWS_FIRST=rows_first,
+        MODE=mode, BLOCK=block, NR=nr, NC=nc, ROWS_FIRST=rows_first,
         num_warps=num_warps,
     )  # fmt: skip

@@ -42,7 +42,9 @@ def scale_byte(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
     else:
         tl.static_assert(MODE == "even")
         byte = ((bits + (0x80000 if E4M3 else 0x100000)) >> 23) - MAX_EXPONENT
-    return tl.where(bits >= _INF, NAN_BYTE, tl.minimum(tl.maximum(byte, 0), 254))
+    if MODE != "rceil":
+        byte = tl.maximum(byte, 0)
+    return tl.where(bits >= _INF, NAN_BYTE, byte)
 
 
 @triton.jit
@@ -54,9 +56,8 @@ def power_of_two(byte):
 
 @triton.jit
 def reciprocal(byte):
-    """2**(127 - byte) in fp32, for bytes 0 to 254; NaN for 255."""
-    bits = tl.where(byte == 254, _TWO_TO_MINUS_127, (254 - byte) << 23)
-    return tl.where(byte == NAN_BYTE, _NAN, bits).to(tl.float32, bitcast=True)
+    """2**(127 - byte) in fp32, for bytes 0 to 253 (`scale_byte` makes none above 247); NaN for 255."""
+    return tl.where(byte == NAN_BYTE, _NAN, (254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -76,9 +77,10 @@ def shift_codes(codes, factor):
     """codes (fp8) times factor (of `shift_factor`, broadcasts), rounded to nearest even in their format.
 
     The product is exact before the cast wherever something is left of it: E4M3 has 4 significant bits, and half its
-    smallest subnormal is 2**-10, so fp16 holds them. NaN becomes 0x7f, Inf stays.
+    smallest subnormal is 2**-10, so fp16 holds them. Inf stays; NaN becomes 0x7f, and a NaN factor makes that of any code.
     """
-    shifted = (codes.to(factor.dtype) * factor).to(codes.dtype)
+    product = codes.to(factor.dtype) * factor
+    shifted = product.to(codes.dtype)
     if codes.dtype == tl.float8e5:  # its cast saturates
-        shifted = tl.where((codes.to(tl.uint8, bitcast=True) & 0x7F) == 0x7C, codes, shifted)
+        shifted = tl.where(magnitude_bits(product) == _INF, codes, shifted)
     return shifted

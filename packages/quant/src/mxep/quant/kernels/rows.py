@@ -1,8 +1,8 @@
 """Quantize where nothing turns: along rows, and square tiles. Read once, codes and scale bytes written.
 
-    rows    x is a list of blocks of BLOCK elements, one after another; a program takes TILE of them
-            (a block that is no power of two, a whole row say, is masked up to one; a longer one is read twice)
-    tiles   a program takes BLOCK rows x NC columns
+rows    x is a list of blocks of BLOCK elements, one after another; a program takes TILE of them
+        (a block that is no power of two, a whole row say, is masked up to one; a longer one is read twice)
+tiles   a program takes BLOCK rows x NC columns
 """
 
 import torch
@@ -67,9 +67,7 @@ def quantize_long_blocks_kernel(
 
 
 @triton.jit
-def quantize_tiles_kernel(
-    x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BLOCK: tl.constexpr, NC: tl.constexpr
-):
+def quantize_tiles_kernel(x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BLOCK: tl.constexpr, NC: tl.constexpr):
     """x (rows, K), rows a multiple of BLOCK; leading axes are just more rows."""
     row_tile = tl.program_id(0).to(tl.int64)
     column0 = tl.program_id(1) * NC

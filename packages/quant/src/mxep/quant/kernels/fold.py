@@ -1,0 +1,212 @@
+"""Fold: rows picked, their block scales shifted into their codes, in one read and one write.
+
+    slot row_index[i] (or i)   D codes, D / block scale bytes, wherever the slot's row lies
+      | top = the largest byte of a block that is not all zero, d = top - byte, codes * 2^-d
+      v
+    row i                      D codes, one byte per `to` elements
+
+A row is SPANS spans that come to share a scale, of BLOCKS blocks of SUB elements; PER_SCALE blocks have one byte. SUB is
+32 for MX; of other blocks it is the largest power of two, up to 32, that divides them. Programs stride over tiles of
+ROWS whole rows, held in registers: 7168 codes are 14 loads of 16 bytes by each thread of one warp, which finds the top
+without a barrier. Lengths are constants of the kernel, so what pads a row to a power of two costs no instruction where
+it fills whole registers (7168 codes of 8192).
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of, shift_codes, shift_factor
+
+TILE_ELEMENTS = 4096
+WARP_ELEMENTS = 8192
+PROGRAMS_PER_SM = 32
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x (..., R, n) as (rows, n) with elements one after another, a copy only where strides ask for one."""
+    x = x.flatten(0, -2)
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; 1 under the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _is_nonzero(codes):
+    """Whether any of the last axis, of four, is a code other than 0 and -0. codes: fp8, or int32 words of four."""
+    if codes.dtype == tl.int32:
+        return tl.max(codes & 0x7F7F7F7F, axis=3) > 0
+    else:
+        return tl.max((codes.to(tl.uint8, bitcast=True) & 0x7F).to(tl.int32), axis=3) > 0
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def fold_kernel(
+    codes_ptr,
+    scale_ptr,
+    index_ptr,
+    ends_ptr,
+    folded_ptr,
+    folded_scale_ptr,
+    changed_ptr,
+    flushed_ptr,
+    spread_ptr,
+    stride,
+    scale_stride,
+    rows,
+    groups,
+    SPANS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SUB: tl.constexpr,
+    PER_SCALE: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    dtype: tl.constexpr = codes_ptr.dtype.element_ty
+    span = tl.arange(0, triton.next_power_of_2(SPANS))[:, None]
+    block = tl.arange(0, triton.next_power_of_2(BLOCKS))[None, :]
+    inside = (span < SPANS) & (block < BLOCKS)
+    block = span * BLOCKS + block
+    element = block[:, :, None] * SUB + tl.arange(0, SUB)
+    live = rows if ends_ptr is None else tl.load(ends_ptr + groups - 1)
+    changed = tl.full((), 0, tl.int64)
+    flushed = tl.full((), 0, tl.int64)
+
+    for tile in range(tl.program_id(0), tl.cdiv(live, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        there = row < live
+        source = row
+        if index_ptr is not None:
+            source = tl.load(index_ptr + row, mask=there, other=-1)
+        read = (there & (source >= 0))[:, None, None] & inside
+        source = tl.maximum(source, 0).to(tl.int64)[:, None, None]
+        byte = tl.load(scale_ptr + source * scale_stride + block // PER_SCALE, mask=read, other=0).to(tl.int32)
+        first = codes_ptr + (source * stride)[:, :, :, None]
+        codes = tl.load(first + element, mask=read[:, :, :, None], other=0.0)
+        if WORDS:  # the second load finds the line in L1, or on its way there
+            word = block[:, :, None] * (SUB // 4) + tl.arange(0, SUB // 4)
+            words = tl.load(first.to(tl.pointer_type(tl.int32)) + word, mask=read[:, :, :, None], other=0)
+            nonzero = _is_nonzero(words)
+        else:
+            nonzero = _is_nonzero(codes)
+        top = tl.max(tl.where(nonzero | (byte == NAN_BYTE), byte, 0), axis=2)
+        is_nan = (top == NAN_BYTE)[:, :, None]
+        shift = tl.maximum(top[:, :, None] - byte, 0)
+        factor = tl.where(is_nan, float("nan"), shift_factor(shift, dtype))
+        folded = shift_codes(codes, factor[:, :, :, None])
+
+        wanted = there[:, None, None] & inside
+        first = row.to(tl.int64)[:, None, None] * SPANS
+        tl.store(folded_ptr + (first * (BLOCKS * SUB))[:, :, :, None] + element, folded, mask=wanted[:, :, :, None])
+        tl.store(
+            folded_scale_ptr + first + span,
+            top[:, :, None].to(tl.uint8),
+            mask=there[:, None, None] & (span < SPANS),
+        )
+        if spread_ptr is not None:
+            before = codes.to(tl.float32)
+            after = folded.to(tl.float32)
+            counted = (before == before) & (after == after)
+            flushes = counted & (after == 0) & (before != 0)
+            # What is left of a code is left at a shift whose factor is exact.
+            changes = flushes | (counted & (after != before * factor[:, :, :, None].to(tl.float32)))
+            changed += tl.sum(changes.to(tl.int32))
+            flushed += tl.sum(flushes.to(tl.int32))
+            lowest = tl.min(tl.where(nonzero, byte, NAN_BYTE), axis=2)
+            spread = tl.where(top == NAN_BYTE, 0, tl.maximum(top - lowest, 0))
+            tl.store(spread_ptr + row, tl.max(spread, axis=1), mask=there)
+    if spread_ptr is not None:
+        tl.atomic_add(changed_ptr, changed, sem="relaxed")
+        tl.atomic_add(flushed_ptr, flushed, sem="relaxed")
+
+
+def fold(
+    codes: Tensor,
+    scale: Tensor,
+    row_index: Tensor | None,
+    group_ends: Tensor | None,
+    block: int,
+    to: int,
+    **tuning: int,
+) -> tuple[Tensor, Tensor]:
+    """mxep::fold; tuning as for `_launch`."""
+    folded, folded_scale, *_ = _launch(codes, scale, row_index, group_ends, block, to, stats=False, **tuning)
+    return folded, folded_scale
+
+
+def fold_with_stats(
+    codes: Tensor,
+    scale: Tensor,
+    row_index: Tensor | None,
+    group_ends: Tensor | None,
+    block: int,
+    to: int,
+    **tuning: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """mxep::fold_with_stats; tuning as for `_launch`."""
+    folded, folded_scale, *counts = _launch(codes, scale, row_index, group_ends, block, to, stats=True, **tuning)
+    changed, flushed, spread = counts
+    return folded, folded_scale, changed, flushed, spread
+
+
+def _launch(
+    codes: Tensor,
+    scale: Tensor,
+    row_index: Tensor | None,
+    group_ends: Tensor | None,
+    block: int,
+    to: int,
+    *,
+    stats: bool,
+    tile_elements: int = TILE_ELEMENTS,
+    warp_elements: int = WARP_ELEMENTS,
+    programs_per_sm: int = PROGRAMS_PER_SM,
+) -> list[Tensor]:
+    """Codes, scale and, with `stats`, changed, flushed, spread.
+
+    tile_elements: elements a program takes at a time: several short rows, or a longer one (padded to a power of two).
+    warp_elements: elements of a tile for each of its warps. programs_per_sm: from there on programs take several tiles.
+    """
+    shape = (*codes.shape[:-1], codes.shape[-1]) if row_index is None else (row_index.shape[0], codes.shape[-1])
+    folded = torch.empty(shape, dtype=codes.dtype, device=codes.device)
+    folded_scale = torch.empty((*shape[:-1], shape[-1] // to), dtype=SCALE_DTYPE, device=codes.device)
+    counts = []
+    if stats:
+        counts += [torch.zeros((), dtype=torch.int64, device=codes.device) for _ in range(2)]
+        counts += [torch.zeros(shape[:-1], dtype=torch.int32, device=codes.device)]
+    if folded.numel():
+        codes, scale = rows_of(codes), rows_of(bytes_of(scale))
+        sub = math.gcd(block, 32)
+        blocks = to // sub
+        spans = shape[-1] // to
+        padded = triton.next_power_of_2(spans) * triton.next_power_of_2(blocks) * sub
+        rows = max(1, tile_elements // padded)
+        tiles = triton.cdiv(folded_scale.numel() // spans, rows)
+        fold_kernel[(min(tiles, programs_per_sm * multiprocessors(codes.device)),)](
+            codes,
+            scale,
+            row_index,
+            group_ends,
+            folded,
+            bytes_of(folded_scale),
+            *(counts if stats else (None, None, None)),
+            codes.stride(0),
+            scale.stride(0),
+            folded_scale.numel() // spans,
+            0 if group_ends is None else group_ends.shape[0],
+            SPANS=spans,
+            BLOCKS=blocks,
+            SUB=sub,
+            PER_SCALE=block // sub,
+            WORDS=all(n % 4 == 0 for n in (codes.data_ptr(), codes.stride(0), sub)),
+            ROWS=rows,
+            num_warps=min(32, max(1, rows * padded // warp_elements)),
+        )
+    return [folded, folded_scale, *counts]
