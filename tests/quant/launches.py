@@ -7,7 +7,7 @@ T tokens, D model dim.
 
 import torch
 
-from mxep.quant.kernels import columns, rows
+from mxep.quant.kernels import columns, fold, rows
 
 T, D = 8192, 4096
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
@@ -17,6 +17,24 @@ def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape or (T, D), dtype=dtype)
 
 
+def mx(block: int = 32, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
+    return x(dtype=dtype), x(T, D // block, dtype=torch.float8_e8m0fnu)
+
+
+def index() -> torch.Tensor:
+    return x(T, dtype=torch.int32)
+
+
+def ends() -> torch.Tensor:
+    return x(32, dtype=torch.int32)
+
+
+def slots(d: int, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales side by side in the rows of a receive buffer, which are multiples of 16 bytes."""
+    buffer = torch.empty(T, -(-(d + d // 32) // 16) * 16, dtype=torch.uint8)
+    return buffer[:, :d].view(dtype), buffer[:, d : d + d // 32].view(torch.float8_e8m0fnu)
+
+
 LAUNCHES = {
     "quantize_rows": lambda: rows.quantize_rows(x(), E4M3, MODE, 32),
     "quantize_rows fp32": lambda: rows.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
@@ -24,4 +42,18 @@ LAUNCHES = {
     "quantize_tiles": lambda: rows.quantize_tiles(x(), E4M3, MODE, 32),
     "quantize_columns": lambda: columns.quantize_columns(x(), E4M3, MODE, 32),
     "quantize_both": lambda: columns.quantize_both(x(), E4M3, MODE, 32),
+    "quantize_both fp32": lambda: columns.quantize_both(x(dtype=torch.float32), E4M3, MODE, 32),
+    "quantize_columns whole": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
+    "requantize": lambda: columns.requantize(*mx(), 1, 32, None, None, True, E4M3, MODE),
+    "requantize gathered": lambda: columns.requantize(*mx(), 1, 32, index(), ends(), True, E4M3, MODE),
+    "requantize along rows": lambda: columns.requantize(*mx(), 1, 32, None, None, False, E5M2, MODE),
+    **{
+        f"fold {d}": lambda d=d: fold.fold(*slots(d), index(), ends(), 32, d)  # type: ignore[misc]
+        for d in (1408, 2048, 4096, 5120, 7168, 16384)
+    },
+    "fold E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends(), 32, 7168),
+    "fold per 128": lambda: fold.fold(*slots(7168), index(), ends(), 32, 128),
+    "fold whole rows": lambda: fold.fold(*mx(D), None, ends(), D, D),
+    "fold odd blocks": lambda: fold.fold(*mx(4), None, None, 4, D),
+    "fold_with_stats": lambda: fold.fold_with_stats(*slots(7168), index(), ends(), 32, 7168),
 }

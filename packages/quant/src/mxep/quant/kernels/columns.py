@@ -18,7 +18,7 @@ from torch import Tensor
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.kernels import rows
 from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, power_of_two, reciprocal, scale_byte
-from mxep.quant.kernels.turn import load_tile, store_turned
+from mxep.quant.kernels.turn import interleave, load_tile, store_turned
 
 TILE = (256, 64)
 NUM_WARPS = 8
@@ -45,10 +45,10 @@ def _put_columns(
     PACKS: tl.constexpr = tile[0].shape[1]
     NC: tl.constexpr = tile[0].shape[2]
     dtype: tl.constexpr = codes_ptr.dtype.element_ty
-    bits = magnitude_bits(tile[0].to(tl.float32))
+    amax = tl.abs(tile[0].to(tl.float32))
     for i in tl.static_range(1, len(tile)):
-        bits = tl.maximum(bits, magnitude_bits(tile[i].to(tl.float32)))
-    byte = scale_byte(tl.max(bits, axis=1), MODE, dtype)
+        amax = tl.maximum(amax, tl.abs(tile[i].to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+    byte = scale_byte(tl.max(magnitude_bits(amax), axis=1), MODE, dtype)
     factor = reciprocal(byte)[:, None, :]
     scaled = ()
     for i in tl.static_range(len(tile)):
@@ -73,16 +73,19 @@ def _put_rows(
     NC: tl.constexpr = tile[0].shape[2]
     dtype: tl.constexpr = codes_ptr.dtype.element_ty
     column = tl.arange(0, NC)[None, None, :]
-    block = tl.arange(0, NC // BLOCK)[None, None, :]
     mask = (row < rows_left) & (column < columns_left)
-    scale_mask = (row < rows_left) & (block < columns_left // BLOCK)
+    scales = ()
     for i in tl.static_range(len(tile)):
         x = tl.reshape(tile[i].to(tl.float32), (A, B, NC // BLOCK, BLOCK))
         byte = scale_byte(tl.max(magnitude_bits(x), axis=3), MODE, dtype)
         codes = tl.reshape((x * reciprocal(byte)[:, :, :, None]).to(dtype), (A, B, NC))
-        at = (row + i).to(tl.int64)
-        tl.store(codes_ptr + at * stride + column, codes, mask=mask)
-        tl.store(scale_ptr + at * scale_stride + block, byte.to(tl.uint8), mask=scale_mask)
+        tl.store(codes_ptr + (row + i).to(tl.int64) * stride + column, codes, mask=mask)
+        scales = scales + (byte.to(tl.uint8),)
+    byte = tl.reshape(interleave(scales), (A * B * len(tile), NC // BLOCK))
+    row = tl.arange(0, A * B * len(tile))[:, None]
+    block = tl.arange(0, NC // BLOCK)[None, :]
+    mask = (row < rows_left) & (block < columns_left // BLOCK)
+    tl.store(scale_ptr + row.to(tl.int64) * scale_stride + block, byte, mask=mask)
 
 
 @triton.jit

@@ -58,6 +58,20 @@ def store_turned(tile, out_ptr, stride, rows_left, columns_left):
 
 
 @triton.jit
+def interleave(tile):
+    """A tuple of 8 tensors (A, B, N), or of one, as (A, B, 8, N): what tile[i] holds at place i of the third axis."""
+    A: tl.constexpr = tile[0].shape[0]
+    B: tl.constexpr = tile[0].shape[1]
+    N: tl.constexpr = tile[0].shape[2]
+    if len(tile) == 1:
+        return tl.reshape(tile[0], (A, B, 1, N))
+    else:
+        first = tl.join(tl.join(tile[0], tile[1]), tl.join(tile[2], tile[3]))
+        second = tl.join(tl.join(tile[4], tile[5]), tl.join(tile[6], tile[7]))
+        return tl.reshape(tl.permute(tl.join(first, second), (0, 1, 5, 4, 3, 2)), (A, B, 8, N))
+
+
+@triton.jit
 def _word(a, b, c, d, dtype: tl.constexpr):
     """Four values as codes in a 32-bit word. Cast in pairs, as the hardware does, so that two are packed for free."""
     return _half(a, b, dtype) | (_half(c, d, dtype) << 16)
