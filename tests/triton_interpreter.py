@@ -6,12 +6,13 @@ truncates to bf16, adds bf16 as integers and knows no `dot_scaled`. With a CUDA 
 nothing. What is as on the GPU, bit for bit:
 
     casts           fp32 <-> fp16 bf16 E4M3 E5M2, and between those: to nearest even, NaN -> 0x7fff (16 bits);
-                    8 bits also saturate (cvt.rn.satfinite): Inf -> the largest value, NaN -> 0x7f
+                    8 bits also saturate (cvt.rn.satfinite): Inf -> the largest value, NaN -> 0x7f. Also what hurts:
+                    E5M2 -> bf16 makes finite numbers of Inf and NaN (go through fp32), E4M3 <-> E5M2 does not compile
     + - * / < ==    of fp32, fp16 and bf16, subnormals included
     minimum ...     NaN gives way to a number (or not: `propagate_nan`), -0 < +0
     fma             one rounding
 What is not: exp2, log2, sqrt, rsqrt and `/` of fp32, which the GPU approximates (`tl.div_rn` it does not), the order of
-a sum, the bits of an fp32 NaN, and anything about time. Inline asm and libdevice do not run.
+a sum, the bits of an fp32 NaN, `tl.clamp` of NaN, and anything about time. Inline asm and libdevice do not run.
 
 An op costs about 10 us plus its data, however small: large tiles, few programs.
 """
@@ -65,19 +66,19 @@ def _wanted() -> bool:
 FP8 = {"fp8e4nv": (3, 7, 0x7E), "fp8e5": (2, 15, 0x7B)}
 
 
-def _table(name: str) -> np.ndarray:
-    """The values of the 256 codes, fp32."""
+def _table(name: str, *, special: bool = True) -> np.ndarray:
+    """The values of the 256 codes, fp32; special: those above the largest finite one are Inf and NaN."""
     mantissa, bias, largest = FP8[name]
     code = np.arange(256)
     exponent, fraction = (code & 0x7F) >> mantissa, code & ((1 << mantissa) - 1)
     value = np.ldexp(fraction + np.where(exponent > 0, 1 << mantissa, 0), np.maximum(exponent, 1) - bias - mantissa)
-    value = np.where((code & 0x7F) > largest, np.nan, value)
-    if name == "fp8e5":
-        value = np.where((code & 0x7F) == 0x7C, np.inf, value)
+    if special:
+        value = np.where((code & 0x7F) > largest, np.where((name == "fp8e5") & (fraction == 0), np.inf, np.nan), value)
     return np.where(code & 0x80, -value, value).astype(np.float32)
 
 
 TABLES = {name: _table(name) for name in FP8}
+E5M2_BY_SHIFT = _table("fp8e5", special=False)
 
 
 def decode(data: np.ndarray, name: str) -> np.ndarray:
@@ -113,15 +114,23 @@ def encode(values: np.ndarray, name: str) -> np.ndarray:
     return np.where(np.isnan(values), 0x7F, code).astype(np.uint8)
 
 
+def to_odd(exact: np.ndarray) -> np.ndarray:
+    """fp64 -> fp32; what does not fit goes to the odd neighbour, so that a second rounding is as good as one."""
+    with np.errstate(all="ignore"):
+        near = exact.astype(np.float32)
+    toward = np.where(exact > near, np.float32(np.inf), np.float32(-np.inf))
+    even = (near != exact) & np.isfinite(near) & (near.view(np.uint32) & 1 == 0)
+    return np.where(even, np.nextafter(near, toward), near)
+
+
 def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """x * y + z in fp32 with one rounding: the fp64 sum is rounded to odd, so that the second rounding does no harm."""
+    """x * y + z of fp32, in fp64 and rounded to odd: rounded to fp32 (by `to_odd` for less) it has one rounding."""
     product, z = x.astype(np.float64) * y, z.astype(np.float64)
     total = product + z
     back = total - product
     error = (product - (total - back)) + (z - back)
-    inexact_even = (error != 0) & np.isfinite(total) & (total.view(np.int64) & 1 == 0)
-    toward = np.where(error > 0, np.inf, -np.inf)
-    return np.where(inexact_even, np.nextafter(total, toward), total).astype(np.float32)
+    even = (error != 0) & np.isfinite(total) & (total.view(np.int64) & 1 == 0)
+    return np.where(even, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
 
 
 def _greater(number: Any) -> Any:
@@ -157,7 +166,13 @@ def install() -> None:
 
     def cast(self: Any, src: Any, to: Any) -> Any:
         source, to = src.dtype.scalar, to.scalar
+        if source.name in FP8 and to.name in FP8:
+            raise TypeError(f"a GPU casts {source} to {to} only through another format")
         data = decode(src.data, source.name) if source.name in narrow else src.data
+        if source.name == "fp8e5" and to.name == "bf16":
+            data = E5M2_BY_SHIFT[src.data]
+        if data.dtype.kind in "iu" and to.name in narrow:
+            data = to_odd(data.astype(np.float64))
         data = encode(data, to.name) if to.name in narrow else data.astype(stock._get_np_dtype(to))
         return handle(data, to)
 
@@ -187,9 +202,9 @@ def install() -> None:
         return smaller(self, larger(self, x, low), high)
 
     def fused(self: Any, x: Any, y: Any, z: Any) -> Any:
-        name = z.dtype.scalar.name
-        one_rounding = fma if name == "fp32" or name in narrow else (lambda a, b, c: a * b + c)
-        return elementwise(one_rounding, z.dtype.scalar, x, y, z)
+        wide = {"fp64": lambda a, b, c: a * b + c, "fp32": fma}
+        operation = wide.get(z.dtype.scalar.name, lambda a, b, c: to_odd(fma(a, b, c)))
+        return elementwise(operation, z.dtype.scalar, x, y, z)
 
     builder.binary_op = binary
     builder.create_maxnumf = lambda self, a, b: binary(self, a, b, _greater(np.fmax))
