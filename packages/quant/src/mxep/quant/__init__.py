@@ -1,6 +1,6 @@
 """mxep.quant: MX block-scaled numbers for PyTorch. See README.md; start with `quantize` and `MXTensor`."""
 
-from mxep.quant.fold import FoldStats, fold, fold_stats
+from mxep.quant.fold import FoldStats, fold, fold_with_stats
 from mxep.quant.formats import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, format_of
 from mxep.quant.groups import PaddedGroups, live_rows, pad_groups, unpad_groups
 from mxep.quant.quantize import quantize, quantize_both
@@ -21,7 +21,7 @@ __all__ = [
     "ScaleMode",
     "SplitFold",
     "fold",
-    "fold_stats",
+    "fold_with_stats",
     "format_of",
     "live_rows",
     "pad_groups",

@@ -8,11 +8,12 @@ Scales are powers of two, and an 8-bit float has exponents to spare. Per row (or
     row          codes * 2^-3       |  codes as they are |  0 ..                   one byte, 127
 
 The element rule, for both formats: a code q becomes round_to_nearest_even(q * 2^-d) in that format, subnormals
-included; -0 keeps its sign. Nothing overflows, as d >= 0. The result is exact while q * 2^-d needs no bits below the
-smallest subnormal (E4M3 2^-9, E5M2 2^-16); that holds for any |q| >= 2^(d-6) in E4M3, |q| >= 2^(d-14) in E5M2, which
-is every element within 13.8 (28.8) binades of the amax of its row when blocks were quantized by RCEIL. Other elements
-err by at most half that subnormal, 2^-10 (2^-17) of the top scale: 2^-17.8 (2^-31.8) of the amax. From d = 19 (33) on
-nothing is left. So folding is lossless under that condition only; `fold_stats` counts where it does not hold.
+included; -0 keeps its sign, NaN and Inf become 0x7f. Nothing overflows, as d >= 0. The result is exact while q * 2^-d
+needs no bits below the smallest subnormal (E4M3 2^-9, E5M2 2^-16); that holds for any |q| >= 2^(d-6) in E4M3,
+|q| >= 2^(d-14) in E5M2, which is every element within 13.8 (28.8) binades of the amax of its row when blocks were
+quantized by RCEIL. Other elements err by at most half that subnormal, 2^-10 (2^-17) of the top scale: 2^-17.8
+(2^-31.8) of the amax. From d = 19 (33) on nothing is left. So folding is lossless under that condition only;
+`fold_with_stats` counts where it does not hold.
 
 A block whose codes are all zero does not count for the top, whatever its byte. A NaN block (byte 255) makes NaN of all
 that shares its scale, as it does in the exact product: every code 0x7f, byte 255. If all is zero the byte is 0.
@@ -30,6 +31,7 @@ from torch import Tensor
 from mxep.quant.checks import TILES, check_block
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.groups import check_group_ends, fill_rows, live_rows
+from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import NAN_CODE, pick_rows, values_of
 from mxep.quant.scales import NAN_BYTE, power_of_two
 from mxep.quant.tensor import MXTensor
@@ -37,7 +39,7 @@ from mxep.quant.tensor import MXTensor
 
 @dataclass(frozen=True)
 class FoldStats:
-    """What a fold costs, all on the device. Elements that turn NaN with their row are in none of the counts.
+    """What a fold costs, all on the device. Elements that are NaN afterwards are in none of the counts.
 
     changed: () int64, elements whose value changes (those that flush are among them).
     flushed: () int64, elements other than zero that become zero.
@@ -63,17 +65,26 @@ def fold(mx: MXTensor, *, block: int | None = None, group_ends: Tensor | None = 
     """
     turned, block = _check(mx, block, group_ends)
     codes, scale = _fold(turned.qdata, turned.scale, turned.row_index, group_ends, turned.block, block)
-    folded = MXTensor.from_qdata_and_scales(codes, scale, mx.dtype, block=block)
-    return folded if mx.axis == -1 else folded.mT  # type: ignore[return-value]
+    return _result(mx, codes, scale, block)
 
 
-def fold_stats(mx: MXTensor, *, block: int | None = None, group_ends: Tensor | None = None) -> FoldStats:
-    """What `fold` with the same arguments changes: elements changed, elements flushed to zero, spread of each row.
+def fold_with_stats(
+    mx: MXTensor, *, block: int | None = None, group_ends: Tensor | None = None
+) -> tuple[MXTensor, FoldStats]:
+    """`fold`, and what it changed, counted in the same pass: elements changed, flushed to zero, spread of each row.
 
-    Rows from group_ends[-1] on are not counted on any device; their spread is unspecified. ValueError as for `fold`.
+    Rows from group_ends[-1] on are not counted; their spread is unspecified. ValueError as for `fold`.
     """
     turned, block = _check(mx, block, group_ends)
-    return FoldStats(*_fold_stats(turned.qdata, turned.scale, turned.row_index, group_ends, turned.block, block))
+    codes, scale, *stats = _fold_with_stats(
+        turned.qdata, turned.scale, turned.row_index, group_ends, turned.block, block
+    )
+    return _result(mx, codes, scale, block), FoldStats(*stats)
+
+
+def _result(mx: MXTensor, codes: Tensor, scale: Tensor, block: int) -> MXTensor:
+    folded = MXTensor.from_qdata_and_scales(codes, scale, mx.dtype, block=block)
+    return folded if mx.axis == -1 else folded.mT  # type: ignore[return-value]
 
 
 def flush_shift(dtype: torch.dtype) -> int:
@@ -85,11 +96,14 @@ def flush_shift(dtype: torch.dtype) -> int:
 def shift_codes(codes: Tensor, shift: Tensor) -> Tensor:
     """codes (fp8, any shape) times 2^-shift (int, broadcasts, 0 <= shift), rounded to nearest even in their format.
 
-    The product is exact in fp32, so there is one rounding. Inf stays; NaN becomes 0x7f, its sign kept.
+    The product is exact in fp32, so there is one rounding. NaN and Inf become 0x7f.
     Example, E4M3: 0x41 (2.25) by 1 is 0x39 (1.125), by 9 is 0x02 (2.25 subnormals become 2), by 19 is 0x00.
     """
     byte = 127 - shift.clamp(max=flush_shift(codes.dtype))
-    return (values_of(codes) * power_of_two(byte)).to(codes.dtype)
+    moved = values_of(codes) * power_of_two(byte)
+    shifted = moved.to(codes.dtype)
+    shifted.view(torch.uint8).masked_fill_(~moved.isfinite(), NAN_CODE)
+    return shifted
 
 
 def _check(mx: MXTensor, block: int | None, group_ends: Tensor | None) -> tuple[MXTensor, int]:
@@ -150,38 +164,45 @@ def _spans(
     return _Spans(blocks.view(codes.dtype), exponent, counts, top, nan), capacity
 
 
+def _folded(spans: _Spans, capacity: int) -> tuple[Tensor, Tensor]:
+    folded = shift_codes(spans.codes, spans.shift).view(torch.uint8).masked_fill_(spans.nan, NAN_CODE)
+    byte = torch.where(spans.nan, NAN_BYTE, spans.top).to(torch.uint8)
+    return (
+        fill_rows(folded.flatten(-3), capacity).view(spans.codes.dtype),
+        fill_rows(byte.flatten(-3), capacity).view(SCALE_DTYPE),
+    )
+
+
+def _folded_like(codes: Tensor, scale: Tensor, row_index: Tensor | None, to: int) -> tuple[Tensor, Tensor]:
+    *rest, rows, d = codes.shape
+    rows = rows if row_index is None else row_index.shape[0]
+    return codes.new_empty((*rest, rows, d)), scale.new_empty((*rest, rows, d // to))
+
+
 @torch.library.custom_op("mxep::fold", mutates_args=())
 def _fold(
     codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None, block: int, to: int
 ) -> tuple[Tensor, Tensor]:
     """codes (..., S, D) fp8, scale (..., S, D/block) e8m0 -> codes (..., R, D), scale (..., R, D/to)."""
-    spans, capacity = _spans(codes, scale, row_index, group_ends, block, to)
-    folded = shift_codes(spans.codes, spans.shift).view(torch.uint8).masked_fill_(spans.nan, NAN_CODE)
-    byte = torch.where(spans.nan, NAN_BYTE, spans.top).to(torch.uint8)
-    return (
-        fill_rows(folded.flatten(-3), capacity).view(codes.dtype),
-        fill_rows(byte.flatten(-3), capacity).view(SCALE_DTYPE),
-    )
+    return _folded(*_spans(codes, scale, row_index, group_ends, block, to))
 
 
 @_fold.register_fake
 def _(
     codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None, block: int, to: int
 ) -> tuple[Tensor, Tensor]:
-    *rest, rows, d = codes.shape
-    rows = rows if row_index is None else row_index.shape[0]
-    return codes.new_empty((*rest, rows, d)), scale.new_empty((*rest, rows, d // to))
+    return _folded_like(codes, scale, row_index, to)
 
 
-@torch.library.custom_op("mxep::fold_stats", mutates_args=())
-def _fold_stats(
+@torch.library.custom_op("mxep::fold_with_stats", mutates_args=())
+def _fold_with_stats(
     codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None, block: int, to: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The arguments of mxep::fold -> changed () int64, flushed () int64, spread (..., R) int32."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of mxep::fold -> its results, changed () int64, flushed () int64, spread (..., R) int32."""
     spans, capacity = _spans(codes, scale, row_index, group_ends, block, to)
     shift = spans.shift.clamp(max=flush_shift(codes.dtype))
     before, after = spans.codes.float(), shift_codes(spans.codes, shift).float()
-    counted = ~spans.nan & ~before.isnan()
+    counted = ~spans.nan & ~after.isnan()
     if group_ends is not None:
         row = torch.arange(before.shape[0], device=codes.device)
         counted &= (row < group_ends[-1]).view(-1, 1, 1, 1)
@@ -189,13 +210,19 @@ def _fold_stats(
     flushed = (counted & (after == 0) & (before != 0)).sum()
     lowest = torch.where(spans.counts, spans.byte, NAN_BYTE).amin(-2, keepdim=True)
     live_spread = torch.where(spans.nan, 0, spans.top - lowest).clamp(min=0).flatten(-3).amax(-1)
-    return changed, flushed, fill_rows(live_spread.unsqueeze(-1), capacity).squeeze(-1)
+    spread = fill_rows(live_spread.unsqueeze(-1), capacity).squeeze(-1)
+    return *_folded(spans, capacity), changed, flushed, spread
 
 
-@_fold_stats.register_fake
+@_fold_with_stats.register_fake
 def _(
     codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None, block: int, to: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = codes.shape[-2] if row_index is None else row_index.shape[0]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    folded, folded_scale = _folded_like(codes, scale, row_index, to)
     count = codes.new_empty((), dtype=torch.int64)
-    return count, torch.empty_like(count), codes.new_empty((*codes.shape[:-2], rows), dtype=torch.int32)
+    spread = codes.new_empty(folded.shape[:-1], dtype=torch.int32)
+    return folded, folded_scale, count, torch.empty_like(count), spread
+
+
+on_cuda(_fold, "fold", "fold")
+on_cuda(_fold_with_stats, "fold", "fold_with_stats")

@@ -5,8 +5,8 @@
       v
     row i                      D codes, one byte per `to` elements
 
-A row is SPANS spans that come to share a scale, of BLOCKS blocks of SUB elements; PER_SCALE blocks have one byte. SUB is
-32 for MX; of other blocks it is the largest power of two, up to 32, that divides them. Programs stride over tiles of
+A row is SPANS spans that come to share a scale, of BLOCKS blocks of SUB elements; PER_SCALE blocks have one byte. SUB
+is 32 for MX; of other blocks it is the largest power of two, up to 32, that divides them. Programs stride over tiles of
 ROWS whole rows, held in registers: 7168 codes are 14 loads of 16 bytes by each thread of one warp, which finds the top
 without a barrier. Lengths are constants of the kernel, so what pads a row to a power of two costs no instruction where
 it fills whole registers (7168 codes of 8192).
@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of, shift_codes, shift_factor
+from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
 
 TILE_ELEMENTS = 4096
-WARP_ELEMENTS = 8192
+WARP_ELEMENTS = 4096
 PROGRAMS_PER_SM = 32
 
 
@@ -39,12 +39,38 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
+def _half_power(shift):
+    """2**-shift in fp16, for shifts (int32) 0 to 24."""
+    bits = tl.where(shift < 15, (15 - shift) << 10, 1 << (24 - tl.maximum(shift, 15)))
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def shifted(codes, shift, is_nan):
+    """The values codes * 2**-shift in fp16; cast to the codes' format they are `mxep.quant.fold.shift_codes`.
+
+    codes: fp8. shift: int32, not negative; is_nan: where all becomes NaN; both broadcast to codes.
+    Exact wherever the cast leaves something of a value: half the smallest subnormal, 2**-10 in E4M3 and 2**-17 in E5M2,
+    and 4 or 3 significant bits from there up are multiples of 2**-24. NaN and Inf become NaN.
+    """
+    values = codes.to(tl.float16)
+    if codes.dtype == tl.float8e4nv:
+        values *= tl.where(is_nan, float("nan"), _half_power(tl.minimum(shift, 19)))
+    else:
+        shift = tl.minimum(shift, 33)
+        first = tl.minimum(shift, 9)  # 2**-33 is no fp16 number
+        zero_or_nan = values * 0.0
+        values *= tl.where(is_nan, float("nan"), _half_power(first))
+        values = values * _half_power(shift - first) + zero_or_nan
+    return values
+
+
+@triton.jit
 def _is_nonzero(codes):
     """Whether any of the last axis, of four, is a code other than 0 and -0. codes: fp8, or int32 words of four."""
-    if codes.dtype == tl.int32:
-        return tl.max(codes & 0x7F7F7F7F, axis=3) > 0
-    else:
-        return tl.max((codes.to(tl.uint8, bitcast=True) & 0x7F).to(tl.int32), axis=3) > 0
+    if codes.dtype != tl.int32:
+        codes = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+    return tl.max(codes & 0x7F7F7F7F, axis=3) > 0
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -97,10 +123,9 @@ def fold_kernel(
         else:
             nonzero = _is_nonzero(codes)
         top = tl.max(tl.where(nonzero | (byte == NAN_BYTE), byte, 0), axis=2)
-        is_nan = (top == NAN_BYTE)[:, :, None]
-        shift = tl.maximum(top[:, :, None] - byte, 0)
-        factor = tl.where(is_nan, float("nan"), shift_factor(shift, dtype))
-        folded = shift_codes(codes, factor[:, :, :, None])
+        shift = tl.maximum(top[:, :, None] - byte, 0)[:, :, :, None]
+        values = shifted(codes, shift, (top == NAN_BYTE)[:, :, None, None])
+        folded = values.to(dtype)
 
         wanted = there[:, None, None] & inside
         first = row.to(tl.int64)[:, None, None] * SPANS
@@ -111,12 +136,9 @@ def fold_kernel(
             mask=there[:, None, None] & (span < SPANS),
         )
         if spread_ptr is not None:
-            before = codes.to(tl.float32)
-            after = folded.to(tl.float32)
-            counted = (before == before) & (after == after)
-            flushes = counted & (after == 0) & (before != 0)
-            # What is left of a code is left at a shift whose factor is exact.
-            changes = flushes | (counted & (after != before * factor[:, :, :, None].to(tl.float32)))
+            after = folded.to(tl.float16)
+            flushes = (after == 0) & (codes.to(tl.float16) != 0)
+            changes = flushes | ((after != values) & (after == after))
             changed += tl.sum(changes.to(tl.int32))
             flushed += tl.sum(flushes.to(tl.int32))
             lowest = tl.min(tl.where(nonzero, byte, NAN_BYTE), axis=2)
@@ -172,7 +194,8 @@ def _launch(
     """Codes, scale and, with `stats`, changed, flushed, spread.
 
     tile_elements: elements a program takes at a time: several short rows, or a longer one (padded to a power of two).
-    warp_elements: elements of a tile for each of its warps. programs_per_sm: from there on programs take several tiles.
+    warp_elements: elements of a tile for each of its warps (less with stats, or a scale for less than 32 elements).
+    programs_per_sm: as many as start; they take several tiles if there are more.
     """
     shape = (*codes.shape[:-1], codes.shape[-1]) if row_index is None else (row_index.shape[0], codes.shape[-1])
     folded = torch.empty(shape, dtype=codes.dtype, device=codes.device)
@@ -207,6 +230,6 @@ def _launch(
             PER_SCALE=block // sub,
             WORDS=all(n % 4 == 0 for n in (codes.data_ptr(), codes.stride(0), sub)),
             ROWS=rows,
-            num_warps=min(32, max(1, rows * padded // warp_elements)),
+            num_warps=min(32, max(1, rows * padded * (32 // sub) * (2 if stats else 1) // warp_elements)),
         )
     return [folded, folded_scale, *counts]

@@ -1,4 +1,4 @@
-"""MX numbers on the device: `mxep.quant.scales` and the shift of `mxep.quant.fold`, bit for bit.
+"""MX numbers on the device: `mxep.quant.scales`, bit for bit.
 
 Scale bytes are int32 here, 0 to 255. Element formats are named by Triton's dtypes, tl.float8e4nv and tl.float8e5.
 Casts to them saturate and round to nearest even, and make 0x7f of any NaN.
@@ -58,29 +58,3 @@ def power_of_two(byte):
 def reciprocal(byte):
     """2**(127 - byte) in fp32, for bytes 0 to 253 (`scale_byte` makes none above 247); NaN for 255."""
     return tl.where(byte == NAN_BYTE, _NAN, (254 - byte) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def shift_factor(shift, DTYPE: tl.constexpr):
-    """2**-shift (shift int32 >= 0) for `shift_codes`: fp16 for E4M3, fp32 for E5M2; past flushing any small number."""
-    if DTYPE == tl.float8e4nv:
-        # Down to 2**-19, where no code is left; below 2**-14 it is an fp16 subnormal.
-        shift = tl.minimum(shift, 19)
-        bits = tl.where(shift < 15, (15 - shift) << 10, 1 << (24 - tl.maximum(shift, 15)))
-        return bits.to(tl.int16).to(tl.float16, bitcast=True)
-    else:
-        return ((127 - tl.minimum(shift, 33)) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def shift_codes(codes, factor):
-    """codes (fp8) times factor (of `shift_factor`, broadcasts), rounded to nearest even in their format.
-
-    The product is exact before the cast wherever something is left of it: E4M3 has 4 significant bits, and half its
-    smallest subnormal is 2**-10, so fp16 holds them. Inf stays; NaN becomes 0x7f, and a NaN factor makes that of any code.
-    """
-    product = codes.to(factor.dtype) * factor
-    shifted = product.to(codes.dtype)
-    if codes.dtype == tl.float8e5:  # its cast saturates
-        shifted = tl.where(magnitude_bits(product) == _INF, codes, shifted)
-    return shifted
