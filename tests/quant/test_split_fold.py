@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, SplitFold, fold, quantize, split_fold
-from quant.exact import FORMATS, assert_bytes, code_values, raw
+from quant.exact import FORMATS, assert_bytes, code_values, nearest_codes, raw
 from quant.opchecks import check_op
 
 Floats = NDArray[np.float64]
@@ -35,8 +35,13 @@ def row_scaled(rows: Tensor, shifts: list[int] | Tensor | None = None, fmt: MXFo
 
 
 def decoded(mx: MXTensor) -> Floats:
-    byte = raw(mx.scale).astype(np.float64)
-    return code_values(mx.format)[raw(mx.qdata)] * np.where(byte == 255, np.nan, 2.0 ** (byte - 127))
+    """The values of mx in float64, its index applied."""
+    byte = raw(mx.scale).astype(np.float64).repeat(mx.block, 1)
+    values = code_values(mx.format)[raw(mx.qdata)] * np.where(byte == 255, np.nan, 2.0 ** (byte - 127))
+    if mx.row_index is None:
+        return values
+    index = mx.row_index.numpy()
+    return np.where(index[:, None] < 0, 0.0, values[index])
 
 
 def exact_products(x: MXTensor, y: MXTensor, group_ends: Tensor) -> Floats:
@@ -103,13 +108,57 @@ def test_the_product_is_exact_when_shifts_are_small(
     np.testing.assert_array_equal(products(split, x, y, ends), exact_products(x, y, ends))
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    blocks=st.integers(1, 4),
+    block=st.sampled_from([1, 6, 32]),
+    x_format=st.sampled_from(FORMATS),
+    y_format=st.sampled_from(FORMATS),
+    seed=st.integers(0, 2**30),
+)
+def test_the_product_of_indexed_blocks_is_exact_when_shifts_are_small(
+    sizes: list[int], blocks: int, block: int, x_format: MXFormat, y_format: MXFormat, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    index = torch.from_numpy(rng.integers(-1, 5, sum(sizes) + 2).astype(np.int32))
+
+    def operand(fmt: MXFormat) -> MXTensor:
+        codes = torch.from_numpy(rng.choice([-448.0, 0.0, 3.0, 240.0], (5, blocks * block)))
+        scale = torch.from_numpy(rng.integers(125, 129, (5, blocks), dtype=np.uint8))
+        return MXTensor.from_qdata_and_scales(codes.float().to(fmt.dtype), scale, block=block, row_index=index)
+
+    x, y, ends = operand(x_format), operand(y_format), ends_of(*sizes)
+    split = split_fold(x, y, ends)
+    np.testing.assert_array_equal(products(split, x, y, ends), exact_products(x, y, ends))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=repr)
+def test_there_is_one_rounding(fmt: MXFormat) -> None:
+    """Blocks whose shift is split between fold and split fold would round twice; here the sum of both counts."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(24, 1).view(fmt.dtype)
+    scale = torch.full((24, 8), 60, dtype=torch.uint8)
+    scale[:, 3] = 60 + torch.arange(24)  # the top of each row; E comes from the last row
+    other = MXTensor.from_qdata_and_scales(codes[:, :1], torch.full((24, 1), 60, dtype=torch.uint8), block=1)
+    split = split_fold(MXTensor.from_qdata_and_scales(codes, scale), other, ends_of(24))
+    table = code_values(fmt)
+    shift = np.arange(24)[:, None].repeat(8, 1)
+    shift[:, 3] = 0
+    shift += ((23 - np.arange(24)) // 2)[:, None]
+    moved = table[raw(codes)] * 2.0 ** -shift.repeat(32, 1)
+    finite = np.isfinite(moved)
+    wanted = np.full(moved.shape, 0x7F, np.uint8)
+    wanted[finite] = nearest_codes(fmt, moved[finite])
+    assert_bytes(split.x_t.T.contiguous(), wanted)
+
+
 @pytest.mark.parametrize("spread_of_norms", [0.0, 1.0])
 def test_ordinary_data_keeps_77_db(spread_of_norms: float) -> None:
     """NUMERICS.md, section 5: tokens whose norms vary by an ordinary log-normal factor, too."""
     x, y = gaussian(1024, 96, seed=1), gaussian(1024, 64, seed=2)
     x = x * torch.exp(spread_of_norms * gaussian(1024, 1, seed=3))
     y = y * torch.exp(spread_of_norms * gaussian(1024, 1, seed=4))
-    mx, my = fold(quantize(x)), fold(quantize(y))
+    mx, my = quantize(x), fold(quantize(y))
     ends = ends_of(384, 0, 640)
     split = split_fold(mx, my, ends)
     got, want = products(split, mx, my, ends), exact_products(mx, my, ends)
@@ -128,7 +177,7 @@ def test_a_token_gives_half_of_its_shift_to_each_operand_and_the_odd_binade_to_y
     assert split.y_t.float()[0].tolist() == [448.0, 224.0, 224.0, 56.0, 0.0]
 
 
-def test_zero_rows_do_not_count_for_the_exponent() -> None:
+def test_zero_rows_have_byte_0_and_do_not_lift_the_exponent() -> None:
     x, y = torch.ones(4, 32), torch.ones(4, 32)
     x[1], y[2] = 0.0, -0.0
     mx, my = row_scaled(x, [0, 0, 60, 0]), row_scaled(y, [0, 60, 0, 0])  # the partners of zero rows are huge
@@ -137,6 +186,29 @@ def test_zero_rows_do_not_count_for_the_exponent() -> None:
     assert split.exponent.tolist() == [byte - 254]
     assert torch.equal(split.x_t.float()[:, [0, 3]], mx.qdata.float().T[:, [0, 3]])
     np.testing.assert_array_equal(products(split, mx, my, ends_of(4)), exact_products(mx, my, ends_of(4)))
+
+
+def test_a_group_of_padding_rows_is_zero() -> None:
+    x = row_scaled(torch.ones(2, 32))
+    index = torch.full((4,), -1, dtype=torch.int32)
+    padding = MXTensor.from_qdata_and_scales(x.qdata, x.scale, block=None, row_index=index)
+    split = split_fold(padding, padding, ends_of(4))
+    assert split.exponent.tolist() == [-254]
+    assert not raw(split.x_t).any()
+
+
+@pytest.mark.parametrize("block", [32, None])
+def test_the_index_picks_rows_on_the_way(block: int | None) -> None:
+    x, y = quantize(gaussian(6, 64), block=block), quantize(gaussian(6, 32, seed=1), block=block)
+    index = torch.tensor([3, -1, 0, 5, 5], dtype=torch.int32)
+    padded = torch.cat([x.qdata.view(torch.uint8), torch.full((6, 16), 0x7F, dtype=torch.uint8)], 1)
+    slots = padded[:, :64].view(E4M3.dtype)  # rows of a wider buffer
+    xi = MXTensor.from_qdata_and_scales(slots, x.scale, block=block, row_index=index)
+    yi = MXTensor.from_qdata_and_scales(y.qdata, y.scale, block=block, row_index=index.flip(0))
+    got, want = (split_fold(a, b, ends_of(2, 3)) for a, b in ((xi, yi), (xi.materialize(), yi.materialize())))
+    assert_bytes(got.x_t, raw(want.x_t))
+    assert_bytes(got.y_t, raw(want.y_t))
+    assert torch.equal(got.exponent, want.exponent)
 
 
 def test_a_row_of_byte_0_that_is_not_zero_counts() -> None:
@@ -191,21 +263,19 @@ def test_rows_past_the_last_group_do_not_matter(sizes: tuple[int, ...]) -> None:
 
 
 def test_split_fold_passes_opcheck() -> None:
-    x, y = row_scaled(gaussian(8, 32)), row_scaled(gaussian(8, 64, seed=1), fmt=E5M2)
-    check_op(torch.ops.mxep.split_fold, x.qdata, x.scale, y.qdata, y.scale, ends_of(3, 2))
+    x, y = quantize(gaussian(8, 64)), row_scaled(gaussian(9, 64, seed=1), fmt=E5M2)
+    index = torch.tensor([3, -1, 1, 0, 8, 2, 2, 5], dtype=torch.int32)
+    check_op(torch.ops.mxep.split_fold, x.qdata, x.scale, None, y.qdata, y.scale, index, ends_of(3, 2))
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
-    x, y = row_scaled(gaussian(8, 64)), row_scaled(gaussian(8, 64))
-    with pytest.raises(ValueError, match=r"x: got MXTensor\(.*want one scale a row"):
-        split_fold(quantize(gaussian(8, 64)), y, ends_of(8))
-    with pytest.raises(ValueError, match=r"y: got a Tensor, want a row-scaled MXTensor"):
+    x, y = row_scaled(gaussian(8, 64)), quantize(gaussian(8, 64))
+    with pytest.raises(ValueError, match=r"x: got MXTensor\(.*want a tensor blocked along its rows"):
+        split_fold(quantize(gaussian(32, 64), axis=-2), y, ends_of(8))
+    with pytest.raises(ValueError, match=r"y: got a Tensor, want an MXTensor"):
         split_fold(x, gaussian(8, 64), ends_of(8))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="y: got 7 rows, want 8"):
         split_fold(x, row_scaled(gaussian(7, 64)), ends_of(8))
-    index = torch.zeros(8, dtype=torch.int32)
-    with pytest.raises(ValueError, match="no row index: fold it first"):
-        split_fold(MXTensor.from_qdata_and_scales(x.qdata, x.scale, block=None, row_index=index), y, ends_of(8))
     with pytest.raises(ValueError, match=r"got torch\.int64 .*want int32"):
         split_fold(x, y, ends_of(8).long())
     with pytest.raises(ValueError, match="got 9, want 0 to 8"):

@@ -1,10 +1,11 @@
-"""Split fold: row-scaled X and dY become the operands of a wgrad, without a second quantization.
+"""Split fold: row-blocked X and dY become the operands of a wgrad, without a second quantization.
 
-dW = sum over tokens m of dY[m]^T X[m]. Token m carries the scale 2^(s_x(m) + s_y(m)), which a GEMM that contracts over
-tokens cannot apply. So per group the largest, 2^E, goes in front of the product, and what a token has less, d, is
-shifted into its codes, half into each operand: d // 2 into X's, the rest into dY's, by the element rule of
-`mxep.quant.fold` (exact until subnormal). The codes are turned on the way: tokens contiguous, as FP8 tensor cores
-want them.
+dW = sum over tokens m of dY[m]^T X[m]. Token m carries the scale 2^(s_x(m) + s_y(m)), s the largest exponent of its
+row's blocks, which a GEMM that contracts over tokens cannot apply. So per group the largest, 2^E, goes in front of the
+product, and what a token has less, d, is shifted into its codes, half into each operand: d // 2 into X's, the rest into
+dY's, each element on top of what its own block has less than its row. One rounding, by the element rule of
+`mxep.quant.fold` (exact until subnormal). The codes are turned on the way: tokens contiguous, as FP8 tensor cores want
+them; rows are picked by an index on the way, too.
 
     product[g] = 2^E[g] * y_t[:, g] @ x_t[:, g].T         (N, K), over the columns of group g
 
@@ -16,17 +17,19 @@ Example: a group of four tokens, the third a padding row, K = N = 1.
     s_x + s_y       3     -2      -     -1       E = 3
     d               0      5      -      4
     x   code      1.5    3.0      0    1.0
-        shift       0      2      0      2
+        shift       0      2      -      2
         becomes   1.5   0.75      0   0.25
     y   code      2.0    1.0      0    4.0
-        shift       0      3      0      2
+        shift       0      3      -      2
         becomes   2.0  0.125      0    1.0       2^3 * (3 + 0.09375 + 0 + 0.25) = 26.75, as 24 + 0.75 + 0 + 2
 
-A token does not count for E if its row of x or of y is zero (byte 0 and every code zero, as `quantize` and `fold` leave
-zero rows). A NaN row (byte 255) does not count either: its codes become 0x7f, which makes NaN of its whole group's
-product, as it is exactly, while every other token keeps its bits. A group where nothing counts has E = 0.
+Only scale bytes decide on shifts. A row of zeros from `quantize`, `fold` or a padding index has byte 0, 2^-127, and so
+does not lift E. (Zeros with a larger byte, as tiles may have, can lift it: others then shift further than they need.)
+A row with a NaN block (byte 255) does not count: its codes become 0x7f, which makes NaN of its whole group's product,
+where the exact one has NaN in a row or a column, while every other token keeps its bits. A group where nothing counts
+has E = 0.
 
-R rows (tokens), K and N columns of x and y, G groups.
+R rows (tokens), K and N columns of x and y, S stored rows (slots) of an indexed operand, G groups.
 """
 
 from dataclasses import dataclass
@@ -36,7 +39,7 @@ from torch import Tensor
 
 from mxep.quant.fold import shift_codes
 from mxep.quant.groups import check_group_ends, fill_rows, group_of_rows, live_rows
-from mxep.quant.ops import NAN_CODE
+from mxep.quant.ops import NAN_CODE, pick_rows
 from mxep.quant.scales import NAN_BYTE
 from mxep.quant.tensor import MXTensor
 
@@ -56,34 +59,42 @@ class SplitFold:
 
 
 def split_fold(x: MXTensor, y: MXTensor, group_ends: Tensor) -> SplitFold:
-    """Folds the row scales of x (R, K) and y (R, N) into their codes, per group, and turns both; see the module.
+    """Folds the scales of x (R, K) and y (R, N) into their codes, per group, and turns both; see the module.
 
-    x, y: row-scaled (one scale a row: `quantize(..., block=None)` or `fold(mx)`), without a row index, E4M3 or E5M2.
+    x, y: blocked along their rows (axis -1) in blocks of any length, or row-scaled; E4M3 or E5M2, each with or without
+        a row index (-1: a row of zeros).
     group_ends: (G,) int32, inclusive ends of the groups; rows from group_ends[-1] on are not read.
-    No autograd. ValueError for other blocks, an index, unequal rows or a wrong group_ends.
+    No autograd. ValueError for another axis, unequal rows or a wrong group_ends.
     """
     for name, operand in (("x", x), ("y", y)):
         if not isinstance(operand, MXTensor):
-            raise ValueError(f"{name}: got a {type(operand).__name__}, want a row-scaled MXTensor")
-        if operand.row_index is not None or operand.axis != -1 or operand.scale.shape != (operand.shape[0], 1):
-            raise ValueError(f"{name}: got {operand!r}, want one scale a row and no row index: fold it first")
+            raise ValueError(f"{name}: got a {type(operand).__name__}, want an MXTensor: quantize it")
+        if operand.axis != -1:
+            raise ValueError(f"{name}: got {operand!r}, want a tensor blocked along its rows, axis -1")
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"y: got {y.shape[0]} rows, want {x.shape[0]}, as x has")
     check_group_ends(group_ends, x, y)
-    return SplitFold(*_split_fold(x.qdata, x.scale, y.qdata, y.scale, group_ends))
+    return SplitFold(*_split_fold(x.qdata, x.scale, x.row_index, y.qdata, y.scale, y.row_index, group_ends))
 
 
 @torch.library.custom_op("mxep::split_fold", mutates_args=())
 def _split_fold(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, group_ends: Tensor
+    x: Tensor,
+    x_scale: Tensor,
+    x_index: Tensor | None,
+    y: Tensor,
+    y_scale: Tensor,
+    y_index: Tensor | None,
+    group_ends: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (R, K), y (R, N) fp8, scales (R, 1) e8m0 -> x_t (K, R), y_t (N, R), exponent (G,) int32."""
-    capacity = x.shape[0]
+    """x (S, K) fp8, x_scale (S, K/block) e8m0, x_index int32 (R,) or None (then R is S), y (S', N) in the same way,
+    group_ends int32 (G,) -> x_t (K, R), y_t (N, R), exponent (G,) int32."""
+    capacity = x.shape[0] if x_index is None else x_index.shape[0]
     live = live_rows(group_ends, capacity)
-    x, y = x[:live], y[:live]
-    x_byte, y_byte = (scale[:live, 0].view(torch.uint8).int() for scale in (x_scale, y_scale))
-    counts = ~(_is_zero(x, x_byte) | _is_zero(y, y_byte) | (x_byte == NAN_BYTE) | (y_byte == NAN_BYTE))
-    carried = x_byte + y_byte
+    x_codes, x_byte, x_top = _rows(x, x_scale, x_index, live)
+    y_codes, y_byte, y_top = _rows(y, y_scale, y_index, live)
+    counts = (x_top != NAN_BYTE) & (y_top != NAN_BYTE)
+    carried = x_top + y_top
     group = group_of_rows(group_ends, live)
     nothing = -1
     top = carried.new_full((group_ends.shape[0] + 1,), nothing)  # the last entry gathers the dead rows
@@ -91,20 +102,42 @@ def _split_fold(
     d = torch.where(counts, top[group] - carried, 0)
     exponent = torch.where(top == nothing, 0, top - 2 * 127)[:-1]
     to_x = d // 2
-    return _shift_and_turn(x, to_x, x_byte, capacity), _shift_and_turn(y, d - to_x, y_byte, capacity), exponent
+    x_t = _shift_and_turn(x_codes, x_byte, x_top, to_x, capacity)
+    y_t = _shift_and_turn(y_codes, y_byte, y_top, d - to_x, capacity)
+    return x_t, y_t, exponent
 
 
 @_split_fold.register_fake
-def _(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, group_ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.shape[0]
+def _(
+    x: Tensor,
+    x_scale: Tensor,
+    x_index: Tensor | None,
+    y: Tensor,
+    y_scale: Tensor,
+    y_index: Tensor | None,
+    group_ends: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.shape[0] if x_index is None else x_index.shape[0]
     return x.new_empty((x.shape[1], rows)), y.new_empty((y.shape[1], rows)), torch.empty_like(group_ends)
 
 
-def _is_zero(codes: Tensor, byte: Tensor) -> Tensor:
-    return (byte == 0) & (codes.view(torch.uint8) & 0x7F == 0).all(1)
+def _rows(codes: Tensor, scale: Tensor, row_index: Tensor | None, live: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The live rows: codes (live, K) fp8, bytes (live, blocks) int32, and the largest of each row (live,) int32."""
+    plain, byte = codes.view(torch.uint8), scale.view(torch.uint8)
+    if row_index is None:
+        plain, byte = plain[:live], byte[:live]
+    else:
+        plain, byte = pick_rows(plain, row_index[:live]), pick_rows(byte, row_index[:live])
+    exponent = byte.int()
+    top = torch.nn.functional.pad(exponent, (0, 1)).amax(1)  # a row of no blocks has byte 0
+    return plain.view(codes.dtype), exponent, top
 
 
-def _shift_and_turn(codes: Tensor, shift: Tensor, byte: Tensor, capacity: int) -> Tensor:
-    shifted = shift_codes(codes, shift.unsqueeze(1)).view(torch.uint8)
-    shifted.masked_fill_((byte == NAN_BYTE).unsqueeze(1), NAN_CODE)
+def _shift_and_turn(codes: Tensor, byte: Tensor, top: Tensor, half: Tensor, capacity: int) -> Tensor:
+    """codes (live, K) shifted by (top - byte) + half, rows whose top is NaN all 0x7f, turned: (K, capacity)."""
+    blocks = byte.shape[1]
+    shift = (top + half).unsqueeze(1) - byte
+    spread = torch.unflatten(codes, 1, (blocks, codes.shape[1] // max(blocks, 1)))
+    shifted = shift_codes(spread, shift.unsqueeze(2)).view(torch.uint8).flatten(1)
+    shifted.masked_fill_((top == NAN_BYTE).unsqueeze(1), NAN_CODE)
     return fill_rows(shifted, capacity).T.contiguous().view(codes.dtype)
