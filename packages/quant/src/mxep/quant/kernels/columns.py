@@ -4,8 +4,7 @@
       | amax of BLOCK rows a column             -> codes (K, N), scale (K, N / BLOCK)        `_put_columns`
       | amax of BLOCK columns a row             -> codes (N, K), scale (N, K / BLOCK)        `_put_rows`
 
-Values are read once, as a tuple of packed rows: see `turn`; its tensors are (blocks, packs a block, NC) here. Leading
-axes are a batch. A column whose block is longer than a tile takes two kernels: largest magnitudes first, then the codes.
+Values are read once, as a tuple of packed rows: see `turn`. Leading axes are a batch. A column whose block is longer than a tile takes two kernels: largest magnitudes first, then the codes.
 """
 
 import math
@@ -29,30 +28,23 @@ _FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _pack_rows(PACK: tl.constexpr, BLOCK: tl.constexpr, NR: tl.constexpr):
-    """(NR / BLOCK, BLOCK / PACK, 1) int32: the first row of each pack of a tile."""
-    block = tl.arange(0, NR // BLOCK)[:, None, None]
-    return BLOCK * block + PACK * tl.arange(0, BLOCK // PACK)[None, :, None]
-
-
-@triton.jit
 def _put_columns(
     tile, codes_ptr, scale_ptr, stride, scale_stride, rows_left, columns_left, MODE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Quantize tile (tuple of (NR / BLOCK, packs, NC)) in blocks of BLOCK rows; column c to codes_ptr + c * stride, and
-    its scales to scale_ptr + c * scale_stride. rows_left is a multiple of BLOCK."""
-    BLOCKS: tl.constexpr = tile[0].shape[0]
-    PACKS: tl.constexpr = tile[0].shape[1]
-    NC: tl.constexpr = tile[0].shape[2]
+    """Quantize tile (tuple of (packs, NC)) in blocks of BLOCK rows; column c to codes_ptr + c * stride, and its scales
+    to scale_ptr + c * scale_stride. rows_left is a multiple of BLOCK."""
+    PACKS: tl.constexpr = tile[0].shape[0]
+    NC: tl.constexpr = tile[0].shape[1]
+    BLOCKS: tl.constexpr = PACKS * len(tile) // BLOCK
     dtype: tl.constexpr = codes_ptr.dtype.element_ty
     amax = tl.abs(tile[0].to(tl.float32))
     for i in tl.static_range(1, len(tile)):
         amax = tl.maximum(amax, tl.abs(tile[i].to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
-    byte = scale_byte(tl.max(magnitude_bits(amax), axis=1), MODE, dtype)
-    factor = reciprocal(byte)[:, None, :]
+    byte = scale_byte(tl.max(tl.reshape(magnitude_bits(amax), (BLOCKS, PACKS // BLOCKS, NC)), axis=1), MODE, dtype)
+    factor = tl.reshape(tl.broadcast_to(reciprocal(byte)[:, None, :], (BLOCKS, PACKS // BLOCKS, NC)), (PACKS, NC))
     scaled = ()
     for i in tl.static_range(len(tile)):
-        scaled = scaled + (tl.reshape(tile[i].to(tl.float32) * factor, (BLOCKS * PACKS, NC)),)
+        scaled = scaled + (tile[i].to(tl.float32) * factor,)
     blocks_left = rows_left // BLOCK
     store_turned(scaled, codes_ptr, stride, blocks_left * BLOCK, columns_left)
     block = tl.arange(0, BLOCKS)[None, :]
@@ -66,23 +58,22 @@ def _put_rows(
     tile, row, codes_ptr, scale_ptr, stride, scale_stride, rows_left, columns_left, MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize tile (tuple of (blocks, packs, NC)) in blocks of BLOCK columns; row r to codes_ptr + r * stride, and its
-    scales to scale_ptr + r * scale_stride. row (blocks, packs, 1): the first row of each pack."""
-    A: tl.constexpr = tile[0].shape[0]
-    B: tl.constexpr = tile[0].shape[1]
-    NC: tl.constexpr = tile[0].shape[2]
+    """Quantize tile (tuple of (packs, NC)) in blocks of BLOCK columns; row r to codes_ptr + r * stride, and its scales
+    to scale_ptr + r * scale_stride. row (packs, 1): the first row of each pack."""
+    PACKS: tl.constexpr = tile[0].shape[0]
+    NC: tl.constexpr = tile[0].shape[1]
     dtype: tl.constexpr = codes_ptr.dtype.element_ty
-    column = tl.arange(0, NC)[None, None, :]
+    column = tl.arange(0, NC)[None, :]
     mask = (row < rows_left) & (column < columns_left)
     scales = ()
     for i in tl.static_range(len(tile)):
-        x = tl.reshape(tile[i].to(tl.float32), (A, B, NC // BLOCK, BLOCK))
-        byte = scale_byte(tl.max(magnitude_bits(x), axis=3), MODE, dtype)
-        codes = tl.reshape((x * reciprocal(byte)[:, :, :, None]).to(dtype), (A, B, NC))
+        x = tl.reshape(tile[i].to(tl.float32), (PACKS, NC // BLOCK, BLOCK))
+        byte = scale_byte(tl.max(magnitude_bits(x), axis=2), MODE, dtype)
+        codes = tl.reshape((x * reciprocal(byte)[:, :, None]).to(dtype), (PACKS, NC))
         tl.store(codes_ptr + (row + i).to(tl.int64) * stride + column, codes, mask=mask)
         scales = scales + (byte.to(tl.uint8),)
-    byte = tl.reshape(interleave(scales), (A * B * len(tile), NC // BLOCK))
-    row = tl.arange(0, A * B * len(tile))[:, None]
+    byte = interleave(scales)
+    row = tl.arange(0, byte.shape[0])[:, None]
     block = tl.arange(0, NC // BLOCK)[None, :]
     mask = (row < rows_left) & (block < columns_left // BLOCK)
     tl.store(scale_ptr + row.to(tl.int64) * scale_stride + block, byte, mask=mask)
@@ -122,9 +113,9 @@ def quantize_tile_kernel(
     column0 = column_tile * NC
     rows_left = N - row_tile * NR
     columns_left = K - column0
-    row = _pack_rows(PACK, BLOCK, NR)
+    row = PACK * tl.arange(0, NR // PACK)[:, None]
+    column = tl.arange(0, NC)[None, :]
     first = batch * N * K
-    column = tl.arange(0, NC)[None, None, :]
     tile = load_tile(x_ptr + first + row0 * K + column0, row, column, K, rows_left, columns_left, PACK)
     if rows_ptr is not None:
         rows_ptr += first + row0 * K + column0
@@ -174,9 +165,9 @@ def requantize_kernel(
             return
     rows_left = live - row0
     columns_left = K - column0
-    row = _pack_rows(PACK, BLOCK, NR)
-    column = tl.arange(0, NC)[None, None, :]
-    unit = UNIT * tl.arange(0, NC // UNIT)[None, None, :]
+    row = PACK * tl.arange(0, NR // PACK)[:, None]
+    column = tl.arange(0, NC)[None, :]
+    unit = UNIT * tl.arange(0, NC // UNIT)[None, :]
     codes_ptr += batch * batch_stride + column0
     scale_ptr += batch * scale_batch_stride + ((column0 + unit) // block_columns).to(tl.int64) * scale_stride_column
     tile = ()
@@ -197,11 +188,8 @@ def requantize_kernel(
         x = codes.to(tl.float32)
         if codes_ptr.dtype.element_ty == tl.float8e5:  # an Inf among the codes is no overflow
             x = tl.where(tl.abs(x) == float("inf"), float("nan"), x)
-        x = (
-            tl.reshape(x, (NR // BLOCK, BLOCK // PACK, NC // UNIT, UNIT))
-            * power_of_two(byte.to(tl.int32))[:, :, :, None]
-        )
-        x = tl.reshape(x, (NR // BLOCK, BLOCK // PACK, NC))
+        x = tl.reshape(x, (NR // PACK, NC // UNIT, UNIT)) * power_of_two(byte.to(tl.int32))[:, :, None]
+        x = tl.reshape(x, (NR // PACK, NC))
         tile = tile + (tl.clamp(x, -_FP32_MAX, _FP32_MAX, propagate_nan=tl.PropagateNan.ALL),)
     first = batch * R * K
     if TURN:
@@ -262,8 +250,8 @@ def quantize_columns(
     block: int,
     *,
     tile: tuple[int, int] = TILE,
-    num_warps: int = NUM_WARPS,
     rows_first: bool = True,
+    **options: int,
 ) -> tuple[Tensor, Tensor]:
     """mxep::quantize_columns."""
     x = x.contiguous()
@@ -272,17 +260,18 @@ def quantize_columns(
     scale = torch.empty((*rest, k, n // block), dtype=SCALE_DTYPE, device=x.device)
     if not x.numel():
         return codes, scale
+    options = {"num_warps": NUM_WARPS} | options
     if _fits(block, tile):
-        _quantize_tile(x, None, None, codes, scale, mode, block, tile, num_warps, rows_first)
+        _quantize_tile(x, None, None, codes, scale, mode, block, tile, rows_first, options)
         return codes, scale
     segments = x.numel() // (block * k)
     bits = torch.zeros((segments, k), dtype=torch.int32, device=x.device)
     nr, nc = tile
     grid = (segments * triton.cdiv(block, nr) * triton.cdiv(k, nc),)
     pack = 8 if block % 8 == 0 else 1
-    column_magnitudes_kernel[grid](x, bits, block, k, NR=nr, NC=nc, num_warps=num_warps)
+    column_magnitudes_kernel[grid](x, bits, block, k, NR=nr, NC=nc, **options)
     quantize_long_columns_kernel[grid](
-        x, bits, codes, bytes_of(scale), block, n, k, MODE=mode, PACK=pack, NR=nr, NC=nc, num_warps=num_warps
+        x, bits, codes, bytes_of(scale), block, n, k, MODE=mode, PACK=pack, NR=nr, NC=nc, **options
     )
     return codes, scale
 
@@ -294,8 +283,8 @@ def quantize_both(
     block: int,
     *,
     tile: tuple[int, int] = TILE,
-    num_warps: int = NUM_WARPS,
     rows_first: bool = True,
+    **options: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mxep::quantize_both."""
     if not _fits(block, tile):
@@ -306,8 +295,9 @@ def quantize_both(
     scale = torch.empty((*rest, n, k // block), dtype=SCALE_DTYPE, device=x.device)
     turned = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
     turned_scale = torch.empty((*rest, k, n // block), dtype=SCALE_DTYPE, device=x.device)
+    options = {"num_warps": NUM_WARPS} | options
     if x.numel():
-        _quantize_tile(x, codes, scale, turned, turned_scale, mode, block, tile, num_warps, rows_first)
+        _quantize_tile(x, codes, scale, turned, turned_scale, mode, block, tile, rows_first, options)
     return codes, scale, turned, turned_scale
 
 
@@ -323,8 +313,8 @@ def requantize(
     mode: str,
     *,
     tile: tuple[int, int] = REQUANTIZE_TILE,
-    num_warps: int = REQUANTIZE_WARPS,
     rows_first: bool = True,
+    **options: int,
 ) -> tuple[Tensor, Tensor]:
     """mxep::requantize."""
     *rest, stored, k = codes.shape
@@ -342,6 +332,7 @@ def requantize(
     if codes.stride(-1) != 1:
         codes = codes.contiguous()
     codes, scale = codes.flatten(0, -3) if rest else codes[None], scale.flatten(0, -3) if rest else scale[None]
+    options = {"num_warps": REQUANTIZE_WARPS} | options
     nr, nc = tile
     grid = (codes.shape[0] * triton.cdiv(r, nr) * triton.cdiv(k, nc),)
     requantize_kernel[grid](
@@ -349,7 +340,7 @@ def requantize(
         r, k, 0 if group_ends is None else group_ends.shape[0],
         codes.stride(0), codes.stride(1), *scale.stride(), block_rows, block_columns,
         MODE=mode, TURN=turn, UNIT=math.gcd(32, block_columns), PACK=1 if r % 8 else 8, NR=nr, NC=nc,
-        ROWS_FIRST=rows_first, num_warps=num_warps,
+        ROWS_FIRST=rows_first, **options,
     )  # fmt: skip
     return out, out_scale
 
@@ -367,8 +358,8 @@ def _quantize_tile(
     mode: str,
     block: int,
     tile: tuple[int, int],
-    num_warps: int,
     rows_first: bool,
+    options: dict[str, int],
 ) -> None:
     n, k = x.shape[-2:]
     nr, nc = tile
@@ -376,5 +367,5 @@ def _quantize_tile(
     quantize_tile_kernel[grid](
         x, codes, None if scale is None else bytes_of(scale), turned, bytes_of(turned_scale), n, k,
         MODE=mode, BLOCK=block, NR=nr, NC=nc, ROWS_FIRST=rows_first,
-        num_warps=num_warps,
+        **options,
     )  # fmt: skip

@@ -17,10 +17,10 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(ptr, row, column, stride, rows_left, columns_left, PACK: tl.constexpr):
-    """A tuple of PACK tensors (..., NC): rows `row` + i of a matrix, `stride` elements a row; zeros outside.
+    """A tuple of PACK tensors (NR / PACK, NC): rows `row` + i of a matrix, `stride` elements a row; zeros outside.
 
-    row: (..., 1) int32, the first row of each pack; packs lie wholly inside rows_left or wholly outside.
-    column: (1, ..., NC) int32.
+    row: (NR / PACK, 1) int32, the first row of each pack; packs lie wholly inside rows_left or wholly outside.
+    column: (1, NC) int32.
     """
     mask = (row < rows_left) & (column < columns_left)
     ptr += row.to(tl.int64) * stride + column
@@ -59,16 +59,14 @@ def store_turned(tile, out_ptr, stride, rows_left, columns_left):
 
 @triton.jit
 def interleave(tile):
-    """A tuple of 8 tensors (A, B, N), or of one, as (A, B, 8, N): what tile[i] holds at place i of the third axis."""
-    A: tl.constexpr = tile[0].shape[0]
-    B: tl.constexpr = tile[0].shape[1]
-    N: tl.constexpr = tile[0].shape[2]
+    """A tuple of 8 tensors (NR / 8, N), or of one (NR, N), as the (NR, N) rows they are."""
     if len(tile) == 1:
-        return tl.reshape(tile[0], (A, B, 1, N))
+        return tile[0]
     else:
         first = tl.join(tl.join(tile[0], tile[1]), tl.join(tile[2], tile[3]))
         second = tl.join(tl.join(tile[4], tile[5]), tl.join(tile[6], tile[7]))
-        return tl.reshape(tl.permute(tl.join(first, second), (0, 1, 5, 4, 3, 2)), (A, B, 8, N))
+        rows = tl.permute(tl.join(first, second), (0, 4, 3, 2, 1))
+        return tl.reshape(rows, (8 * rows.shape[0], rows.shape[4]))
 
 
 @triton.jit
