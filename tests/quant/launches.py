@@ -7,7 +7,7 @@ T tokens, D model dim.
 
 import torch
 
-from mxep.quant.kernels import columns, fold, rows
+from mxep.quant.kernels import columns, fold, rows, split_fold
 
 T, D = 8192, 4096
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
@@ -44,7 +44,7 @@ LAUNCHES = {
     "quantize_both": lambda: columns.quantize_both(x(), E4M3, MODE, 32),
     "quantize_both fp32": lambda: columns.quantize_both(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_columns whole": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
-    "requantize": lambda: columns.requantize(*mx(), 1, 32, None, None, True, E4M3, MODE),
+    "requantize plain": lambda: columns.requantize(*mx(), 1, 32, None, None, True, E4M3, MODE),
     "requantize gathered": lambda: columns.requantize(*mx(), 1, 32, index(), ends(), True, E4M3, MODE),
     "requantize along rows": lambda: columns.requantize(*mx(), 1, 32, None, None, False, E5M2, MODE),
     **{
@@ -56,4 +56,6 @@ LAUNCHES = {
     "fold whole rows": lambda: fold.fold(*mx(D), None, ends(), D, D),
     "fold odd blocks": lambda: fold.fold(*mx(4), None, None, 4, D),
     "fold_with_stats": lambda: fold.fold_with_stats(*slots(7168), index(), ends(), 32, 7168),
+    "split_fold": lambda: split_fold.split_fold(*slots(7168), index(), *mx(), None, ends()),
+    "split_fold E5M2": lambda: split_fold.split_fold(*mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends()),
 }

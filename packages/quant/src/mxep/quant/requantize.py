@@ -8,8 +8,9 @@
       v
     codes (D, R), scale (D, R/32) blocked along R       what a wgrad contracts over
 
-So it equals quantizing the dequantized fp32 values, bit for bit. One difference keeps finite codes finite: values past
-fp32's range (E4M3 from byte 247 on; `quantize` makes no other than 2**128, out of numbers next to it) saturate there.
+So it equals quantizing the dequantized fp32 values, bit for bit, those past fp32's range included: they dequantize to
+Inf, and a block that holds one becomes NaN. (Codes reach that from E4M3's byte 247 on, `quantize` only for values next
+to fp32's maximum, whose code stands for 2**128.)
 
 R rows, D columns.
 """
@@ -18,14 +19,12 @@ import torch
 from torch import Tensor
 
 from mxep.quant.checks import TILES, check_axis, check_block, check_format, check_mode
-from mxep.quant.formats import BLOCK, E5M2, SCALE_DTYPE, MXFormat, ScaleMode
+from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_group_ends, live_rows
 from mxep.quant.kernels import on_cuda
-from mxep.quant.ops import NAN_CODE, decode, encode_columns, encode_rows
+from mxep.quant.ops import decode, encode_columns, encode_rows
 from mxep.quant.tensor import MXTensor, wrap
 
-_FP32_MAX = torch.finfo(torch.float32).max
-_E5M2_INF = 0x7C
 
 
 def requantize(
@@ -85,10 +84,7 @@ def requantize_op(
         codes, scale = codes[..., :live, :], scale[..., : live // block_rows, :]
     else:
         row_index = row_index[:live]
-    if codes.dtype == E5M2.dtype:  # an Inf among the codes is not an overflow: it must not saturate
-        byte = codes.view(torch.uint8)
-        codes = byte.masked_fill(byte & 0x7F == _E5M2_INF, NAN_CODE).view(codes.dtype)
-    values = decode(codes, scale, (block_rows, block_columns), row_index).clamp_(-_FP32_MAX, _FP32_MAX)
+    values = decode(codes, scale, (block_rows, block_columns), row_index)
     done = (encode_columns if columns else encode_rows)(values, dtype, mode, BLOCK)
     dead = capacity - live
     if not dead:

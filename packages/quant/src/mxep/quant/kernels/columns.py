@@ -24,8 +24,6 @@ NUM_WARPS = 8
 REQUANTIZE_TILE = (256, 64)
 REQUANTIZE_WARPS = 8
 
-_FP32_MAX = tl.constexpr(3.4028234663852886e38)
-
 
 @triton.jit
 def _put_columns(
@@ -185,12 +183,9 @@ def requantize_kernel(
         codes = tl.load(
             codes_ptr + source.to(tl.int64) * stride + column, mask=there & (column < columns_left), other=0.0
         )
-        x = codes.to(tl.float32)
-        if codes_ptr.dtype.element_ty == tl.float8e5:  # an Inf among the codes is no overflow
-            x = tl.where(tl.abs(x) == float("inf"), float("nan"), x)
-        x = tl.reshape(x, (NR // PACK, NC // UNIT, UNIT)) * power_of_two(byte.to(tl.int32))[:, :, None]
-        x = tl.reshape(x, (NR // PACK, NC))
-        tile = tile + (tl.clamp(x, -_FP32_MAX, _FP32_MAX, propagate_nan=tl.PropagateNan.ALL),)
+        x = tl.reshape(codes.to(tl.float32), (NR // PACK, NC // UNIT, UNIT))
+        x = x * power_of_two(byte.to(tl.int32))[:, :, None]
+        tile = tile + (tl.reshape(x, (NR // PACK, NC)),)
     first = batch * R * K
     if TURN:
         out_ptr += first + column0.to(tl.int64) * R + row0

@@ -50,7 +50,7 @@ def scale_byte(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def power_of_two(byte):
     """2**(byte - 127) in fp32, for bytes 0 to 254; NaN for 255."""
-    bits = tl.where(byte == 0, _TWO_TO_MINUS_127, byte << 23)
+    bits = tl.maximum(byte << 23, _TWO_TO_MINUS_127)
     return tl.where(byte == NAN_BYTE, _NAN, bits).to(tl.float32, bitcast=True)
 
 
