@@ -148,8 +148,7 @@ def _read(kernel: Any, target: int) -> Compiled:
 def report(file: str | Path, names: Sequence[str] = (), targets: Sequence[int] = TARGETS) -> list[dict[str, Any]]:
     """The lines of this command as dicts: launch, kernel, target, registers, spills, shared, warps, memory ..."""
     command = [sys.executable, __file__, str(file), *names, "--json", "--target", *map(str, targets)]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     rows: list[dict[str, Any]] = json.loads(done.stdout)
@@ -187,7 +186,7 @@ def main() -> None:
     parser.add_argument("--ptx", metavar="KERNEL")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_INTERPRET"] = "0"  # not unset: `triton_interpreter`, which FILE may import, would set it
     launches = runpy.run_path(arguments.file)["LAUNCHES"]
     wanted = {n: fn for n, fn in launches.items() if not arguments.names or any(part in n for part in arguments.names)}
     _launches.update(wanted)

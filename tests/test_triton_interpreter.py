@@ -27,24 +27,26 @@ def _cast_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 @triton.jit
 def _combine(a, b, OPERATION: tl.constexpr):
     if OPERATION == 0:
-        return a + b
-    if OPERATION == 1:
-        return a - b
-    if OPERATION == 2:
-        return a * b
-    if OPERATION == 3:
-        return tl.div_rn(a, b)
-    if OPERATION == 4:
-        return tl.maximum(a, b)
-    if OPERATION == 5:
-        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    if OPERATION == 6:
-        return tl.minimum(a, b)
-    if OPERATION == 7:
-        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    if OPERATION == 8:
-        return (a < b).to(a.dtype)
-    return (a != b).to(a.dtype)
+        out = a + b
+    elif OPERATION == 1:
+        out = a - b
+    elif OPERATION == 2:
+        out = a * b
+    elif OPERATION == 3:
+        out = tl.div_rn(a, b)
+    elif OPERATION == 4:
+        out = tl.maximum(a, b)
+    elif OPERATION == 5:
+        out = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OPERATION == 6:
+        out = tl.minimum(a, b)
+    elif OPERATION == 7:
+        out = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OPERATION == 8:
+        out = (a < b).to(a.dtype)
+    else:
+        out = (a != b).to(a.dtype)
+    return out
 
 
 @triton.jit
