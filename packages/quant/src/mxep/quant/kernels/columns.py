@@ -166,23 +166,22 @@ def requantize_kernel(
     row = PACK * tl.arange(0, NR // PACK)[:, None]
     column = tl.arange(0, NC)[None, :]
     unit = UNIT * tl.arange(0, NC // UNIT)[None, :]
-    codes_ptr += batch * batch_stride + column0
+    codes_ptr += batch * batch_stride + column0 + column
     scale_ptr += batch * scale_batch_stride + ((column0 + unit) // block_columns).to(tl.int64) * scale_stride_column
+    there = row < rows_left
+    source = row0 + row
     tile = ()
     for i in tl.static_range(PACK):
-        there = row + i < rows_left
-        source = row0 + row + i
         if row_index_ptr is not None:
-            source = tl.load(row_index_ptr + source, mask=there, other=-1)
+            source = tl.load(row_index_ptr + row0 + row + i, mask=row < rows_left, other=-1)
             there = source >= 0
+        codes = tl.load(codes_ptr + source.to(tl.int64) * stride, mask=there & (column < columns_left), other=0.0)
         byte = tl.load(
             scale_ptr + (source // block_rows).to(tl.int64) * scale_stride_row,
             mask=there & (unit < columns_left),
             other=0,
         )
-        codes = tl.load(
-            codes_ptr + source.to(tl.int64) * stride + column, mask=there & (column < columns_left), other=0.0
-        )
+        source += 1
         x = tl.reshape(codes.to(tl.float32), (NR // PACK, NC // UNIT, UNIT))
         x = x * power_of_two(byte.to(tl.int32))[:, :, None]
         tile = tile + (tl.reshape(x, (NR // PACK, NC)),)
