@@ -39,6 +39,7 @@ from torch import Tensor
 
 from mxep.quant.fold import shift_codes
 from mxep.quant.groups import check_group_ends, fill_rows, group_of_rows, live_rows
+from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import NAN_CODE, pick_rows
 from mxep.quant.scales import NAN_BYTE
 from mxep.quant.tensor import MXTensor
@@ -141,3 +142,6 @@ def _shift_and_turn(codes: Tensor, byte: Tensor, top: Tensor, half: Tensor, capa
     shifted = shift_codes(spread, shift.unsqueeze(2)).view(torch.uint8).flatten(1)
     shifted.masked_fill_((top == NAN_BYTE).unsqueeze(1), NAN_CODE)
     return fill_rows(shifted, capacity).T.contiguous().view(codes.dtype)
+
+
+on_cuda(_split_fold, "split_fold", "split_fold")

@@ -3,16 +3,18 @@
 A launcher has its op's signature and takes CUDA tensors (or CPU tensors under Triton's interpreter). Its result equals
 that of the op's plain-torch reference bit for bit, where the reference specifies it.
 
-    numbers     device functions: scale bytes, powers of two, shifts, what they are made of
+    numbers     device functions: scale bytes, powers of two, what they are made of
     turn        device functions: a tile's codes stored transposed
     rows        quantize along rows, square tiles
     columns     quantize along columns, both ways of one read, requantize
-    fold        gather + fold, split fold
+    fold        rows by an index, folded
+    split_fold  both operands of a wgrad, folded and turned
     swiglu      SwiGLU with quantization, forward and backward
     gather      rows by an index: materialize, pad, unpad; scales swizzled
 """
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -20,10 +22,19 @@ from torch.library import CustomOpDef
 
 
 def on_cuda(op: CustomOpDef, module: str, launcher: str) -> None:
-    """Make `launcher` of `mxep.quant.kernels.<module>` the CUDA kernel of `op`; Triton is imported at its first call."""
+    """Make `launcher` of `mxep.quant.kernels.<module>` the CUDA kernel of `op`. Triton is imported at its first call."""
 
     def launch(*args: Any) -> Any:
         with torch.cuda.device(args[0].device):
             return getattr(importlib.import_module(f"mxep.quant.kernels.{module}"), launcher)(*args)
 
     op.register_kernel("cuda")(launch)
+
+
+def on_hopper(**options: int) -> dict[str, int]:
+    """Launch options measured on sm_90, for that target alone."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return {}
+    from triton.runtime import driver
+
+    return options if driver.active.get_current_target().arch == 90 else {}

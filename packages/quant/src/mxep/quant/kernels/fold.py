@@ -39,10 +39,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _half_power(shift):
-    """2**-shift in fp16, for shifts (int32) 0 to 24."""
-    bits = tl.where(shift < 15, (15 - shift) << 10, 1 << (24 - tl.maximum(shift, 15)))
-    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+def _power_of_two(exponent):
+    """2**exponent in fp16, for exponents (int32) -24 to 15 (the cast makes subnormals), NaN for 128."""
+    bits = tl.where(exponent == 128, 0x7FC00000, (exponent + 127) << 23)
+    return bits.to(tl.float32, bitcast=True).to(tl.float16)
 
 
 @triton.jit
@@ -55,13 +55,13 @@ def shifted(codes, shift, is_nan):
     """
     values = codes.to(tl.float16)
     if codes.dtype == tl.float8e4nv:
-        values *= tl.where(is_nan, float("nan"), _half_power(tl.minimum(shift, 19)))
+        values *= _power_of_two(tl.where(is_nan, 128, -tl.minimum(shift, 19)))
     else:
         shift = tl.minimum(shift, 33)
         first = tl.minimum(shift, 9)  # 2**-33 is no fp16 number
         zero_or_nan = values * 0.0
-        values *= tl.where(is_nan, float("nan"), _half_power(first))
-        values = values * _half_power(shift - first) + zero_or_nan
+        values *= _power_of_two(tl.where(is_nan, 128, -first))
+        values = values * _power_of_two(first - shift) + zero_or_nan
     return values
 
 

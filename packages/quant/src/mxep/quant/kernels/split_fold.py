@@ -1,14 +1,16 @@
 """Split fold: per group one exponent, then each operand's rows picked, shifted and turned, in one read and one write.
 
-    scale bytes of x and y    -> per row a word: top of x | top of y << 8 | group << 16;  per group the most that a row
-                                 carries, top of x + top of y + 1, or 0 where no row counts         `tops_kernel`
-    codes and bytes of x      -> x_t (K, R): code * 2^-(top - byte + half of what its group's most has more)
-    codes and bytes of y      -> y_t (N, R)                                                         `turn_kernel`
+    tops    scale bytes of x and y -> a record per row and operand: its largest byte, where it lies; and per group the
+            most that a row carries, top of x + top of y + 1, or 0 where no row counts
+    halves  tops -> bases: top + its operand's half of what the group's most has more; exponents
+    turn    x, then y: codes * 2^-(base - byte), turned
 
-A turning program takes tiles of NR rows x NC columns, 8 rows a pack as in `turn`. SUB: elements that surely share a
-scale, 32 or the largest power of two that divides the block; PER_SCALE of them do. Order of the tiles: bands of BAND
-row tiles, within a band column after column, so that programs that run together read whole rows (NC columns next to
-each other) and write whole lines (BAND * NR tokens of a column).
+A record is an int64: source row (-1: zeros), then 16 bits of top or base, then, before `halves`, 16 bits of group.
+
+A turning program takes tiles of NR rows x NC columns, in packs of rows as in `turn`. SUB: elements that surely share a
+scale, 32 or the largest power of two that divides the block; PER_SCALE of these have one byte. Tiles are taken in bands
+of BAND row tiles, column after column within a band, so that programs that run together read NC columns next to each
+other, and write BAND * NR tokens of a column.
 """
 
 import math
@@ -23,25 +25,34 @@ from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
 from mxep.quant.kernels.turn import store_turned
 
 TOPS_ELEMENTS = 8192
+HALVES_ROWS = 512
 TILE = (128, 128)
 NUM_WARPS = 4
 BAND = 2
 PROGRAMS_PER_SM = 16
+MOST_GROUPS = 1 << 15
+
+_NAN_BASE = tl.constexpr(0x7FFF)
 
 
 @triton.jit
 def _top(scale_ptr, index_ptr, row, there, stride, BLOCKS: tl.constexpr):
-    """The largest scale byte of each row, int32; 0 for rows of zeros."""
+    """Of each row the largest scale byte (0 for a row of zeros), and where the row lies; int32."""
     source = row
     if index_ptr is not None:
         source = tl.load(index_ptr + row, mask=there, other=-1)
-    block = tl.arange(0, triton.next_power_of_2(BLOCKS))[None, :]
+    block = tl.arange(0, triton.next_power_of_2(max(BLOCKS, 1)))[None, :]
     byte = tl.load(
         scale_ptr + source.to(tl.int64)[:, None] * stride + block,
         mask=(there & (source >= 0))[:, None] & (block < BLOCKS),
         other=0,
     )
-    return tl.max(byte.to(tl.int32), axis=1)
+    return tl.max(byte.to(tl.int32), axis=1), source
+
+
+@triton.jit
+def _record(source, high):
+    return (high.to(tl.int64) << 32) | (source.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -51,7 +62,8 @@ def tops_kernel(
     y_scale_ptr,
     y_index_ptr,
     ends_ptr,
-    word_ptr,
+    x_record_ptr,
+    y_record_ptr,
     most_ptr,
     x_stride,
     y_stride,
@@ -62,89 +74,95 @@ def tops_kernel(
     ROWS: tl.constexpr,
 ):
     live = tl.load(ends_ptr + groups - 1)
-    group = tl.arange(0, GROUPS)
+    group = tl.arange(0, GROUPS)[None, :]
     end = tl.load(ends_ptr + group, mask=group < groups, other=0x7FFFFFFF)
     for tile in range(tl.program_id(0), tl.cdiv(live, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         there = row < live
-        x_top = _top(x_scale_ptr, x_index_ptr, row, there, x_stride, X_BLOCKS)
-        y_top = _top(y_scale_ptr, y_index_ptr, row, there, y_stride, Y_BLOCKS)
-        row_group = tl.sum((end[None, :] <= row[:, None]).to(tl.int32), axis=1)
-        tl.store(word_ptr + row, x_top | (y_top << 8) | (row_group << 16), mask=there)
+        x_top, x_source = _top(x_scale_ptr, x_index_ptr, row, there, x_stride, X_BLOCKS)
+        y_top, y_source = _top(y_scale_ptr, y_index_ptr, row, there, y_stride, Y_BLOCKS)
+        row_group = tl.sum((end <= row[:, None]).to(tl.int32), axis=1)
+        tl.store(x_record_ptr + row, _record(x_source, x_top | (row_group << 16)), mask=there)
+        tl.store(y_record_ptr + row, _record(y_source, y_top), mask=there)
         counts = there & (x_top != NAN_BYTE) & (y_top != NAN_BYTE)
         carried = tl.where(counts, x_top + y_top + 1, 0)
-        most = tl.max(tl.where(row_group[:, None] == group[None, :], carried[:, None], 0), axis=0)
+        most = tl.max(tl.where(row_group[:, None] == group, carried[:, None], 0), axis=0)[None, :]
         tl.atomic_max(most_ptr + group, most, mask=most > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["groups"])
+def halves_kernel(
+    x_record_ptr, y_record_ptr, most_ptr, ends_ptr, exponent_ptr, groups, GROUPS: tl.constexpr, ROWS: tl.constexpr
+):
+    if tl.program_id(0) == 0:
+        group = tl.arange(0, GROUPS)
+        most = tl.load(most_ptr + group, mask=group < groups, other=0)
+        tl.store(exponent_ptr + group, tl.where(most == 0, 0, most - (1 + 2 * 127)), mask=group < groups)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < tl.load(ends_ptr + groups - 1)
+    x = tl.load(x_record_ptr + row, mask=there, other=0)
+    y = tl.load(y_record_ptr + row, mask=there, other=0)
+    x_top = (x >> 32).to(tl.int32) & 0xFFFF
+    y_top = (y >> 32).to(tl.int32)
+    most = tl.load(most_ptr + (x >> 48), mask=there, other=0)
+    d = tl.where((x_top == NAN_BYTE) | (y_top == NAN_BYTE), 0, most - 1 - x_top - y_top)
+    x_base = tl.where(x_top == NAN_BYTE, _NAN_BASE, x_top + (d >> 1))
+    y_base = tl.where(y_top == NAN_BYTE, _NAN_BASE, y_top + ((d + 1) >> 1))
+    tl.store(x_record_ptr + row, _record(x, x_base), mask=there)
+    tl.store(y_record_ptr + row, _record(y, y_base), mask=there)
 
 
 @triton.jit(do_not_specialize=["groups"])
 def turn_kernel(
     codes_ptr,
     scale_ptr,
-    index_ptr,
+    record_ptr,
     ends_ptr,
-    word_ptr,
-    most_ptr,
     out_ptr,
-    exponent_ptr,
     R,
     K,
     stride,
     scale_stride,
     groups,
-    IS_Y: tl.constexpr,
     SUB: tl.constexpr,
     PER_SCALE: tl.constexpr,
-    GROUPS: tl.constexpr,
     PACK: tl.constexpr,
     NR: tl.constexpr,
     NC: tl.constexpr,
     BAND: tl.constexpr,
 ):
     live = tl.load(ends_ptr + groups - 1)
-    if not IS_Y:
-        if tl.program_id(0) == 0:
-            group = tl.arange(0, GROUPS)
-            most = tl.load(most_ptr + group, mask=group < groups, other=0)
-            tl.store(exponent_ptr + group, tl.where(most == 0, 0, most - (1 + 2 * 127)), mask=group < groups)
-
+    row_tiles = tl.cdiv(live, NR)
     column_tiles = tl.cdiv(K, NC)
-    bands = tl.cdiv(tl.cdiv(live, NR), BAND)
     pack = PACK * tl.arange(0, NR // PACK)[:, None]
     column = tl.arange(0, NC)[None, :]
     sub = tl.arange(0, NC // SUB)[None, :]
-    for place in range(tl.program_id(0), bands * column_tiles * BAND, tl.num_programs(0)):
+    for place in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         band = place // (column_tiles * BAND)
-        row0 = (band * BAND + place % BAND) * NR
-        column0 = (place // BAND - band * column_tiles) * NC
+        within = place - band * (column_tiles * BAND)
+        high = tl.minimum(row_tiles - band * BAND, BAND)
+        row0 = (band * BAND + within % high) * NR
+        column0 = within // high * NC
         columns_left = K - column0
-        values = ()
+        codes = ()
+        bases = ()
+        scales = ()
         for i in tl.static_range(PACK):
             row = row0 + pack + i
-            there = row < live
-            word = tl.load(word_ptr + row, mask=there, other=0)
-            x_top = word & 255
-            y_top = (word >> 8) & 255
-            d = tl.load(most_ptr + ((word >> 16) & 0xFFFF), mask=there, other=1) - 1 - x_top - y_top
-            d = tl.where((x_top == NAN_BYTE) | (y_top == NAN_BYTE), 0, d)
-            top = y_top if IS_Y else x_top
-            half = (d + 1) >> 1 if IS_Y else d >> 1
-            source = row
-            if index_ptr is not None:
-                source = tl.load(index_ptr + row, mask=there, other=-1)
-                there = source >= 0
+            record = tl.load(record_ptr + row, mask=row < live, other=-1)
+            source = record.to(tl.int32)
+            there = source >= 0
             source = source.to(tl.int64)
-            byte = tl.load(
-                scale_ptr + source * scale_stride + (column0 // SUB + sub) // PER_SCALE,
-                mask=there & (sub * SUB < columns_left),
-                other=0,
-            )
-            codes = tl.load(
-                codes_ptr + source * stride + column0 + column, mask=there & (column < columns_left), other=0.0
-            )
-            shift = top + half - byte.to(tl.int32)
-            codes = tl.reshape(codes, (NR // PACK, NC // SUB, SUB))
-            moved = shifted(codes, shift[:, :, None], (top == NAN_BYTE)[:, :, None])
+            from_ptr = codes_ptr + source * stride + column0 + column
+            codes = codes + (tl.load(from_ptr, mask=there & (column < columns_left), other=0.0),)
+            from_ptr = scale_ptr + source * scale_stride + (column0 // SUB + sub) // PER_SCALE
+            scales = scales + (tl.load(from_ptr, mask=there & (sub * SUB < columns_left), other=0),)
+            bases = bases + ((record >> 32).to(tl.int32),)
+        values = ()
+        for i in tl.static_range(PACK):
+            blocks = tl.reshape(codes[i], (NR // PACK, NC // SUB, SUB))
+            shift = (bases[i] - scales[i].to(tl.int32))[:, :, None]
+            moved = shifted(blocks, shift, (bases[i] == _NAN_BASE)[:, :, None])
             values = values + (tl.reshape(moved, (NR // PACK, NC)),)
         store_turned(values, out_ptr + column0.to(tl.int64) * R + row0, R, R - row0, columns_left)
 
@@ -174,35 +192,36 @@ def split_fold(
     device = x.device
     x_t = torch.empty((x.shape[1], capacity), dtype=x.dtype, device=device)
     y_t = torch.empty((y.shape[1], capacity), dtype=y.dtype, device=device)
-    if groups >= 1 << 16:
-        raise ValueError(f"group_ends: got {groups} groups, want fewer than 65536")
+    if groups > MOST_GROUPS:
+        raise ValueError(f"group_ends: got {groups} groups, want at most {MOST_GROUPS}")
     if not capacity:
         return x_t, y_t, torch.zeros_like(group_ends)
     exponent = torch.empty_like(group_ends)
-    word = torch.empty(capacity, dtype=torch.int32, device=device)
+    x_record, y_record = (torch.empty(capacity, dtype=torch.int64, device=device) for _ in range(2))
     most = torch.zeros(groups, dtype=torch.int32, device=device)
-    operands = [
-        (rows_of(codes), rows_of(bytes_of(scale)), index, out)
-        for codes, scale, index, out in ((x, x_scale, x_index, x_t), (y, y_scale, y_index, y_t))
-    ]
-    (x, x_scale, _, _), (y, y_scale, _, _) = operands
+    x, y, x_scale, y_scale = rows_of(x), rows_of(y), rows_of(bytes_of(x_scale)), rows_of(bytes_of(y_scale))
     programs = programs_per_sm * multiprocessors(device)
+
     padded_groups = triton.next_power_of_2(groups)
     widest = max(padded_groups, *(triton.next_power_of_2(scale.shape[1]) for scale in (x_scale, y_scale)))
     rows = min(64, max(1, tops_elements // widest))
     tops_kernel[(min(programs, triton.cdiv(capacity, rows)),)](
-        x_scale, x_index, y_scale, y_index, group_ends, word, most, x_scale.stride(0), y_scale.stride(0), groups,
-        X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1], GROUPS=padded_groups, ROWS=rows,
+        x_scale, x_index, y_scale, y_index, group_ends, x_record, y_record, most, x_scale.stride(0), y_scale.stride(0),
+        groups, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1], GROUPS=padded_groups, ROWS=rows,
     )  # fmt: skip
+    halves_kernel[(triton.cdiv(capacity, HALVES_ROWS),)](
+        x_record, y_record, most, group_ends, exponent, groups, GROUPS=padded_groups, ROWS=HALVES_ROWS
+    )
     nr, nc = tile
-    for is_y, (codes, scale, index, out) in enumerate(operands):
+    for codes, scale, record, out in ((x, x_scale, x_record, x_t), (y, y_scale, y_record, y_t)):
         columns = codes.shape[1]
-        block = columns // max(scale.shape[1], 1)
-        sub = math.gcd(block, 32)
-        tiles = triton.cdiv(triton.cdiv(capacity, nr), band) * band * triton.cdiv(columns, nc)
-        turn_kernel[(max(1, min(programs, tiles)),)](
-            codes, scale, index, group_ends, word, most, out, exponent, capacity, columns, codes.stride(0),
-            scale.stride(0), groups, IS_Y=bool(is_y), SUB=sub, PER_SCALE=block // sub, GROUPS=padded_groups,
-            PACK=8 if capacity % 8 == 0 else 1, NR=nr, NC=nc, BAND=band, num_warps=num_warps,
-        )  # fmt: skip
+        if columns:
+            block = columns // scale.shape[1]
+            sub = math.gcd(block, 32)
+            tiles = triton.cdiv(capacity, nr) * triton.cdiv(columns, nc)
+            turn_kernel[(min(programs, tiles),)](
+                codes, scale, record, group_ends, out, capacity, columns, codes.stride(0), scale.stride(0), groups,
+                SUB=sub, PER_SCALE=block // sub, PACK=8 if capacity % 8 == 0 else 1, NR=nr, NC=nc, BAND=band,
+                num_warps=num_warps,
+            )  # fmt: skip
     return x_t, y_t, exponent

@@ -1,0 +1,136 @@
+"""The split fold kernels give the bytes of the reference: formats, blocks, indices, strides, groups, tiles."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.quant import MXFormat
+from mxep.quant.kernels import split_fold as kernels
+from quant.exact import FORMATS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+both_formats = pytest.mark.parametrize("fmt", FORMATS, ids=repr)
+E4M3, E5M2 = FORMATS
+SMALL = {"tile": (32, 64), "num_warps": 1}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher allocates holds garbage, so a byte that no kernel writes shows."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = empty(*args, **kwargs)
+        result.view(torch.uint8).fill_(0xA5)
+        return result
+
+    monkeypatch.setattr(kernels.torch, "empty", poisoned)
+
+
+def operand(
+    rows: int, columns: int, block: int = 32, fmt: MXFormat = E4M3, seed: int = 0, spread: int = 12
+) -> tuple[Tensor, Tensor]:
+    """Any codes, scales up to `spread` binades apart, now and then a zero row or a NaN block."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
+    scale = rng.integers(120 - spread, 121, (rows, columns // block), dtype=np.uint8)
+    zero = rng.random(rows) < 0.1
+    codes[zero], scale[zero] = 0, 0
+    scale[rng.random(scale.shape) < 0.05 / max(scale.shape[1], 1)] = 255
+    return torch.from_numpy(codes).view(fmt.dtype), torch.from_numpy(scale).view(torch.float8_e8m0fnu)
+
+
+def slots(codes: Tensor, scale: Tensor, spare: int) -> tuple[Tensor, Tensor]:
+    """The same rows, codes and scales side by side in rows of one buffer, as an exchange receives them."""
+    d, n = codes.shape[1], scale.shape[1]
+    buffer = torch.full((codes.shape[0], d + n + spare), 0x5A, dtype=torch.uint8)
+    buffer[:, :d], buffer[:, d : d + n] = codes.view(torch.uint8), scale.view(torch.uint8)
+    return buffer[:, :d].view(codes.dtype), buffer[:, d : d + n].view(scale.dtype)
+
+
+def indices(rows: int, stored: int, live: int, seed: int = 0) -> Tensor:
+    index = torch.from_numpy(np.random.default_rng(seed).integers(-1, stored, rows, dtype=np.int32))
+    index[live:] = 10**9  # neither read nor written
+    return index
+
+
+def ends_of(*sizes: int) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def check(*args: Tensor | None, **tuning: Any) -> None:
+    """The kernels' result on DEVICE against the op's on the CPU: exponents and live columns bit for bit."""
+    ends = args[-1]
+    assert ends is not None
+    live = int(ends[-1])
+    want = torch.ops.mxep.split_fold(*args)
+    got = kernels.split_fold(*[arg if arg is None else arg.to(DEVICE) for arg in args], **SMALL | tuning)  # type: ignore[arg-type]
+    for a, b in zip(got, want):
+        assert (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True)
+    assert torch.equal(got[2].cpu(), want[2])
+    for a, b in zip(got[:2], want[:2]):
+        bad = (a.cpu().view(torch.uint8)[:, :live] != b.view(torch.uint8)[:, :live]).nonzero()
+        assert not len(bad), f"{len(bad)} bytes differ, first at {bad[0].tolist()}"
+
+
+@both_formats
+@pytest.mark.parametrize("y_format", FORMATS, ids=repr)
+def test_every_code_under_every_shift(fmt: MXFormat, y_format: MXFormat) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).expand(72, 256).view(fmt.dtype)
+    scale = (60 + torch.arange(72)[:, None] - torch.arange(8)).to(torch.uint8).view(torch.float8_e8m0fnu)
+    y, y_scale = operand(72, 32, 32, y_format, spread=0)
+    check(codes, scale, None, y, y_scale, None, ends_of(40, 32))
+    check(y, y_scale, None, codes, scale, None, ends_of(72))
+
+
+@pytest.mark.parametrize("sizes", [(32, 0, 64), (0, 0), (3, 5, 1, 0, 22), (96,), (0, 1)])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_groups_of_any_size(sizes: tuple[int, ...], indexed: bool) -> None:
+    rows, live = 96, sum(sizes)
+    x, y = operand(rows, 96, seed=1), operand(rows, 64, 64, E5M2, seed=2)
+    x_index = indices(rows, rows, live) if indexed else None
+    y_index = indices(rows, rows, live, 1) if indexed else None
+    check(*x, x_index, *y, y_index, ends_of(*sizes))
+
+
+def test_many_groups() -> None:
+    sizes = np.random.default_rng(0).integers(0, 3, 200)
+    rows = int(sizes.sum()) + 8 - int(sizes.sum()) % 8
+    check(*operand(rows, 32), None, *operand(rows, 32, 32, seed=1), None, ends_of(*sizes.tolist()))
+
+
+@pytest.mark.parametrize("rows", [40, 36, 33])
+def test_rows_that_are_no_multiple_of_a_pack_or_a_tile(rows: int) -> None:
+    check(*operand(rows, 96), None, *operand(rows, 32, seed=1), None, ends_of(rows - 3, 2))
+
+
+@pytest.mark.parametrize(("block", "columns"), [(128, 384), (64, 192), (16, 48), (24, 48), (7, 21), (96, 96), (1, 5)])
+def test_blocks_of_any_length(block: int, columns: int) -> None:
+    check(*operand(16, columns, block), None, *operand(16, 32, seed=1), None, ends_of(7, 9))
+    check(*operand(16, 32, seed=1), None, *operand(16, columns, block), None, ends_of(7, 9))
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 4, 13])
+def test_slots_at_any_address(spare: int) -> None:
+    x, y = slots(*operand(11, 96), spare), slots(*operand(13, 64, 32, E5M2, seed=1), spare)
+    ends = ends_of(17, 7)
+    check(*x, indices(32, 11, 24), *y, indices(32, 13, 24, 1), ends)
+    x = x[0][:, 32:], x[1][:, 1:]
+    check(*x, indices(32, 11, 24), *y, indices(32, 13, 24, 1), ends)
+
+
+@pytest.mark.parametrize("tile", [(32, 32), (64, 64), (32, 128)])
+@pytest.mark.parametrize(("band", "programs"), [(1, 1), (2, 3), (3, 1000), (64, 2)])
+def test_any_tile_in_any_order(tile: tuple[int, int], band: int, programs: int) -> None:
+    x, y = operand(104, 160, seed=3), operand(104, 64, seed=4)
+    check(*x, None, *y, None, ends_of(30, 67), tile=tile, band=band, programs_per_sm=programs, tops_elements=64)
+
+
+def test_no_rows_and_no_columns() -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    check(*operand(0, 32), None, *operand(0, 64), None, ends_of(0, 0))
+    check(*operand(8, 32), none, *operand(8, 64), none, ends_of(0))
+    check(*operand(8, 0), None, *operand(8, 64), None, ends_of(8))
