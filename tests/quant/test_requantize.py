@@ -129,7 +129,7 @@ def test_row_scaled_codes_can_be_requantized() -> None:
 def test_columns_come_out_contiguous_along_the_tokens() -> None:
     got = requantize(quantize(gaussian(64, 96)), axis=-2)
     assert got.qdata.stride() == (1, 64)
-    assert got.scale.stride() == (1, 2)
+    assert got.scale.is_contiguous()
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

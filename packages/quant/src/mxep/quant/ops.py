@@ -1,8 +1,8 @@
 """The quantization ops in plain torch: reference and CPU kernel of each, and its fake. No autograd here.
 
     quantize_rows     x (..., N, K) -> codes (..., N, K), scale (..., N, K/block)        blocks of 1 x block
-    quantize_columns  x (..., N, K) -> codes (..., K, N), scale (..., K, N/block)        blocks of block x 1, turned
-    quantize_both     both of one read
+    quantize_columns  x (..., N, K) -> codes (..., K, N), scale (..., N/block, K)        blocks of block x 1, turned
+    quantize_both     both of one read, the scale of rows turned: (..., K/block, N)
     quantize_tiles    x (..., N, K) -> codes (..., N, K), scale (..., N/block, K/block)  blocks of block x block
     dequantize        codes, scale -> values, of the rows an index picks if there is one
     materialize       codes, scale, index -> codes, scale of the picked rows, contiguous
@@ -13,7 +13,9 @@ Elements: code = cast_saturating(x * 2**(127 - byte)), the product in fp32 (exac
 cast round to nearest even; -0 keeps its sign. A block with NaN or Inf has scale byte 255 and every code 0x7f.
 Example, E4M3, RCEIL, a block of 480 and 31 zeros: byte 128, so 480 * 2**-1 = 240, code 0x77.
 
-Ops return what a kernel writes: contiguous tensors whose last axis is the blocked one. `MXTensor` turns them back.
+Ops return what a kernel writes: contiguous tensors. Codes have the blocked axis last, `MXTensor` turns them back.
+Scales of columns, and of rows beside columns, lie so that a tile's are neighbours: a byte for each of many lines of
+memory costs an H200 as much as the 128 codes of each (columns 0.94 -> 0.96 of copy speed, both 0.80 -> 0.91).
 """
 
 import torch
@@ -43,10 +45,10 @@ def encode_rows(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[T
 
 
 def encode_columns(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
-    """Quantize x (..., N, K) in blocks along N: codes (..., K, N), scale (..., K, N/block) e8m0."""
+    """Quantize x (..., N, K) in blocks along N: codes turned, (..., K, N), scale not, (..., N/block, K) e8m0."""
     blocks = torch.unflatten(x.float().contiguous(), -2, (x.shape[-2] // block, block))
     codes, byte = encode(blocks, (-2,), dtype, mode)
-    return codes.view(x.shape).mT.contiguous(), byte.squeeze(-2).mT.contiguous().view(SCALE_DTYPE)
+    return codes.view(x.shape).mT.contiguous(), byte.squeeze(-2).view(SCALE_DTYPE)
 
 
 @torch.library.custom_op("mxep::quantize_rows", mutates_args=())
@@ -63,28 +65,30 @@ def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Ten
 
 @torch.library.custom_op("mxep::quantize_columns", mutates_args=())
 def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
-    """x (..., N, K) bf16 | fp32 | fp16 -> codes (..., K, N) `dtype`, scale (..., K, N/block) e8m0."""
+    """x (..., N, K) bf16 | fp32 | fp16 -> codes (..., K, N) `dtype`, scale (..., N/block, K) e8m0."""
     return encode_columns(x, dtype, mode, block)
 
 
 @quantize_columns.register_fake
 def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
     *rest, n, k = x.shape
-    return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, k, n // block), dtype=SCALE_DTYPE)
+    return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block, k), dtype=SCALE_DTYPE)
 
 
 @torch.library.custom_op("mxep::quantize_both", mutates_args=())
 def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (..., N, K) -> codes, scale of quantize_rows, codes, scale of quantize_columns."""
+    """x (..., N, K) -> codes of quantize_rows, their scale turned (..., K/block, N), what quantize_columns gives."""
     x = x.float().contiguous()
-    return *encode_rows(x, dtype, mode, block), *encode_columns(x, dtype, mode, block)
+    codes, scale = encode_rows(x, dtype, mode, block)
+    turned = scale.view(torch.uint8).mT.contiguous().view(SCALE_DTYPE)
+    return codes, turned, *encode_columns(x, dtype, mode, block)
 
 
 @quantize_both.register_fake
 def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rest, n, k = x.shape
-    rows = x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, n, k // block), dtype=SCALE_DTYPE)
-    columns = x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, k, n // block), dtype=SCALE_DTYPE)
+    rows = x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, k // block, n), dtype=SCALE_DTYPE)
+    columns = x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block, k), dtype=SCALE_DTYPE)
     return *rows, *columns
 
 

@@ -41,7 +41,8 @@ def quantize(
     elif axis == -1:
         codes, scale = ops.quantize_rows(source, *how)
     else:
-        codes, scale = (part.mT for part in ops.quantize_columns(source, *how))
+        codes, scale = ops.quantize_columns(source, *how)
+        codes = codes.mT
     return wrap(x, codes, scale, None, axis, block, x.dtype)
 
 
@@ -54,6 +55,6 @@ def quantize_both(x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMod
     check_block(BLOCK, check_axis(TILES, x), x)
     rows, row_scale, columns, column_scale = ops.quantize_both(x.detach(), check_format(fmt), check_mode(mode), BLOCK)
     return (
-        wrap(x, rows, row_scale, None, -1, BLOCK, x.dtype),
-        wrap(x, columns.mT, column_scale.mT, None, -2, BLOCK, x.dtype),
+        wrap(x, rows, row_scale.mT, None, -1, BLOCK, x.dtype),
+        wrap(x, columns.mT, column_scale, None, -2, BLOCK, x.dtype),
     )

@@ -6,7 +6,7 @@
     values in fp32 (registers of a kernel), exact: a code times a power of two
       | new blocks of 32, scale bytes and elements by the rules of `quantize`
       v
-    codes (D, R), scale (D, R/32) blocked along R       what a wgrad contracts over
+    codes (D, R), scale (R/32, D) blocked along R       what a wgrad contracts over
 
 So it equals quantizing the dequantized fp32 values, bit for bit, those past fp32's range included: they dequantize to
 Inf, and a block that holds one becomes NaN. (Codes reach that from E4M3's byte 247 on, `quantize` only for values next
@@ -24,7 +24,6 @@ from mxep.quant.groups import check_group_ends, live_rows
 from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import decode, encode_columns, encode_rows
 from mxep.quant.tensor import MXTensor, wrap
-
 
 
 def requantize(
@@ -56,7 +55,7 @@ def requantize(
         mx.qdata, mx.scale, *mx.block_shape, mx.row_index, group_ends, axis_ == -2, dtype, check_mode(mode)
     )
     if axis_ == -2:
-        codes, scale = codes.mT, scale.mT
+        codes = codes.mT
     return wrap(mx, codes, scale, None, axis_, BLOCK, mx.dtype)
 
 
@@ -73,7 +72,7 @@ def requantize_op(
     mode: str,
 ) -> tuple[Tensor, Tensor]:
     """codes (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index int32 (R,) or None (then R is N)
-    -> columns: codes (..., K, R) `dtype`, scale (..., K, R/32); else codes (..., R, K), scale (..., R, K/32).
+    -> columns: codes (..., K, R) `dtype`, scale (..., R/32, K); else codes (..., R, K), scale (..., R, K/32).
     """
     capacity = codes.shape[-2] if row_index is None else row_index.shape[0]
     live = live_rows(group_ends, capacity)
@@ -89,7 +88,7 @@ def requantize_op(
     dead = capacity - live
     if not dead:
         return done
-    pads = ((0, dead), (0, dead // BLOCK)) if columns else ((0, 0, 0, dead), (0, 0, 0, dead))
+    pads = ((0, dead), (0, 0, 0, dead // BLOCK)) if columns else ((0, 0, 0, dead), (0, 0, 0, dead))
     filled = [torch.nn.functional.pad(part.view(torch.uint8), pad) for part, pad in zip(done, pads)]
     return filled[0].view(dtype), filled[1].view(SCALE_DTYPE)
 
@@ -109,7 +108,8 @@ def _(
     capacity = codes.shape[-2] if row_index is None else row_index.shape[0]
     *rest, _, k = codes.shape
     shape = (*rest, k, capacity) if columns else (*rest, capacity, k)
-    return codes.new_empty(shape, dtype=dtype), codes.new_empty((*shape[:-1], shape[-1] // BLOCK), dtype=SCALE_DTYPE)
+    scale_shape = (*rest, capacity // BLOCK, k) if columns else (*rest, capacity, k // BLOCK)
+    return codes.new_empty(shape, dtype=dtype), codes.new_empty(scale_shape, dtype=SCALE_DTYPE)
 
 
 on_cuda(requantize_op, "columns", "requantize")

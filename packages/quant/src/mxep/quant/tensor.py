@@ -9,8 +9,8 @@ fp8 tensor on an autograd edge would have its gradient cast to fp8. Inside are t
     row_index  int32 (R,) or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
 
 Shapes are logical: turning the tensor turns qdata, scale and axis alike, no byte moves. What `quantize` and
-`requantize` return is contiguous along the blocked axis: for axis -2, qdata and scale are `.mT` views of contiguous
-(..., K, N) bytes.
+`requantize` return has qdata contiguous along the blocked axis: for axis -2 it is the `.mT` view of contiguous
+(..., K, N) bytes. scale may have any strides.
 
 With a row index a tensor is logically expert-major while its bytes still lie in receive slots: shape (R, D), qdata
 (S, D), scale (S, D/block), both possibly strided row views of one buffer. Example: row_index [1, -1, 1] of two rows
@@ -142,13 +142,14 @@ class MXTensor(Tensor):
         return values
 
     def materialize(self) -> "MXTensor":
-        """The same tensor without a row index, its bytes dense and contiguous along the blocked axis (tiles: by rows).
+        """The same tensor without a row index, dense, its codes contiguous along the blocked axis (tiles: by rows).
 
         A copy only where needed. A row of zeros (-1) gets code 0 and scale byte 0. Gradients pass unchanged.
         """
         if self.axis == -2:
             return self._turned().materialize()._turned()
-        if self.row_index is None and self.qdata.is_contiguous() and self.scale.is_contiguous():
+        dense_scale = self.scale.is_contiguous() or self.scale.mT.is_contiguous()
+        if self.row_index is None and self.qdata.is_contiguous() and dense_scale:
             return self
         qdata, scale = ops.materialize(self.qdata, self.scale, self.row_index)
         return wrap(self, qdata, scale, None, self.axis, self.block, self.dtype)

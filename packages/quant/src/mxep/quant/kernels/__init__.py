@@ -22,7 +22,7 @@ from torch.library import CustomOpDef
 
 
 def on_cuda(op: CustomOpDef, module: str, launcher: str) -> None:
-    """Make `launcher` of `mxep.quant.kernels.<module>` the CUDA kernel of `op`. Triton is imported at its first call."""
+    """Make `launcher` of `mxep.quant.kernels.<module>` the CUDA kernel of `op`. It imports Triton when first called."""
 
     def launch(*args: Any) -> Any:
         with torch.cuda.device(args[0].device):

@@ -1,8 +1,8 @@
 """A tile of codes, stored transposed: rows become the contiguous axis.
 
-A thread holds PACK = 8 rows that follow one another, as a tuple of 8 tensors (NR / 8, NC), so that the codes of a column
-become two 32-bit words in its registers before the tile is turned through shared memory. That takes a quarter of the
-accesses, of the bank conflicts and of the instructions that single bytes take.
+A thread holds PACK = 8 rows that follow one another, as a tuple of 8 tensors (NR / 8, NC), so that the codes of a
+column become two 32-bit words in its registers before the tile is turned through shared memory. That takes a quarter
+of the accesses and of the instructions that single bytes take.
 
     tile[i][j] is row 8 * j + i        word 2 * j      c0 | c1 << 8 | c2 << 16 | c3 << 24   (c0 lies first in memory)
                                        word 2 * j + 1  c4 | c5 << 8 | c6 << 16 | c7 << 24
@@ -35,7 +35,7 @@ def load_tile(ptr, row, column, stride, rows_left, columns_left, PACK: tl.conste
 def store_turned(tile, out_ptr, stride, rows_left, columns_left):
     """Store the codes of `tile`, transposed: column c at out_ptr + c * stride.
 
-    tile: a tuple of 8 tensors (NR / 8, NC), or of one (NR, NC), of values; they are cast to the codes out_ptr points to.
+    tile: a tuple of 8 tensors (NR / 8, NC), or of one (NR, NC), of values; cast to the codes out_ptr points to.
     out_ptr: the place of the tile's first row and column. stride: codes a column.
     rows_left, columns_left: what is stored; for 8 tensors stride and rows_left are multiples of 8, rows_left better one
     of 16 that Triton can see.
