@@ -87,6 +87,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "fold E5M2": (lambda mx: fold(mx), (quantize(x, fmt=E5M2),)),
     "fold_with_stats": (lambda mx, ends: fold_with_stats(mx, group_ends=ends), (indexed, ENDS)),
     "split_fold": (split_fold, (row_scaled(5, 64), row_scaled(6, 96, fmt=E5M2), ENDS)),
+    "split_fold of slots": (split_fold, (indexed, quantize(gaussian(ROWS, 96, seed=7), fmt=E5M2), ENDS)),
     "swiglu": (lambda *a: swiglu(a[0], a[1], group_ends=a[2]), (gate_up, weight, ENDS)),
     "swiglu_quantize": (lambda *a: swiglu_quantize(a[0], a[1], group_ends=a[2]), (gate_up, weight, ENDS)),
     "swiglu_backward": (lambda *a: swiglu_backward(*a[:3], group_ends=a[3]), (d_h, gate_up, weight, ENDS)),
