@@ -2,12 +2,12 @@
 
 from mxep.quant.fold import FoldStats, fold, fold_with_stats
 from mxep.quant.formats import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, format_of
-from mxep.quant.groups import PaddedGroups, live_rows, pad_groups, unpad_groups
+from mxep.quant.groups import PaddedGroups, live_rows, pad_groups, pad_quantize, unpad_groups
 from mxep.quant.quantize import quantize, quantize_both
 from mxep.quant.requantize import requantize
 from mxep.quant.split_fold import SplitFold, split_fold
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
-from mxep.quant.swizzle import swizzle_scales, unswizzle_scales
+from mxep.quant.swizzle import gather_swizzled, quantize_swizzled, swizzle_scales, unswizzle_scales
 from mxep.quant.tensor import MXTensor
 
 __all__ = [
@@ -23,10 +23,13 @@ __all__ = [
     "fold",
     "fold_with_stats",
     "format_of",
+    "gather_swizzled",
     "live_rows",
     "pad_groups",
+    "pad_quantize",
     "quantize",
     "quantize_both",
+    "quantize_swizzled",
     "requantize",
     "split_fold",
     "swiglu",

@@ -19,6 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxep.quant import ops
+from mxep.quant.checks import check_block, check_format, check_mode, check_values
+from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
+from mxep.quant.kernels import on_cuda
 from mxep.quant.tensor import MXTensor
 
 
@@ -92,6 +96,34 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, multiple: int) -> PaddedGroups
     ValueError: wrong shape, dtype, device or multiple; on the CPU also negative sizes and sizes that sum to more than M
     (other devices cannot look: there nothing is read past row M).
     """
+    group_ends, row_index = _index_of_groups(x, group_sizes, multiple)
+    if isinstance(x, MXTensor):
+        return PaddedGroups(_reindex(x, row_index), group_ends, row_index)
+    rows: Tensor = _PadRows.apply(x, row_index)  # type: ignore[no-untyped-call]
+    return PaddedGroups(rows, group_ends, row_index)
+
+
+def pad_quantize(
+    x: Tensor,
+    group_sizes: Tensor,
+    *,
+    multiple: int = BLOCK,
+    fmt: MXFormat = E4M3,
+    mode: ScaleMode = ScaleMode.RCEIL,
+) -> PaddedGroups:
+    """`pad_groups` whose rows come out quantized along D, in one pass: `rows` is an MXTensor with rows of its own.
+
+    x: (M, D) bf16 | fp32 | fp16, D a multiple of 32. (`pad_groups(quantize(x), ...)` copies nothing, but its rows stay
+    scattered.) Bitwise `quantize(pad_groups(x, ...).rows)`. No autograd. Other arguments and errors as for `pad_groups`.
+    """
+    check_values("pad_quantize", x)
+    group_ends, row_index = _index_of_groups(x, group_sizes, multiple)
+    check_block(BLOCK, -1, x)
+    codes, scale = _pad_quantize(x.detach(), row_index, check_format(fmt), check_mode(mode))
+    return PaddedGroups(MXTensor.from_qdata_and_scales(codes, scale, x.dtype), group_ends, row_index)
+
+
+def _index_of_groups(x: Tensor, group_sizes: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     if x.ndim != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, want (M, D)")
     if multiple < 1:
@@ -104,10 +136,7 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, multiple: int) -> PaddedGroups
     if group_sizes.device != x.device:
         raise ValueError(f"group_sizes: got device {group_sizes.device}, want {x.device}, that of x")
     group_ends, row_index = _pad_index(group_sizes, x.shape[0], multiple)
-    if isinstance(x, MXTensor):
-        return PaddedGroups(_reindex(x, row_index), group_ends, row_index)
-    rows: Tensor = _PadRows.apply(x, row_index)  # type: ignore[no-untyped-call]
-    return PaddedGroups(rows, group_ends, row_index)
+    return group_ends, row_index
 
 
 def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
@@ -172,6 +201,18 @@ def _(x: Tensor, row_index: Tensor) -> Tensor:
     return x.new_empty(row_index.shape[0], x.shape[1])
 
 
+@torch.library.custom_op("mxep::pad_quantize", mutates_args=())
+def _pad_quantize(x: Tensor, row_index: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    """x (M, D) values, row_index int32 (C,) -> codes (C, D), scale (C, D/32)."""
+    return ops.encode_rows(gather(x, row_index), dtype, mode, BLOCK)
+
+
+@_pad_quantize.register_fake
+def _(x: Tensor, row_index: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    rows, d = row_index.shape[0], x.shape[1]
+    return x.new_empty((rows, d), dtype=dtype), x.new_empty((rows, d // BLOCK), dtype=SCALE_DTYPE)
+
+
 @torch.library.custom_op("mxep::unpad_rows", mutates_args=())
 def _unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     place = torch.arange(row_index.shape[0], dtype=torch.int32, device=y.device)
@@ -220,3 +261,9 @@ def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
     if x.row_index is not None:
         row_index = torch.where(row_index >= 0, x.row_index[row_index.clamp(min=0)], row_index)
     return MXTensor.from_qdata_and_scales(x.qdata, x.scale, x.dtype, block=x.block, row_index=row_index)
+
+
+on_cuda(_pad_index, "gather", "pad_index")
+on_cuda(_pad_rows, "gather", "pad_rows")
+on_cuda(_pad_quantize, "gather", "pad_quantize")
+on_cuda(_unpad_rows, "gather", "unpad_rows")

@@ -15,14 +15,20 @@ sizes are on the device, the capacity is static: round_up(rows + G * 127, 128) r
     swizzle_scales   (..., rows, cols) -> (..., rows up to 128, cols up to 4)   (rows, cols) -> (capacity, cols up to 4)
     unswizzle_scales the way back
 
+`quantize_swizzled` and `gather_swizzled` write that layout at once, beside the codes of rows that they quantize or pick.
+
 G groups. The shape of a swizzled tensor counts its bytes (torch's scaled GEMMs check it); its order is not row-major.
 """
 
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant import ops
+from mxep.quant.checks import check_axis, check_block, check_format, check_mode, check_row_index, check_values
+from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode, format_of
 from mxep.quant.groups import check_group_ends, fill_rows, gather, group_of_rows, live_rows, round_up
+from mxep.quant.kernels import on_cuda
+from mxep.quant.tensor import MXTensor
 
 ROWS, COLS = 128, 4
 """Scales in a tile."""
@@ -62,6 +68,91 @@ def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, group_ends: Tens
         )
     scale: Tensor = _unswizzle(swizzled, rows, cols, group_ends)
     return scale
+
+
+def quantize_swizzled(
+    x: Tensor,
+    *,
+    row_index: Tensor | None = None,
+    group_ends: Tensor | None = None,
+    fmt: MXFormat = E4M3,
+    mode: ScaleMode = ScaleMode.RCEIL,
+) -> tuple[Tensor, Tensor]:
+    """What a block-scaled GEMM takes, of one read: codes (R, K) and their scales in the 128 x 4 layout.
+
+    x: (R, K) bf16 | fp32 | fp16, K a multiple of 32; or (S, K) with row_index int32 (R,), -1 for a row of zeros.
+    group_ends: (G,) int32, inclusive ends of the row groups, each swizzled alone: scales as `swizzle_scales` gives them.
+        Rows from group_ends[-1] on are not read; what codes and scales hold there is unspecified.
+    Bitwise the codes and `swizzle_scales` of `quantize`. No autograd. ValueError for other shapes, dtypes, devices.
+    """
+    check_values("quantize_swizzled", x)
+    _check_rows(x, row_index, group_ends)
+    check_block(BLOCK, check_axis(-1, x), x)
+    codes, scale = _quantize_swizzled(x.detach(), row_index, group_ends, check_format(fmt), check_mode(mode))
+    return codes, scale
+
+
+def gather_swizzled(mx: MXTensor, *, group_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The same of rows that are MX already, picked by their row index if they have one: codes (R, K), swizzled scales.
+
+    mx: (R, K) in blocks of 32 along its rows. Other arguments and errors as for `quantize_swizzled`.
+    """
+    if not isinstance(mx, MXTensor) or mx.axis != -1 or mx.block != BLOCK or mx.ndim != 2:
+        raise ValueError(f"gather_swizzled: got {mx!r}, want an MXTensor (R, K) in blocks of {BLOCK} along its rows")
+    check_group_ends(group_ends, mx)
+    codes, scale = _gather_swizzled(mx.qdata, mx.scale, mx.row_index, group_ends)
+    return codes, scale
+
+
+def _check_rows(x: Tensor, row_index: Tensor | None, group_ends: Tensor | None) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, want (rows, K)")
+    if row_index is not None:
+        check_row_index(row_index, x, -1)
+    check_group_ends(group_ends, x)
+
+
+@torch.library.custom_op("mxep::quantize_swizzled", mutates_args=())
+def _quantize_swizzled(
+    x: Tensor, row_index: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor]:
+    """x (S, K) values -> codes (R, K), scale in the 128 x 4 layout."""
+    rows = x.shape[0] if row_index is None else row_index.shape[0]
+    live = live_rows(group_ends, rows)
+    picked = x[:live] if row_index is None else gather(x, row_index[:live])
+    codes, scale = ops.encode_rows(picked, dtype, mode, BLOCK)
+    codes = fill_rows(codes.view(torch.uint8), rows).view(dtype)
+    return codes, _swizzle(fill_rows(scale.view(torch.uint8), rows).view(SCALE_DTYPE), group_ends)
+
+
+@_quantize_swizzled.register_fake
+def _(
+    x: Tensor, row_index: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor]:
+    rows = x.shape[0] if row_index is None else row_index.shape[0]
+    shape = _swizzled_shape(rows, x.shape[1] // BLOCK, group_ends)
+    return x.new_empty((rows, x.shape[1]), dtype=dtype), x.new_empty(shape, dtype=SCALE_DTYPE)
+
+
+@torch.library.custom_op("mxep::gather_swizzled", mutates_args=())
+def _gather_swizzled(
+    codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """codes (S, K), scale (S, K/32) -> codes (R, K), scale in the 128 x 4 layout."""
+    rows = codes.shape[0] if row_index is None else row_index.shape[0]
+    live = live_rows(group_ends, rows)
+    parts = [part.view(torch.uint8) for part in (codes, scale)]
+    parts = [part[:live] if row_index is None else ops.pick_rows(part, row_index[:live]) for part in parts]
+    picked, byte = (fill_rows(part, rows) for part in parts)
+    return picked.clone().view(codes.dtype), _swizzle(byte.view(SCALE_DTYPE), group_ends)
+
+
+@_gather_swizzled.register_fake
+def _(
+    codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows = codes.shape[0] if row_index is None else row_index.shape[0]
+    return codes.new_empty((rows, codes.shape[1])), scale.new_empty(_swizzled_shape(rows, scale.shape[1], group_ends))
 
 
 @torch.library.custom_op("mxep::swizzle_scales", mutates_args=())
@@ -120,3 +211,8 @@ def _places(group_ends: Tensor, num_rows: int, *, nowhere: int) -> Tensor:
 def _check_scale(name: str, scale: Tensor) -> None:
     if scale.dtype not in (SCALE_DTYPE, torch.uint8):
         raise ValueError(f"{name}: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
+
+
+on_cuda(_swizzle, "gather", "swizzle_scales")
+on_cuda(_quantize_swizzled, "gather", "quantize_swizzled")
+on_cuda(_gather_swizzled, "gather", "gather_swizzled")

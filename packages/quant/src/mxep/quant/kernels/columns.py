@@ -295,7 +295,8 @@ def quantize_both(
     scale = torch.empty((*rest, k // block, n), dtype=SCALE_DTYPE, device=x.device)
     turned = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
     turned_scale = torch.empty((*rest, n // block, k), dtype=SCALE_DTYPE, device=x.device)
-    options = {"num_warps": NUM_WARPS} | on_hopper(maxnreg=80) | options
+    capped = on_hopper(maxnreg=80) if x.element_size() == 2 else {}  # fp32 would spill
+    options = {"num_warps": NUM_WARPS} | capped | options
     if x.numel():
         _quantize_tile(x, codes, scale, turned, turned_scale, mode, block, tile, rows_first, options)
     return codes, scale, turned, turned_scale

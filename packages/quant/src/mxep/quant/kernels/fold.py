@@ -137,8 +137,9 @@ def fold_kernel(
         )
         if spread_ptr is not None:
             after = folded.to(tl.float16)
-            flushes = (after == 0) & (codes.to(tl.float16) != 0)
-            changes = flushes | ((after != values) & (after == after))
+            counted = wanted[:, :, :, None] & (after == after)
+            flushes = counted & (after == 0) & (codes.to(tl.float16) != 0)
+            changes = flushes | (counted & (after != values))
             changed += tl.sum(changes.to(tl.int32))
             flushed += tl.sum(flushes.to(tl.int32))
             lowest = tl.min(tl.where(nonzero, byte, NAN_BYTE), axis=2)

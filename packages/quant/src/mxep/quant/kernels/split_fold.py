@@ -7,7 +7,7 @@
 
 A record is an int64: source row (-1: zeros), then 16 bits of top or base, then, before `halves`, 16 bits of group.
 
-A turning program takes tiles of NR rows x NC columns, in packs of rows as in `turn`. SUB: elements that surely share a
+A turning program takes a tile of NR rows x NC columns, in packs of rows as in `turn`. SUB: elements that surely share a
 scale, 32 or the largest power of two that divides the block; PER_SCALE of these have one byte. Tiles are taken in bands
 of BAND row tiles, column after column within a band, so that programs that run together read NC columns next to each
 other, and write BAND * NR tokens of a column.
@@ -137,34 +137,36 @@ def turn_kernel(
     pack = PACK * tl.arange(0, NR // PACK)[:, None]
     column = tl.arange(0, NC)[None, :]
     sub = tl.arange(0, NC // SUB)[None, :]
-    for place in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
-        band = place // (column_tiles * BAND)
-        within = place - band * (column_tiles * BAND)
-        high = tl.minimum(row_tiles - band * BAND, BAND)
-        row0 = (band * BAND + within % high) * NR
-        column0 = within // high * NC
-        columns_left = K - column0
-        codes = ()
-        bases = ()
-        scales = ()
-        for i in tl.static_range(PACK):
-            row = row0 + pack + i
-            record = tl.load(record_ptr + row, mask=row < live, other=-1)
-            source = record.to(tl.int32)
-            there = source >= 0
-            source = source.to(tl.int64)
-            from_ptr = codes_ptr + source * stride + column0 + column
-            codes = codes + (tl.load(from_ptr, mask=there & (column < columns_left), other=0.0),)
-            from_ptr = scale_ptr + source * scale_stride + (column0 // SUB + sub) // PER_SCALE
-            scales = scales + (tl.load(from_ptr, mask=there & (sub * SUB < columns_left), other=0),)
-            bases = bases + ((record >> 32).to(tl.int32),)
-        values = ()
-        for i in tl.static_range(PACK):
-            blocks = tl.reshape(codes[i], (NR // PACK, NC // SUB, SUB))
-            shift = (bases[i] - scales[i].to(tl.int32))[:, :, None]
-            moved = shifted(blocks, shift, (bases[i] == _NAN_BASE)[:, :, None])
-            values = values + (tl.reshape(moved, (NR // PACK, NC)),)
-        store_turned(values, out_ptr + column0.to(tl.int64) * R + row0, R, R - row0, columns_left)
+    place = tl.program_id(0)
+    if place >= row_tiles * column_tiles:
+        return
+    band = place // (column_tiles * BAND)
+    within = place - band * (column_tiles * BAND)
+    high = tl.minimum(row_tiles - band * BAND, BAND)
+    row0 = (band * BAND + within % high) * NR
+    column0 = within // high * NC
+    columns_left = K - column0
+    codes = ()
+    bases = ()
+    scales = ()
+    for i in tl.static_range(PACK):
+        row = row0 + pack + i
+        record = tl.load(record_ptr + row, mask=row < live, other=-1)
+        source = record.to(tl.int32)
+        there = source >= 0
+        source = source.to(tl.int64)
+        from_ptr = codes_ptr + source * stride + column0 + column
+        codes = codes + (tl.load(from_ptr, mask=there & (column < columns_left), other=0.0),)
+        from_ptr = scale_ptr + source * scale_stride + (column0 // SUB + sub) // PER_SCALE
+        scales = scales + (tl.load(from_ptr, mask=there & (sub * SUB < columns_left), other=0),)
+        bases = bases + ((record >> 32).to(tl.int32),)
+    values = ()
+    for i in tl.static_range(PACK):
+        blocks = tl.reshape(codes[i], (NR // PACK, NC // SUB, SUB))
+        shift = (bases[i] - scales[i].to(tl.int32))[:, :, None]
+        moved = shifted(blocks, shift, (bases[i] == _NAN_BASE)[:, :, None])
+        values = values + (tl.reshape(moved, (NR // PACK, NC)),)
+    store_turned(values, out_ptr + column0.to(tl.int64) * R + row0, R, R - row0, columns_left)
 
 
 def split_fold(
@@ -178,14 +180,14 @@ def split_fold(
     *,
     tops_elements: int = TOPS_ELEMENTS,
     tile: tuple[int, int] = TILE,
-    num_warps: int = NUM_WARPS,
     band: int = BAND,
     programs_per_sm: int = PROGRAMS_PER_SM,
+    **options: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mxep::split_fold.
 
-    tops_elements: scale bytes a program looks at, at a time. tile: rows x columns a program turns at a time, by
-    num_warps warps, in bands of `band` row tiles. programs_per_sm: as many as start; they take several tiles each.
+    tops_elements: scale bytes a program looks at, at a time; programs_per_sm start and take several such pieces each.
+    tile: rows x columns a program turns, in bands of `band` row tiles. options: num_warps and other launch options.
     """
     capacity = x.shape[0] if x_index is None else x_index.shape[0]
     groups = group_ends.shape[0]
@@ -219,9 +221,9 @@ def split_fold(
             block = columns // scale.shape[1]
             sub = math.gcd(block, 32)
             tiles = triton.cdiv(capacity, nr) * triton.cdiv(columns, nc)
-            turn_kernel[(min(programs, tiles),)](
+            turn_kernel[(tiles,)](
                 codes, scale, record, group_ends, out, capacity, columns, codes.stride(0), scale.stride(0), groups,
                 SUB=sub, PER_SCALE=block // sub, PACK=8 if capacity % 8 == 0 else 1, NR=nr, NC=nc, BAND=band,
-                num_warps=num_warps,
+                **({"num_warps": NUM_WARPS} | options),
             )  # fmt: skip
     return x_t, y_t, exponent

@@ -1,0 +1,132 @@
+"""The kernels that pick, pad and swizzle rows equal their references bit for bit: on a GPU, or interpreted without."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.quant import E4M3, E5M2, groups, ops, swizzle
+from mxep.quant.kernels import gather as kernels
+from quant.test_quantize_kernels import DEVICE, assert_same, numbers
+from quant.test_quantize_kernels import _poisoned as _poisoned  # every test's allocations hold garbage
+
+HOW = E4M3.dtype, "rceil"
+
+
+def on_device(*args: object) -> list[object]:
+    return [arg.to(DEVICE) if isinstance(arg, Tensor) else arg for arg in args]
+
+
+def index_of(rows: int, stored: int, *, dead: int = 0) -> Tensor:
+    """(rows,) int32 of rows of `stored`, some -1; the last `dead` point where nobody may look."""
+    index = torch.randint(-1, stored, (rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(rows))
+    index[rows - dead :] = 1 << 30
+    return index
+
+
+def ends_of(*ends: int) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def assert_same_in_groups(got: tuple[Tensor, ...], want: tuple[Tensor, ...], ends: Tensor) -> None:
+    """Codes up to the last group's end, scales up to its last tile of 128 rows; what follows is unspecified."""
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    tiles = int(((sizes + 127) // 128).sum())
+    codes, scale = ((parts[0][: int(ends[-1])], parts[1][: 128 * tiles]) for parts in (got, want))
+    assert_same(codes, scale)
+
+
+@pytest.mark.parametrize("columns", [32, 96, 1056])
+def test_materialize_picks_codes_and_scales(columns: int) -> None:
+    codes, scale = ops.quantize_rows(numbers(20, columns), *HOW, 32)
+    index = index_of(37, 20)
+    assert_same(kernels.materialize(*on_device(codes, scale, index)), ops.materialize(codes, scale, index))
+
+
+def test_materialize_picks_rows_with_one_scale_and_rows_of_a_buffer() -> None:
+    codes, scale = ops.quantize_rows(numbers(20, 96), *HOW, 96)
+    index = index_of(37, 20)
+    assert_same(kernels.materialize(*on_device(codes, scale, index)), ops.materialize(codes, scale, index))
+    slots = torch.randint(0, 256, (20, 144), dtype=torch.uint8)
+    moved = slots.to(DEVICE)
+    got, want = (
+        op(each[:, :96].view(E4M3.dtype), each[:, 128:131].view(torch.float8_e8m0fnu), index.to(each.device))
+        for op, each in ((kernels.materialize, moved), (ops.materialize, slots))
+    )
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float64], ids=str)
+def test_pad_and_unpad_move_rows_of_any_dtype(dtype: torch.dtype) -> None:
+    x = (torch.randn(20, 7) * 9).to(dtype)
+    index = torch.full((40,), -1, dtype=torch.int32)
+    index[torch.randperm(40)[:18]] = torch.randperm(20, dtype=torch.int32)[:18]
+    padded = groups._pad_rows(x, index)
+    for got, want in (
+        (kernels.pad_rows(*on_device(x, index)), padded),
+        (kernels.unpad_rows(*on_device(padded, index, 20)), groups._unpad_rows(padded, index, 20)),
+    ):
+        assert_same((got.view(torch.uint8),), (want.view(torch.uint8),))
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0], [5], [130, 1, 0, 40]], ids=str)
+@pytest.mark.parametrize("multiple", [1, 32])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_pad_index_spreads_groups(sizes: list[int], multiple: int, dtype: torch.dtype) -> None:
+    group_sizes = torch.tensor(sizes, dtype=dtype)
+    args = group_sizes, sum(sizes) + 3, multiple
+    got, want = kernels.pad_index(*on_device(*args)), groups._pad_index(*args)
+    assert_same(tuple(x.view(torch.uint8) for x in got), tuple(x.view(torch.uint8) for x in want))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pad_quantize(dtype: torch.dtype) -> None:
+    x = numbers(20, 1056, dtype=dtype)
+    args = x, index_of(37, 20), *HOW
+    assert_same(kernels.pad_quantize(*on_device(*args)), groups._pad_quantize(*args))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (130, 96), (2, 5, 32), (40, 5)], ids=str)
+def test_scales_are_swizzled(shape: tuple[int, ...]) -> None:
+    scale = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert_same((kernels.swizzle_scales(scale.to(DEVICE), None),), (swizzle._swizzle(scale, None),))
+    turned = scale.mT
+    got = kernels.swizzle_scales(scale.to(DEVICE).mT, None)
+    assert_same((got,), (swizzle._swizzle(turned, None),))
+
+
+def test_scales_are_swizzled_group_by_group() -> None:
+    scale = torch.randint(0, 256, (480, 6), dtype=torch.uint8)
+    ends = ends_of(32, 32, 256, 320)
+    got, want = kernels.swizzle_scales(*on_device(scale, ends)), swizzle._swizzle(scale, ends)
+    assert_same((got[: 128 * 4],), (want[: 128 * 4],))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_quantize_swizzled(fmt: object) -> None:
+    how = fmt.dtype, "rceil"  # type: ignore[attr-defined]
+    for x in (numbers(140, 160), numbers(20, 128, dtype=torch.bfloat16)):
+        args = x, None, None, *how
+        assert_same(kernels.quantize_swizzled(*on_device(*args)), swizzle._quantize_swizzled(*args))
+    ends = ends_of(32, 32, 256, 320)
+    args = numbers(50, 160), index_of(480, 50, dead=160), ends, *how
+    got, want = kernels.quantize_swizzled(*on_device(*args)), swizzle._quantize_swizzled(*args)
+    assert_same_in_groups(got, want, ends)
+
+
+def test_gather_swizzled() -> None:
+    codes, scale = ops.quantize_rows(numbers(50, 160), *HOW, 32)
+    args = codes, scale, index_of(140, 50), None
+    assert_same(kernels.gather_swizzled(*on_device(*args)), swizzle._gather_swizzled(*args))
+    args = codes, scale, None, None
+    assert_same(kernels.gather_swizzled(*on_device(*args)), swizzle._gather_swizzled(*args))
+    ends = ends_of(0, 160, 192)
+    args = codes, scale, index_of(256, 50, dead=64), ends
+    got, want = kernels.gather_swizzled(*on_device(*args)), swizzle._gather_swizzled(*args)
+    assert_same_in_groups(got, want, ends)
+
+
+def test_nothing_to_pick() -> None:
+    codes, scale = ops.quantize_rows(numbers(8, 32)[:0], *HOW, 32)
+    none = torch.empty(0, dtype=torch.int32)
+    assert_same(kernels.materialize(*on_device(codes, scale, none)), ops.materialize(codes, scale, none))
+    assert kernels.pad_rows(*on_device(torch.empty(0, 4), index_of(3, 1) * 0 - 1)).cpu().equal(torch.zeros(3, 4))
