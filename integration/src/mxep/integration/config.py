@@ -24,6 +24,7 @@ from mxep.ep import CASES, DISPATCHERS
 from mxep.gemm import Recipe
 from mxep.quant import ScaleMode
 
+from .bench import BENCHES
 from .data import SOURCES
 from .schema import Config
 
@@ -124,6 +125,9 @@ def _check(config: Config) -> None:
     _positive(config)
     for name in config.verify.cases or ():
         _one_of("verify.cases", name, CASES)
+    _one_of("bench.name", config.bench.name, BENCHES)
+    if config.bench.out is not None and not Path(config.bench.out).absolute().parent.is_dir():
+        raise ConfigError(f"bench.out: no such folder: {Path(config.bench.out).parent}")
     ranks, ep, model, data = config.ranks, config.ep, config.model, config.data
     _divides("parallel.ep", ep, "parallel.ranks", ranks)
     _divides("parallel.ranks", ranks, "data.batch", data.batch)

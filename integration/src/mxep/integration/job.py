@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,7 +105,21 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     return 1 if failed else 0
 
 
-TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {"train": _train, "verify": _verify}
+def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    from .bench import report, run  # imports Triton, for which the other tasks need not wait
+
+    result = run.run(config.bench, config.seed, Console(stderr=True, quiet=not reports()))
+    if reports():
+        files = [folder / "bench.json", *([Path(config.bench.out)] if config.bench.out else [])]
+        report.write(result, shlex.join(["mxep", *sys.argv[1:]]), config.bench.commit, files)
+        report.show(result, Console())
+        print(f"results: {', '.join(map(_shown, files))}")
+        if result.failed:
+            print(f"mxep: {result.failed} of {len(result.lines)} lines failed", file=sys.stderr)
+    return 1 if result.failed else 0
+
+
+TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {"train": _train, "verify": _verify, "bench": _bench}
 
 
 def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> list[Any]:

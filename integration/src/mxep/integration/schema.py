@@ -116,6 +116,20 @@ class VerifyConfig:
 
 
 @dataclass
+class BenchConfig:
+    """name: what task=bench measures, one of mxep.integration.bench.BENCHES. cases: names of its cases, null for all.
+    shapes: kind of shape -> shapes. compiled: shapes at which torch.compile is timed, too. out: a file for the results
+    besides bench.json in the run folder. commit: what the results call the code's version; null: ask git."""
+
+    name: str
+    cases: list[str] | None
+    shapes: dict[str, list[list[int]]]
+    compiled: list[list[int]]
+    out: str | None
+    commit: str | None
+
+
+@dataclass
 class Config:
     """Everything. seed decides weights and batches. resume: a run folder or a checkpoint folder to go on from."""
 
@@ -128,6 +142,7 @@ class Config:
     optimizer: OptimizerConfig
     train: TrainConfig
     verify: VerifyConfig
+    bench: BenchConfig
     seed: int
     resume: str | None
 

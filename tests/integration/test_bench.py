@@ -1,0 +1,189 @@
+"""task=bench: counts bytes as they are, reports what it measured, and says why it cannot measure."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from mxep.integration import job
+from mxep.integration.bench import BENCHES, quant, report, run
+from mxep.integration.bench.quant_cases import CASES, Inputs, Plain, padded
+from mxep.integration.bench.report import Ceiling, Line, Report
+from mxep.integration.config import ConfigError
+from mxep.integration.schema import Config, configs_dir
+
+SHAPES = {"rows": (96, 64), "weights": (2, 32, 192)}
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a GPU")
+
+
+def arguments(name: str) -> tuple[object, ...]:
+    case = CASES[name]
+    return case.make(Inputs(SHAPES[case.kind], torch.Generator().manual_seed(3)))
+
+
+def tensors(*values: object) -> list[Tensor]:
+    flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    return [value for value in flat if isinstance(value, Tensor)]
+
+
+def unread(name: str) -> int:
+    """Bytes of inputs that a case need not read."""
+    rows, width = SHAPES["rows"]
+    return 2 * width * (padded(rows) - rows) if name == "unpad" else 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_case_moves_are_the_bytes_of_its_tensors(name: str):
+    given = arguments(name)
+    results = CASES[name].call(torch.ops.mxep, *given)
+    size = sum(tensor.nbytes for tensor in tensors(*given, results))
+    assert CASES[name].moved(*SHAPES[CASES[name].kind]) == size - unread(name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_torch_compile_gets_computes_the_same_bytes(name: str):
+    given = arguments(name)
+    got, wanted = (tensors(CASES[name].call(ops, *given)) for ops in (Plain, torch.ops.mxep))
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def test_inputs_are_what_the_module_says():
+    inputs = Inputs((4096, 64), torch.Generator().manual_seed(0))
+    codes, scale, index = inputs.slots()
+    assert codes.stride() == scale.stride() == (80, 1)  # 64 + 2, rounded up to 16
+    assert torch.equal(index.sort().values, torch.arange(4096, dtype=torch.int32))
+    ends = inputs.ends()
+    assert (ends.dtype, ends.shape, int(ends[-1])) == (torch.int32, (32,), 4096)
+    assert torch.equal(ends, ends.sort().values)
+    assert not (ends % 32).any()
+
+
+@pytest.mark.parametrize("name", sorted(BENCHES))
+def test_every_bench_has_a_config_that_fits(make_config: Callable[..., Config], name: str):
+    assert sorted(file.stem for file in (configs_dir() / "bench").glob("*.yaml")) == sorted(BENCHES)
+    config = make_config("task=bench", f"bench={name}")
+    assert config.bench.name == name
+    quant.check(config.bench)
+
+
+def test_every_case_of_quant_is_measured_at_its_shapes_and_compiled_at_one(make_config, monkeypatch):
+    monkeypatch.setattr(quant, "_line", lambda *line: line[:4])
+    lines = list(quant._lines(make_config("task=bench").bench, torch.Generator()))
+    assert list(dict.fromkeys(name for name, *_ in lines)) == list(CASES)
+    for name, case in CASES.items():
+        own = [line[1:] for line in lines if line[0] == name]
+        assert sum(compiled for *_, compiled in own) == 1
+        assert {target for (rows, *_), target, _ in own if rows == 128} <= {None}
+        assert {target for (rows, *_), target, _ in own if rows != 128} == {case.target}
+        assert len(own) == (1 if case.kind == "weights" else 10)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["bench.cases=[rows,diagonals]"], "bench.cases: got 'diagonals', wanted some of rows, rows_whole"),
+        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of rows, weights, small"),
+        (["bench.shapes.rows=[[64]]"], "bench.shapes.rows: got [64], wanted 2 numbers"),
+        (["bench.shapes.rows=[[64,96]]"], "the last in 64s, the one before in 32s"),
+        (["bench.shapes.weights=[[2,48,64]]"], "bench.shapes.weights: got [2, 48, 64], wanted 3 numbers"),
+    ],
+)
+def test_a_case_or_shape_that_there_is_not_is_named(make_config, overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run.run(make_config("task=bench", *overrides).bench, 0, Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("bench.name=chess", "bench.name: got 'chess', wanted one of quant"),
+        ("bench.out=/no/such/folder/x.json", "bench.out: no such folder: /no/such/folder"),
+    ],
+)
+def test_a_bench_or_folder_that_there_is_not_is_named(make_config, override: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_config("task=bench", override)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_there_is_one_message(mxep):
+    finished = mxep("task=bench", "bench=quant")
+    assert finished.code == 1
+    assert finished.err.strip().splitlines()[-1] == "mxep: bench needs a CUDA device, and there is none here"
+    assert "Traceback" not in finished.err
+
+
+MADE_UP = Report(
+    "things",
+    Ceiling("copy", "bytes", "TB/s", 3.9, 4.0),
+    [
+        Line("fast", (8, 4), 100.0, 380_000_000, 0.9, ("one_kernel",), 2.5, {"torch.compile": 250.0}),
+        Line("fast", (16, 4), 100.0, 340_000_000, 0.9, ("one_kernel",), 2.5),
+        Line("plain", (8, 4), 200.0, 100_000_000, None, (), None, {"torch.compile": "KeyError: float8"}),
+        Line("broken", (2, 8, 4), "OutOfMemoryError: 3 GiB", 100, 0.9),
+    ],
+    seconds=12.3,
+)
+
+
+def test_the_table_has_times_rates_shares_and_peers(capsys):
+    report.show(MADE_UP, Console())
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert " ".join(lines[0]) == "things: copy is 4.00 TB/s (3.90 before, 4.00 after)"
+    assert " ".join(lines[1]) == "shape us TB/s of copy target empty us torch.compile us"
+    assert lines[3] == ["fast", "8", "x", "4", "100.0", "3.80", "0.950", "0.90", "2.5", "250.0"]
+    assert lines[4] == ["16", "x", "4", "100.0", "3.40", "0.850", "0.90", "2.5"]
+    assert lines[5] == ["plain", "(plain", "torch)", "8", "x", "4", "200.0", "0.50", "0.125", "failed"]
+    assert lines[6] == ["broken", "2", "x", "8", "x", "4", "failed", "0.90"]
+
+
+def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
+    make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+):
+    monkeypatch.setattr(run, "run", lambda *_: MADE_UP)
+    out = tmp_path / "out.json"
+    config = make_config("task=bench", f"bench.out={out}", "bench.commit=abc123")
+    assert job._bench(config, tmp_path, {}) == 1
+    assert "1 of 4 lines failed" in capsys.readouterr().err
+    assert out.read_text() == (tmp_path / "bench.json").read_text()
+    results = json.loads(out.read_text())
+    assert results["commit"] == "abc123"
+    assert results["copy TB/s"] == {"before": 3.9, "after": 4.0}
+    assert {"what", "device", "driver", "versions", "date", "command", "seconds"} <= results.keys()
+    fast, _, plain, broken = results["lines"]
+    assert fast == {
+        "name": "fast",
+        "shape": [8, 4],
+        "us": 100.0,
+        "bytes": 380_000_000,
+        "TB/s": pytest.approx(3.8),
+        "share": pytest.approx(0.95),
+        "target": 0.9,
+        "kernels": ["one_kernel"],
+        "empty us": 2.5,
+        "torch.compile us": 250.0,
+    }
+    assert plain["torch.compile us"] == "KeyError: float8"
+    assert (broken["us"], broken["TB/s"], broken["share"]) == ("OutOfMemoryError: 3 GiB", None, None)
+
+
+@needs_cuda
+def test_small_shapes_are_measured_from_end_to_end(mxep, tmp_path: Path):
+    shapes = "bench.shapes={rows:[[1024,1024]],weights:[[2,256,1024]],small:[[128,1024]]}"
+    finished = mxep("task=bench", shapes, "bench.compiled=[[1024,1024]]", "bench.cases=[rows,fold,weights_tiles]")
+    assert finished.code == 0, finished.out + finished.err
+    results = json.loads((tmp_path / "run" / "bench.json").read_text())
+    assert [line["name"] for line in results["lines"]] == ["rows", "rows", "fold", "fold", "weights_tiles"]
+    for line in results["lines"]:
+        assert line["kernels"]
+        assert 0 < line["empty us"] < line["us"] < 1000
+        assert isinstance(line.get("torch.compile us", 0.0), float)
