@@ -42,7 +42,9 @@ class Plain:
     split_fold = _plain("split_fold")
     pad_rows = _plain("pad_rows")
     unpad_rows = _plain("unpad_rows")
-    swizzle_scales = _plain("swizzle_scales")
+    pad_quantize = _plain("pad_quantize")
+    quantize_swizzled = _plain("quantize_swizzled")
+    gather_swizzled = _plain("gather_swizzled")
     unfolded_swiglu = _plain("swiglu_quantize")
     unfolded_swiglu_backward = _plain("swiglu_backward_quantize")
 
@@ -114,11 +116,12 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Case:
-    """kind: of its shapes. target: share of the copy ceiling to reach. moved(*shape): bytes. make(Inputs): arguments.
+    """kind: of its shapes. target: share of the copy ceiling to reach, if one is set. moved(*shape): bytes.
+    make(Inputs): arguments.
     call(ops, *arguments): what is measured; ops is torch.ops.mxep or Plain."""
 
     kind: str
-    target: float
+    target: float | None
     moved: Callable[..., int]
     make: Callable[[Inputs], tuple[Any, ...]]
     call: Callable[..., Any]
@@ -153,10 +156,6 @@ def swizzled(rows: int, columns: int) -> int:
     return round_up(rows, 128) * round_up(columns // BLOCK, 4)
 
 
-def _swizzle(ops: Any, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return codes, ops.swizzle_scales(scale, None)
-
-
 CASES = {
     "rows": Case(
         "rows", 0.95,
@@ -189,7 +188,7 @@ CASES = {
         lambda ops, x: ops.quantize_both(x, *HOW, BLOCK),
     ),
     "weights_both_whole": Case(  # a column's scale needs every row before its first code: x is read more than once
-        "weights", 0.90,
+        "weights", None,
         lambda e, n, k: bf16(e * n * k) + 2 * e * n * k + e * (n + k),
         lambda i: (i.values(),),
         lambda ops, x: (*ops.quantize_rows(x, *HOW, x.shape[2]), *ops.quantize_columns(x, *HOW, x.shape[1])),
@@ -260,16 +259,22 @@ CASES = {
         lambda i: (i.values(padded(i.rows), i.shape[1]), i.padding(), i.rows),
         lambda ops, y, index, rows: ops.unpad_rows(y, index, rows),
     ),
-    "pad_quantize": Case(  # two ops, until one does both
+    "pad_quantize": Case(
         "rows", 0.90,
         lambda r, k: bf16(r * k) + words(padded(r)) + mx(padded(r) * k),
         lambda i: (i.values(), i.padding()),
-        lambda ops, x, index: ops.quantize_rows(ops.pad_rows(x, index), *HOW, BLOCK),
+        lambda ops, x, index: ops.pad_quantize(x, index, *HOW),
     ),
-    "quantize_swizzle": Case(  # two ops, until one does both
+    "quantize_swizzled": Case(
         "rows", 0.90,
         lambda r, k: bf16(r * k) + r * k + swizzled(r, k),
         lambda i: (i.values(),),
-        lambda ops, x: _swizzle(ops, *ops.quantize_rows(x, *HOW, BLOCK)),
+        lambda ops, x: ops.quantize_swizzled(x, None, None, *HOW),
+    ),
+    "gather_swizzled": Case(
+        "rows", 0.90,
+        lambda r, k: mx(r * k) + words(r) + r * k + swizzled(r, k),
+        lambda i: i.slots(),
+        lambda ops, codes, scale, index: ops.gather_swizzled(codes, scale, index, None),
     ),
 }  # fmt: skip

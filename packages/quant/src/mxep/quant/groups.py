@@ -114,7 +114,7 @@ def pad_quantize(
     """`pad_groups` whose rows come out quantized along D, in one pass: `rows` is an MXTensor with rows of its own.
 
     x: (M, D) bf16 | fp32 | fp16, D a multiple of 32. (`pad_groups(quantize(x), ...)` copies nothing, but its rows stay
-    scattered.) Bitwise `quantize(pad_groups(x, ...).rows)`. No autograd. Other arguments and errors as for `pad_groups`.
+    scattered.) Bitwise `quantize(pad_groups(x, ...).rows)`. No autograd. Arguments and errors else as for `pad_groups`.
     """
     check_values("pad_quantize", x)
     group_ends, row_index = _index_of_groups(x, group_sizes, multiple)

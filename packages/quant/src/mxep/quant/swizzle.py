@@ -15,7 +15,7 @@ sizes are on the device, the capacity is static: round_up(rows + G * 127, 128) r
     swizzle_scales   (..., rows, cols) -> (..., rows up to 128, cols up to 4)   (rows, cols) -> (capacity, cols up to 4)
     unswizzle_scales the way back
 
-`quantize_swizzled` and `gather_swizzled` write that layout at once, beside the codes of rows that they quantize or pick.
+`quantize_swizzled` and `gather_swizzled` write that layout at once, beside the codes of rows they quantize or pick.
 
 G groups. The shape of a swizzled tensor counts its bytes (torch's scaled GEMMs check it); its order is not row-major.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mxep.quant import ops
 from mxep.quant.checks import check_axis, check_block, check_format, check_mode, check_row_index, check_values
-from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode, format_of
+from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_group_ends, fill_rows, gather, group_of_rows, live_rows, round_up
 from mxep.quant.kernels import on_cuda
 from mxep.quant.tensor import MXTensor
@@ -81,7 +81,7 @@ def quantize_swizzled(
     """What a block-scaled GEMM takes, of one read: codes (R, K) and their scales in the 128 x 4 layout.
 
     x: (R, K) bf16 | fp32 | fp16, K a multiple of 32; or (S, K) with row_index int32 (R,), -1 for a row of zeros.
-    group_ends: (G,) int32, inclusive ends of the row groups, each swizzled alone: scales as `swizzle_scales` gives them.
+    group_ends: (G,) int32, inclusive ends of the row groups, each swizzled alone, as `swizzle_scales` does.
         Rows from group_ends[-1] on are not read; what codes and scales hold there is unspecified.
     Bitwise the codes and `swizzle_scales` of `quantize`. No autograd. ValueError for other shapes, dtypes, devices.
     """
@@ -122,7 +122,7 @@ def _quantize_swizzled(
     picked = x[:live] if row_index is None else gather(x, row_index[:live])
     codes, scale = ops.encode_rows(picked, dtype, mode, BLOCK)
     codes = fill_rows(codes.view(torch.uint8), rows).view(dtype)
-    return codes, _swizzle(fill_rows(scale.view(torch.uint8), rows).view(SCALE_DTYPE), group_ends)
+    return codes, _blocked(fill_rows(scale.view(torch.uint8), rows).view(SCALE_DTYPE), group_ends)
 
 
 @_quantize_swizzled.register_fake
@@ -144,30 +144,18 @@ def _gather_swizzled(
     parts = [part.view(torch.uint8) for part in (codes, scale)]
     parts = [part[:live] if row_index is None else ops.pick_rows(part, row_index[:live]) for part in parts]
     picked, byte = (fill_rows(part, rows) for part in parts)
-    return picked.clone().view(codes.dtype), _swizzle(byte.view(SCALE_DTYPE), group_ends)
+    return picked.clone().view(codes.dtype), _blocked(byte.view(SCALE_DTYPE), group_ends)
 
 
 @_gather_swizzled.register_fake
-def _(
-    codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _(codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = codes.shape[0] if row_index is None else row_index.shape[0]
     return codes.new_empty((rows, codes.shape[1])), scale.new_empty(_swizzled_shape(rows, scale.shape[1], group_ends))
 
 
 @torch.library.custom_op("mxep::swizzle_scales", mutates_args=())
 def _swizzle(scale: Tensor, group_ends: Tensor | None) -> Tensor:
-    plain = scale.view(torch.uint8)
-    *rest, rows, cols = plain.shape
-    height, width = _swizzled_shape(rows, cols, group_ends)
-    if group_ends is not None:
-        live = live_rows(group_ends, rows)
-        place = _places(group_ends, live, nowhere=height)
-        plain = plain.new_zeros(height + 1, cols).index_copy_(0, place, plain[:live])[:height]
-    padded = torch.nn.functional.pad(plain, (0, width - cols, 0, height - plain.shape[-2]))
-    # (tile row, quarter, row in the quarter, tile column, column) -> (tile row, tile column, row, quarter, column)
-    tiles = padded.reshape(*rest, height // ROWS, 4, 32, width // COLS, COLS).transpose(-4, -2)
-    return tiles.reshape(*rest, height, width).clone().view(scale.dtype)
+    return _blocked(scale, group_ends)
 
 
 @_swizzle.register_fake
@@ -190,6 +178,20 @@ def _unswizzle(swizzled: Tensor, rows: int, cols: int, group_ends: Tensor | None
 @_unswizzle.register_fake
 def _(swizzled: Tensor, rows: int, cols: int, group_ends: Tensor | None) -> Tensor:
     return swizzled.new_empty((*swizzled.shape[:-2], rows, cols))
+
+
+def _blocked(scale: Tensor, group_ends: Tensor | None) -> Tensor:
+    plain = scale.view(torch.uint8)
+    *rest, rows, cols = plain.shape
+    height, width = _swizzled_shape(rows, cols, group_ends)
+    if group_ends is not None:
+        live = live_rows(group_ends, rows)
+        place = _places(group_ends, live, nowhere=height)
+        plain = plain.new_zeros(height + 1, cols).index_copy_(0, place, plain[:live])[:height]
+    padded = torch.nn.functional.pad(plain, (0, width - cols, 0, height - plain.shape[-2]))
+    # (tile row, quarter, row in the quarter, tile column, column) -> (tile row, tile column, row, quarter, column)
+    tiles = padded.reshape(*rest, height // ROWS, 4, 32, width // COLS, COLS).transpose(-4, -2)
+    return tiles.reshape(*rest, height, width).clone().view(scale.dtype)
 
 
 def _swizzled_shape(rows: int, cols: int, group_ends: Tensor | None) -> tuple[int, int]:

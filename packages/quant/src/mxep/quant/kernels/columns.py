@@ -332,7 +332,7 @@ def requantize(
     if codes.stride(-1) != 1:
         codes = codes.contiguous()
     codes, scale = codes.flatten(0, -3) if rest else codes[None], scale.flatten(0, -3) if rest else scale[None]
-    options = {"num_warps": REQUANTIZE_WARPS} | on_hopper(maxnreg=96) | options
+    options = {"num_warps": REQUANTIZE_WARPS} | on_hopper(maxnreg=96 if row_index is None else 80) | options
     nr, nc = tile
     grid = (codes.shape[0] * triton.cdiv(r, nr) * triton.cdiv(k, nc),)
     requantize_kernel[grid](

@@ -10,6 +10,10 @@ is 32 for MX; of other blocks it is the largest power of two, up to 32, that div
 ROWS whole rows, held in registers: 7168 codes are 14 loads of 16 bytes by each thread of one warp, which finds the top
 without a barrier. Lengths are constants of the kernel, so what pads a row to a power of two costs no instruction where
 it fills whole registers (7168 codes of 8192).
+
+On an H200: 0.93 of copy speed at 7168, 5120 and 4096 columns, 0.90 at 2048 (65536 rows picked from slots), however far
+the capacity exceeds the live rows: starting a program takes 0.6 ns even if it finds nothing to do, so there is not one
+for each row of a large capacity.
 """
 
 import math
@@ -22,9 +26,9 @@ from torch import Tensor
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
 
-TILE_ELEMENTS = 4096
-WARP_ELEMENTS = 4096
-PROGRAMS_PER_SM = 32
+TILE_ELEMENTS = 2048
+WARP_ELEMENTS = 8192
+PROGRAMS_PER_SM = 256
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -231,6 +235,6 @@ def _launch(
             PER_SCALE=block // sub,
             WORDS=all(n % 4 == 0 for n in (codes.data_ptr(), codes.stride(0), sub)),
             ROWS=rows,
-            num_warps=min(32, max(1, rows * padded * (32 // sub) * (2 if stats else 1) // warp_elements)),
+            num_warps=min(32, max(1, rows * padded * (32 // sub) * (4 if stats or spans > 1 else 1) // warp_elements)),
         )
     return [folded, folded_scale, *counts]

@@ -26,9 +26,9 @@ from mxep.quant.kernels.turn import store_turned
 
 TOPS_ELEMENTS = 8192
 HALVES_ROWS = 512
-TILE = (128, 128)
-NUM_WARPS = 4
-BAND = 2
+TILE = (256, 128)
+NUM_WARPS = 8
+BAND = 8
 PROGRAMS_PER_SM = 16
 MOST_GROUPS = 1 << 15
 
