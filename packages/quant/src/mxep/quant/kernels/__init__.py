@@ -18,7 +18,7 @@ import os
 from typing import Any
 
 import torch
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 
 def on_cuda(op: CustomOpDef, module: str, launcher: str) -> None:

@@ -1,12 +1,25 @@
-"""The plain-torch references on a GPU: the same bytes as on the CPU, and nothing that waits for the host."""
+"""Ops on a GPU: the same bytes as on the CPU, nothing that waits for the host, graphs, compile, tensors past 2^31."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo.testing
+import triton
 from torch import Tensor
 
-from mxep.quant import MXFormat, MXTensor, ScaleMode, quantize, quantize_both, requantize
+from mxep.quant import (
+    MXFormat,
+    MXTensor,
+    ScaleMode,
+    fold,
+    pad_quantize,
+    quantize,
+    quantize_both,
+    quantize_swizzled,
+    requantize,
+    swiglu_quantize,
+)
 from quant import exact
 from quant.exact import FORMATS, MODES
 
@@ -104,3 +117,57 @@ def test_it_moves_to_a_gpu_and_back() -> None:
     assert there.device.type == there.scale.device.type == there.row_index.device.type == "cuda"
     assert torch.equal(there.cpu().dequantize(), mx.dequantize())
     assert torch.equal(there.dequantize().cpu(), mx.dequantize())
+
+
+def test_one_compiled_graph_serves_every_row_count() -> None:
+    def step(x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+        h = swiglu_quantize(x, weight, group_ends=ends)
+        folded, turned = fold(h, group_ends=ends), requantize(h, axis=-2, group_ends=ends)
+        both = quantize_both(x)
+        return tuple(part for mx in (h, folded, turned, *both) for part in (mx.qdata, mx.scale))
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (64, 96, 160):
+        x, weight = torch.randn(rows, 128, device="cuda", dtype=torch.bfloat16), torch.rand(rows, device="cuda")
+        ends = torch.tensor([32, rows], dtype=torch.int32, device="cuda")
+        for got, want in zip(compiled(x, weight, ends), step(x, weight, ends)):
+            assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+    assert counter.frame_count == 1
+
+
+def test_a_new_row_count_compiles_no_kernel_again() -> None:
+    def step(rows: int) -> None:
+        x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
+        ends = torch.tensor([32, rows], dtype=torch.int32, device="cuda")
+        h = swiglu_quantize(x, torch.rand(rows, device="cuda"), group_ends=ends)
+        fold(h, group_ends=ends)
+        requantize(quantize(x), axis=-2, group_ends=ends)
+        quantize_both(x)
+        quantize_swizzled(x, group_ends=ends)
+        pad_quantize(x, torch.tensor([5, rows - 5], device="cuda"))
+
+    step(64)
+    compiled: list[str] = []
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+    try:
+        for rows in (96, 160, 416, 1056):
+            step(rows)
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+    assert compiled == []
+
+
+@pytest.mark.parametrize("axis", [-1, -2, TILES], ids=str)
+def test_more_elements_than_31_bits_count(axis: int) -> None:
+    x = torch.empty(1 << 19, 1 << 12, device="cuda", dtype=torch.bfloat16).normal_()
+    x = torch.cat([x, x[:64]])  # 2^31 and a bit
+    assert x.numel() > 1 << 31
+    mx, tail = quantize(x, axis=axis), quantize(x[-64:], axis=axis)
+    last = mx[-64:]
+    for got, want in ((last.qdata, tail.qdata), (last.scale, tail.scale)):  # type: ignore[attr-defined]
+        assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+    first = quantize(x[:64], axis=axis)
+    assert torch.equal(mx[:64].qdata.contiguous().view(torch.uint8), first.qdata.contiguous().view(torch.uint8))  # type: ignore[attr-defined]
