@@ -2,12 +2,12 @@
 
 LAUNCHES: name -> a function that calls a launcher on empty tensors (of the meta device: sizes cost nothing). A line for
 each variant that makes other code: another format, mode, direction. `test_launches.py` wants no spills in any.
-T tokens, D model dim.
+T tokens, D model dim, F hidden dim of an expert.
 """
 
 import torch
 
-from mxep.quant.kernels import columns, fold, rows, split_fold
+from mxep.quant.kernels import columns, fold, rows, split_fold, swiglu
 
 T, D = 8192, 4096
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
@@ -35,6 +35,18 @@ def slots(d: int, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor
     return buffer[:, :d].view(dtype), buffer[:, d : d + d // 32].view(torch.float8_e8m0fnu)
 
 
+def gate_up(F: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    return x(T, 2 * F, dtype=dtype), x(T, dtype=torch.float32), ends()
+
+
+def swiglu_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16):
+    return lambda: swiglu.swiglu_quantize(*gate_up(F, dtype), fmt, MODE, block, folded)
+
+
+def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3):
+    return lambda: swiglu.swiglu_backward_quantize(x(T, F), *gate_up(F), fmt, MODE, block, folded)
+
+
 LAUNCHES = {
     "quantize_rows": lambda: rows.quantize_rows(x(), E4M3, MODE, 32),
     "quantize_rows fp32": lambda: rows.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
@@ -58,4 +70,14 @@ LAUNCHES = {
     "fold_with_stats": lambda: fold.fold_with_stats(*slots(7168), index(), ends(), 32, 7168),
     "split_fold": lambda: split_fold.split_fold(*slots(7168), index(), *mx(), None, ends()),
     "split_fold E5M2": lambda: split_fold.split_fold(*mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends()),
+    "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048)),
+    "swiglu_quantize 2048": swiglu_quantize(2048, 32, False),
+    "swiglu_quantize 14336 whole": swiglu_quantize(14336, 14336, False),
+    "swiglu_quantize 2048 folded fp32": swiglu_quantize(2048, 32, True, dtype=torch.float32),
+    **{f"swiglu_quantize {F} folded": swiglu_quantize(F, 32, True) for F in (768, 2048, 8192, 14336)},
+    "swiglu_backward 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336)),
+    "swiglu_backward_quantize 2048": swiglu_backward_quantize(2048, 32, False),
+    "swiglu_backward_quantize 8192 whole": swiglu_backward_quantize(8192, 2 * 8192, False),
+    "swiglu_backward_quantize 2048 folded E5M2": swiglu_backward_quantize(2048, 32, True, E5M2),
+    **{f"swiglu_backward_quantize {F} folded": swiglu_backward_quantize(F, 32, True) for F in (768, 2048, 8192)},
 }

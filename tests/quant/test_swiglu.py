@@ -17,13 +17,14 @@ from mxep.quant import (
     MXFormat,
     MXTensor,
     ScaleMode,
+    fold,
     quantize,
     swiglu,
     swiglu_backward,
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from mxep.quant.sigmoid import sigmoid_pair
+from mxep.quant.sigmoid import reciprocal, sigmoid_pair
 from mxep.quant.swiglu import tree_sum
 from quant.exact import FORMATS, assert_bytes, raw
 from quant.opchecks import check_op
@@ -53,9 +54,9 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
     assert torch.equal(bits(a), bits(b))
 
 
-def errors_in_ulp(got: Tensor, want: Tensor) -> Tensor:
-    """|got - want| in units of the last place of fp32 numbers in the binade of `want` (float64)."""
-    return (got.double() - want).abs() / torch.ldexp(torch.ones_like(want), torch.frexp(want)[1] - 24)
+def relative_errors(got: Tensor, want: Tensor) -> Tensor:
+    """|got / want - 1| in 2^-23; want in float64."""
+    return (got.double() / want - 1).abs() * 2**23
 
 
 def fp32_numbers_between(low: float, high: float, step: int) -> Tensor:
@@ -64,15 +65,25 @@ def fp32_numbers_between(low: float, high: float, step: int) -> Tensor:
     return torch.arange(first, last + 1, step, dtype=torch.int32).view(torch.float32)
 
 
-def test_the_sigmoid_is_within_2_ulp() -> None:
-    x = torch.cat([fp32_numbers_between(2.0**-30, 87.0, 509), fp32_numbers_between(0.25, 8.0, 61)])
+@pytest.mark.parametrize(
+    ("low", "high", "bound"), [(2.0**-30, 1.0, 6), (1.0, 8.0, 10), (8.0, 20.0, 14), (20.0, 86.0, 38)]
+)
+def test_the_sigmoid_is_as_accurate_as_it_says(low: float, high: float, bound: int) -> None:
+    x = fp32_numbers_between(low, high, 1021 if low < 1 else 127)
     s, one_minus_s = sigmoid_pair(x)
-    assert errors_in_ulp(s, torch.sigmoid(x.double())).max() <= 2
-    assert errors_in_ulp(one_minus_s, torch.sigmoid(-x.double())).max() <= 2
+    assert relative_errors(s, torch.sigmoid(x.double())).max() <= bound
+    assert relative_errors(one_minus_s, torch.sigmoid(-x.double())).max() <= bound
+
+
+def test_the_reciprocal_is_within_its_bound_for_every_mantissa() -> None:
+    mantissas = torch.arange(1 << 23, dtype=torch.int32)
+    for exponent in (-126, 0, 124):
+        d = (mantissas + (127 + exponent << 23)).view(torch.float32)
+        assert relative_errors(reciprocal(d), 1 / d.double()).max() <= 1.4
 
 
 def test_the_sigmoid_of_minus_x_is_the_other_one_of_the_pair() -> None:
-    x = torch.cat([gaussian(1000) * 20, torch.tensor([0.0, 1e-40, 87.0, 88.0, 1e30, INF])])
+    x = torch.cat([gaussian(1000) * 20, torch.tensor([0.0, 1e-40, 86.0, 88.0, 1e30, INF])])
     s, one_minus_s = sigmoid_pair(x)
     turned, one_minus_turned = sigmoid_pair(-x)
     assert_same_bits(s, one_minus_turned)
@@ -81,8 +92,8 @@ def test_the_sigmoid_of_minus_x_is_the_other_one_of_the_pair() -> None:
 
 def test_the_sigmoid_saturates_at_finite_limits_and_keeps_nan() -> None:
     s, one_minus_s = sigmoid_pair(torch.tensor([0.0, -0.0, 88.0, 1e38, INF, -88.0, -1e38, -INF, NAN]))
-    least = float(sigmoid_pair(torch.tensor([-87.0]))[0])
-    assert least == pytest.approx(math.exp(-87), rel=1e-6)
+    least = float(sigmoid_pair(torch.tensor([-86.0]))[0])
+    assert least == pytest.approx(math.exp(-86), rel=1e-5)
     assert s[:-1].tolist() == [0.5, 0.5, 1, 1, 1, least, least, least]
     assert one_minus_s[:-1].tolist() == [0.5, 0.5, least, least, least, 1, 1, 1]
     assert s[-1].isnan()
@@ -105,11 +116,11 @@ def test_the_sigmoid_has_the_same_bits_at_any_position_of_any_tensor(value: floa
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_forward_is_within_fp32_rounding_of_float64(weighted: bool) -> None:
-    """silu: 2 ulp of the sigmoid and a product; two more products: 2 + 3 * 0.5 ulp, each at most 2^-23 of the value."""
+    """silu: the sigmoid's 6 * 2^-23 for gates below 1, and a product; two more products, each half of 2^-23."""
     gate_up = gaussian(40, 2 * 50) * torch.logspace(-3, 1.3, 100)
     w = gaussian(40, seed=1) if weighted else None
     want = swiglu_in_float64(gate_up, w)
-    assert ((swiglu(gate_up, w).double() - want).abs() <= 3.5 * 2.0**-23 * want.abs()).all()
+    assert ((swiglu(gate_up, w).double() - want).abs() <= 7.5 * 2.0**-23 * want.abs()).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -124,7 +135,10 @@ def test_narrow_inputs_are_computed_in_fp32_and_rounded_once(dtype: torch.dtype)
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_backward_is_the_derivative_of_a_float64_swiglu(weighted: bool) -> None:
-    """Relative to the largest terms of each element: slope sums 1 and gate * (1 - s); d_row_weight sums F terms."""
+    """Relative to the largest terms of each element: slope sums 1 and gate * (1 - s); d_row_weight sums F terms.
+
+    Gates are below 8, so a sigmoid is off by 10 * 2^-23 at most; slope has two and four roundings.
+    """
     gate_up = (gaussian(30, 2 * 48) * torch.logspace(-2, 1.3, 96)).requires_grad_()
     d_h = gaussian(30, 48, seed=1)
     w = (gaussian(30, seed=2) if weighted else torch.ones(30)).requires_grad_()
@@ -134,7 +148,7 @@ def test_backward_is_the_derivative_of_a_float64_swiglu(weighted: bool) -> None:
     d = d_h.double() * w.detach().double()[:, None]
     s = torch.sigmoid(gate)
     terms = torch.cat([(d * up).abs() * s * (1 + (gate * (1 - s)).abs()), (d * gate * s).abs()], 1)
-    assert ((d_gate_up.double() - want_d).abs() <= 8 * 2.0**-23 * terms).all()
+    assert ((d_gate_up.double() - want_d).abs() <= 16 * 2.0**-23 * terms).all()
     row_terms = (d_h.double() * swiglu_in_float64(gate_up.detach(), None)).abs().sum(1)
     assert ((d_w.double() - want_w).abs() <= 8 * 2.0**-23 * row_terms).all()
     assert (d_gate_up.dtype, d_w.dtype, d_w.shape) == (torch.float32, torch.float32, (30,))
@@ -142,8 +156,16 @@ def test_backward_is_the_derivative_of_a_float64_swiglu(weighted: bool) -> None:
 
 def test_the_sum_over_a_row_is_the_tree_of_the_docstring() -> None:
     a, b, c, d, e = (gaussian(1000, seed=seed) * 10.0**seed for seed in range(5))
-    assert_same_bits(tree_sum(torch.stack([a, b, c, d, e], 1)), ((a + e) + c) + (b + d))
+    assert_same_bits(tree_sum(torch.stack([a, b, c, d, e], 1)), ((a + b) + (c + d)) + e)
+    eighths = [sum_of_eight(gaussian(1000, 8, seed=seed)) for seed in range(4)]
+    want = (eighths[0] + eighths[2]) + (eighths[1] + eighths[3])
+    assert_same_bits(tree_sum(torch.cat([gaussian(1000, 8, seed=seed) for seed in range(4)], 1)), want)
     assert_same_bits(tree_sum(a[:, None]), a)
+
+
+def sum_of_eight(x: Tensor) -> Tensor:
+    a, b, c, d, e, f, g, h = x.unbind(1)
+    return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
 @settings(deadline=None, max_examples=25)
@@ -212,6 +234,28 @@ def test_quantized_results_are_the_fp32_results_quantized(fmt: MXFormat, mode: S
     assert_same_bits(d_w, wide_w)
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=repr)
+@pytest.mark.parametrize("mode", ScaleMode)
+@pytest.mark.parametrize("block", [32, 64, None])
+def test_folded_results_are_the_quantized_ones_folded(fmt: MXFormat, mode: ScaleMode, block: int | None) -> None:
+    gate_up, w, d_h = gaussian(6, 256), gaussian(6, seed=1), gaussian(6, 128, seed=2)
+    gate_up[:, 128:] *= torch.exp2(torch.arange(4) * -5.0 - 100.0).repeat_interleave(32)
+    gate_up[1, 160:] = 0.0
+    gate_up[2, 170] = NAN
+    how: dict[str, Any] = {"fmt": fmt, "mode": mode, "block": block}
+    d_gate_up, d_w = swiglu_backward_quantize(d_h, gate_up, w, **how)
+    folded_d, folded_w = swiglu_backward_quantize(d_h, gate_up, w, folded=True, **how)
+    assert_same_bits(folded_w.nan_to_num(), d_w.nan_to_num())
+    for got, mx in (
+        (swiglu_quantize(gate_up, w, folded=True, **how), swiglu_quantize(gate_up, w, **how)),
+        (folded_d, d_gate_up),
+    ):
+        want = fold(mx)
+        assert_bytes(got.qdata, raw(want.qdata))
+        assert_bytes(got.scale, raw(want.scale))
+        assert (got.dtype, got.axis, got.block) == (torch.float32, -1, want.shape[1])
+
+
 @pytest.mark.parametrize("sizes", [(0, 0), (3, 0, 2), (8,)])
 def test_rows_past_the_last_group_do_not_matter(sizes: tuple[int, ...]) -> None:
     live, ends = sum(sizes), ends_of(*sizes)
@@ -246,11 +290,13 @@ def test_a_zero_row_with_weight_zero_stays_zero() -> None:
 
 def test_swiglu_ops_pass_opcheck() -> None:
     gate_up, w, d_h = gaussian(6, 128, dtype=torch.bfloat16), gaussian(6), gaussian(6, 64, dtype=torch.bfloat16)
-    ops, how = torch.ops.mxep, (torch.float8_e4m3fn, "rceil", 32)
+    ops, how = torch.ops.mxep, (torch.float8_e4m3fn, "rceil", 32, False)
     check_op(ops.swiglu, gate_up, None, None)
     check_op(ops.swiglu_backward, d_h, gate_up, None, None)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how)
     check_op(ops.swiglu_backward_quantize, d_h, gate_up, w, ends_of(2, 3), *how)
+    check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how[:3], True)
+    check_op(ops.swiglu_backward_quantize, d_h, gate_up, w, ends_of(2, 3), *how[:3], True)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:

@@ -10,10 +10,10 @@
 
 The weight multiplies here because the down-projection is linear: so combine is a plain sum, and the weight's gradient a
 sum over a row. All is fp32, every operation separate and in the order written, the sigmoid portable
-(`mxep.quant.sigmoid`) and the sum over F a fixed tree (halves added onto each other, zero-padded to a power of two): a
-kernel without FMA contraction has the same bits, at any position and any R.
+(`mxep.quant.sigmoid`) and the sum over F a fixed tree (`tree_sum`): a kernel without FMA contraction has the same bits,
+at any position and any R.
 
-Limits: gate = -inf gives a silu and a slope of -1.4e-36, as -87 does; +inf gives inf and a slope of 1. A NaN stays in
+Limits: gate = -inf gives a silu and a slope of -3.9e-36, as -86 does; +inf gives inf and a slope of 1. A NaN stays in
 its element (and its row's d_row_weight), quantized in its block. Rows from group_ends[-1] on are not read.
 
 R rows (capacity), F hidden width, G groups.
@@ -25,6 +25,7 @@ from torch import Tensor
 from mxep.quant.checks import VALUE_DTYPES, check_block
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_group_ends, fill_rows, live_rows
+from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import encode_rows
 from mxep.quant.sigmoid import LIMIT, sigmoid_pair
 from mxep.quant.tensor import MXTensor
@@ -51,16 +52,19 @@ def swiglu_quantize(
     fmt: MXFormat = E4M3,
     mode: ScaleMode = ScaleMode.RCEIL,
     block: int | None = BLOCK,
+    folded: bool = False,
 ) -> MXTensor:
     """`swiglu` quantized from its fp32 value: MXTensor (R, F), outer dtype gate_up's, blocked along F.
 
     Bitwise `quantize(h_fp32, fmt=fmt, mode=mode, block=block)` (block=None: one scale a row), where h_fp32 is `swiglu`
-    of gate_up.float(). Other arguments and errors as for `swiglu`; ValueError if F is no multiple of `block`.
+    of gate_up.float(); and `fold` of that, one scale a row, if `folded`. Other arguments and errors as for `swiglu`;
+    ValueError if F is no multiple of `block`, and on CUDA for a block that is neither a power of two nor the row.
     """
     _check(gate_up, row_weight, group_ends)
-    block = check_block(block, -1, gate_up[:, : gate_up.shape[1] // 2])
-    codes, scale = _swiglu_quantize(gate_up, row_weight, group_ends, fmt.dtype, mode.value, block)
-    return MXTensor.from_qdata_and_scales(codes, scale, gate_up.dtype, block=block)
+    width = gate_up.shape[1] // 2
+    block = check_block(block, -1, gate_up[:, :width])
+    codes, scale = _swiglu_quantize(gate_up, row_weight, group_ends, fmt.dtype, mode.value, block, folded)
+    return MXTensor.from_qdata_and_scales(codes, scale, gate_up.dtype, block=width if folded else block)
 
 
 def swiglu_backward(
@@ -85,17 +89,20 @@ def swiglu_backward_quantize(
     fmt: MXFormat = E4M3,
     mode: ScaleMode = ScaleMode.RCEIL,
     block: int | None = BLOCK,
+    folded: bool = False,
 ) -> tuple[MXTensor, Tensor]:
     """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32).
 
-    Blocked along 2F (block=None: one scale over gate and up), outer dtype gate_up's. Other arguments and errors as for
-    `swiglu_backward`; ValueError if 2F is no multiple of `block`.
+    Blocked along 2F (block=None: one scale over gate and up), outer dtype gate_up's, then `fold`ed to one scale over
+    gate and up if `folded`. Other arguments and errors as for `swiglu_backward`; ValueError if 2F is no multiple of
+    `block`, and on CUDA for a block that is neither the row nor a power of two that divides F.
     """
     _check(gate_up, row_weight, group_ends, d_h)
     block = check_block(block, -1, gate_up)
     codes, scale, d_row_weight = _swiglu_backward_quantize(
-        d_h, gate_up, row_weight, group_ends, fmt.dtype, mode.value, block
+        d_h, gate_up, row_weight, group_ends, fmt.dtype, mode.value, block, folded
     )
+    block = gate_up.shape[1] if folded else block
     return MXTensor.from_qdata_and_scales(codes, scale, gate_up.dtype, block=block), d_row_weight
 
 
@@ -146,15 +153,18 @@ def _silu(gate: Tensor, s: Tensor) -> Tensor:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """The sum over the last axis of x (R, F) in a fixed order: the second half onto the first, until one is left.
+    """The sum over the last axis of x (R, F) in a fixed order, which keeps a GPU's threads to themselves for long.
 
-    F is padded with zeros to a power of two. Example: a b c d e -> (a+e) b c d -> (a+e)+c b+d -> ((a+e)+c)+(b+d).
+    F is padded with zeros to a power of two, 8 or more. Neighbours are added three times over: a b c d e f g h becomes
+    ((a+b)+(c+d))+((e+f)+(g+h)). Of these sums of eight the second half is added onto the first until one is left:
+    A B C D -> A+C B+D -> (A+C)+(B+D).
     """
     width = x.shape[-1]
-    half = 1 << (width - 1).bit_length()
-    x = torch.nn.functional.pad(x, (0, half - width))
-    while half > 1:
-        half //= 2
+    padded = max(8, 1 << (width - 1).bit_length())
+    x = torch.nn.functional.pad(x, (0, padded - width))
+    for _ in range(3):
+        x = x[..., 0::2] + x[..., 1::2]
+    while (half := x.shape[-1] // 2) > 0:
         x = x[..., :half] + x[..., half:]
     return x.squeeze(-1)
 
@@ -172,17 +182,30 @@ def _(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None) -> 
 
 @torch.library.custom_op("mxep::swiglu_quantize", mutates_args=())
 def _swiglu_quantize(
-    gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str, block: int
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    group_ends: Tensor | None,
+    dtype: torch.dtype,
+    mode: str,
+    block: int,
+    folded: bool,
 ) -> tuple[Tensor, Tensor]:
+    """-> codes (R, F) `dtype`, scale (R, F/block) or, folded, (R, 1) e8m0."""
     rows = gate_up.shape[0]
-    return _encode(_forward(gate_up, row_weight, live_rows(group_ends, rows)), rows, dtype, mode, block)
+    return _encode(_forward(gate_up, row_weight, live_rows(group_ends, rows)), rows, dtype, mode, block, folded)
 
 
 @_swiglu_quantize.register_fake
 def _(
-    gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str, block: int
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    group_ends: Tensor | None,
+    dtype: torch.dtype,
+    mode: str,
+    block: int,
+    folded: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _empty(gate_up, gate_up.shape[1] // 2, dtype, block)
+    return _empty(gate_up, gate_up.shape[1] // 2, dtype, block, folded)
 
 
 @torch.library.custom_op("mxep::swiglu_backward", mutates_args=())
@@ -208,10 +231,12 @@ def _swiglu_backward_quantize(
     dtype: torch.dtype,
     mode: str,
     block: int,
+    folded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """-> codes (R, 2F) `dtype`, scale (R, 2F/block) or, folded, (R, 1) e8m0, d_row_weight (R,)."""
     rows = gate_up.shape[0]
     d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, live_rows(group_ends, rows))
-    codes, scale = _encode(d_gate_up, rows, dtype, mode, block)
+    codes, scale = _encode(d_gate_up, rows, dtype, mode, block, folded)
     return codes, scale, fill_rows(d_row_weight.unsqueeze(-1), rows).squeeze(-1)
 
 
@@ -224,16 +249,28 @@ def _(
     dtype: torch.dtype,
     mode: str,
     block: int,
+    folded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scale = _empty(gate_up, gate_up.shape[1], dtype, block)
+    codes, scale = _empty(gate_up, gate_up.shape[1], dtype, block, folded)
     return codes, scale, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
 
 
-def _encode(live: Tensor, rows: int, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Tensor]:
-    codes, scale = (part.view(torch.uint8) for part in encode_rows(live, dtype, mode, block))
-    return fill_rows(codes, rows).view(dtype), fill_rows(scale, rows).view(SCALE_DTYPE)
+def _encode(live: Tensor, rows: int, dtype: torch.dtype, mode: str, block: int, folded: bool) -> tuple[Tensor, Tensor]:
+    codes, scale = encode_rows(live, dtype, mode, block)
+    if folded:
+        codes, scale = torch.ops.mxep.fold(codes, scale, None, None, block, live.shape[1])
+    return (
+        fill_rows(codes.view(torch.uint8), rows).view(dtype),
+        fill_rows(scale.view(torch.uint8), rows).view(SCALE_DTYPE),
+    )
 
 
-def _empty(like: Tensor, width: int, dtype: torch.dtype, block: int) -> tuple[Tensor, Tensor]:
-    rows = like.shape[0]
-    return like.new_empty((rows, width), dtype=dtype), like.new_empty((rows, width // block), dtype=SCALE_DTYPE)
+def _empty(like: Tensor, width: int, dtype: torch.dtype, block: int, folded: bool) -> tuple[Tensor, Tensor]:
+    rows, scales = like.shape[0], 1 if folded else width // block
+    return like.new_empty((rows, width), dtype=dtype), like.new_empty((rows, scales), dtype=SCALE_DTYPE)
+
+
+on_cuda(_swiglu, "swiglu", "swiglu")
+on_cuda(_swiglu_quantize, "swiglu", "swiglu_quantize")
+on_cuda(_swiglu_backward, "swiglu", "swiglu_backward")
+on_cuda(_swiglu_backward_quantize, "swiglu", "swiglu_backward_quantize")

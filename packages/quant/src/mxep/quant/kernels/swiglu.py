@@ -2,20 +2,18 @@
 
     gate_up (R, 2F), row_weight                       read once          bytes an element of h, bf16: 4 in, 1 or 2 out
     d_h (R, F)                                        backward                                        6 in, 2 or 4 out
-      | a row in the registers of one program, fp32; one load covers gate, another up
+      | a row at a time, in chunks of 8 elements a thread: of gate, of up, of d_h; fp32 from here
       v
     h (R, F) | d_gate_up (R, 2F), d_row_weight        written once
 
-Programs stride over rows; one of up to 2048 elements belongs to one warp, so that nothing waits at a barrier. F is a
-constant of the kernel: what pads a row to a power of two costs no instruction where it fills whole registers, which
-VECTOR sees to (1536 of 2048 elements are 6 of 8 registers of a thread if it holds 8 neighbours, as a load brings them,
-not the 16 that a store of codes would like; 14336 of 16384 likewise).
+Programs stride over rows; a row of up to 2048 elements belongs to one warp, so that nothing waits at a barrier. Chunks
+are unrolled, and a chunk is loaded before the one before it is computed. A result that needs all of its row first, to
+scale it, stays in registers: fp32 for one scale a row, but codes, a quarter of that, if it is folded. 8 elements a
+thread are what a load of bf16 brings; F is a constant of the kernel, so 768 or 14336 elements cost nothing for padding.
 
-What an SM can do beside moving these bytes at full speed are 34 instructions an element forward, 54 backward: hence the
-sigmoid without a division, and sums and largest values that stay within a thread as long as they can.
+While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 instructions for an element forward, 54
+backward; folded it takes 38 and 57. Hence a sigmoid without a division, and a sum over a row that leaves a thread late.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -27,9 +25,9 @@ from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.kernels.fold import multiprocessors, shifted
 from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of, magnitude_bits, reciprocal, scale_byte
 
-FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2048, 2048
-"""Elements of a row for each warp of a program."""
-VECTOR = 8
+WARP_ELEMENTS = 2048
+THREAD_ELEMENTS = 8
+AHEAD = 1
 PROGRAMS_PER_SM = 32
 
 _LIMIT = tl.constexpr(sigmoid.LIMIT)
@@ -52,7 +50,7 @@ def _sigmoid_pair(x):
     p = p.to(tl.float32, bitcast=True)
     q = even - odd
     d = p + q
-    r = (_MAGIC - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    r = (-d.to(tl.int32, bitcast=True) + _MAGIC).to(tl.float32, bitcast=True)
     t = d * r
     r = r * (3.0 - t * (3.0 - t))
     r = r * (2.0 - d * r)
@@ -75,7 +73,14 @@ def _neighbours(x):
 
 
 @triton.jit
+def _sums_of_eight(x):
+    """The first part of `mxep.quant.swiglu.tree_sum`. x: a power of two elements, 8 or more."""
+    return _neighbours(_neighbours(_neighbours(x)))
+
+
+@triton.jit
 def _halves(x):
+    """The second part. A sum of two numbers has but one order, so each level is a tl.sum."""
     if x.shape[0] <= 2:
         return tl.sum(x, axis=0)
     else:
@@ -83,58 +88,57 @@ def _halves(x):
 
 
 @triton.jit
-def _tree_sum(x):
-    """`mxep.quant.swiglu.tree_sum` of x, of a power of two elements, 8 or more. Sums of two have but one order."""
-    return _halves(_neighbours(_neighbours(_neighbours(x))))
+def _tree_sum(chunks):
+    """`mxep.quant.swiglu.tree_sum` of a row in chunks (a tuple) of a power of two elements, reduced to sums of eight.
+
+    Sums of two numbers have but one order, so each level is a tl.sum. The upper levels are between chunks.
+    """
+    if len(chunks) > 1:
+        half: tl.constexpr = triton.next_power_of_2(len(chunks)) // 2
+        sums = ()
+        for i in tl.static_range(half):
+            if i + half < len(chunks):
+                sums += (chunks[i] + chunks[i + half],)
+            else:
+                sums += (chunks[i] + 0.0,)
+        return _tree_sum(sums)
+    else:
+        return _halves(chunks[0])
 
 
 @triton.jit
-def _put(
-    parts, out_ptr, scale_ptr, element, F: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr
-):
-    """Store a row's `parts` of F values (a tuple of one, or of two that lie side by side) at out_ptr, its first place.
-
-    MODE None: rounded to out_ptr's dtype. Else quantized, scale bytes from scale_ptr on: a scale for all (BLOCK 0), or
-    for every BLOCK elements, or (FOLDED) both, one after the other.
-    """
-    N: tl.constexpr = element.shape[0]
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    there = tl.arange(0, N) < F
-    if MODE is None:
-        for i in tl.static_range(len(parts)):
-            tl.store(out_ptr + i * F + element, parts[i].to(dtype), mask=there)
-    elif BLOCK == 0:
-        bits = tl.max(magnitude_bits(parts[0]), axis=0)
-        for i in tl.static_range(1, len(parts)):
-            bits = tl.maximum(bits, tl.max(magnitude_bits(parts[i]), axis=0))
-        byte = scale_byte(bits, MODE, dtype)
-        factor = reciprocal(byte)
-        for i in tl.static_range(len(parts)):
-            tl.store(out_ptr + i * F + element, (parts[i] * factor).to(dtype), mask=there)
-        tl.store(scale_ptr, byte.to(tl.uint8))
+def _one_after_another(chunks):
+    """Chunks (a tuple) as one tensor, padded to a power of two of them with anything. So one store serves them all."""
+    if len(chunks) > 1:
+        pairs = ()
+        for i in tl.static_range(0, len(chunks), 2):
+            pair = tl.join(chunks[i], chunks[i + 1 if i + 1 < len(chunks) else i])
+            pairs += (tl.reshape(tl.trans(pair), (pair.numel,)),)
+        return _one_after_another(pairs)
     else:
-        codes = ()
-        bytes_ = ()
-        for i in tl.static_range(len(parts)):
-            blocks = tl.reshape(parts[i], (N // BLOCK, BLOCK))
-            byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), MODE, dtype)
-            codes += ((blocks * reciprocal(byte)[:, None]).to(dtype),)
-            bytes_ += (byte,)
-        if FOLDED:
-            # Blocks of zeros need no exception here: they have byte 0, and so has every block with no code but zeros.
-            top = tl.max(bytes_[0], axis=0)
-            for i in tl.static_range(1, len(parts)):
-                top = tl.maximum(top, tl.max(bytes_[i], axis=0))
-            for i in tl.static_range(len(parts)):
-                folded = shifted(codes[i], (top - bytes_[i])[:, None], top == NAN_BYTE).to(dtype)
-                tl.store(out_ptr + i * F + element, tl.reshape(folded, (N,)), mask=there)
-            tl.store(scale_ptr, top.to(tl.uint8))
-        else:
-            block = tl.arange(0, N // BLOCK)
-            for i in tl.static_range(len(parts)):
-                tl.store(out_ptr + i * F + element, tl.reshape(codes[i], (N,)), mask=there)
-                place = scale_ptr + i * (F // BLOCK) + block
-                tl.store(place, bytes_[i].to(tl.uint8), mask=block < F // BLOCK)
+        return chunks[0]
+
+
+@triton.jit
+def _load(ptr, c: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
+    """Chunk c, of N elements, of a row of COUNT; zeros behind its end."""
+    element = c * N + tl.arange(0, N)
+    if (c + 1) * N <= COUNT:
+        return tl.load(ptr + element)
+    else:
+        return tl.load(ptr + element, mask=element < COUNT, other=0.0)
+
+
+@triton.jit
+def _store(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
+    """`values` as chunk c of a row of COUNT."""
+    N: tl.constexpr = values.shape[0]
+    element = c * N + tl.arange(0, N)
+    values = values.to(ptr.dtype.element_ty)
+    if (c + 1) * N <= COUNT:
+        tl.store(ptr + element, values)
+    else:
+        tl.store(ptr + element, values, mask=element < COUNT)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -149,47 +153,97 @@ def swiglu_kernel(
     rows,
     groups,
     F: tl.constexpr,
-    N: tl.constexpr,
+    CHUNK: tl.constexpr,
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
     FOLDED: tl.constexpr,
-    VECTOR: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """Backward if there is a d_h_ptr. weight_ptr, ends_ptr may be None. N: F padded to a power of two, 8 or more."""
-    PARTS: tl.constexpr = 1 if d_h_ptr is None else 2
-    SCALES: tl.constexpr = 1 if BLOCK == 0 or FOLDED else PARTS * F // BLOCK
-    element = tl.arange(0, N)
-    there = element < F
-    # A thread gets no more neighbours than these, whatever the widest access would like.
-    element = tl.max_contiguous(tl.multiple_of(element, VECTOR), VECTOR)
+    """Backward if there is a d_h_ptr; weight_ptr and ends_ptr may be None, too.
+
+    MODE None: rounded to out_ptr's dtype. Else quantized with a scale for a row (BLOCK 0) or for BLOCK elements, which
+    divide CHUNK; FOLDED: then folded to one for a row. AHEAD: how many chunks are loaded before their turn.
+    """
+    BACKWARD: tl.constexpr = d_h_ptr is not None
+    PARTS: tl.constexpr = 2 if BACKWARD else 1
+    CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     live = rows if ends_ptr is None else tl.load(ends_ptr + groups - 1)
     for row in range(tl.program_id(0), live, tl.num_programs(0)):
         row64 = tl.cast(row, tl.int64)
-        first = gate_up_ptr + row64 * (2 * F)
-        gate = tl.load(first + element, mask=there, other=0.0).to(tl.float32)
-        up = tl.load(first + F + element, mask=there, other=0.0).to(tl.float32)
-        silu, gate, s, one_minus_s = _silu(gate)
+        gate_up = gate_up_ptr + row64 * (2 * F)
         out = out_ptr + row64 * (PARTS * F)
-        scale = scale_ptr if MODE is None else scale_ptr + row64 * SCALES
-        if d_h_ptr is None:
-            h = silu * up
-            if weight_ptr is not None:
-                h *= tl.load(weight_ptr + row)
-            _put((h,), out, scale, element, F, MODE, BLOCK, FOLDED)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + row)
+        gates, ups, d_hs = (), (), ()
+        sums, kept, scales = (), (), ()
+        for step in tl.static_range(CHUNKS + AHEAD):
+            if step < CHUNKS:
+                gates += (_load(gate_up, step, CHUNK, F),)
+                ups += (_load(gate_up + F, step, CHUNK, F),)
+                if BACKWARD:
+                    d_hs += (_load(d_h_ptr + row64 * F, step, CHUNK, F),)
+            if step >= AHEAD:
+                up = ups[step - AHEAD].to(tl.float32)
+                silu, gate, s, one_minus_s = _silu(gates[step - AHEAD].to(tl.float32))
+                if BACKWARD:
+                    d = d_hs[step - AHEAD].to(tl.float32)
+                    sums += (_sums_of_eight(d * (silu * up)),)
+                    if weight_ptr is not None:
+                        d *= weight
+                    parts = (d * up * ((gate * one_minus_s + 1.0) * s), silu * d)
+                else:
+                    h = silu * up
+                    if weight_ptr is not None:
+                        h *= weight
+                    parts = (h,)
+                for i in tl.static_range(PARTS):
+                    if MODE is None:
+                        _store(out + i * F, parts[i], step - AHEAD, F)
+                    elif BLOCK == 0:
+                        kept += (parts[i],)
+                    else:
+                        blocks = tl.reshape(parts[i], (CHUNK // BLOCK, BLOCK))
+                        byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), MODE, dtype)
+                        codes = (blocks * reciprocal(byte)[:, None]).to(dtype)
+                        scales += (byte,)
+                        if FOLDED:
+                            kept += (codes,)
+                        else:
+                            _store(out + i * F, tl.reshape(codes, (CHUNK,)), step - AHEAD, F)
+        if FOLDED:
+            # Blocks of zeros need no exception: their byte is 0, as it is if there are just values too small for it.
+            top = scales[0]
+            for k in tl.static_range(1, len(kept)):
+                top = tl.maximum(top, scales[k])
+            top = tl.max(top, axis=0)
+            for k in tl.static_range(len(kept)):
+                codes = shifted(kept[k], (top - scales[k])[:, None], top == NAN_BYTE).to(dtype)
+                _store(out + k % PARTS * F, tl.reshape(codes, (CHUNK,)), k // PARTS, F)
+            tl.store(scale_ptr + row, top.to(tl.uint8))
+        elif len(kept) > 0:
+            bits = magnitude_bits(kept[0])
+            for k in tl.static_range(1, len(kept)):
+                bits = tl.maximum(bits, magnitude_bits(kept[k]))
+            byte = scale_byte(tl.max(bits, axis=0), MODE, dtype)
+            factor = reciprocal(byte)
+            for k in tl.static_range(len(kept)):
+                _store(out + k % PARTS * F, kept[k] * factor, k // PARTS, F)
+            tl.store(scale_ptr + row, byte.to(tl.uint8))
         else:
-            d = tl.load(d_h_ptr + row64 * F + element, mask=there, other=0.0).to(tl.float32)
-            tl.store(d_weight_ptr + row, _tree_sum(d * (silu * up)))
-            if weight_ptr is not None:
-                d *= tl.load(weight_ptr + row)
-            slope = (gate * one_minus_s + 1.0) * s
-            _put((d * up * slope, silu * d), out, scale, element, F, MODE, BLOCK, FOLDED)
+            for i in tl.static_range(PARTS if len(scales) > 0 else 0):
+                part_scales = ()
+                for c in tl.static_range(CHUNKS):
+                    part_scales += (scales[c * PARTS + i],)
+                first = scale_ptr + row64 * (PARTS * F // BLOCK) + i * (F // BLOCK)
+                _store(first, _one_after_another(part_scales), 0, F // BLOCK)
+        if BACKWARD:
+            tl.store(d_weight_ptr + row, _tree_sum(sums))
 
 
-def swiglu(
-    gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, **tuning: int
-) -> Tensor:
+def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, **tuning: int) -> Tensor:
     """mxep::swiglu; tuning as for `_launch`."""
-    return _launch(None, gate_up, row_weight, group_ends, **tuning)[0]
+    return _launch(None, gate_up, row_weight, group_ends, None, **tuning)[0]
 
 
 def swiglu_quantize(
@@ -211,7 +265,7 @@ def swiglu_backward(
     d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, **tuning: int
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward; tuning as for `_launch`."""
-    d_gate_up, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, **tuning)
+    d_gate_up, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, None, **tuning)
     return d_gate_up, d_row_weight
 
 
@@ -236,52 +290,66 @@ def _launch(
     gate_up: Tensor,
     row_weight: Tensor | None,
     group_ends: Tensor | None,
-    quantized: tuple[torch.dtype, str, int, bool] | None = None,
+    quantized: tuple[torch.dtype, str, int, bool] | None,
     *,
     warp_elements: int | None = None,
-    vector: int = VECTOR,
+    thread_elements: int | None = None,
+    ahead: int = AHEAD,
     programs_per_sm: int = PROGRAMS_PER_SM,
+    max_registers: int | None = None,
 ) -> list[Tensor]:
     """The result, its scale if it is `quantized` (dtype, mode, block, folded), and backward d_row_weight.
 
-    warp_elements: elements of a row (padded to a power of two) for each warp of its program.
-    vector: neighbours that a thread holds: 8, or 16 for one store of 16 codes but two loads of 8 bf16 each.
+    warp_elements: elements of a row, padded to a power of two, for each warp of its program.
+    thread_elements: elements of a chunk for each thread. ahead: chunks loaded before their turn.
     programs_per_sm: as many as start; they take several rows if there are more.
+    max_registers: of a thread, whatever that spills; None for what the compiler likes.
     ValueError for a block that is neither the whole row nor a power of two that divides F.
     """
     rows, F = gate_up.shape[0], gate_up.shape[1] // 2
     width = F if d_h is None else 2 * F
     dtype, mode, block, folded = quantized or (gate_up.dtype, None, width, False)
-    if block != width and (block & (block - 1) or F % block):
-        raise ValueError(f"block: got {block}, want the whole row, {width}, or a power of two that divides {F}, on CUDA")
-    out = torch.empty((rows, width), dtype=dtype, device=gate_up.device)
-    results = [out]
-    if quantized:
+    by_row = block == width
+    if not by_row and (block & (block - 1) or F % block):
+        raise ValueError(
+            f"block: got {block}, want the whole row, {width}, or a power of two that divides {F}, on CUDA"
+        )
+    results = [torch.empty((rows, width), dtype=dtype, device=gate_up.device)]
+    if mode is not None:
         scales = 1 if folded else width // block
         results.append(torch.empty((rows, scales), dtype=SCALE_DTYPE, device=gate_up.device))
     if d_h is not None:
         results.append(torch.empty(rows, dtype=torch.float32, device=gate_up.device))
-    if rows:
-        padded = max(8, triton.next_power_of_2(F))
-        if warp_elements is None:
-            warp_elements = FORWARD_ELEMENTS if d_h is None else BACKWARD_ELEMENTS
-        swiglu_kernel[(min(rows, programs_per_sm * multiprocessors(gate_up.device)),)](
-            None if d_h is None else d_h.contiguous(),
-            gate_up.contiguous(),
-            None if row_weight is None else row_weight.contiguous(),
-            group_ends,
-            out,
-            bytes_of(results[1]) if quantized else None,
-            None if d_h is None else results[-1],
-            rows,
-            0 if group_ends is None else group_ends.shape[0],
-            F=F,
-            N=padded,
-            MODE=mode,
-            BLOCK=0 if block == width else block,
-            FOLDED=folded and block != width,
-            VECTOR=vector,
-            num_warps=min(32, max(1, padded // warp_elements)),
-            enable_fp_fusion=False,
-        )
+    if rows == 0:
+        return results
+
+    padded = max(8, triton.next_power_of_2(F))
+    if warp_elements is None:
+        # Two fp32 results an element would take 128 registers and more.
+        warp_elements = WARP_ELEMENTS // 2 if d_h is not None and mode is not None and by_row else WARP_ELEMENTS
+    num_warps = min(32, max(1, padded // warp_elements))
+    chunk = 32 * num_warps * (thread_elements or THREAD_ELEMENTS)
+    if thread_elements is None and triton.cdiv(F, chunk) * chunk > 1.1 * F:
+        chunk //= 2
+    chunk = min(chunk, padded)
+    swiglu_kernel[(min(rows, programs_per_sm * multiprocessors(gate_up.device)),)](
+        None if d_h is None else d_h.contiguous(),
+        gate_up.contiguous(),
+        None if row_weight is None else row_weight.contiguous(),
+        None if group_ends is None else group_ends.contiguous(),
+        results[0],
+        None if mode is None else bytes_of(results[1]),
+        None if d_h is None else results[-1],
+        rows,
+        0 if group_ends is None else group_ends.shape[0],
+        F=F,
+        CHUNK=chunk if by_row else max(chunk, block),
+        MODE=mode,
+        BLOCK=0 if by_row else block,
+        FOLDED=folded and not by_row,
+        AHEAD=ahead,
+        num_warps=num_warps,
+        maxnreg=max_registers,
+        enable_fp_fusion=False,
+    )
     return results

@@ -1,0 +1,207 @@
+"""The SwiGLU kernel equals its references bit for bit, d_row_weight included: on a GPU, or interpreted without one."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.quant import MXFormat, ScaleMode
+from mxep.quant.kernels import swiglu as kernels
+from mxep.quant.sigmoid import sigmoid_pair
+from quant.exact import FORMATS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POISON = 0xA5
+E4M3, E5M2 = (fmt.dtype for fmt in FORMATS)
+INF, NAN = math.inf, math.nan
+all_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+two_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+WIDTHS = [(32, {}), (96, {}), (96, {"thread_elements": 1}), (768, {}), (1408, {"ahead": 2}), (256, {"ahead": 0})]
+"""F, and how: one chunk, a chunk not full, three chunks, a last one not full, all of them loaded one or none ahead."""
+
+
+def ends_of(*sizes: int) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def problem(rows: int, F: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """d_h, gate_up, row_weight. Blocks up to 2^40 apart, and a few rows of what is special."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def spread(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator)
+        power = torch.randint(-6 if dtype == torch.float16 else -30, 4, (*shape[:-1], -(-shape[-1] // 32)))
+        return x * torch.exp2(power).repeat_interleave(32, -1)[..., : shape[-1]]
+
+    d_h, gate, up = spread(rows, F), torch.randn(rows, F, generator=generator) * 6, spread(rows, F)
+    row_weight = torch.rand(rows, generator=generator)
+    special = torch.tensor([0.0, -0.0, 1.0, -87.0, 100.0, -INF, INF, 6e4, -6e4, 1e-7])
+    if rows > 5:
+        gate[1] = special.repeat(F)[:F]
+        up[2], row_weight[3] = -0.0, 0.0
+        d_h[3, F // 2] = NAN
+        gate[4, F - 1], up[5, 0] = NAN, -INF
+    return d_h.to(dtype), torch.cat([gate, up], dim=1).to(dtype), row_weight
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    """Bit for bit; of a NaN of 16 or 32 bits any will do."""
+    assert (got.shape, got.dtype, got.is_contiguous()) == (want.shape, want.dtype, True)
+    got = got.cpu()
+    if got.dtype.itemsize > 1:
+        assert torch.equal(got.isnan(), want.isnan())
+        got, want = got.nan_to_num(0.0, INF, -INF), want.nan_to_num(0.0, INF, -INF)
+    assert torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher allocates holds garbage, so a byte that no kernel writes shows."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = empty(*args, **kwargs)
+        result.view(torch.uint8).fill_(POISON)
+        return result
+
+    monkeypatch.setattr(kernels.torch, "empty", poisoned)
+
+
+def check(
+    problem: tuple[Tensor, Tensor, Tensor | None],
+    *quantized: Any,
+    ends: Tensor | None = None,
+    backward: bool = True,
+    **tuning: int,
+) -> None:
+    """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written."""
+    d_h, gate_up, row_weight = problem
+    live = gate_up.shape[0] if ends is None else int(ends[-1])
+    name = "swiglu" + "_backward" * backward + "_quantize" * bool(quantized)
+    inputs = ((d_h,) if backward else ()) + (gate_up, row_weight)
+    want = getattr(torch.ops.mxep, name)(*inputs, ends, *quantized)
+    moved = [part if part is None else part.to(DEVICE, copy=True) for part in (*inputs, ends)]
+    for part in moved[:-1]:
+        if part is not None:
+            part[live:] = NAN
+    got = getattr(kernels, name)(*moved, *quantized, **tuning)
+    for a, b in zip((got,) if isinstance(got, Tensor) else got, (want,) if isinstance(want, Tensor) else want):
+        same(a[:live], b[:live])
+        assert (a.shape, (a[live:].view(torch.uint8) == POISON).all()) == (b.shape, True)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("F", "tuning"), WIDTHS)
+@all_dtypes
+def test_rounded_results(dtype: torch.dtype, F: int, tuning: dict[str, int], backward: bool) -> None:
+    check(problem(8, F, dtype), backward=backward, **tuning)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize(("F", "tuning"), WIDTHS)
+@two_dtypes
+def test_quantized_results(dtype: torch.dtype, F: int, tuning: dict[str, int], folded: bool, backward: bool) -> None:
+    check(problem(8, F, dtype), E4M3, "rceil", 32, folded, backward=backward, **tuning)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (1, {}), (5, {}), (100, {})])
+@two_dtypes
+def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[str, int], backward: bool) -> None:
+    block = 2 * F if backward else F
+    check(problem(8, F, dtype), E4M3, "rceil", block, False, backward=backward, **tuning)
+    check(problem(8, F, dtype), E4M3, "rceil", block, True, backward=backward, **tuning)
+
+
+@pytest.mark.parametrize("F", [1, 2, 5, 8, 9, 100])
+def test_widths_that_fill_nothing(F: int) -> None:
+    check(problem(6, F))
+    check(problem(6, F), backward=False)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=repr)
+@pytest.mark.parametrize("mode", ScaleMode)
+@pytest.mark.parametrize("folded", [False, True])
+def test_every_format_and_mode(fmt: MXFormat, mode: ScaleMode, folded: bool) -> None:
+    for block in (32, 64, 256):
+        check(problem(8, 192 if block < 256 else 128, seed=block), fmt.dtype, mode.value, block, folded)
+
+
+@pytest.mark.parametrize("block", [1, 16, 128, 256])
+@pytest.mark.parametrize("folded", [False, True])
+def test_other_blocks_and_chunks_of_at_least_a_block(block: int, folded: bool) -> None:
+    for backward in (False, True):
+        check(problem(3, 768), E4M3, "rceil", block, folded, backward=backward, thread_elements=2)
+
+
+@pytest.mark.parametrize("F", [32, 48])
+def test_one_scale_for_gate_and_one_for_up(F: int) -> None:
+    if F == 32:
+        check(problem(6, F), E4M3, "rceil", F, False)
+    else:
+        with pytest.raises(
+            ValueError, match="block: got 48, want the whole row, 96, or a power of two that divides 48"
+        ):
+            check(problem(6, F), E4M3, "rceil", F, False)
+
+
+def test_blocks_across_the_border_of_gate_and_up_are_refused_on_cuda() -> None:
+    with pytest.raises(ValueError, match="block: got 32, want the whole row, 96, or a power of two that divides 48"):
+        check(problem(6, 48), E4M3, "rceil", 32, False)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (32, 0, 5), (40,), (3,)], ids=str)
+@pytest.mark.parametrize("quantized", [(), (E4M3, "rceil", 32, True), (E4M3, "rceil", 32, False)], ids=str)
+def test_rows_past_the_last_group_are_neither_read_nor_written(sizes: tuple[int, ...], quantized: Any) -> None:
+    for backward in (False, True):
+        check(problem(40, 64), *quantized, ends=ends_of(*sizes), backward=backward, programs_per_sm=3)
+
+
+@pytest.mark.parametrize("quantized", [(), (E5M2, "floor", 32, True)], ids=str)
+def test_without_row_weights(quantized: Any) -> None:
+    d_h, gate_up, _ = problem(7, 64)
+    for backward in (False, True):
+        check((d_h, gate_up, None), *quantized, backward=backward)
+
+
+def test_gradients_may_have_another_dtype() -> None:
+    d_h, gate_up, row_weight = problem(7, 64, torch.float32)
+    check((d_h, gate_up.bfloat16(), row_weight))
+    check((d_h.bfloat16(), gate_up, row_weight), E4M3, "rceil", 32, True)
+
+
+def test_no_rows() -> None:
+    for quantized in ((), (E4M3, "rceil", 32, True)):
+        check(problem(0, 32), *quantized)
+        check(problem(0, 32), *quantized, backward=False)
+
+
+def test_inputs_with_strides_or_at_odd_addresses() -> None:
+    d_h, gate_up, row_weight = problem(6, 64)
+    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None)
+
+    def strided(x: Tensor) -> Tensor:
+        return torch.stack([x.to(DEVICE)] * 2, dim=-1)[..., 1]
+
+    def odd(x: Tensor) -> Tensor:
+        buffer = torch.zeros(x.numel() + 1, dtype=x.dtype, device=DEVICE)
+        buffer[1:] = x.flatten()
+        return buffer[1:].view(x.shape)
+
+    for change in (strided, odd):
+        for a, b in zip(kernels.swiglu_backward(change(d_h), change(gate_up), change(row_weight), None), want):
+            same(a, b)
+
+
+def test_the_sigmoid_at_every_gate_of_16_bits() -> None:
+    """Of all bf16, and of fp32 numbers where their integers carry: h with up = 1 is gate * sigmoid(gate)."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    gate = every.float().view(32, 2048)
+    rest = torch.randint(-(2**31), 2**31 - 1, (32, 2048), generator=torch.Generator().manual_seed(0)).int()
+    gate = torch.cat([gate, rest.view(torch.float32)])
+    s, _ = sigmoid_pair(gate)
+    got = kernels.swiglu(torch.cat([gate, torch.ones_like(gate)], dim=1).to(DEVICE), None, None, thread_elements=64)
+    same(got, gate.clamp(min=-86.0) * s)
