@@ -216,6 +216,7 @@ def _launch(
         spans = shape[-1] // to
         padded = triton.next_power_of_2(spans) * triton.next_power_of_2(blocks) * sub
         rows = max(1, tile_elements // padded)
+        share = 4 if stats or spans > 1 else 1 if codes.dtype == torch.float8_e4m3fn else 2  # what takes registers
         tiles = triton.cdiv(folded_scale.numel() // spans, rows)
         fold_kernel[(min(tiles, programs_per_sm * multiprocessors(codes.device)),)](
             codes,
@@ -235,6 +236,6 @@ def _launch(
             PER_SCALE=block // sub,
             WORDS=all(n % 4 == 0 for n in (codes.data_ptr(), codes.stride(0), sub)),
             ROWS=rows,
-            num_warps=min(32, max(1, rows * padded * (32 // sub) * (4 if stats or spans > 1 else 1) // warp_elements)),
+            num_warps=min(32, max(1, rows * padded * (32 // sub) * share // warp_elements)),
         )
     return [folded, folded_scale, *counts]

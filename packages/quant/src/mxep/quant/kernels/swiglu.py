@@ -28,7 +28,7 @@ from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of, magnitude_bits, recip
 WARP_ELEMENTS = 2048
 THREAD_ELEMENTS = 8
 AHEAD = 1
-PROGRAMS_PER_SM = 32
+PROGRAMS_PER_SM = 256
 
 _LIMIT = tl.constexpr(sigmoid.LIMIT)
 _SCALE = tl.constexpr(sigmoid.SCALE)
@@ -325,8 +325,9 @@ def _launch(
 
     padded = max(8, triton.next_power_of_2(F))
     if warp_elements is None:
-        # Two fp32 results an element would take 128 registers and more.
-        warp_elements = WARP_ELEMENTS // 2 if d_h is not None and mode is not None and by_row else WARP_ELEMENTS
+        warp_elements = WARP_ELEMENTS if padded > WARP_ELEMENTS else WARP_ELEMENTS // 2
+        if d_h is not None and mode is not None and (by_row or (folded and padded <= WARP_ELEMENTS)):
+            warp_elements //= 2  # two results an element to keep take registers
     num_warps = min(32, max(1, padded // warp_elements))
     chunk = 32 * num_warps * (thread_elements or THREAD_ELEMENTS)
     if thread_elements is None and triton.cdiv(F, chunk) * chunk > 1.1 * F:
