@@ -301,7 +301,7 @@ def _launch(
     """The result, its scale if it is `quantized` (dtype, mode, block, folded), and backward d_row_weight.
 
     warp_elements: elements of a row, padded to a power of two, for each warp of its program.
-    thread_elements: elements of a chunk for each thread. ahead: chunks loaded before their turn.
+    thread_elements: elements of a chunk for each thread; by default 16 where that divides F, else 8, or 4. ahead: chunks loaded before their turn.
     programs_per_sm: as many as start; they take several rows if there are more.
     max_registers: of a thread, whatever that spills; None for what the compiler likes.
     ValueError for a block that is neither the whole row nor a power of two that divides F.
@@ -326,12 +326,14 @@ def _launch(
     padded = max(8, triton.next_power_of_2(F))
     if warp_elements is None:
         warp_elements = WARP_ELEMENTS if padded > WARP_ELEMENTS else WARP_ELEMENTS // 2
-        if d_h is not None and mode is not None and (by_row or (folded and padded <= WARP_ELEMENTS)):
-            warp_elements //= 2  # two results an element to keep take registers
+        if d_h is not None and mode is not None and by_row:
+            warp_elements //= 2  # two fp32 results an element to keep take registers
     num_warps = min(32, max(1, padded // warp_elements))
-    chunk = 32 * num_warps * (thread_elements or THREAD_ELEMENTS)
-    if thread_elements is None and triton.cdiv(F, chunk) * chunk > 1.1 * F:
+    chunk = 32 * num_warps * (thread_elements or 2 * THREAD_ELEMENTS)
+    if thread_elements is None and F % chunk:
         chunk //= 2
+        if triton.cdiv(F, chunk) * chunk > 1.1 * F:
+            chunk //= 2
     chunk = min(chunk, padded)
     swiglu_kernel[(min(rows, programs_per_sm * multiprocessors(gate_up.device)),)](
         None if d_h is None else d_h.contiguous(),
