@@ -7,6 +7,9 @@
 
 A record is an int64: source row (-1: zeros), then 16 bits of top or base, then, before `halves`, 16 bits of group.
 
+On an H200 the whole takes 0.77 of copy speed, the turns 0.82, 20 us the tops of 65536 rows (three launches). Laying out
+the scale bytes turned, so that a tile reads 8 rows of them in a word, made the turns no faster and the tops slower.
+
 A turning program takes a tile of NR rows x NC columns, in packs of rows as in `turn`. SUB: elements that surely share a
 scale, 32 or the largest power of two that divides the block; PER_SCALE of these have one byte. Tiles are taken in bands
 of BAND row tiles, column after column within a band, so that programs that run together read NC columns next to each

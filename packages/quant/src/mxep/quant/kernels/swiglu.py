@@ -301,7 +301,8 @@ def _launch(
     """The result, its scale if it is `quantized` (dtype, mode, block, folded), and backward d_row_weight.
 
     warp_elements: elements of a row, padded to a power of two, for each warp of its program.
-    thread_elements: elements of a chunk for each thread; by default 16 where that divides F, else 8, or 4. ahead: chunks loaded before their turn.
+    thread_elements: elements of a chunk for each thread; by default 16 where that divides F, else 8, or 4.
+    ahead: chunks loaded before their turn.
     programs_per_sm: as many as start; they take several rows if there are more.
     max_registers: of a thread, whatever that spills; None for what the compiler likes.
     ValueError for a block that is neither the whole row nor a power of two that divides F.
