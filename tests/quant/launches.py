@@ -7,7 +7,7 @@ T tokens, D model dim, F hidden dim of an expert.
 
 import torch
 
-from mxep.quant.kernels import columns, fold, rows, split_fold, swiglu
+from mxep.quant.kernels import columns, fold, gather, rows, split_fold, swiglu
 
 T, D = 8192, 4096
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
@@ -68,6 +68,15 @@ LAUNCHES = {
     "fold whole rows": lambda: fold.fold(*mx(D), None, ends(), D, D),
     "fold odd blocks": lambda: fold.fold(*mx(4), None, None, 4, D),
     "fold_with_stats": lambda: fold.fold_with_stats(*slots(7168), index(), ends(), 32, 7168),
+    "materialize": lambda: gather.materialize(*mx(), index()),
+    "pad_rows": lambda: gather.pad_rows(x(), index()),
+    "pad_index": lambda: gather.pad_index(ends(), T, 32),
+    "pad_quantize": lambda: gather.pad_quantize(x(), index(), E4M3, MODE),
+    "unpad_rows": lambda: gather.unpad_rows(x(), index(), T),
+    "quantize_swizzled": lambda: gather.quantize_swizzled(x(), None, None, E4M3, MODE),
+    "quantize_swizzled in groups": lambda: gather.quantize_swizzled(x(), index(), ends(), E4M3, MODE),
+    "gather_swizzled": lambda: gather.gather_swizzled(*mx(), index(), ends()),
+    "swizzle_scales": lambda: gather.swizzle_scales(mx()[1], None),
     "split_fold": lambda: split_fold.split_fold(*slots(7168), index(), *mx(), None, ends()),
     "split_fold E5M2": lambda: split_fold.split_fold(*mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends()),
     "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048)),

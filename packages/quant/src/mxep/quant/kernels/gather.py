@@ -139,6 +139,14 @@ def pad_index_kernel(
     tl.store(index_ptr + place, tl.where(source < rows, source, -1), mask=place < capacity)
 
 
+@triton.jit(do_not_specialize=["places", "rows"])
+def invert_kernel(index_ptr, inverse_ptr, places, rows, TILE: tl.constexpr):
+    """inverse[index[i]] = i where index[i] is a row; every row has at most one place."""
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.load(index_ptr + place, mask=place < places, other=-1)
+    tl.store(inverse_ptr + row, place, mask=(row >= 0) & (row < rows))
+
+
 def materialize(codes: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
     """mxep::materialize."""
     if row_index is None:
@@ -201,11 +209,11 @@ def pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
 
 def unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     """mxep::unpad_rows."""
-    place = torch.arange(row_index.shape[0], dtype=torch.int32, device=y.device)
-    # Every row has at most one place, so the scatter is a permutation; entry num_rows swallows the padding.
-    inverse = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=y.device)
-    inverse.scatter_(0, torch.where(row_index >= 0, row_index, num_rows).long(), place)
-    return pad_rows(y, inverse[:num_rows])
+    inverse = torch.full((num_rows,), -1, dtype=torch.int32, device=y.device)
+    places = row_index.shape[0]
+    if places:
+        invert_kernel[(triton.cdiv(places, 1024),)](row_index.contiguous(), inverse, places, num_rows, TILE=1024)
+    return pad_rows(y, inverse)
 
 
 def pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor]:
