@@ -277,4 +277,10 @@ CASES = {
         lambda i: i.slots(),
         lambda ops, codes, scale, index: ops.gather_swizzled(codes, scale, index, None),
     ),
+    "cast": Case(  # torch's own cast, without a scale: what a small shape takes at least
+        "rows", None,
+        lambda r, k: bf16(r * k) + r * k,
+        lambda i: (i.values(),),
+        lambda ops, x: (x.to(E4M3.dtype),),
+    ),
 }  # fmt: skip
