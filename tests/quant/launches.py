@@ -7,7 +7,7 @@ T tokens, D model dim, F hidden dim of an expert.
 
 import torch
 
-from mxep.quant.kernels import columns, fold, gather, rows, split_fold, swiglu
+from mxep.quant.kernels import columns, fold, gather, requantize, rows, split_fold, swiglu
 
 T, D = 8192, 4096
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
@@ -56,9 +56,9 @@ LAUNCHES = {
     "quantize_both": lambda: columns.quantize_both(x(), E4M3, MODE, 32),
     "quantize_both fp32": lambda: columns.quantize_both(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_columns whole": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
-    "requantize plain": lambda: columns.requantize(*mx(), 1, 32, None, None, True, E4M3, MODE),
-    "requantize gathered": lambda: columns.requantize(*mx(), 1, 32, index(), ends(), True, E4M3, MODE),
-    "requantize along rows": lambda: columns.requantize(*mx(), 1, 32, None, None, False, E5M2, MODE),
+    "requantize plain": lambda: requantize.requantize(*mx(), 1, 32, None, None, True, E4M3, MODE),
+    "requantize gathered": lambda: requantize.requantize(*mx(), 1, 32, index(), ends(), True, E4M3, MODE),
+    "requantize along rows": lambda: requantize.requantize(*mx(), 1, 32, None, None, False, E5M2, MODE),
     **{
         f"fold {d}": lambda d=d: fold.fold(*slots(d), index(), ends(), 32, d)  # type: ignore[misc]
         for d in (1408, 2048, 4096, 5120, 7168, 16384)

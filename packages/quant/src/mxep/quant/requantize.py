@@ -112,4 +112,4 @@ def _(
     return codes.new_empty(shape, dtype=dtype), codes.new_empty(scale_shape, dtype=SCALE_DTYPE)
 
 
-on_cuda(requantize_op, "columns", "requantize")
+on_cuda(requantize_op, "requantize", "requantize")

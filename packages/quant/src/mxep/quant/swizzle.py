@@ -60,7 +60,7 @@ def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, group_ends: Tens
     """
     _check_scale("swizzled", swizzled)
     check_group_ends(group_ends, swizzled)
-    wanted = _swizzled_shape(rows, cols, group_ends)
+    wanted = swizzled_shape(rows, cols, group_ends)
     if tuple(swizzled.shape[-2:]) != wanted or not swizzled.is_contiguous():
         raise ValueError(
             f"swizzled: got shape {tuple(swizzled.shape)} with strides {swizzled.stride()}, "
@@ -130,7 +130,7 @@ def _(
     x: Tensor, row_index: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
     rows = x.shape[0] if row_index is None else row_index.shape[0]
-    shape = _swizzled_shape(rows, x.shape[1] // BLOCK, group_ends)
+    shape = swizzled_shape(rows, x.shape[1] // BLOCK, group_ends)
     return x.new_empty((rows, x.shape[1]), dtype=dtype), x.new_empty(shape, dtype=SCALE_DTYPE)
 
 
@@ -150,7 +150,7 @@ def _gather_swizzled(
 @_gather_swizzled.register_fake
 def _(codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = codes.shape[0] if row_index is None else row_index.shape[0]
-    return codes.new_empty((rows, codes.shape[1])), scale.new_empty(_swizzled_shape(rows, scale.shape[1], group_ends))
+    return codes.new_empty((rows, codes.shape[1])), scale.new_empty(swizzled_shape(rows, scale.shape[1], group_ends))
 
 
 @torch.library.custom_op("mxep::swizzle_scales", mutates_args=())
@@ -161,7 +161,7 @@ def _swizzle(scale: Tensor, group_ends: Tensor | None) -> Tensor:
 @_swizzle.register_fake
 def _(scale: Tensor, group_ends: Tensor | None) -> Tensor:
     *rest, rows, cols = scale.shape
-    return scale.new_empty((*rest, *_swizzled_shape(rows, cols, group_ends)))
+    return scale.new_empty((*rest, *swizzled_shape(rows, cols, group_ends)))
 
 
 @torch.library.custom_op("mxep::unswizzle_scales", mutates_args=())
@@ -183,7 +183,7 @@ def _(swizzled: Tensor, rows: int, cols: int, group_ends: Tensor | None) -> Tens
 def _blocked(scale: Tensor, group_ends: Tensor | None) -> Tensor:
     plain = scale.view(torch.uint8)
     *rest, rows, cols = plain.shape
-    height, width = _swizzled_shape(rows, cols, group_ends)
+    height, width = swizzled_shape(rows, cols, group_ends)
     if group_ends is not None:
         live = live_rows(group_ends, rows)
         place = _places(group_ends, live, nowhere=height)
@@ -194,7 +194,8 @@ def _blocked(scale: Tensor, group_ends: Tensor | None) -> Tensor:
     return tiles.reshape(*rest, height, width).clone().view(scale.dtype)
 
 
-def _swizzled_shape(rows: int, cols: int, group_ends: Tensor | None) -> tuple[int, int]:
+def swizzled_shape(rows: int, cols: int, group_ends: Tensor | None) -> tuple[int, int]:
+    """Shape of the swizzled scales of a matrix of (rows, cols) of them, or of its groups."""
     padding = 0 if group_ends is None else group_ends.shape[0] * (ROWS - 1)
     return round_up(rows + padding, ROWS), round_up(cols, COLS)
 

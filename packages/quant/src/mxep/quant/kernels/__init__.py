@@ -6,7 +6,9 @@ that of the op's plain-torch reference bit for bit, where the reference specifie
     numbers     device functions: scale bytes, powers of two, what they are made of
     turn        device functions: a tile's codes stored transposed
     rows        quantize along rows, square tiles
-    columns     quantize along columns, both ways of one read, requantize
+    tile        device functions: a tile quantized along its columns or rows
+    columns     quantize along columns, both ways of one read
+    requantize  codes blocked anew
     fold        rows by an index, folded
     split_fold  both operands of a wgrad, folded and turned
     swiglu      SwiGLU with quantization, forward and backward

@@ -17,10 +17,10 @@ from torch import Tensor
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.groups import round_up
 from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, reciprocal, scale_byte
+from mxep.quant.swizzle import ROWS, swizzled_shape
 
 WIDE = (8, 1024)
 NUM_WARPS = 4
-SWIZZLE_ROWS = 128
 SWIZZLE_WARPS = 8
 
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -193,8 +193,8 @@ def pad_quantize(x: Tensor, row_index: Tensor, dtype: torch.dtype, mode: str) ->
 
 def swizzle_scales(scale: Tensor, group_ends: Tensor | None) -> Tensor:
     """mxep::swizzle_scales."""
-    *rest, rows, cols = scale.shape
-    out = _swizzled(scale, rows, cols, group_ends, rest).view(scale.dtype)
+    rows, cols = scale.shape[-2:]
+    out = _swizzled(scale, rows, cols, group_ends).view(scale.dtype)
     _pick(None, scale, None, group_ends, None, out, None, swizzle=True)
     return out
 
@@ -229,9 +229,9 @@ def pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor
     return ends, index
 
 
-def _swizzled(like: Tensor, rows: int, cols: int, group_ends: Tensor | None, rest: list[int] | None = None) -> Tensor:
-    padding = 0 if group_ends is None else group_ends.shape[0] * (SWIZZLE_ROWS - 1)
-    shape = (*(rest or ()), round_up(rows + padding, SWIZZLE_ROWS), round_up(cols, 4))
+def _swizzled(like: Tensor, rows: int, cols: int, group_ends: Tensor | None) -> Tensor:
+    """Scales of the shape that `mxep.quant.swizzle` says, not written yet."""
+    shape = (*like.shape[:-2], *swizzled_shape(rows, cols, group_ends))
     return torch.empty(shape, dtype=SCALE_DTYPE, device=like.device)
 
 
@@ -261,11 +261,11 @@ def _pick(
     if scale is not None:
         scale = bytes_of(scale)
         scale = scale.flatten(0, -3) if scale.ndim > 2 else scale[None]
-    nr, nc = (SWIZZLE_ROWS, 128) if swizzle else WIDE
+    nr, nc = (ROWS, 128) if swizzle else WIDE
     row_tiles = triton.cdiv(rows, nr)
     if swizzle:
         assert out_scale is not None
-        row_tiles = out_scale.shape[-2] // SWIZZLE_ROWS
+        row_tiles = out_scale.shape[-2] // ROWS
     groups = 0 if group_ends is None else group_ends.shape[0]
     pick_kernel[(row_tiles * triton.cdiv(k, nc), batch)](
         x, scale, row_index, group_ends, out, None if out_scale is None else bytes_of(out_scale),

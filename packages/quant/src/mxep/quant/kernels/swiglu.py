@@ -2,14 +2,14 @@
 
     gate_up (R, 2F), row_weight                       read once          bytes an element of h, bf16: 4 in, 1 or 2 out
     d_h (R, F)                                        backward                                        6 in, 2 or 4 out
-      | a row at a time, in chunks of 8 elements a thread: of gate, of up, of d_h; fp32 from here
+      | a row at a time, in chunks of 8 or 16 elements a thread: of gate, of up, of d_h; fp32 from here
       v
     h (R, F) | d_gate_up (R, 2F), d_row_weight        written once
 
-Programs stride over rows; a row of up to 2048 elements belongs to one warp, so that nothing waits at a barrier. Chunks
-are unrolled, and a chunk is loaded before the one before it is computed. A result that needs all of its row first, to
-scale it, stays in registers: fp32 for one scale a row, but codes, a quarter of that, if it is folded. 8 elements a
-thread are what a load of bf16 brings; F is a constant of the kernel, so 768 or 14336 elements cost nothing for padding.
+Programs stride over rows; a warp takes 1024 or 2048 elements of one, so that few wait at a barrier. Chunks are
+unrolled, and a chunk is loaded before the one before it is computed. A result that needs all of its row first, to scale
+it, stays in registers: fp32 for one scale a row, but codes, a quarter of that, if it is folded. 8 elements a thread are
+what a load of bf16 brings; F is a constant of the kernel, so 768 or 14336 elements cost nothing for padding.
 
 While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 instructions for an element forward, 54
 backward; folded it takes 38 and 57. Hence a sigmoid without a division, and a sum over a row that leaves a thread late.

@@ -1,0 +1,139 @@
+"""Requantize: codes and scales blocked in any way, gathered or not, to blocks of 32 the other way or this way.
+
+    codes (S, K), their scales                  a program takes a tile of NR rows x NC columns
+      | fp32 in registers: codes * 2^(byte - 127)
+      | amax of 32 rows a column                -> codes (K, R), scale (R / 32, K)          TURN
+      | amax of 32 columns a row                -> codes (R, K), scale (R, K / 32)
+
+As `columns`, but for what it reads. Leading axes are a batch.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant.kernels import on_hopper
+from mxep.quant.kernels.numbers import bytes_of, power_of_two
+from mxep.quant.kernels.tile import place_of, put_columns, put_rows
+
+TILE = (128, 128)
+NUM_WARPS = 4
+
+
+@triton.jit
+def requantize_kernel(
+    codes_ptr,
+    scale_ptr,
+    row_index_ptr,
+    group_ends_ptr,
+    out_ptr,
+    out_scale_ptr,
+    R,
+    K,
+    num_groups,
+    batch_stride,
+    stride,
+    scale_batch_stride,
+    scale_stride_row,
+    scale_stride_column,
+    block_rows,
+    block_columns,
+    MODE: tl.constexpr,
+    TURN: tl.constexpr,
+    UNIT: tl.constexpr,
+    PACK: tl.constexpr,
+    NR: tl.constexpr,
+    NC: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+):
+    """codes (batch, S, K), a scale for block_rows x block_columns of them -> blocks of 32: TURN along rows, turned;
+    else along columns. UNIT divides 32 and block_columns. PACK 8 (needed by TURN) if R is a multiple of 8, else 1."""
+    BLOCK: tl.constexpr = 32
+    batch, row_tile, column_tile = place_of(tl.cdiv(R, NR), tl.cdiv(K, NC), ROWS_FIRST)
+    row0 = row_tile * NR
+    column0 = column_tile * NC
+    live = R
+    if group_ends_ptr is not None:
+        live = tl.load(group_ends_ptr + num_groups - 1)
+        if row0 >= live:
+            return
+    rows_left = live - row0
+    columns_left = K - column0
+    row = PACK * tl.arange(0, NR // PACK)[:, None]
+    column = tl.arange(0, NC)[None, :]
+    unit = UNIT * tl.arange(0, NC // UNIT)[None, :]
+    codes_ptr += batch * batch_stride + column0 + column
+    scale_ptr += batch * scale_batch_stride + ((column0 + unit) // block_columns).to(tl.int64) * scale_stride_column
+    there = row < rows_left
+    source = row0 + row
+    tile = ()
+    for i in tl.static_range(PACK):
+        if row_index_ptr is not None:
+            source = tl.load(row_index_ptr + row0 + row + i, mask=row < rows_left, other=-1)
+            there = source >= 0
+        codes = tl.load(codes_ptr + source.to(tl.int64) * stride, mask=there & (column < columns_left), other=0.0)
+        byte = tl.load(
+            scale_ptr + (source // block_rows).to(tl.int64) * scale_stride_row,
+            mask=there & (unit < columns_left),
+            other=0,
+        )
+        source += 1
+        x = tl.reshape(codes.to(tl.float32), (NR // PACK, NC // UNIT, UNIT))
+        x = x * power_of_two(byte.to(tl.int32))[:, :, None]
+        tile = tile + (tl.reshape(x, (NR // PACK, NC)),)
+    first = batch * R * K
+    if TURN:
+        out_ptr += first + column0.to(tl.int64) * R + row0
+        out_scale_ptr += (batch * R + row0) // BLOCK * K + column0
+        put_columns(tile, out_ptr, out_scale_ptr, R, K, rows_left, columns_left, MODE, BLOCK)
+    else:
+        out_ptr += first + row0.to(tl.int64) * K + column0
+        out_scale_ptr += (batch * R + row0) * (K // BLOCK) + column0 // BLOCK
+        put_rows(tile, row, out_ptr, out_scale_ptr, K, K // BLOCK, 1, rows_left, columns_left, MODE, BLOCK)
+
+
+def requantize(
+    codes: Tensor,
+    scale: Tensor,
+    block_rows: int,
+    block_columns: int,
+    row_index: Tensor | None,
+    group_ends: Tensor | None,
+    columns: bool,
+    dtype: torch.dtype,
+    mode: str,
+    *,
+    tile: tuple[int, int] = TILE,
+    rows_first: bool = False,
+    **options: int,
+) -> tuple[Tensor, Tensor]:
+    """mxep::requantize."""
+    *rest, stored, k = codes.shape
+    if codes.stride(-1) != 1 and codes.stride(-2) == 1 and row_index is None and group_ends is None:
+        # Stored turned: what is along rows here is along columns there, and codes come out as they lie there.
+        out, out_scale = requantize(codes.mT, scale.mT, block_columns, block_rows, None, None, not columns, dtype, mode)
+        return out, out_scale.mT.contiguous()
+    r = stored if row_index is None else row_index.shape[0]
+    out = torch.empty((*rest, k, r) if columns else (*rest, r, k), dtype=dtype, device=codes.device)
+    shape = (*rest, r // 32, k) if columns else (*rest, r, k // 32)
+    out_scale = torch.empty(shape, dtype=SCALE_DTYPE, device=codes.device)
+    if not out.numel():
+        return out, out_scale
+    if codes.stride(-1) != 1:
+        codes = codes.contiguous()
+    codes, scale = codes.flatten(0, -3) if rest else codes[None], scale.flatten(0, -3) if rest else scale[None]
+    options = {"num_warps": NUM_WARPS} | on_hopper(maxnreg=96 if row_index is None else 80) | options
+    nr, nc = tile
+    grid = (codes.shape[0] * triton.cdiv(r, nr) * triton.cdiv(k, nc),)
+    requantize_kernel[grid](
+        codes, bytes_of(scale), row_index, group_ends, out, bytes_of(out_scale),
+        r, k, 0 if group_ends is None else group_ends.shape[0],
+        codes.stride(0), codes.stride(1), *scale.stride(), block_rows, block_columns,
+        MODE=mode, TURN=columns, UNIT=math.gcd(32, block_columns), PACK=1 if r % 8 else 8, NR=nr, NC=nc,
+        ROWS_FIRST=rows_first, **options,
+    )  # fmt: skip
+    return out, out_scale
