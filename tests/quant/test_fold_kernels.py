@@ -10,6 +10,7 @@ from torch import Tensor
 from mxep.quant import E5M2, MXFormat
 from mxep.quant.kernels import fold as kernels
 from quant.exact import FORMATS
+from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 both_formats = pytest.mark.parametrize("fmt", FORMATS, ids=repr)
@@ -66,19 +67,6 @@ def check(*args: Any, **tuning: int) -> None:
         if a.dtype.itemsize == 1:
             a, b = a.view(torch.uint8), b.view(torch.uint8)
         assert torch.equal(a.cpu(), b)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launcher allocates holds garbage, so a byte that no kernel writes shows."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = empty(*args, **kwargs)
-        result.view(torch.uint8).fill_(0xA5)
-        return result
-
-    monkeypatch.setattr(kernels.torch, "empty", poisoned)
 
 
 @both_formats

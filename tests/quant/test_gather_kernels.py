@@ -6,8 +6,8 @@ from torch import Tensor
 
 from mxep.quant import E4M3, E5M2, groups, ops, swizzle
 from mxep.quant.kernels import gather as kernels
+from quant.poison import poisoned_allocations as poisoned_allocations
 from quant.test_quantize_kernels import DEVICE, assert_same, numbers
-from quant.test_quantize_kernels import _poisoned as _poisoned  # every test's allocations hold garbage
 
 HOW = E4M3.dtype, "rceil"
 

@@ -10,24 +10,12 @@ from torch import Tensor
 from mxep.quant import MXFormat
 from mxep.quant.kernels import split_fold as kernels
 from quant.exact import FORMATS
+from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 both_formats = pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 E4M3, E5M2 = FORMATS
 SMALL = {"tile": (32, 64), "num_warps": 1}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launcher allocates holds garbage, so a byte that no kernel writes shows."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = empty(*args, **kwargs)
-        result.view(torch.uint8).fill_(0xA5)
-        return result
-
-    monkeypatch.setattr(kernels.torch, "empty", poisoned)
 
 
 def operand(

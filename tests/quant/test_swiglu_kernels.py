@@ -11,9 +11,10 @@ from mxep.quant import MXFormat, ScaleMode
 from mxep.quant.kernels import swiglu as kernels
 from mxep.quant.sigmoid import sigmoid_pair
 from quant.exact import FORMATS
+from quant.poison import POISON
+from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-POISON = 0xA5
 E4M3, E5M2 = (fmt.dtype for fmt in FORMATS)
 INF, NAN = math.inf, math.nan
 all_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -54,19 +55,6 @@ def same(got: Tensor, want: Tensor) -> None:
         assert torch.equal(got.isnan(), want.isnan())
         got, want = got.nan_to_num(0.0, INF, -INF), want.nan_to_num(0.0, INF, -INF)
     assert torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launcher allocates holds garbage, so a byte that no kernel writes shows."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = empty(*args, **kwargs)
-        result.view(torch.uint8).fill_(POISON)
-        return result
-
-    monkeypatch.setattr(kernels.torch, "empty", poisoned)
 
 
 def check(
