@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from gemm.problem import Problem, problem
-from mxep.gemm import Recipe, WeightCache, grouped_mm, quantize_weight
+from mxep.gemm import BACKENDS, Recipe, WeightCache, grouped_mm, quantize_weight
 from mxep.quant import MXTensor
 
 MX = Recipe.mxfp8()
+REFERENCE = BACKENDS["reference"]
 
 
 def step(p: Problem, w: Tensor, cache: WeightCache | None, recipe: Recipe = MX) -> Tensor:
@@ -77,21 +78,21 @@ def test_forward_alone_does_not_quantize_columns() -> None:
     p, cache = problem(), WeightCache()
     with torch.no_grad():
         grouped_mm(p.a, p.w, p.group_ends, recipe=MX, weight_cache=cache)
-    assert cache.get(p.w, MX, cols=False).cols is None
+    assert cache.get(p.w, MX, REFERENCE, cols=False).cols is None
     half = cache.nbytes
     assert half == p.w.numel() * 33 // 32
     step(p, p.w, cache)
     assert cache.nbytes == 2 * half
     assert (cache.hits, cache.misses) == (1, 2)
-    assert cache.get(p.w, MX, cols=False).cols is not None
+    assert cache.get(p.w, MX, REFERENCE, cols=False).cols is not None
 
 
 def test_memory_is_visible_and_freed_with_the_weight() -> None:
     cache = WeightCache()
     w = torch.randn(2, 64, 32)
-    cache.get(w, MX)
+    cache.get(w, MX, REFERENCE)
     assert cache.nbytes == 2 * (w.numel() + w.numel() // 32)
-    cache.get(w, Recipe.mxfp8(weight_block="32x32"))
+    cache.get(w, Recipe.mxfp8(weight_block="32x32"), REFERENCE)
     assert cache.nbytes == 2 * (w.numel() + w.numel() // 32) + w.numel() + w.numel() // 1024
     del w
     gc.collect()
@@ -131,5 +132,5 @@ def test_data_put_in_the_place_of_old_data_is_seen() -> None:
     w = torch.nn.Parameter(torch.ones(2, 32, 32, dtype=torch.bfloat16))
     cache = WeightCache()
     for doubled in (1.0, 2.0, 4.0, 8.0):
-        assert cache.get(w, Recipe.mxfp8()).rows.dequantize().eq(doubled).all()
+        assert cache.get(w, Recipe.mxfp8(), REFERENCE).rows.dequantize().eq(doubled).all()
         w.data = w.data * 2

@@ -8,7 +8,14 @@ from mxep.quant import MXTensor
 
 
 def check_operands(
-    a: Tensor, w: Tensor, group_ends: Tensor, *, recipe: Recipe, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    w: Tensor,
+    group_ends: Tensor,
+    *,
+    recipe: Recipe,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    main_grad: Tensor | None,
 ) -> None:
     """Shapes, dtypes, devices and alignment; on the CPU also the values of group_ends."""
     if a.dim() != 2 or w.dim() != 3 or a.shape[1] != w.shape[2]:
@@ -19,7 +26,10 @@ def check_operands(
     _check_dtypes(a, w, recipe, out_dtype)
     if bias is not None and (bias.shape != (num_groups, n) or not bias.is_floating_point()):
         raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point (G, N) = {num_groups, n}")
-    for name, x in (("w", w), ("group_ends", group_ends), ("bias", bias)):
+    if main_grad is not None and (main_grad.shape != w.shape or main_grad.dtype != torch.float32):
+        got = f"{main_grad.dtype} {tuple(main_grad.shape)}"
+        raise ValueError(f"main_grad: got {got}, want torch.float32 {tuple(w.shape)}, the shape of w")
+    for name, x in (("w", w), ("group_ends", group_ends), ("bias", bias), ("main_grad", main_grad)):
         if x is not None and x.device != a.device:
             raise ValueError(f"{name}: got device {x.device}, want {a.device}, where a is")
     multiple = recipe.group_multiple

@@ -12,6 +12,7 @@ An MXTensor is kept by reference: bytes borrowed from a receive slot must be cop
 M rows (capacity), N out features, K in features, G groups.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight, WeightCache, quantize_weight
+from mxep.gemm.weights import QuantizedWeight, WeightCache
 from mxep.quant import MXTensor
 
 
@@ -35,6 +36,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     weight_cache: WeightCache | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
 
@@ -47,6 +49,7 @@ def grouped_mm(
     bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
     out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
     weight_cache: keeps the quantized w until it changes; without one it is quantized at each call.
+    main_grad: (G, N, K) fp32. Backward adds the gradient of w into it, in fp32, and returns none: w.grad stays.
 
     The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
     the recipe's blocks, else dequantized and quantized.
@@ -55,11 +58,12 @@ def grouped_mm(
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     out_dtype = out_dtype or a.dtype
-    check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype)
+    check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     chosen = select(backend, a.device)
     cols = torch.is_grad_enabled() and a.requires_grad
-    weight = quantize_weight(w, recipe, cols=cols) if weight_cache is None else weight_cache.get(w, recipe, cols=cols)
-    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype)  # type: ignore[no-untyped-call]
+    quantize = chosen.quantize_weight if weight_cache is None else functools.partial(weight_cache.get, backend=chosen)
+    weight = quantize(w, recipe, cols=cols)
+    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype, main_grad)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -75,12 +79,13 @@ class _GroupedMM(torch.autograd.Function):
         recipe: Recipe,
         backend: Backend,
         out_dtype: torch.dtype,
+        main_grad: Tensor | None,
     ) -> Tensor:
-        codes = a if isinstance(a, MXTensor) else recipe.quantize_activation(a)
+        codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe, group_ends)
         need_a, need_w, *_ = ctx.needs_input_grad
         a_kept = codes if recipe.wgrad == "mx" else a
         ctx.save_for_backward(group_ends, a_kept if need_w else None, weight.cols if need_a else None)
-        ctx.recipe, ctx.backend = recipe, backend
+        ctx.recipe, ctx.backend, ctx.main_grad = recipe, backend, main_grad
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
         return backend.forward(codes, weight.rows, group_ends, bias=bias, out_dtype=out_dtype)
 
@@ -93,25 +98,28 @@ class _GroupedMM(torch.autograd.Function):
         a_dtype, w_dtype, bias_dtype = ctx.dtypes
         da = dw = dbias = None
         if need_a or (need_w and recipe.wgrad == "mx"):
-            codes = _gradient_codes(dy, recipe)
+            codes = _gradient_codes(dy, group_ends, recipe, backend)
         if need_a:
             da = backend.dgrad(codes, w_cols, group_ends, out_dtype=a_dtype)
         if need_w:
             operands = (codes, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
-            dw = backend.wgrad(*operands, group_ends, recipe=recipe, out_dtype=w_dtype)
+            if ctx.main_grad is None:
+                dw = backend.wgrad(*operands, group_ends, recipe=recipe, out_dtype=w_dtype)
+            else:
+                backend.add_wgrad(*operands, group_ends, recipe=recipe, to=ctx.main_grad)
         if need_bias:
             dbias = _group_sums(_plain(dy), group_ends).to(bias_dtype)
-        return da, dw, dbias, None, None, None, None, None
+        return da, dw, dbias, None, None, None, None, None, None
 
 
 def _plain(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, MXTensor) else x
 
 
-def _gradient_codes(dy: Tensor, recipe: Recipe) -> Tensor:
+def _gradient_codes(dy: Tensor, group_ends: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
     if isinstance(dy, MXTensor) and recipe.fits(dy):
         return dy
-    return recipe.quantize_gradient(_plain(dy))
+    return backend.quantize_rows(_plain(dy), recipe.grad_fmt, recipe, group_ends)
 
 
 def _group_sums(x: Tensor, group_ends: Tensor) -> Tensor:

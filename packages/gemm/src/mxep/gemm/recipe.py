@@ -122,11 +122,11 @@ class Recipe:
 
     def quantize_activation(self, x: Tensor) -> Tensor:
         """x (..., K) bf16 or fp32 -> MXTensor along K; x itself if scaling is "none". Gradients pass unchanged."""
-        return self._quantize_rows(x, self.fmt)
+        return self.quantize_rows(x, self.fmt)
 
     def quantize_gradient(self, dy: Tensor) -> Tensor:
         """dy (..., N) bf16 or fp32 -> MXTensor along N; dy itself if scaling is "none"."""
-        return self._quantize_rows(dy, self.grad_fmt)
+        return self.quantize_rows(dy, self.grad_fmt)
 
     def along_tokens(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """An operand of wgrad (M, D), blocked along D (maybe indexed), blocked along M instead, in its own format.
@@ -137,7 +137,8 @@ class Recipe:
             return x
         return requantize(x, axis=-2, mode=self.mode, group_ends=group_ends)
 
-    def _quantize_rows(self, x: Tensor, fmt: MXFormat) -> Tensor:
+    def quantize_rows(self, x: Tensor, fmt: MXFormat) -> Tensor:
+        """x (..., D) bf16 or fp32 -> MXTensor of `fmt` along D; x itself if scaling is "none"."""
         if self.scaling == "none":
             return x
         return quantize(x, fmt=fmt, mode=self.mode, block=self.block)

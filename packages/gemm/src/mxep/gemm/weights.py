@@ -13,13 +13,16 @@ G groups, N out features, K in features.
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor, quantize, quantize_both
+
+if TYPE_CHECKING:
+    from mxep.gemm.backends.base import Backend
 
 
 @dataclass(frozen=True)
@@ -76,18 +79,18 @@ class WeightCache:
         self.misses = 0
         self._entries: dict[tuple[Any, ...], _Entry] = {}
 
-    def get(self, w: Tensor, recipe: Recipe, *, cols: bool = True) -> QuantizedWeight:
-        """w (G, N, K) quantized by the recipe; cols=False where only the forward needs it.
+    def get(self, w: Tensor, recipe: Recipe, backend: "Backend", *, cols: bool = True) -> QuantizedWeight:
+        """w (G, N, K) as backend.quantize_weight gives it; cols=False where only the forward needs it.
 
         Not kept, and not counted: weights of a recipe without scales, inference tensors (they count no versions), and
         anything under torch.compile, whose graph quantizes at each call.
         """
         if recipe.scaling == "none" or torch.compiler.is_compiling() or w.is_inference():
-            return quantize_weight(w, recipe, cols=cols)
+            return backend.quantize_weight(w, recipe, cols=cols)
         owner = w if w._base is None else w._base
         key = (
             *(id(owner), w.storage_offset(), w.shape, w.stride(), w.dtype),
-            *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block),
+            *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, backend.name),
         )
         entry = self._entries.get(key)
         storage = w.untyped_storage()
@@ -96,7 +99,7 @@ class WeightCache:
             self.hits += 1
             return entry.weight
         self.misses += 1
-        weight = quantize_weight(w, recipe, cols=cols)
+        weight = backend.quantize_weight(w, recipe, cols=cols)
         forget = weakref.ref(owner, lambda _: self._entries.pop(key, None))
         self._entries[key] = _Entry(forget, storage, w._version, weight)
         return weight

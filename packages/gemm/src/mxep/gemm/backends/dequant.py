@@ -11,6 +11,7 @@ be -1 or valid).
 import torch
 from torch import Tensor
 
+from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
 
@@ -18,8 +19,8 @@ ALIGNMENT = 8
 """torch's grouped mm wants rows of 16 bytes: N and K in 8 bf16."""
 
 
-class Dequant:
-    """See the module's docstring; `mxep.gemm.backends.Backend` has the contract."""
+class Dequant(Backend):
+    """See the module's docstring; `Backend` has the contract."""
 
     name = "dequant"
 

@@ -14,14 +14,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-class Reference:
-    """See the module's docstring; `mxep.gemm.backends.Backend` has the contract."""
+class Reference(Backend):
+    """See the module's docstring; `Backend` has the contract."""
 
     name = "reference"
 

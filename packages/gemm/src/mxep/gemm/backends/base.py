@@ -1,0 +1,64 @@
+"""What a backend is: three products over ragged groups of rows, and how it wants their operands quantized."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mxep.gemm.recipe import Recipe
+from mxep.gemm.weights import QuantizedWeight, quantize_weight
+from mxep.quant import MXFormat
+
+__all__ = ["Backend"]
+
+
+class Backend(Protocol):
+    """Three products over ragged groups of rows: rows group_ends[g-1] .. group_ends[g] - 1 are of group g.
+
+    Operands are quantized as the recipe says: MXTensor, or plain bf16 / fp32. Activations and gradients are blocked
+    along their rows (maybe indexed: bytes still in receive slots); weights as `quantize_weight` made them.
+    Rows past group_ends[-1] (int32, on the device) are not read; in results they are unspecified.
+    Only reference waits for the host. Derive from this class to inherit what is defined here.
+    """
+
+    @property
+    def name(self) -> str:
+        """What users pick it by."""
+        ...
+
+    def why_not(self, device: torch.device) -> str | None:
+        """None if it runs on `device`, else the reason why not, as the end of a sentence."""
+        ...
+
+    def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe, group_ends: Tensor) -> Tensor:
+        """A plain activation or gradient (M, D) as this backend wants it, in elements of `fmt`."""
+        return recipe.quantize_rows(x, fmt)
+
+    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
+        """w (G, N, K) as this backend wants it in forward (rows) and, with `cols`, in dgrad (cols). No gradient."""
+        return quantize_weight(w, recipe, cols=cols)
+
+    def forward(
+        self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        """a (M, K), w (G, N, K) the rows of its quantization -> (M, N): a[rows of g] @ w[g].T + bias[g].
+
+        bias: (G, N) or None.
+        """
+        ...
+
+    def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        """dy (M, N), w (G, N, K) the cols of its quantization -> (M, K): dy[rows of g] @ w[g]."""
+        ...
+
+    def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+        """dy (M, N), a (M, K), both blocked along their rows -> (G, N, K): dy[rows of g].T @ a[rows of g], 0 if empty.
+
+        How row-blocked codes become operands that contract over rows is the backend's business; `recipe.along_tokens`
+        is the definition.
+        """
+        ...
+
+    def add_wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor) -> None:
+        """`wgrad` added into `to`, (G, N, K) fp32."""
+        to.add_(self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype))
