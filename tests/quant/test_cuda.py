@@ -68,6 +68,8 @@ def test_quantize_has_the_same_bytes_on_a_gpu(fmt: MXFormat, mode: ScaleMode) ->
             on_both(lambda x, axis=axis: quantize(x, fmt=fmt, mode=mode, axis=axis), x)
         on_both(lambda x: quantize(x, fmt=fmt, mode=mode, block=None), x)
         on_both(lambda x: quantize_both(x, fmt=fmt, mode=mode)[1], x)
+        for i in (0, 1):
+            on_both(lambda x, i=i: quantize_both(x, fmt=fmt, mode=mode, block=None)[i], x)
 
 
 @both_formats
@@ -171,3 +173,14 @@ def test_more_elements_than_31_bits_count(axis: int) -> None:
         assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
     first = quantize(x[:64], axis=axis)
     assert torch.equal(mx[:64].qdata.contiguous().view(torch.uint8), first.qdata.contiguous().view(torch.uint8))  # type: ignore[attr-defined]
+
+
+def test_whole_rows_and_columns_of_more_elements_than_31_bits_count() -> None:
+    """A later batch is beyond 2^31; weights of two models' sizes keep every byte."""
+    for shape in ((513, 1024, 4096), (2, 4096, 7168), (3, 7168, 2048)):
+        x = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
+        for got, axis in zip(quantize_both(x, block=None), (-1, -2)):
+            for batch in (0, -1):
+                want = quantize(x[batch], axis=axis, block=None)
+                for one, other in ((got.qdata[batch], want.qdata), (got.scale[batch], want.scale)):
+                    assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

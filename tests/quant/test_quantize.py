@@ -182,6 +182,13 @@ def test_the_axes_agree_for_any_shape(shape: tuple[int, ...], fmt: MXFormat, mod
     assert_same(columns, quantize(x.mT, fmt=fmt, mode=mode).mT)
     for together, alone in zip(quantize_both(x, fmt=fmt, mode=mode), (rows, columns)):
         assert_same(together, alone)
+    if x.shape[-2] and x.shape[-1]:
+        for axis, together in zip((-1, -2), quantize_both(x, fmt=fmt, mode=mode, block=None)):
+            alone = quantize(x, fmt=fmt, mode=mode, axis=axis, block=None)
+            assert_same(together, alone)
+            assert together.block == alone.block
+            assert together.qdata.stride() == alone.qdata.stride()
+            assert together.scale.stride() == alone.scale.stride()
     if x.numel():
         assert_bytes(rows.qdata, exact.quantize_rows(fmt, mode, x)[0])
 
@@ -247,6 +254,15 @@ def test_without_blocks_a_whole_row_or_column_has_one_scale(fmt: MXFormat, mode:
     assert_bytes(mx.scale if axis == -1 else mx.scale.mT, byte)
 
 
+def test_a_nan_takes_its_whole_row_and_column_and_no_more() -> None:
+    x = gaussian(3, 40, 24, dtype=torch.bfloat16)
+    x[1, 5, 7] = float("nan")
+    rows, columns = (mx.dequantize().isnan() for mx in quantize_both(x, block=None))
+    assert rows[1, 5].all()
+    assert columns[1, :, 7].all()
+    assert (rows.sum(), columns.sum()) == (24, 40)
+
+
 def test_blocks_may_have_another_length() -> None:
     x = gaussian(8, 256)
     codes, byte = exact.quantize_rows(E4M3, ScaleMode.RCEIL, x, block=128)
@@ -276,9 +292,10 @@ def test_the_gradient_passes_unchanged_in_the_dtype_of_x(axis: int, dtype: torch
     assert torch.equal(x.grad, weight)
 
 
-def test_the_gradients_of_both_orientations_add_up() -> None:
+@pytest.mark.parametrize("block", [32, None])
+def test_the_gradients_of_both_orientations_add_up(block: int | None) -> None:
     x = gaussian(32, 64).requires_grad_()
-    rows, columns = quantize_both(x)
+    rows, columns = quantize_both(x, block=block)
     (rows.dequantize() + 2 * columns.dequantize()).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
@@ -314,6 +331,10 @@ def test_quantizing_twice_or_both_ways_of_ragged_columns_is_an_error() -> None:
         quantize(quantize(torch.zeros(32, 32)))
     with pytest.raises(ValueError, match=r"got shape \(33, 32\).*axis -2"):
         quantize_both(torch.zeros(33, 32))
+    with pytest.raises(ValueError, match=r"got block 64, want 32 or None.*quantize"):
+        quantize_both(torch.zeros(64, 64), block=64)
+    with pytest.raises(ValueError, match=r"block: got 0 for shape \(0, 32\)"):
+        quantize_both(torch.zeros(0, 32), block=None)
 
 
 OPS = torch.ops.mxep
@@ -325,6 +346,10 @@ def test_opcheck_quantize(op: str, fmt: MXFormat) -> None:
     x = gaussian(2, 64, 96, dtype=torch.bfloat16)
     for layout in (x, x.mT):
         torch.library.opcheck(getattr(OPS, op).default, (layout, fmt.dtype, "rceil", 32))
+
+
+def test_opcheck_quantize_both_whole() -> None:
+    torch.library.opcheck(OPS.quantize_both_whole.default, (gaussian(2, 48, 40), E4M3.dtype, "rceil"))
 
 
 @pytest.mark.parametrize("index", [None, torch.tensor([1, -1, 0], dtype=torch.int32)])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, ops
-from mxep.quant.kernels import columns, requantize, rows
+from mxep.quant.kernels import columns, requantize, rows, whole
 from mxep.quant.requantize import requantize_op
 from quant import exact
 from quant.poison import poisoned_allocations as poisoned_allocations
@@ -75,6 +75,40 @@ def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
     x = numbers(9, 2 * rows.LONGEST + 100)
     how = E4M3.dtype, "rceil", x.shape[1]
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("mode", list(ScaleMode))
+def test_whole_rows_and_columns_of_two_reads_in_every_mode(fmt: MXFormat, mode: ScaleMode) -> None:
+    x = hostile()  # every kind of number; NaN or Inf makes its row and its column NaN
+    x[:, 1:] = x[:, 1:].nan_to_num(1, 1, 1)
+    how = fmt.dtype, mode.value
+    assert_same(whole.quantize_both_whole(x.to(DEVICE), *how), ops.quantize_both_whole(x, *how))
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (40, 96), (3, 70, 136), (2, 37, 600), (130, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_whole_rows_and_columns_of_two_reads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x.view(-1, shape[-1])[-1, -1] = -float("inf")
+    how = E4M3.dtype, "rceil"
+    want = ops.quantize_both_whole(x, *how)
+    assert_same(whole.quantize_both_whole(x.to(DEVICE), *how), want)
+    assert_same(whole.quantize_both_whole(x.to(DEVICE), *how, rows_per_program=8), want)
+
+
+def test_whole_rows_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "LONGEST", 128)
+    x, how = numbers(2, 40, 192), (E4M3.dtype, "rceil")
+    assert_same(whole.quantize_both_whole(x.to(DEVICE), *how), ops.quantize_both_whole(x, *how))
+
+
+def test_whole_rows_turned_sliced_and_empty() -> None:
+    buffer = numbers(70, 200)
+    how = E4M3.dtype, "rceil"
+    for x in (buffer[3:67, 7:199], buffer.mT[:192, :64], torch.empty(0, 32, 64)):
+        moved = torch.as_strided(buffer.to(DEVICE), x.shape, x.stride(), x.storage_offset())
+        assert_same(whole.quantize_both_whole(moved, *how), ops.quantize_both_whole(x, *how))
 
 
 def test_columns_of_an_odd_length() -> None:

@@ -3,6 +3,7 @@
     quantize_rows     x (..., N, K) -> codes (..., N, K), scale (..., N, K/block)        blocks of 1 x block
     quantize_columns  x (..., N, K) -> codes (..., K, N), scale (..., N/block, K)        blocks of block x 1, turned
     quantize_both     both of one read, the scale of rows turned: (..., K/block, N)
+    quantize_both_whole  both with one scale for a whole row, and for a whole column, as the ops alone give them
     quantize_tiles    x (..., N, K) -> codes (..., N, K), scale (..., N/block, K/block)  blocks of block x block
     dequantize        codes, scale -> values, of the rows an index picks if there is one
     materialize       codes, scale, index -> codes, scale of the picked rows, contiguous
@@ -90,6 +91,20 @@ def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Ten
     rows = x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, k // block, n), dtype=SCALE_DTYPE)
     columns = x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block, k), dtype=SCALE_DTYPE)
     return *rows, *columns
+
+
+@torch.library.custom_op("mxep::quantize_both_whole", mutates_args=())
+def quantize_both_whole(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (..., N, K) -> what quantize_rows gives for blocks of K, what quantize_columns gives for blocks of N."""
+    n, k = x.shape[-2:]
+    return *encode_rows(x, dtype, mode, k), *encode_columns(x, dtype, mode, n)
+
+
+@quantize_both_whole.register_fake
+def _(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rest, n, k = x.shape
+    rows = x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, n, 1), dtype=SCALE_DTYPE)
+    return *rows, x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, 1, k), dtype=SCALE_DTYPE)
 
 
 @torch.library.custom_op("mxep::quantize_tiles", mutates_args=())
@@ -195,4 +210,5 @@ on_cuda(quantize_rows, "rows", "quantize_rows")
 on_cuda(quantize_tiles, "rows", "quantize_tiles")
 on_cuda(quantize_columns, "columns", "quantize_columns")
 on_cuda(quantize_both, "columns", "quantize_both")
+on_cuda(quantize_both_whole, "whole", "quantize_both_whole")
 on_cuda(materialize, "gather", "materialize")

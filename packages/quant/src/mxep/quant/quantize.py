@@ -1,7 +1,7 @@
 """Quantization as users call it: plain tensor in, MXTensor out, gradients straight through.
 
     quantize       x -> blocks along rows, columns or square tiles
-    quantize_both  x -> blocks along rows and blocks along columns, of one read
+    quantize_both  x -> blocks along rows and blocks along columns, of fewer reads
 
 The numerics (element rule, scale bytes) are those of `mxep.quant.ops` and `mxep.quant.scales`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
@@ -46,15 +46,27 @@ def quantize(
     return wrap(x, codes, scale, None, axis, block, x.dtype)
 
 
-def quantize_both(x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMode.RCEIL) -> tuple[MXTensor, MXTensor]:
-    """`quantize(x, axis=-1), quantize(x, axis=-2)` of one read of x (..., N, K), N and K multiples of 32.
+def quantize_both(
+    x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMode.RCEIL, block: int | None = BLOCK
+) -> tuple[MXTensor, MXTensor]:
+    """`quantize(x, axis=-1, block=block), quantize(x, axis=-2, block=block)`, bit for bit, of fewer reads.
 
-    The gradients of both results add up. ValueError as for `quantize`.
+    x: (..., N, K). block: 32, N and K multiples of it: one read; None: a scale for each row and for each column: two.
+    The gradients of both results add up. ValueError as for `quantize`, and for other blocks.
     """
     check_values("quantize_both", x)
-    check_block(BLOCK, check_axis(TILES, x), x)
-    rows, row_scale, columns, column_scale = ops.quantize_both(x.detach(), check_format(fmt), check_mode(mode), BLOCK)
+    check_axis(TILES, x)
+    how = check_format(fmt), check_mode(mode)
+    if block is None:
+        n, k = check_block(None, -2, x), check_block(None, -1, x)
+        rows, row_scale, columns, column_scale = ops.quantize_both_whole(x.detach(), *how)
+    elif block == BLOCK:
+        n = k = check_block(block, TILES, x)
+        rows, row_scale, columns, column_scale = ops.quantize_both(x.detach(), *how, block)
+        row_scale = row_scale.mT
+    else:
+        raise ValueError(f"quantize_both: got block {block}, want {BLOCK} or None: call quantize for each axis")
     return (
-        wrap(x, rows, row_scale.mT, None, -1, BLOCK, x.dtype),
-        wrap(x, columns.mT, column_scale, None, -2, BLOCK, x.dtype),
+        wrap(x, rows, row_scale, None, -1, k, x.dtype),
+        wrap(x, columns.mT, column_scale, None, -2, n, x.dtype),
     )

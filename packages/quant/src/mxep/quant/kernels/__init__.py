@@ -8,6 +8,7 @@ that of the op's plain-torch reference bit for bit, where the reference specifie
     rows        quantize along rows, square tiles
     tile        device functions: a tile quantized along its columns or rows
     columns     quantize along columns, both ways of one read
+    whole       one scale a row and one a column, of two reads
     requantize  codes blocked anew
     fold        rows by an index, folded
     split_fold  both operands of a wgrad, folded and turned

@@ -119,16 +119,33 @@ def quantize_columns(
     if _fits(block, tile):
         _quantize_tile(x, None, None, codes, scale, mode, block, tile, rows_first, options)
         return codes, scale
-    segments = x.numel() // (block * k)
-    bits = torch.zeros((segments, k), dtype=torch.int32, device=x.device)
+    bits = torch.zeros((x.numel() // (block * k), k), dtype=torch.int32, device=x.device)
     nr, nc = tile
-    grid = (segments * triton.cdiv(block, nr) * triton.cdiv(k, nc),)
-    pack = 8 if block % 8 == 0 else 1
+    grid = (bits.shape[0] * triton.cdiv(block, nr) * triton.cdiv(k, nc),)
     column_magnitudes_kernel[grid](x, bits, block, k, NR=nr, NC=nc, **options)
-    quantize_long_columns_kernel[grid](
-        x, bits, codes, bytes_of(scale), block, n, k, MODE=mode, PACK=pack, NR=nr, NC=nc, **options
-    )
+    put_long_columns(x, bits, codes, scale, mode, block, tile=tile, **options)
     return codes, scale
+
+
+def put_long_columns(
+    x: Tensor,
+    bits: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    mode: str,
+    block: int,
+    *,
+    tile: tuple[int, int] = TILE,
+    **options: int,
+) -> None:
+    """codes and scale of quantize_columns, of x (..., N, K) contiguous and its columns' magnitude bits (segments, K)."""
+    n, k = x.shape[-2:]
+    nr, nc = tile
+    grid = (bits.shape[0] * triton.cdiv(block, nr) * triton.cdiv(k, nc),)
+    quantize_long_columns_kernel[grid](
+        x, bits, codes, bytes_of(scale), block, n, k, MODE=mode, PACK=8 if block % 8 == 0 else 1, NR=nr, NC=nc,
+        **{"num_warps": NUM_WARPS} | options,
+    )  # fmt: skip
 
 
 def quantize_both(

@@ -1,0 +1,87 @@
+"""Row-scaled codes both ways: one scale for each row, and one for each column, of x (N, K) read twice.
+
+    pass 1   x -> codes (N, K), scale (N, 1)    and the largest magnitude of each column so far, by atomic max
+    pass 2   x -> codes (K, N), scale (1, K)    the second pass of `columns`
+
+A column's scale needs all its rows before its first code, so twice is the least: 6 bytes an element of bf16, instead of
+the 8 of rows and columns each by themselves. A program of pass 1 takes whole rows, ROWS at a time, held in registers
+with the running maxima of their columns: a thread has the same columns of all rows, so those need no exchange. The next
+rows are loaded before the barrier that these ones' scales take. Maxima are integers, whose order does not matter:
+results are the same in every run. Leading axes are a batch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant.kernels.columns import put_long_columns, quantize_columns
+from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, reciprocal, scale_byte
+from mxep.quant.kernels.rows import LONGEST, quantize_rows
+
+ROWS_PER_PROGRAM = 32
+"""A power of two. Few: many atomics, one for each column of a program. Many: few programs, and a long last wave."""
+THREAD_ELEMENTS = 32
+"""Of a step, as many again on their way for the next one."""
+
+
+@triton.jit
+def rows_and_column_magnitudes_kernel(
+    x_ptr, codes_ptr, scale_ptr, bits_ptr, N, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """x (batch, N, K) -> codes, scale (batch, N); bits (batch, K), the largest magnitude bits, start at 0."""
+    programs = tl.cdiv(N, ROWS * STEPS)
+    batch = (tl.program_id(0) // programs).to(tl.int64)
+    row0 = tl.program_id(0) % programs * (ROWS * STEPS)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, triton.next_power_of_2(K))
+    inside = column < K
+    largest = tl.zeros(column.shape, tl.int32)
+    dtype: tl.constexpr = codes_ptr.dtype.element_ty
+    first = batch * N + row0
+    place = row[:, None] * K + column[None, :]
+    left = N - row0
+    mask = (row < left)[:, None] & inside[None, :]
+    ahead = tl.load(x_ptr + first * K + place, mask=mask, other=0.0)
+    for step in range(tl.minimum(STEPS, tl.cdiv(left, ROWS))):
+        x = ahead.to(tl.float32)
+        there = row < left
+        mask = there[:, None] & inside[None, :]
+        left -= ROWS
+        next_mask = (row < tl.where(step + 1 < STEPS, left, 0))[:, None] & inside[None, :]
+        ahead = tl.load(x_ptr + (first + ROWS) * K + place, mask=next_mask, other=0.0)
+        bits = magnitude_bits(x)
+        largest = tl.maximum(largest, tl.max(bits, axis=0))
+        byte = scale_byte(tl.max(bits, axis=1), MODE, dtype)
+        tl.store(codes_ptr + first * K + place, (x * reciprocal(byte)[:, None]).to(dtype), mask=mask)
+        tl.store(scale_ptr + first + row, byte.to(tl.uint8), mask=there)
+        first += ROWS
+    tl.atomic_max(bits_ptr + batch * K + column, largest, mask=inside, sem="relaxed")
+
+
+def quantize_both_whole(
+    x: Tensor, dtype: torch.dtype, mode: str, *, rows_per_program: int = ROWS_PER_PROGRAM, **options: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """mxep::quantize_both_whole. Rows longer than registers hold are read once more. options: of the first pass."""
+    x = x.contiguous()
+    *rest, n, k = x.shape
+    if k > LONGEST or not x.numel():
+        return *quantize_rows(x, dtype, mode, k), *quantize_columns(x, dtype, mode, n)
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty((*rest, n, 1), dtype=SCALE_DTYPE, device=x.device)
+    turned = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
+    turned_scale = torch.empty((*rest, 1, k), dtype=SCALE_DTYPE, device=x.device)
+    batches = x.numel() // (n * k)
+    bits = torch.zeros((batches, k), dtype=torch.int32, device=x.device)
+    padded = triton.next_power_of_2(k)
+    warps = min(16, max(4, padded // (32 * THREAD_ELEMENTS)))
+    rows = min(max(1, 32 * THREAD_ELEMENTS * warps // padded), rows_per_program)
+    grid = (batches * triton.cdiv(n, rows_per_program),)
+    rows_and_column_magnitudes_kernel[grid](
+        x, codes, bytes_of(scale), bits, n, K=k, MODE=mode, ROWS=rows, STEPS=rows_per_program // rows,
+        **{"num_warps": warps} | options,
+    )  # fmt: skip
+    put_long_columns(x, bits, turned, turned_scale, mode, n)
+    return codes, scale, turned, turned_scale
