@@ -2,6 +2,7 @@
 
 reference   fp32 accumulation group by group, a loop on the host: the definition, for any device, fast on CPUs
 dequant     dequantize to bf16, then torch's grouped mm: any device, no host sync
+triton      the exact MX product by `tl.dot_scaled`: tensor cores of Blackwell, upcasts elsewhere; CPU: interpreted
 """
 
 import functools
@@ -14,11 +15,12 @@ import torch
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.backends.reference import Reference
+from mxep.gemm.backends.triton import Triton
 
 __all__ = ["AUTO", "BACKENDS", "Backend", "select"]
 
 
-BACKENDS: Final[Mapping[str, Backend]] = {backend.name: backend for backend in (Reference(), Dequant())}
+BACKENDS: Final[Mapping[str, Backend]] = {backend.name: backend for backend in (Reference(), Dequant(), Triton())}
 """All backends by name."""
 
 AUTO: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("reference",), "cuda": ("dequant",)}

@@ -1,0 +1,179 @@
+"""The triton backend: MXFP8 products by `tl.dot_scaled`, one persistent kernel each, no host sync.
+
+    forward  a (codes as they come, gathered by their index inside the kernel) x w along K       -> out
+    dgrad    dy (likewise)                                                     x w along N       -> da
+    wgrad    dy, a requantized along tokens, one pass each                     x, group by group -> dw, or added to fp32
+
+The exact MX product: codes and scales as the recipe defines them, nothing folded, sums in fp32. On Blackwell (sm_100)
+the tensor cores apply the scales; on other GPUs Triton upcasts to bf16, which is slow: 200 TF of an H200's 1290
+(FACTS: 8192^3). On a CPU it runs under Triton's interpreter, for tests. Not run on Blackwell or CDNA4 hardware.
+
+Recipes with MX scales only. wgrad of unquantized operands (wgrad "bf16") is torch's grouped mm, as in `dequant`.
+"""
+
+import contextlib
+import os
+
+import torch
+from torch import Tensor
+
+from mxep.gemm.backends.base import Backend
+from mxep.gemm.backends.dequant import Dequant
+from mxep.gemm.recipe import Recipe
+from mxep.quant import BLOCK, MXTensor, requantize
+from mxep.quant.checks import Axis
+
+OLDEST = (8, 9)
+"""The first compute capability whose E4M3 Triton converts."""
+
+
+class Triton(Backend):
+    """See the module's docstring; `Backend` has the contract.
+
+    forward, dgrad and wgrad also write into a given contiguous `out`, and only if `run_if`, an int32 () on the device,
+    is not 0 (without it: always). So a product can be computed again, exactly, without the host knowing whether.
+    """
+
+    name = "triton"
+
+    def why_not(self, device: torch.device) -> str | None:
+        if device.type == "cuda":
+            if (have := torch.cuda.get_device_capability(device)) < OLDEST:
+                return f"got compute capability {have}, want {OLDEST} or newer for E4M3; use backend 'dequant'"
+            return None
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return (
+            "want a CUDA device, or TRITON_INTERPRET=1 set before Triton is imported (slow, for tests); "
+            "use backend 'reference' or 'dequant'"
+        )
+
+    def forward(
+        self,
+        a: Tensor,
+        w: Tensor,
+        group_ends: Tensor,
+        *,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
+        run_if: Tensor | None = None,
+    ) -> Tensor:
+        a, w = self.mx("a", a, -1), self.mx("w", w, -1, (-2, -1))
+        if out is None:
+            out = a.qdata.new_empty((a.shape[0], w.shape[1]), dtype=out_dtype)
+        grouped_mm_dot_scaled(out, a.qdata, a.scale, a.row_index, w.qdata, w.scale, group_ends, bias, run_if)
+        return out
+
+    def dgrad(
+        self,
+        dy: Tensor,
+        w: Tensor,
+        group_ends: Tensor,
+        *,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
+        run_if: Tensor | None = None,
+    ) -> Tensor:
+        return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype, out=out, run_if=run_if)
+
+    def wgrad(
+        self,
+        dy: Tensor,
+        a: Tensor,
+        group_ends: Tensor,
+        *,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
+        run_if: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor) and out is None and run_if is None:
+            return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
+        if out is None:
+            out = group_ends.new_empty((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
+        self._wgrad_into(out, dy, a, group_ends, recipe, add=False, run_if=run_if)
+        return out
+
+    def add_wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor) -> None:
+        if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
+            super().add_wgrad(dy, a, group_ends, recipe=recipe, to=to)
+        elif to.is_contiguous():
+            self._wgrad_into(to, dy, a, group_ends, recipe, add=True, run_if=None)
+        else:
+            to.add_(self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype))
+
+    def _wgrad_into(
+        self,
+        out: Tensor,
+        dy: Tensor,
+        a: Tensor,
+        group_ends: Tensor,
+        recipe: Recipe,
+        *,
+        add: bool,
+        run_if: Tensor | None,
+    ) -> None:
+        dy, a = self.mx("dy", dy, -1), self.mx("a", a, -1)
+        # No groups where nothing is to run, so that nothing is requantized either.
+        ends = group_ends if run_if is None else group_ends * (run_if != 0)
+        x, y = (requantize(each, axis=-2, mode=recipe.mode, group_ends=ends) for each in (dy, a))
+        grouped_wgrad_dot_scaled(out, x.qdata, x.scale, y.qdata, y.scale, group_ends, add, run_if)
+
+    def mx(self, name: str, x: Tensor, *axes: Axis) -> MXTensor:
+        """`x`, an MXTensor in blocks of 32 along one of `axes`; ValueError if it is none."""
+        if isinstance(x, MXTensor) and x.axis in axes and x.block == BLOCK:
+            return x
+        got = repr(x) if isinstance(x, MXTensor) else f"a plain tensor of {x.dtype}"
+        raise ValueError(
+            f"backend {self.name!r}: {name}: got {got}, want an MXTensor in blocks of {BLOCK}: "
+            "use a recipe 'mxfp8...', or for recipes 'bf16' and 'fp8' backend 'dequant' or 'reference'"
+        )
+
+
+@torch.library.custom_op("mxep::grouped_mm_dot_scaled", mutates_args=("out",))
+def grouped_mm_dot_scaled(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_index: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    group_ends: Tensor,
+    bias: Tensor | None,
+    run_if: Tensor | None,
+) -> None:
+    """`mxep.gemm.kernels.dot_scaled.grouped_mm` into out (M, N)."""
+    from mxep.gemm.kernels import dot_scaled
+
+    with _on(out.device):
+        dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, group_ends, bias, out.dtype, out=out, run_if=run_if)
+
+
+@torch.library.custom_op("mxep::grouped_wgrad_dot_scaled", mutates_args=("out",))
+def grouped_wgrad_dot_scaled(
+    out: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    y: Tensor,
+    y_scale: Tensor,
+    group_ends: Tensor,
+    add: bool,
+    run_if: Tensor | None,
+) -> None:
+    """`mxep.gemm.kernels.dot_scaled.grouped_wgrad` into out (G, N, K), or added to it."""
+    from mxep.gemm.kernels import dot_scaled
+
+    with _on(out.device):
+        dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, group_ends, out.dtype, out=out, add=add, run_if=run_if)
+
+
+@grouped_mm_dot_scaled.register_fake
+@grouped_wgrad_dot_scaled.register_fake
+def _(*args: object) -> None:
+    """`out` is all there is."""
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

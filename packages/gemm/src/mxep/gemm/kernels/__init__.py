@@ -1,0 +1,6 @@
+"""Triton kernels of the backends: one file a subject, device code first, its launchers below.
+
+    dot_scaled  MXFP8 products over ragged groups by `tl.dot_scaled`
+
+A launcher takes CUDA tensors, or CPU tensors under Triton's interpreter.
+"""

@@ -1,0 +1,85 @@
+"""Kernels of mxep.gemm as a model would launch them, for `python tests/ahead_of_time.py tests/gemm/launches.py`.
+
+LAUNCHES: name -> a function that calls a launcher on empty tensors (of the meta device: sizes cost nothing). A line for
+each variant that makes other code: another layout, format, operand. M rows, N out features, K in features, G groups.
+"""
+
+import torch
+
+from mxep.gemm.kernels import dot_scaled
+
+M, N, K, G = 65536, 4096, 7168, 32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Operand = tuple[torch.Tensor, torch.Tensor]
+
+
+def rows(m: int = M, k: int = K, dtype: torch.dtype = E4M3) -> Operand:
+    """Codes along k and their scales."""
+    return torch.empty(m, k, dtype=dtype), torch.empty(m, k // 32, dtype=torch.float8_e8m0fnu)
+
+
+def slots() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes and scales side by side in the rows of a receive buffer, and the index that picks them."""
+    buffer = torch.empty(M, K + K // 32, dtype=torch.uint8)
+    codes, scale = buffer[:, :K].view(E4M3), buffer[:, K:].view(torch.float8_e8m0fnu)
+    return codes, scale, torch.empty(M, dtype=torch.int32)
+
+
+def weight(n: int = N, k: int = K, dtype: torch.dtype = E4M3) -> Operand:
+    """As `quantize_both` stores its rows: scales turned."""
+    return torch.empty(G, n, k, dtype=dtype), torch.empty(G, k // 32, n, dtype=torch.float8_e8m0fnu).mT
+
+
+def weight_cols() -> Operand:
+    """As dgrad sees what `quantize_both` stores for it."""
+    return torch.empty(G, K, N, dtype=E4M3), torch.empty(G, N // 32, K, dtype=torch.float8_e8m0fnu).mT
+
+
+def tiles() -> Operand:
+    return torch.empty(G, N, K, dtype=E4M3), torch.empty(G, N // 32, K // 32, dtype=torch.float8_e8m0fnu)
+
+
+def tokens(d: int, dtype: torch.dtype = E4M3) -> Operand:
+    """As `requantize` stores what wgrad contracts: along the rows."""
+    return torch.empty(d, M, dtype=dtype).mT, torch.empty(M // 32, d, dtype=torch.float8_e8m0fnu)
+
+
+def ends() -> torch.Tensor:
+    return torch.empty(G, dtype=torch.int32)
+
+
+def flag() -> torch.Tensor:
+    return torch.empty((), dtype=torch.int32)
+
+
+def mm(a: tuple[torch.Tensor, ...], w: Operand, **options: torch.Tensor | None) -> None:
+    codes, scale, *index = a
+    bias = options.pop("bias", None)
+    dot_scaled.grouped_mm(
+        codes, scale, index[0] if index else None, *w, ends(), bias, torch.bfloat16, run_if=options.pop("run_if", None)
+    )
+
+
+def turned(operand: Operand) -> Operand:
+    return operand[0].mT, operand[1].mT
+
+
+def wgrad(dy_dtype: torch.dtype = E4M3, **options: bool) -> None:
+    dtype = torch.float32 if options.get("add") else torch.bfloat16
+    out = torch.empty(G, N, K, dtype=dtype)
+    dot_scaled.grouped_wgrad(*tokens(N, dy_dtype), *tokens(K), ends(), dtype, out=out, **options)
+
+
+LAUNCHES = {
+    "forward": lambda: mm(rows(), weight()),
+    "forward of slots, bias": lambda: mm(slots(), weight(), bias=torch.empty(G, N)),
+    "forward E5M2 if": lambda: mm(rows(dtype=E5M2), weight(), run_if=flag()),
+    "forward tiles": lambda: mm(rows(), tiles()),
+    "forward odd blocks": lambda: mm(rows(k=1440), weight(k=1440)),
+    "dgrad": lambda: mm(rows(k=N), weight_cols()),
+    "dgrad E5M2": lambda: mm(rows(k=N, dtype=E5M2), weight_cols()),
+    "dgrad tiles": lambda: mm(rows(k=N), turned(tiles())),
+    "wgrad": wgrad,
+    "wgrad add": lambda: wgrad(add=True),
+    "wgrad E5M2": lambda: wgrad(E5M2),
+}
