@@ -3,6 +3,7 @@
 reference   fp32 accumulation group by group, a loop on the host: the definition, for any device, fast on CPUs
 dequant     dequantize to bf16, then torch's grouped mm: any device, no host sync
 triton      the exact MX product by `tl.dot_scaled`: tensor cores of Blackwell, upcasts elsewhere; CPU: interpreted
+blackwell   torch's scaled grouped mm on Blackwell, E4M3 only, bf16 results; not run on hardware yet
 """
 
 import functools
@@ -13,6 +14,7 @@ from typing import Final
 import torch
 
 from mxep.gemm.backends.base import Backend
+from mxep.gemm.backends.blackwell import Blackwell
 from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.backends.reference import Reference
 from mxep.gemm.backends.triton import Triton
@@ -20,7 +22,9 @@ from mxep.gemm.backends.triton import Triton
 __all__ = ["AUTO", "BACKENDS", "Backend", "select"]
 
 
-BACKENDS: Final[Mapping[str, Backend]] = {backend.name: backend for backend in (Reference(), Dequant(), Triton())}
+BACKENDS: Final[Mapping[str, Backend]] = {
+    backend.name: backend for backend in (Reference(), Dequant(), Triton(), Blackwell())
+}
 """All backends by name."""
 
 AUTO: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("reference",), "cuda": ("dequant",)}

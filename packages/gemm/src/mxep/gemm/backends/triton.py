@@ -59,7 +59,7 @@ class Triton(Backend):
         out: Tensor | None = None,
         run_if: Tensor | None = None,
     ) -> Tensor:
-        a, w = self.mx("a", a, -1), self.mx("w", w, -1, (-2, -1))
+        a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
         if out is None:
             out = a.qdata.new_empty((a.shape[0], w.shape[1]), dtype=out_dtype)
         grouped_mm_dot_scaled(out, a.qdata, a.scale, a.row_index, w.qdata, w.scale, group_ends, bias, run_if)
@@ -114,21 +114,22 @@ class Triton(Backend):
         add: bool,
         run_if: Tensor | None,
     ) -> None:
-        dy, a = self.mx("dy", dy, -1), self.mx("a", a, -1)
+        dy, a = check_mx(self.name, "dy", dy, -1), check_mx(self.name, "a", a, -1)
         # No groups where nothing is to run, so that nothing is requantized either.
         ends = group_ends if run_if is None else group_ends * (run_if != 0)
         x, y = (requantize(each, axis=-2, mode=recipe.mode, group_ends=ends) for each in (dy, a))
         grouped_wgrad_dot_scaled(out, x.qdata, x.scale, y.qdata, y.scale, group_ends, add, run_if)
 
-    def mx(self, name: str, x: Tensor, *axes: Axis) -> MXTensor:
-        """`x`, an MXTensor in blocks of 32 along one of `axes`; ValueError if it is none."""
-        if isinstance(x, MXTensor) and x.axis in axes and x.block == BLOCK:
-            return x
-        got = repr(x) if isinstance(x, MXTensor) else f"a plain tensor of {x.dtype}"
-        raise ValueError(
-            f"backend {self.name!r}: {name}: got {got}, want an MXTensor in blocks of {BLOCK}: "
-            "use a recipe 'mxfp8...', or for recipes 'bf16' and 'fp8' backend 'dequant' or 'reference'"
-        )
+
+def check_mx(backend: str, name: str, x: Tensor, *axes: Axis) -> MXTensor:
+    """`x`, an MXTensor in blocks of 32 along one of `axes`; ValueError if it is none."""
+    if isinstance(x, MXTensor) and x.axis in axes and x.block == BLOCK:
+        return x
+    got = repr(x) if isinstance(x, MXTensor) else f"a plain tensor of {x.dtype}"
+    raise ValueError(
+        f"backend {backend!r}: {name}: got {got}, want an MXTensor in blocks of {BLOCK}: "
+        "use a recipe 'mxfp8...', or for recipes 'bf16' and 'fp8' backend 'dequant' or 'reference'"
+    )
 
 
 @torch.library.custom_op("mxep::grouped_mm_dot_scaled", mutates_args=("out",))

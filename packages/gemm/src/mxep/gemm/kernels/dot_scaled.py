@@ -30,7 +30,7 @@ BLOCK = tl.constexpr(32)
 
 @triton.jit
 def _tile_of(tile, tiles_before, tiles, columns, BAND: tl.constexpr, group):
-    """(group, row tile, column tile) of `tile`; tiles (GROUPS,): row tiles of a group, tiles_before: of those before."""
+    """(group, row tile, column tile) of `tile`; tiles (GROUPS,): row tiles of a group, tiles_before: of all before."""
     mine = (tile >= tiles_before * columns) & (tile < (tiles_before + tiles) * columns)
     g = tl.sum(tl.where(mine, group, 0))
     within = tile - tl.sum(tl.where(mine, tiles_before, 0)) * columns

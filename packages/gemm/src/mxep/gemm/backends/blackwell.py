@@ -1,0 +1,137 @@
+"""The blackwell backend: torch's scaled grouped mm (CUTLASS) with MX scales in the layout of Blackwell's tensor cores.
+
+    a       codes (M, K), gathered if indexed     scales swizzled group by group, each group's rows padded to 128
+    w       codes (G, N, K)                       scales swizzled matrix by matrix                -> out (M, N), and da
+    dy, a   codes (N, M), (K, M), requantized     scales swizzled group by group, each group's blocks of tokens padded
+            along tokens                          to 4: `swizzle_along_tokens`                    -> dw (G, N, K)
+
+A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`), so groups need no more than MX's own multiple of 32 rows: what
+is padded are scales, which no one sees. NOT RUN ON HARDWARE: layouts are tested bit for bit against the published
+formula, operands against torch's own checks of shapes and strides; no product has been computed.
+
+What torch offers sets the limits: compute capability 10.x, E4M3 for both operands, bf16 results. So there is one more
+rounding to bf16 where out_dtype is fp32 and before a bias or main_grad is added, and E5M2 gradients are refused.
+Weights' scales (1/32 of their codes) are swizzled at each call. Tiles (32x32) are kept as two copies of the codes.
+"""
+
+import torch
+from torch import Tensor
+
+from mxep.gemm.backends.base import Backend
+from mxep.gemm.backends.dequant import Dequant, _group_of_row
+from mxep.gemm.backends.triton import check_mx
+from mxep.gemm.recipe import Recipe
+from mxep.gemm.weights import QuantizedWeight
+from mxep.quant import BLOCK, E4M3, MXTensor, gather_swizzled, pad_groups, requantize, swizzle_scales
+
+ROWS, COLS = 128, 4
+"""Scales in a tile of the swizzled layout."""
+Operand = tuple[Tensor, Tensor]
+"""Codes, and their scales swizzled."""
+
+
+class Blackwell(Backend):
+    """See the module's docstring; `Backend` has the contract."""
+
+    name = "blackwell"
+
+    def why_not(self, device: torch.device) -> str | None:
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"want a CUDA device of compute capability 10.x, got {device.type}; use backend 'reference'"
+        if (have := torch.cuda.get_device_capability(device))[0] != 10:
+            return f"torch's MX grouped mm wants compute capability 10.x, got {have}; use backend 'auto' or 'triton'"
+        if not hasattr(torch, "_scaled_grouped_mm"):
+            return f"torch {torch.__version__} has no scaled grouped mm, want torch >= 2.11; use backend 'triton'"
+        return None
+
+    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
+        weight = super().quantize_weight(w, recipe, cols=cols)
+        if recipe.weight_block == "1x32":
+            return weight
+        tiles = weight.rows
+        assert isinstance(tiles, MXTensor)
+        return QuantizedWeight(tiles.along(-1), tiles.along(-2).materialize() if cols else None)
+
+    def forward(
+        self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        out = multiply(*rows_operand(self._e4m3("a", a), group_ends), *weight_operand(self._e4m3("w", w)), group_ends)
+        out = out.to(out_dtype)
+        return out if bias is None else (out + bias[_group_of_row(group_ends, len(out))]).to(out_dtype)
+
+    def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype)
+
+    def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+        if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
+            return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
+        dy, a = (
+            requantize(self._e4m3(name, x), axis=-2, mode=recipe.mode, group_ends=group_ends)
+            for name, x in (("dy", dy), ("a", a))
+        )
+        (y, y_scale), (x, x_scale) = tokens_operand(dy, group_ends), tokens_operand(a, group_ends)
+        dw = multiply(y, y_scale, x.mT, x_scale, group_ends)
+        # Whether the kernel writes empty groups is not documented.
+        empty = group_ends.diff(prepend=group_ends.new_zeros(1)) == 0
+        return dw.masked_fill_(empty.view(-1, 1, 1), 0).to(out_dtype)
+
+    def _e4m3(self, name: str, x: Tensor) -> MXTensor:
+        mx = check_mx(self.name, name, x, -1)
+        if mx.qdata.dtype != E4M3.dtype:
+            raise ValueError(
+                f"backend {self.name!r}: {name}: got {mx!r}, want E4M3, all that torch's MX grouped mm takes: "
+                "use a recipe without E5M2, or backend 'triton'"
+            )
+        return mx
+
+
+def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_ends: Tensor) -> Tensor:
+    """torch's product of codes whose swizzled scales are e8m0, bf16: a (M, K) x b (G, K, N), or a (N, M) x b (M, K)."""
+    if 0 in a.shape:  # no rows at all
+        shape = (a.shape[0], b.shape[2]) if b.ndim == 3 else (len(group_ends), a.shape[0], b.shape[1])
+        return a.new_zeros(shape, dtype=torch.bfloat16)
+    out: Tensor = torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=group_ends, out_dtype=torch.bfloat16)
+    return out
+
+
+def rows_operand(a: MXTensor, group_ends: Tensor) -> Operand:
+    """a (M, K) along K -> codes (M, K) by rows, scales (round_up(M + G * 127, 128), round_up(K/32, 4))."""
+    if a.row_index is not None or not a.qdata.is_contiguous():
+        return gather_swizzled(a, group_ends=group_ends)
+    return a.qdata, swizzle_scales(a.scale, group_ends=group_ends)
+
+
+def weight_operand(w: MXTensor) -> Operand:
+    """w (G, N, K) along K -> codes (G, K, N), K contiguous, scales (G, round_up(N, 128) * round_up(K/32, 4))."""
+    codes = w.qdata if w.qdata.is_contiguous() else w.qdata.contiguous()
+    return codes.mT, swizzle_scales(w.scale).flatten(1)
+
+
+def tokens_operand(x: MXTensor, group_ends: Tensor) -> Operand:
+    """x (M, N) along M, as `requantize` stores it -> codes (N, M) by rows, scales of `swizzle_along_tokens`."""
+    return x.qdata.mT, swizzle_along_tokens(x.scale, group_ends)
+
+
+def swizzle_along_tokens(scale: Tensor, group_ends: Tensor) -> Tensor:
+    """Scales of operands that contract over the tokens of each group, every group's swizzled alone, one after another.
+
+    scale: (M/32, N) e8m0, blocks of 32 tokens; those from group_ends[-1] / 32 on are not read.
+    Returns (round_up(N, 128), round_up(M/32 + 3 G, 4)): bytes in the order of `swizzle_scales(scale[blocks of g].mT)`
+    for all g in a row, a group's blocks padded to 4 with zeros; what follows the last group is unspecified.
+    Example: N 128, groups of 32 and 160 tokens: a tile of block 0, then two tiles of blocks 1 to 4 and 5.
+    """
+    blocks = group_ends // BLOCK
+    sizes = blocks.diff(prepend=blocks.new_zeros(1))
+    padded = pad_groups(scale.view(torch.uint8), sizes, multiple=COLS)
+    whole = swizzle_scales(padded.rows.mT)
+    rows, columns = whole.shape[0] // ROWS, whole.shape[1] // COLS
+    # Tiles of a group lie in row tile * width + column tile, those of the whole in row tile * columns + column tile.
+    last = padded.group_ends.long() // COLS
+    first = torch.nn.functional.pad(last[:-1], (1, 0))
+    tile = torch.arange(rows * columns, device=scale.device)
+    group = torch.searchsorted(last * rows, tile, right=True).clamp_(max=len(last) - 1)
+    width = (last - first).clamp(min=1)[group]
+    within = tile - first[group] * rows
+    source = (within // width).clamp_(max=rows - 1) * columns + first[group] + within % width
+    tiles = whole.view(rows * columns, ROWS * COLS).index_select(0, source.clamp_(max=rows * columns - 1))
+    return tiles.view(whole.shape).view(scale.dtype)
