@@ -3,13 +3,17 @@
 import copy
 import gc
 import pickle
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
 from gemm.problem import Problem, problem
 from mxep.gemm import BACKENDS, Recipe, WeightCache, grouped_mm, quantize_weight
+from mxep.gemm.weights import mark_derived
 from mxep.quant import MXTensor
+from ranks import distributed
 
 MX = Recipe.mxfp8()
 REFERENCE = BACKENDS["reference"]
@@ -34,7 +38,8 @@ def test_micro_batches_share_one_quantization() -> None:
 def test_an_optimizer_step_makes_a_new_quantization() -> None:
     p, cache = problem(), WeightCache()
     w = nn.Parameter(p.w.clone())
-    for optimizer in (torch.optim.SGD([w], 0.1), torch.optim.AdamW([w], foreach=True), torch.optim.AdamW([w])):
+    foreach, fused = torch.optim.AdamW([w], foreach=True), torch.optim.AdamW([w], fused=True)
+    for optimizer in (torch.optim.SGD([w], 0.1), foreach, fused, torch.optim.AdamW([w])):
         cache.clear()
         step(p, w, cache)
         optimizer.step()
@@ -134,3 +139,81 @@ def test_data_put_in_the_place_of_old_data_is_seen() -> None:
     for doubled in (1.0, 2.0, 4.0, 8.0):
         assert cache.get(w, Recipe.mxfp8(), REFERENCE).rows.dequantize().eq(doubled).all()
         w.data = w.data * 2
+
+
+class Hidden(torch.optim.Optimizer):
+    """Writes so that no version counter moves, as kernels behind raw pointers do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad)
+
+
+def test_an_optimizer_that_writes_behind_the_version_is_seen() -> None:
+    p, cache = problem(), WeightCache()
+    w = nn.Parameter(p.w.clone())
+    step(p, w, cache)
+    version = w._version
+    Hidden([w], {}).step()
+    assert w._version == version
+    assert torch.equal(step(p, w, cache), step(p, w, None))
+    assert (cache.hits, cache.misses) == (0, 2)
+
+
+def test_only_caches_that_live_listen_to_optimizers() -> None:
+    before = len(hooks)
+    caches = [WeightCache(), copy.deepcopy(WeightCache())]
+    gc.collect()
+    assert len(hooks) == before + 2
+    del caches
+    gc.collect()
+    assert len(hooks) == before
+
+
+@distributed(1)
+def test_the_local_part_of_a_dtensor_is_seen_to_change_by_optimizers(ctx: Any) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    p, cache = problem(), WeightCache()
+    w = nn.Parameter(distribute_tensor(p.w.clone(), mesh, [Shard(0)]))
+    for options in ({"foreach": True}, {"fused": True}, {}):
+        cache.clear()
+        for _ in range(2):
+            step(p, w.to_local(), cache)
+        assert cache.hits == 1
+        torch.optim.AdamW([w], lr=0.1, **options).step()  # neither w nor its local tensor need count a version
+        assert torch.equal(step(p, w.to_local(), cache), step(p, w.to_local(), None))
+
+
+def test_a_derived_weight_is_kept_by_its_source() -> None:
+    p, cache = problem(), WeightCache()
+    w = nn.Parameter(p.w.float())
+
+    def get(w: Tensor, cast: Tensor, path: str) -> Tensor:
+        mark_derived(cast, w, path)
+        return cache.get(cast, MX, REFERENCE).rows.dequantize()
+
+    first = get(w, w.bfloat16(), "bf16")
+    assert get(w, w.bfloat16(), "bf16").equal(first)
+    assert get(w, w.bfloat16()[:, :32], "half").shape != first.shape
+    assert (cache.hits, cache.misses) == (1, 2)
+    get(w, w.bfloat16().mul_(2), "bf16")
+    assert cache.misses == 3, "the cast itself was written to"
+    with torch.no_grad():
+        w.mul_(2)
+    assert get(w, w.bfloat16(), "bf16").equal(2 * first)
+    del w
+    gc.collect()
+    assert cache.nbytes == 0
+
+
+def test_the_cache_shows_memory_and_hit_rate() -> None:
+    cache, w = WeightCache(), torch.randn(2, 64, 32)
+    assert cache.hit_rate == 0
+    for _ in range(4):
+        cache.get(w, MX, REFERENCE)
+    assert cache.hit_rate == 0.75
+    assert repr(cache) == "WeightCache(1 weights, 8448 bytes, 3 hits, 1 misses (75%))"

@@ -4,10 +4,12 @@
     out = grouped_mm(rows, weights, group_ends, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
 
 `functional` has the product and its calculus, `recipe` what is quantized and how, `weights` the cache of quantized
-weights, `backends` who multiplies.
+weights, `backends` who multiplies, `convert` puts all of it under a model that calls torch's grouped mm.
 """
 
 from mxep.gemm.backends import BACKENDS, Backend
+from mxep.gemm.convert import convert, converted, revert, weight_cache
+from mxep.gemm.expert_weight import Converted, ExpertWeight
 from mxep.gemm.functional import grouped_mm
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
 from mxep.gemm.weights import QuantizedWeight, WeightCache, quantize_weight
@@ -16,9 +18,15 @@ __all__ = [
     "BACKENDS",
     "GROUP_MULTIPLE",
     "Backend",
+    "Converted",
+    "ExpertWeight",
     "QuantizedWeight",
     "Recipe",
     "WeightCache",
+    "convert",
+    "converted",
     "grouped_mm",
     "quantize_weight",
+    "revert",
+    "weight_cache",
 ]

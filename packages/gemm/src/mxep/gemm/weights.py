@@ -3,20 +3,25 @@
     w (G, N, K) bf16  --one read-->  rows: blocked along K, what the forward contracts
                                      cols: blocked along N, what dgrad contracts
 
-An entry is valid while the weight is the same tensor at the same address with the same version: optimizers that update
-in place bump the version. An entry keeps the weight's storage alive, so that no other tensor can come to lie there.
-Writes that hide from the version (`w.data.copy_()`, raw pointers, FSDP's all-gather into a kept parameter, an in-place
-op on a DTensor whose local tensor is passed here) need `clear()`.
+An entry is valid while the weight is the same tensor at the same address with the same version and no torch optimizer
+has stepped since: in-place updates bump the version, and a step of any `torch.optim.Optimizer` counts for all weights,
+however it writes (`p.data`, raw pointers, DTensors, whose local tensors count no versions). An entry keeps the weight's
+storage alive, so that no other tensor can come to lie there.
+
+What cannot be seen, and needs `clear()` or no cache: writes outside an optimizer through `w.data`, raw pointers, or a
+DTensor whose local tensor is passed here, and memory that FSDP2 gathers into again (`convert` does not cache those).
 
 G groups, N out features, K in features.
 """
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor, quantize, quantize_both
@@ -58,19 +63,27 @@ def quantize_weight(w: Tensor, recipe: Recipe, *, cols: bool = True) -> Quantize
     return QuantizedWeight(rows, quantize(w_, fmt=fmt, mode=mode, axis=-2, block=recipe.block) if cols else None)
 
 
+def mark_derived(w: Tensor, source: Tensor, path: Hashable) -> None:
+    """Tell caches that w holds what the calls in `path` make of `source`, as a cast does: a new tensor every time, the
+    same values until source changes."""
+    w._mxep_derived = (source, path)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class _Entry:
-    owner: "weakref.ref[Tensor]"
+    source: "weakref.ref[Tensor]"
     storage: "torch.UntypedStorage"
-    version: int
+    state: tuple[int, ...]
     weight: QuantizedWeight
 
 
 class WeightCache:
     """Quantized weights, until the parameter changes or goes away.
 
-    hits, misses: lookups that found, or had to make, a quantized weight. nbytes: bytes of codes and scales held.
-    A weight may be a view, new at each call: what counts is the tensor it is a view of, and where it lies.
+    hits, misses: lookups that found, or had to make, a quantized weight. hit_rate: their share, 0 before the first.
+    nbytes: bytes of codes and scales held. The repr shows all of them.
+    A weight may be a view, new at each call: what counts is the tensor it is a view of, and where it lies. A cast or a
+    copy is new data unless `mark_derived` says whose.
     Copies and pickles of a cache are empty caches. Not for several threads at once.
     """
 
@@ -78,6 +91,8 @@ class WeightCache:
         self.hits = 0
         self.misses = 0
         self._entries: dict[tuple[Any, ...], _Entry] = {}
+        self._optimizer_steps = 0
+        _after_optimizer_steps(self)
 
     def get(self, w: Tensor, recipe: Recipe, backend: "Backend", *, cols: bool = True) -> QuantizedWeight:
         """w (G, N, K) as backend.quantize_weight gives it; cols=False where only the forward needs it.
@@ -87,21 +102,23 @@ class WeightCache:
         """
         if recipe.scaling == "none" or torch.compiler.is_compiling() or w.is_inference():
             return backend.quantize_weight(w, recipe, cols=cols)
-        owner = w if w._base is None else w._base
+        derived = getattr(w, "_mxep_derived", None)
+        lies = (w.storage_offset(), w.shape, w.stride())
+        source, path = derived or (w if w._base is None else w._base, lies)
         key = (
-            *(id(owner), w.storage_offset(), w.shape, w.stride(), w.dtype),
+            *(id(source), path, w.dtype),
             *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, backend.name),
         )
         entry = self._entries.get(key)
-        storage = w.untyped_storage()
-        same = entry is not None and (entry.storage.data_ptr(), entry.version) == (storage.data_ptr(), w._version)
-        if entry and same and (entry.weight.cols is not None or not cols):
+        storage = (source if derived else w).untyped_storage()
+        state = (storage.data_ptr(), source._version, w._version, self._optimizer_steps)
+        if entry and entry.state == state and (entry.weight.cols is not None or not cols):
             self.hits += 1
             return entry.weight
         self.misses += 1
         weight = backend.quantize_weight(w, recipe, cols=cols)
-        forget = weakref.ref(owner, lambda _: self._entries.pop(key, None))
-        self._entries[key] = _Entry(forget, storage, w._version, weight)
+        forget = weakref.ref(source, lambda _: self._entries.pop(key, None))
+        self._entries[key] = _Entry(forget, storage, state, weight)
         return weight
 
     @property
@@ -109,10 +126,31 @@ class WeightCache:
         """Bytes of codes and scales held now."""
         return sum(entry.weight.nbytes for entry in self._entries.values())
 
+    @property
+    def hit_rate(self) -> float:
+        """hits / (hits + misses), 0 before the first lookup."""
+        return self.hits / max(self.hits + self.misses, 1)
+
     def clear(self) -> None:
         """Forget all weights and counts."""
         self._entries.clear()
         self.hits = self.misses = 0
 
+    def __repr__(self) -> str:
+        lookups = f"{self.hits} hits, {self.misses} misses ({self.hit_rate:.0%})"
+        return f"WeightCache({len(self._entries)} weights, {self.nbytes} bytes, {lookups})"
+
     def __reduce__(self) -> tuple[type["WeightCache"], tuple[()]]:
         return WeightCache, ()
+
+
+def _after_optimizer_steps(cache: WeightCache) -> None:
+    """Count the steps of all optimizers in `cache` while it lives; a compiled step counts versions itself."""
+    this = weakref.ref(cache)
+
+    def count(*_: Any) -> None:
+        if not torch.compiler.is_compiling() and (cache := this()) is not None:
+            cache._optimizer_steps += 1
+
+    handle = register_optimizer_step_post_hook(count)
+    weakref.finalize(cache, handle.remove)
