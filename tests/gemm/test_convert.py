@@ -79,7 +79,7 @@ def train(model: nn.Module, x: Tensor, offs: Tensor) -> dict[str, Tensor]:
     live = int(offs[-1])
     model.zero_grad()
     out = model(x, offs)[:live]
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype))
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out))
     assert x.grad is not None
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"out": out.detach(), "x": x.grad[:live], **grads}
@@ -455,7 +455,7 @@ def test_fsdp2_gathers_weights_that_are_converted(ctx: Any, first: str) -> None:
     assert not torch.equal(model(x, offs), wanted(x, offs))
 
 
-@distributed(2)
+@distributed(2, device="cpu")
 def test_experts_sharded_as_dtensors_multiply_their_local_part(ctx: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -484,3 +484,36 @@ def test_experts_sharded_as_dtensors_multiply_their_local_part(ctx: Any) -> None
         for optimizer in optimizers:
             optimizer.step()
     assert weight_cache(model).misses == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+@pytest.mark.parametrize("kind", [Experts, TitanExperts])
+def test_on_a_gpu_nothing_waits_for_the_host_and_a_graph_replays_with_other_groups(kind: Callable[[], Any]) -> None:
+    model = convert(made(kind).cuda())
+    x, offs = (t.cuda() for t in inputs((13, 14, 10)))
+    x.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        out = model(x, offs)
+        weights = [p for _, p in model.named_parameters()]
+        return (out.detach(), *torch.autograd.grad(out.sum(), [x, *weights]))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # compiles kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    weight_cache(model).clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+    for sizes in ((37, 0, 0), (1, 35, 1)):
+        offs.copy_(torch.tensor(sizes).cumsum(0).int())
+        graph.replay()
+        weight_cache(model).clear()  # what was captured belongs to the graph
+        for got, wanted in zip(results, step()):
+            assert torch.equal(got, wanted)
