@@ -60,9 +60,13 @@ class Triton(Backend):
         run_if: Tensor | None = None,
     ) -> Tensor:
         a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
+        args = a.qdata, a.scale, a.row_index, w.qdata, w.scale, group_ends, bias
+        if out is None and run_if is None:
+            result: Tensor = grouped_mm_dot_scaled(*args, out_dtype)
+            return result
         if out is None:
             out = a.qdata.new_empty((a.shape[0], w.shape[1]), dtype=out_dtype)
-        grouped_mm_dot_scaled(out, a.qdata, a.scale, a.row_index, w.qdata, w.scale, group_ends, bias, run_if)
+        grouped_mm_dot_scaled_into(out, *args, run_if)
         return out
 
     def dgrad(
@@ -90,35 +94,30 @@ class Triton(Backend):
     ) -> Tensor:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor) and out is None and run_if is None:
             return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
+        if out is None and run_if is None:
+            result: Tensor = grouped_wgrad_dot_scaled(*_along_tokens(dy, a, group_ends, recipe), group_ends, out_dtype)
+            return result
         if out is None:
             out = group_ends.new_empty((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
-        self._wgrad_into(out, dy, a, group_ends, recipe, add=False, run_if=run_if)
+        # No groups where nothing is to run, so that nothing is requantized either.
+        ends = group_ends if run_if is None else group_ends * (run_if != 0)
+        grouped_wgrad_dot_scaled_into(out, *_along_tokens(dy, a, ends, recipe), group_ends, False, run_if)
         return out
 
     def add_wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor) -> None:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
             super().add_wgrad(dy, a, group_ends, recipe=recipe, to=to)
         elif to.is_contiguous():
-            self._wgrad_into(to, dy, a, group_ends, recipe, add=True, run_if=None)
+            grouped_wgrad_dot_scaled_into(to, *_along_tokens(dy, a, group_ends, recipe), group_ends, True, None)
         else:
             to.add_(self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype))
 
-    def _wgrad_into(
-        self,
-        out: Tensor,
-        dy: Tensor,
-        a: Tensor,
-        group_ends: Tensor,
-        recipe: Recipe,
-        *,
-        add: bool,
-        run_if: Tensor | None,
-    ) -> None:
-        dy, a = check_mx(self.name, "dy", dy, -1), check_mx(self.name, "a", a, -1)
-        # No groups where nothing is to run, so that nothing is requantized either.
-        ends = group_ends if run_if is None else group_ends * (run_if != 0)
-        x, y = (requantize(each, axis=-2, mode=recipe.mode, group_ends=ends) for each in (dy, a))
-        grouped_wgrad_dot_scaled(out, x.qdata, x.scale, y.qdata, y.scale, group_ends, add, run_if)
+
+def _along_tokens(dy: Tensor, a: Tensor, group_ends: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
+    """Codes and scales of dy and of a, requantized along the tokens of each group."""
+    operands = check_mx(Triton.name, "dy", dy, -1), check_mx(Triton.name, "a", a, -1)
+    y, x = (requantize(each, axis=-2, mode=recipe.mode, group_ends=group_ends) for each in operands)
+    return y.qdata, y.scale, x.qdata, x.scale
 
 
 def check_mx(backend: str, name: str, x: Tensor, *axes: Axis) -> MXTensor:
@@ -132,8 +131,56 @@ def check_mx(backend: str, name: str, x: Tensor, *axes: Axis) -> MXTensor:
     )
 
 
-@torch.library.custom_op("mxep::grouped_mm_dot_scaled", mutates_args=("out",))
+@torch.library.custom_op("mxep::grouped_mm_dot_scaled", mutates_args=())
 def grouped_mm_dot_scaled(
+    a: Tensor,
+    a_scale: Tensor,
+    a_index: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    group_ends: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`mxep.gemm.kernels.dot_scaled.grouped_mm`."""
+    from mxep.gemm.kernels import dot_scaled
+
+    with _on(a.device):
+        return dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, group_ends, bias, out_dtype)
+
+
+@grouped_mm_dot_scaled.register_fake
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    a_index: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    group_ends: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty(((a if a_index is None else a_index).shape[0], w.shape[1]), dtype=out_dtype)
+
+
+@torch.library.custom_op("mxep::grouped_wgrad_dot_scaled", mutates_args=())
+def grouped_wgrad_dot_scaled(
+    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, group_ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """`mxep.gemm.kernels.dot_scaled.grouped_wgrad`."""
+    from mxep.gemm.kernels import dot_scaled
+
+    with _on(x.device):
+        return dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, group_ends, out_dtype)
+
+
+@grouped_wgrad_dot_scaled.register_fake
+def _(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, group_ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return x.new_empty((group_ends.shape[0], x.shape[1], y.shape[1]), dtype=out_dtype)
+
+
+@torch.library.custom_op("mxep::grouped_mm_dot_scaled_into", mutates_args=("out",))
+def grouped_mm_dot_scaled_into(
     out: Tensor,
     a: Tensor,
     a_scale: Tensor,
@@ -144,15 +191,15 @@ def grouped_mm_dot_scaled(
     bias: Tensor | None,
     run_if: Tensor | None,
 ) -> None:
-    """`mxep.gemm.kernels.dot_scaled.grouped_mm` into out (M, N)."""
+    """The same into out (M, N), unless run_if is 0."""
     from mxep.gemm.kernels import dot_scaled
 
     with _on(out.device):
         dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, group_ends, bias, out.dtype, out=out, run_if=run_if)
 
 
-@torch.library.custom_op("mxep::grouped_wgrad_dot_scaled", mutates_args=("out",))
-def grouped_wgrad_dot_scaled(
+@torch.library.custom_op("mxep::grouped_wgrad_dot_scaled_into", mutates_args=("out",))
+def grouped_wgrad_dot_scaled_into(
     out: Tensor,
     x: Tensor,
     x_scale: Tensor,
@@ -162,15 +209,15 @@ def grouped_wgrad_dot_scaled(
     add: bool,
     run_if: Tensor | None,
 ) -> None:
-    """`mxep.gemm.kernels.dot_scaled.grouped_wgrad` into out (G, N, K), or added to it."""
+    """The same into out (G, N, K), or added to it, unless run_if is 0."""
     from mxep.gemm.kernels import dot_scaled
 
     with _on(out.device):
         dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, group_ends, out.dtype, out=out, add=add, run_if=run_if)
 
 
-@grouped_mm_dot_scaled.register_fake
-@grouped_wgrad_dot_scaled.register_fake
+@grouped_mm_dot_scaled_into.register_fake
+@grouped_wgrad_dot_scaled_into.register_fake
 def _(*args: object) -> None:
     """`out` is all there is."""
 
