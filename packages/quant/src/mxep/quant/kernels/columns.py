@@ -138,7 +138,7 @@ def put_long_columns(
     tile: tuple[int, int] = TILE,
     **options: int,
 ) -> None:
-    """codes and scale of quantize_columns, of x (..., N, K) contiguous and its columns' magnitude bits (segments, K)."""
+    """codes, scale of quantize_columns, of x (..., N, K) contiguous and its columns' magnitude bits (segments, K)."""
     n, k = x.shape[-2:]
     nr, nc = tile
     grid = (bits.shape[0] * triton.cdiv(block, nr) * triton.cdiv(k, nc),)
