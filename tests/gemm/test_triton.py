@@ -86,7 +86,7 @@ def test_bias_is_added_before_the_rounding() -> None:
 def test_main_grad_is_added_to_and_empty_groups_are_left_alone() -> None:
     p = here()
     main_grad = torch.randn(p.w.shape, device=DEVICE)
-    main_grad[1, 0, 0] = torch.nan  # an empty group's is neither read nor written
+    main_grad[1] = -0.0  # an empty group's is not written: -0 + 0 would be +0
     before, a, w = main_grad.clone(), p.a.clone().requires_grad_(), p.w.clone().requires_grad_()
     grouped_mm(a, w, p.group_ends, recipe="mxfp8", backend="triton", main_grad=main_grad).backward(p.dy)
     dw = p.run("mxfp8", backend="triton").dw
@@ -108,13 +108,16 @@ def test_main_grad_may_be_strided() -> None:
 
 def test_a_nan_stays_in_its_row_and_its_group() -> None:
     p, clean = here((64, 64)), here((64, 64)).run("mxfp8", backend="triton")
-    p.a[70, 3] = torch.nan
+    p.a[70, 3] = p.dy[100, 5] = torch.nan
     got = p.run("mxfp8", backend="triton")
     others = torch.arange(p.live, device=DEVICE) != 70
     assert got.out[70].isnan().all()
     assert torch.equal(got.out[others], clean.out[others])
+    assert got.da[100].isnan().all()
+    assert torch.equal(got.da[:64], clean.da[:64])
     assert torch.equal(got.dw[0], clean.dw[0])
     assert got.dw[1, :, 3].isnan().all()
+    assert got.dw[1, 5].isnan().all()
 
 
 def test_wgrad_of_unquantized_operands_is_that_of_dequant() -> None:
