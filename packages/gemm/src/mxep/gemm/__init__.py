@@ -11,6 +11,7 @@ from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert import convert, converted, revert, weight_cache
 from mxep.gemm.expert_weight import Converted, ExpertWeight
 from mxep.gemm.functional import grouped_mm
+from mxep.gemm.guard import Guard, GuardReport
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
 from mxep.gemm.weights import QuantizedWeight, WeightCache, quantize_weight
 
@@ -20,6 +21,8 @@ __all__ = [
     "Backend",
     "Converted",
     "ExpertWeight",
+    "Guard",
+    "GuardReport",
     "QuantizedWeight",
     "Recipe",
     "WeightCache",
