@@ -262,10 +262,24 @@ def test_rows_past_the_last_group_do_not_matter(sizes: tuple[int, ...]) -> None:
     assert_bytes(got.y_t[:, :live].contiguous(), raw(wanted.y_t)[:, :live])
 
 
+def test_aligned_groups_begin_at_multiples_and_end_in_zeros() -> None:
+    x, y = row_scaled(gaussian(13, 64, seed=1)), quantize(gaussian(13, 32, seed=2))
+    ends = ends_of(5, 0, 4, 3)
+    plain, aligned = split_fold(x, y, ends), split_fold(x, y, ends, align=4)
+    assert plain.ends.tolist() == [5, 5, 9, 12]
+    assert aligned.ends.tolist() == [8, 8, 12, 16]
+    assert aligned.x_t.shape == (64, 28)
+    assert torch.equal(aligned.exponent, plain.exponent)
+    for a, p in ((aligned.x_t, plain.x_t), (aligned.y_t, plain.y_t)):
+        a, p = a.view(torch.uint8), p.view(torch.uint8)
+        wanted = torch.cat((p[:, :5], torch.zeros_like(p[:, :3]), p[:, 5:9], p[:, 9:12], torch.zeros_like(p[:, :1])), 1)
+        assert torch.equal(a[:, :16], wanted)
+
+
 def test_split_fold_passes_opcheck() -> None:
     x, y = quantize(gaussian(8, 64)), row_scaled(gaussian(9, 64, seed=1), fmt=E5M2)
     index = torch.tensor([3, -1, 1, 0, 8, 2, 2, 5], dtype=torch.int32)
-    check_op(torch.ops.mxep.split_fold, x.qdata, x.scale, None, y.qdata, y.scale, index, ends_of(3, 2))
+    check_op(torch.ops.mxep.split_fold, x.qdata, x.scale, None, y.qdata, y.scale, index, ends_of(3, 2), 16)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
@@ -280,3 +294,5 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
         split_fold(x, y, ends_of(8).long())
     with pytest.raises(ValueError, match="got 9, want 0 to 8"):
         split_fold(x, y, ends_of(9))
+    with pytest.raises(ValueError, match="align: got 0, want 1 or more"):
+        split_fold(x, y, ends_of(8), align=0)

@@ -49,16 +49,16 @@ def ends_of(*sizes: int) -> Tensor:
     return torch.tensor(sizes).cumsum(0).int()
 
 
-def check(*args: Tensor | None, **tuning: Any) -> None:
-    """The kernels' result on DEVICE against the op's on the CPU: exponents and live columns bit for bit."""
-    ends = args[-1]
-    assert ends is not None
-    live = int(ends[-1])
-    want = torch.ops.mxep.split_fold(*args)
-    got = kernels.split_fold(*[arg if arg is None else arg.to(DEVICE) for arg in args], **SMALL | tuning)  # type: ignore[arg-type]
+def check(*args: Tensor | None, align: int = 1, **tuning: Any) -> None:
+    """The kernels' result on DEVICE against the op's on the CPU: exponents, ends and live columns bit for bit."""
+    want = torch.ops.mxep.split_fold(*args, align)
+    on_device = [arg if arg is None else arg.to(DEVICE) for arg in args]
+    got = kernels.split_fold(*on_device, align, **SMALL | tuning)  # type: ignore[arg-type]
     for a, b in zip(got, want):
         assert (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True)
     assert torch.equal(got[2].cpu(), want[2])
+    assert torch.equal(got[3].cpu(), want[3])
+    live = int(want[3][-1])
     for a, b in zip(got[:2], want[:2]):
         bad = (a.cpu().view(torch.uint8)[:, :live] != b.view(torch.uint8)[:, :live]).nonzero()
         assert not len(bad), f"{len(bad)} bytes differ, first at {bad[0].tolist()}"
@@ -76,18 +76,20 @@ def test_every_code_under_every_shift(fmt: MXFormat, y_format: MXFormat) -> None
 
 @pytest.mark.parametrize("sizes", [(32, 0, 64), (0, 0), (3, 5, 1, 0, 22), (96,), (0, 1)])
 @pytest.mark.parametrize("indexed", [False, True])
-def test_groups_of_any_size(sizes: tuple[int, ...], indexed: bool) -> None:
+@pytest.mark.parametrize("align", [1, 16, 24])
+def test_groups_of_any_size_at_any_alignment(sizes: tuple[int, ...], indexed: bool, align: int) -> None:
     rows, live = 96, sum(sizes)
     x, y = operand(rows, 96, seed=1), operand(rows, 64, 64, E5M2, seed=2)
     x_index = indices(rows, rows, live) if indexed else None
     y_index = indices(rows, rows, live, 1) if indexed else None
-    check(*x, x_index, *y, y_index, ends_of(*sizes))
+    check(*x, x_index, *y, y_index, ends_of(*sizes), align=align)
 
 
 def test_many_groups() -> None:
     sizes = np.random.default_rng(0).integers(0, 3, 200)
     rows = int(sizes.sum()) + 8 - int(sizes.sum()) % 8
-    check(*operand(rows, 32), None, *operand(rows, 32, 32, seed=1), None, ends_of(*sizes.tolist()))
+    for align in (1, 4):
+        check(*operand(rows, 32), None, *operand(rows, 32, 32, seed=1), None, ends_of(*sizes.tolist()), align=align)
 
 
 @pytest.mark.parametrize("rows", [40, 36, 33])

@@ -222,7 +222,7 @@ CASES = {
         "rows", 0.85,
         lambda r, k: 2 * (mx(r * k) + words(r) + r * k) + words(GROUPS, GROUPS),
         lambda i: (*i.slots(), *i.slots(), i.ends()),
-        lambda ops, *args: ops.split_fold(*args),
+        lambda ops, *args: ops.split_fold(*args, 128),
     ),
     "swiglu": Case(
         "rows", 0.90,

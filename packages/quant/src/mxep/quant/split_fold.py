@@ -29,7 +29,11 @@ A row with a NaN block (byte 255) does not count: its codes become 0x7f, which m
 where the exact one has NaN in a row or a column, while every other token keeps its bits. A group where nothing counts
 has E = 0.
 
-R rows (tokens), K and N columns of x and y, S stored rows (slots) of an indexed operand, G groups.
+A GEMM that walks over tokens in steps may want every group to begin at a step: with `align` a group's columns begin at
+a multiple of it, and the columns up to the next group's are zeros.
+
+R rows (tokens), K and N columns of x and y, S stored rows (slots) of an indexed operand, G groups, C columns of the
+results: R, or with align R + G * (align - 1), rounded up to align.
 """
 
 from dataclasses import dataclass
@@ -38,7 +42,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant.fold import shift_codes
-from mxep.quant.groups import check_group_ends, fill_rows, group_of_rows, live_rows
+from mxep.quant.groups import check_group_ends, group_of_rows, live_rows
 from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import NAN_CODE, pick_rows
 from mxep.quant.scales import NAN_BYTE
@@ -49,24 +53,29 @@ from mxep.quant.tensor import MXTensor
 class SplitFold:
     """Operands of a grouped wgrad: product[g] = 2**exponent[g] * y_t[:, g] @ x_t[:, g].T.
 
-    x_t:      (K, R) codes in x's format, contiguous (tokens innermost); columns from group_ends[-1] on are unspecified.
-    y_t:      (N, R) codes in y's format, the same way.
+    x_t:      (K, C) codes in x's format, contiguous (tokens innermost); columns from ends[-1] on are unspecified.
+    y_t:      (N, C) codes in y's format, the same way.
     exponent: (G,) int32, -254 to 254. 2**exponent may lie outside fp32: multiply by 2**(e // 2) and 2**(e - e // 2).
+    ends:     (G,) int32, inclusive ends of the groups' columns, zeros included; group_ends where there is no align.
     """
 
     x_t: Tensor
     y_t: Tensor
     exponent: Tensor
+    ends: Tensor
 
 
-def split_fold(x: MXTensor, y: MXTensor, group_ends: Tensor) -> SplitFold:
+def split_fold(x: MXTensor, y: MXTensor, group_ends: Tensor, *, align: int = 1) -> SplitFold:
     """Folds the scales of x (R, K) and y (R, N) into their codes, per group, and turns both; see the module.
 
     x, y: blocked along their rows (axis -1) in blocks of any length, or row-scaled; E4M3 or E5M2, each with or without
         a row index (-1: a row of zeros).
     group_ends: (G,) int32, inclusive ends of the groups; rows from group_ends[-1] on are not read.
-    No autograd. ValueError for another axis, unequal rows or a wrong group_ends.
+    align: columns a group begins at a multiple of, 1 or more.
+    No autograd. ValueError for another axis, unequal rows, a wrong group_ends or align.
     """
+    if align < 1:
+        raise ValueError(f"align: got {align}, want 1 or more columns")
     for name, operand in (("x", x), ("y", y)):
         if not isinstance(operand, MXTensor):
             raise ValueError(f"{name}: got a {type(operand).__name__}, want an MXTensor: quantize it")
@@ -75,7 +84,12 @@ def split_fold(x: MXTensor, y: MXTensor, group_ends: Tensor) -> SplitFold:
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"y: got {y.shape[0]} rows, want {x.shape[0]}, as x has")
     check_group_ends(group_ends, x, y)
-    return SplitFold(*_split_fold(x.qdata, x.scale, x.row_index, y.qdata, y.scale, y.row_index, group_ends))
+    return SplitFold(*_split_fold(x.qdata, x.scale, x.row_index, y.qdata, y.scale, y.row_index, group_ends, align))
+
+
+def columns_of(rows: int, groups: int, align: int) -> int:
+    """C: room for every group's columns, whatever its size."""
+    return -(-(rows + groups * (align - 1)) // align) * align
 
 
 @torch.library.custom_op("mxep::split_fold", mutates_args=())
@@ -87,9 +101,10 @@ def _split_fold(
     y_scale: Tensor,
     y_index: Tensor | None,
     group_ends: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    align: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (S, K) fp8, x_scale (S, K/block) e8m0, x_index int32 (R,) or None (then R is S), y (S', N) in the same way,
-    group_ends int32 (G,) -> x_t (K, R), y_t (N, R), exponent (G,) int32."""
+    group_ends int32 (G,) -> x_t (K, C), y_t (N, C), exponent and ends (G,) int32."""
     capacity = x.shape[0] if x_index is None else x_index.shape[0]
     live = live_rows(group_ends, capacity)
     x_codes, x_byte, x_top = _rows(x, x_scale, x_index, live)
@@ -103,9 +118,13 @@ def _split_fold(
     d = torch.where(counts, top[group] - carried, 0)
     exponent = torch.where(top == nothing, 0, top - 2 * 127)[:-1]
     to_x = d // 2
-    x_t = _shift_and_turn(x_codes, x_byte, x_top, to_x, capacity)
-    y_t = _shift_and_turn(y_codes, y_byte, y_top, d - to_x, capacity)
-    return x_t, y_t, exponent
+    sizes = group_ends.diff(prepend=group_ends.new_zeros(1))
+    ends = ((sizes + align - 1) // align * align).cumsum(0, dtype=torch.int32)
+    place = torch.arange(live, device=x.device) + torch.nn.functional.pad(ends - group_ends, (1, 0))[group]
+    columns = columns_of(capacity, len(group_ends), align)
+    x_t = _shift_and_turn(x_codes, x_byte, x_top, to_x, place, columns)
+    y_t = _shift_and_turn(y_codes, y_byte, y_top, d - to_x, place, columns)
+    return x_t, y_t, exponent, ends
 
 
 @_split_fold.register_fake
@@ -117,9 +136,12 @@ def _(
     y_scale: Tensor,
     y_index: Tensor | None,
     group_ends: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    align: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = x.shape[0] if x_index is None else x_index.shape[0]
-    return x.new_empty((x.shape[1], rows)), y.new_empty((y.shape[1], rows)), torch.empty_like(group_ends)
+    columns = columns_of(rows, group_ends.shape[0], align)
+    x_t, y_t = x.new_empty((x.shape[1], columns)), y.new_empty((y.shape[1], columns))
+    return x_t, y_t, torch.empty_like(group_ends), torch.empty_like(group_ends)
 
 
 def _rows(codes: Tensor, scale: Tensor, row_index: Tensor | None, live: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,14 +156,16 @@ def _rows(codes: Tensor, scale: Tensor, row_index: Tensor | None, live: int) -> 
     return plain.view(codes.dtype), exponent, top
 
 
-def _shift_and_turn(codes: Tensor, byte: Tensor, top: Tensor, half: Tensor, capacity: int) -> Tensor:
-    """codes (live, K) shifted by (top - byte) + half, rows whose top is NaN all 0x7f, turned: (K, capacity)."""
+def _shift_and_turn(codes: Tensor, byte: Tensor, top: Tensor, half: Tensor, place: Tensor, columns: int) -> Tensor:
+    """codes (live, K) shifted by (top - byte) + half, rows whose top is NaN all 0x7f, in columns `place` of (K, C)."""
     blocks = byte.shape[1]
     shift = (top + half).unsqueeze(1) - byte
     spread = torch.unflatten(codes, 1, (blocks, codes.shape[1] // max(blocks, 1)))
     shifted = shift_codes(spread, shift.unsqueeze(2)).view(torch.uint8).flatten(1)
     shifted.masked_fill_((top == NAN_BYTE).unsqueeze(1), NAN_CODE)
-    return fill_rows(shifted, capacity).T.contiguous().view(codes.dtype)
+    turned = shifted.new_zeros((shifted.shape[1], columns))
+    turned[:, place] = shifted.T
+    return turned.view(codes.dtype)
 
 
 on_cuda(_split_fold, "split_fold", "split_fold")
