@@ -114,9 +114,9 @@ def db(signal: Tensor, noise: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", DATA)
 def test_predictions_are_what_is_measured(name: str) -> None:
-    # Of a row, N = 96 results sample its noise. At worst that of one flushed element, a chi square of 96 degrees: its
-    # deviation is sqrt(2 / 96) or 0.6 dB; where a few elements of both operands make it, twice the degrees are missing.
-    # 6 dB is far outside. Of all rows together 3 dB is.
+    # A row's noise is measured in N = 96 results. If each has errors of its own the deviation is sqrt(2 / 96), 0.6 dB; if
+    # a few elements of w that lost their bits make most of it, it is a chi square of few degrees: 5.5 dB was the most
+    # seen, at 110 dB and above. All rows together average that away: the 3 dB asked for.
     folded = Folded(DATA[name]())
     exact, got = folded.products()
     signal, noise, predicted = exact.square().sum(1), (got - exact).square().sum(1), folded.predicted()
@@ -312,7 +312,8 @@ def kernels_equal_the_reference(folded: Folded, *, spread: bool = True) -> None:
 
 @pytest.mark.parametrize("name", ["student", "same sign, ramp of 2^20"])
 def test_the_kernels_equal_the_reference(name: str) -> None:
-    kernels_equal_the_reference(Folded(DATA[name]()))
+    a, w = DATA[name]()
+    kernels_equal_the_reference(Folded((a[:, -192:], w[:, :40, -192:])))
 
 
 def test_the_kernels_equal_the_reference_on_slots_odd_widths_nan_and_zeros() -> None:
@@ -352,7 +353,7 @@ def test_opcheck() -> None:
 
 def test_no_kernel_spills() -> None:
     # Those with the most registers; all others: python tests/ahead_of_time.py tests/gemm/guard_launches.py
-    rows = report(Path(__file__).with_name("guard_launches.py"), ["E5M2"])
+    rows = report(Path(__file__).with_name("guard_launches.py"), ["check E5M2"])
     spilled = [row for row in rows if row["spills"]]
     assert not spilled, "\n" + table(spilled)
 
