@@ -114,9 +114,9 @@ def db(signal: Tensor, noise: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", DATA)
 def test_predictions_are_what_is_measured(name: str) -> None:
-    # A row's noise is measured in N = 96 results. If each has errors of its own the deviation is sqrt(2 / 96), 0.6 dB; if
-    # a few elements of w that lost their bits make most of it, it is a chi square of few degrees: 5.5 dB was the most
-    # seen, at 110 dB and above. All rows together average that away: the 3 dB asked for.
+    # A row's noise is measured in N = 96 results. If each has errors of its own the deviation is sqrt(2 / 96), 0.6 dB;
+    # if a few elements of w that lost their bits make most of it, it is a chi square of few degrees: 5.5 dB was the
+    # most seen, at 110 dB and above. All rows together average that away: the 3 dB asked for.
     folded = Folded(DATA[name]())
     exact, got = folded.products()
     signal, noise, predicted = exact.square().sum(1), (got - exact).square().sum(1), folded.predicted()
