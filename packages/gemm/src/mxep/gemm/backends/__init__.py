@@ -2,6 +2,7 @@
 
 reference   fp32 accumulation group by group, a loop on the host: the definition, for any device, fast on CPUs
 dequant     dequantize to bf16, then torch's grouped mm: any device, no host sync
+hopper      MX folded to one scale a row, FP8 tensor cores of Hopper, promoted sums; what "auto" takes there
 triton      the exact MX product by `tl.dot_scaled`: tensor cores of Blackwell, upcasts elsewhere; CPU: interpreted
 blackwell   torch's scaled grouped mm on Blackwell, E4M3 only, bf16 results; not run on hardware yet
 """
@@ -16,18 +17,19 @@ import torch
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.backends.blackwell import Blackwell
 from mxep.gemm.backends.dequant import Dequant
+from mxep.gemm.backends.hopper import Hopper
 from mxep.gemm.backends.reference import Reference
 from mxep.gemm.backends.triton import Triton
 
-__all__ = ["AUTO", "BACKENDS", "Backend", "select"]
+__all__ = ["AUTO", "BACKENDS", "Backend", "Hopper", "select"]
 
 
 BACKENDS: Final[Mapping[str, Backend]] = {
-    backend.name: backend for backend in (Reference(), Dequant(), Triton(), Blackwell())
+    backend.name: backend for backend in (Reference(), Dequant(), Hopper(), Triton(), Blackwell())
 }
 """All backends by name."""
 
-AUTO: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("reference",), "cuda": ("dequant",)}
+AUTO: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("reference",), "cuda": ("hopper", "dequant")}
 """What "auto" tries on a device type, best first; the first that can run is taken."""
 
 
@@ -39,7 +41,8 @@ def select(backend: str | Backend, device: torch.device) -> Backend:
     if backend == "auto":
         candidates = AUTO.get(device.type, ("reference",))
         backend = next((name for name in candidates if BACKENDS[name].why_not(device) is None), candidates[0])
-        _log_choice(backend, device.type)
+        if not torch.compiler.is_compiling():
+            _log_choice(backend, device.type)
     if isinstance(backend, str):
         if backend not in BACKENDS:
             raise ValueError(f"backend: got {backend!r}, want auto, {', '.join(BACKENDS)} or a Backend")
