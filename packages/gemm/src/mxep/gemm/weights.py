@@ -57,10 +57,9 @@ def quantize_weight(w: Tensor, recipe: Recipe, *, cols: bool = True) -> Quantize
     if recipe.weight_block == "32x32":
         tiles = quantize(w_, fmt=fmt, mode=mode, axis=(-2, -1))
         return QuantizedWeight(tiles, tiles)
-    if cols and recipe.scaling == "mx":
-        return QuantizedWeight(*quantize_both(w_, fmt=fmt, mode=mode))
-    rows = quantize(w_, fmt=fmt, mode=mode, block=recipe.block)
-    return QuantizedWeight(rows, quantize(w_, fmt=fmt, mode=mode, axis=-2, block=recipe.block) if cols else None)
+    if cols:
+        return QuantizedWeight(*quantize_both(w_, fmt=fmt, mode=mode, block=recipe.block))
+    return QuantizedWeight(quantize(w_, fmt=fmt, mode=mode, block=recipe.block), None)
 
 
 def mark_derived(w: Tensor, source: Tensor, path: Hashable) -> None:

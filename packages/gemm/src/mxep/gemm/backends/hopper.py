@@ -16,6 +16,7 @@ cost nothing.
 
 import functools
 import importlib.util
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from mxep.gemm.backends.triton import Triton
 from mxep.gemm.guard import Guard
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
-from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, quantize_both, split_fold
+from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, split_fold
 
 STEP = 128
 """Tokens a wgrad multiplies at a time: its groups begin at multiples."""
@@ -62,14 +63,12 @@ class Hopper(Backend):
         return quantize(x, fmt=fmt, mode=recipe.mode, block=None)
 
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
-        if recipe.scaling == "none" or (self.guard is not None and recipe.scaling == "mx"):
-            return quantize_weight(w, recipe, cols=cols)
-        if recipe.weight_block == "32x32":
+        if recipe.scaling == "mx" and self.guard is None:
+            if recipe.weight_block == "1x32":
+                return quantize_weight(w, replace(recipe, scaling="row"), cols=cols)
             tiles = quantize_weight(w, recipe, cols=cols).rows
             return QuantizedWeight(_folded(tiles), _folded(tiles.mT).mT if cols else None)
-        if cols:
-            return QuantizedWeight(*quantize_both(w.detach(), fmt=recipe.fmt, mode=recipe.mode, block=None))
-        return QuantizedWeight(quantize(w.detach(), fmt=recipe.fmt, mode=recipe.mode, block=None), None)
+        return quantize_weight(w, recipe, cols=cols)
 
     def forward(
         self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
