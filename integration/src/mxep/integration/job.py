@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -106,13 +107,16 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    from .bench import report, run  # imports Triton, for which the other tasks need not wait
+    from .bench import report, roofline, run  # imports Triton, for which the other tasks need not wait
 
     result = run.run(config.bench, config.seed, Console(stderr=True, quiet=not reports()))
     if reports():
         files = [folder / "bench.json", *([Path(config.bench.out)] if config.bench.out else [])]
         report.write(result, shlex.join(["mxep", *sys.argv[1:]]), config.bench.commit, files)
-        report.show(result, Console())
+        result.show(Console())
+        if config.bench.picture:
+            roofline.draw(json.loads(files[0].read_text()), Path(config.bench.picture))
+            files.append(Path(config.bench.picture))
         print(f"results: {', '.join(map(_shown, files))}")
         if result.failed:
             print(f"mxep: {result.failed} of {len(result.lines)} lines failed", file=sys.stderr)

@@ -25,7 +25,9 @@ KINDS = {"rows": (2, "rows"), "weights": (3, "weights"), "small": (2, "rows")}
 
 
 def check(config: BenchConfig) -> None:
-    """ConfigError for cases, kinds of shapes or shapes that there are not."""
+    """ConfigError for cases, kinds of shapes or shapes that there are not, and for another device than CUDA's."""
+    if config.device != "cuda":
+        raise ConfigError(f"bench.device: got {config.device!r}, wanted cuda, whose kernels are measured")
     for name in config.cases or ():
         if name not in CASES:
             raise ConfigError(f"bench.cases: got {name!r}, wanted some of {', '.join(CASES)}")
@@ -41,13 +43,13 @@ def check(config: BenchConfig) -> None:
                 )
 
 
-def measure(config: BenchConfig, seed: int, say: Callable[[Line], None]) -> Report:
+def measure(config: BenchConfig, seed: int, say: Callable[[str], None]) -> Report:
     """All cases at all their shapes, case by case; `say` gets each line when it is there."""
     before = copy_tb_s()
     lines = []
     for line in _lines(config, torch.Generator("cuda").manual_seed(seed)):
         lines.append(line)
-        say(line)
+        say(line.summary)
         torch.cuda.empty_cache()
     return Report("mxep.quant", Ceiling("copy", "bytes", "TB/s", before, copy_tb_s()), lines)
 

@@ -9,7 +9,7 @@ import platform
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -18,6 +18,22 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 120  # of the table where the output is no terminal
+
+
+class Results(Protocol):
+    """What a bench gives. lines: all that was measured; failed: how many of them have no figures though they should."""
+
+    seconds: float
+
+    @property
+    def lines(self) -> list[Any]: ...
+
+    @property
+    def failed(self) -> int: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def show(self, console: Console) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -113,8 +129,12 @@ class Report:
             "lines": lines,
         }
 
+    def show(self, console: Console) -> None:
+        """The table of `show`."""
+        show(self, console)
 
-def write(report: Report, command: str, commit: str | None, files: list[Path]) -> None:
+
+def write(report: Results, command: str, commit: str | None, files: list[Path]) -> None:
     """The report as JSON, with where it was made. `commit`: to say where there is no git, null for git's answer."""
     where = {**environment(), "commit": commit or git_commit(), "command": command}
     title, *rest = report.to_json().items()
@@ -148,14 +168,10 @@ def show(report: Report, console: Console) -> None:
     ceiling = report.ceiling
     console.width = max(console.width, WIDTH)
     peers = list(dict.fromkeys(name for line in report.lines for name in line.peers))
-    table = Table(
-        title=f"{report.title}: {ceiling.name} is {ceiling.value:.2f} {ceiling.unit} "
+    table = make_table(
+        f"{report.title}: {ceiling.name} is {ceiling.value:.2f} {ceiling.unit} "
         f"({ceiling.before:.2f} before, {ceiling.after:.2f} after)",
-        caption=f"{report.seconds:.0f} s. empty: kernels of the same grids with nothing in them.",
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        f"{report.seconds:.0f} s. empty: kernels of the same grids with nothing in them.",
     )
     table.add_column("", no_wrap=True)
     for name in ("shape", "us", ceiling.unit, f"of {ceiling.name}", "target", "empty us", *(f"{p} us" for p in peers)):
@@ -168,6 +184,18 @@ def show(report: Report, console: Console) -> None:
         table.add_row("" if line.name == previous else line.name + plain, *_cells(report, line, peers))
         previous = line.name
     console.print(table)
+
+
+def make_table(title: str, caption: str | None) -> Table:
+    """An empty table in the style of all benches."""
+    return Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
 
 
 def _cells(report: Report, line: Line, peers: list[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
     time_us      the call captured n times into a CUDA graph, so that no launch waits for the host; events around a
                  replay; the median of several
+    round_robin  the same for alternatives that are to be compared: replays long enough to fill the chip's power budget,
+                 in turn, the order reversed every other round, so that a clock that falls does so for all
     copy_tb_s    the ceiling of what moves memory: b.copy_(a), outside a graph. A copy captured in one becomes a memcpy
                  node, which is much slower: 2.77 instead of 4.25 TB/s on an H200
     recorded     the Triton kernels that a call launches
@@ -20,12 +22,14 @@ import functools
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+
+from .meter import Read, open_meter
 
 LAUNCHES = 10  # in a graph, at least
 REPEATS = 7
@@ -33,6 +37,10 @@ WARM = 0.02  # seconds: clocks fall while kernels compile
 EMPTY_LAUNCHES = 50
 COPY_BYTES = 1 << 30
 L2_SIZES = 4  # bytes that must pass, in L2 caches, before a set of inputs comes again
+REPLAY = 0.06  # seconds of a replay in a round robin
+ROUNDS = 4
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -46,21 +54,100 @@ class Launch:
 
 def time_us(fn: Callable[..., object], inputs: Sequence[tuple[Any, ...]] = ((),), *, launches: int = LAUNCHES) -> float:
     """Microseconds that `fn(*args)` takes, args taken from `inputs` in turn: at least `launches` calls in a graph."""
+    calls = [functools.partial(fn, *args) for args in inputs]
     for _ in range(2):  # compiles; a capture cannot
-        fn(*inputs[0])
-    torch.cuda.synchronize()
-    sets = len(inputs)
-    calls = -(-launches // sets) * sets
-    graph = torch.cuda.CUDAGraph()
-    results: deque[object] = deque(maxlen=sets)  # as long as one is here, its memory is not written again
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            results.append(fn(*inputs[i % sets]))
+        calls[0]()
+    graph, captured = _capture(calls, launches)
     start = time.monotonic()
     while time.monotonic() - start < WARM:
         graph.replay()
         torch.cuda.synchronize()
-    return statistics.median(_events_us(graph.replay) for _ in range(REPEATS)) / calls
+    return statistics.median(_events_us(graph.replay) for _ in range(REPEATS)) / captured
+
+
+@dataclass(frozen=True)
+class Timing:
+    """us: microseconds a call. mhz, watts: SM clock and board power meanwhile, None where they cannot be read."""
+
+    us: float
+    mhz: float | None = None
+    watts: float | None = None
+
+
+def round_robin(
+    alternatives: Mapping[str, Callable[[], Sequence[Call]]], device: torch.device
+) -> dict[str, Timing | Exception]:
+    """Each alternative's median over ROUNDS, or the exception that it ended with, in the order given.
+
+    An alternative gives calls, which are taken in turn. On a CPU they run once a round, timed by the host's clock.
+    """
+    prepare = _graphed if device.type == "cuda" else _ungraphed
+    ready: dict[str, tuple[Callable[[], float], int]] = {}
+    failed: dict[str, Exception] = {}
+    read = open_meter(device)
+    samples: dict[str, list[Read]] = {name: [] for name in alternatives}
+    for name, make in alternatives.items():
+        try:
+            ready[name] = prepare(make(), read, samples[name])
+        except Exception as error:
+            failed[name] = error.with_traceback(None)  # which would hold on to tensors
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    for turn in range(ROUNDS):
+        for name in reversed(ready) if turn % 2 else ready:
+            run, calls = ready[name]
+            times[name].append(run() / calls)
+    timings = {name: Timing(statistics.median(us), *_median(samples[name])) for name, us in times.items()}
+    return {name: failed[name] if name in failed else timings[name] for name in alternatives}
+
+
+def _median(samples: Sequence[Read]) -> tuple[float | None, ...]:
+    return tuple(statistics.median(each) for each in zip(*samples)) or (None, None)
+
+
+def _graphed(
+    calls: Sequence[Call], read: Callable[[], Read] | None, samples: list[Read]
+) -> tuple[Callable[[], float], int]:
+    """(a replay's microseconds, how many calls it has); it adds what the meter reads meanwhile to `samples`."""
+    for _ in range(2):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    us = _events_us(calls[0])
+    graph, captured = _capture(calls, max(1, round(REPLAY * 1e6 / us)))
+    graph.replay()
+
+    def run() -> float:
+        return _events_us(graph.replay, (lambda: samples.append(read())) if read else None)
+
+    return run, captured
+
+
+def _ungraphed(calls: Sequence[Call], read: object, samples: object) -> tuple[Callable[[], float], int]:
+    calls[0]()
+
+    def run() -> float:
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - start) * 1e6
+
+    return run, len(calls)
+
+
+def _capture(calls: Sequence[Call], launches: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of at least `launches` calls, taken from `calls` in turn, and how many it has."""
+    sets = len(calls)
+    count = -(-launches // sets) * sets
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    results: deque[object] = deque(maxlen=sets)  # as long as one is here, its memory is not written again
+    try:
+        with torch.cuda.graph(graph):
+            for i in range(count):
+                results.append(calls[i % sets]())
+    except Exception as error:  # the end of a capture that failed raises, too, and says less
+        raise error.__context__ or error from None
+    return graph, count
 
 
 def copy_tb_s(nbytes: int = COPY_BYTES) -> float:
@@ -137,11 +224,15 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _events_us(fn: Callable[[], object]) -> float:
+def _events_us(fn: Callable[[], object], meanwhile: Callable[[], object] | None = None) -> float:
+    """Microseconds between events around `fn`; `meanwhile` is called again and again until they are over."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     fn()
     end.record()
+    while meanwhile is not None and not end.query():
+        meanwhile()
+        time.sleep(0.004)
     torch.cuda.synchronize()
     us: float = start.elapsed_time(end) * 1e3
     return us

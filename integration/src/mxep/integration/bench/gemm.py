@@ -1,0 +1,315 @@
+"""bench=gemm: mxep.gemm beside its peers and ceilings, in one run, and how exact it is.
+
+    products      the three products alone, operands ready               shapes "layers"
+    steps         forward and backward, every quantization included      shapes "layers"
+    stages        what a step of ours consists of                        shapes "layers"
+    skew          ours and bf16 where groups differ in size              shapes "skew"
+    numerics      SNR on kind and unkind data                            shapes "numerics"
+    accumulation  SNR and bias of FP8 sums                               shapes "accumulation"
+
+Alternatives of one table are timed round robin: a chip at its power limit is as fast as it is cool.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mxep.gemm import BACKENDS, Backend
+from mxep.gemm.backends import select
+from mxep.quant import BLOCK
+
+from ..config import ConfigError
+from ..schema import BenchConfig
+from . import gemm_numerics as numerics
+from .gemm_cases import PRODUCTS, SKEWS, Alternative, Problem, products, skewed, stages, steps
+from .tables import Results, Row, Section
+from .timing import Call, Timing, copy_tb_s, describe, rotations, round_robin
+
+DENSE = 8192  # of the square products that are ceilings
+CAPACITY = 4  # how many times as many rows as are live, in section skew
+DEEPGEMM = {
+    (65536, 4096, 7168, 32): 1211,
+    (65536, 7168, 2048, 32): 1144,
+    (65536, 2048, 7168, 32): 1175,
+    (131072, 2048, 7168, 8): 1182,
+    (131072, 8192, 5120, 8): 1234,
+    (32768, 1536, 2048, 32): 1086,
+}
+"""TF of DeepGEMM's forward with scales of 1 x 128, of an earlier run on an H200; not run here."""
+
+SHAPES = {"products": "layers", "steps": "layers", "stages": "layers"}
+"""Section -> kind of its shapes, where that is not its own name."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What sections need. ceilings: TB/s of a copy, TF of dense products."""
+
+    backend: Backend
+    shapes: Sequence[tuple[int, ...]]
+    generator: torch.Generator
+    ceilings: Mapping[str, float]
+
+    @property
+    def device(self) -> torch.device:
+        return self.generator.device
+
+    def problems(self, shape: Sequence[int]) -> list[Problem]:
+        """As many as it takes for none to be in L2 when its turn comes again."""
+        first = Problem.gaussian(shape, self.generator)
+        sets = rotations(first.least_bytes("forward", 1)) if self.device.type == "cuda" else 1
+        return [first, *(Problem.gaussian(shape, self.generator) for _ in range(sets - 1))]
+
+    def compare(
+        self, alternatives: Mapping[str, Alternative], problems: Sequence[Problem]
+    ) -> Iterator[tuple[str, Row]]:
+        """Name and figures of each, timed together."""
+        calls = {name: functools.partial(_calls, make, problems) for name, make in alternatives.items()}
+        for name, timing in round_robin(calls, self.device).items():
+            yield name, _figures(timing)
+
+
+def _calls(make: Alternative, problems: Sequence[Problem]) -> list[Call]:
+    return [make(p) for p in problems]
+
+
+def _same(calls: list[Call]) -> list[Call]:
+    return calls
+
+
+def _figures(timing: Timing | Exception) -> Row:
+    if isinstance(timing, (ImportError, NotImplementedError)):
+        return {"note": str(timing)}
+    if isinstance(timing, Exception):
+        return {"error": describe(timing)}
+    return {"us": timing.us, "MHz": timing.mhz, "W": timing.watts}
+
+
+def check(config: BenchConfig) -> None:
+    """ConfigError for devices, backends, sections, shapes or folders that there are not."""
+    _known("bench.device", [config.device], ("cuda", "cpu"))
+    _known("bench.backend", [str(config.backend)], BACKENDS)
+    _known("bench.sections", config.sections or (), SECTIONS)
+    _known("bench.shapes", config.shapes, {SHAPES.get(name, name): None for name in SECTIONS})
+    for kind, shapes in config.shapes.items():
+        for shape in shapes:
+            if len(shape) != 4 or min(shape) < 1 or any(size % BLOCK for size in shape[:3]):
+                raise ConfigError(f"bench.shapes.{kind}: got {list(shape)}, wanted rows, N, K in {BLOCK}s and groups")
+    if config.picture is not None and not Path(config.picture).absolute().parent.is_dir():
+        raise ConfigError(f"bench.picture: no such folder: {Path(config.picture).parent}")
+
+
+def _known(key: str, got: Any, known: Any) -> None:
+    for name in got:
+        if name not in known:
+            raise ConfigError(f"{key}: got {name!r}, wanted some of {', '.join(known)}")
+
+
+def measure(config: BenchConfig, seed: int, say: Callable[[str], None]) -> Results:
+    """All sections, one after the other; `say` gets each row when it is there. A section that fails leaves its rows."""
+    device = torch.device(config.device)
+    backend = select(str(config.backend), device)
+    generator = torch.Generator(device).manual_seed(seed)
+    ceilings = _ceilings(device)
+    sections: dict[str, Section] = {}
+    for name in config.sections or SECTIONS:
+        section, measured = SECTIONS[name]
+        sections[name] = section = Section(section.title, section.labels, section.figures)
+        shapes = [tuple(shape) for shape in config.shapes.get(SHAPES.get(name, name), ())]
+        try:
+            for row in measured(Bench(backend, shapes, generator, ceilings)):
+                section.rows.append(row)
+                say(section.line(row))
+        except Exception as error:
+            section.rows.append({section.labels[0]: "ended early", "error": describe(error)})
+            say(section.line(section.rows[-1]))
+    return Results("mxep.gemm", ceilings, sections)
+
+
+def _ceilings(device: torch.device) -> dict[str, float]:
+    """TB/s of a copy on a GPU, TF of square dense products."""
+    size = DENSE if device.type == "cuda" else BLOCK
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
+    codes, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device=device)
+    alternatives: dict[str, Callable[[], list[Call]]] = {
+        "dense bf16 TF": lambda: [lambda: a @ b.mT],
+        "dense fp8 TF": lambda: [
+            lambda: torch._scaled_mm(codes[0], codes[1].mT, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        ],
+    }
+    timings = round_robin(alternatives, device).items()
+    dense = {name: 2 * size**3 / t.us / 1e6 for name, t in timings if isinstance(t, Timing)}
+    return {"copy TB/s": copy_tb_s(), **dense} if device.type == "cuda" else dense
+
+
+def _products(bench: Bench) -> Iterator[Row]:
+    for shape in bench.shapes:
+        problems = bench.problems(shape)
+        for product in PRODUCTS:
+            rows = {}
+            for name, row in bench.compare(products(product, bench.backend), problems):
+                work = {"flop": problems[0].flop, "bytes": problems[0].least_bytes(product, 2 if name == "bf16" else 1)}
+                rows[name] = {"product": product, "shape": list(shape), "what": name, **work, **row}
+            dense = [rate for name, row in rows.items() if name.startswith("dense") and (rate := _rate(row))]
+            for row in rows.values():
+                yield _beside(
+                    row, {"x bf16": rows["bf16"], "x fp8 row": rows["fp8 row, fast"]}, max(dense, default=None)
+                )
+            if product == "forward" and shape in DEEPGEMM:
+                note = "of an earlier run on an H200, not of this one"
+                yield {
+                    "product": product,
+                    "shape": list(shape),
+                    "what": "DeepGEMM",
+                    "TF": DEEPGEMM[shape],
+                    "note": note,
+                }
+        del problems
+        _free(bench.device)
+
+
+def _steps(bench: Bench) -> Iterator[Row]:
+    for shape in bench.shapes:
+        problems = bench.problems(shape)
+        rows = {
+            name: {"shape": list(shape), "what": name, "flop": 3 * problems[0].flop, **row}
+            for name, row in bench.compare(steps(bench.backend), problems)
+        }
+        for row in rows.values():
+            yield _beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})
+        del problems
+        _free(bench.device)
+
+
+def _stages(bench: Bench) -> Iterator[Row]:
+    copy, dense = (bench.ceilings.get(name) for name in ("copy TB/s", "dense fp8 TF"))
+    for shape in bench.shapes:
+        problem = Problem.gaussian(shape, bench.generator)
+        work = stages(bench.backend, problem)
+        calls = {name: functools.partial(_same, [call]) for name, (call, _) in work.items()}
+        for name, timing in round_robin(calls, bench.device).items():
+            moved = work[name][1]
+            row = {"shape": list(shape), "stage": name, **_figures(timing)}
+            if moved and "us" in row:
+                row |= {
+                    "bytes": moved,
+                    "TB/s": (rate := moved / row["us"] / 1e6),
+                    "share": rate / copy if copy else None,
+                }
+            elif "us" in row:
+                row |= {"flop": problem.flop, "TF": (rate := problem.flop / row["us"] / 1e6)}
+                row["share"] = rate / dense if dense else None
+            yield row
+        del problem, work, calls
+        _free(bench.device)
+
+
+def _skew(bench: Bench) -> Iterator[Row]:
+    for shape in bench.shapes:
+        balanced = Problem.gaussian(shape, bench.generator)
+        cases = {name: balanced.skewed(name) for name in SKEWS}
+        cases[f"capacity x{CAPACITY}"] = balanced.oversized(CAPACITY)
+        for product in (*PRODUCTS, "step"):
+            alternatives = {
+                (case, name): functools.partial(_on, p, make)
+                for case, p in cases.items()
+                for name, make in skewed(product, bench.backend).items()
+            }
+            timed = bench.compare({f"{name}: {case}": make for (case, name), make in alternatives.items()}, [balanced])
+            flop = balanced.flop * (3 if product == "step" else 1)
+            labels = {"product": product, "shape": list(shape)}
+            rows = {key: {**labels, "what": what, "flop": flop, **row} for key, (what, row) in zip(alternatives, timed)}
+            for (_, name), row in sorted(rows.items(), key=lambda item: item[0][1]):
+                yield _beside(row, {"x balanced": rows["balanced", name]})
+            del alternatives, timed
+            _free(bench.device)
+
+
+def _on(p: Problem, make: Alternative, _: Problem) -> Call:
+    return make(p)
+
+
+def _numerics(bench: Bench) -> Iterator[Row]:
+    for shape in bench.shapes:
+        for data in numerics.DATA:
+            yield from numerics.compare(data, shape, bench.backend, bench.generator)
+
+
+def _accumulation(bench: Bench) -> Iterator[Row]:
+    for shape in bench.shapes:
+        for data in ("Gaussian", "same sign"):
+            yield from numerics.accumulation(data, shape, bench.generator)
+
+
+def _rate(row: Row) -> float | None:
+    return row["flop"] / row["us"] / 1e6 if "us" in row else None
+
+
+def _beside(row: Row, others: Mapping[str, Row], dense: float | None = None) -> Row:
+    """The row with its TF, how many times faster it is than others, and its share of the dense rate."""
+    if (rate := _rate(row)) is None:
+        return row
+    ratios = {name: rate / base for name, other in others.items() if (base := _rate(other))}
+    return {**row, "TF": rate, **ratios, **({"of dense": rate / dense} if dense else {})}
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+CLOCK = {"MHz": ".0f", "W": ".0f"}
+DB = dict.fromkeys(("MX", "dequant", "ours", "wire", "ours / MX", "wire / MX", "wire / ours"), ".1f")
+SECTIONS: dict[str, tuple[Section, Callable[[Bench], Iterator[Row]]]] = {
+    "products": (
+        Section(
+            "Products alone, operands ready",
+            ("product", "shape", "what"),
+            {"us": ".1f", "TF": ".0f", "x bf16": ".2f", "x fp8 row": ".2f", "of dense": ".2f", **CLOCK},
+        ),
+        _products,
+    ),
+    "steps": (
+        Section(
+            "Forward and backward from bf16, every quantization included",
+            ("shape", "what"),
+            {"us": ".1f", "TF": ".0f", "x bf16": ".2f", "x torchao": ".2f", **CLOCK},
+        ),
+        _steps,
+    ),
+    "stages": (
+        Section(
+            "Stages of a step of ours, mxfp8; share of a copy's or the dense FP8 product's rate",
+            ("shape", "stage"),
+            {"us": ".1f", "TF": ".0f", "TB/s": ".2f", "share": ".2f", **CLOCK},
+        ),
+        _stages,
+    ),
+    "skew": (
+        Section(
+            "Groups of unequal size",
+            ("product", "shape", "what"),
+            {"us": ".1f", "TF": ".0f", "x balanced": ".2f", **CLOCK},
+        ),
+        _skew,
+    ),
+    "numerics": (
+        Section(
+            "SNR of mxfp8 against float64, and x / y: of x against y, dB; wire: operands came as MX",
+            ("shape", "data", "result"),
+            DB,
+        ),
+        _numerics,
+    ),
+    "accumulation": (
+        Section("FP8 sums against float64", ("shape", "data", "what"), {"dB": ".1f", "bias": ".2%"}),
+        _accumulation,
+    ),
+}
+"""By name: what the table looks like, and what measures its rows."""

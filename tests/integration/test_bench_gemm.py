@@ -1,0 +1,256 @@
+"""bench=gemm: compares equal things, counts what it says, and reports what could not be measured."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from mxep.gemm import BACKENDS
+from mxep.integration.bench import gemm, gemm_cases, gemm_numerics, meter, roofline, run, timing
+from mxep.integration.bench.gemm_cases import PRODUCTS, SKEWS, Problem, group_sizes
+from mxep.integration.bench.timing import Timing, round_robin
+from mxep.integration.config import ConfigError
+
+CPU = torch.device("cpu")
+SHAPE = 96, 64, 128, 2
+ON_CPU = ("task=bench", "bench=gemm", "bench.device=cpu", "bench.backend=reference")
+SHAPES = (
+    "bench.shapes={layers:[[96,64,128,2]],skew:[[128,32,64,4]],numerics:[[64,32,64,2]],accumulation:[[32,32,256,1]]}"
+)
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _no_torchao(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as if it were not installed
+
+
+def problem(shape: tuple[int, ...] = SHAPE) -> Problem:
+    return Problem.gaussian(shape, torch.Generator().manual_seed(0))
+
+
+def exact(p: Problem) -> dict[str, Tensor]:
+    out, dx, dw = gemm_numerics.products(p, (p.a, p.w), (p.dy, p.w), (p.dy, p.a))
+    return {"forward": out, "dgrad": dx, "wgrad": dw}
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize(("rows", "groups"), [(4096, 32), (65536, 7), (32, 3)])
+def test_group_sizes_are_multiples_that_sum_up(skew: str, rows: int, groups: int):
+    weights = SKEWS[skew](groups)
+    sizes = group_sizes(weights, rows)
+    assert (sum(sizes), len(sizes)) == (rows, groups)
+    assert all(size % 32 == 0 for size in sizes)
+    for size, weight in zip(sizes, weights):
+        assert abs(size - rows * weight / sum(weights)) <= 32 * groups
+        assert size == 0 or weight > 0
+
+
+def test_zipf_gives_the_first_group_most_and_half_empty_leaves_every_other_one():
+    assert group_sizes([1, 1 / 2, 1 / 3], 96) == [64, 32, 0]
+    zipf = group_sizes(SKEWS["Zipf(1)"](32), 65536)
+    assert zipf == sorted(zipf, reverse=True)
+    assert zipf[0] / zipf[31] == pytest.approx(32, rel=0.1)
+    assert group_sizes(SKEWS["half empty"](4), 128) == [64, 0, 64, 0]
+    assert group_sizes(SKEWS["one has all"](3), 96) == [96, 0, 0]
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("backend", ["reference", "hopper"])
+def test_alternatives_compute_the_same_product(product: str, backend: str):
+    p = problem()
+    wanted = exact(p)[product]
+    bf16 = gemm_cases.bf16_product(product, p)()
+    assert gemm_numerics.snr(wanted, bf16) > 50  # a result rounded to 9 bits: 55 dB
+    ours = gemm_cases.our_product(product, BACKENDS[backend], p)()
+    assert gemm_numerics.snr(wanted, ours) > 27  # two operands in E4M3
+    assert ours.dtype == bf16.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_row_scaled_peers_get_the_same_product_in_the_layouts_that_torch_wants(product: str):
+    p = problem((64, 64, 96, 1))
+    left, right, left_scale, right_scale = gemm_cases._row_scaled(product, p)
+    assert left.stride(-1) == right.stride(-2) == 1
+    values = left.double() * left_scale[:, None], right.double() * right_scale.unsqueeze(-2)
+    assert gemm_numerics.snr(exact(p)[product], (values[0] @ values[1]).reshape(exact(p)[product].shape)) > 27
+    dense = gemm_cases.dense_product(product, True, p)()
+    assert gemm_numerics.snr(exact(p)[product].reshape(dense.shape), dense) > 27
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_least_bytes_of_a_bf16_product_are_those_of_its_tensors(product: str):
+    p = problem()
+    used = {"forward": (p.a, p.w, p.dy), "dgrad": (p.dy, p.w, p.a), "wgrad": (p.dy, p.a, p.w)}[product]
+    assert p.least_bytes(product, 2) == sum(tensor.nbytes for tensor in used)
+    assert p.oversized(4).least_bytes(product, 2) == p.least_bytes(product, 2)
+    assert (p.oversized(4).flop, p.skewed("one has all").flop) == (p.flop, p.flop)
+
+
+@pytest.mark.parametrize("backend", ["reference", "hopper"])
+def test_stages_are_those_of_the_backend_and_move_the_bytes_of_their_results(backend: str):
+    p = problem((96, 64, 128, 1))  # of one group, so that a scale a column is one for the weight
+    found = gemm_cases.stages(BACKENDS[backend], p)
+    assert ("split fold" in found) == (backend == "hopper")
+    if backend == "hopper":
+        codes = found["quantize a"][0]()
+        assert found["quantize a"][1] == p.a.nbytes + codes.qdata.nbytes + codes.scale.nbytes
+        weight = found["quantize w, both ways"][0]()
+        assert found["quantize w, both ways"][1] == p.w.nbytes + weight.nbytes
+    assert {name for name, (_, moved) in found.items() if moved == 0} == set(PRODUCTS)
+
+
+def test_steps_give_both_gradients_pre_quantized_or_not():
+    p = problem()
+    wanted = exact(p)
+    for name, make in gemm_cases.steps(BACKENDS["reference"]).items():
+        if name != "torchao fp8 row":
+            da, dw = make(p)()
+            assert gemm_numerics.snr(wanted["dgrad"], da) > 24, name
+            assert gemm_numerics.snr(wanted["wgrad"], dw) > 24, name
+
+
+def test_a_round_robin_turns_back_every_other_round_and_keeps_what_fails_apart():
+    order: list[str] = []
+
+    def alternative(name: str) -> Callable[[], list[timing.Call]]:
+        return lambda: [lambda: order.append(name)]
+
+    def broken() -> list[timing.Call]:
+        raise KeyError("broken")
+
+    found = round_robin({"a": alternative("a"), "x": broken, "b": alternative("b")}, CPU)
+    assert "".join(order) == "ab" + "abba" * (timing.ROUNDS // 2)  # each once to get ready
+    assert list(found) == ["a", "x", "b"]
+    assert isinstance(found["x"], KeyError)
+    assert isinstance(found["a"], Timing)
+    assert (found["a"].mhz, meter.open_meter(CPU)) == (None, None)
+
+
+def test_folding_is_near_mx_on_ordinary_data_and_far_from_it_where_magnitudes_are_anti_aligned():
+    random = torch.Generator().manual_seed(0)
+    hopper = BACKENDS["hopper"]
+    for row in gemm_numerics.compare("Gaussian", (128, 64, 256, 2), hopper, random):
+        assert min(row["MX"], row["ours"], row["wire"], row["dequant"]) > 27
+        assert min(row["ours / MX"], row["wire / MX"], row["wire / ours"]) > 60
+    out, *_ = gemm_numerics.compare("anti-aligned x30000", (128, 64, 256, 2), hopper, random)
+    assert out["MX"] > 27
+    assert out["ours / MX"] < 40
+
+
+def test_sums_that_come_out_small_show_as_bias(monkeypatch: pytest.MonkeyPatch):
+    def shrunk(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        return 0.9 * (a.double() @ w.double().mT)
+
+    monkeypatch.setattr(gemm_numerics, "_SUMS", {"shrunk": shrunk})
+    for data in ("Gaussian", "same sign"):
+        (row,) = gemm_numerics.accumulation(data, (32, 32, 64, 1), torch.Generator().manual_seed(0))
+        assert (row["bias"], row["dB"]) == (pytest.approx(-0.1), pytest.approx(20))
+
+
+def test_snr_tells_the_same_from_nan():
+    x = torch.ones(3)
+    assert gemm_numerics.snr(x, x) == gemm_numerics.SAME
+    assert not gemm_numerics.snr(x, x * torch.nan) <= gemm_numerics.SAME
+
+
+def test_all_sections_are_measured_on_a_cpu_from_end_to_end(mxep, tmp_path: Path):
+    out, picture = tmp_path / "out.json", tmp_path / "roofline.svg"
+    finished = mxep(*ON_CPU, SHAPES, f"bench.out={out}", f"bench.picture={picture}", "bench.commit=abc1234")
+    assert finished.code == 0, finished.out + finished.err
+    results = json.loads(out.read_text())
+    assert {"what", "device", "versions", "date", "command", "seconds", "ceilings"} <= results.keys()
+    assert results["commit"] == "abc1234"
+    assert list(results["sections"]) == list(gemm.SECTIONS)
+    for name, rows in results["sections"].items():
+        section, _ = gemm.SECTIONS[name]
+        assert rows
+        assert all(set(section.labels) <= row.keys() and "error" not in row for row in rows), name
+        assert all("note" in row or row.keys() & section.figures.keys() for row in rows), name
+    steps = {row["what"]: row for row in results["sections"]["steps"]}
+    assert steps["torchao fp8 row"]["note"].startswith("not installed: ")
+    assert "us" not in steps["torchao fp8 row"]
+    assert steps["bf16"]["x bf16"] == 1
+    ours = steps["ours mxfp8"]
+    assert ours["x bf16"] == pytest.approx(steps["bf16"]["us"] / ours["us"])
+    assert ours["TF"] == pytest.approx(6 * 96 * 64 * 128 / ours["us"] / 1e6)
+    products = {(row["product"], row["what"]): row for row in results["sections"]["products"]}
+    assert max(row.get("of dense", 0) for (_, what), row in products.items() if what.startswith("dense")) == 1
+    assert "ours mxfp8, pre-quantized" in finished.out
+    assert "<svg" in picture.read_text()
+
+
+def test_a_section_that_fails_leaves_the_others(make_config, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> list[object]:
+        raise RuntimeError("the device is gone\nand more")
+
+    monkeypatch.setattr(gemm_numerics, "compare", fail)
+    config = make_config(*ON_CPU, SHAPES, "bench.sections=[numerics,accumulation]")
+    results = run.run(config.bench, 0, Console(quiet=True))
+    assert results.failed == 1
+    numerics, accumulation = results.to_json()["sections"].values()
+    assert numerics == [{"shape": "ended early", "error": "RuntimeError: the device is gone"}]
+    assert len(accumulation) == 2 * len(gemm_numerics._SUMS)
+
+
+def test_deepgemm_is_marked_as_not_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(gemm.DEEPGEMM, SHAPE, 1234)
+    bench = gemm.Bench(BACKENDS["reference"], [SHAPE], torch.Generator().manual_seed(0), {})
+    (row,) = [row for row in gemm._products(bench) if row["what"] == "DeepGEMM"]
+    assert (row["product"], row["TF"], "us" in row) == ("forward", 1234, False)
+    assert "not of this one" in row["note"]
+
+
+def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
+    row = {"product": "wgrad", "shape": [1, 1, 1, 1], "what": "ours", "us": 1.0, "flop": 4e12, "bytes": 2e9, "TF": 1200}
+    dense = {**row, "what": "dense fp8, row", "TF": 1300.0}
+    broken = {"product": "dgrad", "what": "ours", "error": "RuntimeError"}
+    results = {"device": "NVIDIA H200", "ceilings": {"copy TB/s": 4.2}, "sections": {"products": [row, dense, broken]}}
+    file = tmp_path / "picture.svg"
+    roofline.draw(results, file)
+    assert "<svg" in file.read_text()
+    with pytest.raises(ValueError, match="a roofline needs section 'products': got none"):
+        roofline.draw({"sections": {"products": [broken]}}, file)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("bench.device=tpu", "bench.device: got 'tpu', wanted some of cuda, cpu"),
+        ("bench.backend=null", "bench.backend: got 'None', wanted some of reference, dequant, hopper"),
+        ("bench.sections=[products,colors]", "bench.sections: got 'colors', wanted some of products, steps, stages"),
+        ("+bench.shapes.cubes=[[1,2]]", "bench.shapes: got 'cubes', wanted some of layers, skew"),
+        ("bench.shapes.skew=[[64,64,32]]", "bench.shapes.skew: got [64, 64, 32], wanted rows, N, K in 32s and groups"),
+        ("bench.shapes.layers=[[64,48,32,2]]", "bench.shapes.layers: got [64, 48, 32, 2], wanted rows, N, K in 32s"),
+        ("bench.picture=/no/such/folder/x.svg", "bench.picture: no such folder: /no/such/folder"),
+    ],
+)
+def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, override: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run.run(make_config("task=bench", "bench=gemm", override).bench, 0, Console(quiet=True))
+
+
+def test_bench_quant_measures_cuda_alone(make_config):
+    with pytest.raises(ConfigError, match=r"bench\.device: got 'cpu', wanted cuda"):
+        run.run(make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, Console(quiet=True))
+
+
+@needs_cuda
+def test_on_a_gpu_everything_has_figures(mxep, tmp_path: Path):
+    layer = "[[2048,512,1024,4]]"
+    shapes = f"{{layers:{layer},skew:{layer},numerics:[[512,256,512,2]],accumulation:[[256,256,2048,1]]}}"
+    backend = "hopper" if BACKENDS["hopper"].why_not(torch.device("cuda")) is None else "dequant"
+    finished = mxep("task=bench", "bench=gemm", f"bench.backend={backend}", f"bench.shapes={shapes}")
+    results = json.loads((tmp_path / "run" / "bench.json").read_text())
+    errors = [row for rows in results["sections"].values() for row in rows if "error" in row]
+    assert backend != "hopper" or not errors
+    assert finished.code == bool(errors)
+    for row in results["sections"]["steps"]:
+        assert row["what"] == "torchao fp8 row" or 0 < row["us"] < 1e5
