@@ -4,14 +4,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 README = Path(__file__).parents[2] / "packages" / "gemm" / "README.md"
 
 
-def test_the_example_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    product, model = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(code, names)
+    exec(product, names)
     assert names["out"].shape == (100, 256)
     assert names["tokens"].grad.isfinite().all()
     assert not names["weights"].grad[1].any()
     assert names["cache"].misses == 1
+    capsys.readouterr()
+    exec(model, {})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", model)

@@ -7,7 +7,7 @@
 weights, `backends` who multiplies, `convert` puts all of it under a model that calls torch's grouped mm.
 """
 
-from mxep.gemm.backends import BACKENDS, Backend
+from mxep.gemm.backends import BACKENDS, Backend, Hopper
 from mxep.gemm.convert import convert, converted, revert, weight_cache
 from mxep.gemm.expert_weight import Converted, ExpertWeight
 from mxep.gemm.functional import grouped_mm
@@ -23,6 +23,7 @@ __all__ = [
     "ExpertWeight",
     "Guard",
     "GuardReport",
+    "Hopper",
     "QuantizedWeight",
     "Recipe",
     "WeightCache",
