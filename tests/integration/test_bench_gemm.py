@@ -187,7 +187,7 @@ def test_all_sections_are_measured_on_a_cpu_from_end_to_end(mxep, tmp_path: Path
     assert "<svg" in picture.read_text()
 
 
-def test_a_section_that_fails_leaves_the_others(make_config, monkeypatch: pytest.MonkeyPatch):
+def test_a_shape_that_fails_leaves_the_others(make_config, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> list[object]:
         raise RuntimeError("the device is gone\nand more")
 
@@ -196,14 +196,26 @@ def test_a_section_that_fails_leaves_the_others(make_config, monkeypatch: pytest
     results = run.run(config.bench, 0, Console(quiet=True))
     assert results.failed == 1
     numerics, accumulation = results.to_json()["sections"].values()
-    assert numerics == [{"shape": "ended early", "error": "RuntimeError: the device is gone"}]
+    (ended,) = numerics
+    assert (ended["shape"], ended["error"]) == ([64, 32, 64, 2], "ended early: RuntimeError: the device is gone")
     assert len(accumulation) == 2 * len(gemm_numerics._SUMS)
+
+
+def test_ratios_are_to_each_of_the_others_whichever_came_first(monkeypatch: pytest.MonkeyPatch):
+    fast, slow = Timing(10.0, 1500.0, 690.0), Timing(40.0)
+    timings = {"bf16": fast, "torchao fp8 row": slow, "ours mxfp8": ImportError("no"), "ours fp8": KeyError("yes")}
+    monkeypatch.setattr(gemm, "round_robin", lambda *_: timings)
+    bench = gemm.Bench(BACKENDS["reference"], torch.Generator().manual_seed(0), {})
+    bf16, torchao, missing, failed = gemm._steps(bench, SHAPE)
+    assert (bf16["x bf16"], bf16["x torchao"], torchao["x bf16"], torchao["x torchao"]) == (1, 4, 0.25, 1)
+    assert (bf16["MHz"], bf16["W"], bf16["TF"]) == (1500, 690, pytest.approx(6 * 96 * 64 * 128 / 10 / 1e6))
+    assert (missing["note"], failed["error"]) == ("no", "KeyError: 'yes'")
 
 
 def test_deepgemm_is_marked_as_not_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(gemm.DEEPGEMM, SHAPE, 1234)
-    bench = gemm.Bench(BACKENDS["reference"], [SHAPE], torch.Generator().manual_seed(0), {})
-    (row,) = [row for row in gemm._products(bench) if row["what"] == "DeepGEMM"]
+    bench = gemm.Bench(BACKENDS["reference"], torch.Generator().manual_seed(0), {})
+    (row,) = [row for row in gemm._products(bench, SHAPE) if row["what"] == "DeepGEMM"]
     assert (row["product"], row["TF"], "us" in row) == ("forward", 1234, False)
     assert "not of this one" in row["note"]
 

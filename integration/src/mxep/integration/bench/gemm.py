@@ -47,12 +47,15 @@ SHAPES = {"products": "layers", "steps": "layers", "stages": "layers"}
 """Section -> kind of its shapes, where that is not its own name."""
 
 
+Shape = tuple[int, ...]
+Measured = Callable[["Bench", Shape], Iterator[Row]]
+
+
 @dataclass(frozen=True)
 class Bench:
     """What sections need. ceilings: TB/s of a copy, TF of dense products."""
 
     backend: Backend
-    shapes: Sequence[tuple[int, ...]]
     generator: torch.Generator
     ceilings: Mapping[str, float]
 
@@ -60,27 +63,20 @@ class Bench:
     def device(self) -> torch.device:
         return self.generator.device
 
-    def problems(self, shape: Sequence[int]) -> list[Problem]:
+    def problems(self, shape: Shape) -> list[Problem]:
         """As many as it takes for none to be in L2 when its turn comes again."""
         first = Problem.gaussian(shape, self.generator)
         sets = rotations(first.least_bytes("forward", 1)) if self.device.type == "cuda" else 1
         return [first, *(Problem.gaussian(shape, self.generator) for _ in range(sets - 1))]
 
-    def compare(
-        self, alternatives: Mapping[str, Alternative], problems: Sequence[Problem]
-    ) -> Iterator[tuple[str, Row]]:
-        """Name and figures of each, timed together."""
+    def compare(self, alternatives: Mapping[str, Alternative], problems: Sequence[Problem]) -> dict[str, Row]:
+        """The figures of each, timed together."""
         calls = {name: functools.partial(_calls, make, problems) for name, make in alternatives.items()}
-        for name, timing in round_robin(calls, self.device).items():
-            yield name, _figures(timing)
+        return {name: _figures(timing) for name, timing in round_robin(calls, self.device).items()}
 
 
 def _calls(make: Alternative, problems: Sequence[Problem]) -> list[Call]:
     return [make(p) for p in problems]
-
-
-def _same(calls: list[Call]) -> list[Call]:
-    return calls
 
 
 def _figures(timing: Timing | Exception) -> Row:
@@ -112,24 +108,31 @@ def _known(key: str, got: Any, known: Any) -> None:
 
 
 def measure(config: BenchConfig, seed: int, say: Callable[[str], None]) -> Results:
-    """All sections, one after the other; `say` gets each row when it is there. A section that fails leaves its rows."""
+    """All sections, one after the other; `say` gets each row when it is there. A shape that fails leaves others."""
     device = torch.device(config.device)
     backend = select(str(config.backend), device)
     generator = torch.Generator(device).manual_seed(seed)
-    ceilings = _ceilings(device)
+    bench = Bench(backend, generator, _ceilings(device))
     sections: dict[str, Section] = {}
     for name in config.sections or SECTIONS:
         section, measured = SECTIONS[name]
         sections[name] = section = Section(section.title, section.labels, section.figures)
-        shapes = [tuple(shape) for shape in config.shapes.get(SHAPES.get(name, name), ())]
-        try:
-            for row in measured(Bench(backend, shapes, generator, ceilings)):
-                section.rows.append(row)
-                say(section.line(row))
-        except Exception as error:
-            section.rows.append({section.labels[0]: "ended early", "error": describe(error)})
-            say(section.line(section.rows[-1]))
-    return Results("mxep.gemm", ceilings, sections)
+        for shape in map(tuple, config.shapes.get(SHAPES.get(name, name), ())):
+            for row in _contained(measured, bench, shape):
+                row |= {"shape": list(shape)}
+                section.rows.append({**{label: row.get(label) for label in section.labels}, **row})
+                say(section.line(section.rows[-1]))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return Results("mxep.gemm", dict(bench.ceilings), sections)
+
+
+def _contained(measured: Measured, bench: Bench, shape: Shape) -> Iterator[Row]:
+    """What `measured` yields, and why it ended early if it did."""
+    try:
+        yield from measured(bench, shape)
+    except Exception as error:
+        yield {"error": f"ended early: {describe(error)}"}
 
 
 def _ceilings(device: torch.device) -> dict[str, float]:
@@ -148,168 +151,137 @@ def _ceilings(device: torch.device) -> dict[str, float]:
     return {"copy TB/s": copy_tb_s(), **dense} if device.type == "cuda" else dense
 
 
-def _products(bench: Bench) -> Iterator[Row]:
-    for shape in bench.shapes:
-        problems = bench.problems(shape)
-        for product in PRODUCTS:
-            rows = {}
-            for name, row in bench.compare(products(product, bench.backend), problems):
-                work = {"flop": problems[0].flop, "bytes": problems[0].least_bytes(product, 2 if name == "bf16" else 1)}
-                rows[name] = {"product": product, "shape": list(shape), "what": name, **work, **row}
-            dense = [rate for name, row in rows.items() if name.startswith("dense") and (rate := _rate(row))]
-            for row in rows.values():
-                yield _beside(
-                    row, {"x bf16": rows["bf16"], "x fp8 row": rows["fp8 row, fast"]}, max(dense, default=None)
-                )
-            if product == "forward" and shape in DEEPGEMM:
-                note = "of an earlier run on an H200, not of this one"
-                yield {
-                    "product": product,
-                    "shape": list(shape),
-                    "what": "DeepGEMM",
-                    "TF": DEEPGEMM[shape],
-                    "note": note,
-                }
-        del problems
-        _free(bench.device)
-
-
-def _steps(bench: Bench) -> Iterator[Row]:
-    for shape in bench.shapes:
-        problems = bench.problems(shape)
-        rows = {
-            name: {"shape": list(shape), "what": name, "flop": 3 * problems[0].flop, **row}
-            for name, row in bench.compare(steps(bench.backend), problems)
-        }
+def _products(bench: Bench, shape: Shape) -> Iterator[Row]:
+    problems = bench.problems(shape)
+    for product in PRODUCTS:
+        rows = bench.compare(products(product, bench.backend), problems)
+        for what, row in rows.items():
+            moved = problems[0].least_bytes(product, 2 if what == "bf16" else 1)
+            row |= {"product": product, "what": what, "flop": problems[0].flop, "bytes": moved}
+        dense = [rate for what, row in rows.items() if what.startswith("dense") and (rate := _rate(row))]
         for row in rows.values():
-            yield _beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})
-        del problems
-        _free(bench.device)
+            row = _beside(row, {"x bf16": rows["bf16"], "x fp8 row": rows["fp8 row, fast"]})
+            yield {**row, "of dense": row["TF"] / max(dense)} if dense and "TF" in row else row
+        if product == "forward" and shape in DEEPGEMM:
+            note = "of an earlier run on an H200, not of this one"
+            yield {"product": product, "what": "DeepGEMM", "TF": DEEPGEMM[shape], "note": note}
 
 
-def _stages(bench: Bench) -> Iterator[Row]:
-    copy, dense = (bench.ceilings.get(name) for name in ("copy TB/s", "dense fp8 TF"))
-    for shape in bench.shapes:
-        problem = Problem.gaussian(shape, bench.generator)
-        work = stages(bench.backend, problem)
-        calls = {name: functools.partial(_same, [call]) for name, (call, _) in work.items()}
-        for name, timing in round_robin(calls, bench.device).items():
-            moved = work[name][1]
-            row = {"shape": list(shape), "stage": name, **_figures(timing)}
-            if moved and "us" in row:
-                row |= {
-                    "bytes": moved,
-                    "TB/s": (rate := moved / row["us"] / 1e6),
-                    "share": rate / copy if copy else None,
-                }
-            elif "us" in row:
-                row |= {"flop": problem.flop, "TF": (rate := problem.flop / row["us"] / 1e6)}
-                row["share"] = rate / dense if dense else None
-            yield row
-        del problem, work, calls
-        _free(bench.device)
+def _steps(bench: Bench, shape: Shape) -> Iterator[Row]:
+    problems = bench.problems(shape)
+    rows = bench.compare(steps(bench.backend), problems)
+    for what, row in rows.items():
+        row |= {"what": what, "flop": 3 * problems[0].flop}
+    for row in rows.values():
+        yield _beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})
 
 
-def _skew(bench: Bench) -> Iterator[Row]:
-    for shape in bench.shapes:
-        balanced = Problem.gaussian(shape, bench.generator)
-        cases = {name: balanced.skewed(name) for name in SKEWS}
-        cases[f"capacity x{CAPACITY}"] = balanced.oversized(CAPACITY)
-        for product in (*PRODUCTS, "step"):
-            alternatives = {
-                (case, name): functools.partial(_on, p, make)
-                for case, p in cases.items()
-                for name, make in skewed(product, bench.backend).items()
-            }
-            timed = bench.compare({f"{name}: {case}": make for (case, name), make in alternatives.items()}, [balanced])
-            flop = balanced.flop * (3 if product == "step" else 1)
-            labels = {"product": product, "shape": list(shape)}
-            rows = {key: {**labels, "what": what, "flop": flop, **row} for key, (what, row) in zip(alternatives, timed)}
-            for (_, name), row in sorted(rows.items(), key=lambda item: item[0][1]):
-                yield _beside(row, {"x balanced": rows["balanced", name]})
-            del alternatives, timed
-            _free(bench.device)
+def _stages(bench: Bench, shape: Shape) -> Iterator[Row]:
+    problem = Problem.gaussian(shape, bench.generator)
+    work = stages(bench.backend, problem)
+    alternatives = {name: functools.partial(_given, call) for name, (call, _) in work.items()}
+    for name, row in bench.compare(alternatives, [problem]).items():
+        row["stage"], moved = name, work[name][1]
+        if "us" in row:
+            work_name, unit, ceiling = ("bytes", "TB/s", "copy TB/s") if moved else ("flop", "TF", "dense fp8 TF")
+            row[work_name] = moved or problem.flop
+            row[unit] = row[work_name] / row["us"] / 1e6
+            row["share"] = row[unit] / bench.ceilings[ceiling] if ceiling in bench.ceilings else None
+        yield row
+
+
+def _given(call: Call, _: Problem) -> Call:
+    return call
+
+
+def _skew(bench: Bench, shape: Shape) -> Iterator[Row]:
+    balanced = Problem.gaussian(shape, bench.generator)
+    cases = {name: balanced.skewed(name) for name in SKEWS}
+    cases[f"capacity x{CAPACITY}"] = balanced.oversized(CAPACITY)
+    for product in (*PRODUCTS, "step"):
+        alternatives = {
+            f"{who}: {case}": functools.partial(_on, p, make)
+            for who, make in skewed(product, bench.backend).items()
+            for case, p in cases.items()
+        }
+        rows = bench.compare(alternatives, [balanced])
+        for what, row in rows.items():
+            row |= {"product": product, "what": what, "flop": balanced.flop * (3 if product == "step" else 1)}
+        for what, row in rows.items():
+            yield _beside(row, {"x balanced": rows[f"{what.split(':')[0]}: balanced"]})
 
 
 def _on(p: Problem, make: Alternative, _: Problem) -> Call:
     return make(p)
 
 
-def _numerics(bench: Bench) -> Iterator[Row]:
-    for shape in bench.shapes:
-        for data in numerics.DATA:
-            yield from numerics.compare(data, shape, bench.backend, bench.generator)
+def _numerics(bench: Bench, shape: Shape) -> Iterator[Row]:
+    for data in numerics.DATA:
+        yield from numerics.compare(data, shape, bench.backend, bench.generator)
 
 
-def _accumulation(bench: Bench) -> Iterator[Row]:
-    for shape in bench.shapes:
-        for data in ("Gaussian", "same sign"):
-            yield from numerics.accumulation(data, shape, bench.generator)
+def _accumulation(bench: Bench, shape: Shape) -> Iterator[Row]:
+    for data in ("Gaussian", "same sign"):
+        yield from numerics.accumulation(data, shape, bench.generator)
 
 
 def _rate(row: Row) -> float | None:
     return row["flop"] / row["us"] / 1e6 if "us" in row else None
 
 
-def _beside(row: Row, others: Mapping[str, Row], dense: float | None = None) -> Row:
-    """The row with its TF, how many times faster it is than others, and its share of the dense rate."""
+def _beside(row: Row, others: Mapping[str, Row]) -> Row:
+    """The row with its TF, and how many times faster it is than others."""
     if (rate := _rate(row)) is None:
         return row
     ratios = {name: rate / base for name, other in others.items() if (base := _rate(other))}
-    return {**row, "TF": rate, **ratios, **({"of dense": rate / dense} if dense else {})}
+    return {**row, "TF": rate, **ratios}
 
 
-def _free(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _section(title: str, labels: Sequence[str], figures: Sequence[str]) -> Section:
+    special = {"us": ".1f", "TF": ".0f", "MHz": ".0f", "W": ".0f", "bias": ".2%"}
+    return Section(title, tuple(labels), {name: special.get(name, ".2f") for name in figures})
 
 
-CLOCK = {"MHz": ".0f", "W": ".0f"}
-DB = dict.fromkeys(("MX", "dequant", "ours", "wire", "ours / MX", "wire / MX", "wire / ours"), ".1f")
-SECTIONS: dict[str, tuple[Section, Callable[[Bench], Iterator[Row]]]] = {
+SECTIONS: dict[str, tuple[Section, Measured]] = {
     "products": (
-        Section(
+        _section(
             "Products alone, operands ready",
             ("product", "shape", "what"),
-            {"us": ".1f", "TF": ".0f", "x bf16": ".2f", "x fp8 row": ".2f", "of dense": ".2f", **CLOCK},
+            ("us", "TF", "x bf16", "x fp8 row", "of dense", "MHz", "W"),
         ),
         _products,
     ),
     "steps": (
-        Section(
+        _section(
             "Forward and backward from bf16, every quantization included",
             ("shape", "what"),
-            {"us": ".1f", "TF": ".0f", "x bf16": ".2f", "x torchao": ".2f", **CLOCK},
+            ("us", "TF", "x bf16", "x torchao", "MHz", "W"),
         ),
         _steps,
     ),
     "stages": (
-        Section(
-            "Stages of a step of ours, mxfp8; share of a copy's or the dense FP8 product's rate",
+        _section(
+            "Stages of a step of ours, mxfp8; share of the rate of a copy or of a dense FP8 product",
             ("shape", "stage"),
-            {"us": ".1f", "TF": ".0f", "TB/s": ".2f", "share": ".2f", **CLOCK},
+            ("us", "TF", "TB/s", "share", "MHz", "W"),
         ),
         _stages,
     ),
     "skew": (
-        Section(
-            "Groups of unequal size",
-            ("product", "shape", "what"),
-            {"us": ".1f", "TF": ".0f", "x balanced": ".2f", **CLOCK},
-        ),
+        _section("Groups of unequal size", ("product", "shape", "what"), ("us", "TF", "x balanced", "MHz", "W")),
         _skew,
     ),
     "numerics": (
-        Section(
+        _section(
             "SNR of mxfp8 against float64, and x / y: of x against y, dB; wire: operands came as MX",
             ("shape", "data", "result"),
-            DB,
+            ("MX", "dequant", "ours", "wire", "ours / MX", "wire / MX", "wire / ours"),
         ),
         _numerics,
     ),
     "accumulation": (
-        Section("FP8 sums against float64", ("shape", "data", "what"), {"dB": ".1f", "bias": ".2%"}),
+        _section("FP8 sums against float64", ("shape", "data", "what"), ("dB", "bias")),
         _accumulation,
     ),
 }
-"""By name: what the table looks like, and what measures its rows."""
+"""By name: what the table looks like, and what measures its rows, at a shape."""

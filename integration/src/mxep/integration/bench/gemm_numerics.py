@@ -120,7 +120,6 @@ def compare(data: str, shape: Sequence[int], backend: Backend, generator: torch.
     return [
         {
             "data": data,
-            "shape": list(shape),
             "result": result,
             "MX": snr(truth[i], mx[i]),
             "dequant": snr(truth[i], dequant[i]),
@@ -140,7 +139,7 @@ def accumulation(data: str, shape: Sequence[int], generator: torch.Generator) ->
     a, w = quantize(p.a, block=None).qdata, quantize(p.w[0], block=None).qdata  # multiplied as they are, scales 1
     exact = a.double() @ w.double().mT
     for name, sums in _SUMS.items():
-        row: Row = {"data": data, "shape": list(shape), "what": name}
+        row: Row = {"data": data, "what": name}
         try:
             got = sums(a, w, p.ends)
             error = got.double() - exact

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.metadata
 import json
 import platform
 import subprocess
@@ -153,9 +154,19 @@ def environment() -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": triton.__version__,
+            **_installed("torchao"),
         },
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _installed(*peers: str) -> dict[str, str]:
+    """Versions of those that are."""
+    found = {}
+    for name in peers:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def git_commit() -> str | None:
