@@ -4,8 +4,8 @@
     b (G * N, K) --^
 
 A program is two warpgroups that multiply, 64 rows of the tile each, and a warp that loads. It walks over tiles, so that
-tile t + 1 loads while t is stored, and the two warpgroups, drifting up to four stages apart, store while the other
-multiplies. No group costs anything it has no rows for; group ends are read on the device.
+tile t + 1 loads while t is stored; half of a tile is stored while the other half is still multiplied, and by then the
+two warpgroups have drifted apart. No group costs anything it has no rows for; group ends are read on the device.
 
 Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then. A second
 accumulator of the whole tile does not fit the registers (2 x 128 of 240 a thread). So each warpgroup multiplies into 64
@@ -109,16 +109,12 @@ def _load(
 
 @gluon.jit
 def _begin(
-    a_tiles, b_tiles, full, lead, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, HALF: gl.constexpr, SUM: gl.constexpr
+    a_tiles, b_tiles, full, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, HALF: gl.constexpr, SUM: gl.constexpr
 ):
     """Begin to multiply this warpgroup's 64 rows with one half of the columns, over INTERVAL stages."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     WIDTH: gl.constexpr = b_tiles.type.shape[1] // 2
-    TURNS: gl.constexpr = lead.type.shape[0]
-    turn = step // INTERVAL * 2 + HALF
     part = gl.zeros([64, WIDTH], gl.float32, SUM)
-    if WHO == 1:
-        mbarrier.wait(lead.index(turn % TURNS), (turn // TURNS) & 1)
     for u in gl.static_range(INTERVAL):
         stage = (step + u) % STAGES
         if HALF == 0:
@@ -130,17 +126,12 @@ def _begin(
 
 
 @gluon.jit
-def _finish(part, empty, lead, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, HALF: gl.constexpr):
-    """Wait for what `_begin` began. After its first stage the other warpgroup may begin; HALF 1 releases stages."""
+def _finish(part, empty, step, INTERVAL: gl.constexpr):
+    """Wait for the second half, releasing one stage after the other."""
     STAGES: gl.constexpr = empty.type.shape[0]
-    TURNS: gl.constexpr = lead.type.shape[0]
-    turn = step // INTERVAL * 2 + HALF
     for u in gl.static_range(INTERVAL):
         part = warpgroup_mma_wait(INTERVAL - 1 - u, deps=[part])
-        if HALF == 1:
-            mbarrier.arrive(empty.index((step + u) % STAGES), count=1)
-        if WHO == 0 and u == 0:
-            mbarrier.arrive(lead.index(turn % TURNS), count=1)
+        mbarrier.arrive(empty.index((step + u) % STAGES), count=1)
     return part
 
 
@@ -196,7 +187,7 @@ def _columns(ptr, g, column, N, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    a_tiles, b_tiles, full, empty, lead, staging,
+    a_tiles, b_tiles, full, empty, staging,
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K,
     RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
@@ -218,12 +209,12 @@ def _multiply(
             sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
             sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
             for _ in range(spans - 1):
-                part = _begin(a_tiles, b_tiles, full, lead, step, INTERVAL, WHO, 0, SUM)
-                sum0 += _finish(part, empty, lead, step, INTERVAL, WHO, 0)
-                part = _begin(a_tiles, b_tiles, full, lead, step, INTERVAL, WHO, 1, SUM)
-                sum1 += _finish(part, empty, lead, step, INTERVAL, WHO, 1)
+                part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
+                sum0 += warpgroup_mma_wait(0, deps=[part])
+                part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
+                sum1 += _finish(part, empty, step, INTERVAL)
                 step += INTERVAL
-            part = _begin(a_tiles, b_tiles, full, lead, step, INTERVAL, WHO, 0, SUM)
+            part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
             i, j = _place(tile - first, m_tiles, n_tiles, BAND)
             row = i * BM + WHO * 64
             column = j * BN
@@ -246,11 +237,11 @@ def _multiply(
                 row_scale = _power(127 + (e >> 1)), _power(127 + (e - (e >> 1)))
                 scale0 = None
                 scale1 = None
-            sum0 += _finish(part, empty, lead, step, INTERVAL, WHO, 0)
-            part = _begin(a_tiles, b_tiles, full, lead, step, INTERVAL, WHO, 1, SUM)
+            sum0 += warpgroup_mma_wait(0, deps=[part])
+            part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
             own = staging.index(WHO)
             _store(sum0, out_ptr, out_desc, own, row_scale, scale0, bias0, row, row_end, column, N, ADD)
-            sum1 += _finish(part, empty, lead, step, INTERVAL, WHO, 1)
+            sum1 += _finish(part, empty, step, INTERVAL)
             _store(sum1, out_ptr, out_desc, own, row_scale, scale1, bias1, row, row_end, column + WIDTH, N, ADD)
             step += INTERVAL
             tile += gl.num_programs(0)
@@ -270,20 +261,17 @@ def grouped_mm_kernel(
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     staging = full  # not used
     if out_desc is not None:
         staging = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
-    for s in gl.static_range(2 * STAGES):
-        mbarrier.init(lead.index(s), count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
     gl.warp_specialize(
         [
-            (_multiply, (a_tiles, b_tiles, full, empty, lead, staging, out_ptr, out_desc,
+            (_multiply, (a_tiles, b_tiles, full, empty, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD, 0)),
-            (_multiply, (a_tiles, b_tiles, full, empty, lead, staging, out_ptr, out_desc,
+            (_multiply, (a_tiles, b_tiles, full, empty, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD, 1)),
             (_load, (a_desc, b_desc, a_tiles, b_tiles, full, empty, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND)),
         ],

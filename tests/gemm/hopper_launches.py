@@ -1,0 +1,34 @@
+"""The Gluon kernels of mxep.gemm, for `python tests/ahead_of_time.py tests/gemm/hopper_launches.py --target 90`."""
+
+import torch
+
+from mxep.gemm.kernels import hopper
+
+M, N, K, G = 65536, 4096, 7168, 32
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+
+
+def mm(dtype: torch.dtype = E4M3, bias: torch.dtype | None = None, out_dtype: torch.dtype = torch.bfloat16) -> None:
+    a, w = torch.empty(M, K, dtype=dtype), torch.empty(G, N, K, dtype=E4M3)
+    scales = torch.empty(M, 1, dtype=E8M0), torch.empty(G, N, 1, dtype=E8M0)
+    given = None if bias is None else torch.empty(G, N, dtype=bias)
+    hopper.grouped_mm(a, scales[0], w, scales[1], ends(), given, out_dtype)
+
+
+def wgrad(dtype: torch.dtype = E4M3, out_dtype: torch.dtype = torch.bfloat16, *, add: bool = False) -> None:
+    y_t, x_t = torch.empty(N, M, dtype=dtype), torch.empty(K, M, dtype=E4M3)
+    hopper.grouped_wgrad(y_t, x_t, ends(), ends(), out_dtype, torch.empty(G, N, K) if add else None)
+
+
+def ends() -> torch.Tensor:
+    return torch.empty(G, dtype=torch.int32)
+
+
+LAUNCHES = {
+    "forward": mm,
+    "forward E5M2, fp32": lambda: mm(E5M2, out_dtype=torch.float32),
+    "forward bias": lambda: mm(bias=torch.bfloat16),
+    "wgrad E5M2": lambda: wgrad(E5M2),
+    "wgrad fp32": lambda: wgrad(out_dtype=torch.float32),
+    "wgrad add": lambda: wgrad(out_dtype=torch.float32, add=True),
+}
