@@ -233,20 +233,24 @@ def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
-        ("bench.device=tpu", "bench.device: got 'tpu', wanted some of cuda, cpu"),
-        ("bench.backend=null", "bench.backend: got 'None', wanted some of reference, dequant, hopper"),
-        ("bench.sections=[products,colors]", "bench.sections: got 'colors', wanted some of products, steps, stages"),
-        ("+bench.shapes.cubes=[[1,2]]", "bench.shapes: got 'cubes', wanted some of layers, skew"),
-        ("bench.shapes.skew=[[64,64,32]]", "bench.shapes.skew: got [64, 64, 32], wanted rows, N, K in 32s and groups"),
-        ("bench.shapes.layers=[[64,48,32,2]]", "bench.shapes.layers: got [64, 48, 32, 2], wanted rows, N, K in 32s"),
-        ("bench.picture=/no/such/folder/x.svg", "bench.picture: no such folder: /no/such/folder"),
+        (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda, cpu"),
+        (["bench.backend=null"], "bench.backend: got 'None', wanted some of reference, dequant, hopper"),
+        (["bench.sections=[products,colors]"], "bench.sections: got 'colors', wanted some of products, steps, stages"),
+        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of layers, skew"),
+        (
+            ["bench.shapes.skew=[[64,64,32]]"],
+            "bench.shapes.skew: got [64, 64, 32], wanted rows, N, K in 32s and groups",
+        ),
+        (["bench.shapes.layers=[[64,48,32,2]]"], "bench.shapes.layers: got [64, 48, 32, 2], wanted rows, N, K in 32s"),
+        (["bench.picture=/no/such/folder/x.svg"], "bench.picture: no such folder: /no/such/folder"),
+        (["bench.picture=x.svg", "bench.sections=[steps]"], "bench.picture: wants section products"),
     ],
 )
-def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, override: str, message: str):
+def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        run.run(make_config("task=bench", "bench=gemm", override).bench, 0, Console(quiet=True))
+        run.run(make_config("task=bench", "bench=gemm", *overrides).bench, 0, Console(quiet=True))
 
 
 def test_bench_quant_measures_cuda_alone(make_config):

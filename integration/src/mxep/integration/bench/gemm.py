@@ -99,6 +99,8 @@ def check(config: BenchConfig) -> None:
                 raise ConfigError(f"bench.shapes.{kind}: got {list(shape)}, wanted rows, N, K in {BLOCK}s and groups")
     if config.picture is not None and not Path(config.picture).absolute().parent.is_dir():
         raise ConfigError(f"bench.picture: no such folder: {Path(config.picture).parent}")
+    if config.picture is not None and "products" not in (config.sections or SECTIONS):
+        raise ConfigError("bench.picture: wants section products, which bench.sections leaves out")
 
 
 def _known(key: str, got: Any, known: Any) -> None:
