@@ -64,9 +64,12 @@ class Experts(nn.Module):
             row_weight=row_weight,
             recipe=recipe,
             backend=backend,
-            # A DTensor counts the versions of its local tensor elsewhere: never cached.
-            weight_cache=None if isinstance(self.gate_up_proj, DTensor) else self.weight_cache,
+            weight_cache=self.weight_cache if self._counts_versions() else None,
         )
+
+    def _counts_versions(self) -> bool:
+        """Whether a change of the weights shows: a DTensor's local tensor and what FSDP2 gathers hide it."""
+        return not isinstance(self.gate_up_proj, DTensor) and "_is_fsdp_managed_module" not in self.__dict__
 
 
 class SharedExpert(nn.Module):
