@@ -20,6 +20,7 @@ from mxep.quant.kernels.tile import place_of, put_columns, put_rows
 from mxep.quant.kernels.turn import load_tile, store_turned
 
 TILE = (256, 64)
+LONG_TILE = (64, 128)
 NUM_WARPS = 8
 
 
@@ -135,7 +136,7 @@ def put_long_columns(
     mode: str,
     block: int,
     *,
-    tile: tuple[int, int] = TILE,
+    tile: tuple[int, int] = LONG_TILE,
     **options: int,
 ) -> None:
     """codes, scale of quantize_columns, of x (..., N, K) contiguous and its columns' magnitude bits (segments, K)."""
