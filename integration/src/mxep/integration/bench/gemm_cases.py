@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.gemm import Backend, Recipe, WeightCache, grouped_mm
+from mxep.gemm import Backend, Guard, Hopper, Recipe, WeightCache, grouped_mm
 from mxep.gemm.backends.hopper import STEP, fp8_grouped_wgrad
 from mxep.quant import BLOCK, MXTensor, quantize, split_fold
 
@@ -251,11 +251,13 @@ def products(product: str, backend: Backend) -> dict[str, Alternative]:
 
 def steps(backend: Backend) -> dict[str, Alternative]:
     """By name."""
+    guarded = {"ours mxfp8, guarded": functools.partial(our_step, "mxfp8", Hopper(Guard()))}
     return {
         "bf16": bf16_step,
         "torchao fp8 row": torchao_step,
         **{f"ours {recipe}": functools.partial(our_step, recipe, backend) for recipe in RECIPES},
         "ours mxfp8, pre-quantized": functools.partial(prequantized_step, backend),
+        **(guarded if backend.name == "hopper" else {}),
     }
 
 

@@ -5,8 +5,8 @@
     dgrad    dy in the same way                x w, one scale a column                               -> da
     wgrad    dy, a (as they came) --split fold: turned, tokens contiguous-- > wgmma, x 2^e            -> dw, or += fp32
 
-Folding moves exponents into codes (`mxep.quant.fold`): exact, but for elements 2^-14 or more below the largest of their
-row. What is unquantized, weights in blocks or tiles too, is quantized to one scale a row at once, which is the same but
+Folding moves exponents into codes (`mxep.quant.fold`): exact, but for elements 2^-14 or more below the largest of
+their row. What is unquantized, weights in blocks or tiles too, is quantized to one scale a row at once, which is the same but
 for these elements, where it rounds once instead of twice. A `Guard` watches where that could matter; operands it watches
 are quantized to MX first.
 Unquantized products (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`.
