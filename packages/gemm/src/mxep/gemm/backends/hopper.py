@@ -6,11 +6,11 @@
     wgrad    dy, a (as they came) --split fold: turned, tokens contiguous-- > wgmma, x 2^e            -> dw, or += fp32
 
 Folding moves exponents into codes (`mxep.quant.fold`): exact, but for elements 2^-14 or more below the largest of
-their row. What is unquantized, weights in blocks or tiles too, is quantized to one scale a row at once, which is the same but
-for these elements, where it rounds once instead of twice. A `Guard` watches where that could matter; operands it watches
-are quantized to MX first.
-Unquantized products (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`.
+their row. What is unquantized, weights in blocks or tiles too, is quantized to one scale a row at once, which is the
+same but for these elements, where it rounds once instead of twice. A `Guard` watches where that could matter; operands
+it watches are quantized to MX first.
 
+Unquantized products (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`.
 Sums leave the tensor cores, which add with 13 fraction bits, every 256 products. No host sync; rows past the last group
 cost nothing.
 """
