@@ -117,7 +117,7 @@ def test_steps_give_both_gradients_pre_quantized_or_not():
             assert gemm_numerics.snr(wanted["wgrad"], dw) > 24, name
 
 
-def test_a_round_robin_turns_back_every_other_round_and_keeps_what_fails_apart():
+def test_a_round_robin_changes_neighbours_and_keeps_what_fails_apart():
     order: list[str] = []
 
     def alternative(name: str) -> Callable[[], list[timing.Call]]:
@@ -127,7 +127,10 @@ def test_a_round_robin_turns_back_every_other_round_and_keeps_what_fails_apart()
         raise KeyError("broken")
 
     found = round_robin({"a": alternative("a"), "x": broken, "b": alternative("b")}, CPU)
-    assert "".join(order) == "ab" + "abba" * (timing.ROUNDS // 2)  # each once to get ready
+    assert order[:2] == ["a", "b"]  # each once to get ready
+    rounds = ["".join(order[i : i + 2]) for i in range(2, len(order), 2)]
+    assert len(rounds) == timing.ROUNDS
+    assert set(rounds) == {"ab", "ba"}
     assert list(found) == ["a", "x", "b"]
     assert isinstance(found["x"], KeyError)
     assert isinstance(found["a"], Timing)

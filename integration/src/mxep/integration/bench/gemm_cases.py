@@ -13,6 +13,7 @@ M rows, N out features, K in features, G groups.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.gemm import Backend, Guard, Hopper, Recipe, WeightCache, grouped_mm
+from mxep.gemm import Backend, Guard, Hopper, Recipe, grouped_mm
 from mxep.gemm.backends.hopper import STEP, fp8_grouped_wgrad
 from mxep.quant import BLOCK, MXTensor, quantize, split_fold
 
@@ -228,11 +229,14 @@ def our_step(recipe: str, backend: Backend, p: Problem) -> Call:
 
 
 def prequantized_step(backend: Backend, p: Problem) -> Call:
-    """a and dy arrive as MXTensors, weights are cached."""
-    recipe, cache = Recipe.mxfp8(), WeightCache()
+    """a and dy arrive as MXTensors; weights are quantized before, as if cached (a cache steps aside under capture)."""
+    recipe = Recipe.mxfp8()
+    prepared = copy.copy(backend)
+    weight = backend.quantize_weight(p.w, recipe, cols=True)
+    prepared.quantize_weight = lambda *_, **__: weight  # type: ignore[method-assign]
 
     def product(a: Tensor, w: Tensor) -> Tensor:
-        return grouped_mm(a, w, p.ends, recipe=recipe, backend=backend, weight_cache=cache)
+        return grouped_mm(a, w, p.ends, recipe=recipe, backend=prepared)
 
     return _step(product, p, recipe.quantize_activation(p.a), recipe.quantize_gradient(p.dy))
 

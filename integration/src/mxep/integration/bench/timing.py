@@ -3,7 +3,7 @@
     time_us      the call captured n times into a CUDA graph, so that no launch waits for the host; events around a
                  replay; the median of several
     round_robin  the same for alternatives that are to be compared: replays long enough to fill the chip's power budget,
-                 in turn, the order reversed every other round, so that a clock that falls does so for all
+                 in turn, shuffled anew every round, as a clock depends on who ran before
     copy_tb_s    the ceiling of what moves memory: b.copy_(a), outside a graph. A copy captured in one becomes a memcpy
                  node, which is much slower: 2.77 instead of 4.25 TB/s on an H200
     recorded     the Triton kernels that a call launches
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import statistics
 import time
 from collections import deque
@@ -37,7 +38,7 @@ WARM = 0.02  # seconds: clocks fall while kernels compile
 EMPTY_LAUNCHES = 50
 COPY_BYTES = 1 << 30
 L2_SIZES = 4  # bytes that must pass, in L2 caches, before a set of inputs comes again
-REPLAY = 0.06  # seconds of a replay in a round robin
+REPLAY = 0.15  # seconds of a replay in a round robin
 ROUNDS = 4
 
 Call = Callable[[], object]
@@ -93,7 +94,8 @@ def round_robin(
             failed[name] = error.with_traceback(None)  # which would hold on to tensors
     times: dict[str, list[float]] = {name: [] for name in ready}
     for turn in range(ROUNDS):
-        for name in reversed(ready) if turn % 2 else ready:
+        # Whoever follows a cool neighbour is faster: neighbours change.
+        for name in random.Random(turn).sample(list(ready), len(ready)):
             run, calls = ready[name]
             times[name].append(run() / calls)
     timings = {name: Timing(statistics.median(us), *_median(samples[name])) for name, us in times.items()}

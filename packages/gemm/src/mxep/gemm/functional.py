@@ -41,7 +41,7 @@ def grouped_mm(
     """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
 
     a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K (row_index or not, strided rows or not).
-        Recipe "bf16" also takes fp64.
+        Recipe "bf16" also takes fp64, on backend "reference".
     w: (G, N, K) bf16 or fp32. Its gradient has its dtype; an empty group's is zero.
     group_ends: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_multiple. Rows at or past
         group_ends[-1] are not read; in the result, and in the gradient of a, they are unspecified.
@@ -49,7 +49,8 @@ def grouped_mm(
     bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
     out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
     weight_cache: keeps the quantized w until it changes; without one it is quantized at each call.
-    main_grad: (G, N, K) fp32. Backward adds the gradient of w into it, in fp32, and returns none: w.grad stays.
+    main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. Products of
+        unquantized operands come rounded to bf16 but from backend "reference"; all others are added in fp32.
 
     The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
     the recipe's blocks, else dequantized and quantized.

@@ -58,6 +58,8 @@ def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor) -> Tensor:
 
 
 def _bf16(x: Tensor) -> Tensor:
+    if x.dtype == torch.float64:
+        raise ValueError("got torch.float64, want bf16 or fp32 for torch's grouped mm: use backend 'reference'")
     return x.dequantize(torch.bfloat16) if isinstance(x, MXTensor) else x.to(torch.bfloat16).contiguous()
 
 

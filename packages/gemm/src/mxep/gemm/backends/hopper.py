@@ -11,8 +11,8 @@ same but for these elements, where it rounds once instead of twice. A `Guard` wa
 it watches are quantized to MX first.
 
 Unquantized products (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`.
-Sums leave the tensor cores, which add with 13 fraction bits, every 256 products. No host sync; rows past the last group
-cost nothing.
+Sums leave the tensor cores, which add with 13 fraction bits, every 256 products. No host sync. Products and folds cost
+nothing for rows past the last group; quantizing plain operands takes all rows there are.
 """
 
 import functools
@@ -120,12 +120,12 @@ def _has_gluon() -> bool:
 
 
 def _folded(x: Tensor, group_ends: Tensor | None = None) -> MXTensor:
-    """x, an MXTensor, with one scale a row, its rows dense and 16 bytes apart."""
+    """x, an MXTensor, with one scale a row, its rows dense and multiples of 16 bytes apart."""
     assert isinstance(x, MXTensor)
     if x.axis != -1:
         x = x.along(-1)
-    aligned = x.qdata.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.qdata.stride()[:-1])
-    if x.block == x.shape[-1] and x.row_index is None and x.qdata.stride(-1) == 1 and aligned:
+    aligned = x.qdata.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.qdata.stride()[:-1])
+    if x.block == x.shape[-1] and x.row_index is None and aligned:
         return x
     return fold(x, group_ends=group_ends)
 

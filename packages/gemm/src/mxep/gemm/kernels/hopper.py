@@ -5,7 +5,8 @@
 
 A program is two warpgroups that multiply, 64 rows of the tile each, and a warp that loads. It walks over tiles, so that
 tile t + 1 loads while t is stored; half of a tile is stored while the other half is still multiplied, and by then the
-two warpgroups have drifted apart. No group costs anything it has no rows for; group ends are read on the device.
+two warpgroups have drifted apart. Group ends are read on the device; a group without rows costs nothing, or, along a
+ragged contraction, its zeros.
 
 Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then. A second
 accumulator of the whole tile does not fit the registers (2 x 128 of 240 a thread). So each warpgroup multiplies into 64
@@ -55,21 +56,24 @@ def _place(tile, m_tiles, n_tiles, BAND: gl.constexpr):
 
 
 @gluon.jit
-def _sizes(ends_ptr, g, start, M, K, RAGGED: gl.constexpr, BM: gl.constexpr, SPAN: gl.constexpr):
+def _sizes(ends_ptr, g, start, M, K, RAGGED: gl.constexpr, ADD: gl.constexpr, BM: gl.constexpr, SPAN: gl.constexpr):
     """(end of group g, its row tiles, spans of its contraction: at least one, which may hold zeros alone)."""
     end = gl.load(ends_ptr + g)
     if RAGGED == "rows":
-        end = gl.minimum(end, M)
+        end = gl.maximum(gl.minimum(end, M), start)
         return end, gl.cdiv(end - start, BM), gl.cdiv(K, SPAN)
     else:
-        end = gl.minimum(end, K)
-        return end, gl.cdiv(M, BM), gl.maximum(gl.cdiv(end - start, SPAN), 1)
+        end = gl.maximum(gl.minimum(end, K), start)
+        m_tiles = gl.cdiv(M, BM)
+        if ADD:
+            m_tiles = gl.where(end > start, m_tiles, 0)
+        return end, m_tiles, gl.maximum(gl.cdiv(end - start, SPAN), 1)
 
 
 @gluon.jit
 def _load(
     a_desc, b_desc, a_tiles, b_tiles, full, empty, ends_ptr, G, M, N, K,
-    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr,
+    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: both operands of every stage, as the multiplying warpgroups release them."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
@@ -82,8 +86,8 @@ def _load(
     start = 0
     first = 0
     for g in range(G):
-        end, m_tiles, spans = _sizes(ends_ptr, g, start, M, K, RAGGED, BM, BK * INTERVAL)
-        last = first + gl.maximum(m_tiles, 0) * n_tiles
+        end, m_tiles, spans = _sizes(ends_ptr, g, start, M, K, RAGGED, ADD, BM, BK * INTERVAL)
+        last = first + m_tiles * n_tiles
         while tile < last:
             i, j = _place(tile - first, m_tiles, n_tiles, BAND)
             row = i * BM
@@ -203,8 +207,8 @@ def _multiply(
     start = 0
     first = 0
     for g in range(G):
-        end, m_tiles, spans = _sizes(ends_ptr, g, start, M, K, RAGGED, BM, BK * INTERVAL)
-        last = first + gl.maximum(m_tiles, 0) * n_tiles
+        end, m_tiles, spans = _sizes(ends_ptr, g, start, M, K, RAGGED, ADD, BM, BK * INTERVAL)
+        last = first + m_tiles * n_tiles
         while tile < last:
             sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
             sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
@@ -273,7 +277,7 @@ def grouped_mm_kernel(
                          a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD, 0)),
             (_multiply, (a_tiles, b_tiles, full, empty, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD, 1)),
-            (_load, (a_desc, b_desc, a_tiles, b_tiles, full, empty, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND)),
+            (_load, (a_desc, b_desc, a_tiles, b_tiles, full, empty, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -293,6 +297,7 @@ def grouped_mm(
     """mxep::fp8_grouped_mm. Codes: rows and addresses multiples of 16 bytes. options: programs, interval, band."""
     (M, K), (G, N, _) = a.shape, w.shape
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))
     if M:
         a_scale, w_scale = (scale.view(torch.uint8).reshape(-1) for scale in (a_scale, w_scale))
         bias = None if bias is None else bias.contiguous()
