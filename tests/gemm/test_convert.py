@@ -135,6 +135,8 @@ def test_both_products_are_ours_forward_and_backward_bit_for_bit() -> None:
         lambda w: w.mT.contiguous().permute(0, 2, 1),
         lambda w: w.detach().clone(),
         lambda w: w[torch.tensor([2, 0, 1])],
+        lambda w: w[[2, 0, 1]],
+        lambda w: w[..., None, :][:, :, 0],
     ],
 )
 def test_views_and_casts_of_a_weight_are_weights(view: Callable[[Tensor], Tensor]) -> None:
@@ -163,6 +165,77 @@ def test_different_casts_of_one_weight_are_told_apart_in_the_cache() -> None:
     with torch.no_grad():
         changed.mul_(2)
     assert torch.equal(torch._grouped_mm(x, changed.mT, offs=offs), 2 * ours(x, made().gate_up_proj[:, :H], offs))
+
+
+def scale(w: Tensor, by: float) -> None:
+    w.mul_(by)
+
+
+def scale_by_index(w: Tensor, by: float) -> None:
+    w[:] = by * w
+
+
+def scale_through_views(w: Tensor, by: float) -> None:
+    w[1:].mT.mul_(by)
+    w[0].mul_(by)
+
+
+def scale_through_data(w: Tensor, by: float) -> None:
+    w.data.mul_(by)
+
+
+def put_other_data(w: Tensor, by: float) -> None:
+    w.data = by * w.detach()
+
+
+@pytest.mark.parametrize("write", [scale, scale_by_index, scale_through_views, scale_through_data, put_other_data])
+@pytest.mark.parametrize("copied", [Tensor.bfloat16, Tensor.clone])
+def test_a_copy_that_was_written_to_is_not_taken_for_the_parameter(
+    copied: Callable[[Tensor], Tensor], write: Callable[[Tensor, float], None]
+) -> None:
+    model = convert(made(TitanExperts))
+    x, offs = inputs()
+    for by in (1.0, 4.0, 1.0):
+        w = copied(model.w1_EFD)
+        write(w, by)
+        out = torch._grouped_mm(x, w.bfloat16().mT, offs=offs)
+        assert torch.equal(out, by * ours(x, made(TitanExperts).w1_EFD.bfloat16(), offs))
+    assert weight_cache(model).hits == 0
+
+
+@pytest.mark.parametrize("write", [scale, put_other_data])
+@pytest.mark.parametrize("read", [lambda w: w[:], Tensor.float, lambda w: w.float().data])
+def test_what_was_read_before_a_write_is_not_taken_for_what_is_read_after(
+    read: Callable[[Tensor], Tensor], write: Callable[[Tensor, float], None]
+) -> None:
+    model, plain = convert(made()), made()
+    x, offs = inputs()
+    with torch.no_grad():
+        before = [read(m.gate_up_proj) for m in (model, plain)]
+        for m in (model, plain):
+            write(m.gate_up_proj, 4.0)
+        after = [read(m.gate_up_proj) for m in (model, plain)]
+        for w, wanted in (before, after, before, after):
+            assert torch.equal(torch._grouped_mm(x, w.mT, offs=offs), ours(x, wanted, offs))
+
+
+def test_long_arrays_as_indices_are_told_apart() -> None:
+    numpy = pytest.importorskip("numpy")
+    model, plain = convert(made(lambda: Experts(8))), made(lambda: Experts(8))
+    x, offs = inputs((4,) * 8)
+    with numpy.printoptions(threshold=4):
+        for order in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 4, 3, 5, 6, 7]):
+            out = torch._grouped_mm(x, model.gate_up_proj[numpy.array(order)].mT, offs=offs)
+            assert torch.equal(out, ours(x, plain.gate_up_proj[order], offs))
+
+
+def test_arguments_may_be_given_by_position_as_to_torchs() -> None:
+    model, plain = convert(made()), made()
+    x, offs = inputs()
+    out = torch._grouped_mm(x, model.gate_up_proj.mT, offs, None, torch.bfloat16)
+    assert torch.equal(out, ours(x, plain.gate_up_proj, offs))
+    x3 = torch.randn(E, 16, D).bfloat16()
+    assert torch.equal(torch._grouped_mm(x3, model.gate_up_proj.mT, None), torch._grouped_mm(x3, plain.gate_up_proj.mT))
 
 
 def test_everything_else_is_torchs_own() -> None:
@@ -356,6 +429,18 @@ def test_layers_compile_in_one_graph_and_share_it() -> None:
     assert not torch.allclose(results["out"], train(made(Model), *inputs())["out"], rtol=2**-7, atol=1e-3)
 
 
+def test_a_weight_transposed_by_its_property_compiles() -> None:
+    class Up(Experts):
+        def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+            return F.grouped_mm(x, self.gate_up_proj.mT, offs=offs)
+
+    torch._dynamo.reset()
+    model = convert(made(Up), backend="reference")
+    wanted = model(*inputs())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs()), wanted)
+
+
 def test_functional_calls_and_tied_weights_are_converted() -> None:
     model = made(Model)
     model.layers[1].down_proj = model.layers[0].down_proj
@@ -507,13 +592,37 @@ def test_on_a_gpu_nothing_waits_for_the_host_and_a_graph_replays_with_other_grou
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    weight_cache(model).clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         results = step()
     for sizes in ((37, 0, 0), (1, 35, 1)):
         offs.copy_(torch.tensor(sizes).cumsum(0).int())
         graph.replay()
-        weight_cache(model).clear()  # what was captured belongs to the graph
         for got, wanted in zip(results, step()):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+@pytest.mark.parametrize("kind", [Experts, TitanExperts])
+def test_a_graph_captured_with_a_warm_cache_follows_the_weights(kind: Callable[[], Any]) -> None:
+    model = convert(made(kind).cuda())
+    cache = weight_cache(model)
+    x, offs = (t.cuda() for t in inputs((13, 14, 10)))
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream):
+        before = model(x, offs)
+    torch.cuda.synchronize()
+    seen = (cache.hits, cache.misses, cache.nbytes)
+    assert seen[1] > 0
+    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
+        out = model(x, offs)
+    assert (cache.hits, cache.misses, cache.nbytes) == seen
+    graph.replay()
+    assert torch.equal(out, before)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    graph.replay()
+    assert not torch.equal(out, before)
+    assert torch.equal(out, model(x, offs))

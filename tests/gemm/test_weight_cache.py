@@ -5,12 +5,14 @@ import gc
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
 from gemm.problem import Problem, problem
-from mxep.gemm import BACKENDS, Recipe, WeightCache, grouped_mm, quantize_weight
+from mxep.gemm import BACKENDS, QuantizedWeight, Recipe, WeightCache, grouped_mm, quantize_weight, weights
+from mxep.gemm.backends.reference import Reference
 from mxep.gemm.weights import mark_derived
 from mxep.quant import MXTensor
 from ranks import distributed
@@ -200,14 +202,42 @@ def test_a_derived_weight_is_kept_by_its_source() -> None:
     assert get(w, w.bfloat16(), "bf16").equal(first)
     assert get(w, w.bfloat16()[:, :32], "half").shape != first.shape
     assert (cache.hits, cache.misses) == (1, 2)
-    get(w, w.bfloat16().mul_(2), "bf16")
-    assert cache.misses == 3, "the cast itself was written to"
+    for scale in (2, 4):
+        assert get(w, w.bfloat16().mul_(scale), "bf16").equal(scale * first)
+    assert get(w, w.bfloat16(), "bf16").equal(first)
+    assert (cache.hits, cache.misses) == (2, 2), "what was written to is neither kept nor found"
     with torch.no_grad():
         w.mul_(2)
     assert get(w, w.bfloat16(), "bf16").equal(2 * first)
     del w
     gc.collect()
     assert cache.nbytes == 0
+
+
+def test_a_captured_graph_quantizes_and_leaves_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, w = WeightCache(), torch.randn(2, 64, 32)
+    for warm in (False, True):
+        monkeypatch.setattr(weights, "_capturing", lambda w: True)
+        captured = cache.get(w, MX, REFERENCE)
+        assert (cache.hits, cache.misses, cache.nbytes) == (0, int(warm), 8448 * warm)
+        monkeypatch.setattr(weights, "_capturing", lambda w: False)
+        kept = cache.get(w, MX, REFERENCE)
+        assert kept is not captured
+    assert (cache.hits, cache.misses) == (1, 1)
+
+
+class Doubling(Reference):
+    """Another backend that kept the name of the one it derives from."""
+
+    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
+        return super().quantize_weight(2 * w, recipe, cols=cols)
+
+
+def test_backends_of_one_name_have_entries_of_their_own() -> None:
+    cache, w = WeightCache(), torch.ones(2, 64, 32)
+    for backend, value in ((REFERENCE, 1), (Doubling(), 2), (REFERENCE, 1)):
+        assert cache.get(w, MX, backend).rows.dequantize().eq(value).all()
+    assert (cache.hits, cache.misses) == (1, 2)
 
 
 def test_the_cache_shows_memory_and_hit_rate() -> None:

@@ -31,11 +31,23 @@ _VIEWS_AND_CASTS: Final = """transpose swapaxes swapdims permute movedim moveaxi
     tensor_split unbind squeeze unsqueeze view view_as reshape flatten unflatten expand expand_as contiguous clone
     detach to type type_as bfloat16 float half double cpu cuda"""
 _tensor: Any = Tensor  # its attributes are descriptors
-_STAY_WEIGHTS: Final = {_tensor.mT.__get__, _tensor.data.__get__} | {
+_GET_MT, _GET_DATA = _tensor.mT.__get__, _tensor.data.__get__
+_STAY_WEIGHTS: Final = {_GET_MT, _GET_DATA} | {
     getattr(namespace, name)
     for name in _VIEWS_AND_CASTS.split()
     for namespace in (torch, Tensor)
     if callable(getattr(namespace, name, None))
+}
+_EXACT_REPR: Final = {
+    int,
+    bool,
+    str,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
 }
 
 
@@ -56,19 +68,22 @@ class ExpertWeight(Tensor):
     """A parameter of a converted module, or a view or cast of it; the module's docstring says what it does.
 
     how: the conversion. parameter: where it comes from, by the calls in `path`: none for the parameter itself. cached:
-    whether parameter and path tell what the values are. Under torch.compile only `how` is set.
+    whether parameter and path told what the values are when it was made; copied: None if its data are the
+    parameter's, else its storage and the parameter's stamp then. `_still_told` says whether that still holds. Under
+    torch.compile only `how` is set.
     """
 
     how: Converted
     parameter: Tensor | None
     path: tuple[tuple[Any, ...], ...]
     cached: bool
+    copied: tuple[int, ...] | None
 
     @staticmethod
     def of(x: Tensor, how: Converted) -> "ExpertWeight":
         """x as a weight, the same data."""
         weight: ExpertWeight = x.as_subclass(ExpertWeight)
-        weight.how, weight.parameter, weight.path, weight.cached = how, None, (), False
+        weight.how, weight.parameter, weight.path, weight.cached, weight.copied = how, None, (), False, None
         return weight
 
     @classmethod
@@ -84,7 +99,8 @@ class ExpertWeight(Tensor):
             return _multiply(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if torch.compiler.is_compiling():
-                out = func(*args, **kwargs)
+                # torch.compile lets nothing be set on what a property of a tensor returns.
+                out = args[0].transpose(-2, -1) if func == _GET_MT else func(*args, **kwargs)
             else:
                 out = func(*_plain(args), **{name: _plain(arg) for name, arg in kwargs.items()})
             if func in _STAY_WEIGHTS and args and isinstance(args[0], ExpertWeight):
@@ -109,20 +125,41 @@ def _wrap(out: Any, weight: ExpertWeight, func: Any, args: Any, kwargs: dict[str
         return weight
     view = ExpertWeight.of(out, weight.how)
     if weight.parameter is not None:
+        if func == _GET_DATA and weight.copied is not None:
+            weight.cached = False  # its version no longer tells of all writes
         view.parameter = weight.parameter
-        view.cached = weight.cached and not _has_tensor((args, tuple(kwargs.values())))
+        view.cached = _still_told(weight) and _repr_is_exact((args, *kwargs.values()))
         view.path = (*weight.path, (func, place, repr((args, kwargs)) if view.cached else ""))
+        if view.cached:
+            same = _storage(out) == _storage(_plain(weight))
+            view.copied = weight.copied if same else (_storage(out), *weight.how.cache.stamp(weight.parameter))
     return view
 
 
-def _has_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor) or (isinstance(x, (tuple, list)) and any(map(_has_tensor, x)))
+def _still_told(weight: ExpertWeight) -> bool:
+    """Whether parameter and path tell what the values are: a copy was not written to, nor the parameter since then."""
+    w, parameter = _plain(weight), weight.parameter
+    if not weight.cached or parameter is None or parameter.is_inference() or w.is_inference():
+        return False
+    if weight.copied is None:  # the parameter's data, whose changes the cache sees
+        return _storage(w) == _storage(parameter)
+    return w._version == 0 and weight.copied == (_storage(w), *weight.how.cache.stamp(parameter))
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _repr_is_exact(x: Any) -> bool:
+    """Whether repr(x) tells all of x; those of tensors and arrays do not."""
+    if type(x) in (tuple, list, torch.Size):
+        return all(map(_repr_is_exact, x))
+    return all(map(_repr_is_exact, (x.start, x.stop, x.step))) if type(x) is slice else type(x) in _EXACT_REPR
 
 
 def _multiply(
     input: Tensor,
     mat2: Tensor,
-    *,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -133,10 +170,10 @@ def _multiply(
         if offs is None or not two_by_three or not isinstance(mat2, ExpertWeight):
             return _GROUPED_MM(_plain(input), _plain(mat2), offs=offs, bias=bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
         w = _plain(mat2).mT
-    how, cache = mat2.how, None
-    if mat2.cached and mat2.parameter is not None:
-        cache = how.cache
-        mark_derived(w, mat2.parameter, mat2.path)
+        how, cache = mat2.how, None
+        if mat2.parameter is not None and _still_told(mat2):
+            cache = how.cache
+            mark_derived(w, mat2.parameter, mat2.path)
     try:
         return _grouped_mm_any_size(input, w, offs, how, cache, out_dtype)
     except ValueError as error:

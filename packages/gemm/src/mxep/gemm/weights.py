@@ -9,7 +9,8 @@ however it writes (`p.data`, raw pointers, DTensors, whose local tensors count n
 storage alive, so that no other tensor can come to lie there.
 
 What cannot be seen, and needs `clear()` or no cache: writes outside an optimizer through `w.data`, raw pointers, or a
-DTensor whose local tensor is passed here, and memory that FSDP2 gathers into again (`convert` does not cache those).
+DTensor whose local tensor is passed here, writes to a tensor whose `.data` is passed here, and memory that FSDP2
+gathers into again (`convert` does not cache that).
 
 G groups, N out features, K in features.
 """
@@ -63,9 +64,20 @@ def quantize_weight(w: Tensor, recipe: Recipe, *, cols: bool = True) -> Quantize
 
 
 def mark_derived(w: Tensor, source: Tensor, path: Hashable) -> None:
-    """Tell caches that w holds what the calls in `path` make of `source`, as a cast does: a new tensor every time, the
-    same values until source changes."""
+    """Tell caches that w holds what the calls in `path` make of `source` as it is now, as a cast does: a new
+    tensor every time, the same values until source changes. Caches leave alone a copy that has been written to."""
     w._mxep_derived = (source, path)  # type: ignore[attr-defined]
+
+
+def _written_copy(w: Tensor) -> bool:
+    """Whether w is a copy that `mark_derived` has marked, and was written to: a new one has version 0."""
+    derived = getattr(w, "_mxep_derived", None)
+    return derived is not None and w._version > 0 and w.untyped_storage()._cdata != derived[0].untyped_storage()._cdata
+
+
+def _capturing(w: Tensor) -> bool:
+    """Whether what is done to w now is recorded for a CUDA graph, to run when that is replayed."""
+    return w.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,8 @@ class WeightCache:
     nbytes: bytes of codes and scales held. The repr shows all of them.
     A weight may be a view, new at each call: what counts is the tensor it is a view of, and where it lies. A cast or a
     copy is new data unless `mark_derived` says whose.
+    While a CUDA graph is captured nothing is looked up, kept or counted: the graph quantizes at each replay, so that it
+    follows the weight, and its memory stays its own.
     Copies and pickles of a cache are empty caches. Not for several threads at once.
     """
 
@@ -96,17 +110,18 @@ class WeightCache:
     def get(self, w: Tensor, recipe: Recipe, backend: "Backend", *, cols: bool = True) -> QuantizedWeight:
         """w (G, N, K) as backend.quantize_weight gives it; cols=False where only the forward needs it.
 
-        Not kept, and not counted: weights of a recipe without scales, inference tensors (they count no versions), and
-        anything under torch.compile, whose graph quantizes at each call.
+        Not kept, and not counted: weights of a recipe without scales, inference tensors (they count no versions),
+        copies that were written to, and anything under torch.compile or in a CUDA graph, which quantize at each call.
         """
-        if recipe.scaling == "none" or torch.compiler.is_compiling() or w.is_inference():
+        recorded = torch.compiler.is_compiling() or _capturing(w)
+        if recipe.scaling == "none" or recorded or w.is_inference() or _written_copy(w):
             return backend.quantize_weight(w, recipe, cols=cols)
         derived = getattr(w, "_mxep_derived", None)
         lies = (w.storage_offset(), w.shape, w.stride())
         source, path = derived or (w if w._base is None else w._base, lies)
         key = (
             *(id(source), path, w.dtype),
-            *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, backend.name),
+            *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, type(backend), backend.name),
         )
         entry = self._entries.get(key)
         storage = (source if derived else w).untyped_storage()
@@ -119,6 +134,10 @@ class WeightCache:
         forget = weakref.ref(source, lambda _: self._entries.pop(key, None))
         self._entries[key] = _Entry(forget, storage, state, weight)
         return weight
+
+    def stamp(self, source: Tensor) -> tuple[int, ...]:
+        """Changes when source changes: a copy of it, for `mark_derived`, holds its values while this is what it was."""
+        return source.untyped_storage()._cdata, source._version, self._optimizer_steps
 
     @property
     def nbytes(self) -> int:
