@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
+from mxep.quant.kernels.bounds import bounds_of
 from mxep.quant.kernels.numbers import bytes_of
 
 BLOCK = tl.constexpr(32)
@@ -96,7 +97,7 @@ def _quarters(x):
     return _halves(left) + _halves(right)
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["M", "groups"])
 def grouped_mm_kernel(
     a_ptr,
     a_scale_ptr,
@@ -107,6 +108,7 @@ def grouped_mm_kernel(
     bias_ptr,
     run_if_ptr,
     out_ptr,
+    M,
     N,
     C,
     groups,
@@ -133,9 +135,8 @@ def grouped_mm_kernel(
         if tl.load(run_if_ptr) == 0:
             return
     group = tl.arange(0, GROUPS)
-    end = tl.load(ends_ptr + group, mask=group < groups, other=0)
-    start = tl.load(ends_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
-    tiles = tl.cdiv(end - start, BM)
+    start, end = bounds_of(group, ends_ptr, groups, M)
+    tiles = tl.cdiv(tl.maximum(end - start, 0), BM)
     tiles_before = tl.cumsum(tiles, 0) - tiles
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), tl.sum(tiles) * columns, tl.num_programs(0)):
@@ -177,7 +178,7 @@ def grouped_mm_kernel(
             tl.store(out + column, part.to(out_ptr.dtype.element_ty), mask=(row < rows_left) & (column < N))
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["M", "groups"])
 def grouped_wgrad_kernel(
     x_ptr,
     x_scale_ptr,
@@ -186,6 +187,7 @@ def grouped_wgrad_kernel(
     ends_ptr,
     run_if_ptr,
     out_ptr,
+    M,
     N,
     K,
     groups,
@@ -209,8 +211,7 @@ def grouped_wgrad_kernel(
         if tl.load(run_if_ptr) == 0:
             return
     group = tl.arange(0, GROUPS)
-    end = tl.load(ends_ptr + group, mask=group < groups, other=0)
-    start = tl.load(ends_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
+    start, end = bounds_of(group, ends_ptr, groups, M)
     wanted = group < groups
     if ADD:
         wanted = end > start
@@ -282,7 +283,7 @@ def grouped_mm(
     tiles = (triton.cdiv(m, how["BM"]) + groups) * triton.cdiv(n, how["BN"])
     grouped_mm_kernel[(_programs(tiles, a.device),)](
         a, bytes_of(a_scale), a_index, w, bytes_of(w_scale), group_ends,
-        None if bias is None else bias.contiguous(), run_if, out, n, c, groups,
+        None if bias is None else bias.contiguous(), run_if, out, m, n, c, groups,
         *a.stride(), *a_scale.stride(), *w.stride(), *w_scale.stride(), out.stride(0),
         W_BLOCK=n // w_scale.shape[1], GROUPS=triton.next_power_of_2(groups), **how,
     )  # fmt: skip
@@ -316,7 +317,7 @@ def grouped_wgrad(
     tiles = groups * triton.cdiv(n, how["BM"]) * triton.cdiv(k, how["BN"])
     x, x_scale, y, y_scale = x.mT, bytes_of(x_scale).mT, y.mT, bytes_of(y_scale).mT
     grouped_wgrad_kernel[(_programs(tiles, x.device),)](
-        x, x_scale, y, y_scale, group_ends, run_if, out, n, k, groups,
+        x, x_scale, y, y_scale, group_ends, run_if, out, x.shape[1], n, k, groups,
         *x.stride(), *x_scale.stride(), *y.stride(), *y_scale.stride(),
         ADD=add, GROUPS=triton.next_power_of_2(groups), **how,
     )  # fmt: skip

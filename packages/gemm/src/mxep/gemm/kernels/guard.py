@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxep.quant.kernels.bounds import live_rows
 from mxep.quant.kernels.fold import shifted
 from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
 
@@ -24,12 +25,12 @@ WEIGHT_TILE = (16, 128)
 INF = tl.constexpr(float("inf"))
 
 
-@triton.jit(do_not_specialize=["groups", "limit", "num_w"])
+@triton.jit(do_not_specialize=["groups", "limit", "num_a", "num_w"])
 def trigger_kernel(
-    spread_a_ptr, spread_w_ptr, ends_ptr, fired_ptr, counters_ptr, groups, num_w, limit, CHUNK: tl.constexpr
+    spread_a_ptr, spread_w_ptr, ends_ptr, fired_ptr, counters_ptr, groups, num_a, num_w, limit, CHUNK: tl.constexpr
 ):
     place = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    live = tl.load(ends_ptr + groups - 1)
+    live = live_rows(ends_ptr, groups, num_a)
     spread = tl.load(spread_a_ptr + place, mask=place < live, other=0)
     spread = tl.maximum(spread, tl.load(spread_w_ptr + place, mask=place < num_w, other=0))
     if tl.program_id(0) == 0:
@@ -216,7 +217,7 @@ def trigger(
     grid = (triton.cdiv(max(spread_a.numel(), spread_w.numel(), 1), SPREADS),)
     trigger_kernel[grid](
         spread_a.contiguous(), spread_w.contiguous(), group_ends, fired, counters, group_ends.shape[0],
-        spread_w.numel(), limit, CHUNK=SPREADS,
+        spread_a.numel(), spread_w.numel(), limit, CHUNK=SPREADS,
     )  # fmt: skip
     return fired
 

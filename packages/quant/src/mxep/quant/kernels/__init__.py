@@ -4,6 +4,7 @@ A launcher has its op's signature and takes CUDA tensors (or CPU tensors under T
 that of the op's plain-torch reference bit for bit, where the reference specifies it.
 
     numbers     device functions: scale bytes, powers of two, what they are made of
+    bounds      device functions: where groups of rows lie
     turn        device functions: a tile's codes stored transposed
     rows        quantize along rows, square tiles
     tile        device functions: a tile quantized along its columns or rows

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant.kernels.bounds import live_rows
 from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
 
 TILE_ELEMENTS = 2048
@@ -105,7 +106,7 @@ def fold_kernel(
     inside = (span < SPANS) & (block < BLOCKS)
     block = span * BLOCKS + block
     element = block[:, :, None] * SUB + tl.arange(0, SUB)
-    live = rows if ends_ptr is None else tl.load(ends_ptr + groups - 1)
+    live = live_rows(ends_ptr, groups, rows)
     changed = tl.full((), 0, tl.int64)
     flushed = tl.full((), 0, tl.int64)
 

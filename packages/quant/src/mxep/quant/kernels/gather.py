@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.groups import round_up
+from mxep.quant.kernels.bounds import bounds_of, live_rows
 from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, reciprocal, scale_byte
 from mxep.quant.swizzle import ROWS, swizzled_shape
 
@@ -33,10 +34,8 @@ def _group_tile(tile, ends_ptr, groups, rows, NR: tl.constexpr, GROUPS: tl.const
         return tile * NR, rows - tile * NR
     else:
         group = tl.arange(0, GROUPS)
-        end = tl.load(ends_ptr + group, mask=group < groups, other=0)
-        start = tl.load(ends_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
-        end = tl.where(group < groups, end, start)
-        tiles = tl.cdiv(end - start, NR)
+        start, end = bounds_of(group, ends_ptr, groups, rows)
+        tiles = tl.cdiv(tl.maximum(end - start, 0), NR)
         last = tl.cumsum(tiles, 0)
         mine = (tile >= last - tiles) & (tile < last)
         row = tl.sum(tl.where(mine, start + (tile - (last - tiles)) * NR, 0))
@@ -76,9 +75,7 @@ def pick_kernel(
         row0, rows_left = _group_tile(tile, ends_ptr, groups, rows, NR, GROUPS)
     else:
         row0 = tile * NR
-        rows_left = rows - row0
-        if ends_ptr is not None:
-            rows_left = tl.load(ends_ptr + groups - 1) - row0
+        rows_left = live_rows(ends_ptr, groups, rows) - row0
     if rows_left <= 0:
         return
     row = tl.arange(0, NR)[:, None]

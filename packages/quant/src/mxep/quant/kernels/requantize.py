@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.kernels import on_hopper
+from mxep.quant.kernels.bounds import live_rows
 from mxep.quant.kernels.numbers import bytes_of, power_of_two
 from mxep.quant.kernels.tile import place_of, put_columns, put_rows
 
@@ -58,7 +59,7 @@ def requantize_kernel(
     column0 = column_tile * NC
     live = R
     if group_ends_ptr is not None:
-        live = tl.load(group_ends_ptr + num_groups - 1)
+        live = live_rows(group_ends_ptr, num_groups, R)
         if row0 >= live:
             return
     rows_left = live - row0

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxep.quant.kernels.bounds import bounds_of, live_rows
 from mxep.quant.kernels.fold import multiprocessors, rows_of, shifted
 from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
 from mxep.quant.kernels.turn import store_turned
@@ -60,7 +61,7 @@ def _record(source, high):
     return (high.to(tl.int64) << 32) | (source.to(tl.int64) & 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["groups", "align"])
+@triton.jit(do_not_specialize=["rows", "groups", "align"])
 def tops_kernel(
     x_scale_ptr,
     x_index_ptr,
@@ -73,6 +74,7 @@ def tops_kernel(
     column_ends_ptr,
     x_stride,
     y_stride,
+    rows,
     groups,
     align,
     X_BLOCKS: tl.constexpr,
@@ -80,13 +82,13 @@ def tops_kernel(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    live = tl.load(ends_ptr + groups - 1)
+    live = live_rows(ends_ptr, groups, rows)
     group = tl.arange(0, GROUPS)[None, :]
-    end = tl.load(ends_ptr + group, mask=group < groups, other=0x7FFFFFFF)
-    start = tl.load(ends_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
-    zeros = tl.where(group < groups, (align - (end - start) % align) % align, 0)
+    start, end = bounds_of(group, ends_ptr, groups, rows)
+    zeros = (align - tl.maximum(end - start, 0) % align) % align
     if tl.program_id(0) == 0:
         tl.store(column_ends_ptr + group, end + tl.cumsum(zeros, axis=1), mask=group < groups)
+    end = tl.where(group < groups, end, 0x7FFFFFFF)
     for tile in range(tl.program_id(0), tl.cdiv(live, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         there = row < live
@@ -227,8 +229,8 @@ def split_fold(
     rows = min(64, max(1, tops_elements // widest))
     tops_kernel[(min(programs, triton.cdiv(capacity, rows)),)](
         x_scale, x_index, y_scale, y_index, group_ends, x_record, y_record, most, ends, x_scale.stride(0),
-        y_scale.stride(0), groups, align, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1], GROUPS=padded_groups,
-        ROWS=rows,
+        y_scale.stride(0), capacity, groups, align, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1],
+        GROUPS=padded_groups, ROWS=rows,
     )  # fmt: skip
     halves_kernel[(triton.cdiv(width, HALVES_ROWS),)](
         x_record, y_record, most, ends, exponent, groups, GROUPS=padded_groups, ROWS=HALVES_ROWS

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mxep.quant import sigmoid
 from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant.kernels.bounds import live_rows
 from mxep.quant.kernels.fold import multiprocessors, shifted
 from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of, magnitude_bits, reciprocal, scale_byte
 
@@ -168,7 +169,7 @@ def swiglu_kernel(
     PARTS: tl.constexpr = 2 if BACKWARD else 1
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    live = rows if ends_ptr is None else tl.load(ends_ptr + groups - 1)
+    live = live_rows(ends_ptr, groups, rows)
     for row in range(tl.program_id(0), live, tl.num_programs(0)):
         row64 = tl.cast(row, tl.int64)
         gate_up = gate_up_ptr + row64 * (2 * F)

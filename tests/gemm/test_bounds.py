@@ -1,0 +1,55 @@
+"""Whatever group_ends holds, no kernel reads or writes outside its buffers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fences import fenced
+from fences import fences as fences
+from mxep.gemm.kernels import dot_scaled, guard
+from mxep.quant import quantize
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+M, N, K = 64, 32, 64
+SMALL = {"BM": 32, "BN": 32, "BK": 64, "BAND": 2, "num_warps": 4}
+Fences = Callable[[], list[tuple[int, ...]]]
+
+bad_ends = pytest.mark.parametrize("ends", [(32, 64, 160), (-64, 160, 32)], ids=str)
+
+
+def here(ends: tuple[int, ...]) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+
+
+def ones(*shape: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales between fences of NaN."""
+    x = quantize(torch.ones(shape, device=DEVICE))
+    return fenced(x.qdata.view(torch.uint8)).view(x.qdata.dtype), fenced(x.scale)
+
+
+@bad_ends
+@pytest.mark.parametrize("indexed", [False, True], ids=["rows", "index"])
+def test_products_of_rows(ends: tuple[int, ...], indexed: bool, fences: Fences) -> None:
+    index = fenced(torch.arange(M, dtype=torch.int32, device=DEVICE)) if indexed else None
+    out = fenced(torch.zeros(M, N, device=DEVICE))
+    dot_scaled.grouped_mm(*ones(M, K), index, *ones(3, N, K), here(ends), None, out.dtype, out=out, **SMALL)
+    assert fences() == []
+    assert out.isfinite().all()
+
+
+@bad_ends
+def test_products_of_columns(ends: tuple[int, ...], fences: Fences) -> None:
+    (x, x_scale), (y, y_scale) = ones(N, M), ones(K, M)
+    out = dot_scaled.grouped_wgrad(x.mT, x_scale.mT, y.mT, y_scale.mT, here(ends), torch.float32, **SMALL)
+    assert fences() == []
+    assert out.isfinite().all()
+
+
+@bad_ends
+def test_the_guards_trigger(ends: tuple[int, ...]) -> None:
+    spread = torch.full((3 * M,), 99, dtype=torch.int32, device=DEVICE)
+    spread[M:-M] = 0
+    counters = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    assert not guard.trigger(spread[M:-M], spread.new_zeros(3, N), here(ends), counters, 10)

@@ -1,0 +1,55 @@
+"""Whatever group_ends holds, no kernel writes outside its buffers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fences import fenced
+from fences import fences as fences
+from mxep.quant import E4M3, quantize
+from mxep.quant.kernels import fold, gather, requantize, split_fold, swiglu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+R, D = 64, 64
+TO = (E4M3.dtype, "rceil")
+SMALL = {"tile": (32, 64), "num_warps": 1}
+
+
+def mx() -> tuple[Tensor, Tensor]:
+    x = quantize(torch.ones(R, D, device=DEVICE))
+    return fenced(x.qdata.view(torch.uint8)).view(E4M3.dtype), fenced(x.scale)
+
+
+def values() -> Tensor:
+    return fenced(torch.ones(R, D, device=DEVICE, dtype=torch.bfloat16))
+
+
+def index() -> Tensor:
+    return fenced(torch.arange(R, device=DEVICE, dtype=torch.int32))
+
+
+KERNELS: dict[str, Callable[[Tensor], Any]] = {
+    "fold": lambda ends: fold.fold(*mx(), index(), ends, 32, D),
+    "fold_with_stats": lambda ends: fold.fold_with_stats(*mx(), None, ends, 32, D),
+    "split_fold": lambda ends: split_fold.split_fold(*mx(), index(), *mx(), None, ends, 1, **SMALL),
+    "split_fold aligned": lambda ends: split_fold.split_fold(*mx(), index(), *mx(), None, ends, 32, **SMALL),
+    "requantize along rows": lambda ends: requantize.requantize(*mx(), 1, 32, None, ends, False, *TO),
+    "requantize along columns": lambda ends: requantize.requantize(*mx(), 1, 32, index(), ends, True, *TO),
+    "swiglu": lambda ends: swiglu.swiglu(values(), None, ends),
+    "swiglu_quantize": lambda ends: swiglu.swiglu_quantize(values(), None, ends, *TO, 32, False),
+    "swiglu_backward": lambda ends: swiglu.swiglu_backward(values()[:, : D // 2], values(), None, ends),
+    "gather_swizzled": lambda ends: gather.gather_swizzled(*mx(), index(), ends),
+    "quantize_swizzled": lambda ends: gather.quantize_swizzled(values(), None, ends, *TO),
+}
+
+
+@pytest.mark.parametrize("ends", [(32, 64, 256), (-64, 160, 32)], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_group_ends_make_a_kernel_write_outside_its_buffers(
+    kernel: str, ends: tuple[int, ...], fences: Callable[[], list[tuple[int, ...]]]
+) -> None:
+    KERNELS[kernel](torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+    assert fences() == []
