@@ -64,7 +64,7 @@ def test_shapes_that_fill_no_tile(shape: tuple[int, ...], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("block", [1, 16, 48, 64, 96, 192])
 def test_blocks_of_any_length(block: int) -> None:
-    x = numbers(192, 192)
+    x = numbers(48, 48) if block == 1 else numbers(192, 192)
     how = E4M3.dtype, "rceil", block
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
     assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
