@@ -1,8 +1,12 @@
 """Kernels of mxep.gemm as a model would launch them, for `python tests/ahead_of_time.py tests/gemm/launches.py`.
 
 LAUNCHES: name -> a function that calls a launcher on empty tensors (of the meta device: sizes cost nothing). A line for
-each variant that makes other code: another layout, format, operand. M rows, N out features, K in features, G groups.
+each variant that makes other code: another layout, format, operand. Those of `guard_launches.py` are among them.
+M rows, N out features, K in features, G groups.
 """
+
+import runpy
+from pathlib import Path
 
 import torch
 
@@ -70,6 +74,7 @@ def wgrad(dy_dtype: torch.dtype = E4M3, **options: bool) -> None:
     dot_scaled.grouped_wgrad(*tokens(N, dy_dtype), *tokens(K), ends(), dtype, out=out, **options)
 
 
+GUARD = runpy.run_path(str(Path(__file__).with_name("guard_launches.py")))["LAUNCHES"]
 LAUNCHES = {
     "forward": lambda: mm(rows(), weight()),
     "forward of slots, bias": lambda: mm(slots(), weight(), bias=torch.empty(G, N)),
@@ -82,4 +87,5 @@ LAUNCHES = {
     "wgrad": wgrad,
     "wgrad add": lambda: wgrad(add=True),
     "wgrad E5M2": lambda: wgrad(E5M2),
+    **{f"guard {name}": fn for name, fn in GUARD.items()},
 }
