@@ -17,7 +17,6 @@ nothing for rows past the last group; quantizing plain operands takes all rows t
 
 import functools
 import importlib.util
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from mxep.gemm.backends.triton import Triton
 from mxep.gemm.guard import Guard
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
-from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, split_fold
+from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, quantize_both, split_fold
 
 STEP = 128
 """Tokens a wgrad multiplies at a time: its groups begin at multiples."""
@@ -64,9 +63,12 @@ class Hopper(Backend):
         return quantize(x, fmt=fmt, mode=recipe.mode, block=None)
 
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
-        if recipe.scaling == "mx" and self.guard is None:
-            recipe = replace(recipe, scaling="row", weight_block="1x32")
-        return quantize_weight(w, recipe, cols=cols)
+        if recipe.scaling != "mx" or self.guard is not None:
+            return quantize_weight(w, recipe, cols=cols)
+        w_, fmt, mode = w.detach(), recipe.fmt, recipe.mode
+        if cols:
+            return QuantizedWeight(*quantize_both(w_, fmt=fmt, mode=mode, block=None))
+        return QuantizedWeight(quantize(w_, fmt=fmt, mode=mode, block=None), None)
 
     def forward(
         self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
