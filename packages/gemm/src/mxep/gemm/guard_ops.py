@@ -8,14 +8,11 @@
 those that fired, calls that failed, rows that failed, the bits of the largest noise / signal (fp32) of a row.
 """
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 
 from mxep.quant.fold import shift_codes
+from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import pick_rows, values_of
 
 
@@ -131,16 +128,5 @@ def _(
     return group_ends.new_empty(()), moments.new_empty((2, top.shape[0]))
 
 
-def _on_cuda(op: CustomOpDef, launcher: str) -> None:
-    """Make `launcher` of `mxep.gemm.kernels.guard` the CUDA kernel of `op`. It imports Triton when first called."""
-
-    def launch(*args: Any) -> Any:
-        with torch.cuda.device(args[2].device if launcher == "trigger" else args[0].device):
-            return getattr(importlib.import_module("mxep.gemm.kernels.guard"), launcher)(*args)
-
-    op.register_kernel("cuda")(launch)
-
-
-_on_cuda(trigger_op, "trigger")
-_on_cuda(moments_op, "moments")
-_on_cuda(check_op, "check")
+for _op, _launcher in ((trigger_op, "trigger"), (moments_op, "moments"), (check_op, "check")):
+    on_cuda(_op, "guard", _launcher, package="mxep.gemm.kernels")

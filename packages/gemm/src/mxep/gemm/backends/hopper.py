@@ -29,6 +29,7 @@ from mxep.gemm.guard import Guard
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
 from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, quantize_both, split_fold
+from mxep.quant.kernels import on_cuda
 
 STEP = 128
 """Tokens a wgrad multiplies at a time: its groups begin at multiples."""
@@ -165,22 +166,6 @@ def _(
     return a.new_empty((a.shape[0], w.shape[1]), dtype=out_dtype)
 
 
-@fp8_grouped_mm.register_kernel("cuda")
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    group_ends: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    from mxep.gemm.kernels import hopper
-
-    with torch.cuda.device(a.device):
-        return hopper.grouped_mm(a, a_scale, w, w_scale, group_ends, bias, out_dtype)
-
-
 @torch.library.custom_op("mxep::fp8_grouped_wgrad", mutates_args=())
 def fp8_grouped_wgrad(y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
     """y_t (N, C), x_t (K, C) fp8, exponent and ends (G,) int32, as a SplitFold has them -> (G, N, K) out_dtype."""
@@ -194,14 +179,6 @@ def _(y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch
     return y_t.new_empty((ends.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype)
 
 
-@fp8_grouped_wgrad.register_kernel("cuda")
-def _(y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
-    from mxep.gemm.kernels import hopper
-
-    with torch.cuda.device(y_t.device):
-        return hopper.grouped_wgrad(y_t, x_t, exponent, ends, out_dtype)
-
-
 @torch.library.custom_op("mxep::fp8_grouped_wgrad_add", mutates_args=("to",))
 def fp8_grouped_wgrad_add(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor) -> None:
     """The same added into `to`, (G, N, K) fp32, contiguous."""
@@ -213,17 +190,17 @@ def _(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor) -> N
     """`to` is all there is."""
 
 
-@fp8_grouped_wgrad_add.register_kernel("cuda")
-def _(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor) -> None:
-    from mxep.gemm.kernels import hopper
-
-    with torch.cuda.device(y_t.device):
-        hopper.grouped_wgrad(y_t, x_t, exponent, ends, torch.float32, add_to=to)
-
-
 def _add_wgrad_reference(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor) -> None:
     """Group by group, in fp32; 2^e in two steps, as it may lie outside fp32."""
     starts = [0, *ends.tolist()]
     for g, (start, end, e) in enumerate(zip(starts, starts[1:], exponent.tolist())):
         product = y_t[:, start:end].float() @ x_t[:, start:end].float().T
         to[g] += product * 2.0 ** (e // 2) * 2.0 ** (e - e // 2)
+
+
+for _op, _launcher in (
+    (fp8_grouped_mm, "grouped_mm"),
+    (fp8_grouped_wgrad, "grouped_wgrad"),
+    (fp8_grouped_wgrad_add, "add_grouped_wgrad"),
+):
+    on_cuda(_op, "hopper", _launcher, package="mxep.gemm.kernels")

@@ -326,6 +326,11 @@ def grouped_wgrad(
     return out
 
 
+def add_grouped_wgrad(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor) -> None:
+    """mxep::fp8_grouped_wgrad_add."""
+    grouped_wgrad(y_t, x_t, exponent, ends, torch.float32, to)
+
+
 def _launch(
     out: Tensor,
     a: Tensor,

@@ -25,12 +25,12 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 
-def on_cuda(op: CustomOpDef, module: str, launcher: str) -> None:
-    """Make `launcher` of `mxep.quant.kernels.<module>` the CUDA kernel of `op`. It imports Triton when first called."""
+def on_cuda(op: CustomOpDef, module: str, launcher: str, *, package: str = __name__) -> None:
+    """Make `launcher` of `<package>.<module>` the CUDA kernel of `op`. It imports Triton when first called."""
 
     def launch(*args: Any) -> Any:
-        with torch.cuda.device(args[0].device):
-            return getattr(importlib.import_module(f"mxep.quant.kernels.{module}"), launcher)(*args)
+        with torch.cuda.device(next(arg.device for arg in args if isinstance(arg, torch.Tensor))):
+            return getattr(importlib.import_module(f"{package}.{module}"), launcher)(*args)
 
     op.register_kernel("cuda")(launch)
 
