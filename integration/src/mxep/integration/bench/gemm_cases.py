@@ -154,8 +154,8 @@ def our_product(product: str, backend: Backend, p: Problem) -> Call:
 
 def _stages(backend: Backend, p: Problem) -> dict[str, Call]:
     recipe = Recipe.mxfp8()
-    quantize_a = functools.partial(backend.quantize_rows, p.a, recipe.fmt, recipe, p.ends)
-    quantize_dy = functools.partial(backend.quantize_rows, p.dy, recipe.grad_fmt, recipe, p.ends)
+    quantize_a = functools.partial(backend.quantize_rows, p.a, recipe.fmt, recipe)
+    quantize_dy = functools.partial(backend.quantize_rows, p.dy, recipe.grad_fmt, recipe)
     quantize_w = functools.partial(backend.quantize_weight, p.w, recipe, cols=True)
     a, dy, w = quantize_a(), quantize_dy(), quantize_w()
     assert isinstance(a, MXTensor)

@@ -97,8 +97,8 @@ def run(backend: Backend, p: Problem, recipe: Recipe, *, quantized: bool = False
     """The three products of a backend, in fp32, from bf16 operands or from MX ones."""
     a, dy = recipe.quantize_activation(p.a), recipe.quantize_gradient(p.dy)
     if not quantized:
-        a = backend.quantize_rows(p.a, recipe.fmt, recipe, p.ends)
-        dy = backend.quantize_rows(p.dy, recipe.grad_fmt, recipe, p.ends)
+        a = backend.quantize_rows(p.a, recipe.fmt, recipe)
+        dy = backend.quantize_rows(p.dy, recipe.grad_fmt, recipe)
     w = backend.quantize_weight(p.w, recipe, cols=True)
     assert w.cols is not None
     kind = torch.float32

@@ -82,7 +82,7 @@ class _GroupedMM(torch.autograd.Function):
         out_dtype: torch.dtype,
         main_grad: Tensor | None,
     ) -> Tensor:
-        codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe, group_ends)
+        codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
         need_a, need_w, *_ = ctx.needs_input_grad
         a_kept = codes if recipe.wgrad == "mx" else a
         ctx.save_for_backward(group_ends, a_kept if need_w else None, weight.cols if need_a else None)
@@ -99,7 +99,7 @@ class _GroupedMM(torch.autograd.Function):
         a_dtype, w_dtype, bias_dtype = ctx.dtypes
         da = dw = dbias = None
         if need_a or (need_w and recipe.wgrad == "mx"):
-            codes = _gradient_codes(dy, group_ends, recipe, backend)
+            codes = _gradient_codes(dy, recipe, backend)
         if need_a:
             da = backend.dgrad(codes, w_cols, group_ends, out_dtype=a_dtype)
         if need_w:
@@ -117,10 +117,10 @@ def _plain(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, MXTensor) else x
 
 
-def _gradient_codes(dy: Tensor, group_ends: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
+def _gradient_codes(dy: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
     if isinstance(dy, MXTensor) and recipe.fits(dy):
         return dy
-    return backend.quantize_rows(_plain(dy), recipe.grad_fmt, recipe, group_ends)
+    return backend.quantize_rows(_plain(dy), recipe.grad_fmt, recipe)
 
 
 def _group_sums(x: Tensor, group_ends: Tensor) -> Tensor:

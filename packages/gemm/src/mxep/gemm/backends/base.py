@@ -30,7 +30,7 @@ class Backend(Protocol):
         """None if it runs on `device`, else the reason why not, as the end of a sentence."""
         ...
 
-    def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe, group_ends: Tensor) -> Tensor:
+    def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
         """A plain activation or gradient (M, D) as this backend wants it, in elements of `fmt`."""
         return recipe.quantize_rows(x, fmt)
 

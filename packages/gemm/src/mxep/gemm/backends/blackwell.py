@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends.base import Backend
-from mxep.gemm.backends.dequant import Dequant, _group_of_row
+from mxep.gemm.backends.dequant import Dequant, group_of_row
 from mxep.gemm.backends.triton import check_mx
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight
@@ -57,7 +57,7 @@ class Blackwell(Backend):
     ) -> Tensor:
         out = multiply(*rows_operand(self._e4m3("a", a), group_ends), *weight_operand(self._e4m3("w", w)), group_ends)
         out = out.to(out_dtype)
-        return out if bias is None else (out + bias[_group_of_row(group_ends, len(out))]).to(out_dtype)
+        return out if bias is None else (out + bias[group_of_row(group_ends, len(out))]).to(out_dtype)
 
     def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
+from mxep.quant.groups import group_of_rows
 
 ALIGNMENT = 8
 """torch's grouped mm wants rows of 16 bytes: N and K in 8 bf16."""
@@ -38,7 +39,7 @@ class Dequant(Backend):
     ) -> Tensor:
         _check_alignment(*w.shape[1:])
         out = _grouped_mm(_bf16(a), _bf16(w).mT, group_ends).to(out_dtype)
-        return out if bias is None else (out + bias[_group_of_row(group_ends, len(out))]).to(out_dtype)
+        return out if bias is None else (out + bias[group_of_row(group_ends, len(out))]).to(out_dtype)
 
     def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         _check_alignment(*w.shape[1:])
@@ -71,7 +72,6 @@ def _check_alignment(n: int, k: int) -> None:
         )
 
 
-def _group_of_row(group_ends: Tensor, num_rows: int) -> Tensor:
+def group_of_row(group_ends: Tensor, num_rows: int) -> Tensor:
     """The group of every row, (M,); rows past the last group count as the last group's."""
-    rows = torch.arange(num_rows, device=group_ends.device, dtype=group_ends.dtype)
-    return torch.searchsorted(group_ends, rows, right=True).clamp_(max=len(group_ends) - 1)
+    return group_of_rows(group_ends, num_rows).clamp_(max=len(group_ends) - 1)

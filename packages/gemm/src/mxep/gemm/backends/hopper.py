@@ -32,7 +32,7 @@ from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, quan
 from mxep.quant.kernels import on_cuda
 
 STEP = 128
-"""Tokens a wgrad multiplies at a time: its groups begin at multiples."""
+"""Elements of a contraction that the kernel multiplies at a time: along tokens its groups begin at multiples."""
 
 
 class Hopper(Backend):
@@ -58,7 +58,7 @@ class Hopper(Backend):
             return "Triton has no Gluon, want Triton >= 3.6; use backend 'dequant'"
         return None
 
-    def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe, group_ends: Tensor) -> Tensor:
+    def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
         if recipe.scaling == "none" or self.guard is not None:
             return recipe.quantize_rows(x, fmt)
         return quantize(x, fmt=fmt, mode=recipe.mode, block=None)

@@ -5,8 +5,8 @@
     wgrad    dy, a requantized along tokens, one pass each                     x, group by group -> dw, or added to fp32
 
 The exact MX product: codes and scales as the recipe defines them, nothing folded, sums in fp32. On Blackwell (sm_100)
-the tensor cores apply the scales; on other GPUs Triton upcasts to bf16, which is slow: 200 TF of an H200's 1290
-(FACTS: 8192^3). On a CPU it runs under Triton's interpreter, for tests. Not run on Blackwell or CDNA4 hardware.
+the tensor cores apply the scales; on other GPUs Triton upcasts to bf16, which is slow. On a CPU it runs
+under Triton's interpreter, for tests. Not run on Blackwell or CDNA4 hardware.
 
 Recipes with MX scales only. wgrad of unquantized operands (wgrad "bf16") is torch's grouped mm, as in `dequant`.
 """

@@ -35,9 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mxep.gemm.backends.hopper import STEP
 from mxep.quant.kernels.fold import multiprocessors
 
-BM, BN, BK = 128, 256, 128
+BM, BN, BK = 128, 256, STEP
 STAGES = 4
 INTERVAL = 2
 """Stages of BK between promotions: 256. Fewer cost additions, more leave the loads no slack (all 4 stages held)."""
