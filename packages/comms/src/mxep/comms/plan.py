@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .capacity import Capacity
+from .kernels import on_cuda
 
 DROPPED = -2
 """In ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
@@ -41,6 +42,7 @@ class RoutingPlan:
         group_sizes: (e,) int32 rows of each expert, without padding and before any were dropped.
         overflow: () int64 rows that did not fit R_max.
         invalid: () int64 ids outside [-1, num_experts); always 0 on CPU, where they raise.
+        num_tokens: (W,) int32 live tokens of each sender.
         multiple: what the groups are padded to.
     """
 
@@ -52,6 +54,7 @@ class RoutingPlan:
     group_sizes: Tensor
     overflow: Tensor
     invalid: Tensor
+    num_tokens: Tensor
     multiple: int
 
     @property
@@ -101,7 +104,7 @@ def make_plan(
     max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, multiple=multiple, needed=needed)
     tables = (expert_ids, weights, num_tokens)
     fields: PlanTensors = plan_rows(*tables, first_expert, num_local_experts, multiple, max_rows, bound)
-    return RoutingPlan(*fields, multiple=multiple)
+    return RoutingPlan(*fields, num_tokens=num_tokens.clone(), multiple=multiple)
 
 
 def check_ids(expert_ids: Tensor, num_experts: int) -> None:
@@ -125,23 +128,17 @@ def plan_rows(
     """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them."""
     top_k = expert_ids.shape[2]
     pairs = expert_ids.numel()
-    flat = torch.arange(pairs, device=expert_ids.device)
     local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
     sizes = _group_sizes(local, num_local_experts)
     padded = _round_up(sizes, multiple)
     ends = padded.cumsum(0)
-
-    # A stable sort by expert keeps the flat order within each; -1 (another rank's) sorts last, as expert e.
-    expert, order = torch.where(local >= 0, local, num_local_experts).sort(stable=True)
-    shift = torch.cat(((ends - padded) - (sizes.cumsum(0) - sizes), ends.new_zeros(1)))
-    row_of_pair = torch.full_like(local, -1).scatter_(
-        0, order, torch.where(expert < num_local_experts, flat + shift[expert], -1)
-    )
+    row_of_pair = _rows_of_pairs(local, sizes, ends - padded)
     dropped = row_of_pair >= max_rows
     row_of_pair = torch.where(dropped, DROPPED, row_of_pair)
 
     # Pairs without a row write into one more row, which is cut off.
     row_source = local.new_full((max_rows + 1,), -1)
+    flat = torch.arange(pairs, device=expert_ids.device)
     row_source = row_source.scatter_(0, torch.where(row_of_pair >= 0, row_of_pair, max_rows), flat)[:max_rows]
     row_slot = torch.where(row_source >= 0, row_source.div(top_k, rounding_mode="floor"), -1)
     weight_or_zero = torch.cat((weights.flatten(), weights.new_zeros(1)))
@@ -184,6 +181,49 @@ def _(
     )
 
 
+@torch.library.custom_op("mxep::plan_destinations", mutates_args=())
+def plan_destinations(
+    expert_ids: Tensor,
+    num_tokens: Tensor,
+    rank: int,
+    num_tokens_here: int,
+    experts_per_rank: int,
+    multiple: int,
+    max_rows: int,
+    num_experts: int,
+) -> Tensor:
+    """(T, K) int32 row of each pair of ``rank``'s first T = num_tokens_here tokens, on the rank that owns its expert.
+
+    expert_ids (W, T_max, K) and num_tokens (W,) are tables as :func:`make_plan` takes them; owners have
+    experts_per_rank experts each, num_experts in all. The rows are those that the owner's plan has in ``slot_rows``:
+    -1 where the pair is not routed or its id invalid, DROPPED past the owner's max_rows.
+    """
+    local = _local_ids(expert_ids, num_tokens, 0, num_experts)
+    sizes = _group_sizes(local, num_experts)
+    padded = _round_up(sizes, multiple).view(-1, experts_per_rank)
+    row_of_pair = _rows_of_pairs(local, sizes, (padded.cumsum(1) - padded).flatten())
+    rows = torch.where(row_of_pair >= max_rows, DROPPED, row_of_pair).int().view(expert_ids.shape)
+    return rows[rank, :num_tokens_here].clone()
+
+
+@plan_destinations.register_fake
+def _(
+    expert_ids: Tensor,
+    num_tokens: Tensor,
+    rank: int,
+    num_tokens_here: int,
+    experts_per_rank: int,
+    multiple: int,
+    max_rows: int,
+    num_experts: int,
+) -> Tensor:
+    return expert_ids.new_empty(num_tokens_here, expert_ids.shape[2])
+
+
+on_cuda(plan_rows, "plan", "make_plan")
+on_cuda(plan_destinations, "plan", "plan_destinations")
+
+
 def _live(expert_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """(W, T_max, K) bool: pairs of tokens that were sent."""
     token = torch.arange(expert_ids.shape[1], device=expert_ids.device)
@@ -201,6 +241,16 @@ def _group_sizes(local: Tensor, num_local_experts: int) -> Tensor:
     """(e,) int64: how many pairs each local expert has. Not bincount, which syncs."""
     counts = local.new_zeros(num_local_experts + 1)
     return counts.scatter_add_(0, torch.where(local >= 0, local, num_local_experts), torch.ones_like(local))[:-1]
+
+
+def _rows_of_pairs(local: Tensor, sizes: Tensor, starts: Tensor) -> Tensor:
+    """(S * K,) int64 row of each pair, -1 of those without an expert; an expert's rows begin at its start."""
+    experts = sizes.shape[0]
+    # A stable sort by expert keeps the flat order within each; -1 (another rank's) sorts last.
+    expert, order = torch.where(local >= 0, local, experts).sort(stable=True)
+    shift = torch.cat((starts - (sizes.cumsum(0) - sizes), starts.new_zeros(1)))
+    place = torch.arange(len(local), device=local.device)
+    return torch.full_like(local, -1).scatter_(0, order, torch.where(expert < experts, place + shift[expert], -1))
 
 
 def _round_up(sizes: Tensor, multiple: int) -> Tensor:

@@ -1,0 +1,23 @@
+"""Triton kernels behind the ops of mxep.comms: one file a subject, each with its launchers.
+
+A launcher has its op's signature and takes CUDA tensors (or CPU tensors under Triton's interpreter). Its result equals
+that of the op's plain-torch reference bit for bit.
+
+    plan        which slot feeds which row, and where a rank's own pairs go
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+
+def on_cuda(op: CustomOpDef, module: str, launcher: str) -> None:
+    """Make `launcher` of this package's `module` the CUDA kernel of `op`. It imports Triton when first called."""
+
+    def launch(*args: Any) -> Any:
+        with torch.cuda.device(next(arg.device for arg in args if isinstance(arg, torch.Tensor))):
+            return getattr(importlib.import_module(f"{__name__}.{module}"), launcher)(*args)
+
+    op.register_kernel("cuda")(launch)

@@ -1,0 +1,270 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, assignment, misc, var-annotated"
+"""The plan on the device: two launches, whatever the number of ranks, tokens and experts.
+
+    count   a program a chunk of one sender's pairs    ids -> counts (chunks, EXPERTS); rows filled with -1 and 0
+    place   the same programs                          counts -> first row of each expert in this chunk
+                                                       ids, tile by tile -> rows -> row_source, slot_rows, ...
+
+Every `place` program sums all counts of earlier chunks by itself, which saves a launch that scans them: there are at
+most 256 chunks (128 of many experts) unless there are more senders. Only `place` writes live rows, each program its
+own, and `count` has filled all rows by then, so padding needs no pass of its own.
+
+The order of a pair among those of its expert in a tile, for segments of 32 pairs and four experts a word:
+
+    ids            1    0    1    1    a segment of 4
+    1 << 8 * id  0100 0001 0100 0100   (bytes, hexadecimal)
+    cumsum       0100 0101 0201 0301   byte `id` of it: the 1st, 1st, 2nd, 3rd of its expert in this segment
+
+A segment's counts, the last sum, are then summed over the tile's segments. Rows are int32: W * T_max * K pairs and the
+padding of all groups stay below 2^31.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SEGMENT = 32
+"""Pairs whose order is found by bytes that count: at most 255."""
+LEAST_EXPERTS = 32
+"""Fewer are counted as so many: a warp's histogram has a bin a lane."""
+TILE_COUNTS = 1024
+"""Segments x experts of a tile: 32 words a thread of 8 warps."""
+COUNTS_AT_ONCE = 8192
+COUNT_TILE = 1024
+NUM_WARPS = 8
+
+
+@triton.jit
+def _live_pairs(num_tokens_ptr, source, max_tokens, TOP_K: tl.constexpr):
+    """Pairs that `source` sent, whatever number it gave."""
+    return tl.minimum(tl.load(num_tokens_ptr + source), max_tokens) * TOP_K
+
+
+@triton.jit(do_not_specialize=["max_tokens", "chunk", "first_expert", "experts", "num_experts", "max_rows"])
+def count_kernel(
+    ids_ptr,
+    num_tokens_ptr,
+    counts_ptr,
+    wrong_ptr,
+    row_source_ptr,
+    row_slot_ptr,
+    row_weight_ptr,
+    max_tokens,
+    chunk,
+    first_expert,
+    experts,
+    num_experts,
+    max_rows,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """wrong None: invalid ids are not counted. row_source None: there are no rows to fill."""
+    source = tl.program_id(1)
+    program = source * tl.num_programs(0) + tl.program_id(0)
+    lane = tl.arange(0, TILE)
+    begin = tl.program_id(0) * chunk
+    end = tl.minimum(begin + chunk, _live_pairs(num_tokens_ptr, source, max_tokens, TOP_K))
+    ids_ptr += source * max_tokens * TOP_K
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    wrong = tl.zeros((TILE,), tl.int32)
+    for first in range(begin, end, TILE):
+        here = first + lane < end
+        expert = tl.load(ids_ptr + first + lane, mask=here, other=-1)
+        wrong += ((expert < -1) | (expert >= num_experts)).to(tl.int32)
+        local = expert - first_expert
+        counts += tl.histogram(local, EXPERTS, mask=here & (local >= 0) & (local < experts))
+    tl.store(counts_ptr + program * EXPERTS + tl.arange(0, EXPERTS), counts)
+    if wrong_ptr is not None:
+        tl.store(wrong_ptr + program, tl.sum(wrong, 0))
+    if row_source_ptr is not None:
+        for first in range(program * TILE, max_rows, tl.num_programs(0) * tl.num_programs(1) * TILE):
+            row = first + lane
+            tl.store(row_source_ptr + row, -1, mask=row < max_rows)
+            tl.store(row_slot_ptr + row, -1, mask=row < max_rows)
+            tl.store(row_weight_ptr + row, 0.0, mask=row < max_rows)
+
+
+@triton.jit
+def _order(local, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, EXPERTS: tl.constexpr):
+    """(SEGMENTS * SEGMENT,) experts, -1 is none -> each pair's place, from 1, among its expert's in its segment;
+    (SEGMENTS, EXPERTS) pairs of each expert in each segment."""
+    local = tl.trans(tl.reshape(local, (SEGMENTS, SEGMENT)))
+    shift = (local & 3) * 8
+    mine = (local >> 2)[:, :, None] == tl.arange(0, EXPERTS // 4)[None, None, :]
+    ones = tl.where(mine, (1 << shift)[:, :, None], 0)
+    place = (tl.sum(tl.where(mine, tl.cumsum(ones, 0), 0), 2) >> shift) & 255
+    total = (tl.sum(ones, 0)[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 255
+    return tl.reshape(tl.trans(place), (SEGMENTS * SEGMENT,)), tl.reshape(total, (SEGMENTS, EXPERTS))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "max_tokens", "pairs", "chunk", "chunks", "chunks_of_source", "first_source", "first_expert", "experts",
+        "experts_per_rank", "multiple", "max_rows",
+    ]
+)  # fmt: skip
+def place_kernel(
+    ids_ptr,
+    weights_ptr,
+    num_tokens_ptr,
+    counts_ptr,
+    wrong_ptr,
+    row_source_ptr,
+    row_slot_ptr,
+    row_weight_ptr,
+    pair_rows_ptr,
+    group_ends_ptr,
+    group_sizes_ptr,
+    overflow_ptr,
+    invalid_ptr,
+    max_tokens,
+    pairs,
+    chunk,
+    chunks,
+    chunks_of_source,
+    first_source,
+    first_expert,
+    experts,
+    experts_per_rank,
+    multiple,
+    max_rows,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """pairs: of each source, whose rows are wanted. row_source None: only pair_rows, for all owners, is made."""
+    source = first_source + tl.program_id(1)
+    this_chunk = source * chunks_of_source + tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    sizes = tl.zeros((EXPERTS,), tl.int32)
+    earlier = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, chunks, CHUNKS):
+        each = first + tl.arange(0, CHUNKS)[:, None]
+        counts = tl.load(counts_ptr + each * EXPERTS + expert[None, :], mask=each < chunks, other=0)
+        sizes += tl.sum(counts, 0)
+        earlier += tl.sum(tl.where(each < this_chunk, counts, 0), 0)
+    padded = (sizes + multiple - 1) // multiple * multiple
+    ends = tl.cumsum(padded, 0)
+    start = ends - padded
+    if row_source_ptr is None:
+        start -= tl.gather(start, expert // experts_per_rank * experts_per_rank, 0)
+    else:
+        if this_chunk == 0:
+            tl.store(group_ends_ptr + expert, tl.minimum(ends, max_rows), mask=expert < experts)
+            tl.store(group_sizes_ptr + expert, sizes, mask=expert < experts)
+            dropped = tl.minimum(tl.maximum(start + sizes - max_rows, 0), sizes)
+            tl.store(overflow_ptr, tl.sum(dropped, 0).to(tl.int64))
+            wrong = tl.zeros((1024,), tl.int32)
+            for first in range(0, chunks, 1024):
+                each = first + tl.arange(0, 1024)
+                wrong += tl.load(wrong_ptr + each, mask=each < chunks, other=0)
+            tl.store(invalid_ptr, tl.sum(wrong, 0).to(tl.int64))
+
+    TILE: tl.constexpr = SEGMENTS * SEGMENT
+    lane = tl.arange(0, TILE)
+    flat0 = source * max_tokens * TOP_K
+    live = tl.minimum(_live_pairs(num_tokens_ptr, source, max_tokens, TOP_K), pairs)
+    begin = tl.program_id(0) * chunk
+    next_row = start + earlier
+    for first in range(begin, tl.minimum(begin + chunk, pairs), TILE):
+        pair = first + lane
+        local = tl.load(ids_ptr + flat0 + pair, mask=pair < live, other=-1) - first_expert
+        mine = (local >= 0) & (local < experts)
+        local = tl.where(mine, local, -1)
+        place, of_segment = _order(local, SEGMENTS, SEGMENT, EXPERTS)
+        first_row = next_row[None, :] + tl.cumsum(of_segment, 0) - of_segment
+        next_row += tl.sum(of_segment, 0)
+        first_row = tl.reshape(first_row, (SEGMENTS * EXPERTS,))
+        row = tl.gather(first_row, lane // SEGMENT * EXPERTS + tl.maximum(local, 0), 0) + place - 1
+        kept = mine & (row < max_rows)
+        pair_row = tl.where(kept, row, tl.where(mine, -2, -1))
+        tl.store(pair_rows_ptr + tl.program_id(1) * pairs + pair, pair_row, mask=pair < pairs)
+        if row_source_ptr is not None:
+            flat = flat0 + pair
+            tl.store(row_source_ptr + row, flat, mask=kept)
+            tl.store(row_slot_ptr + row, flat // TOP_K, mask=kept)
+            tl.store(row_weight_ptr + row, tl.load(weights_ptr + flat, mask=kept, other=0.0), mask=kept)
+
+
+def make_plan(
+    expert_ids: Tensor,
+    weights: Tensor,
+    num_tokens: Tensor,
+    first_expert: int,
+    num_local_experts: int,
+    multiple: int,
+    max_rows: int,
+    num_experts: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """mxep::make_plan."""
+    sources, max_tokens, top_k = expert_ids.shape
+    expert_ids, weights, num_tokens = expert_ids.contiguous(), weights.contiguous(), num_tokens.contiguous()
+    device, pairs = expert_ids.device, max_tokens * top_k
+    row_source, row_slot = (torch.empty(max_rows, dtype=torch.int32, device=device) for _ in range(2))
+    row_weight = torch.empty(max_rows, dtype=torch.float32, device=device)
+    slot_rows = torch.empty((sources * max_tokens, top_k), dtype=torch.int32, device=device)
+    group_ends, group_sizes = (torch.empty(num_local_experts, dtype=torch.int32, device=device) for _ in range(2))
+    overflow, invalid = (torch.empty((), dtype=torch.int64, device=device) for _ in range(2))
+
+    experts, segments, chunk, chunks = _shape(num_local_experts, sources, pairs)
+    counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (experts, 1))
+    options = {"TOP_K": max(top_k, 1), "EXPERTS": experts, "num_warps": NUM_WARPS}
+    count_kernel[(chunks, sources)](
+        expert_ids, num_tokens, counts, wrong, row_source, row_slot, row_weight,
+        max_tokens, chunk, first_expert, num_local_experts, num_experts, max_rows, TILE=COUNT_TILE, **options,
+    )  # fmt: skip
+    place_kernel[(chunks, sources)](
+        expert_ids, weights, num_tokens, counts, wrong, row_source, row_slot, row_weight, slot_rows, group_ends,
+        group_sizes, overflow, invalid, max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_expert,
+        num_local_experts, num_local_experts, multiple, max_rows,
+        SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
+    )  # fmt: skip
+    return row_source, row_slot, row_weight, slot_rows, group_ends, group_sizes, overflow, invalid
+
+
+def plan_destinations(
+    expert_ids: Tensor,
+    num_tokens: Tensor,
+    rank: int,
+    num_tokens_here: int,
+    experts_per_rank: int,
+    multiple: int,
+    max_rows: int,
+    num_experts: int,
+) -> Tensor:
+    """mxep::plan_destinations."""
+    sources, max_tokens, top_k = expert_ids.shape
+    expert_ids, num_tokens = expert_ids.contiguous(), num_tokens.contiguous()
+    pair_rows = torch.empty((num_tokens_here, top_k), dtype=torch.int32, device=expert_ids.device)
+    if not pair_rows.numel():
+        return pair_rows
+    experts, segments, chunk, chunks = _shape(num_experts, sources, max_tokens * top_k)
+    counts = torch.empty(sources * chunks * experts, dtype=torch.int32, device=expert_ids.device)
+    options = {"TOP_K": top_k, "EXPERTS": experts, "num_warps": NUM_WARPS}
+    count_kernel[(chunks, sources)](
+        expert_ids, num_tokens, counts, None, None, None, None,
+        max_tokens, chunk, 0, num_experts, num_experts, 0, TILE=COUNT_TILE, **options,
+    )  # fmt: skip
+    place_kernel[(triton.cdiv(pair_rows.numel(), chunk), 1)](
+        expert_ids, None, num_tokens, counts, None, None, None, None, pair_rows, None, None, None, None,
+        max_tokens, pair_rows.numel(), chunk, sources * chunks, chunks, rank, 0, num_experts, experts_per_rank,
+        multiple, max_rows,
+        SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
+    )  # fmt: skip
+    return pair_rows
+
+
+def _shape(num_experts: int, sources: int, pairs: int) -> tuple[int, int, int, int]:
+    """(experts counted, segments a tile, pairs a chunk, chunks of a source) for `pairs` of each source.
+
+    32 experts, 4 sources of 65536 pairs: (32, 32, 1024, 64), 256 programs on the 132 SMs of an H200.
+    """
+    experts = max(LEAST_EXPERTS, triton.next_power_of_2(num_experts))
+    segments = max(1, TILE_COUNTS // experts)
+    most = max(1, min(256, max(128, 32768 // experts)) // sources)
+    chunk = segments * SEGMENT * max(1, triton.cdiv(pairs, segments * SEGMENT * most))
+    return experts, segments, chunk, max(1, triton.cdiv(pairs, chunk))
