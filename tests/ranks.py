@@ -24,6 +24,8 @@ import triton_interpreter
 from mxep.integration.launch import FunctionName, Rank, init_process_group, resolve_device, run_ranks
 
 triton_interpreter.on_import()  # a rank has no conftest
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # for the fork server, which imports triton before any test
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,11 @@ class Context:
     device: torch.device
     _opened: list[Any] = field(default_factory=list)
 
-    def transport(self, **options: Any) -> Any:
+    def transport(self, kind: type | None = None, **options: Any) -> Any:
         """A new transport over the group (collective), closed after the body: shared memory on CPU, NVLink on CUDA."""
         from mxep.comms import SharedMemoryTransport, SymmetricMemoryTransport
 
-        kind = SymmetricMemoryTransport if self.device.type == "cuda" else SharedMemoryTransport
+        kind = kind or (SymmetricMemoryTransport if self.device.type == "cuda" else SharedMemoryTransport)
         self._opened.append(kind(self.group, **options))
         return self._opened[-1]
 
@@ -54,7 +56,7 @@ class Context:
 
 
 def distributed(
-    *world_sizes: int, timeout: float = 60.0, device: str = "auto"
+    *world_sizes: int, timeout: float = 180.0, device: str = "auto"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated body once for each world size, on that many ranks, within `timeout` seconds each."""
 

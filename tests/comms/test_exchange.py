@@ -24,10 +24,10 @@ MAX_TOKENS, TOP_K, DIM = 6, 3, 20
 EXPERTS_PER_RANK = {1: 5, 2: 3, 3: 2, 4: 2}
 
 
-def make_workspace(ctx: Context, **changes) -> Workspace:
+def make_workspace(ctx: Context, kind: type | None = None, *, timeout: float = 60.0, **changes) -> Workspace:
     sizes = {"max_tokens": MAX_TOKENS, "top_k": TOP_K, "dim": DIM, "row_bytes": 4 * DIM}
     sizes["num_experts"] = EXPERTS_PER_RANK[ctx.world_size] * ctx.world_size
-    workspace = Workspace(ctx.transport(), **{**sizes, **changes})
+    workspace = Workspace(ctx.transport(kind, timeout=timeout), **{**sizes, **changes})
     poison(workspace)
     return workspace
 
@@ -35,7 +35,7 @@ def make_workspace(ctx: Context, **changes) -> Workspace:
 def poison(workspace: Workspace) -> None:
     """NaN in every row and value, and tables that name real experts: whoever reads what nobody sent shows it."""
     for buffer in workspace.buffers:
-        buffer.local.fill_(255)
+        buffer.local[: workspace.layout.signals_start].fill_(255)
         workspace.layout.ids(buffer.local).fill_(0)
         workspace.layout.num_tokens(buffer.local).fill_(workspace.max_tokens)
     workspace.transport.barrier("poison")
@@ -114,9 +114,12 @@ def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed
 
 @distributed(1, 2, 3, 4)
 def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context):
-    workspace = make_workspace(ctx)
+    check_cases(ctx, make_workspace(ctx), CASES)
+
+
+def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> None:
     experts = my_experts(workspace, ctx.rank)
-    for seed, case in enumerate(CASES):
+    for seed, case in enumerate(cases):
         mine = bring_to(workspace, case, ctx.rank, seed)
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
@@ -132,16 +135,21 @@ def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Conte
         assert repeat.expert_ids is repeat.weights is repeat.num_tokens is None
         sent_again = [dataclasses.replace(sent, parts=(bytes_,)) for sent, bytes_ in zip(everyone, again)]
         check_arrived(repeat, plan, sent_again, experts, f"{case}, again")
-        out, nothing = return_rows(workspace, torch.zeros(plan.max_rows, DIM, device=ctx.device), plan, here.ids)
+        out, nothing = return_rows(
+            workspace, torch.zeros(plan.max_rows, workspace.dim, device=ctx.device), plan, here.ids
+        )
         assert nothing is None
         assert not out.any()
 
 
 @distributed(2, 3)
 def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
-    workspace = make_workspace(ctx)
+    check_over_capacity(ctx, make_workspace(ctx), ("one rank", "one expert", "full", "duplicates"))
+
+
+def check_over_capacity(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> None:
     dropped = 0
-    for seed, case in enumerate(("one rank", "one expert", "full", "duplicates")):
+    for seed, case in enumerate(cases):
         mine = bring_to(workspace, case, ctx.rank, seed)
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)

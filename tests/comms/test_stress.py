@@ -24,11 +24,15 @@ def dawdle(ctx: Context, luck: random.Random) -> None:
 
 @distributed(2, 3, 4)
 def test_no_round_sees_another_rounds_rows(ctx: Context):
-    workspaces = make_workspace(ctx), make_workspace(ctx, top_k=2, max_tokens=3)
+    check_rounds(ctx, None, ROUNDS)
+
+
+def check_rounds(ctx: Context, kind: type | None, rounds: int) -> None:
+    workspaces = make_workspace(ctx, kind), make_workspace(ctx, kind, top_k=2, max_tokens=3)
     together = random.Random(0)  # the same choices on every rank
     luck = random.Random(ctx.rank + 1)
     under_way = []
-    for seed in range(ROUNDS):
+    for seed in range(rounds):
         workspace = together.choice(workspaces)
         case = together.choice(CASES)
         # No communication but the moves themselves: everyone knows what everyone brings.

@@ -8,12 +8,12 @@ make_plan   which slot feeds which expert-major row, from the tables that came a
 
 from .capacity import Capacity, CapacityExceeded
 from .direct import GroupedRows, send_rows_to_groups
-from .exchange import Slots, return_rows, send_rows
+from .exchange import Returning, Sending, Slots, return_rows, send_rows, start_return_rows, start_send_rows
 from .plan import DROPPED, RoutingPlan, make_plan
 from .rows import gather_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
-from .transport import PeerTimeout, SymmetricBuffer, Transport
+from .transport import PeersDisagree, PeerTimeout, SymmetricBuffer, Transport
 from .workspace import Workspace
 
 __all__ = [
@@ -22,7 +22,10 @@ __all__ = [
     "CapacityExceeded",
     "GroupedRows",
     "PeerTimeout",
+    "PeersDisagree",
+    "Returning",
     "RoutingPlan",
+    "Sending",
     "SharedMemoryTransport",
     "Slots",
     "SymmetricBuffer",
@@ -34,5 +37,7 @@ __all__ = [
     "return_rows",
     "send_rows",
     "send_rows_to_groups",
+    "start_return_rows",
+    "start_send_rows",
     "sum_slots",
 ]

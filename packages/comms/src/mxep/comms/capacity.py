@@ -50,13 +50,14 @@ class Capacity:
         *,
         num_local_experts: int,
         multiple: int,
-        needed: Callable[[], Tensor],
+        needed: Callable[[], Tensor] | None = None,
     ) -> int:
         """R_max, a multiple of ``multiple``.
 
-        needed: gives () int, the padded rows of this step; asked and read only by ``exact``.
+        needed: gives () int, the padded rows of this step; asked and read only by ``exact``, which cannot do without.
         """
         if self.kind == "exact":
+            assert needed is not None
             return int(needed())
         padding = num_local_experts * (multiple - 1)
         worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, multiple)

@@ -5,6 +5,9 @@
 
 Dispatch forward and combine backward are `send_rows`; combine forward and dispatch backward are `return_rows`.
 T tokens here, T_max slots a sender, K experts a token, W ranks, S = W * T_max slots, D elements of a row.
+
+`start_send_rows` and `start_return_rows` begin a move and return what waits for it: on CUDA the move runs on the
+workspace's own stream meanwhile, and waiting makes the current stream wait, not the host.
 """
 
 from collections.abc import Sequence
@@ -13,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .layout import ALIGNMENT, Layout, round_up
+from .layout import Layout
 from .plan import RoutingPlan, check_ids
-from .rows import sum_slots
 from .workspace import Workspace
+
+Tables = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,44 @@ class Slots:
     """What arrived. Slot s = (source rank, token), s = rank * T_max + token.
 
     Attributes:
-        parts: uint8 (S, n_i) strided views into the workspace, borrowed until its next move. Slots that no table leads
-            to hold anything.
-        expert_ids: (W, T_max, K) int32, weights: (W, T_max, K) fp32, num_tokens: (W,) int32: the senders' tables, owned
-            by the caller; rows past num_tokens hold anything. None where the move was sent without weights.
+        parts: uint8 (S, n_i) strided views into the workspace. Slots that no table leads to hold anything.
+        expert_ids: (W, T_max, K) int32, weights: (W, T_max, K) fp32, num_tokens: (W,) int32: the senders' tables; rows
+            past num_tokens hold anything. None where the move was sent without weights.
+
+    All are borrowed until the workspace's next move.
     """
 
     parts: tuple[Tensor, ...]
     expert_ids: Tensor | None
     weights: Tensor | None
     num_tokens: Tensor | None
+
+
+class Sending:
+    """Rows under way. ``tables``: the senders' (expert_ids, weights, num_tokens), here already, or None."""
+
+    def __init__(self, workspace: Workspace, slots: Slots) -> None:
+        self.tables: Tables | None = None
+        if slots.expert_ids is not None and slots.weights is not None and slots.num_tokens is not None:
+            self.tables = slots.expert_ids, slots.weights, slots.num_tokens
+        self._workspace = workspace
+        self._slots = slots
+
+    def wait(self) -> Slots:
+        self._workspace.join()
+        return self._slots
+
+
+class Returning:
+    """Sums under way."""
+
+    def __init__(self, workspace: Workspace, out: Tensor, values: Tensor | None) -> None:
+        self._workspace = workspace
+        self._result = out, values
+
+    def wait(self) -> tuple[Tensor, Tensor | None]:
+        self._workspace.join()
+        return self._result
 
 
 def send_rows(
@@ -47,29 +79,32 @@ def send_rows(
         weights: (T, K) fp32. None repeats a move that is planned already, with the same ids: tables stay home.
 
     Raises ValueError on wrong shapes, dtypes or devices and, on CPU, on ids outside [-1, E), before anything moves (on
-    CUDA such a pair is not sent, and make_plan counts it); PeerTimeout.
+    CUDA such a pair is not sent, and make_plan counts it); PeerTimeout and PeersDisagree (on CUDA at a later move, or
+    by ``workspace.transport.check()``).
     """
+    return start_send_rows(workspace, parts, expert_ids, weights).wait()
+
+
+def start_send_rows(
+    workspace: Workspace, parts: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None = None
+) -> Sending:
+    """As :func:`send_rows`; make the plan of ``.tables`` while the rows are under way, then ``.wait()``."""
     check_parts(workspace, parts)
     expert_ids = checked_ids(workspace, expert_ids, len(parts[0]))
     if weights is not None:
         weights = checked_weights(workspace, weights, expert_ids)
-    layout, rank = workspace.layout, workspace.transport.rank
+    transport, layout = workspace.transport, workspace.layout
     move = workspace.begin("send_rows")
-    put_rows(
-        move.buffer.peers,
-        move.buffer.pointers,
-        list(parts),
-        expert_ids,
-        weights,
-        layout.ints(),
-        rank,
-        workspace.num_local_experts,
-    )
-    # After it: every rank's tokens for this rank lie in its slots, and all W tables lie here.
-    move.finish()
+    with workspace.aside((parts, expert_ids)):
+        # After it: every rank's tokens for this rank lie in its slots.
+        transport.put_rows(move, parts, expert_ids)
     local = move.buffer.local
     arrived = split_parts(layout.rows(local)[: layout.num_slots], parts)
-    return Slots(arrived, *(copy_tables(layout, local) if weights is not None else (None, None, None)))
+    if weights is None:
+        return Sending(workspace, Slots(arrived, None, None, None))
+    # After it: the tables of all W ranks lie here.
+    transport.put_tables(move, expert_ids, weights)
+    return Sending(workspace, Slots(arrived, *tables(layout, local)))
 
 
 def return_rows(
@@ -87,141 +122,39 @@ def return_rows(
         row_values: (R_max,) fp32, one number a row that goes home with it.
 
     Returns the sums (T, D), rows.dtype, zero for a token that was routed nowhere; and (T, K) fp32, the value of each
-    pair's row, 0 for a pair without one (None without row_values). Raises ValueError as send_rows does; PeerTimeout.
+    pair's row, 0 for a pair without one (None without row_values). Raises as send_rows does.
     """
+    return start_return_rows(workspace, rows, plan, expert_ids, row_values=row_values).wait()
+
+
+def start_return_rows(
+    workspace: Workspace, rows: Tensor, plan: RoutingPlan, expert_ids: Tensor, *, row_values: Tensor | None = None
+) -> Returning:
+    """As :func:`return_rows`; what does not need the sums may be computed before ``.wait()``."""
     expert_ids = checked_ids(workspace, expert_ids, len(expert_ids))
     _check_return(workspace, rows, plan, row_values)
-    layout, rank, e = workspace.layout, workspace.transport.rank, workspace.num_local_experts
+    # Of the current stream, which goes on with them.
+    out = rows.new_empty(len(expert_ids), rows.shape[1])
+    values = None if row_values is None else row_values.new_empty(expert_ids.shape)
     move = workspace.begin("return_rows")
-    buffer = move.buffer
-    put_sums(buffer.peers, buffer.pointers, rows, plan.slot_rows, row_values, layout.ints(), rank)
-    # After it: every rank that got one of our tokens has put its sum into our slots (that rank, token).
-    move.finish()
-    slots = home_slots(layout, expert_ids, e)
-    out = sum_slots(layout.rows(buffer.local)[:, : rows.shape[1] * rows.dtype.itemsize].view(rows.dtype), slots)
-    if row_values is None:
-        return out, None
-    return out, values_home(buffer.local, expert_ids, layout.ints(), e)
-
-
-# ── ops: the stores of a move, and what the owner makes of them ──────────────────────────────────────────────────────
-
-
-@torch.library.custom_op("mxep::put_rows", mutates_args=("peers",))
-def put_rows(
-    peers: list[Tensor],
-    pointers: Tensor,
-    parts: list[Tensor],
-    expert_ids: Tensor,
-    weights: Tensor | None,
-    layout: list[int],
-    rank: int,
-    experts_per_rank: int,
-) -> None:
-    """Store token t into slot (rank, t) of each peer that owns one of its experts; with weights, the tables into all.
-
-    peers: the buffers, each as ``layout`` says. pointers: (W,) int64, their addresses, for kernels.
-    parts: uint8 (T, n_i). expert_ids: (T, K) int32. weights: (T, K) fp32.
-    """
-    place = Layout(*layout)
-    packed = pack(parts)
-    slot = rank * place.max_tokens + torch.arange(len(packed), device=packed.device)
-    owner = owners(expert_ids, experts_per_rank)
-    for destination, peer in enumerate(peers):
-        needed = (owner == destination).any(1)
-        store(place, peer, torch.where(needed, slot, place.spare_row(rank)), packed)
-        if weights is not None:
-            store_tables(place, peer, expert_ids, weights, rank)
-
-
-@torch.library.custom_op("mxep::put_sums", mutates_args=("peers",))
-def put_sums(
-    peers: list[Tensor],
-    pointers: Tensor,
-    rows: Tensor,
-    slot_rows: Tensor,
-    row_values: Tensor | None,
-    layout: list[int],
-    rank: int,
-) -> None:
-    """Sum the rows of slot (r, t) and store the sum into slot (rank, t) of peer r, if any pair of it was for this rank.
-
-    rows: (R_max, D). slot_rows: (S, K) int32. row_values: (R_max,) fp32, stored into the peers' (rank, t, k).
-    """
-    place = Layout(*layout)
-    packed = pack([sum_slots(rows, slot_rows).view(torch.uint8)])
-    slot = rank * place.max_tokens + torch.arange(place.max_tokens, device=rows.device)
-    # A slot whose rows were all dropped sends its zeroes: the owner, who cannot know, waits for a sum from here.
-    was_sent = (slot_rows != -1).any(1)
-    values = None if row_values is None else torch.cat((row_values, row_values.new_zeros(1)))
-    for owner, peer in enumerate(peers):
-        mine = slice(owner * place.max_tokens, (owner + 1) * place.max_tokens)
-        store(place, peer, torch.where(was_sent[mine], slot, place.spare_row(rank)), packed[mine])
-        if values is not None:
-            place.values(peer)[rank].copy_(values[torch.where(slot_rows[mine] >= 0, slot_rows[mine], len(values) - 1)])
-
-
-@torch.library.custom_op("mxep::values_home", mutates_args=())
-def values_home(local: Tensor, expert_ids: Tensor, layout: list[int], experts_per_rank: int) -> Tensor:
-    """(T, K) fp32: the value that the owner of each pair's expert stored, 0 for a pair without one."""
-    place = Layout(*layout)
-    owner = owners(expert_ids, experts_per_rank)
-    exists = (owner >= 0) & (owner < place.world_size)
-    table = place.values(local)[:, : len(expert_ids)]
-    values = table.gather(0, torch.where(exists, owner, 0).long()[None])[0]
-    return torch.where(exists, values, 0.0)
-
-
-@values_home.register_fake
-def _(local: Tensor, expert_ids: Tensor, layout: list[int], experts_per_rank: int) -> Tensor:
-    return local.new_empty(expert_ids.shape, dtype=torch.float32)
+    with workspace.aside((rows, plan, expert_ids, row_values)):
+        # Every rank that got one of our tokens puts its sum into our slots (that rank, token), and we sum over ranks.
+        workspace.transport.return_sums(move, rows, row_values, plan, expert_ids, out, values)
+    return Returning(workspace, out, values)
 
 
 # ── pieces that the moves share ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:
-    """The rank of each id. Not a rank: -1 for -1, and anything for an invalid id."""
-    return expert_ids.div(experts_per_rank, rounding_mode="floor")
-
-
-def home_slots(layout: Layout, expert_ids: Tensor, experts_per_rank: int) -> Tensor:
-    """(T, W) int32: where rank r's sum of own token t arrives; -1 if no expert of t is on r."""
-    ranks = torch.arange(layout.world_size, dtype=torch.int32, device=expert_ids.device)
-    token = torch.arange(len(expert_ids), dtype=torch.int32, device=expert_ids.device)
-    was_there = (owners(expert_ids, experts_per_rank)[:, :, None] == ranks).any(1)
-    return torch.where(was_there, ranks * layout.max_tokens + token[:, None], -1)
-
-
-def pack(parts: Sequence[Tensor]) -> Tensor:
-    """Parts (N, n_i) uint8 -> (N, n) uint8, side by side, n rounded up to 16 bytes."""
-    width = sum(part.shape[1] for part in parts)
-    gap = parts[0].new_zeros(len(parts[0]), round_up(width, ALIGNMENT) - width)
-    return torch.cat((*parts, gap), 1)
-
-
 def split_parts(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Views of the parts that :func:`pack` laid side by side."""
+    """Views of the parts that lie side by side in ``rows``."""
     widths = [part.shape[1] for part in like]
     return torch.split(rows[:, : sum(widths)], widths, 1)
 
 
-def store(place: Layout, peer: Tensor, index: Tensor, packed: Tensor) -> None:
-    """Row i of ``packed`` (N, n) into row ``index[i]`` of a peer, in words of 8 bytes."""
-    rows = place.rows(peer)[:, : packed.shape[1]]
-    rows.view(torch.int64).index_copy_(0, index, packed.view(torch.int64))
-
-
-def store_tables(place: Layout, peer: Tensor, expert_ids: Tensor, weights: Tensor, rank: int) -> None:
-    count = len(expert_ids)
-    place.ids(peer)[rank, :count].copy_(expert_ids)
-    place.values(peer)[rank, :count].copy_(weights)
-    place.num_tokens(peer)[rank].fill_(count)
-
-
-def copy_tables(layout: Layout, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The senders' (expert_ids, weights, num_tokens), out of a buffer that will be written again."""
-    return layout.ids(local).clone(), layout.values(local).clone(), layout.num_tokens(local).clone()
+def tables(layout: Layout, local: Tensor) -> Tables:
+    """The senders' (expert_ids, weights, num_tokens) in a buffer."""
+    return layout.ids(local), layout.values(local), layout.num_tokens(local)
 
 
 def check_parts(workspace: Workspace, parts: Sequence[Tensor]) -> None:
@@ -240,7 +173,7 @@ def check_parts(workspace: Workspace, parts: Sequence[Tensor]) -> None:
 
 
 def checked_ids(workspace: Workspace, expert_ids: Tensor, num_tokens: int) -> Tensor:
-    """Ids as contiguous int32 (T, K); on CPU none is invalid."""
+    """Contiguous ids (T, K); on CPU none is invalid."""
     wanted = (num_tokens, workspace.top_k)
     if expert_ids.shape != wanted or expert_ids.dtype not in (torch.int32, torch.int64):
         got = f"{expert_ids.dtype} {tuple(expert_ids.shape)}"
@@ -250,8 +183,7 @@ def checked_ids(workspace: Workspace, expert_ids: Tensor, num_tokens: int) -> Te
         raise ValueError(f"expert_ids: got {num_tokens} tokens, wanted at most max_tokens = {workspace.max_tokens}")
     if expert_ids.device.type == "cpu":
         check_ids(expert_ids, workspace.num_experts)
-    # Clamped so that no invalid int64 wraps around into a valid int32.
-    return expert_ids.clamp(-2, workspace.num_experts).int().contiguous()
+    return expert_ids.contiguous()
 
 
 def checked_weights(workspace: Workspace, weights: Tensor, expert_ids: Tensor) -> Tensor:

@@ -1,20 +1,27 @@
 """Layout: where things lie in a workspace's buffer. One place that both ends of a move compute offsets from.
 
-    rows        (num_rows + W, row_bytes) uint8    slots (source rank, token), or expert-major rows in the direct move;
-                                                   then one spare row a rank, for what it must not send
+    rows        (num_rows, row_bytes) uint8        slots (source rank, token), or expert-major rows in the direct move
     ids         (W, T_max, K) int32                the senders' tables
     values      (W, T_max, K) fp32                 routing weights on the way out, row values on the way home
     num_tokens  (W,) int32                         T of each sender
+    signals     (CHANNELS, W) int64                a word for each sender, see `kernels/signals.py`
+    own         (OWN_WORDS,) int64                 the rank's own counters, which no peer touches
 
 Every region starts on a multiple of 16 bytes, and so does every row.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 16
+CHUNKS = 16
+"""Pieces that rows travel in at most, each with a signal of its own."""
+CHANNELS = 1 + CHUNKS
+"""Signals of a buffer: one for tables, one for each chunk of rows."""
+OWN_WORDS = 2 + CHANNELS + 1
+"""How often tables and rows have moved; programs that arrived at each signal, and at the end."""
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -23,7 +30,7 @@ def round_up(n: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a buffer; ops take it as a list of ints, :meth:`ints`.
+    """Sizes of a buffer.
 
     Attributes:
         world_size: W. max_tokens: T_max. top_k: K. row_bytes: a multiple of 16. num_rows: at least W * T_max.
@@ -35,32 +42,45 @@ class Layout:
     row_bytes: int
     num_rows: int
 
-    def ints(self) -> list[int]:
-        return list(astuple(self))
-
     @property
     def num_slots(self) -> int:
         return self.world_size * self.max_tokens
 
     @property
+    def ids_start(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    @property
+    def values_start(self) -> int:
+        return self.ids_start + round_up(self._table_bytes, ALIGNMENT)
+
+    @property
+    def num_tokens_start(self) -> int:
+        return self.values_start + round_up(self._table_bytes, ALIGNMENT)
+
+    @property
+    def signals_start(self) -> int:
+        return self.num_tokens_start + round_up(self.world_size * 4, ALIGNMENT)
+
+    @property
+    def own_start(self) -> int:
+        return self.signals_start + round_up(CHANNELS * self.world_size * 8, ALIGNMENT)
+
+    @property
     def nbytes(self) -> int:
-        return self._num_tokens_start + round_up(self.world_size * 4, ALIGNMENT)
+        return self.own_start + round_up(OWN_WORDS * 8, ALIGNMENT)
 
     def rows(self, buffer: Tensor) -> Tensor:
-        size = (self.num_rows + self.world_size) * self.row_bytes
-        return buffer[:size].view(-1, self.row_bytes)
-
-    def spare_row(self, rank: int) -> int:
-        return self.num_rows + rank
+        return buffer[: self.ids_start].view(-1, self.row_bytes)
 
     def ids(self, buffer: Tensor) -> Tensor:
-        return self._table(buffer, self._ids_start).view(torch.int32).view(self._table_shape)
+        return self._table(buffer, self.ids_start).view(torch.int32).view(self._table_shape)
 
     def values(self, buffer: Tensor) -> Tensor:
-        return self._table(buffer, self._values_start).view(torch.float32).view(self._table_shape)
+        return self._table(buffer, self.values_start).view(torch.float32).view(self._table_shape)
 
     def num_tokens(self, buffer: Tensor) -> Tensor:
-        return buffer[self._num_tokens_start :][: self.world_size * 4].view(torch.int32)
+        return buffer[self.num_tokens_start :][: self.world_size * 4].view(torch.int32)
 
     @property
     def _table_shape(self) -> tuple[int, int, int]:
@@ -69,18 +89,6 @@ class Layout:
     @property
     def _table_bytes(self) -> int:
         return self.num_slots * self.top_k * 4
-
-    @property
-    def _ids_start(self) -> int:
-        return (self.num_rows + self.world_size) * self.row_bytes
-
-    @property
-    def _values_start(self) -> int:
-        return self._ids_start + round_up(self._table_bytes, ALIGNMENT)
-
-    @property
-    def _num_tokens_start(self) -> int:
-        return self._values_start + round_up(self._table_bytes, ALIGNMENT)
 
     def _table(self, buffer: Tensor, start: int) -> Tensor:
         return buffer[start : start + self._table_bytes]

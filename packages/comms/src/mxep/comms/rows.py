@@ -5,13 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .kernels import on_cuda
 
-def gather_rows(parts: Sequence[Tensor], row_index: Tensor) -> tuple[Tensor, ...]:
+
+def gather_rows(parts: Sequence[Tensor], row_index: Tensor, group_ends: Tensor | None = None) -> tuple[Tensor, ...]:
     """Row i of a result is row ``row_index[i]`` of its part, a zero row where the index is negative.
 
-    parts: (S, n_i) each, any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32. Results: (R, n_i).
+    parts: (S, n_i) each, any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32. group_ends: (e,)
+    int32; rows past the last are neither read nor, on CUDA, written. Results: (R, n_i).
     """
-    return tuple(gather_parts(list(parts), row_index))
+    return tuple(gather_parts(list(parts), row_index, group_ends))
 
 
 def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
@@ -25,12 +28,12 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("mxep::gather_rows", mutates_args=())
-def gather_parts(parts: list[Tensor], row_index: Tensor) -> list[Tensor]:
+def gather_parts(parts: list[Tensor], row_index: Tensor, group_ends: Tensor | None) -> list[Tensor]:
     return [_gather(part, row_index) for part in parts]
 
 
 @gather_parts.register_fake
-def _(parts: list[Tensor], row_index: Tensor) -> list[Tensor]:
+def _(parts: list[Tensor], row_index: Tensor, group_ends: Tensor | None) -> list[Tensor]:
     return [part.new_empty(row_index.shape[0], part.shape[1]) for part in parts]
 
 
@@ -62,3 +65,7 @@ def _as_words(part: Tensor) -> Tensor:
     if any(count * size % 8 for count in (part.shape[1], part.stride(0), part.storage_offset())) or part.stride(1) != 1:
         return part
     return part.view(torch.int64)
+
+
+on_cuda(gather_parts, "gather", "gather_rows")
+on_cuda(add_rows, "sums", "sum_slots")

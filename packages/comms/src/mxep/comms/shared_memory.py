@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .moves import PlainMoves
 from .transport import PeerTimeout, SymmetricBuffer, check_agreement, gather_objects
 
 WORD = 8
@@ -26,7 +27,7 @@ SPINS = 200
 LONGEST_NAP = 1e-3
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(PlainMoves):
     """A :class:`Transport` for CPU tensors.
 
     Args:
@@ -73,8 +74,7 @@ class SharedMemoryTransport:
         return buffer
 
     def barrier(self, step: str) -> None:
-        if self._unusable:
-            raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
+        self.check()
         self._counter += 1
         # Release: the stores of this move are older than the word, and x86 shows them in that order.
         for words in self._words:
@@ -86,6 +86,10 @@ class SharedMemoryTransport:
             error = PeerTimeout(self.rank, missing, step, self._counter, self.timeout)
             self._unusable = f"unusable after: {error}"
             raise error
+
+    def check(self) -> None:
+        if self._unusable:
+            raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
 
     def close(self) -> None:
         self._unusable = "closed"

@@ -1,7 +1,7 @@
 """SymmetricMemoryTransport: CUDA devices of one NVLink domain, over torch's symmetric memory.
 
-Thin: torch allocates, exchanges handles and has a barrier kernel on the current stream. That barrier releases what
-earlier kernels of the stream stored and acquires what the peers' did. Multicast is never used.
+torch allocates and exchanges handles; barriers and moves are kernels of ours on the peers' pointers. Multicast is never
+used.
 """
 
 import os
@@ -9,19 +9,45 @@ import os
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch._C._distributed_c10d import _SymmetricMemory
 
-from .transport import SymmetricBuffer, check_agreement
+from .moves import STEPS, KernelMoves
+from .transport import PeersDisagree, PeerTimeout, SymmetricBuffer, check_agreement
 
 
-class SymmetricMemoryTransport:
-    """A :class:`Transport` for CUDA tensors. All moves of a transport belong on one stream, or on ordered ones.
+class Record:
+    """What a kernel writes when a wait has failed, in memory that the host reads without waiting for the device.
+
+    words: (3 + W,) int64: whether it is written, channel, the word waited for, the words seen of each rank. A word is
+    epoch << 32 | step << 24 | bytes of a row, see `kernels/signals.py`.
+    """
+
+    def __init__(self, world_size: int, *, pinned: bool) -> None:
+        self.words = torch.zeros(3 + world_size, dtype=torch.int64, pin_memory=pinned)
+
+    def check(self, rank: int, limit: float) -> None:
+        """Raise what is written."""
+        if not self.words[0]:
+            return
+        _, _, word, *seen = self.words.tolist()
+        step, epoch = STEPS[(word >> 24) & 0xFF], word >> 32
+        missing = {peer: its >> 32 for peer, its in enumerate(seen) if its >> 32 < epoch}
+        if missing:
+            raise PeerTimeout(rank, missing, step, epoch, limit)
+        everyone = (
+            f"rank {peer} at {STEPS[(its >> 24) & 0xFF]} with rows of {its & 0xFFFFFF} bytes"
+            for peer, its in enumerate(seen)
+        )
+        raise PeersDisagree(f"rank {rank} met peers in other moves: {', '.join(everyone)}")
+
+
+class SymmetricMemoryTransport(KernelMoves):
+    """A :class:`Transport` for CUDA tensors.
 
     Args:
         group: ranks of one NVLink domain; None is the default group.
         device: this rank's device; None is the current one.
-        timeout: seconds that a barrier waits for a peer. A barrier is a kernel, so its time runs out on the device: it
-            prints the rank that it waited for and traps, and the next CUDA call of this process raises.
+        timeout: seconds that a barrier waits for a peer, on the device, by its clock. A wait that fails does not stop
+            the stream: what comes after computes with whatever is there, :meth:`check` and the next move raise.
 
     Collective. Raises RuntimeError without CUDA or without a process group.
     """
@@ -43,18 +69,43 @@ class SymmetricMemoryTransport:
         self.world_size = dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
         self.timeout = timeout
+        self.clock = True
+        self.max_programs = torch.cuda.get_device_properties(self.device).multi_processor_count
         # Read by torch when it maps a buffer; cuMulticastCreate must never be called.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        self.record = Record(self.world_size, pinned=True)
+        self.state = torch.tensor([0, int(timeout * 1e9), self.record.words.data_ptr()], device=self.device)
         self._buffers: list[SymmetricBuffer] = []
         self._closed = False
-        # An allocation of its own, no piece of torch's pool: pieces share a signal pad, so barriers of two transports
-        # on two streams could take each other's signals.
-        pad = _SymmetricMemory.empty_strided_p2p((16,), (1,), torch.uint8, self.device)
-        self._signals = symm_mem.rendezvous(pad, self._group)
+        self._signals = self._map((self.world_size + 1) * 8)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         check_agreement("allocate", {"nbytes": nbytes}, self.group)
+        self._buffers.append(self._map(nbytes))
+        return self._buffers[-1]
+
+    def barrier(self, step: str) -> None:
+        from .kernels.signals import barrier
+
+        self.check()
+        with torch.cuda.device(self.device):
+            barrier(self._signals.pointers, self.state, self.rank, self.clock)
+
+    def check(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"transport of rank {self.rank}: closed")
+        self.record.check(self.rank, self.timeout)
+
+    def close(self) -> None:
+        self._closed = True
+        for buffer in self._buffers:
+            buffer.peers.clear()
+        self._buffers = []
+
+    def _map(self, nbytes: int) -> SymmetricBuffer:
+        """Zeroed before any peer can store to it: rendezvous ends when all have come, and they come with zeroes."""
         mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
+        torch.cuda.synchronize(self.device)
         handle = symm_mem.rendezvous(mine, self._group)
         # get_remote_tensor, not get_buffer: torch may have cut the tensor from a larger segment, and only the former
         # adds the tensor's place in it.
@@ -63,18 +114,4 @@ class SymmetricMemoryTransport:
             for rank in range(self.world_size)
         ]
         pointers = torch.tensor([peer.data_ptr() for peer in peers], device=self.device)
-        buffer = SymmetricBuffer(self.rank, peers, pointers)
-        self._buffers.append(buffer)
-        self.barrier("allocate")  # no peer stores before this rank's zeroes have landed
-        return buffer
-
-    def barrier(self, step: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"transport of rank {self.rank}: closed")
-        self._signals.barrier(channel=0, timeout_ms=int(self.timeout * 1000))
-
-    def close(self) -> None:
-        self._closed = True
-        for buffer in self._buffers:
-            buffer.peers.clear()
-        self._buffers = []
+        return SymmetricBuffer(self.rank, peers, pointers)

@@ -1,17 +1,21 @@
-"""How ranks reach each other's memory: buffers that every peer can write, and a barrier.
+"""How ranks reach each other's memory: buffers that every peer can write, moves that store into them, a barrier.
 
 allocate(n)     rank 0: [ n bytes ]   rank 1: [ n bytes ]   ...   each rank maps all of them
-stores          peers[r][...] = x     lands in rank r's memory; seen there after
+put_..., return_sums(move, ...)      stores of one move (`moves.py`), over when all ranks' stores have landed
 barrier(step)   no rank leaves before all have entered; what was stored before it is visible after it
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .moves import Move
+    from .plan import RoutingPlan
 
 T = TypeVar("T")
 
@@ -36,7 +40,7 @@ class SymmetricBuffer:
 
 
 class Transport(Protocol):
-    """What the moves ask of a medium. Every method but :meth:`close` is collective: all ranks call it, in one order.
+    """What verbs ask of a medium. Every method but check and close is collective: all ranks call it, in one order.
 
     Attributes:
         rank, world_size: of ``group``. device: where buffers live. group: None for a process alone.
@@ -53,6 +57,29 @@ class Transport(Protocol):
 
     def barrier(self, step: str) -> None:
         """Wait for all ranks; ``step`` says in an error what they were doing. Raises PeerTimeout."""
+        ...
+
+    def put_tables(self, move: "Move", expert_ids: Tensor, weights: Tensor) -> None: ...
+
+    def put_rows(self, move: "Move", parts: Sequence[Tensor], expert_ids: Tensor) -> None: ...
+
+    def put_rows_to_groups(
+        self, move: "Move", parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: "RoutingPlan"
+    ) -> None: ...
+
+    def return_sums(
+        self,
+        move: "Move",
+        rows: Tensor,
+        row_values: Tensor | None,
+        plan: "RoutingPlan",
+        expert_ids: Tensor,
+        out: Tensor,
+        values: Tensor | None,
+    ) -> None: ...
+
+    def check(self) -> None:
+        """Raise PeerTimeout or PeersDisagree if that is known of a barrier that is past. Waits for nothing."""
         ...
 
     def close(self) -> None:
@@ -73,6 +100,10 @@ class PeerTimeout(RuntimeError):
         super().__init__(f"rank {rank} waited {limit:g} s at {step}, barrier {counter}, for {late}")
         self.missing = tuple(missing)
         self.step, self.counter, self.limit = step, counter, limit
+
+
+class PeersDisagree(RuntimeError):
+    """Ranks met in different moves, or with rows of different widths. The transport cannot be used any more."""
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:

@@ -4,7 +4,8 @@
     buffer      0        1        0        1
     rank p   put|B0|read put|B1|read put|B2|read ...
 
-Move i: stores into the peers' buffer i % 2, barrier B_i, reads of the own buffer i % 2.
+Move i: stores into the peers' buffer i % 2, barrier B_i, reads of the own buffer i % 2. Every rank makes the same moves
+in the same order, and a move begins after the one before has ended (on a device: in the order of the current stream).
 
 **No read sees a later move's stores.** Rank p stores move i + 2 into rank q's buffer i % 2 only after it left
 B_{i+1}. It left B_{i+1} only after q entered it, and q enters B_{i+1} (in program order, on a device in stream order)
@@ -14,12 +15,23 @@ after its last read of buffer i % 2, which is borrowed until q's move i + 1.
 
 **No stale row is read.** What a move reads was written in the same move: a reader looks only where the tables say that
 a sender wrote, and the tables of all W ranks are written whole in the move that they describe.
+
+**One buffer would not do.** p leaves B_i as soon as q has entered it, and may store move i + 1 while q still reads what
+move i brought. It takes two buffers, or a second barrier a move.
+
+Tables have a barrier of their own, in the same move and in other words of the buffer: with rows on the workspace's
+stream, a plan is made of them while rows are under way. A rank enters the barrier of tables of move i + 2 after it left
+that of move i + 1, so the proof holds for them as it stands. `return_rows` cuts B_i into chunks of tokens: rank p sums
+a chunk that all ranks have stored, and has left B_i when it has left the last.
 """
+
+import contextlib
 
 import torch
 
 from .layout import ALIGNMENT, Layout, round_up
-from .transport import SymmetricBuffer, Transport, check_agreement
+from .moves import Move
+from .transport import Transport, check_agreement
 
 
 class Workspace:
@@ -31,6 +43,7 @@ class Workspace:
         row_bytes: bytes of the widest row in either direction; None is 2 * dim (bf16 home, bf16 or MXFP8 out).
         num_experts: E, a multiple of W; rank r owns experts r * E/W .. (r + 1) * E/W - 1.
         direct_rows: R_max of the direct variant, 0 where it is not used.
+        num_programs: how many multiprocessors of the device a move may take; None: all. Links need few: see the docs.
 
     Collective. Raises ValueError on every rank if the ranks' arguments differ, or if one makes no sense.
     """
@@ -45,6 +58,7 @@ class Workspace:
         row_bytes: int | None = None,
         num_experts: int,
         direct_rows: int = 0,
+        num_programs: int | None = None,
     ) -> None:
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
@@ -54,8 +68,12 @@ class Workspace:
             least = 0 if name in ("max_tokens", "direct_rows") else 1
             if size < least:
                 raise ValueError(f"Workspace: {name}: got {size}, wanted at least {least}")
+        if num_programs is not None and num_programs < 1:
+            raise ValueError(f"Workspace: num_programs: got {num_programs}, wanted at least 1")
         if num_experts % transport.world_size:
             raise ValueError(f"num_experts: got {num_experts}, wanted a multiple of {transport.world_size} ranks")
+        if row_bytes >= 2**24:
+            raise ValueError(f"row_bytes: got {row_bytes}, wanted less than {2**24}")
         num_rows = max(transport.world_size * max_tokens, direct_rows)
         if num_rows * top_k >= 2**31:
             raise ValueError(f"Workspace: got {num_rows} rows of {top_k} experts, wanted an index that fits int32")
@@ -67,8 +85,11 @@ class Workspace:
         self.num_experts = num_experts
         self.direct_rows = direct_rows
         self.layout = Layout(transport.world_size, max_tokens, top_k, round_up(row_bytes, ALIGNMENT), num_rows)
+        self.num_programs = num_programs
         self.buffers = tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
         self.moves = 0
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._under_way: object = None
 
     @property
     def num_local_experts(self) -> int:
@@ -78,21 +99,31 @@ class Workspace:
     def device(self) -> torch.device:
         return self.transport.device
 
-    def begin(self, verb: str) -> "Move":
-        """The next move's buffer; the views of the move before the last end here, those of the last one at its end."""
-        move = Move(self.transport, self.buffers[self.moves % 2], f"{verb}, move {self.moves}")
+    def begin(self, verb: str) -> Move:
+        """The next move's buffer; the views of the move before the last end here, those of the last one at its end.
+
+        Raises PeerTimeout or PeersDisagree if an earlier move is known to have failed.
+        """
+        self.transport.check()
+        self.join()
+        buffer = self.buffers[self.moves % 2]
+        name = f"{verb}, move {self.moves}"
         self.moves += 1
-        return move
+        return Move(buffer, self.layout, self.num_local_experts, name, self.num_programs)
 
+    def aside(self, keep: object) -> contextlib.AbstractContextManager[object]:
+        """Work on the workspace's own stream, after all that the current one has been given; ``join`` brings it back.
 
-class Move:
-    """One move under way: store into ``buffer.peers``, call :meth:`finish`, read ``buffer.local``."""
+        keep: what that work uses, held until then.
+        """
+        self._under_way = keep
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
 
-    def __init__(self, transport: Transport, buffer: SymmetricBuffer, name: str) -> None:
-        self.transport = transport
-        self.buffer = buffer
-        self.name = name
-
-    def finish(self) -> None:
-        """After it, all ranks' stores of this move are visible here, and ours there."""
-        self.transport.barrier(self.name)
+    def join(self) -> None:
+        """The current stream waits for the move that is under way aside, if there is one; the host does not."""
+        if self._under_way is not None and self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._under_way = None

@@ -3,7 +3,12 @@
 A launcher has its op's signature and takes CUDA tensors (or CPU tensors under Triton's interpreter). Its result equals
 that of the op's plain-torch reference bit for bit.
 
+    launch      what every launch of a move is told
+    signals     device functions: how the programs of all ranks meet; the barrier
+    put         tokens to slots or to expert-major rows on the ranks that need them; tables
+    sums        rows home: summed, sent, summed over ranks
     plan        which slot feeds which row, and where a rank's own pairs go
+    gather      rows by an index
 """
 
 import importlib

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, assignment, misc, var-annotated"
 """The plan on the device: two launches, whatever the number of ranks, tokens and experts.
 
     count   a program a chunk of one sender's pairs    ids -> counts (chunks, EXPERTS); rows filled with -1 and 0

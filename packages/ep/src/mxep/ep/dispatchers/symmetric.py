@@ -18,6 +18,7 @@ from mxep.comms import (
     Workspace,
     return_rows,
     send_rows,
+    start_send_rows,
 )
 
 from .base import Parts, Routing, TokenDispatcher
@@ -54,12 +55,10 @@ class SymmetricDispatcher(TokenDispatcher):
 
     def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
         workspace = self.workspace or self._make_workspace(expert_ids)
-        slots = send_rows(workspace, parts, expert_ids, weights)
-        assert slots.expert_ids is not None
-        assert slots.weights is not None
-        assert slots.num_tokens is not None
-        plan = self._plan(slots.expert_ids, slots.weights, slots.num_tokens, multiple=multiple, capacity=self.capacity)
-        return _own(slots.parts), Routing(plan, expert_ids, self.num_local_experts)
+        sending = start_send_rows(workspace, parts, expert_ids, weights)
+        assert sending.tables is not None
+        plan = self._plan(*sending.tables, multiple=multiple, capacity=self.capacity)  # while rows are under way
+        return _own(sending.wait().parts), Routing(plan, expert_ids, self.num_local_experts)
 
     def resend(self, parts: Parts, routing: Routing) -> Parts:
         assert self.workspace is not None

@@ -1,0 +1,56 @@
+"""Rows by an index, in words as wide as rows and their places allow. Programs past the last live row end at once."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.comms.kernels.put import WORDS
+
+TILE_BYTES = 16384
+NUM_WARPS = 8
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def gather_kernel(
+    part_ptr, index_ptr, ends_ptr, out_ptr, stride, rows, groups,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, NT: tl.constexpr,
+):  # fmt: skip
+    live = rows
+    if ends_ptr is not None:
+        live = tl.minimum(rows, tl.load(ends_ptr + groups - 1))
+    first = tl.program_id(0) * NT
+    if first >= live:
+        return
+    row = first + tl.arange(0, NT)
+    source = tl.load(index_ptr + row, mask=row < live, other=-1)
+    column = tl.arange(0, BLOCK)[None, :]
+    place = tl.maximum(source, 0).to(tl.int64)[:, None] * stride + column
+    x = tl.load(part_ptr + place, mask=(source >= 0)[:, None] & (column < WIDTH), other=0)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * WIDTH + column, x, mask=(row < live)[:, None] & (column < WIDTH))
+
+
+def gather_rows(parts: Sequence[Tensor], row_index: Tensor, group_ends: Tensor | None) -> list[Tensor]:
+    """mxep::gather_rows."""
+    return [_gather(part, row_index, group_ends) for part in parts]
+
+
+def _gather(part: Tensor, row_index: Tensor, group_ends: Tensor | None) -> Tensor:
+    out = torch.empty(len(row_index), part.shape[1], dtype=part.dtype, device=part.device)
+    if part.stride(1) != 1:
+        part = part.contiguous()
+    size = part.itemsize
+    word = math.gcd(8, part.shape[1] * size, part.stride(0) * size, part.storage_offset() * size)
+    source, target = part.view(WORDS[word]), out.view(WORDS[word])
+    width = source.shape[1]
+    block = triton.next_power_of_2(width)
+    at_once = max(1, TILE_BYTES // (block * word))
+    if out.numel():
+        gather_kernel[(triton.cdiv(len(out), at_once),)](
+            source, row_index, group_ends, target, source.stride(0), len(out),
+            0 if group_ends is None else len(group_ends), WIDTH=width, BLOCK=block, NT=at_once, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,40 @@
+"""What every launch of a move is told: where the buffers are, who we are, how many programs may run."""
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from mxep.comms.layout import Layout
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One move's launch.
+
+    Attributes:
+        layout: of the buffer. rank: ours. pointers: (W,) int64, the buffer's address on each rank.
+        state: (3,) int64, see `signals.py`. step: number of the move's kind, which all ranks must agree on.
+        max_programs: how many programs may run, each on a multiprocessor of its own.
+        clock: whether there is a GPU's clock to wait by.
+    """
+
+    layout: Layout
+    rank: int
+    pointers: Tensor
+    state: Tensor
+    step: int
+    max_programs: int
+    clock: bool
+
+    def signature(self, row_bytes: int) -> int:
+        """What peers must agree on: the kind of move and the bytes of its rows."""
+        return self.step << 24 | row_bytes
+
+
+def rows_at_once(tile_bytes: int, row_bytes: int, rows: int, programs: int) -> int:
+    """Rows that a program takes at a time, a power of two: a tile full, but fewer where programs would go idle."""
+    count = max(1, tile_bytes // triton.next_power_of_2(row_bytes))
+    while count > 1 and rows < count * programs:
+        count //= 2
+    return int(count)

@@ -1,0 +1,206 @@
+"""Rows home, in one kernel: sums of what each slot's rows hold go over the wire while those that arrived are summed.
+
+    for each chunk of tokens, and LAG more:
+        for each of my tiles of tokens t in it:
+            for each rank r: sum the rows of slot (r, t), store the sum into slot (my rank, t) of rank r
+            sum slots (r, t') over ranks r, for the tile's tokens t' of LAG chunks ago
+        the last program to finish the chunk signals it to all ranks
+        wait for all ranks' signals of the chunk whose sums come next
+
+So reads, wire and writes are busy at once, and after the last store LAG chunks are left to sum. A program waits for
+others of its grid, which is therefore no larger than the device (one program where they run one by one, interpreted).
+A sum is in fp32, over the token's list in its order, then over ranks in theirs, rounded after each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.comms.kernels.launch import Launch, rows_at_once
+from mxep.comms.kernels.put import owner_of
+from mxep.comms.kernels.signals import announce, arrive, await_peers, word_of
+from mxep.comms.layout import CHANNELS, CHUNKS, round_up
+
+NUM_WARPS = 16
+TILE_ELEMENTS = 8192
+LAG = tl.constexpr(2)
+ARRIVED_AT_END = tl.constexpr(2 + CHANNELS)
+
+SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles", "chunks", "signature",
+           "values_start", "signals_start", "own_start")  # fmt: skip
+
+
+@triton.jit
+def add_rows(acc, rows_ptr, row, D: tl.constexpr, BLOCK: tl.constexpr):
+    """acc (NT, BLOCK) + rows `row` (NT,), where that is not negative."""
+    column = tl.arange(0, BLOCK)[None, :]
+    place = tl.maximum(row, 0).to(tl.int64)[:, None] * D + column
+    return acc + tl.load(rows_ptr + place, mask=(row >= 0)[:, None] & (column < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def sum_slots_kernel(
+    rows_ptr, slot_rows_ptr, out_ptr, slots, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, NT: tl.constexpr
+):
+    slot = tl.program_id(0) * NT + tl.arange(0, NT)
+    column = tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((NT, BLOCK), tl.float32)
+    for k in range(K):
+        total = add_rows(total, rows_ptr, tl.load(slot_rows_ptr + slot * K + k, mask=slot < slots, other=-1), D, BLOCK)
+    place = slot.to(tl.int64)[:, None] * D + column
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=(slot < slots)[:, None] & (column < D))
+
+
+@triton.jit
+def rows_of_slots(slot_rows_ptr, sources_ptr, token, peer, max_tokens, K: tl.constexpr, KP: tl.constexpr):
+    """Rows (NT, KP) of slots (peer, token), -1 where there is none."""
+    there = token < tl.load(sources_ptr + peer)
+    k = tl.arange(0, KP)[None, :]
+    pair = (peer * max_tokens + token)[:, None] * K + k
+    return tl.load(slot_rows_ptr + pair, mask=there[:, None] & (k < K), other=-1)
+
+
+@triton.jit
+def push_sum(
+    rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, base, max_tokens, rank, values_start,
+    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROW_ELEMENTS: tl.constexpr,
+    NT: tl.constexpr,
+):  # fmt: skip
+    """Sums of slots (peer, token), whose rows are `row`, into slots (rank, token) of the peer, at address `base`."""
+    # A slot whose rows were all dropped (-2) sends its zeroes: its owner cannot know, and reads it.
+    sent = (tl.min(row, 1) < -1) | (tl.max(row, 1) >= 0)
+    if tl.max(sent.to(tl.int32), 0) > 0:
+        dtype: tl.constexpr = rows_ptr.dtype.element_ty
+        total = tl.zeros((NT, BLOCK), tl.float32)
+        for i in tl.static_range(K):
+            mine = tl.load(slot_rows_ptr + (peer * max_tokens + token) * K + i, mask=sent, other=-1)
+            total = add_rows(total, rows_ptr, mine, D, BLOCK)
+        column = tl.arange(0, BLOCK)[None, :]
+        home = rank * max_tokens + token
+        start = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16)
+        place = home.to(tl.int64)[:, None] * ROW_ELEMENTS + column
+        tl.store(start + place, total.to(dtype), mask=sent[:, None] & (column < D))
+        if row_values_ptr is not None:
+            k = tl.arange(0, KP)[None, :]
+            table = (base + values_start).to(tl.pointer_type(tl.float32))
+            value = tl.load(row_values_ptr + row, mask=row >= 0, other=0.0)
+            tl.store(table + (home[:, None] * K + k), value, mask=sent[:, None] & (k < K))
+
+
+@triton.jit
+def sum_home(
+    out_ptr, values_ptr, ids_ptr, token, there, own_base, max_tokens, experts_per_rank, values_start,
+    W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_ELEMENTS: tl.constexpr, NT: tl.constexpr,
+):  # fmt: skip
+    """What ranks put into slots (rank, token) of ours, summed over ranks, and the numbers of the tokens' pairs."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    column = tl.arange(0, BLOCK)[None, :]
+    k = tl.arange(0, KP)[None, :]
+    pair = token[:, None] * K + k
+    listed = there[:, None] & (k < K)
+    owner = owner_of(tl.load(ids_ptr + pair, mask=listed, other=-1), experts_per_rank, W)
+    total = tl.zeros((NT, BLOCK), tl.float32)
+    start = tl.multiple_of(own_base.to(tl.pointer_type(dtype)), 16)
+    for peer in range(W):
+        came = tl.max((owner == peer).to(tl.int32), 1) > 0
+        place = (peer * max_tokens + token).to(tl.int64)[:, None] * ROW_ELEMENTS + column
+        total += tl.load(start + place, mask=came[:, None] & (column < D), other=0.0).to(tl.float32)
+    place = token.to(tl.int64)[:, None] * D + column
+    tl.store(out_ptr + place, total.to(dtype), mask=there[:, None] & (column < D))
+    if values_ptr is not None:
+        table = (own_base + values_start).to(tl.pointer_type(tl.float32))
+        value = tl.load(table + (owner * max_tokens * K + pair), mask=owner >= 0, other=0.0)
+        tl.store(values_ptr + pair, value, mask=listed)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def return_sums_kernel(
+    rows_ptr, row_values_ptr, slot_rows_ptr, sources_ptr, ids_ptr, out_ptr, values_ptr, pointers_ptr, state_ptr,
+    num_tokens, max_tokens, rank, experts_per_rank, chunk_tiles, chunks, signature, values_start, signals_start,
+    own_start,
+    W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_ELEMENTS: tl.constexpr, NT: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """sources (W,): tokens that each rank sent. row_values and values None: rows go home without numbers."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    own_base = tl.load(pointers_ptr + rank)
+    own_ptr = (own_base + own_start).to(tl.pointer_type(tl.int64))
+    word = word_of(own_ptr, 1, signature)
+    tokens = tl.arange(0, NT)
+    for chunk in range(chunks + LAG):
+        if chunk >= LAG:
+            await_peers(own_base, signals_start, 1 + chunk - LAG, word, state_ptr, W, WP, CLOCK)
+        token = (chunk * chunk_tiles + program) * NT + tokens
+        peer = (rank + program) % W
+        row = rows_of_slots(slot_rows_ptr, sources_ptr, token, peer, max_tokens, K, KP)
+        steps = tl.cdiv(chunk_tiles - program, programs) * W
+        for step in range(steps):
+            # Where the next rows are is under way while these are summed.
+            next_tile = chunk * chunk_tiles + program + (step + 1) // W * programs
+            next_token = next_tile * NT + tokens
+            next_peer = (rank + program + step + 1) % W
+            next_row = rows_of_slots(slot_rows_ptr, sources_ptr, next_token, next_peer, max_tokens, K, KP)
+            if chunk < chunks:
+                push_sum(
+                    rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, tl.load(pointers_ptr + peer),
+                    max_tokens, rank, values_start, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
+                )  # fmt: skip
+            if (chunk >= LAG) & (step % W == W - 1):
+                arrived = token - LAG * chunk_tiles * NT
+                sum_home(
+                    out_ptr, values_ptr, ids_ptr, arrived, arrived < num_tokens, own_base, max_tokens,
+                    experts_per_rank, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
+                )  # fmt: skip
+            token, peer, row = next_token, next_peer, next_row
+        if chunk < chunks:
+            if arrive(own_ptr + 3 + chunk, programs):
+                announce(pointers_ptr, signals_start, 1 + chunk, word, rank, W, WP)
+    if arrive(own_ptr + ARRIVED_AT_END, programs):
+        tl.store(own_ptr + 1, word >> 32)
+
+
+def return_sums(
+    launch: Launch,
+    rows: Tensor,
+    row_values: Tensor | None,
+    slot_rows: Tensor,
+    sources: Tensor,
+    expert_ids: Tensor,
+    experts_per_rank: int,
+    out: Tensor,
+    values: Tensor | None,
+) -> None:
+    layout = launch.layout
+    dim = rows.shape[1]
+    block = triton.next_power_of_2(dim)
+    programs = launch.max_programs if launch.clock else 1
+    at_once = rows_at_once(2 * TILE_ELEMENTS, block * rows.itemsize, layout.max_tokens, programs)
+    tiles = triton.cdiv(layout.max_tokens, at_once)
+    programs = max(1, min(programs, tiles))
+    chunk_tiles = round_up(triton.cdiv(tiles, CHUNKS), programs)  # as many for each program
+    chunks = triton.cdiv(tiles, chunk_tiles)
+    return_sums_kernel[(programs,)](
+        rows.contiguous(), row_values, slot_rows, sources, expert_ids, out, values, launch.pointers, launch.state,
+        len(expert_ids), layout.max_tokens, launch.rank, experts_per_rank, chunk_tiles, chunks,
+        launch.signature(dim * rows.dtype.itemsize), layout.values_start, layout.signals_start, layout.own_start,
+        W=layout.world_size, WP=triton.next_power_of_2(layout.world_size), K=layout.top_k,
+        KP=triton.next_power_of_2(layout.top_k), D=dim, BLOCK=block,
+        ROW_ELEMENTS=layout.row_bytes // rows.dtype.itemsize, NT=at_once, CLOCK=launch.clock, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
+    """mxep::sum_slots."""
+    dim = rows.shape[1]
+    out = torch.empty(len(slot_rows), dim, dtype=rows.dtype, device=rows.device)
+    block = triton.next_power_of_2(dim)
+    at_once = rows_at_once(TILE_ELEMENTS, block, len(slot_rows), 132)
+    if out.numel():
+        sum_slots_kernel[(triton.cdiv(len(slot_rows), at_once),)](
+            rows.contiguous(), slot_rows, out, len(slot_rows), K=slot_rows.shape[1], D=dim, BLOCK=block, NT=at_once,
+            num_warps=max(4, min(NUM_WARPS, at_once * block // 512)),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,203 @@
+"""The stores of a move, and its barrier, in the two ways there are: plain torch, and kernels on the peers' pointers.
+
+    put_tables          my ids (T, K), weights (T, K) and T    -> place (my rank) of every rank's tables
+    put_rows            token t                                -> slot (my rank, t) of each rank that needs it
+    put_rows_to_groups  token t                                -> row rows[t, k] of the owner of its k-th expert
+    return_sums         the sum of slot (r, t)'s rows          -> slot (my rank, t) of rank r, which sums over ranks
+
+After each, what all ranks stored in the move is here, and what we stored is there.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .layout import ALIGNMENT, Layout, round_up
+from .plan import RoutingPlan
+from .rows import sum_slots
+from .transport import SymmetricBuffer
+
+if TYPE_CHECKING:
+    from .kernels.launch import Launch
+
+STEPS = ("barrier", "put_tables", "put_rows", "put_rows_to_groups", "return_sums")
+"""Kinds of moves; kernels know them by number."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move under way.
+
+    Attributes:
+        buffer: whose peers are stored to. layout: of the buffer. experts_per_rank: e.
+        name: for errors, "send_rows, move 3". num_programs: bound on programs, None: what the device has.
+    """
+
+    buffer: SymmetricBuffer
+    layout: Layout
+    experts_per_rank: int
+    name: str
+    num_programs: int | None = None
+
+
+class PlainMoves:
+    """Moves in plain torch, for memory that the host can reach: what kernels must equal to the bit."""
+
+    rank: int
+
+    def barrier(self, step: str) -> None:
+        raise NotImplementedError
+
+    def put_tables(self, move: Move, expert_ids: Tensor, weights: Tensor) -> None:
+        layout = move.layout
+        for peer in move.buffer.peers:
+            layout.ids(peer)[self.rank, : len(expert_ids)] = expert_ids
+            layout.values(peer)[self.rank, : len(expert_ids)] = weights
+            layout.num_tokens(peer)[self.rank] = len(expert_ids)
+        self.barrier(move.name)
+
+    def put_rows(self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor) -> None:
+        packed = _pack(parts)
+        slot = self.rank * move.layout.max_tokens + torch.arange(len(packed))
+        owner = owners(expert_ids, move.experts_per_rank)
+        for destination, peer in enumerate(move.buffer.peers):
+            needed = (owner == destination).any(1)
+            _store(move.layout, peer, slot[needed], packed[needed])
+        self.barrier(move.name)
+
+    def put_rows_to_groups(
+        self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
+    ) -> None:
+        packed = _pack(parts)
+        owner = owners(expert_ids, move.experts_per_rank)
+        for destination, peer in enumerate(move.buffer.peers):
+            for chosen, row in zip(owner.unbind(1), rows.unbind(1)):
+                there = (chosen == destination) & (row >= 0)
+                _store(move.layout, peer, row[there].long(), packed[there])
+        # Padding is nobody's but ours.
+        own = move.layout.rows(move.buffer.local)[: plan.max_rows, : packed.shape[1]]
+        own.masked_fill_(plan.row_source[:, None] < 0, 0)
+        self.barrier(move.name)
+
+    def return_sums(
+        self,
+        move: Move,
+        rows: Tensor,
+        row_values: Tensor | None,
+        plan: RoutingPlan,
+        expert_ids: Tensor,
+        out: Tensor,
+        values: Tensor | None,
+    ) -> None:
+        layout = move.layout
+        packed = _pack([sum_slots(rows, plan.slot_rows).view(torch.uint8)])
+        slot = self.rank * layout.max_tokens + torch.arange(layout.max_tokens)
+        # A slot whose rows were all dropped sends its zeroes: the owner, who cannot know, waits for a sum from here.
+        was_sent = (plan.slot_rows != -1).any(1)
+        numbers = None if row_values is None else torch.cat((row_values, row_values.new_zeros(1)))
+        for owner, peer in enumerate(move.buffer.peers):
+            mine = slice(owner * layout.max_tokens, (owner + 1) * layout.max_tokens)
+            sent = was_sent[mine]
+            _store(layout, peer, slot[sent], packed[mine][sent])
+            if numbers is not None:
+                row = plan.slot_rows[mine][sent]
+                layout.values(peer)[self.rank, sent] = numbers[torch.where(row >= 0, row, len(numbers) - 1)]
+        self.barrier(move.name)
+        local = move.buffer.local
+        arrived = layout.rows(local)[:, : rows.shape[1] * rows.itemsize].view(rows.dtype)
+        out.copy_(sum_slots(arrived, home_slots(layout, expert_ids, move.experts_per_rank)))
+        if values is not None:
+            where = owners(expert_ids, move.experts_per_rank)
+            table = layout.values(local)[:, : len(expert_ids)]
+            values.copy_(torch.where(where >= 0, table.gather(0, where.clamp_min(0).long()[None])[0], 0.0))
+
+
+class KernelMoves:
+    """Moves as kernels that store to ``buffer.pointers`` and meet at their end.
+
+    Attributes:
+        state: (3,) int64 on the device, see `kernels/signals.py`. clock: whether kernels have a GPU's clock, that is,
+            run on one. max_programs: how many can run at once.
+    """
+
+    rank: int
+    device: torch.device
+    state: Tensor
+    clock: bool
+    max_programs: int
+
+    def put_tables(self, move: Move, expert_ids: Tensor, weights: Tensor) -> None:
+        from .kernels.put import put_tables
+
+        with self._launch(move, "put_tables") as launch:
+            put_tables(launch, expert_ids, weights, move.experts_per_rank)
+
+    def put_rows(self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor) -> None:
+        from .kernels.put import put_rows
+
+        with self._launch(move, "put_rows") as launch:
+            put_rows(launch, parts, expert_ids, move.experts_per_rank)
+
+    def put_rows_to_groups(
+        self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
+    ) -> None:
+        from .kernels.put import put_rows
+
+        with self._launch(move, "put_rows_to_groups") as launch:
+            groups = {"rows": rows, "group_ends": plan.group_ends, "group_sizes": plan.group_sizes}
+            put_rows(launch, parts, expert_ids, move.experts_per_rank, **groups)
+
+    def return_sums(
+        self,
+        move: Move,
+        rows: Tensor,
+        row_values: Tensor | None,
+        plan: RoutingPlan,
+        expert_ids: Tensor,
+        out: Tensor,
+        values: Tensor | None,
+    ) -> None:
+        from .kernels.sums import return_sums
+
+        e = move.experts_per_rank
+        with self._launch(move, "return_sums") as launch:
+            return_sums(launch, rows, row_values, plan.slot_rows, plan.num_tokens, expert_ids, e, out, values)
+
+    @contextlib.contextmanager
+    def _launch(self, move: Move, step: str) -> "Iterator[Launch]":
+        from .kernels.launch import Launch
+
+        programs = min(move.num_programs or self.max_programs, self.max_programs)
+        pointers = move.buffer.pointers
+        with torch.cuda.device(self.device) if self.clock else contextlib.nullcontext():
+            yield Launch(move.layout, self.rank, pointers, self.state, STEPS.index(step), programs, self.clock)
+
+
+def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:
+    """The rank of each id, -1 for -1."""
+    return expert_ids.div(experts_per_rank, rounding_mode="floor")
+
+
+def home_slots(layout: Layout, expert_ids: Tensor, experts_per_rank: int) -> Tensor:
+    """(T, W) int32: where rank r's sum of own token t arrives; -1 if no expert of t is on r."""
+    ranks = torch.arange(layout.world_size, dtype=torch.int32)
+    token = torch.arange(len(expert_ids), dtype=torch.int32)
+    was_there = (owners(expert_ids, experts_per_rank)[:, :, None] == ranks).any(1)
+    return torch.where(was_there, ranks * layout.max_tokens + token[:, None], -1)
+
+
+def _pack(parts: Sequence[Tensor]) -> Tensor:
+    """Parts (N, n_i) uint8 -> (N, n) uint8, side by side, n rounded up to 16 bytes."""
+    width = sum(part.shape[1] for part in parts)
+    gap = parts[0].new_zeros(len(parts[0]), round_up(width, ALIGNMENT) - width)
+    return torch.cat((*parts, gap), 1)
+
+
+def _store(layout: Layout, peer: Tensor, index: Tensor, packed: Tensor) -> None:
+    """Row i of ``packed`` (N, n) into row ``index[i]`` of a peer, in words of 8 bytes."""
+    rows = layout.rows(peer)[:, : packed.shape[1]]
+    rows.view(torch.int64).index_copy_(0, index, packed.view(torch.int64))

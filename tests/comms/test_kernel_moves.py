@@ -1,0 +1,62 @@
+"""The CUDA moves, interpreted over CPU processes: bitwise what the plain ones make, and what they say of late peers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comms.interpreted import InterpretedTransport
+from comms.test_direct import check_direct
+from comms.test_exchange import bring_to, check_cases, check_over_capacity, make_workspace
+from comms.test_stress import check_rounds
+from mxep.comms import PeersDisagree, PeerTimeout, send_rows
+from ranks import Context, distributed
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels themselves run, in the other files")
+
+
+@distributed(1, 2, 3, device="cpu")
+def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context):
+    check_cases(ctx, make_workspace(ctx, InterpretedTransport), ("random", "duplicates"))
+
+
+@distributed(2, device="cpu")
+def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
+    check_over_capacity(ctx, make_workspace(ctx, InterpretedTransport), ("one rank",))
+
+
+@distributed(2, device="cpu")
+def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
+    check_direct(ctx, InterpretedTransport, ("not routed",))
+
+
+@distributed(3, device="cpu")
+def test_no_round_sees_another_rounds_rows(ctx: Context):
+    check_rounds(ctx, InterpretedTransport, 8)
+
+
+@distributed(2, device="cpu")
+def test_long_rows_and_many_tokens_cross_tiles_and_chunks(ctx: Context):
+    """3 chunks of tokens, several tiles a program, a word of 8 bytes in codes and of 4 in scales."""
+    kind, sizes = InterpretedTransport, {"max_tokens": 1100, "top_k": 2, "dim": 12, "row_bytes": 48}
+    check_cases(ctx, make_workspace(ctx, kind, **sizes), ("full",))
+
+
+@distributed(3, device="cpu")
+def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
+    workspace = make_workspace(ctx, InterpretedTransport, timeout=0.02)
+    mine = bring_to(workspace, "full", ctx.rank, 0)
+    if ctx.rank != 1:
+        send_rows(workspace, mine.parts, mine.ids, mine.weights)  # ends, whatever it brought
+        with pytest.raises(PeerTimeout, match=r"waited 0.02 s at put_rows, barrier 1, for rank 1 \(last seen at barr"):
+            send_rows(workspace, mine.parts, mine.ids)
+    dist.barrier(ctx.group)
+
+
+@distributed(2, device="cpu")
+def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
+    workspace = make_workspace(ctx, InterpretedTransport)
+    mine = bring_to(workspace, "full", ctx.rank, 0)
+    send_rows(workspace, mine.parts[: 1 + ctx.rank], mine.ids)
+    got = "rank 0 at put_rows with rows of 24 bytes, rank 1 at put_rows with rows of 27 bytes"
+    with pytest.raises(PeersDisagree, match=got):
+        workspace.transport.check()
