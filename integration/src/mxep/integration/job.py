@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -107,15 +108,21 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    from .bench import report, roofline, run  # imports Triton, for which the other tasks need not wait
+    from .bench import ON_RANKS, PICTURES, report, run  # imports Triton, for which the other tasks need not wait
 
-    result = run.run(config.bench, config.seed, Console(stderr=True, quiet=not reports()))
+    if config.bench.name in ON_RANKS:
+        run.check(config.bench)
+        args = config.bench, config.seed
+        result = _on_ranks(run.run_on_rank, args, config, device=config.bench.device)[0]
+    else:
+        result = run.run(config.bench, config.seed, Console(stderr=True, quiet=not reports()))
     if reports():
         files = [folder / "bench.json", *([Path(config.bench.out)] if config.bench.out else [])]
         report.write(result, shlex.join(["mxep", *sys.argv[1:]]), config.bench.commit, files)
         result.show(Console())
         if config.bench.picture:
-            roofline.draw(json.loads(files[0].read_text()), Path(config.bench.picture))
+            picture = importlib.import_module(PICTURES[config.bench.name])
+            picture.draw(json.loads(files[0].read_text()), Path(config.bench.picture))
             files.append(Path(config.bench.picture))
         print(f"results: {', '.join(map(_shown, files))}")
         if result.failed:
@@ -126,14 +133,13 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {"train": _train, "verify": _verify, "bench": _bench}
 
 
-def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> list[Any]:
-    """What ``fn(Rank, *args)`` returns on each rank; under torchrun on this one alone."""
+def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, device: str | None = None) -> list[Any]:
+    """What ``fn(Rank, *args)`` returns on each rank; under torchrun on this one alone. device: null is parallel's."""
     parallel = config.parallel
+    device = device or parallel.device
     if under_torchrun():
-        return [run_in_place(fn, args, device=parallel.device)]
-    return run_ranks(
-        fn, args, world_size=config.ranks, timeout=parallel.timeout, device=parallel.device, preload=PRELOAD[1:]
-    )
+        return [run_in_place(fn, args, device=device)]
+    return run_ranks(fn, args, world_size=config.ranks, timeout=parallel.timeout, device=device, preload=PRELOAD[1:])
 
 
 def _failed(message: str) -> int:

@@ -154,6 +154,7 @@ def environment() -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": triton.__version__,
+            **({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}),
             **_installed("torchao"),
         },
         "date": datetime.date.today().isoformat(),

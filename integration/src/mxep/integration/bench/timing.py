@@ -58,7 +58,7 @@ def time_us(fn: Callable[..., object], inputs: Sequence[tuple[Any, ...]] = ((),)
     calls = [functools.partial(fn, *args) for args in inputs]
     for _ in range(2):  # compiles; a capture cannot
         calls[0]()
-    graph, captured = _capture(calls, launches)
+    graph, captured = capture(calls, launches)
     start = time.monotonic()
     while time.monotonic() - start < WARM:
         graph.replay()
@@ -115,7 +115,7 @@ def _graphed(
             call()
     torch.cuda.synchronize()
     us = _events_us(calls[0])
-    graph, captured = _capture(calls, max(1, round(REPLAY * 1e6 / us)))
+    graph, captured = capture(calls, max(1, round(REPLAY * 1e6 / us)))
     graph.replay()
 
     def run(kept: Sequence[Call] = calls) -> float:  # the graph does not hold the operands
@@ -136,7 +136,7 @@ def _ungraphed(calls: Sequence[Call], read: object, samples: object) -> tuple[Ca
     return run, len(calls)
 
 
-def _capture(calls: Sequence[Call], launches: int) -> tuple[torch.cuda.CUDAGraph, int]:
+def capture(calls: Sequence[Call], launches: int) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of at least `launches` calls, taken from `calls` in turn, and how many it has."""
     sets = len(calls)
     count = -(-launches // sets) * sets
