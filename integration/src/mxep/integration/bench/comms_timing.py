@@ -1,10 +1,11 @@
 """How long a collective call takes: ranks start together on the device, and the slowest counts.
 
-    on each rank   barrier on the device | event | n calls, in a CUDA graph | event
+    on each rank   barrier on the device | a pause | event | n calls, in a CUDA graph | event
     a figure       median over rounds of the ranks' largest time, over n
 
-The host only enqueues the barrier, so no rank starts before all are ready and none waits for its own host. Alternatives
-take turns, shuffled anew each round and on all ranks alike. CPU ranks make the calls as they are, by the host's clock.
+The pause, on the device too, is for the hosts to enqueue what follows: no rank starts before the others, and none waits
+for its own host. Alternatives take turns, shuffled anew each round and on all ranks alike. CPU ranks make the calls as
+they are, by the host's clock.
 
 Inputs are not rotated: the smallest shapes find them in the L2 cache, as after the kernel that made them.
 """
@@ -28,6 +29,7 @@ from .timing import Call, capture, describe
 
 REPLAY = 0.02  # seconds of a replay
 CALLS = 4, 200  # in it, at least and at most
+PAUSE = 1_000_000  # cycles, half a millisecond: longer than the launch of a graph
 ROUNDS = 7
 
 T = TypeVar("T")
@@ -150,6 +152,7 @@ def _measure(run: Call, transport: Transport) -> float:
         return (time.perf_counter() - begin) * 1e6
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     transport.barrier("bench")
+    torch.cuda._sleep(PAUSE)
     start.record()
     run()
     end.record()
