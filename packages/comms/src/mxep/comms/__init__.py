@@ -1,6 +1,7 @@
 """mxep.comms: rows between ranks over symmetric memory. Moves bytes, knows no number format.
 
-Transport   how ranks reach each other's memory     SharedMemoryTransport (CPU), SymmetricMemoryTransport (CUDA)
+Transport   how ranks reach each other's memory     SharedMemoryTransport (CPU), SymmetricMemoryTransport (NVLink),
+                                                    NvshmemTransport (hosts; unproven there)
 Workspace   two rotating buffers on a transport
 send_rows   tokens to the ranks of their experts    return_rows   rows home, summed
 make_plan   which slot feeds which expert-major row, from the tables that came along
@@ -9,6 +10,7 @@ make_plan   which slot feeds which expert-major row, from the tables that came a
 from .capacity import Capacity, CapacityExceeded
 from .direct import GroupedRows, send_rows_to_groups
 from .exchange import Returning, Sending, Slots, return_rows, send_rows, start_return_rows, start_send_rows
+from .nvshmem import NvshmemTransport
 from .plan import DROPPED, RoutingPlan, make_plan
 from .rows import gather_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
@@ -21,6 +23,7 @@ __all__ = [
     "Capacity",
     "CapacityExceeded",
     "GroupedRows",
+    "NvshmemTransport",
     "PeerTimeout",
     "PeersDisagree",
     "Returning",

@@ -68,6 +68,11 @@ class SymmetricMemoryTransport(KernelMoves):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        if (backend := symm_mem.get_backend(self.device)) not in (None, "CUDA"):
+            raise RuntimeError(
+                f"SymmetricMemoryTransport: got backend {backend} of torch's symmetric memory, wanted CUDA; a process "
+                "has one for life (NvshmemTransport and TORCH_SYMMMEM choose NVSHMEM): use another process"
+            )
         self.timeout = timeout
         self.clock = True
         self.max_programs = torch.cuda.get_device_properties(self.device).multi_processor_count

@@ -1,0 +1,132 @@
+"""The two kernels that call NVSHMEM: puts by PE, and how ranks meet without each other's addresses.
+
+Each links NVSHMEM's device library, which takes some 10 s, and each loaded module must be told to NVSHMEM before it
+runs. So there are two, of run-time sizes and unspecialized arguments: compiled once, when a transport opens, and
+launched as they are; a move compiles nothing, and may be captured at once.
+
+Functions are declared here with C's widths: int64 for addresses, sizes and words, int32 for PEs and operations. A put
+of a block is called by all its threads; all else by each thread, which is why `meet_kernel` is one warp and only sets.
+
+Memory order. The puts of a move are issued by kernels before `meet_kernel` in its stream. Its quiet ends them all and
+orders them before the signals: between GPUs of one host a fence at system scope, as an acquire by the peer expects;
+over a network it waits for the network. `uint64_test` is NVSHMEM's acquire of what came with a signal over a network.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import core
+
+from mxep.comms.kernels.signals import await_peers, word_of
+from mxep.comms.puts import PE_SHIFT
+
+SIGNAL_SET = tl.constexpr(9)
+CMP_GE = tl.constexpr(5)
+PE_BITS = tl.constexpr(PE_SHIFT)
+PIECE = tl.constexpr(16384)
+"""Bytes that one put takes at most: longer rows are cut, so that many programs share them."""
+PUT_WARPS = 16
+
+
+def _declare(symbol: str, *types: str) -> Any:
+    """A device function of NVSHMEM's library; its result, if it has one, is not used."""
+    signature = {tuple(core.dtype(name) for name in types): (symbol, core.dtype("int32"))}
+
+    @core.extern
+    def call(*args: Any, _semantic: Any = None) -> Any:
+        return core.extern_elementwise("", "", list(args), signature, is_pure=False, _semantic=_semantic)
+
+    return call
+
+
+put_nbi_block = _declare("nvshmemx_putmem_nbi_block", "int64", "int64", "int64", "int32")
+signal_op = _declare("nvshmemx_signal_op", "int64", "int64", "int32", "int32")
+uint64_test = _declare("nvshmem_uint64_test", "int64", "int32", "int64")
+quiet = _declare("nvshmem_quiet")
+
+PUT_ARGUMENTS = ("source_ptr", "buffer_ptr", "destinations_ptr", "stride", "rows", "nbytes", "per_row", "groups")
+MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "signature", "channel", "rank", "signals_start", "own_start")
+
+
+@triton.jit(do_not_specialize=PUT_ARGUMENTS)
+def put_kernel(source_ptr, buffer_ptr, destinations_ptr, stride, rows, nbytes, per_row, groups):
+    """Row i of source, nbytes each, to destinations (i, j), which name a PE and a byte of its buffer."""
+    pieces = tl.cdiv(nbytes, PIECE)
+    for job in range(tl.program_id(0), rows * per_row * pieces, tl.num_programs(0)):
+        pair = job // pieces
+        start = (job % pieces) * PIECE
+        turn = pair // per_row
+        row = turn % groups * (rows // groups) + turn // groups
+        there = tl.load(destinations_ptr + row.to(tl.int64) * per_row + pair % per_row)
+        if there >= 0:
+            pe = (there >> PE_BITS).to(tl.int32)
+            byte = there - (pe.to(tl.int64) << PE_BITS)
+            source = source_ptr.to(tl.int64) + row.to(tl.int64) * stride + start
+            size = tl.minimum(nbytes - start, PIECE).to(tl.int64)
+            put_nbi_block(buffer_ptr.to(tl.int64) + byte + start, source, size, pe)
+
+
+@triton.jit(do_not_specialize=MEET_ARGUMENTS)
+def meet_kernel(
+    buffer_ptr, pes_ptr, state_ptr, signature, channel, rank, signals_start, own_start,
+    W: tl.constexpr, WP: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """All puts of this rank have landed; its word goes to every rank, and every rank's word is awaited. One warp."""
+    own_base = buffer_ptr.to(tl.int64)
+    own_ptr = (own_base + own_start).to(tl.pointer_type(tl.int64)) + channel
+    word = word_of(own_ptr, 0, signature)
+    quiet()
+    # Lane r signals rank r; lanes past W repeat what others do, which sets the same word again.
+    peer = tl.arange(0, LANES) % W
+    place = own_base + signals_start + (channel * W + rank) * 8
+    signal_op(place + peer.to(tl.int64) * 0, word, SIGNAL_SET, tl.load(pes_ptr + peer))
+    await_peers(own_base, signals_start, channel, word, state_ptr, W, WP, True)
+    uint64_test(own_base + signals_start, CMP_GE, tl.zeros((), tl.int64))
+    tl.store(own_ptr, word >> 32)
+
+
+def compile_put(library: str) -> Any:
+    """``put_kernel``, for the current device."""
+    raw, longs = torch.empty(16, dtype=torch.uint8), torch.empty(2, dtype=torch.int64)
+    wide = 1 << PE_SHIFT
+    libraries = {"libnvshmem_device": library}
+    return put_kernel.run(
+        raw, raw, longs, wide, 2, 2, 2, 2, grid=(1,), warmup=True, num_warps=PUT_WARPS, extern_libs=libraries
+    )
+
+
+def compile_meet(library: str, world_size: int) -> Any:
+    """``meet_kernel`` of so many ranks, for the current device."""
+    raw, ints, longs = torch.empty(16, dtype=torch.uint8), torch.empty(4, dtype=torch.int32), torch.empty(2).long()
+    wide = 1 << PE_SHIFT
+    return meet_kernel.run(
+        raw, ints, longs, wide, 2, 2, wide, wide, *_meet_constants(world_size),
+        grid=(1,), warmup=True, num_warps=1, extern_libs={"libnvshmem_device": library},
+    )  # fmt: skip
+
+
+def put(kernel: Any, programs: int, source: Tensor, buffer: Tensor, destinations: Tensor, groups: int) -> None:
+    """Rows (N, n) uint8 to destinations (N, J) int64 by as many programs at most."""
+    rows, nbytes = source.shape
+    per_row = destinations.shape[1]
+    jobs = rows * per_row * triton.cdiv(nbytes, PIECE.value)
+    if jobs:
+        kernel[(min(programs, jobs), 1, 1)](
+            source, buffer, destinations.contiguous(), source.stride(0), rows, nbytes, per_row, groups
+        )
+
+
+def meet(
+    kernel: Any, buffer: Tensor, pes: Tensor, state: Tensor, signature: int, channel: int, rank: int,
+    signals_start: int, own_start: int,
+) -> None:  # fmt: skip
+    constants = _meet_constants(len(pes))
+    kernel[(1, 1, 1)](buffer, pes, state, signature, channel, rank, signals_start, own_start, *constants)
+
+
+def _meet_constants(world_size: int) -> tuple[int, int, int]:
+    padded = triton.next_power_of_2(world_size)
+    return world_size, padded, max(32, padded)

@@ -1,0 +1,245 @@
+"""NvshmemTransport: CUDA devices that NVSHMEM connects, over torch's NVSHMEM backend; moves are puts by PE.
+
+Meant for ranks on several hosts. It has run between the GPUs of one host; between hosts it never ran: unproven.
+
+torch starts NVSHMEM with the first allocation and names its processes (PEs) by their ranks in the default group, all of
+which must take part. Rendezvous is not used: no rank needs another's address. Multicast stays off. Memory is kept until
+the process ends, a closed transport's too: giving it back is collective, and would wait for a peer that is gone.
+
+A process has one backend of symmetric memory for life: with NvshmemTransport in it, no SymmetricMemoryTransport can be.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib.metadata
+import itertools
+import math
+import os
+import re
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from .layout import ALIGNMENT, round_up
+from .moves import Move
+from .puts import PE_SHIFT, PutMoves, StagedBuffer
+from .symmetric_memory import Record
+from .transport import SymmetricBuffer, check_agreement, gather_objects
+
+# torch's names of allocations that it never frees. They are the process's, as NVSHMEM itself is.
+_ALLOCATION = itertools.count(0x6D78_6570)
+
+
+class NvshmemTransport(PutMoves):
+    """A :class:`Transport` for CUDA tensors, one rank a GPU.
+
+    Every buffer has a staging area of its size beside it: twice the memory of SymmetricMemoryTransport. The first
+    transport in a process compiles two kernels, which takes some 10 s each unless Triton's cache has them.
+
+    Args:
+        group: all ranks of the default group; None is the default group itself.
+        device: this rank's device; None is the current one.
+        timeout: seconds that a barrier waits for a peer, as in SymmetricMemoryTransport. Opening, and allocating, wait
+            for all ranks without a limit but the process group's.
+
+    Collective. Raises RuntimeError on every rank if one has no CUDA, no process group, no NVSHMEM, no device library or
+    one of another version, or has used symmetric memory otherwise; ValueError for a group of some ranks.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("NvshmemTransport: got no CUDA device; on CPU use SharedMemoryTransport")
+        if not dist.is_initialized():
+            raise RuntimeError("NvshmemTransport: got no process group, wanted init_process_group before it")
+        check_group(dist.get_world_size(group), dist.get_world_size())
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        self.timeout = timeout
+        self._closed = False
+        self._buffers: list[StagedBuffer] = []
+        failure = None
+        try:
+            self._prepare()
+        except Exception as error:
+            failure = error
+        # Before the first allocation, which would wait for ever for a rank that raised.
+        for rank, its in enumerate(gather_objects(None if failure is None else str(failure), group)):
+            if its is not None:
+                raise RuntimeError(f"NvshmemTransport: rank {rank}: {its}") from failure
+        pes = [dist.get_global_rank(group, rank) if group else rank for rank in range(self.world_size)]
+        self.pes = torch.tensor(pes, dtype=torch.int32, device=self.device)
+        self.bases = self.pes.long() << PE_SHIFT
+        self.record = Record(self.world_size, pinned=True)
+        self.state = torch.tensor([0, int(timeout * 1e9), self.record.words.data_ptr()], device=self.device)
+        self._signals = self._empty((self.world_size + 1) * 8)
+        self._agree()
+        with torch.cuda.device(self.device):
+            for kernel in (self._put_kernel, self._meet_kernel):
+                tell_nvshmem(kernel)
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        check_agreement("allocate", {"nbytes": nbytes}, self.group)
+        padded = round_up(nbytes, 16 * ALIGNMENT)
+        block = self._empty(2 * padded)
+        local, staging = block[:nbytes], block[padded:][:nbytes]
+        self._agree()
+        peers = [local if rank == self.rank else local.new_empty(0) for rank in range(self.world_size)]
+        # The own address, which is what names a place on every PE.
+        pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
+        self._buffers.append(StagedBuffer(self.rank, peers, pointers, staging))
+        return self._buffers[-1]
+
+    def barrier(self, step: str) -> None:
+        self.check()
+        self._launch_meet(self._signals, 0, 0, 0, self.world_size * 8)
+
+    def check(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"transport of rank {self.rank}: closed")
+        self.record.check(self.rank, self.timeout)
+
+    def close(self) -> None:
+        self._closed = True
+        for buffer in self._buffers:
+            buffer.peers.clear()
+        self._buffers = []
+
+    def _put(self, move: Move, source: Tensor, destinations: Tensor, *, groups: int = 1) -> None:
+        from .kernels.nvshmem import put
+
+        programs = min(move.num_programs or self.max_programs, self.max_programs)
+        # A program takes every so-manieth put: it should not always be to the same rank.
+        while math.gcd(programs, max(destinations.shape[1], groups)) > 1:
+            programs -= 1
+        with torch.cuda.device(self.device):
+            put(self._put_kernel, programs, source, move.buffer.local, destinations, groups)
+
+    def _meet(self, move: Move, channel: int, signature: int) -> None:
+        layout = move.layout
+        self._launch_meet(move.buffer.local, signature, channel, layout.signals_start, layout.own_start)
+
+    def _launch_meet(self, buffer: Tensor, signature: int, channel: int, signals_start: int, own_start: int) -> None:
+        from .kernels.nvshmem import meet
+
+        places = signature, channel, self.rank, signals_start, own_start
+        with torch.cuda.device(self.device):
+            meet(self._meet_kernel, buffer, self.pes, self.state, *places)
+
+    def _prepare(self) -> None:
+        """What can fail on one rank alone; nothing here waits for another."""
+        from .kernels.nvshmem import compile_meet, compile_put
+
+        library = device_library()
+        with torch.cuda.device(self.device):
+            self._put_kernel = compile_put(library)
+            self._meet_kernel = compile_meet(library, self.world_size)
+        check_versions(device_version(self._meet_kernel.asm["ptx"]), host_version(), library)
+        # Two programs a multiprocessor.
+        self.max_programs = 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
+        choose_backend(self.device)
+
+    def _empty(self, nbytes: int) -> Tensor:
+        """Zeroed, and never freed."""
+        block = _SymmetricMemory.empty_strided_p2p(
+            (nbytes,), (1,), torch.uint8, self.device, alloc_id=next(_ALLOCATION)
+        ).zero_()
+        torch.cuda.synchronize(self.device)
+        self._last = block.data_ptr()
+        return block
+
+    def _agree(self) -> None:
+        """All ranks have zeroed the last block, which lies at the same place of the heap on each."""
+        check_agreement("allocate", {"place in the heap": self._last - self._signals.data_ptr()}, self.group)
+
+
+def check_group(ranks: int, everyone: int) -> None:
+    if ranks != everyone:
+        raise ValueError(
+            f"NvshmemTransport: got a group of {ranks} of the job's {everyone} ranks, wanted all of them: "
+            "NVSHMEM allocates on all. Use SymmetricMemoryTransport for a group on one NVLink domain"
+        )
+
+
+def choose_backend(device: torch.device) -> None:
+    """Make NVSHMEM torch's backend of symmetric memory, if it still can be."""
+    os.environ["NVSHMEM_DISABLE_NVLS"] = "1"  # read when NVSHMEM starts; multicast is never used
+    used = symm_mem.get_backend(device)
+    if used == "NVSHMEM":
+        return
+    try:
+        symm_mem.set_backend("NVSHMEM")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"got symmetric memory of backend {used} in this process already, wanted NVSHMEM; torch keeps the first: "
+            "use NvshmemTransport alone, in a process without SymmetricMemoryTransport and its like"
+        ) from error
+
+
+def device_library() -> str:
+    """The path of NVSHMEM's device library, or RuntimeError saying what to install."""
+    if not symm_mem.is_nvshmem_available():
+        raise RuntimeError(
+            f"got torch {torch.__version__} without NVSHMEM, wanted a build with it; use SymmetricMemoryTransport"
+        )
+    from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder
+
+    try:
+        return str(NvshmemLibFinder.find_device_library())
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; {_what_to_install()} or set NVSHMEM_LIB_DIR to its folder") from error
+
+
+def device_version(ptx: str) -> str | None:
+    """Of the library that was linked into a kernel: the numbers that it carries for NVSHMEM to compare."""
+    found = re.search(r"nvshmemi_device_lib_version_d\[12\] = \{([\d, ]+)\}", ptx)
+    if found is None:
+        return None
+    data = bytes(map(int, found[1].split(","))).ljust(12, b"\0")
+    return ".".join(str(int.from_bytes(data[i : i + 4], "little")) for i in (0, 4, 8))
+
+
+def host_version() -> str | None:
+    """Of the library that torch has loaded; None if it does not say."""
+    numbers = [ctypes.c_int() for _ in range(3)]
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libnvshmem_host.so.3").nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
+        return ".".join(str(number.value) for number in numbers)
+    return None
+
+
+def check_versions(device: str | None, host: str | None, library: str) -> None:
+    """NVSHMEM takes no device library but that of its own version."""
+    if device is not None and host is not None and device != host:
+        raise RuntimeError(
+            f"got NVSHMEM's device library {device} ({library}), wanted {host} as the host library that torch loaded; "
+            f"{_what_to_install()}"
+        )
+
+
+@functools.cache
+def tell_nvshmem(kernel: object) -> None:
+    """Have NVSHMEM fill in the state that the kernel's module keeps of it; without, the kernel reads nonsense. Once."""
+    from torch._C._distributed_c10d import _nvshmemx_cumodule_init
+
+    kernel._init_handles()  # type: ignore[attr-defined]
+    _nvshmemx_cumodule_init(kernel.module)  # type: ignore[attr-defined]
+
+
+def _what_to_install() -> str:
+    """How to get the library that this torch asks for."""
+    cuda = (torch.version.cuda or "13").split(".")[0]
+    asked = [r.split(";")[0].strip() for r in importlib.metadata.requires("torch") or [] if "nvidia-nvshmem" in r]
+    wanted = f" (torch asks for {asked[0]})" if asked else ""
+    return f"pip install mxep-comms[nvshmem-cu{cuda}]{wanted}"

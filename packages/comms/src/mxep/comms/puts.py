@@ -1,0 +1,167 @@
+"""The moves of a medium that takes puts by PE (the number NVSHMEM gives a process), not stores to addresses.
+
+    stage     rows that go out, side by side in `staging`, memory of ours that no peer touches
+    put       row i of it -> each of its destinations; bytes [0, n) of a row arrive in order and alone
+    meet      all puts of ours have landed; signal; wait for all signals (`kernels/signals.py` has words and records)
+
+    verb                 staged                                       destinations of a row
+    put_tables           the own place in the own tables              (W,)  the same place on every other rank
+    put_rows             token t                                      (W,)  slot (my rank, t) of ranks that need it
+    put_rows_to_groups   token t                                      (K,)  row rows[t, k] of the owner
+    return_sums          sum of slot (r, t); numbers of rank r        (1,)  slot (my rank, t), place (my rank) of rank r
+
+A destination is one int64: PE << 40 | byte in the buffer, -1 for none. Staging is as large as its buffer and laid out
+like it. It is written anew only after the last move on that buffer has met, so after its puts have left it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .layout import ALIGNMENT, round_up
+from .moves import STEPS, Move, owners
+from .plan import RoutingPlan
+from .transport import SymmetricBuffer
+
+PE_SHIFT = 40
+TABLES, ROWS = 0, 1
+"""Channels: which of the buffer's signals, and of its own counters."""
+
+
+@dataclass(frozen=True)
+class StagedBuffer(SymmetricBuffer):
+    """A buffer that peers put into, and what this rank puts from. ``peers`` of other ranks may be empty tensors.
+
+    Attributes:
+        staging: uint8 (nbytes,), symmetric memory too.
+    """
+
+    staging: Tensor
+
+
+class PutMoves:
+    """Moves as puts; a medium brings ``_put`` and ``_meet``.
+
+    Attributes:
+        bases: (W,) int64 on the device, each rank's PE << 40.
+    """
+
+    rank: int
+    bases: Tensor
+
+    def _put(self, move: Move, source: Tensor, destinations: Tensor, *, groups: int = 1) -> None:
+        """Row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64.
+
+        groups: the rows are so many runs of equal length, to be taken in turns.
+        """
+        raise NotImplementedError
+
+    def _meet(self, move: Move, channel: int, signature: int) -> None:
+        raise NotImplementedError
+
+    def put_tables(self, move: Move, expert_ids: Tensor, weights: Tensor) -> None:
+        layout, local = move.layout, move.buffer.local
+        pairs = expert_ids.numel()
+        ids = layout.ids(local)[self.rank].view(-1)[:pairs]
+        values = layout.values(local)[self.rank].view(-1)[:pairs]
+        count = layout.num_tokens(local)[self.rank : self.rank + 1]
+        # Clamped so that no invalid int64 wraps around into a valid int32.
+        ids.copy_(expert_ids.reshape(-1).clamp(-2, layout.world_size * move.experts_per_rank))
+        values.copy_(weights.reshape(-1))
+        count.fill_(len(expert_ids))
+        for table in (ids, values, count):
+            elsewhere = self.bases + (table.data_ptr() - local.data_ptr())
+            elsewhere[self.rank] = -1
+            self._put(move, table.view(torch.uint8).view(1, -1), elsewhere[None])
+        self._meet(move, TABLES, _signature("put_tables", layout.top_k))
+
+    def put_rows(self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor) -> None:
+        layout = move.layout
+        owner = _owners(move, expert_ids)
+        ranks = torch.arange(layout.world_size, device=owner.device)
+        needed = (owner[:, :, None] == ranks).any(1)
+        slot = self.rank * layout.max_tokens + torch.arange(len(owner), device=owner.device)
+        there = torch.where(needed, self.bases + slot[:, None] * layout.row_bytes, -1)
+        self._put(move, _stage(move, parts), there)
+        self._meet(move, ROWS, _signature("put_rows", _width(parts)))
+
+    def put_rows_to_groups(
+        self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
+    ) -> None:
+        from .kernels.staged import zero_padding
+
+        owner = _owners(move, expert_ids)
+        byte = rows.long() * move.layout.row_bytes
+        there = torch.where((owner >= 0) & (rows >= 0), self.bases[owner.clamp_min(0)] + byte, -1)
+        source = _stage(move, parts)
+        self._put(move, source, there)
+        # Padding is nobody's but ours.
+        own = move.layout.rows(move.buffer.local)[: plan.max_rows, : source.shape[1]]
+        zero_padding(own.view(torch.int64), plan.group_ends, plan.group_sizes)
+        self._meet(move, ROWS, _signature("put_rows_to_groups", _width(parts)))
+
+    def return_sums(
+        self,
+        move: Move,
+        rows: Tensor,
+        row_values: Tensor | None,
+        plan: RoutingPlan,
+        expert_ids: Tensor,
+        out: Tensor,
+        values: Tensor | None,
+    ) -> None:
+        from .kernels.staged import stage_sums, sum_home
+
+        layout, local, staging = move.layout, move.buffer.local, _staging(move)
+        first_home = self.bases + self.rank * layout.max_tokens * layout.row_bytes
+        sums = layout.rows(staging)[: layout.num_slots]
+        numbers = None if row_values is None else layout.values(staging)
+        there = stage_sums(rows, row_values, plan, layout, first_home, sums.view(rows.dtype), numbers)
+        n = round_up(rows.shape[1] * rows.itemsize, ALIGNMENT)
+        # In turns: ranks whose slots come first would be everybody's first destination.
+        self._put(move, sums[:, :n], there[:, None], groups=layout.world_size)
+        if numbers is not None:
+            # Whole places: their receivers look only where a slot was sent.
+            source = numbers.view(layout.world_size, -1).view(torch.uint8)
+            place = layout.values_start + self.rank * source.shape[1]
+            self._put(move, source, (self.bases + place)[:, None])
+        self._meet(move, ROWS, _signature("return_sums", rows.shape[1] * rows.itemsize))
+        arrived = layout.rows(local)[: layout.num_slots].view(rows.dtype)
+        sum_home(arrived, layout.values(local), expert_ids, move.experts_per_rank, out, values)
+
+
+def _owners(move: Move, expert_ids: Tensor) -> Tensor:
+    """int64: the rank of each id, -1 where it is not an expert's."""
+    owner = owners(expert_ids, move.experts_per_rank).long()
+    return torch.where(owner < move.layout.world_size, owner, -1).clamp_min(-1)
+
+
+def _staging(move: Move) -> Tensor:
+    assert isinstance(move.buffer, StagedBuffer)
+    return move.buffer.staging
+
+
+def _width(parts: Sequence[Tensor]) -> int:
+    return sum(part.shape[1] for part in parts)
+
+
+def _stage(move: Move, parts: Sequence[Tensor]) -> Tensor:
+    """Parts (T, n_i) side by side in the staging -> (T, n), n rounded up to 16 bytes; what fills it up is anything."""
+    staged = move.layout.rows(_staging(move))[: len(parts[0]), : round_up(_width(parts), ALIGNMENT)]
+    offset = 0
+    for part in parts:
+        place = staged[:, offset : offset + part.shape[1]]
+        part = part.contiguous()
+        whole = math.gcd(8, offset, part.shape[1], part.storage_offset()) == 8
+        word = torch.int64 if whole else torch.uint8
+        place.view(word).copy_(part.view(word))
+        offset += part.shape[1]
+    return staged
+
+
+def _signature(step: str, row_bytes: int) -> int:
+    """What peers must agree on, as `kernels/launch.py` has it."""
+    return STEPS.index(step) << 24 | row_bytes

@@ -1,0 +1,240 @@
+"""Moves by puts: played over CPU processes; through NVSHMEM between GPUs. And what is said where NVSHMEM is not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from comms.cases import CASES, assert_bitwise
+from comms.played import PlayedTransport
+from comms.test_direct import check_direct
+from comms.test_exchange import bring_to, check_cases, check_over_capacity, make_workspace, plan_slots
+from comms.test_stress import check_rounds
+from mxep.comms import NvshmemTransport, PeersDisagree, PeerTimeout, SymmetricMemoryTransport, return_rows, send_rows
+from mxep.comms.nvshmem import check_group, check_versions, choose_backend, device_library, device_version, host_version
+from ranks import Context, distributed
+
+TESTS = Path(__file__).parents[1]
+
+
+def kind_of(ctx: Context) -> type:
+    """NVSHMEM on CUDA: only in a process of its own, as other tests of one torchrun use torch's other backend."""
+    if ctx.device.type == "cpu":
+        return PlayedTransport
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        pytest.skip("a process has one backend of symmetric memory: run this file without torchrun")
+    return NvshmemTransport
+
+
+def nvshmem_only(ctx: Context) -> type:
+    if ctx.device.type == "cpu":
+        pytest.skip("NVSHMEM's own waits and graphs want GPUs")
+    return kind_of(ctx)
+
+
+@distributed(1, 2, 3, 4)
+def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context):
+    check_cases(
+        ctx, make_workspace(ctx, kind_of(ctx)), CASES if ctx.device.type == "cuda" else ("duplicates", "one rank")
+    )
+
+
+@distributed(2)
+def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
+    check_over_capacity(ctx, make_workspace(ctx, kind_of(ctx)), ("one rank",))
+
+
+@distributed(1, 2, 4)
+def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
+    check_direct(ctx, kind_of(ctx), CASES if ctx.device.type == "cuda" else ("not routed",))
+
+
+@distributed(2, 3, 4)
+def test_no_round_sees_another_rounds_rows(ctx: Context):
+    check_rounds(ctx, kind_of(ctx), 60 if ctx.device.type == "cuda" else 4)
+
+
+@distributed(2)
+def test_long_rows_are_put_in_pieces(ctx: Context):
+    """Rows of 40000 bytes on the way out, tables of 3 pieces, two programs that share all puts."""
+    sizes = {"max_tokens": 1100, "top_k": 9, "dim": 12, "row_bytes": 40016, "num_programs": 2}
+    workspace = make_workspace(ctx, kind_of(ctx), num_experts=18, **sizes)
+    payload = torch.arange(3 * 40001, dtype=torch.int32).to(torch.uint8).view(3, -1) + ctx.rank
+    ids, weights = torch.full((3, 9), -1), torch.rand(3, 9)
+    ids[:, 0] = 9 * (1 - ctx.rank)  # to the other rank
+    here = [tensor.to(ctx.device) for tensor in (payload, ids, weights)]
+    slots = send_rows(workspace, here[:1], *here[1:])
+    other = (1 - ctx.rank) * 1100
+    assert_bitwise(slots.parts[0][other : other + 3], payload - ctx.rank + (1 - ctx.rank), "rows")
+    assert_bitwise(slots.expert_ids[ctx.rank, :3], ids.int(), "own ids")
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    slots = send_rows(workspace, [part[:, :8] for part in mine.parts], mine.ids, mine.weights)
+    for rank in range(2):
+        theirs = bring_to(workspace, "full", rank, 0)
+        assert_bitwise(slots.expert_ids[rank, : len(theirs.ids)], theirs.ids.int(), f"ids of rank {rank}")
+        assert_bitwise(slots.weights[rank, : len(theirs.ids)], theirs.weights, f"weights of rank {rank}")
+
+
+@distributed(2)
+def test_a_captured_graph_replays_with_new_routing(ctx: Context):
+    workspace = make_workspace(ctx, nvshmem_only(ctx))
+    tokens = workspace.max_tokens
+    given = [tensor.to(ctx.device) for tensor in _bring_full(workspace, ctx.rank, 0)]
+
+    def step():
+        rows, ids, weights = given
+        slots = send_rows(workspace, (rows,), ids, weights)
+        plan = plan_slots(workspace, slots)
+        back, _ = return_rows(workspace, torch.ones(plan.max_rows, workspace.dim, device=ctx.device), plan, ids)
+        return slots.parts[0].clone(), slots.expert_ids.clone(), back
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        arrived, tables, back = step()
+    for seed in (1, 2, 3):
+        everyone = [_bring_full(workspace, rank, seed) for rank in range(2)]
+        for tensor, new in zip(given, everyone[ctx.rank]):
+            tensor.copy_(new)
+        graph.replay()
+        workspace.transport.check()
+        for rank, (rows, ids, _) in enumerate(everyone):
+            assert_bitwise(tables[rank], ids.int(), f"replay {seed}, ids of rank {rank}")
+            needed = (ids // workspace.num_local_experts == ctx.rank).any(1).nonzero()[:, 0]
+            assert_bitwise(arrived.cpu()[rank * tokens + needed], rows[needed], f"replay {seed}, rows of rank {rank}")
+        routed = (everyone[ctx.rank][1] >= 0).sum(1, keepdim=True).float().expand(-1, workspace.dim)
+        assert_bitwise(back, routed.contiguous(), f"replay {seed}, sums")
+
+
+def _bring_full(workspace, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Always T_max tokens, as a graph has them."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    shape = workspace.max_tokens, workspace.top_k
+    rows = torch.randint(0, 256, (shape[0], 24), generator=generator).to(torch.uint8)
+    ids = torch.randint(-1, workspace.num_experts, shape, generator=generator)
+    return rows, ids, torch.rand(shape, generator=generator)
+
+
+@distributed(2)
+def test_moves_wait_for_no_device_read(ctx: Context):
+    workspace = make_workspace(ctx, nvshmem_only(ctx))
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+        rows = torch.zeros(plan.max_rows, workspace.dim, device=ctx.device)
+        return_rows(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@distributed(2)
+def test_a_rank_that_never_comes_is_named(ctx: Context):
+    workspace = make_workspace(ctx, nvshmem_only(ctx), timeout=0.5)
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    if ctx.rank != 1:
+        send_rows(workspace, mine.parts, mine.ids)
+        torch.cuda.synchronize()
+        with pytest.raises(PeerTimeout, match=r"waited 0.5 s at put_rows, barrier 1, for rank 1 \(last seen at barr"):
+            send_rows(workspace, mine.parts, mine.ids)
+    dist.barrier(ctx.group)
+
+
+@distributed(2)
+def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
+    workspace = make_workspace(ctx, nvshmem_only(ctx))
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    send_rows(workspace, mine.parts[: 1 + ctx.rank], mine.ids)
+    torch.cuda.synchronize()
+    with pytest.raises(
+        PeersDisagree, match="rank 0 at put_rows with rows of 24 bytes, rank 1 at put_rows with rows of"
+    ):
+        workspace.transport.check()
+
+
+@distributed(2)
+def test_both_backends_in_one_process_are_refused(ctx: Context):
+    nvshmem_only(ctx)
+    if ctx.rank == 0:  # one rank is enough to refuse them all
+        _SymmetricMemory.empty_strided_p2p((16,), (1,), torch.uint8, ctx.device)
+    with pytest.raises(RuntimeError, match="rank 0: got symmetric memory of backend CUDA in this process already"):
+        NvshmemTransport(ctx.group)
+
+
+@distributed(2)
+def test_the_other_transport_after_nvshmem_is_refused(ctx: Context):
+    ctx.transport(nvshmem_only(ctx))
+    with pytest.raises(RuntimeError, match="got backend NVSHMEM of torch's symmetric memory, wanted CUDA"):
+        SymmetricMemoryTransport(ctx.group)
+
+
+# ── errors that need no GPU ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_without_cuda_it_says_so():
+    with pytest.raises(RuntimeError, match="NvshmemTransport: got no CUDA device; on CPU use SharedMemoryTransport"):
+        NvshmemTransport()
+
+
+def test_a_group_of_some_ranks_is_refused():
+    check_group(4, 4)
+    with pytest.raises(ValueError, match="got a group of 2 of the job's 4 ranks, wanted all of them"):
+        check_group(2, 4)
+
+
+def test_a_missing_device_library_says_what_to_install(monkeypatch, tmp_path):
+    from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder
+
+    if not symm_mem.is_nvshmem_available():
+        pytest.skip("this torch has no NVSHMEM")
+    monkeypatch.setattr(NvshmemLibFinder, "found_device_lib_path", None)
+    monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path))
+    with pytest.raises(
+        RuntimeError, match=r"not found .*; pip install mxep-comms\[nvshmem-cu\d+\].* or set NVSHMEM_LI"
+    ):
+        device_library()
+
+
+def test_a_torch_without_nvshmem_says_so(monkeypatch):
+    monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: False)
+    with pytest.raises(RuntimeError, match="without NVSHMEM, wanted a build with it; use SymmetricMemoryTransport"):
+        device_library()
+
+
+def test_a_device_library_of_another_version_is_refused():
+    check_versions("3.4.5", "3.4.5", "lib")
+    check_versions("3.4.5", None, "lib")
+    with pytest.raises(RuntimeError, match=r"device library 3.3.9 \(lib\), wanted 3.4.5 as the host library"):
+        check_versions("3.3.9", "3.4.5", "lib")
+
+
+def test_symmetric_memory_of_another_backend_is_refused(monkeypatch):
+    def refuse(name: str) -> None:
+        raise RuntimeError("Backend can not be changed after use.")
+
+    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "0")
+    monkeypatch.setattr(symm_mem, "get_backend", lambda device: "CUDA")
+    monkeypatch.setattr(symm_mem, "set_backend", refuse)
+    with pytest.raises(RuntimeError, match="got symmetric memory of backend CUDA in this process already, wanted NVSH"):
+        choose_backend(torch.device("cuda", 0))
+    assert os.environ["NVSHMEM_DISABLE_NVLS"] == "1"
+
+
+def test_a_kernel_that_calls_nvshmem_compiles_and_carries_the_version_of_the_host_library():
+    if not symm_mem.is_nvshmem_available():
+        pytest.skip("this torch has no NVSHMEM")
+    command = [sys.executable, TESTS / "ahead_of_time.py", TESTS / "comms" / "nvshmem_launches.py", "meet"]
+    done = subprocess.run([*command, "--target", "90", "--ptx", "meet"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert device_version(done.stdout) == host_version() is not None
