@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+import triton
+import triton.language as tl
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from comms.cases import CASES, assert_bitwise
@@ -17,7 +19,9 @@ from comms.test_direct import check_direct
 from comms.test_exchange import bring_to, check_cases, check_over_capacity, make_workspace, plan_slots
 from comms.test_stress import check_rounds
 from mxep.comms import NvshmemTransport, PeersDisagree, PeerTimeout, SymmetricMemoryTransport, return_rows, send_rows
+from mxep.comms.kernels import nvshmem
 from mxep.comms.nvshmem import check_group, check_versions, choose_backend, device_library, device_version, host_version
+from mxep.comms.puts import PE_SHIFT
 from ranks import Context, distributed
 
 TESTS = Path(__file__).parents[1]
@@ -176,6 +180,35 @@ def test_the_other_transport_after_nvshmem_is_refused(ctx: Context):
     ctx.transport(nvshmem_only(ctx))
     with pytest.raises(RuntimeError, match="got backend NVSHMEM of torch's symmetric memory, wanted CUDA"):
         SymmetricMemoryTransport(ctx.group)
+
+
+# ── the kernel's jobs, interpreted ───────────────────────────────────────────────────────────────────────────────────
+
+SPAN = tl.constexpr(1 << 17)
+
+
+@triton.jit
+def add_to_pe(target, source, size, pe):
+    """Stands for a put: PE p's buffer lies SPAN bytes behind that of p - 1. Adds, so that a second time shows."""
+    byte = tl.arange(0, 16384)
+    source = source.to(tl.pointer_type(tl.uint8)) + byte
+    target = (target + pe * SPAN).to(tl.pointer_type(tl.uint8)) + byte
+    tl.store(target, tl.load(target, mask=byte < size) + tl.load(source, mask=byte < size), mask=byte < size)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernel itself runs")
+@pytest.mark.parametrize(("nbytes", "groups", "programs"), [(40, 1, 3), (40, 2, 5), (16384, 2, 1), (40001, 2, 4)])
+def test_the_put_kernel_does_every_job_once(monkeypatch, nbytes, groups, programs):
+    monkeypatch.setattr(nvshmem, "put_nbi_block", add_to_pe)
+    source = torch.randint(1, 100, (4, nbytes + 7), dtype=torch.uint8)[:, :nbytes]
+    buffers, wanted = torch.zeros(2, 3, SPAN.value, dtype=torch.uint8)
+    destinations = torch.full((4, 2), -1)
+    for row, j, pe, byte in [(0, 0, 2, 0), (1, 1, 0, 50000), (3, 0, 1, 16), (3, 1, 2, 50008)]:
+        destinations[row, j] = pe << PE_SHIFT | byte
+        wanted[pe, byte : byte + nbytes] = source[row]
+    launch = {(programs, 1, 1): nvshmem.put_kernel[(programs,)]}
+    nvshmem.put(launch, programs, source, buffers, destinations, groups)
+    assert_bitwise(buffers, wanted, "buffers")
 
 
 # ── errors that need no GPU ──────────────────────────────────────────────────────────────────────────────────────────

@@ -7,6 +7,8 @@ that of the op's plain-torch reference bit for bit.
     signals     device functions: how the programs of all ranks meet; the barrier
     put         tokens to slots or to expert-major rows on the ranks that need them; tables
     sums        rows home: summed, sent, summed over ranks
+    nvshmem     puts by PE and how ranks meet without addresses
+    staged      what moves by puts need besides: sums staged, sums at home, padding
     plan        which slot feeds which row, and where a rank's own pairs go
     gather      rows by an index
 """
