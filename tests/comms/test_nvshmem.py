@@ -25,11 +25,15 @@ from mxep.comms.puts import PE_SHIFT
 from ranks import Context, distributed
 
 TESTS = Path(__file__).parents[1]
+ON_CUDA = torch.cuda.is_available()
+"""Where it is not, puts are played with small cases: an interpreted kernel takes its time."""
 
 
 def kind_of(ctx: Context) -> type:
     """NVSHMEM on CUDA: only in a process of its own, as other tests of one torchrun use torch's other backend."""
     if ctx.device.type == "cpu":
+        if ON_CUDA:
+            pytest.skip("fewer GPUs than ranks, and here kernels are not interpreted")
         return PlayedTransport
     if "TORCHELASTIC_RUN_ID" in os.environ:
         pytest.skip("a process has one backend of symmetric memory: run this file without torchrun")
@@ -42,11 +46,9 @@ def nvshmem_only(ctx: Context) -> type:
     return kind_of(ctx)
 
 
-@distributed(1, 2, 3, 4)
+@distributed(*((1, 2, 3, 4) if ON_CUDA else (1, 3)))
 def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context):
-    check_cases(
-        ctx, make_workspace(ctx, kind_of(ctx)), CASES if ctx.device.type == "cuda" else ("duplicates", "one rank")
-    )
+    check_cases(ctx, make_workspace(ctx, kind_of(ctx)), CASES if ON_CUDA else ("duplicates", "no tokens on rank 0"))
 
 
 @distributed(2)
@@ -54,14 +56,14 @@ def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
     check_over_capacity(ctx, make_workspace(ctx, kind_of(ctx)), ("one rank",))
 
 
-@distributed(1, 2, 4)
+@distributed(*((1, 2, 4) if ON_CUDA else (2,)))
 def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
-    check_direct(ctx, kind_of(ctx), CASES if ctx.device.type == "cuda" else ("not routed",))
+    check_direct(ctx, kind_of(ctx), CASES if ON_CUDA else ("not routed",))
 
 
-@distributed(2, 3, 4)
+@distributed(*((2, 3, 4) if ON_CUDA else (4,)))
 def test_no_round_sees_another_rounds_rows(ctx: Context):
-    check_rounds(ctx, kind_of(ctx), 60 if ctx.device.type == "cuda" else 4)
+    check_rounds(ctx, kind_of(ctx), 60 if ON_CUDA else 4)
 
 
 @distributed(2)
@@ -196,7 +198,7 @@ def add_to_pe(target, source, size, pe):
     tl.store(target, tl.load(target, mask=byte < size) + tl.load(source, mask=byte < size), mask=byte < size)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernel itself runs")
+@pytest.mark.skipif(ON_CUDA, reason="here the kernel itself runs")
 @pytest.mark.parametrize(("nbytes", "groups", "programs"), [(40, 1, 3), (40, 2, 5), (16384, 2, 1), (40001, 2, 4)])
 def test_the_put_kernel_does_every_job_once(monkeypatch, nbytes, groups, programs):
     monkeypatch.setattr(nvshmem, "put_nbi_block", add_to_pe)
@@ -214,7 +216,7 @@ def test_the_put_kernel_does_every_job_once(monkeypatch, nbytes, groups, program
 # ── errors that need no GPU ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+@pytest.mark.skipif(ON_CUDA, reason="CUDA is here")
 def test_without_cuda_it_says_so():
     with pytest.raises(RuntimeError, match="NvshmemTransport: got no CUDA device; on CPU use SharedMemoryTransport"):
         NvshmemTransport()
