@@ -3,6 +3,7 @@
 import torch
 
 from mxep.comms import SharedMemoryTransport
+from mxep.comms.kernels import sums
 from mxep.comms.moves import KernelMoves
 from mxep.comms.symmetric_memory import Record
 
@@ -15,6 +16,7 @@ class InterpretedTransport(KernelMoves, SharedMemoryTransport):
     def __init__(self, *args, timeout: float = 60.0, **kwargs) -> None:
         super().__init__(*args, timeout=timeout, **kwargs)
         self.clock = False
+        sums.CHUNK_BYTES = 1024  # so that few tokens make many chunks
         self.max_programs = PROGRAMS
         self.record = Record(self.world_size, pinned=False)
         self.state = torch.tensor([0, int(timeout * 1e9), self.record.words.data_ptr()])

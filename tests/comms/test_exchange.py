@@ -81,7 +81,7 @@ def check_arrived(slots: Slots, plan: RoutingPlan, everyone: list[Sent], experts
 def expert_rows(workspace: Workspace, plan: RoutingPlan, everyone: list[Sent], dtype: torch.dtype, seed: int):
     """(R_max, D) rows and (R_max,) values that this rank's experts give, NaN where nothing may be read."""
     rows = torch.full((plan.max_rows, workspace.dim), float("nan"), dtype=dtype)
-    values = torch.full((plan.max_rows,), float("nan"))
+    values = torch.full((plan.max_rows, 2), float("nan"))[:, 0]  # not contiguous
     outputs = [expert_outputs(sent, rank, workspace.dim, dtype, seed) for rank, sent in enumerate(everyone)]
     for row, source in enumerate(plan.row_source.tolist()):
         if source >= 0:

@@ -20,8 +20,8 @@ CHUNKS = 16
 """Pieces that rows travel in at most, each with a signal of its own."""
 CHANNELS = 1 + CHUNKS
 """Signals of a buffer: one for tables, one for each chunk of rows."""
-OWN_WORDS = 2 + CHANNELS + 1
-"""How often tables and rows have moved; programs that arrived at each signal, and at the end."""
+OWN_WORDS = 2 + CHANNELS + 2
+"""How often tables and rows have moved; programs that arrived at each signal, and at the end; tiles handed out."""
 
 
 def round_up(n: int, multiple: int) -> int:

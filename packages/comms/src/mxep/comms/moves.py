@@ -172,9 +172,10 @@ class KernelMoves:
         from .kernels.launch import Launch
 
         programs = min(move.num_programs or self.max_programs, self.max_programs)
-        pointers = move.buffer.pointers
+        budget = programs < self.max_programs
+        where = move.layout, self.rank, move.buffer.pointers, self.state
         with torch.cuda.device(self.device) if self.clock else contextlib.nullcontext():
-            yield Launch(move.layout, self.rank, pointers, self.state, STEPS.index(step), programs, self.clock)
+            yield Launch(*where, STEPS.index(step), programs, budget, self.clock)
 
 
 def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:

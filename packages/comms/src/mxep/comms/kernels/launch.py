@@ -15,7 +15,7 @@ class Launch:
     Attributes:
         layout: of the buffer. rank: ours. pointers: (W,) int64, the buffer's address on each rank.
         state: (3,) int64, see `signals.py`. step: number of the move's kind, which all ranks must agree on.
-        max_programs: how many programs may run, each on a multiprocessor of its own.
+        max_programs: how many multiprocessors may be used. budget: whether somebody bounded them.
         clock: whether there is a GPU's clock to wait by.
     """
 
@@ -25,6 +25,7 @@ class Launch:
     state: Tensor
     step: int
     max_programs: int
+    budget: bool
     clock: bool
 
     def signature(self, row_bytes: int) -> int:

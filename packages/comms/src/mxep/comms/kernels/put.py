@@ -88,7 +88,6 @@ def put_rows_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     own_base = tl.load(pointers_ptr + rank)
-    k = tl.arange(0, KP)[None, :]
     token, owner, x0, x1 = load_tokens(
         ids_ptr, part0_ptr, part1_ptr, program, num_tokens, experts_per_rank,
         W, K, KP, WIDTH0, BLOCK0, WIDTH1, BLOCK1, NT,
@@ -104,17 +103,18 @@ def put_rows_kernel(
             base = tl.load(pointers_ptr + peer)
             if rows_ptr is None:
                 row = rank * max_tokens + token
-                needed = tl.max((owner == peer).to(tl.int32), 1) > 0
-                store_part(base, part0_ptr, x0, row, needed, 0, ROW_BYTES, WIDTH0, BLOCK0)
+                there = tl.max((owner == peer).to(tl.int32), 1) > 0
+                store_part(base, part0_ptr, x0, row, there, 0, ROW_BYTES, WIDTH0, BLOCK0)
                 if part1_ptr is not None:
-                    store_part(base, part1_ptr, x1, row, needed, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
+                    store_part(base, part1_ptr, x1, row, there, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
             else:
                 for i in range(K):
                     row = tl.load(rows_ptr + token * K + i, mask=token < num_tokens, other=-1)
-                    needed = (tl.max(tl.where(k == i, owner, -1), 1) == peer) & (row >= 0)
-                    store_part(base, part0_ptr, x0, row, needed, 0, ROW_BYTES, WIDTH0, BLOCK0)
+                    expert = tl.load(ids_ptr + token * K + i, mask=token < num_tokens, other=-1)
+                    there = (owner_of(expert, experts_per_rank, W) == peer) & (row >= 0)
+                    store_part(base, part0_ptr, x0, row, there, 0, ROW_BYTES, WIDTH0, BLOCK0)
                     if part1_ptr is not None:
-                        store_part(base, part1_ptr, x1, row, needed, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
+                        store_part(base, part1_ptr, x1, row, there, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
         token, owner, x0, x1 = next_token, next_owner, next0, next1
     if rows_ptr is not None:
         for group in range(program, groups, programs):
@@ -130,7 +130,7 @@ def put_rows_kernel(
 
     own_ptr = (own_base + own_start).to(tl.pointer_type(tl.int64))
     word = word_of(own_ptr, 1, signature)
-    if arrive(own_ptr + 3, programs):
+    if arrive(own_ptr + 3, 1, programs):
         meet(pointers_ptr, own_base, signals_start, 1, word, state_ptr, rank, W, WP, CLOCK)
         tl.store(own_ptr + 1, word >> 32)
 
@@ -166,7 +166,7 @@ def put_tables_kernel(
 
     own_ptr = (own_base + own_start).to(tl.pointer_type(tl.int64))
     word = word_of(own_ptr, 0, signature)
-    if arrive(own_ptr + 2, programs):
+    if arrive(own_ptr + 2, 1, programs):
         meet(pointers_ptr, own_base, signals_start, 0, word, state_ptr, rank, W, WP, CLOCK)
         tl.store(own_ptr, word >> 32)
 

@@ -1,8 +1,9 @@
 """Device functions: how the programs of all ranks meet. What is stored before is visible after.
 
-    word        epoch << 32 | signature     epoch: how often this buffer's tables (or rows) have moved, alike on all ranks
+    word        epoch << 32 | signature     epoch: how often this buffer's tables, or rows, have moved, alike everywhere
                                             signature: what the rank thinks it is moving; peers must think the same
-    arrive      every program of a kernel, after its stores; the last one (or the last of a chunk) is told so
+    take        programs take tiles of a kernel's work one by one
+    arrive      a program adds what it has done, after its stores, and is told if that was the last of it
     announce    it stores the word into place (channel, my rank) of every rank's signals
     await_peers waits until every place (channel, peer) of its own signals holds the epoch
 
@@ -34,13 +35,19 @@ def word_of(own_ptr, counter: tl.constexpr, signature):
 
 
 @triton.jit
-def arrive(counter_ptr, count):
-    """Whether this program is the last of `count` to come here. The counter is 0 again then."""
+def arrive(counter_ptr, share, count):
+    """Whether `count` is full now that this program has done `share` of it. The counter is 0 again then."""
     tl.debug_barrier()
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="sys") == count - 1
-    if last:
-        tl.store(counter_ptr, 0)
-    return last
+    full = tl.atomic_add(counter_ptr, tl.zeros((), tl.int64) + share, sem="acq_rel", scope="sys") + share == count
+    if full:
+        tl.store(counter_ptr, tl.zeros((), tl.int64))
+    return full
+
+
+@triton.jit
+def take(own_ptr, counter: tl.constexpr):
+    """The next tile of a kernel's work, this program's alone. Whoever is served slowly, by the links, takes fewer."""
+    return tl.atomic_add(own_ptr + counter, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
 
 
 @triton.jit

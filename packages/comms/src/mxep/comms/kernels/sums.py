@@ -1,14 +1,14 @@
 """Rows home, in one kernel: sums of what each slot's rows hold go over the wire while those that arrived are summed.
 
-    for each chunk of tokens, and LAG more:
-        for each of my tiles of tokens t in it:
-            for each rank r: sum the rows of slot (r, t), store the sum into slot (my rank, t) of rank r
-            sum slots (r, t') over ranks r, for the tile's tokens t' of LAG chunks ago
-        the last program to finish the chunk signals it to all ranks
-        wait for all ranks' signals of the chunk whose sums come next
+    tiles of tokens, in chunks; programs take one after the other
+        chunk c             for each rank r: sum the rows of slot (r, t), store the sum into slot (my rank, t) of rank r
+        and chunk c - lag   sum slots (r, t) over ranks r
+    who leaves a chunk      adds its tiles to the chunk's counter; the last one signals the chunk to all ranks,
+    who enters chunk c      waits for all ranks' signals of chunk c - lag
 
-So reads, wire and writes are busy at once, and after the last store LAG chunks are left to sum. A program waits for
-others of its grid, which is therefore no larger than the device (one program where they run one by one, interpreted).
+So reads, wire and writes are busy at once, and after the last store `lag` chunks are left to sum. Programs are not
+served alike where the links are full: with a fixed share each, the slowest would take 7% longer than all together.
+A tile is taken by a program that runs, and no wait needs one that has not started: any number of them gets home.
 A sum is in fp32, over the token's list in its order, then over ranks in theirs, rounded after each.
 """
 
@@ -19,15 +19,26 @@ from torch import Tensor
 
 from mxep.comms.kernels.launch import Launch, rows_at_once
 from mxep.comms.kernels.put import owner_of
-from mxep.comms.kernels.signals import announce, arrive, await_peers, word_of
+from mxep.comms.kernels.signals import announce, arrive, await_peers, take, word_of
 from mxep.comms.layout import CHANNELS, CHUNKS, round_up
 
-NUM_WARPS = 16
-TILE_ELEMENTS = 8192
-LAG = tl.constexpr(2)
+TILE_BYTES = 16384
+CHUNK_BYTES = 24 << 20
+"""What a chunk moves at least: to finish one costs 6 us, of an H200 on NVLink."""
+TAKE_BYTES = 64 << 10
+"""What a program takes at a time, of tiles."""
+LAG = 3
+SPREAD = 256
+"""Programs that a sum of slots is spread over at least, if there are so many slots."""
+PER_SM = 2
+"""Programs of 8 warps on a multiprocessor, where all may be used; else one of 16 on each of those that may."""
+MAX_REGISTERS = 128
+AT_ONCE = tl.constexpr(4)
+"""Rows of a slot whose loads are under way together."""
 ARRIVED_AT_END = tl.constexpr(2 + CHANNELS)
+TAKEN = tl.constexpr(3 + CHANNELS)
 
-SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles", "chunks", "signature",
+SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles", "chunks", "lag", "signature",
            "values_start", "signals_start", "own_start")  # fmt: skip
 
 
@@ -73,9 +84,11 @@ def push_sum(
     if tl.max(sent.to(tl.int32), 0) > 0:
         dtype: tl.constexpr = rows_ptr.dtype.element_ty
         total = tl.zeros((NT, BLOCK), tl.float32)
-        for i in tl.static_range(K):
-            mine = tl.load(slot_rows_ptr + (peer * max_tokens + token) * K + i, mask=sent, other=-1)
-            total = add_rows(total, rows_ptr, mine, D, BLOCK)
+        for first in range(0, K, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                place = (peer * max_tokens + token) * K + first + i
+                mine = tl.load(slot_rows_ptr + place, mask=sent & (first + i < K), other=-1)
+                total = add_rows(total, rows_ptr, mine, D, BLOCK)
         column = tl.arange(0, BLOCK)[None, :]
         home = rank * max_tokens + token
         start = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16)
@@ -115,51 +128,73 @@ def sum_home(
         tl.store(values_ptr + pair, value, mask=listed)
 
 
+@triton.jit
+def leave(
+    pointers_ptr, own_ptr, signals_start, chunk, pushed, chunk_tiles, word, rank, W: tl.constexpr, WP: tl.constexpr
+):
+    """Tell that this program has pushed so many tiles of a chunk; the last to tell signals it."""
+    if pushed > 0:
+        if arrive(own_ptr + 3 + chunk, pushed, chunk_tiles):
+            announce(pointers_ptr, signals_start, 1 + chunk, word, rank, W, WP)
+
+
 @triton.jit(do_not_specialize=SCALARS)
 def return_sums_kernel(
     rows_ptr, row_values_ptr, slot_rows_ptr, sources_ptr, ids_ptr, out_ptr, values_ptr, pointers_ptr, state_ptr,
-    num_tokens, max_tokens, rank, experts_per_rank, chunk_tiles, chunks, signature, values_start, signals_start,
+    num_tokens, max_tokens, rank, experts_per_rank, chunk_tiles, chunks, lag, signature, values_start, signals_start,
     own_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    ROW_ELEMENTS: tl.constexpr, NT: tl.constexpr, CLOCK: tl.constexpr,
+    ROW_ELEMENTS: tl.constexpr, NT: tl.constexpr, TAKE: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """sources (W,): tokens that each rank sent. row_values and values None: rows go home without numbers."""
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
     own_base = tl.load(pointers_ptr + rank)
     own_ptr = (own_base + own_start).to(tl.pointer_type(tl.int64))
     word = word_of(own_ptr, 1, signature)
     tokens = tl.arange(0, NT)
-    for chunk in range(chunks + LAG):
-        if chunk >= LAG:
-            await_peers(own_base, signals_start, 1 + chunk - LAG, word, state_ptr, W, WP, CLOCK)
-        token = (chunk * chunk_tiles + program) * NT + tokens
-        peer = (rank + program) % W
-        row = rows_of_slots(slot_rows_ptr, sources_ptr, token, peer, max_tokens, K, KP)
-        steps = tl.cdiv(chunk_tiles - program, programs) * W
-        for step in range(steps):
-            # Where the next rows are is under way while these are summed.
-            next_tile = chunk * chunk_tiles + program + (step + 1) // W * programs
-            next_token = next_tile * NT + tokens
-            next_peer = (rank + program + step + 1) % W
-            next_row = rows_of_slots(slot_rows_ptr, sources_ptr, next_token, next_peer, max_tokens, K, KP)
-            if chunk < chunks:
+    chunk = 0
+    pushed = 0
+    tile = take(own_ptr, TAKEN) * TAKE
+    row = rows_of_slots(slot_rows_ptr, sources_ptr, tile * NT + tokens, (rank + tile) % W, max_tokens, K, KP)
+    while tile < (chunks + lag) * chunk_tiles:
+        now = tile // chunk_tiles
+        if now > chunk:
+            leave(pointers_ptr, own_ptr, signals_start, chunk, pushed, chunk_tiles, word, rank, W, WP)
+            if now >= lag:
+                await_peers(own_base, signals_start, 1 + now - lag, word, state_ptr, W, WP, CLOCK)
+            chunk = now
+            pushed = 0
+        token = tile * NT + tokens
+        next_tile = tile + 1
+        if next_tile % TAKE == 0:
+            next_tile = take(own_ptr, TAKEN) * TAKE
+        if chunk < chunks:
+            for turn in range(W):
+                peer = (rank + tile + turn) % W
+                # Where the next rows are is under way while these are summed.
+                if turn < W - 1:
+                    next_token = token
+                    next_peer = (peer + 1) % W
+                else:
+                    next_token = next_tile * NT + tokens
+                    next_peer = (rank + next_tile) % W
+                next_row = rows_of_slots(slot_rows_ptr, sources_ptr, next_token, next_peer, max_tokens, K, KP)
                 push_sum(
                     rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, tl.load(pointers_ptr + peer),
                     max_tokens, rank, values_start, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
                 )  # fmt: skip
-            if (chunk >= LAG) & (step % W == W - 1):
-                arrived = token - LAG * chunk_tiles * NT
-                sum_home(
-                    out_ptr, values_ptr, ids_ptr, arrived, arrived < num_tokens, own_base, max_tokens,
-                    experts_per_rank, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
-                )  # fmt: skip
-            token, peer, row = next_token, next_peer, next_row
-        if chunk < chunks:
-            if arrive(own_ptr + 3 + chunk, programs):
-                announce(pointers_ptr, signals_start, 1 + chunk, word, rank, W, WP)
-    if arrive(own_ptr + ARRIVED_AT_END, programs):
+                row = next_row
+            pushed += 1
+        if chunk >= lag:
+            token -= lag * chunk_tiles * NT
+            sum_home(
+                out_ptr, values_ptr, ids_ptr, token, token < num_tokens, own_base, max_tokens,
+                experts_per_rank, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
+            )  # fmt: skip
+        tile = next_tile
+    leave(pointers_ptr, own_ptr, signals_start, chunk, pushed, chunk_tiles, word, rank, W, WP)
+    if arrive(own_ptr + ARRIVED_AT_END, 1, tl.num_programs(0)):
         tl.store(own_ptr + 1, word >> 32)
+        tl.store(own_ptr + TAKEN, tl.zeros((), tl.int64))
 
 
 def return_sums(
@@ -176,19 +211,24 @@ def return_sums(
     layout = launch.layout
     dim = rows.shape[1]
     block = triton.next_power_of_2(dim)
-    programs = launch.max_programs if launch.clock else 1
-    at_once = rows_at_once(2 * TILE_ELEMENTS, block * rows.itemsize, layout.max_tokens, programs)
-    tiles = triton.cdiv(layout.max_tokens, at_once)
-    programs = max(1, min(programs, tiles))
-    chunk_tiles = round_up(triton.cdiv(tiles, CHUNKS), programs)  # as many for each program
+    programs, num_warps = (launch.max_programs, 16) if launch.budget else (PER_SM * launch.max_programs, 8)
+    at_once = rows_at_once(TILE_BYTES, block * rows.itemsize, layout.max_tokens, programs)
+    tiles = max(1, triton.cdiv(layout.max_tokens, at_once))
+    tile_bytes = at_once * min(layout.top_k, layout.world_size) * dim * rows.itemsize
+    take = max(1, min(TAKE_BYTES // tile_bytes, tiles // programs))
+    chunk_tiles = triton.cdiv(tiles, max(1, min(CHUNKS, tiles * tile_bytes // CHUNK_BYTES)))
+    chunk_tiles = round_up(chunk_tiles, take)
     chunks = triton.cdiv(tiles, chunk_tiles)
-    return_sums_kernel[(programs,)](
-        rows.contiguous(), row_values, slot_rows, sources, expert_ids, out, values, launch.pointers, launch.state,
-        len(expert_ids), layout.max_tokens, launch.rank, experts_per_rank, chunk_tiles, chunks,
+    lag = max(1, min(LAG, chunks // 2))
+    return_sums_kernel[(max(1, min(programs, tiles)),)](
+        rows.contiguous(), None if row_values is None else row_values.contiguous(), slot_rows, sources, expert_ids,
+        out, values, launch.pointers, launch.state, len(expert_ids), layout.max_tokens, launch.rank, experts_per_rank,
+        chunk_tiles, chunks, lag,
         launch.signature(dim * rows.dtype.itemsize), layout.values_start, layout.signals_start, layout.own_start,
         W=layout.world_size, WP=triton.next_power_of_2(layout.world_size), K=layout.top_k,
         KP=triton.next_power_of_2(layout.top_k), D=dim, BLOCK=block,
-        ROW_ELEMENTS=layout.row_bytes // rows.dtype.itemsize, NT=at_once, CLOCK=launch.clock, num_warps=NUM_WARPS,
+        ROW_ELEMENTS=layout.row_bytes // rows.dtype.itemsize, NT=at_once, TAKE=take, CLOCK=launch.clock,
+        num_warps=num_warps, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
@@ -197,10 +237,10 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
     dim = rows.shape[1]
     out = torch.empty(len(slot_rows), dim, dtype=rows.dtype, device=rows.device)
     block = triton.next_power_of_2(dim)
-    at_once = rows_at_once(TILE_ELEMENTS, block, len(slot_rows), 132)
+    at_once = rows_at_once(TILE_BYTES, block * rows.itemsize, len(slot_rows), SPREAD)
     if out.numel():
         sum_slots_kernel[(triton.cdiv(len(slot_rows), at_once),)](
             rows.contiguous(), slot_rows, out, len(slot_rows), K=slot_rows.shape[1], D=dim, BLOCK=block, NT=at_once,
-            num_warps=max(4, min(NUM_WARPS, at_once * block // 512)),
+            num_warps=8,
         )  # fmt: skip
     return out

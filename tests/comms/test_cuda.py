@@ -1,0 +1,164 @@
+"""Moves on GPUs: captured in graphs, seen by the profiler, and what survivors say of ranks that die or never call."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comms.cases import payload
+from comms.test_exchange import bring_to, make_workspace, plan_slots
+from mxep.comms import (
+    PeersDisagree,
+    PeerTimeout,
+    SymmetricMemoryTransport,
+    Workspace,
+    gather_rows,
+    return_rows,
+    send_rows,
+    send_rows_to_groups,
+)
+from ranks import Context, distributed
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs")
+LIMIT = 1.5
+
+
+@distributed(2, 4)
+def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
+    workspace, direct = make_workspace(ctx), make_workspace(ctx, direct_rows=80)
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+
+    def moves(parts, ids, weights):
+        slots = send_rows(workspace, parts, ids, weights)
+        plan = plan_slots(workspace, slots)
+        rows = gather_rows(slots.parts, plan.row_slot)[0]
+        y = rows[:, :20].float() * plan.row_weight[:, None]
+        out, values = return_rows(workspace, y, plan, ids, row_values=y[:, 0])
+        grouped = send_rows_to_groups(direct, parts, ids, weights, multiple=4)
+        live = torch.arange(len(rows), device=ctx.device) < plan.group_ends[-1]
+        same = ((rows == grouped.parts[0][: len(rows)]) | ~live[:, None]).all()
+        return out.clone(), values.clone(), same
+
+    for _ in range(2):
+        moves(mine.parts, mine.ids, mine.weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = moves(mine.parts, mine.ids, mine.weights)
+    for seed in range(1, 6):
+        other = bring_to(workspace, "full", ctx.rank, seed).to(ctx.device)
+        wanted = moves(other.parts, other.ids, other.weights)
+        for static, new in zip((*mine.parts, mine.ids, mine.weights), (*other.parts, other.ids, other.weights)):
+            static.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        workspace.transport.check()
+        assert all(torch.equal(*pair) for pair in zip(captured, wanted)), f"routing {seed}"
+        assert bool(captured[2]), f"direct rows of routing {seed}"
+
+
+@distributed(2)
+def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
+    workspace = make_workspace(ctx)
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+
+    def moves():
+        plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+        return_rows(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
+
+    moves()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        moves()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    assert any("put_rows_kernel" in name for name in names), names
+    assert any("return_sums_kernel" in name for name in names), names
+    assert not [name for name in names if "nccl" in name.lower()]
+
+
+@distributed(2, 4)
+def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
+    workspace = make_workspace(ctx, timeout=LIMIT)
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    send_rows(workspace, mine.parts, mine.ids, mine.weights)
+    torch.cuda.synchronize()
+    workspace.transport.check()
+    dist.barrier(ctx.group)
+    if ctx.rank != 1:
+        started = time.monotonic()
+        send_rows(workspace, mine.parts, mine.ids)
+        send_rows(workspace, mine.parts, mine.ids)  # nothing is known yet; its wait ends at once
+        torch.cuda.synchronize()
+        assert LIMIT - 0.2 < time.monotonic() - started < LIMIT + 2
+        with pytest.raises(PeerTimeout, match=r"at put_rows, barrier 1, for rank 1 \(last seen at barrier 0\)") as info:
+            workspace.transport.check()
+        assert info.value.missing == (1,)
+        with pytest.raises(PeerTimeout):
+            send_rows(workspace, mine.parts, mine.ids)
+    dist.barrier(ctx.group)
+
+
+@distributed(2)
+def test_ranks_in_other_moves_are_told(ctx: Context):
+    workspace = make_workspace(ctx, timeout=LIMIT)
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+    if ctx.rank == 0:
+        send_rows(workspace, mine.parts, mine.ids)
+    else:
+        return_rows(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
+    torch.cuda.synchronize()
+    got = "rank 0 at put_rows with rows of 27 bytes, rank 1 at return_sums with rows of 80 bytes"
+    with pytest.raises(PeersDisagree, match=got):
+        workspace.transport.check()
+
+
+def die(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 kills itself between two moves; the others write what they were told, and exit by themselves."""
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    transport = SymmetricMemoryTransport(timeout=LIMIT)
+    workspace = Workspace(transport, max_tokens=4, top_k=1, dim=16, num_experts=2 * world_size)
+    part = payload(rank, 4, 16).to(transport.device)
+    ids = torch.arange(4, device=transport.device)[:, None] % (2 * world_size)
+    send_rows(workspace, (part,), ids)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    send_rows(workspace, (part,), ids)
+    torch.cuda.synchronize()
+    try:
+        transport.check()
+    except PeerTimeout as error:
+        (folder / f"told-{rank}").write_text(f"{error} after {time.monotonic() - started:.2f} s")
+
+
+@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts ranks of its own")
+def test_survivors_of_a_killed_rank_are_told_who_it_was_and_exit(tmp_path):
+    world_size = min(4, torch.cuda.device_count())
+    script = "import sys, pathlib, comms.test_cuda as t; t.die(*map(int, sys.argv[1:3]), pathlib.Path(sys.argv[3]))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script, str(rank), str(world_size), str(tmp_path)], env=environment)
+        for rank in range(world_size)
+    ]
+    try:
+        codes = [rank.wait(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0 if rank != 1 else -signal.SIGKILL for rank in range(world_size)]
+    for rank in range(world_size):
+        if rank != 1:
+            told = (tmp_path / f"told-{rank}").read_text()
+            assert "at put_rows, barrier 1, for rank 1 (last seen at barrier 0)" in told, told
+            assert float(told.split()[-2]) < LIMIT + 2, told
