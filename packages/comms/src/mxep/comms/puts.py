@@ -74,7 +74,7 @@ class PutMoves:
         count.fill_(len(expert_ids))
         for table in (ids, values, count):
             elsewhere = self.bases + (table.data_ptr() - local.data_ptr())
-            elsewhere[self.rank] = -1
+            elsewhere[self.rank].fill_(-1)  # not "= -1", which copies from the host
             self._put(move, table.view(torch.uint8).view(1, -1), elsewhere[None])
         self._meet(move, TABLES, _signature("put_tables", layout.top_k))
 
