@@ -11,8 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from mxep.gemm import Recipe, WeightCache
+from mxep.gemm.backends import Backend, select
 
-from .functional import expert_mlp
+from .dispatchers.base import Routing, TokenDispatcher
+from .functional import combine, dispatch, expert_mlp
+from .layer import Setup, route_through_experts
 
 
 class Experts(nn.Module):
@@ -53,19 +56,38 @@ class Experts(nn.Module):
                     weight[local] = drawn
 
     def forward(
-        self, rows: Tensor, row_weight: Tensor, group_ends: Tensor, *, recipe: Recipe, backend: str = "auto"
-    ) -> Tensor:
-        """``rows`` (R_max, D) expert-major, ``row_weight`` (R_max,) fp32, ``group_ends`` (e,) int32 -> (R_max, D)."""
-        return expert_mlp(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        *,
+        dispatcher: TokenDispatcher,
+        recipe: Recipe,
+        backend: str | Backend = "auto",
+    ) -> tuple[Tensor, Routing]:
+        """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) summed over each token's experts, and the routing.
+
+        A weight with an attribute ``main_grad``, fp32 of its shape, gets its gradient added there, and none itself.
+        """
+        proj, down = self.gate_up_proj, self.down_proj
+        main_grads = getattr(proj, "main_grad", None), getattr(down, "main_grad", None)
+        cache = self.weight_cache if self._counts_versions() else None
+        if recipe.wgrad == "mx":
+            setup = Setup(dispatcher, recipe, select(backend, x.device), cache, main_grads)
+            return route_through_experts(x, expert_ids, weights, _local(proj), _local(down), setup=setup)
+        rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
+        y = expert_mlp(
             rows,
-            _local(self.gate_up_proj),
-            _local(self.down_proj),
-            group_ends,
+            _local(proj),
+            _local(down),
+            routing.plan.group_ends,
             row_weight=row_weight,
             recipe=recipe,
             backend=backend,
-            weight_cache=self.weight_cache if self._counts_versions() else None,
+            weight_cache=cache,
+            main_grads=main_grads,
         )
+        return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
 
     def _counts_versions(self) -> bool:
         """Whether a change of the weights shows: a DTensor's local tensor and what FSDP2 gathers hide it."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm import Recipe, WeightCache, grouped_mm
+from mxep.gemm.backends import Backend
 from mxep.quant import swiglu as plain_swiglu
 from mxep.quant import swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 
@@ -49,6 +50,13 @@ def dispatch(
 
     Raises ValueError on wrong shapes or dtypes, and on the CPU for expert ids outside -1 .. E-1.
     """
+    ids = checked_tokens(x, expert_ids, weights, dispatcher)
+    rows, row_weight, routing = _Dispatch.apply(x, weights, ids, dispatcher, recipe)  # type: ignore[no-untyped-call]
+    return rows, row_weight, routing
+
+
+def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+    """The ids as int32, once shapes and dtypes are found to fit."""
     if x.dim() != 2 or expert_ids.dim() != 2 or weights.shape != expert_ids.shape or len(x) != len(expert_ids):
         raise ValueError(
             "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), "
@@ -63,9 +71,7 @@ def dispatch(
             f"(or its dispatcher) with dtype={x.dtype}"
         )
     # A copy of its own, which backward reads; clamped first, so that no int64 wraps around into a valid id.
-    ids = expert_ids.clamp(-2, dispatcher.num_experts).int()
-    rows, row_weight, routing = _Dispatch.apply(x, weights, ids, dispatcher, recipe)  # type: ignore[no-untyped-call]
-    return rows, row_weight, routing
+    return expert_ids.clamp(-2, dispatcher.num_experts).int()
 
 
 def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
@@ -91,8 +97,9 @@ def expert_mlp(
     *,
     row_weight: Tensor | None = None,
     recipe: Recipe,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
     weight_cache: WeightCache | None = None,
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """The experts' gated MLP over expert-major rows.
 
@@ -101,13 +108,14 @@ def expert_mlp(
         gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F).
         group_ends: (e,) int32, inclusive cumulative padded group sizes; rows past the last are not read.
         row_weight: (R_max,) fp32 that scales h, or None.
+        main_grads: fp32, of the weights' shapes, or None each: weight gradients are added there and not returned.
 
     Returns y (R_max, D) in the rows' dtype.
     """
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
-    gate_up = grouped_mm(rows, gate_up_proj, group_ends, out_dtype=rows.dtype, **options)
+    gate_up = grouped_mm(rows, gate_up_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
     h = swiglu(gate_up, row_weight, group_ends, recipe=recipe)
-    return grouped_mm(h, down_proj, group_ends, out_dtype=rows.dtype, **options)
+    return grouped_mm(h, down_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[1], **options)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -119,7 +127,8 @@ class _Dispatch(torch.autograd.Function):
         slots, routing = dispatcher.send(parts, expert_ids, weights, multiple=recipe.group_multiple)
         ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
         # Detached: the output gets a grad_fn, and the plan that this node keeps must not point back at it.
-        return wire.rows(slots, routing.plan.row_slot), routing.plan.row_weight.detach(), routing
+        rows = wire.rows(slots, routing.plan, copy=dispatcher.borrows)
+        return rows, routing.plan.row_weight.detach(), routing
 
     @staticmethod
     @once_differentiable
@@ -140,7 +149,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         parts, wire = Wire.pack(ctx.recipe.quantize_gradient(d_out))
         slots = ctx.dispatcher.resend(parts, ctx.routing)
-        return wire.rows(slots, ctx.routing.plan.row_slot), None, None, None
+        return wire.rows(slots, ctx.routing.plan, copy=ctx.dispatcher.borrows), None, None, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -148,28 +157,43 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(gate_up, row_weight, group_ends)
         ctx.recipe = recipe
-        if recipe.scaling == "none":
-            return plain_swiglu(gate_up, row_weight, group_ends=group_ends)
-        return swiglu_quantize(
-            gate_up, row_weight, group_ends=group_ends, fmt=recipe.fmt, mode=recipe.mode, block=recipe.block
-        )
+        return hidden(gate_up, row_weight, group_ends, recipe)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, row_weight, group_ends = ctx.saved_tensors
-        recipe = ctx.recipe
-        d_gate_up: Tensor
-        if recipe.scaling == "none":
-            d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, row_weight, group_ends=group_ends)
-        else:
-            d_gate_up, d_row_weight = swiglu_backward_quantize(
-                d_h,
-                gate_up,
-                row_weight,
-                group_ends=group_ends,
-                fmt=recipe.grad_fmt,
-                mode=recipe.mode,
-                block=recipe.block,
-            )
+        d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, row_weight, group_ends, ctx.recipe)
         return d_gate_up, d_row_weight if row_weight is not None else None, None, None
+
+
+def hidden(
+    gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, recipe: Recipe, *, folded: bool = False
+) -> Tensor:
+    """:func:`swiglu` without autograd. folded: MX rows with one scale each, for a backend that `folds`."""
+    if recipe.scaling == "none":
+        return plain_swiglu(gate_up, row_weight, group_ends=group_ends)
+    options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block": recipe.block}
+    folded = folded and recipe.scaling == "mx"
+    return swiglu_quantize(gate_up, row_weight, group_ends=group_ends, folded=folded, **options)
+
+
+def hidden_backward(
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    group_ends: Tensor,
+    recipe: Recipe,
+    *,
+    folded: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(d_gate_up (R_max, 2F), quantized as gradients are, d_row_weight (R_max,)) of :func:`hidden`."""
+    if recipe.scaling == "none":
+        return swiglu_backward(d_h, gate_up, row_weight, group_ends=group_ends)
+    options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block": recipe.block}
+    folded = folded and recipe.scaling == "mx"
+    d_gate_up: Tensor
+    d_gate_up, d_row_weight = swiglu_backward_quantize(
+        d_h, gate_up, row_weight, group_ends=group_ends, folded=folded, **options
+    )
+    return d_gate_up, d_row_weight

@@ -14,7 +14,6 @@ from mxep.gemm import Recipe
 
 from .dispatchers import Routing, TokenDispatcher, make_dispatcher
 from .experts import Experts, SharedExpert
-from .functional import combine, dispatch
 from .router import Router
 
 
@@ -109,11 +108,9 @@ class MoE(nn.Module):
             raise ValueError(f"x must be (T, {self.dim}) or (B, S, {self.dim}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.dim)
         expert_ids, weights = self.router(tokens)
-        rows, row_weight, routing = dispatch(
-            tokens, expert_ids, weights, dispatcher=self.dispatcher, recipe=self.recipe
-        )
-        y = self.experts(rows, row_weight, routing.plan.group_ends, recipe=self.recipe, backend=self.backend)
-        out = combine(y, routing, dispatcher=self.dispatcher, recipe=self.recipe)
+        options = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
+        out: Tensor
+        out, routing = self.experts(tokens, expert_ids, weights, **options)
         self.last_routing = routing
         if self.shared is not None:
             out = out + self.shared(tokens)

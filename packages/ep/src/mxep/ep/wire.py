@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mxep.comms import gather_rows
+from mxep.comms import RoutingPlan, gather_rows
 from mxep.quant import MXTensor
 
 Parts = tuple[Tensor, ...]
@@ -40,21 +40,24 @@ class Wire:
             return (_bytes(rows.qdata), _bytes(rows.scale)), Wire(rows.dtype, rows.qdata.dtype, rows.block)
         return (_bytes(rows),), Wire(rows.dtype)
 
-    def rows(self, slots: Parts, row_slot: Tensor) -> Tensor:
-        """Slot parts (S, ...) and ``row_slot`` (R_max,) -> expert-major rows (R_max, D).
+    def rows(self, slots: Parts, plan: RoutingPlan, *, copy: bool) -> Tensor:
+        """Slot parts (S, ...) -> the plan's expert-major rows (R_max, D).
 
-        Codes stay where they lie, under an index (the GEMM gathers them); plain rows are gathered here. -1: a zero row.
+        Codes stay where they lie, under an index (the GEMM gathers them), or with ``copy`` in copies of the slots, for
+        who keeps them beyond the next move. Plain rows are gathered here, which copies them anyway. Padding is zero.
         """
         if self.codes is None:
-            (gathered,) = gather_rows(slots, row_slot)
+            (gathered,) = gather_rows(slots, plan.row_slot, plan.group_ends)
             return gathered.view(self.dtype)
+        if copy:
+            slots = tuple(part.clone() for part in slots)
         codes, scale = slots
         return MXTensor.from_qdata_and_scales(
             codes.view(self.codes),
             scale.view(torch.float8_e8m0fnu),
             self.dtype,
             block=self.block,
-            row_index=row_slot,
+            row_index=plan.row_slot,
         )
 
 

@@ -14,6 +14,7 @@ S slots: what the local plan indexes (tokens themselves, received rows, or symme
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -91,6 +92,8 @@ class TokenDispatcher(ABC):
         self._lost: Tensor | None = None
 
     spans_ranks = True
+    borrows = False
+    """Whether slots are the dispatcher's, and written again by a later move."""
     row_dtype: torch.dtype | None = None
     """The widest dtype of rows that there is room for; None: any."""
 
@@ -107,12 +110,12 @@ class TokenDispatcher(ABC):
             expert_ids: (T, K) int32. weights: (T, K) fp32.
             multiple: groups are padded to it.
 
-        Returns the parts as slots (S, n_i), owned by the caller, and the routing.
+        Returns the parts as slots (S, n_i), until the next move if the dispatcher ``borrows``, and the routing.
         """
 
     @abstractmethod
     def resend(self, parts: Parts, routing: Routing) -> Parts:
-        """The same move for other bytes, no planning: (T, n_i) each -> slots (S, n_i), owned by the caller."""
+        """The same move for other bytes, no planning: (T, n_i) each -> slots (S, n_i), as of send."""
 
     @abstractmethod
     def give_back(
@@ -124,6 +127,13 @@ class TokenDispatcher(ABC):
         ranks' sums in rank order, whatever the dispatcher: over the same ranks they agree bit for bit.
         ``row_values`` (R_max,) fp32 come back as (T, K), 0 where nothing was routed.
         """
+
+    def start_give_back(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """:meth:`give_back`, begun; what it returns waits for it. Where moves can run aside, they do meanwhile."""
+        result = self.give_back(rows, routing, row_values)
+        return lambda: result
 
     def check(self) -> None:
         """Raise what was counted since the last check. It reads from the device: call it once a step, not in the layer.

@@ -6,6 +6,8 @@ sizes are known: the one moment when the ranks talk through collectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,8 +18,8 @@ from mxep.comms import (
     SymmetricMemoryTransport,
     Transport,
     Workspace,
-    return_rows,
     send_rows,
+    start_return_rows,
     start_send_rows,
 )
 
@@ -34,6 +36,8 @@ class SymmetricDispatcher(TokenDispatcher):
         transport: how ranks reach each other's memory. None: shared memory for CPU tensors, NVLink symmetric memory for
             CUDA tensors.
     """
+
+    borrows = True
 
     def __init__(
         self,
@@ -58,17 +62,28 @@ class SymmetricDispatcher(TokenDispatcher):
         sending = start_send_rows(workspace, parts, expert_ids, weights)
         assert sending.tables is not None
         plan = self._plan(*sending.tables, multiple=multiple, capacity=self.capacity)  # while rows are under way
-        return _own(sending.wait().parts), Routing(plan, expert_ids, self.num_local_experts)
+        return sending.wait().parts, Routing(plan, expert_ids, self.num_local_experts)
 
     def resend(self, parts: Parts, routing: Routing) -> Parts:
         assert self.workspace is not None
-        return _own(send_rows(self.workspace, parts, routing.expert_ids).parts)
+        return send_rows(self.workspace, parts, routing.expert_ids).parts
 
     def give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        return self.start_give_back(rows, routing, row_values)()
+
+    def start_give_back(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         assert self.workspace is not None
-        return return_rows(self.workspace, rows, routing.plan, routing.expert_ids, row_values=row_values)
+        plan, ids = routing.plan, routing.expert_ids
+        return start_return_rows(self.workspace, rows, plan, ids, row_values=row_values).wait
+
+    def check(self) -> None:
+        super().check()
+        if self.transport is not None:
+            self.transport.check()
 
     def _make_workspace(self, expert_ids: Tensor) -> Workspace:
         device = expert_ids.device
@@ -95,8 +110,3 @@ class SymmetricDispatcher(TokenDispatcher):
                 num_experts=self.num_experts,
             )
         return self.workspace
-
-
-def _own(slots: Parts) -> Parts:
-    # Slots are borrowed until the next move, and autograd keeps the rows for longer.
-    return tuple(part.clone() for part in slots)

@@ -26,6 +26,11 @@ class Backend(Protocol):
         """What users pick it by."""
         ...
 
+    @property
+    def folds(self) -> bool:
+        """Whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once."""
+        return False
+
     def why_not(self, device: torch.device) -> str | None:
         """None if it runs on `device`, else the reason why not, as the end of a sentence."""
         ...

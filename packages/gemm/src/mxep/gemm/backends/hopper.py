@@ -49,6 +49,10 @@ class Hopper(Backend):
         if guard is not None:
             self.name = f"hopper, {guard.action}"
 
+    @property
+    def folds(self) -> bool:
+        return self.guard is None  # which compares folded rows with what they were
+
     def why_not(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"got a {device.type} device, want a Hopper GPU; use backend 'reference'"

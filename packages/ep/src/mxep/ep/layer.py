@@ -1,0 +1,136 @@
+"""The experts' part of a layer as one autograd function: dispatch, expert MLP and combine, forward and backward.
+
+What that buys over the composed functions of `functional.py`, which it equals bit for bit:
+
+    SwiGLU and its backward fold what they quantize, for a backend that folds: one pass less over h and d_gate_up
+    d_out's slots are used where they lie, before the next move
+    dx goes home while the gradient of gate_up_proj computes
+
+T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mxep.gemm import Recipe, WeightCache
+from mxep.gemm.backends import Backend
+from mxep.gemm.checks import check_operands
+from mxep.gemm.weights import QuantizedWeight
+
+from .dispatchers.base import Routing, TokenDispatcher
+from .functional import checked_tokens, hidden, hidden_backward
+from .wire import Wire
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a layer computes.
+
+    Attributes:
+        backend: one that can run where its tensors are.
+        main_grads: (e, 2F, D) and (e, D, F) fp32, or None each: weight gradients are added there and not returned.
+    """
+
+    dispatcher: TokenDispatcher
+    recipe: Recipe
+    backend: Backend
+    weight_cache: WeightCache | None = None
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
+def route_through_experts(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, setup: Setup
+) -> tuple[Tensor, Routing]:
+    """out (T, D), the weighted sum over each token's experts of their MLPs, and where the rows went.
+
+    Args:
+        x: (T, D) bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
+        gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F).
+
+    Raises ValueError as `dispatch` and `grouped_mm` do, and for a recipe with wgrad "bf16", which keeps unquantized
+    operands: compose it from `functional.py`.
+    """
+    if setup.recipe.wgrad != "mx":
+        raise ValueError(f"recipe {setup.recipe.name}: got wgrad {setup.recipe.wgrad!r}, wanted 'mx'")
+    expert_ids = checked_tokens(x, expert_ids, weights, setup.dispatcher)
+    tensors = x, weights, gate_up_proj, down_proj
+    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    out, routing = _Layer.apply(*tensors, expert_ids, setup, backward)  # type: ignore[no-untyped-call]
+    return out, routing
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        expert_ids: Tensor,
+        setup: Setup,
+        backward: bool,
+    ) -> tuple[Tensor, Routing]:
+        dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
+        parts, wire = Wire.pack(recipe.quantize_activation(x))
+        slots, routing = dispatcher.send(parts, expert_ids, weights, multiple=recipe.group_multiple)
+        plan = routing.plan
+        # The next move takes the slots back, which the gradient of gate_up_proj needs.
+        rows = wire.rows(slots, plan, copy=backward and dispatcher.borrows)
+
+        operands: dict[str, Any] = {"recipe": recipe, "bias": None, "out_dtype": x.dtype}
+        check_operands(rows, gate_up_proj, plan.group_ends, **operands, main_grad=setup.main_grads[0])
+        w13, w2 = (_quantized(weight, setup, backward) for weight in (gate_up_proj, down_proj))
+        gate_up = backend.forward(rows, w13.rows, plan.group_ends, bias=None, out_dtype=x.dtype)
+        h = hidden(gate_up, plan.row_weight, plan.group_ends, recipe, folded=backend.folds)
+        check_operands(h, down_proj, plan.group_ends, **operands, main_grad=setup.main_grads[1])
+        y = backend.forward(h, w2.rows, plan.group_ends, bias=None, out_dtype=x.dtype)
+        out, _ = dispatcher.give_back(y, routing)
+        if backward:
+            ctx.save_for_backward(rows, gate_up, h, w13.cols, w2.cols)
+            ctx.setup, ctx.routing = setup, routing
+            ctx.dtypes = x.dtype, gate_up_proj.dtype, down_proj.dtype
+        return out, routing
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        rows, gate_up, h, w13, w2 = ctx.saved_tensors
+        setup, routing = ctx.setup, ctx.routing
+        dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
+        plan, ends = routing.plan, routing.plan.group_ends
+        dtype, *weight_dtypes = ctx.dtypes
+
+        def weight_gradient(i: int, dy: Tensor, a: Tensor) -> Tensor | None:
+            main_grad = setup.main_grads[i]
+            if not ctx.needs_input_grad[2 + i]:
+                return None
+            if main_grad is None:
+                dw: Tensor = backend.wgrad(dy, a, ends, recipe=recipe, out_dtype=weight_dtypes[i])
+                return dw
+            backend.add_wgrad(dy, a, ends, recipe=recipe, to=main_grad)
+            return None
+
+        parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
+        # Borrowed until dx goes home: the gradient of down_proj comes before that.
+        d_y = wire.rows(dispatcher.resend(parts, routing), plan, copy=False)
+        d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtype)
+        d_down_proj = weight_gradient(1, d_y, h)
+        d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, folded=backend.folds)
+        d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtype)
+        going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
+        d_gate_up_proj = weight_gradient(0, d_gate_up, rows)
+        dx, d_weights = going_home()
+        return dx, d_weights, d_gate_up_proj, d_down_proj, None, None, None
+
+
+def _quantized(w: Tensor, setup: Setup, cols: bool) -> QuantizedWeight:
+    if setup.weight_cache is not None:
+        return setup.weight_cache.get(w, setup.recipe, setup.backend, cols=cols)
+    return setup.backend.quantize_weight(w, setup.recipe, cols=cols)

@@ -1,0 +1,131 @@
+"""The layer in one autograd function: bit for bit the composed one, dx on its way before the last weight gradient."""
+
+import pytest
+import torch
+
+from ep.problem import make_ranks
+from mxep.comms import Capacity
+from mxep.ep import combine, dispatch, expert_mlp, make_dispatcher
+from mxep.ep.dispatchers import LocalDispatcher
+from mxep.ep.layer import Setup, route_through_experts
+from mxep.gemm import Recipe
+from mxep.gemm.backends import select
+from mxep.gemm.backends.reference import Reference
+from ranks import distributed
+
+NAMES = ("out", "dx", "d_weights", "d_gate_up_proj", "d_down_proj")
+
+
+def inputs(ranks, ctx) -> tuple[torch.Tensor, ...]:
+    """x, ids, weights, gate_up_proj, down_proj, d_out of this rank; those that have gradients want them."""
+    p = ranks.whole
+    mine = [t.split(ranks.tokens)[ctx.rank].to(ctx.device) for t in (p.x, p.expert_ids, p.weights, p.d_out)]
+    proj, down = (
+        w.chunk(ctx.world_size)[ctx.rank].to(ctx.device, torch.bfloat16) for w in (p.gate_up_proj, p.down_proj)
+    )
+    x, ids, weights, d_out = mine[0].bfloat16(), mine[1], mine[2].float(), mine[3].bfloat16()
+    return *(x.requires_grad_(), ids, weights.requires_grad_(), proj.requires_grad_(), down.requires_grad_()), d_out
+
+
+def composed(x, ids, weights, proj, down, *, dispatcher, recipe, main_grads=(None, None)) -> torch.Tensor:
+    rows, row_weight, routing = dispatch(x, ids, weights, dispatcher=dispatcher, recipe=recipe)
+    ends = routing.plan.group_ends
+    y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, recipe=recipe, main_grads=main_grads)
+    return combine(y, routing, dispatcher=dispatcher, recipe=recipe)
+
+
+def in_one(x, ids, weights, proj, down, *, dispatcher, recipe, main_grads=(None, None)) -> torch.Tensor:
+    setup = Setup(dispatcher, recipe, select("auto", x.device), main_grads=main_grads)
+    return route_through_experts(x, ids, weights, proj, down, setup=setup)[0]
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8_e5m2"])
+def test_it_equals_the_composed_functions_bit_for_bit(ctx, recipe: str) -> None:
+    ranks = make_ranks([70, 45][: ctx.world_size], seed=4)
+    for name in ("symmetric", "all_to_all"):
+        results = []
+        for layer in (composed, in_one):
+            *given, d_out = inputs(ranks, ctx)
+            x, _, weights, proj, down = given
+            dispatcher = make_dispatcher(name, len(ranks.whole.down_proj), dim=x.shape[1], group=ctx.group)
+            out = layer(*given, dispatcher=dispatcher, recipe=Recipe.named(recipe))
+            out.backward(d_out)
+            results.append((out, x.grad, weights.grad, proj.grad, down.grad))
+        for what, a, b in zip(NAMES, *results):
+            assert torch.equal(a.detach().view(torch.uint8), b.detach().view(torch.uint8)), f"{name}: {what}"
+
+
+@distributed(1)
+def test_weight_gradients_are_added_to_main_grads_and_not_returned(ctx) -> None:
+    ranks = make_ranks([60], seed=5)
+    recipe = Recipe.mxfp8()
+    for layer in (composed, in_one):
+        *given, d_out = inputs(ranks, ctx)
+        dispatcher = LocalDispatcher(len(ranks.whole.down_proj))
+        layer(*given, dispatcher=dispatcher, recipe=recipe).backward(d_out)
+        wanted = [w.grad.float() for w in given[3:]]
+        for w in given[3:]:
+            w.grad = None
+        main_grads = tuple(torch.ones(w.shape, device=w.device) for w in given[3:])
+        for _ in range(2):
+            layer(*given, dispatcher=dispatcher, recipe=recipe, main_grads=main_grads).backward(d_out)
+        assert [w.grad for w in given[3:]] == [None, None]
+        for main_grad, once in zip(main_grads, wanted):
+            # `once` was rounded to bf16, the sum of two was not.
+            assert torch.allclose(main_grad, 1 + 2 * once, rtol=2**-7, atol=2**-7 * once.abs().max().item())
+
+
+class Spy(Reference):
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def dgrad(self, *args, **kwargs):
+        self.seen.append("dgrad")
+        return super().dgrad(*args, **kwargs)
+
+    def wgrad(self, *args, **kwargs):
+        self.seen.append("wgrad")
+        return super().wgrad(*args, **kwargs)
+
+
+class SpyDispatcher(LocalDispatcher):
+    def __init__(self, *args, seen: list[str], **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen = seen
+
+    def resend(self, *args):
+        self.seen.append("d_out goes out")
+        return super().resend(*args)
+
+    def start_give_back(self, *args):
+        self.seen.append("dx goes home")
+        wait = super().start_give_back(*args)
+        return lambda: (self.seen.append("dx is home"), wait())[1]
+
+
+@distributed(1, device="cpu")
+def test_dx_goes_home_while_the_last_weight_gradient_computes(ctx) -> None:
+    ranks = make_ranks([20], seed=6)
+    *given, d_out = inputs(ranks, ctx)
+    seen: list[str] = []
+    dispatcher = SpyDispatcher(len(ranks.whole.down_proj), seen=seen, capacity=Capacity.worst_case())
+    setup = Setup(dispatcher, Recipe.mxfp8(), Spy(seen))
+    out, _ = route_through_experts(*given, setup=setup)
+    out.backward(d_out)
+    assert seen == ["d_out goes out", "dgrad", "wgrad", "dgrad", "dx goes home", "wgrad", "dx is home"]
+
+
+@distributed(1, device="cpu")
+def test_nothing_is_kept_without_gradients_and_wgrad_bf16_is_refused(ctx) -> None:
+    ranks = make_ranks([20], seed=7)
+    *given, _ = inputs(ranks, ctx)
+    dispatcher = LocalDispatcher(len(ranks.whole.down_proj))
+    with torch.no_grad():
+        out = in_one(*given, dispatcher=dispatcher, recipe=Recipe.mxfp8())
+    assert out.grad_fn is None
+    assert torch.equal(out, in_one(*given, dispatcher=dispatcher, recipe=Recipe.mxfp8()))
+    with pytest.raises(ValueError, match="recipe mxfp8_wgrad_bf16: got wgrad 'bf16', wanted 'mx'"):
+        in_one(*given, dispatcher=dispatcher, recipe=Recipe.named("mxfp8_wgrad_bf16"))
+    with pytest.raises(ValueError, match=r"w: .*|shapes: got a .* w"):
+        in_one(*given[:3], given[4], given[3], dispatcher=dispatcher, recipe=Recipe.mxfp8())
