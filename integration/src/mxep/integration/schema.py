@@ -121,7 +121,8 @@ class BenchConfig:
     can. backend: of mxep.gemm, measured by bench=gemm. sections: of its results, null for all. cases: names of its
     cases, null for all. shapes: kind of shape -> shapes. compiled: shapes at which torch.compile is timed, too. out: a
     file for the results besides bench.json in the run folder. picture: a file for its picture, null for none. commit:
-    what the results call the code's version; null: ask git."""
+    what the results call the code's version; null: ask git. models: names of its models, null for all, of bench=layer.
+    """
 
     name: str
     device: str
@@ -133,6 +134,7 @@ class BenchConfig:
     out: str | None
     picture: str | None
     commit: str | None
+    models: list[str] | None = None
 
 
 @dataclass

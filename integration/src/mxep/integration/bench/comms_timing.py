@@ -54,7 +54,7 @@ def together(fn: Callable[[], T]) -> T:
         value = fn()
     except Exception as error:
         failure = describe(error)
-    for rank, theirs in enumerate(_gathered(failure)):
+    for rank, theirs in enumerate(gathered(failure)):
         if theirs is not None:
             raise FailedTogether(f"rank {rank}: {theirs}")
     return value  # type: ignore[return-value]
@@ -72,7 +72,7 @@ def round_robin(alternatives: Mapping[str, Alternative], transport: Transport) -
             ready[name] = _prepare(alternative, transport)
         except FailedTogether as error:
             failed[name] = error.with_traceback(None)  # which would hold on to tensors
-    per_rank = _gathered(together(lambda: _rounds(ready, transport)))
+    per_rank = gathered(together(lambda: _rounds(ready, transport)))
     found: dict[str, Timing | FailedTogether] = {}
     for name in alternatives:
         if name in failed:
@@ -115,7 +115,7 @@ def _prepare(alternative: Alternative, transport: Transport) -> _Replay:
 
     together(warm)
     least, most = CALLS if cuda else (2, 2)
-    us = max(_gathered(together(lambda: _measure(call, transport))))
+    us = max(gathered(together(lambda: _measure(call, transport))))
     count = min(most, max(least, round(REPLAY * 1e6 / us)))
     note = None
     if cuda and alternative.graph != "never":
@@ -161,7 +161,8 @@ def _measure(run: Call, transport: Transport) -> float:
     return us
 
 
-def _gathered(mine: T) -> list[T]:
+def gathered(mine: T) -> list[T]:
+    """Every rank's value, in rank order. Collective."""
     everyone: list[T] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone

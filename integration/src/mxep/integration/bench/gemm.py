@@ -114,7 +114,7 @@ def measure(config: BenchConfig, seed: int, say: Callable[[str], None]) -> Resul
     device = torch.device(config.device)
     backend = select(str(config.backend), device)
     generator = torch.Generator(device).manual_seed(seed)
-    bench = Bench(backend, generator, _ceilings(device))
+    bench = Bench(backend, generator, ceilings(device))
     sections: dict[str, Section] = {}
     for name in config.sections or SECTIONS:
         section, measured = SECTIONS[name]
@@ -137,7 +137,7 @@ def _contained(measured: Measured, bench: Bench, shape: Shape) -> Iterator[Row]:
         yield {"error": f"ended early: {describe(error)}"}
 
 
-def _ceilings(device: torch.device) -> dict[str, float]:
+def ceilings(device: torch.device) -> dict[str, float]:
     """TB/s of a copy on a GPU, TF of square dense products."""
     size = DENSE if device.type == "cuda" else BLOCK
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)

@@ -207,12 +207,12 @@ def bf16_step(p: Problem) -> Call:
 
 
 def torchao_step(p: Problem) -> Call:
-    product = _torchao()
+    product = torchao_product()
     need_cuda(p.a)
     return _step(lambda a, w: product(a, w.mT, p.ends, pad_token_groups_for_grouped_mm=False), p)
 
 
-def _torchao() -> Callable[..., Tensor]:
+def torchao_product() -> Callable[..., Tensor]:
     """torchao's fp8 rowwise grouped mm, differentiable. ImportError, which says why, without it."""
     try:
         module: Any = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")

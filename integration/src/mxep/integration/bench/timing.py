@@ -136,15 +136,18 @@ def _ungraphed(calls: Sequence[Call], read: object, samples: object) -> tuple[Ca
     return run, len(calls)
 
 
-def capture(calls: Sequence[Call], launches: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of at least `launches` calls, taken from `calls` in turn, and how many it has."""
+def capture(calls: Sequence[Call], launches: int, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of at least `launches` calls, taken from `calls` in turn, and how many it has.
+
+    pool: of memory, shared with graphs that never run beside it; None for its own.
+    """
     sets = len(calls)
     count = -(-launches // sets) * sets
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     results: deque[object] = deque(maxlen=sets)  # as long as one is here, its memory is not written again
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             for i in range(count):
                 results.append(calls[i % sets]())
     except Exception as error:  # the end of a capture that failed raises, too, and says less

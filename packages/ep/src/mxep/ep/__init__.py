@@ -15,6 +15,7 @@ from .dispatchers import (
 )
 from .experts import Experts, SharedExpert
 from .functional import combine, dispatch, expert_mlp, swiglu
+from .layer import Setup, route_through_experts
 from .moe import MoE
 from .parallel import ExpertParallel
 from .router import Router
@@ -31,6 +32,7 @@ __all__ = [
     "MoE",
     "Router",
     "Routing",
+    "Setup",
     "SharedExpert",
     "SymmetricDispatcher",
     "TokenDispatcher",
@@ -38,5 +40,6 @@ __all__ = [
     "dispatch",
     "expert_mlp",
     "make_dispatcher",
+    "route_through_experts",
     "swiglu",
 ]

@@ -37,7 +37,8 @@ class MoE(nn.Module):
             sees in-place optimizer steps; FSDP and writes through ``.data`` it may miss (see mxep.gemm.WeightCache).
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (e, 2F, D), ``experts.down_proj`` (e, D, F), and with
-    shared experts ``shared.gate_up_proj``, ``shared.down_proj``. After forward, ``last_routing`` tells where rows went.
+    shared experts ``shared.gate_up_proj``, ``shared.down_proj``. Expert weights with an attribute ``main_grad`` (fp32)
+    get their gradients added there and have none themselves. After forward, ``last_routing`` tells where rows went.
 
     Raises ValueError on sizes that do not fit.
     """
