@@ -22,6 +22,7 @@ from mxep.comms import (
     return_rows,
     send_rows,
     send_rows_to_groups,
+    start_return_rows,
 )
 from ranks import Context, distributed
 
@@ -61,6 +62,66 @@ def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
         workspace.transport.check()
         assert all(torch.equal(*pair) for pair in zip(captured, wanted)), f"routing {seed}"
         assert bool(captured[2]), f"direct rows of routing {seed}"
+
+
+@distributed(2)
+def test_a_graph_of_one_move_may_be_replayed_again_at_once(ctx: Context):
+    """Each replay stores into the buffer that the one before is still read from, on a rank that reads late."""
+    workspace = make_workspace(ctx, max_tokens=64)
+    part = torch.zeros(64, 80, dtype=torch.uint8, device=ctx.device)
+    ids = torch.full((64, workspace.top_k), -1, device=ctx.device)
+    ids[:, 0] = (1 - ctx.rank) * workspace.num_local_experts
+    wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+
+    def move():
+        arrived = send_rows(workspace, (part,), ids).parts[0][(1 - ctx.rank) * 64 :][:64]
+        if ctx.rank == 1:
+            torch.cuda._sleep(2_000_000)
+        wrong.add_((arrived != part).sum())
+        part.add_(1)  # on both ranks
+
+    for _ in range(2):
+        move()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        move()
+    for replay in range(20):
+        graph.replay()
+        if replay % 7 == 6:
+            move()
+    torch.cuda.synchronize()
+    workspace.transport.check()
+    assert not int(wrong)
+
+
+@distributed(2)
+def test_returns_of_two_workspaces_never_keep_each_other_out(ctx: Context):
+    """Each fills the device and waits for its peer; what comes first on one rank comes last on the other."""
+    transport = ctx.transport(timeout=10.0)
+    sizes = {"max_tokens": 2048, "top_k": 1, "dim": 512, "num_experts": 2}
+    workspaces = [Workspace(transport, **sizes) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    ids = torch.arange(2048, device=ctx.device)[:, None] % 2
+    part, weights = payload(ctx.rank, 2048, 16).to(ctx.device), torch.ones(2048, 1, device=ctx.device)
+    plans = [plan_slots(workspace, send_rows(workspace, (part,), ids, weights)) for workspace in workspaces]
+    rows = torch.ones(plans[0].max_rows, 512, dtype=torch.bfloat16, device=ctx.device)
+    for workspace, plan in zip(workspaces, plans):
+        return_rows(workspace, rows, plan, ids)
+    torch.cuda.synchronize()
+    dist.barrier(ctx.group)
+    for _ in range(3):
+        under_way = []
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if i == ctx.rank:
+                    torch.cuda._sleep(40_000_000)
+                under_way.append(start_return_rows(workspaces[i], rows, plans[i], ids))
+        for stream, returning in zip(streams, under_way):
+            with torch.cuda.stream(stream):
+                assert bool((returning.wait()[0] == 1).all())
+        torch.cuda.synchronize()
+        transport.check()
 
 
 @distributed(2)

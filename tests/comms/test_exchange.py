@@ -169,6 +169,22 @@ def check_over_capacity(ctx: Context, workspace: Workspace, cases: tuple[str, ..
 
 
 @distributed(2)
+def test_one_token_in_parts_of_one_wider_row(ctx: Context):
+    check_one_token(ctx, make_workspace(ctx))
+
+
+def check_one_token(ctx: Context, workspace: Workspace) -> None:
+    wide = payload(ctx.rank, 1, 27).to(ctx.device)
+    ids = torch.full((1, TOP_K), -1, device=ctx.device)
+    ids[0, 0] = 0
+    slots = send_rows(workspace, (wide[:, :24], wide[:, 24:]), ids)
+    if ctx.rank == 0:
+        for rank in range(2):
+            for part, wanted in zip(slots.parts, payload(rank, 1, 27).split((24, 3), 1)):
+                assert_bitwise(part[rank * MAX_TOKENS : rank * MAX_TOKENS + 1], wanted, f"from rank {rank}")
+
+
+@distributed(2)
 def test_a_nan_stays_in_its_token(ctx: Context):
     workspace = make_workspace(ctx, top_k=2)
     ids = torch.tensor([[0, 3], [3, 0], [1, -1]], device=ctx.device)
@@ -211,6 +227,10 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     wide, seven = torch.zeros(6, 81, dtype=torch.uint8, device=ctx.device), torch.zeros(7, 3, device=ctx.device)
     refused = [
         (lambda: send_rows(workspace, (seven,), good.ids), r"parts: got torch.float32 \(7, 3\), wanted torch.uint8"),
+        (
+            lambda: send_rows(workspace, (wide[:, :0], wide[:, :8]), good.ids),
+            r"parts: .* \(6, 0\), .* at least one byte",
+        ),
         (lambda: send_rows(workspace, (wide,), good.ids), "parts: got 81 bytes a row, wanted 1 to 80"),
         (
             lambda: send_rows(workspace, (good.parts[0], wide[:5]), good.ids),

@@ -6,9 +6,11 @@ import torch.distributed as dist
 
 from comms.interpreted import InterpretedTransport
 from comms.test_direct import check_direct
-from comms.test_exchange import bring_to, check_cases, check_over_capacity, make_workspace
+from comms.test_exchange import bring_to, check_cases, check_one_token, check_over_capacity, make_workspace
 from comms.test_stress import check_rounds
 from mxep.comms import PeersDisagree, PeerTimeout, send_rows
+from mxep.comms.layout import CHANNELS
+from mxep.comms.symmetric_memory import Record
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels themselves run, in the other files")
@@ -27,6 +29,25 @@ def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
 @distributed(2, device="cpu")
 def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
     check_direct(ctx, InterpretedTransport, ("not routed",))
+
+
+@distributed(2, device="cpu")
+def test_one_token_in_parts_of_one_wider_row(ctx: Context):
+    """Such parts are contiguous to torch, with a stride that no word divides."""
+    check_one_token(ctx, make_workspace(ctx, InterpretedTransport))
+
+
+@distributed(2, device="cpu")
+def test_epochs_wrap_around(ctx: Context):
+    workspace = make_workspace(ctx, InterpretedTransport)
+    layout, last = workspace.layout, 2**31 - 2
+    for buffer in workspace.buffers:
+        words = buffer.local[layout.signals_start :].view(torch.int64)
+        words[: CHANNELS * ctx.world_size] = last << 32
+        buffer.local[layout.own_start :].view(torch.int64)[:2] = last
+    workspace.transport.barrier("ready")
+    check_cases(ctx, workspace, ("random",))
+    assert buffer.local[layout.own_start :].view(torch.int64)[1] < 0
 
 
 @distributed(3, device="cpu")
@@ -60,3 +81,12 @@ def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
     got = "rank 0 at put_rows with rows of 24 bytes, rank 1 at put_rows with rows of 27 bytes"
     with pytest.raises(PeersDisagree, match=got):
         workspace.transport.check()
+
+
+def test_a_record_tells_who_is_late_across_the_wrap():
+    record = Record(3, pinned=False)
+    before, after = 2**31 - 1 << 32, -(2**31) << 32
+    record.words[:] = torch.tensor([1, 1, after, after, before, after])
+    with pytest.raises(PeerTimeout, match="for rank 1 ") as info:
+        record.check(0, 1.0)
+    assert info.value.missing == (1,)

@@ -16,7 +16,14 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from comms.cases import CASES, assert_bitwise
 from comms.played import PlayedTransport
 from comms.test_direct import check_direct
-from comms.test_exchange import bring_to, check_cases, check_over_capacity, make_workspace, plan_slots
+from comms.test_exchange import (
+    bring_to,
+    check_cases,
+    check_one_token,
+    check_over_capacity,
+    make_workspace,
+    plan_slots,
+)
 from comms.test_stress import check_rounds
 from mxep.comms import NvshmemTransport, PeersDisagree, PeerTimeout, SymmetricMemoryTransport, return_rows, send_rows
 from mxep.comms.kernels import nvshmem
@@ -64,6 +71,11 @@ def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
 @distributed(*((2, 3, 4) if ON_CUDA else (4,)))
 def test_no_round_sees_another_rounds_rows(ctx: Context):
     check_rounds(ctx, kind_of(ctx), 60 if ON_CUDA else 4)
+
+
+@distributed(2)
+def test_one_token_in_parts_of_one_wider_row(ctx: Context):
+    check_one_token(ctx, make_workspace(ctx, kind_of(ctx)))
 
 
 @distributed(2)

@@ -7,6 +7,7 @@ from torch.library import opcheck
 
 from comms.cases import assert_bitwise, payload
 from mxep.comms import gather_rows, plan, rows, sum_slots
+from mxep.comms.kernels import gather, sums
 from mxep.comms.layout import CHANNELS, OWN_WORDS, Layout
 
 IDS = torch.tensor([[0, 3], [-1, 1], [2, 2]], dtype=torch.int32)
@@ -79,3 +80,19 @@ def test_regions_of_a_layout_are_aligned_and_apart():
     assert ends <= layout.nbytes
     assert regions[0].shape == (17, 48)
     assert regions[1].shape == regions[2].shape == (3, 5, 3)
+
+
+@pytest.mark.parametrize("name", ["gather_rows", "sum_slots"])
+def test_the_kernels_equal_their_references_whatever_the_strides(name):
+    """On a GPU, or interpreted. Indices are every other column; a part has no columns; rows are cut from wider ones."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    index = torch.tensor([[2, 9, 3], [-1, 9, 1], [0, 9, -2], [-2, 9, -1]], dtype=torch.int32, device=device)[:, ::2]
+    if name == "gather_rows":
+        wide = payload(0, 4, 40).to(device)
+        parts = [wide[:, 3:11], wide[:, 8:32], wide[:, :0], torch.randn(4, 20, device=device)]
+        pairs = zip(gather.gather_rows(parts, index[:, 0], None), rows.gather_parts._init_fn(parts, index[:, 0], None))
+    else:
+        summands = torch.randn(4, 37, device=device).bfloat16()[:, :21]
+        pairs = [(sums.sum_slots(summands, index), rows.add_rows._init_fn(summands, index))]
+    for got, wanted in pairs:
+        assert_bitwise(got, wanted, name)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mxep.comms import PeerTimeout, SharedMemoryTransport, SymmetricMemoryTransport, Workspace, send_rows
+from mxep.comms.transport import cuda_device
 from mxep.integration.launch import Rank, RanksFailed, run_ranks
 from ranks import Context, distributed
 
@@ -73,6 +74,8 @@ def test_ranks_that_disagree_on_sizes_are_both_named(ctx: Context):
     sizes = {"max_tokens": 4, "top_k": 2, "dim": 16, "num_experts": 4}
     with pytest.raises(ValueError, match="ranks disagree on top_k: got 3 on rank 1, wanted 2 as on rank 0"):
         Workspace(transport, **{**sizes, "top_k": 2 + ctx.rank})
+    with pytest.raises(ValueError, match="ranks disagree on num_programs: got 9 on rank 1, wanted 8 as on rank 0"):
+        Workspace(transport, **sizes, num_programs=8 + ctx.rank)
     with pytest.raises(ValueError, match="allocate: ranks disagree on nbytes: got 1 on rank 1, wanted 0 as on rank 0"):
         transport.allocate(ctx.rank)
     with pytest.raises(ValueError, match="num_experts: got 5, wanted a multiple of 2 ranks"):
@@ -153,3 +156,25 @@ def test_a_machine_with_another_memory_order_is_refused(monkeypatch):
 def test_symmetric_memory_without_cuda_says_so():
     with pytest.raises(RuntimeError, match="got no CUDA device; on CPU use SharedMemoryTransport"):
         SymmetricMemoryTransport()
+
+
+def test_a_device_without_an_index_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert cuda_device(None) == cuda_device("cuda") == torch.device("cuda", 3)
+    assert cuda_device("cuda:1") == torch.device("cuda", 1)
+
+
+def test_a_move_whose_turn_is_unknown_begins_with_a_barrier():
+    """The first of every capture, and after one all that are in none."""
+    if dist.is_initialized():
+        pytest.skip("there is a group")
+    transport = SharedMemoryTransport()
+    workspace = Workspace(transport, max_tokens=4, top_k=2, dim=16, num_experts=4)
+    captures = 0, 0, 5, 5, 7, 7, 0, 0, 9
+    unknown = False, False, True, False, True, False, True, True, True
+    assert tuple(workspace._turn_is_unknown(capture) for capture in captures) == unknown
+    with workspace.aside(transport):
+        pass
+    with pytest.raises(RuntimeError, match="under way while a capture starts or ends, wanted wait"):
+        workspace._turn_is_unknown(0)
+    transport.close()

@@ -7,7 +7,7 @@ Dispatch forward and combine backward are `send_rows`; combine forward and dispa
 T tokens here, T_max slots a sender, K experts a token, W ranks, S = W * T_max slots, D elements of a row.
 
 `start_send_rows` and `start_return_rows` begin a move and return what waits for it: on CUDA the move runs on the
-workspace's own stream meanwhile, and waiting makes the current stream wait, not the host.
+transport's stream meanwhile, and waiting makes the current stream wait, not the host.
 """
 
 from collections.abc import Sequence
@@ -137,7 +137,7 @@ def start_return_rows(
     out = rows.new_empty(len(expert_ids), rows.shape[1])
     values = None if row_values is None else row_values.new_empty(expert_ids.shape)
     move = workspace.begin("return_rows")
-    with workspace.aside((rows, plan, expert_ids, row_values)):
+    with workspace.aside((rows, plan, expert_ids, row_values, out, values)):
         # Every rank that got one of our tokens puts its sum into our slots (that rank, token), and we sum over ranks.
         workspace.transport.return_sums(move, rows, row_values, plan, expert_ids, out, values)
     return Returning(workspace, out, values)
@@ -159,9 +159,9 @@ def tables(layout: Layout, local: Tensor) -> Tables:
 
 def check_parts(workspace: Workspace, parts: Sequence[Tensor]) -> None:
     for part in parts:
-        if part.dtype != torch.uint8 or part.dim() != 2 or len(part) != len(parts[0]):
+        if part.dtype != torch.uint8 or part.dim() != 2 or len(part) != len(parts[0]) or not part.shape[1]:
             got = f"{part.dtype} {tuple(part.shape)}"
-            raise ValueError(f"parts: got {got}, wanted torch.uint8 ({len(parts[0])}, bytes)")
+            raise ValueError(f"parts: got {got}, wanted torch.uint8 ({len(parts[0])}, bytes), at least one byte")
         _check_device("parts", part, workspace)
     width = sum(part.shape[1] for part in parts)
     if not 0 < width <= workspace.layout.row_bytes:

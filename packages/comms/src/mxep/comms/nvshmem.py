@@ -28,7 +28,7 @@ from .layout import ALIGNMENT, round_up
 from .moves import Move
 from .puts import PE_SHIFT, PutMoves, StagedBuffer
 from .symmetric_memory import Record
-from .transport import SymmetricBuffer, check_agreement, gather_objects
+from .transport import SymmetricBuffer, check_agreement, cuda_device, gather_objects, pad_bytes
 
 # torch's names of allocations that it never frees. They are the process's, as NVSHMEM itself is.
 _ALLOCATION = itertools.count(0x6D78_6570)
@@ -65,7 +65,8 @@ class NvshmemTransport(PutMoves):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        self.device = cuda_device(device)
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device)
         self.timeout = timeout
         self._closed = False
         self._buffers: list[StagedBuffer] = []
@@ -83,7 +84,7 @@ class NvshmemTransport(PutMoves):
         self.bases = self.pes.long() << PE_SHIFT
         self.record = Record(self.world_size, pinned=True)
         self.state = torch.tensor([0, int(timeout * 1e9), self.record.words.data_ptr()], device=self.device)
-        self._signals = self._empty((self.world_size + 1) * 8)
+        self._signals = self._empty(pad_bytes(self.world_size))
         self._agree()
         with torch.cuda.device(self.device):
             for kernel in (self._put_kernel, self._meet_kernel):
@@ -101,9 +102,9 @@ class NvshmemTransport(PutMoves):
         self._buffers.append(StagedBuffer(self.rank, peers, pointers, staging))
         return self._buffers[-1]
 
-    def barrier(self, step: str) -> None:
+    def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
         self.check()
-        self._launch_meet(self._signals, 0, 0, 0, self.world_size * 8)
+        self._launch_meet(self._signals if pad is None else pad.local, 0, 0, 0, self.world_size * 8)
 
     def check(self) -> None:
         if self._closed:

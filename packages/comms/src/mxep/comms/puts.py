@@ -153,12 +153,12 @@ def _stage(move: Move, parts: Sequence[Tensor]) -> Tensor:
     staged = move.layout.rows(_staging(move))[: len(parts[0]), : round_up(_width(parts), ALIGNMENT)]
     offset = 0
     for part in parts:
-        place = staged[:, offset : offset + part.shape[1]]
-        part = part.contiguous()
-        whole = math.gcd(8, offset, part.shape[1], part.storage_offset()) == 8
-        word = torch.int64 if whole else torch.uint8
-        place.view(word).copy_(part.view(word))
-        offset += part.shape[1]
+        width = part.shape[1]
+        flat = part.contiguous().view(-1)  # in words: one row is contiguous whatever its stride
+        word = torch.int64 if math.gcd(8, offset, width, flat.storage_offset()) == 8 else torch.uint8
+        place = staged[:, offset : offset + width].view(word)
+        place.copy_(flat.view(word).view(place.shape))
+        offset += width
     return staged
 
 

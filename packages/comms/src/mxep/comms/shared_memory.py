@@ -48,6 +48,7 @@ class SharedMemoryTransport(PlainMoves):
         self.rank = dist.get_rank(group) if distributed else 0
         self.world_size = dist.get_world_size(group) if distributed else 1
         self.device = torch.device("cpu")
+        self.stream: torch.cuda.Stream | None = None
         self.group = group
         self.timeout = timeout
         self._check_one_machine()
@@ -73,7 +74,7 @@ class SharedMemoryTransport(PlainMoves):
         self._buffers.append(buffer)
         return buffer
 
-    def barrier(self, step: str) -> None:
+    def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
         self.check()
         self._counter += 1
         # Release: the stores of this move are older than the word, and x86 shows them in that order.

@@ -11,7 +11,15 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from .moves import STEPS, KernelMoves
-from .transport import PeersDisagree, PeerTimeout, SymmetricBuffer, check_agreement
+from .transport import (
+    PeersDisagree,
+    PeerTimeout,
+    SymmetricBuffer,
+    check_agreement,
+    cuda_device,
+    gather_objects,
+    pad_bytes,
+)
 
 
 class Record:
@@ -30,7 +38,8 @@ class Record:
             return
         _, _, word, *seen = self.words.tolist()
         step, epoch = STEPS[(word >> 24) & 0xFF], word >> 32
-        missing = {peer: its >> 32 for peer, its in enumerate(seen) if its >> 32 < epoch}
+        # Epochs wrap around at 2^31: behind is who is less than half a turn behind.
+        missing = {peer: its >> 32 for peer, its in enumerate(seen) if (epoch - (its >> 32)) % 2**32 in range(1, 2**31)}
         if missing:
             raise PeerTimeout(rank, missing, step, epoch, limit)
         everyone = (
@@ -67,7 +76,7 @@ class SymmetricMemoryTransport(KernelMoves):
         self._group = group or dist.distributed_c10d._get_default_group()
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        self.device = cuda_device(device)
         if (backend := symm_mem.get_backend(self.device)) not in (None, "CUDA"):
             raise RuntimeError(
                 f"SymmetricMemoryTransport: got backend {backend} of torch's symmetric memory, wanted CUDA; a process "
@@ -75,26 +84,29 @@ class SymmetricMemoryTransport(KernelMoves):
             )
         self.timeout = timeout
         self.clock = True
-        self.max_programs = torch.cuda.get_device_properties(self.device).multi_processor_count
+        # The least of all: ranks must cut the rows that go home into the same chunks.
+        here = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.max_programs = min(gather_objects(here, group))
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device)
         # Read by torch when it maps a buffer; cuMulticastCreate must never be called.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self.record = Record(self.world_size, pinned=True)
         self.state = torch.tensor([0, int(timeout * 1e9), self.record.words.data_ptr()], device=self.device)
         self._buffers: list[SymmetricBuffer] = []
         self._closed = False
-        self._signals = self._map((self.world_size + 1) * 8)
+        self._signals = self._map(pad_bytes(self.world_size))
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         check_agreement("allocate", {"nbytes": nbytes}, self.group)
         self._buffers.append(self._map(nbytes))
         return self._buffers[-1]
 
-    def barrier(self, step: str) -> None:
+    def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
         from .kernels.signals import barrier
 
         self.check()
         with torch.cuda.device(self.device):
-            barrier(self._signals.pointers, self.state, self.rank, self.clock)
+            barrier((pad or self._signals).pointers, self.state, self.rank, self.clock)
 
     def check(self) -> None:
         if self._closed:

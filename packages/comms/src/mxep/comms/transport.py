@@ -44,19 +44,25 @@ class Transport(Protocol):
 
     Attributes:
         rank, world_size: of ``group``. device: where buffers live. group: None for a process alone.
+        stream: where moves run that the caller does not wait for, those of all its workspaces one after the other: a
+            kernel that waits on every multiprocessor must never keep out the one that its peers wait for. None on CPU.
     """
 
     rank: int
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None
+    stream: torch.cuda.Stream | None
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """A zeroed buffer. Raises ValueError if the ranks ask for different sizes."""
         ...
 
-    def barrier(self, step: str) -> None:
-        """Wait for all ranks; ``step`` says in an error what they were doing. Raises PeerTimeout."""
+    def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
+        """Wait for all ranks; ``step`` says in an error what they were doing. Raises PeerTimeout.
+
+        pad: of :func:`pad_bytes`, to meet over. Barriers that may run at once, on two streams, need a pad each.
+        """
         ...
 
     def put_tables(self, move: "Move", expert_ids: Tensor, weights: Tensor) -> None: ...
@@ -104,6 +110,17 @@ class PeerTimeout(RuntimeError):
 
 class PeersDisagree(RuntimeError):
     """Ranks met in different moves, or with rows of different widths. The transport cannot be used any more."""
+
+
+def pad_bytes(world_size: int) -> int:
+    """What a barrier meets over: a word for each rank, and the own counter."""
+    return (world_size + 1) * 8
+
+
+def cuda_device(device: torch.device | str | None) -> torch.device:
+    """With an index, as tensors have it; the current one if none is said."""
+    given = torch.device("cuda" if device is None else device)
+    return torch.device("cuda", torch.cuda.current_device()) if given.index is None else given
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:

@@ -19,23 +19,30 @@ a sender wrote, and the tables of all W ranks are written whole in the move that
 **One buffer would not do.** p leaves B_i as soon as q has entered it, and may store move i + 1 while q still reads what
 move i brought. It takes two buffers, or a second barrier a move.
 
-Tables have a barrier of their own, in the same move and in other words of the buffer: with rows on the workspace's
+Tables have a barrier of their own, in the same move and in other words of the buffer: with rows on the transport's
 stream, a plan is made of them while rows are under way. A rank enters the barrier of tables of move i + 2 after it left
 that of move i + 1, so the proof holds for them as it stands. `return_rows` cuts B_i into chunks of tokens: rank p sums
 a chunk that all ranks have stored, and has left B_i when it has left the last.
+
+**A captured graph** may be replayed at any time, twice in a row with an odd number of moves, too: then a buffer's turn
+comes twice. So its first move begins with a barrier that moves nothing, after the reads of all that ran before; and so
+does every move outside of a graph once there has been a capture, as nobody tells the host of a replay.
 """
 
 import contextlib
+import ctypes
+from collections.abc import Iterator
 
 import torch
 
 from .layout import ALIGNMENT, Layout, round_up
 from .moves import Move
-from .transport import Transport, check_agreement
+from .transport import Transport, check_agreement, pad_bytes
 
 
 class Workspace:
-    """The buffers that moves use. Several layers may share one as long as every rank makes the same moves in one order.
+    """The buffers that moves use. Several layers may share one as long as every rank makes the same moves in one
+    order; so must they over all workspaces of a transport, whose moves share its stream.
 
     Args:
         transport: how ranks reach each other.
@@ -43,7 +50,8 @@ class Workspace:
         row_bytes: bytes of the widest row in either direction; None is 2 * dim (bf16 home, bf16 or MXFP8 out).
         num_experts: E, a multiple of W; rank r owns experts r * E/W .. (r + 1) * E/W - 1.
         direct_rows: R_max of the direct variant, 0 where it is not used.
-        num_programs: how many multiprocessors of the device a move may take; None: all. Links need few: see the docs.
+        num_programs: how many multiprocessors of the device a move may take, the same on all ranks, which cut rows into
+            chunks by it; None: all. Links need few: see the docs.
 
     Collective. Raises ValueError on every rank if the ranks' arguments differ, or if one makes no sense.
     """
@@ -63,7 +71,7 @@ class Workspace:
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
         sizes |= {"num_experts": num_experts, "direct_rows": direct_rows}
-        check_agreement("Workspace", sizes, transport.group)
+        check_agreement("Workspace", sizes | {"num_programs": num_programs}, transport.group)
         for name, size in sizes.items():
             least = 0 if name in ("max_tokens", "direct_rows") else 1
             if size < least:
@@ -88,8 +96,11 @@ class Workspace:
         self.num_programs = num_programs
         self.buffers = tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
         self.moves = 0
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._pad = transport.allocate(pad_bytes(transport.world_size)) if transport.stream is not None else None
         self._under_way: object = None
+        self._done: torch.cuda.Event | None = None
+        self._capture = 0
+        self._was_captured = False
 
     @property
     def num_local_experts(self) -> int:
@@ -102,28 +113,66 @@ class Workspace:
     def begin(self, verb: str) -> Move:
         """The next move's buffer; the views of the move before the last end here, those of the last one at its end.
 
-        Raises PeerTimeout or PeersDisagree if an earlier move is known to have failed.
+        Raises PeerTimeout or PeersDisagree if an earlier move is known to have failed, RuntimeError if one is under way
+        across the start or the end of a CUDA graph's capture.
         """
         self.transport.check()
-        self.join()
-        buffer = self.buffers[self.moves % 2]
         name = f"{verb}, move {self.moves}"
+        capture = 0 if self.transport.stream is None else capture_of(torch.cuda.current_stream(self.device))
+        unknown = self._turn_is_unknown(capture)
+        self.join()
+        if unknown:
+            # After it: all ranks have read what any earlier move brought.
+            self.transport.barrier(name, self._pad)
+        buffer = self.buffers[self.moves % 2]
         self.moves += 1
         return Move(buffer, self.layout, self.num_local_experts, name, self.num_programs)
 
-    def aside(self, keep: object) -> contextlib.AbstractContextManager[object]:
-        """Work on the workspace's own stream, after all that the current one has been given; ``join`` brings it back.
+    @contextlib.contextmanager
+    def aside(self, keep: object) -> Iterator[None]:
+        """Work on the transport's stream, after all that the current one has been given; ``join`` brings it back.
 
         keep: what that work uses, held until then.
         """
         self._under_way = keep
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
+        stream = self.transport.stream
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+        self._done = stream.record_event()
 
     def join(self) -> None:
-        """The current stream waits for the move that is under way aside, if there is one; the host does not."""
-        if self._under_way is not None and self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        """The current stream waits for the move that was last aside, if there is one; the host does not."""
+        if self._done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._done)
         self._under_way = None
+
+    def _turn_is_unknown(self, capture: int) -> bool:
+        """Whether the move that runs before this one on the device may be another than the one that was made before it.
+
+        capture: the one that this move is part of, 0 if none.
+        """
+        changed, self._capture = capture != self._capture, capture
+        if changed and self._under_way is not None:
+            raise RuntimeError(f"move {self.moves - 1}: under way while a capture starts or ends, wanted wait() before")
+        if changed:
+            self._done = None  # events do not cross
+        self._was_captured |= capture != 0
+        return self._was_captured and (changed or capture == 0)
+
+
+def capture_of(stream: torch.cuda.Stream) -> int:
+    """A number for the capture that the current stream is part of, 0 outside of one."""
+    with torch.cuda.device(stream.device):
+        if not torch.cuda.is_current_stream_capturing():
+            return 0
+    # torch tells whether, not which; the driver does.
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    failed = ask(ctypes.c_void_p(stream.cuda_stream), *map(ctypes.byref, (status, number)), None, None, None)
+    if failed:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: got error {failed}, wanted the number of the capture")
+    return number.value + 1

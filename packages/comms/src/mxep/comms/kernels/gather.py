@@ -40,6 +40,8 @@ def gather_rows(parts: Sequence[Tensor], row_index: Tensor, group_ends: Tensor |
 
 def _gather(part: Tensor, row_index: Tensor, group_ends: Tensor | None) -> Tensor:
     out = torch.empty(len(row_index), part.shape[1], dtype=part.dtype, device=part.device)
+    if not out.numel():
+        return out
     if part.stride(1) != 1:
         part = part.contiguous()
     size = part.itemsize
@@ -48,9 +50,8 @@ def _gather(part: Tensor, row_index: Tensor, group_ends: Tensor | None) -> Tenso
     width = source.shape[1]
     block = triton.next_power_of_2(width)
     at_once = max(1, TILE_BYTES // (block * word))
-    if out.numel():
-        gather_kernel[(triton.cdiv(len(out), at_once),)](
-            source, row_index, group_ends, target, source.stride(0), len(out),
-            0 if group_ends is None else len(group_ends), WIDTH=width, BLOCK=block, NT=at_once, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    gather_kernel[(triton.cdiv(len(out), at_once),)](
+        source, row_index.contiguous(), group_ends, target, source.stride(0), len(out),
+        0 if group_ends is None else len(group_ends), WIDTH=width, BLOCK=block, NT=at_once, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return out

@@ -219,9 +219,11 @@ def _in_words(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[in
         parts = [torch.cat(tuple(parts), 1)]
     words, widths, offsets = [], [], [0]
     for part in parts:
-        part = part.contiguous()
-        word = math.gcd(8, offsets[-1], part.shape[1], part.storage_offset())
+        width = part.shape[1]
+        # Flat: one row is contiguous to torch whatever its stride, which a view as wider words would not take.
+        part = part.contiguous().view(-1)
+        word = math.gcd(8, offsets[-1], width, part.storage_offset())
         words.append(part.view(WORDS[word]))
-        widths.append(part.shape[1] // word)
-        offsets.append(offsets[-1] + part.shape[1])
+        widths.append(width // word)
+        offsets.append(offsets[-1] + width)
     return words, widths, offsets

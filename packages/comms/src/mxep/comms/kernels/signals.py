@@ -11,7 +11,8 @@ Memory order. A program's threads store, then meet at a CTA barrier; one of them
 system scope. So whoever finds the counter full has, by causality, all programs' stores before it. It announces with
 a release at system scope; the waiting rank reads the word with an acquire at system scope, and its other threads follow
 over a CTA barrier. Kernels that come later in the stream see all of it, as they see what any kernel stored. A word only
-grows and has one writer.
+grows, by 2^32 at a time until it wraps around, and has one writer: whether it is there yet is told by the sign of a
+difference.
 
 Time limit. A wait looks at the GPU's clock, in ns (under the interpreter: counts turns). When time is up, or a peer's
 signature differs, the first program to notice writes a record where the host can read it without waiting for the device
@@ -65,15 +66,16 @@ def await_peers(
     peer = tl.arange(0, WP)
     there = peer < W
     place = (own_base + signals_start + channel * W * 8).to(tl.pointer_type(tl.int64)) + peer
+    # Differences, as epochs wrap around: an int32's worth of moves may be a week of decoding.
     least = (word >> 32) << 32
     seen = tl.load(place, mask=there, other=word, volatile=True)
-    if tl.min(seen, 0) < least:
+    if tl.min(seen - least, 0) < 0:
         limit = tl.where(tl.load(state_ptr) != 0, 0, tl.load(state_ptr + 1))
         start = tl.zeros((), tl.int64)
         if CLOCK:
             start = globaltimer()
         waited = tl.zeros((), tl.int64)
-        while (tl.min(seen, 0) < least) & (waited <= limit):
+        while (tl.min(seen - least, 0) < 0) & (waited <= limit):
             seen = tl.load(place, mask=there, other=word, volatile=True)
             if CLOCK:
                 waited = globaltimer() - start
@@ -82,7 +84,7 @@ def await_peers(
     seen = tl.atomic_add(place, tl.zeros((WP,), tl.int64), mask=there, sem="acquire", scope="sys")
     seen = tl.where(there, seen, word)
     tl.debug_barrier()
-    wrong = (seen < least) | (((seen ^ word) >> 32 == 0) & (seen != word))
+    wrong = (seen - least < 0) | (((seen ^ word) >> 32 == 0) & (seen != word))
     if tl.max(wrong.to(tl.int32), 0) != 0:
         if tl.atomic_cas(state_ptr, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
             record = tl.load(state_ptr + 2).to(tl.pointer_type(tl.int64))

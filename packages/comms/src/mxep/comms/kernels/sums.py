@@ -8,7 +8,8 @@
 
 So reads, wire and writes are busy at once, and after the last store `lag` chunks are left to sum. Programs are not
 served alike where the links are full: with a fixed share each, the slowest would take 7% longer than all together.
-A tile is taken by a program that runs, and no wait needs one that has not started: any number of them gets home.
+A tile is taken by a program that runs, and no wait needs one that has not started: any number of them gets home, if one
+runs on each rank. Two such kernels at once might keep each other out on different ranks: a transport runs them in turn.
 A sum is in fp32, over the token's list in its order, then over ranks in theirs, rounded after each.
 """
 
@@ -240,7 +241,7 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
     at_once = rows_at_once(TILE_BYTES, block * rows.itemsize, len(slot_rows), SPREAD)
     if out.numel():
         sum_slots_kernel[(triton.cdiv(len(slot_rows), at_once),)](
-            rows.contiguous(), slot_rows, out, len(slot_rows), K=slot_rows.shape[1], D=dim, BLOCK=block, NT=at_once,
-            num_warps=8,
+            rows.contiguous(), slot_rows.contiguous(), out, len(slot_rows), K=slot_rows.shape[1], D=dim, BLOCK=block,
+            NT=at_once, num_warps=8,
         )  # fmt: skip
     return out
