@@ -8,6 +8,9 @@
     gemm     mxep.gemm beside its peers: gemm_cases what is compared, gemm_numerics how exact it is, roofline a picture
     comms    mxep.comms on all ranks beside all-to-alls: comms_cases what is compared, comms_verify that it is right,
              comms_timing the clock of many ranks, comms_picture a picture
+    layer    mxep.ep's layer on all ranks beside the standard one (standard): layer_cases what is compared, layer_counts
+             flops, bytes and the floor, layer_timing sustained time and memory, layer_stages kernels by stage,
+             layer_picture a picture
     run      from a config to a report
 
 A bench is a module of the table below, with `check(config)` and `measure(config, seed, say)`, or, if it runs on all
@@ -18,11 +21,16 @@ BENCHES = {
     "quant": "mxep.integration.bench.quant",
     "gemm": "mxep.integration.bench.gemm",
     "comms": "mxep.integration.bench.comms",
+    "layer": "mxep.integration.bench.layer",
 }
 """Name in the config -> module."""
 
-ON_RANKS = ("comms",)
+ON_RANKS = ("comms", "layer")
 """Those that run on all ranks."""
 
-PICTURES = {"gemm": "mxep.integration.bench.roofline", "comms": "mxep.integration.bench.comms_picture"}
+PICTURES = {
+    "gemm": "mxep.integration.bench.roofline",
+    "comms": "mxep.integration.bench.comms_picture",
+    "layer": "mxep.integration.bench.layer_picture",
+}
 """Name in the config -> module with `draw(results, file)`."""

@@ -1,0 +1,265 @@
+"""What bench=layer times at one shape: MoE layers of mxep.ep, and the standard layer, of the same routing and weights.
+
+    RECIPE/DISPATCHER              any of mxep.ep.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
+                                   every step
+    RECIPE/DISPATCHER, kept        of KEPT micro-batches, the weights quantized in the first one; a figure is of one
+    RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
+    standard bf16, standard fp8    standard.StandardLayer; fp8: its products by torchao, each row and column scaled
+
+A step is forward and backward: gradients of x, of the routing weights and of both projections. Routing, that is ids and
+weights, is given: a router is what all have in common.
+
+T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, e experts of a rank, W ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mxep.comms import Capacity
+from mxep.ep import CASES, MoE
+from mxep.gemm import Backend
+from mxep.gemm.backends import select
+from mxep.gemm.weights import QuantizedWeight
+
+from ..rank import Rank
+from ..reference import Results
+from ..verify import FixedRouting
+from . import comms_cases
+from .comms_cases import SLACK, Traffic, everyone, routing
+from .gemm_cases import torchao_product
+from .standard import StandardLayer, bf16_product
+
+KEPT = 4
+STANDARD = "standard bf16"
+MX = "mxfp8/symmetric"
+CASE_NAMES = (STANDARD, "standard fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric")
+"""Those of a run that names none."""
+SUFFIXES = ("", ", kept", ", main_grad")
+
+
+class Shape(NamedTuple):
+    """T, D, F, E, K."""
+
+    tokens: int
+    dim: int
+    hidden: int
+    experts: int
+    top_k: int
+
+
+class Problem:
+    """Operands on this rank. Collective.
+
+    x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D), w2: (e, D, F).
+    traffic: of all ranks.
+    """
+
+    def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int) -> None:
+        self.shape, self.rank, self.ranks, self.device = shape, rank.rank, rank.world_size, rank.device
+        tokens, dim, hidden, experts, top_k = shape
+        generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
+
+        def draw(*sizes: int, std: float = 1.0) -> Tensor:
+            options: dict[str, Any] = {"generator": generator, "device": self.device}
+            return torch.randn(sizes, dtype=torch.bfloat16, **options).mul_(std)
+
+        self.ids = routing(comms_cases.Shape(tokens, dim, experts, top_k), skew, generator)
+        scores = torch.rand(self.ids.shape, generator=generator, device=self.device) + 0.1
+        self.weights = scores / scores.sum(1, keepdim=True)
+        self.x, self.d_out = draw(tokens, dim), draw(tokens, dim)
+        self.w13 = draw(self.local_experts, 2 * hidden, dim, std=dim**-0.5)
+        self.w2 = draw(self.local_experts, dim, hidden, std=hidden**-0.5)
+        self.traffic = Traffic.of(everyone(self.ids), self.ranks, experts)
+
+    @property
+    def local_experts(self) -> int:
+        return self.shape.experts // self.ranks
+
+    @property
+    def most_rows(self) -> int:
+        """Pairs of the rank whose experts get most."""
+        return max(sum(int(pairs) for pairs in column) for column in zip(*self.traffic.pairs))
+
+    @property
+    def capacity(self) -> float:
+        """Of a plan, as a multiple of the balanced load: SLACK, or what this routing needs."""
+        return max(SLACK, self.most_rows / self.ids.numel())
+
+
+class Layer(Protocol):
+    """micro_batches: in a step. in_graph: whether it is made for a CUDA graph."""
+
+    micro_batches: int
+    in_graph: bool
+
+    def forward(self) -> Tensor: ...
+
+    def step(self) -> Results: ...
+
+    def reset(self) -> None:
+        """Forget what steps have accumulated."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong on the device."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what peers map."""
+        ...
+
+
+class Ours:
+    """An MoE on the problem's weights. Raises NotImplementedError where the MoE does not offer what is asked."""
+
+    in_graph = True
+
+    def __init__(self, p: Problem, name: str) -> None:
+        case, _, suffix = name.partition(", ")
+        recipe, dispatcher = CASES[case].recipe, CASES[case].dispatcher
+        if dispatcher == "local" and p.ranks > 1:
+            raise NotImplementedError("one rank's experts alone, all of them: parallel.ranks=1")
+        self.p, self.name = p, name
+        self.micro_batches = KEPT if suffix == "kept" else 1
+        self.kept: dict[tuple[int, bool], QuantizedWeight] = {}
+        backend = select("auto", p.device)
+        self.router = FixedRouting(p.ids, p.weights)
+        self.moe = MoE(
+            p.shape.dim,
+            p.shape.hidden,
+            p.shape.experts,
+            p.shape.top_k,
+            group=dist.group.WORLD,
+            recipe=recipe,
+            dispatcher=dispatcher,
+            capacity=Capacity.factor(p.capacity),
+            max_tokens=p.shape.tokens,
+            router=self.router,
+            backend=self._keeping(backend) if suffix == "kept" else backend,  # type: ignore[arg-type,unused-ignore]
+            device=p.device,
+        )
+        experts = self.moe.experts
+        experts.gate_up_proj.data, experts.down_proj.data = p.w13, p.w2
+        self.x = p.x.detach().requires_grad_()
+        self.leaves = (self.x, self.router.weights, experts.gate_up_proj, experts.down_proj)
+        self.main_grads: tuple[Tensor, ...] = ()
+        if suffix == "main_grad":
+            self.main_grads = tuple(torch.zeros(w.shape, device=p.device) for w in self.leaves[2:])
+            for weight, main_grad in zip(self.leaves[2:], self.main_grads):
+                weight.main_grad = main_grad  # type: ignore[attr-defined]
+
+    def forward(self) -> Tensor:
+        out: Tensor = self.moe(self.x)
+        return out.detach()
+
+    def step(self) -> Results:
+        self.kept.clear()
+        for _ in range(self.micro_batches):
+            out = self.moe(self.x)
+            found = torch.autograd.grad(out, self.leaves, self.p.d_out, allow_unused=True)
+        if self.main_grads:
+            if found[2] is not None or found[3] is not None:
+                raise NotImplementedError("this MoE knows no main_grad")
+            found = (*found[:2], *self.main_grads)
+        if self.micro_batches > 1 and len(self.kept) != 2:
+            raise NotImplementedError(f"this MoE asked for {len(self.kept)} quantized weights, wanted 2: none is kept")
+        return Results(out.detach(), *found)
+
+    def reset(self) -> None:
+        for main_grad in self.main_grads:
+            main_grad.zero_()
+
+    def check(self) -> None:
+        self.moe.check()
+
+    def close(self) -> None:
+        if (transport := getattr(self.moe.dispatcher, "transport", None)) is not None:
+            transport.close()
+
+    def _keeping(self, backend: Backend) -> Backend:
+        """As MoE(cache_weights=True) keeps them, but in a graph, too, where a cache would quantize at each call."""
+        keeping = copy.copy(backend)
+
+        def once(w: Tensor, recipe: Any, *, cols: bool) -> QuantizedWeight:
+            key = w.data_ptr(), cols
+            if key not in self.kept:
+                self.kept[key] = backend.quantize_weight(w, recipe, cols=cols)
+            return self.kept[key]
+
+        keeping.quantize_weight = once  # type: ignore[method-assign]
+        return keeping
+
+
+class Standard:
+    """The standard layer, launched by the host, which reads sizes in every step. Raises ImportError without torchao."""
+
+    micro_batches = 1
+    in_graph = False
+
+    def __init__(self, p: Problem, name: str) -> None:
+        product = bf16_product
+        if name != STANDARD:
+            quantized = torchao_product()
+            if p.device.type != "cuda":
+                raise NotImplementedError(f"needs CUDA, got {p.device}")
+
+            def product(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+                return quantized(rows, w.mT, ends, pad_token_groups_for_grouped_mm=False)
+
+        self.p = p
+        self.leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))
+        self.layer = StandardLayer(*self.leaves[2:], group=dist.group.WORLD, product=product)
+
+    def forward(self) -> Tensor:
+        return self._out().detach()
+
+    def step(self) -> Results:
+        out = self._out()
+        return Results(out.detach(), *torch.autograd.grad(out, self.leaves, self.p.d_out))
+
+    def reset(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _out(self) -> Tensor:
+        return self.layer(self.leaves[0], self.p.ids, self.leaves[1])
+
+
+@dataclass(frozen=True)
+class Case:
+    """name: of the list above. recipe: what its products and its rows on the wire are."""
+
+    name: str
+    recipe: str
+    make: Callable[[Problem, str], Layer]
+
+    @staticmethod
+    def named(name: str) -> Case:
+        """KeyError for a name that is none."""
+        if name.startswith("standard "):
+            return {each: Case(each, each.split()[1], Standard) for each in (STANDARD, "standard fp8")}[name]
+        base = next(name.removesuffix(suffix) for suffix in reversed(SUFFIXES) if name.endswith(suffix))
+        return Case(name, CASES[base].recipe, Ours)
+
+    @property
+    def standard(self) -> bool:
+        return self.make is Standard
+
+    @property
+    def kept(self) -> bool:
+        return self.name.endswith(", kept")
+
+    @property
+    def least_snr(self) -> float:
+        """dB against the standard layer in bf16. Quantized on both sides of every product: about 23."""
+        return 40.0 if self.recipe == "bf16" else 20.0

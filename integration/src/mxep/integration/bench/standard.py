@@ -1,0 +1,243 @@
+"""The standard expert-parallel layer, which bench=layer compares with: collectives, sizes read by the host, grouped mm.
+
+    x (T, D)            spread: a row for each (token, expert) pair, by expert
+      counts            all-to-all of rows per expert; the host reads them and waits          (not on one rank)
+    pairs (T K, D)      all-to-all, bf16                                                      (not on one rank)
+    rows (R, D)         by expert, then source rank; each group padded with zeroes to 16 rows
+      grouped mm        w13 (gate and up in one), SwiGLU in one kernel, w2
+    pairs (T K, D)      the same way back
+    out (T, D)          weighted sum of a token's pairs in fp32
+
+Backward goes the same ways. Better than the standard implementations known to us in three places: groups, which a
+gather fills with their padding, need no row of zeroes appended; the gradient of spread is a gather and a sum, not an
+addition by index; the weighted sum is one pass. Pointwise work is compiled on CUDA, plain on a CPU.
+
+Every token has K experts. T tokens of this rank, K experts a token, D model dim, F hidden dim, E experts in all, e
+here, W ranks, R rows with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+PAD = 16  # rows: what FP8 tensor cores and aligned loads want
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""rows (R, D), w (e, N, D), ends (e,) int32 -> (R, N), differentiable."""
+
+
+def bf16_product(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(rows, w.mT, offs=ends)
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index], zeroes where that is -1."""
+    return torch.where(index[:, None] >= 0, rows[index.clamp_min(0)], 0)
+
+
+def sum_pairs(pairs: Tensor, inverse: Tensor) -> Tensor:
+    """Of each token, its pairs: (T K, D) by expert, inverse (T, K) -> (T, D), summed in fp32."""
+    return pairs[inverse].float().sum(1).to(pairs.dtype)
+
+
+def weigh(pairs: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+    """`sum_pairs`, weighted by weights (T, K)."""
+    return (pairs[inverse].float() * weights[:, :, None]).sum(1).to(pairs.dtype)
+
+
+def weigh_backward(
+    d_out: Tensor, pairs: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `weigh`: of pairs, and of weights."""
+    top_k = weights.shape[1]
+    d_pairs = (d_out[order // top_k].float() * weights.flatten()[order][:, None]).to(pairs.dtype)
+    return d_pairs, (pairs[inverse].float() * d_out[:, None].float()).sum(-1)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The pointwise work, compiled or plain."""
+
+    take: Callable[..., Tensor]
+    sum_pairs: Callable[..., Tensor]
+    weigh: Callable[..., Tensor]
+    weigh_backward: Callable[..., tuple[Tensor, Tensor]]
+    swiglu: Callable[..., Tensor]
+
+    @staticmethod
+    def of(device: torch.device) -> Kernels:
+        functions: tuple[Any, ...] = (take, sum_pairs, weigh, weigh_backward, swiglu)
+        if device.type == "cuda":
+            functions = tuple(map(compiled, functions))
+        return Kernels(*functions)
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` under torch.compile for any number of rows, but for these widths alone: no index is divided by a variable."""
+    inner = torch.compile(fn, options={"compile_threads": 1})  # a rank has no room for a pool of compilers
+
+    def call(*tensors: Tensor) -> Any:
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return inner(*tensors)
+
+    return call
+
+
+class StandardLayer:
+    """w13: (e, 2F, D), gate first. w2: (e, D, F). Both of this rank's experts. group: None for this process alone."""
+
+    def __init__(
+        self, w13: Tensor, w2: Tensor, *, group: dist.ProcessGroup | None = None, product: Product = bf16_product
+    ) -> None:
+        self.w13, self.w2, self.group, self.product = w13, w2, group, product
+        self.ranks = dist.get_world_size(group) if group is not None else 1
+        self.kernels = Kernels.of(w13.device)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x (T, D), ids (T, K) int32, weights (T, K) fp32 -> (T, D)."""
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        inverse = _inverse(order).view(ids.shape)
+        pairs = _Spread.apply(x, order, inverse, self.kernels)  # type: ignore[no-untyped-call]
+        groups = self._groups(flat[order])
+        if self.ranks > 1:
+            pairs = _AllToAll.apply(pairs, groups.sent, groups.arrived, self.group)  # type: ignore[no-untyped-call]
+        rows = _Take.apply(pairs, groups.index, groups.position, self.kernels)  # type: ignore[no-untyped-call]
+        h = self.kernels.swiglu(self.product(rows, self.w13, groups.ends))
+        rows = self.product(h, self.w2, groups.ends)
+        pairs = _Take.apply(rows, groups.position, groups.index, self.kernels)  # type: ignore[no-untyped-call]
+        if self.ranks > 1:
+            pairs = _AllToAll.apply(pairs, groups.arrived, groups.sent, self.group)  # type: ignore[no-untyped-call]
+        out: Tensor = _Weigh.apply(pairs, weights, order, inverse, self.kernels)  # type: ignore[no-untyped-call]
+        return out
+
+    def _groups(self, sorted_ids: Tensor) -> Groups:
+        experts = len(self.w13)
+        bounds = torch.arange(experts * self.ranks + 1, dtype=sorted_ids.dtype, device=sorted_ids.device)
+        counts = torch.searchsorted(sorted_ids, bounds).diff()  # (E,)
+        if self.ranks == 1:  # nobody has to know sizes: room for all padding there can be
+            most = len(sorted_ids) + experts * (PAD - 1)
+            return Groups.of(counts.view(1, experts), len(sorted_ids), -(-most // PAD) * PAD, [], [])
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.group)
+        host = torch.cat((counts.view(self.ranks, experts).sum(1), received)).tolist()
+        sent, theirs = host[: self.ranks], host[self.ranks :]
+        arrived = [sum(theirs[r * experts : (r + 1) * experts]) for r in range(self.ranks)]
+        rows = sum(-(-sum(theirs[j::experts]) // PAD) * PAD for j in range(experts))
+        return Groups.of(received.view(self.ranks, experts), sum(arrived), rows, sent, arrived)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where arrived pairs, by source rank and then expert, lie among the rows.
+
+    index: (R,) int64, pair of a row, -1 for padding. position: (pairs,) int64, row of a pair. ends: (e,) int32.
+    sent, arrived: pairs to and from each rank.
+
+    Example, PAD 4, 2 sources: counts [[1, 2], [2, 0]] are rows [0, 3, 4, -, 1, 2, -, -], ends [4, 8].
+    """
+
+    index: Tensor
+    position: Tensor
+    ends: Tensor
+    sent: list[int]
+    arrived: list[int]
+
+    @staticmethod
+    def of(
+        counts: Tensor, pairs: int, rows: int, sent: list[int], arrived: list[int], *, multiple: int = PAD
+    ) -> Groups:
+        """counts: (W, e), pairs from each rank for each expert."""
+        sizes = counts.sum(0)
+        padded = (sizes + multiple - 1) // multiple * multiple
+        ends = padded.cumsum(0)
+        lies = counts.flatten().cumsum(0) - counts.flatten()
+        goes = (ends - padded + counts.cumsum(0) - counts).flatten()
+        here = torch.arange(pairs, device=counts.device)
+        position = here + (goes - lies).repeat_interleave(counts.flatten(), output_size=pairs)
+        index = torch.full((rows,), -1, device=counts.device)
+        index[position] = here
+        return Groups(index, position, ends.int(), sent, arrived)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], arrived: list[int], group: dist.ProcessGroup | None) -> Tensor:
+        ctx.sent, ctx.arrived, ctx.group = sent, arrived, group
+        return _move(rows, sent, arrived, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
+        return _move(d_rows, ctx.arrived, ctx.sent, ctx.group), None, None, None
+
+
+def _move(rows: Tensor, sent: list[int], arrived: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    moved = rows.new_empty(sum(arrived), rows.shape[1])
+    dist.all_to_all_single(moved, rows.contiguous(), arrived, sent, group=group)
+    return moved
+
+
+class _Spread(torch.autograd.Function):
+    """x (T, D) -> (T K, D) by expert. inverse (T, K): where a token's pairs lie."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.kernels = kernels
+        return kernels.take(x, order // inverse.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_pairs: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return ctx.kernels.sum_pairs(d_pairs, inverse), None, None, None
+
+
+class _Take(torch.autograd.Function):
+    """`take` by an index whose inverse is there, too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.kernels = kernels
+        return kernels.take(rows, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_taken: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return ctx.kernels.take(d_taken, inverse), None, None, None
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(pairs, weights, order, inverse)
+        ctx.kernels = kernels
+        return kernels.weigh(pairs, weights, inverse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.kernels.weigh_backward(d_out, *ctx.saved_tensors), None, None, None
