@@ -16,7 +16,7 @@ sm_90 and sm_100, and makes a line:
       memory   those that move data, by width in bits: LDG STG global, LDS STS shared, LDL STL local (spills), ATOM RED
                atomic; LDSM STSM shared by matrices, SHFL between threads, BAR barriers
 
-NAME: only launches whose name contains it. --sass, --ptx: print the code of kernels whose name contains KERNEL.
+NAME: only launches whose name contains it, =NAME: that one. --sass, --ptx: print kernels whose name contains KERNEL.
 In tests: `report(file)` gives the lines as dicts, from a process of its own, as the test's may have TRITON_INTERPRET.
 """
 
@@ -188,7 +188,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "0"  # not unset: `triton_interpreter`, which FILE may import, would set it
     launches = runpy.run_path(arguments.file)["LAUNCHES"]
-    wanted = {n: fn for n, fn in launches.items() if not arguments.names or any(part in n for part in arguments.names)}
+    named = arguments.names or [""]
+    wanted = {n: fn for n, fn in launches.items() if any(f"={n}" == part or part in n for part in named)}
     _launches.update(wanted)
     jobs = [(name, target) for name in wanted for target in arguments.target]
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
