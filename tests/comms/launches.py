@@ -2,14 +2,16 @@
 
 LAUNCHES: name -> a function that calls a launcher on empty tensors (of the meta device: sizes cost nothing). A line for
 each variant that makes other code. `test_launches.py` wants no spills in any.
-W ranks, T tokens of each, K experts a token.
+W ranks, T tokens of each, K experts a token, D elements of a row.
 """
 
 import torch
 
-from mxep.comms.kernels import plan
+from mxep.comms.kernels import plan, put, sums
+from mxep.comms.kernels.launch import Launch
+from mxep.comms.layout import Layout
 
-W, T, K = 4, 8192, 8
+W, T, K, D = 4, 8192, 8, 7168
 
 
 def tables(T: int, top_k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -22,7 +24,7 @@ def make_plan(experts: int) -> None:
     """Of several sizes: kernels are compiled once for all."""
     for T, multiple in ((1, 1), (128, 32), (8192, 48)):
         plan.make_plan(*tables(T), experts, experts, multiple, W * T * K, 4 * experts)
-    plan.make_plan(*tables(0), 0, 20 if experts == 32 else experts - 1, 1, 0, 2**31 - 1)
+    plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 2**31 - 1)
 
 
 def plan_destinations(experts: int) -> None:
@@ -31,8 +33,30 @@ def plan_destinations(experts: int) -> None:
         plan.plan_destinations(ids, num_tokens, rank, T, experts // W, multiple, W * T, experts)
 
 
+def ints(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32)
+
+
+def launch(step: str) -> Launch:
+    pointers, state = torch.empty(W, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
+    return Launch(Layout(W, T, K, 2 * D, W * T), 1, pointers, state, step, 132, budget=False, clock=True)
+
+
+def put_mxfp8() -> None:
+    parts = [torch.empty(T, width, dtype=torch.uint8) for width in (D, D // 32)]
+    put.put_rows(launch("put_rows"), parts, ints(T, K), 32)
+
+
+def return_sums() -> None:
+    rows, out = torch.empty(65536, D, dtype=torch.bfloat16), torch.empty(T, D, dtype=torch.bfloat16)
+    plan_of = ints(W * T, K), ints(W), ints(T, K)
+    sums.return_sums(launch("return_sums"), rows, torch.empty(65536), *plan_of, 32, out, torch.empty(T, K))
+
+
 LAUNCHES = {
-    "make_plan 32": lambda: make_plan(32),
     "make_plan 256": lambda: make_plan(256),
     "plan_destinations 128": lambda: plan_destinations(128),
+    "put_rows": put_mxfp8,
+    "put_tables": lambda: put.put_tables(launch("put_tables"), ints(T, K), torch.empty(T, K), 32),
+    "return_sums": return_sums,
 }

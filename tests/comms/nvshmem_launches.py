@@ -21,16 +21,12 @@ def ints(*shape: int) -> torch.Tensor:
 def sums(dtype: torch.dtype, values: torch.Tensor | None) -> None:
     """Staged, and at home."""
     layout = Layout(W, T, K, 2 * dtype.itemsize * D, W * T)
-    rows, slots, numbers = (
-        torch.empty(65536, D, dtype=dtype),
-        torch.empty(W * T, 2 * D, dtype=dtype),
-        torch.empty(W, T, K),
-    )
+    rows, buffer = torch.empty(65536, D, dtype=dtype), torch.empty(layout.nbytes, dtype=torch.uint8)
     plan = RoutingPlan.__new__(RoutingPlan)
     plan.__dict__.update(slot_rows=ints(W * T, K), num_tokens=ints(W))
-    stage_sums(rows, values, plan, layout, torch.empty(W, dtype=torch.int64), slots, numbers)
+    stage_sums(rows, values, plan, layout, torch.empty(W, dtype=torch.int64), buffer)
     home = None if values is None else torch.empty(T, K)
-    sum_home(slots, numbers, ints(T, K), 32, torch.empty(T, D, dtype=dtype), home)
+    sum_home(layout, buffer, ints(T, K), 32, torch.empty(T, D, dtype=dtype), home)
 
 
 LAUNCHES = {

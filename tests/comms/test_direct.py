@@ -19,7 +19,7 @@ def assert_same_plan(got: RoutingPlan, wanted: RoutingPlan) -> None:
             assert_bitwise(getattr(got, field.name), getattr(wanted, field.name), field.name)
 
 
-@distributed(1, 2, 3, 4)
+@distributed(*((1, 2, 3, 4) if torch.cuda.is_available() else (1, 3)))
 def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
     check_direct(ctx, None, CASES)
 

@@ -78,7 +78,7 @@ class Case:
 
 CASES = {
     "4 ranks": Case(4, 160, 8, 128, 32),
-    "1 rank with 256 experts": Case(1, 700, 8, 256, 256),
+    "1 rank with 256 experts": Case(1, 350, 8, 256, 256),
     "16 ranks": Case(16, 9, 4, 64, 4),
     "one of 16 experts": Case(2, 1100, 1, 16, 8),
     "one expert here": Case(3, 40, 2, 3, 1),

@@ -28,6 +28,11 @@ STEPS = ("barrier", "put_tables", "put_rows", "put_rows_to_groups", "return_sums
 """Kinds of moves; kernels know them by number."""
 
 
+def signature(step: str, row_bytes: int) -> int:
+    """What ranks that meet must agree on: the kind of move and the bytes of its rows, less than 2^24."""
+    return STEPS.index(step) << 24 | row_bytes
+
+
 @dataclass(frozen=True)
 class Move:
     """One move under way.
@@ -175,7 +180,7 @@ class KernelMoves:
         budget = programs < self.max_programs
         where = move.layout, self.rank, move.buffer.pointers, self.state
         with torch.cuda.device(self.device) if self.clock else contextlib.nullcontext():
-            yield Launch(*where, STEPS.index(step), programs, budget, self.clock)
+            yield Launch(*where, step, programs, budget, self.clock)
 
 
 def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:

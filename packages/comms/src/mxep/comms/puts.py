@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .layout import ALIGNMENT, round_up
-from .moves import STEPS, Move, owners
+from .moves import Move, owners, signature
 from .plan import RoutingPlan
 from .transport import SymmetricBuffer
 
@@ -76,7 +76,7 @@ class PutMoves:
             elsewhere = self.bases + (table.data_ptr() - local.data_ptr())
             elsewhere[self.rank].fill_(-1)  # not "= -1", which copies from the host
             self._put(move, table.view(torch.uint8).view(1, -1), elsewhere[None])
-        self._meet(move, TABLES, _signature("put_tables", layout.top_k))
+        self._meet(move, TABLES, signature("put_tables", layout.top_k))
 
     def put_rows(self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor) -> None:
         layout = move.layout
@@ -86,7 +86,7 @@ class PutMoves:
         slot = self.rank * layout.max_tokens + torch.arange(len(owner), device=owner.device)
         there = torch.where(needed, self.bases + slot[:, None] * layout.row_bytes, -1)
         self._put(move, _stage(move, parts), there)
-        self._meet(move, ROWS, _signature("put_rows", _width(parts)))
+        self._meet(move, ROWS, signature("put_rows", _width(parts)))
 
     def put_rows_to_groups(
         self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
@@ -101,7 +101,7 @@ class PutMoves:
         # Padding is nobody's but ours.
         own = move.layout.rows(move.buffer.local)[: plan.max_rows, : source.shape[1]]
         zero_padding(own.view(torch.int64), plan.group_ends, plan.group_sizes)
-        self._meet(move, ROWS, _signature("put_rows_to_groups", _width(parts)))
+        self._meet(move, ROWS, signature("put_rows_to_groups", _width(parts)))
 
     def return_sums(
         self,
@@ -117,20 +117,17 @@ class PutMoves:
 
         layout, local, staging = move.layout, move.buffer.local, _staging(move)
         first_home = self.bases + self.rank * layout.max_tokens * layout.row_bytes
-        sums = layout.rows(staging)[: layout.num_slots]
-        numbers = None if row_values is None else layout.values(staging)
-        there = stage_sums(rows, row_values, plan, layout, first_home, sums.view(rows.dtype), numbers)
-        n = round_up(rows.shape[1] * rows.itemsize, ALIGNMENT)
+        there = stage_sums(rows, row_values, plan, layout, first_home, staging)
+        sums = layout.rows(staging)[: layout.num_slots, : round_up(rows.shape[1] * rows.itemsize, ALIGNMENT)]
         # In turns: ranks whose slots come first would be everybody's first destination.
-        self._put(move, sums[:, :n], there[:, None], groups=layout.world_size)
-        if numbers is not None:
+        self._put(move, sums, there[:, None], groups=layout.world_size)
+        if row_values is not None:
             # Whole places: their receivers look only where a slot was sent.
-            source = numbers.view(layout.world_size, -1).view(torch.uint8)
+            source = layout.values(staging).view(layout.world_size, -1).view(torch.uint8)
             place = layout.values_start + self.rank * source.shape[1]
             self._put(move, source, (self.bases + place)[:, None])
-        self._meet(move, ROWS, _signature("return_sums", rows.shape[1] * rows.itemsize))
-        arrived = layout.rows(local)[: layout.num_slots].view(rows.dtype)
-        sum_home(arrived, layout.values(local), expert_ids, move.experts_per_rank, out, values)
+        self._meet(move, ROWS, signature("return_sums", rows.shape[1] * rows.itemsize))
+        sum_home(layout, local, expert_ids, move.experts_per_rank, out, values)
 
 
 def _owners(move: Move, expert_ids: Tensor) -> Tensor:
@@ -160,8 +157,3 @@ def _stage(move: Move, parts: Sequence[Tensor]) -> Tensor:
         place.copy_(flat.view(word).view(place.shape))
         offset += width
     return staged
-
-
-def _signature(step: str, row_bytes: int) -> int:
-    """What peers must agree on, as `kernels/launch.py` has it."""
-    return STEPS.index(step) << 24 | row_bytes

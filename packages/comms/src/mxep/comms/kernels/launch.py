@@ -6,6 +6,7 @@ import triton
 from torch import Tensor
 
 from mxep.comms.layout import Layout
+from mxep.comms.moves import signature
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Launch:
 
     Attributes:
         layout: of the buffer. rank: ours. pointers: (W,) int64, the buffer's address on each rank.
-        state: (3,) int64, see `signals.py`. step: number of the move's kind, which all ranks must agree on.
+        state: (3,) int64, see `signals.py`. step: the move's kind, of ``STEPS``.
         max_programs: how many multiprocessors may be used. budget: whether somebody bounded them.
         clock: whether there is a GPU's clock to wait by.
     """
@@ -23,14 +24,13 @@ class Launch:
     rank: int
     pointers: Tensor
     state: Tensor
-    step: int
+    step: str
     max_programs: int
     budget: bool
     clock: bool
 
     def signature(self, row_bytes: int) -> int:
-        """What peers must agree on: the kind of move and the bytes of its rows."""
-        return self.step << 24 | row_bytes
+        return signature(self.step, row_bytes)
 
 
 def rows_at_once(tile_bytes: int, row_bytes: int, rows: int, programs: int) -> int:

@@ -74,14 +74,20 @@ def rows_of_slots(slot_rows_ptr, sources_ptr, token, peer, max_tokens, K: tl.con
 
 
 @triton.jit
+def is_sent(row):
+    """Whether slots with rows `row` (NT, KP) have a sum. One whose rows were all dropped (-2) has, of zeroes: its owner
+    cannot know, and reads it."""
+    return (tl.min(row, 1) < -1) | (tl.max(row, 1) >= 0)
+
+
+@triton.jit
 def push_sum(
     rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, base, max_tokens, rank, values_start,
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROW_ELEMENTS: tl.constexpr,
     NT: tl.constexpr,
 ):  # fmt: skip
     """Sums of slots (peer, token), whose rows are `row`, into slots (rank, token) of the peer, at address `base`."""
-    # A slot whose rows were all dropped (-2) sends its zeroes: its owner cannot know, and reads it.
-    sent = (tl.min(row, 1) < -1) | (tl.max(row, 1) >= 0)
+    sent = is_sent(row)
     if tl.max(sent.to(tl.int32), 0) > 0:
         dtype: tl.constexpr = rows_ptr.dtype.element_ty
         total = tl.zeros((NT, BLOCK), tl.float32)
@@ -103,7 +109,7 @@ def push_sum(
 
 
 @triton.jit
-def sum_home(
+def sum_arrived(
     out_ptr, values_ptr, ids_ptr, token, there, own_base, max_tokens, experts_per_rank, values_start,
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, NT: tl.constexpr,
@@ -187,7 +193,7 @@ def return_sums_kernel(
             pushed += 1
         if chunk >= lag:
             token -= lag * chunk_tiles * NT
-            sum_home(
+            sum_arrived(
                 out_ptr, values_ptr, ids_ptr, token, token < num_tokens, own_base, max_tokens,
                 experts_per_rank, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
             )  # fmt: skip
