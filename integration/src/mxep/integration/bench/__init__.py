@@ -9,8 +9,8 @@
     comms    mxep.comms on all ranks beside all-to-alls: comms_cases what is compared, comms_verify that it is right,
              comms_timing the clock of many ranks, comms_picture a picture
     layer    mxep.ep's layer on all ranks beside the standard one (standard): layer_cases what is compared, layer_counts
-             flops, bytes and the floor, layer_timing sustained time and memory, layer_stages kernels by stage,
-             layer_picture a picture
+             flops, bytes and the floor, layer_verify that it is right, layer_timing sustained time and memory,
+             layer_stages kernels by stage, layer_picture a picture
     run      from a config to a report
 
 A bench is a module of the table below, with `check(config)` and `measure(config, seed, say)`, or, if it runs on all

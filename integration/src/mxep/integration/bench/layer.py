@@ -3,6 +3,7 @@
     layer    every case of layer_cases, balanced routing
     stages   kernels of ours and of the standard layer, by stage (layer_stages)
     skew     some cases, where expert i is as likely as 1 / (i + 1)
+    memory   peak memory of ours by capacity; in use: over the standard layer's
 
 ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's (layer_timing)
 x bf16         how many times as fast as the standard bf16 layer; in JSON also x fwd, forward alone
@@ -17,10 +18,8 @@ Each row is a JSON line as soon as it is there.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mxep.ep import CASES
 from mxep.quant import BLOCK
@@ -43,15 +41,20 @@ from .gemm import ceilings
 from .layer_cases import CASE_NAMES, MX, STANDARD, SUFFIXES, Case, Layer, Problem, Shape
 from .layer_counts import floor_ms, useful_flop
 from .layer_timing import Memory, Run, Sustained, free_memory, prepare, round_robin
+from .layer_verify import compared
 from .tables import Results, Row, Section
 
-SKEWS = {"layer": 0.0, "stages": 0.0, "skew": 1.0}
+SKEWS = {"layer": 0.0, "stages": 0.0, "memory": 0.0, "skew": 1.0}
 """Section -> exponent of the experts' popularity; also all sections there are."""
-SKEWED = (STANDARD, MX, "bf16/symmetric")
-STAGED = (MX, STANDARD)
+TIMED = ("layer", "skew")
+CASES_OF = {
+    "layer": CASE_NAMES,
+    "stages": (MX, STANDARD),
+    "memory": (STANDARD, MX, f"{MX}, worst_case", f"{MX}, exact"),
+    "skew": (STANDARD, MX, "bf16/symmetric"),
+}
+"""Section -> its cases where the config names none."""
 FORWARD_SECONDS = 0.5  # of a stretch of forward alone
-CHUNK = 1 << 26  # elements that a comparison takes at a time
-LIMIT = 200.0  # dB, of equal tensors
 
 
 def check(config: BenchConfig) -> None:
@@ -144,30 +147,34 @@ class Bench:
         self, sections: list[str], shape: Shape, skew: float, open_layers: ExitStack
     ) -> Iterator[tuple[str, Row]]:
         problem = together(lambda: Problem(self.rank, shape, skew, self.seed))
-        timed = [name for name in sections if name != "stages"]
         pool = Pool(self.rank.device)
         reference = None
         ready: dict[str, Ready] = {}
-        for name in self._names(sections):
-            ready[name] = made = self._prepare(Case.named(name), problem, reference, pool, open_layers, bool(timed))
+        names = {section: self._names(section) for section in sections}
+        for name in dict.fromkeys((STANDARD, *(name for section in sections for name in names[section]))):
+            wanted = {section for section in sections if name in names[section]}
+            ready[name] = made = self._prepare(Case.named(name), problem, reference, pool, open_layers, wanted)
             if name == STANDARD:
                 if made.step is None:
                     raise FailedTogether(f"{name}: {made.row.get('error')}")
                 reference, made.step.result = made.step.result, None
         reference = None
         free_memory(self.rank.device)
-        if "stages" in sections:
-            for name in STAGED:
-                if name in ready:
-                    yield from (("stages", row) for row in self._stages(problem, ready[name]))
-        for section in timed:
-            yield from ((section, row) for row in self._timed(problem, ready))
+        for section in sections:
+            of_section = {name: ready[name] for name in names[section]}
+            if section in TIMED:
+                found = self._timed(problem, of_section)
+            elif section == "memory":
+                found = self._memory(of_section)
+            else:
+                found = (row for each in of_section.values() for row in self._stages(problem, each))
+            yield from ((section, row) for row in found)
 
-    def _names(self, sections: list[str]) -> tuple[str, ...]:
-        """The standard layer first: the others are compared with it."""
-        wanted = {"layer": CASE_NAMES, "stages": STAGED, "skew": SKEWED}
-        names = self.cases or [name for section in sections for name in wanted[section]]
-        return tuple(dict.fromkeys((STANDARD, *names)))
+    def _names(self, section: str) -> tuple[str, ...]:
+        """The standard layer first, which others are compared with, but where it stands beside ours."""
+        if section == "stages":
+            return tuple(name for name in CASES_OF[section] if not self.cases or name in (STANDARD, *self.cases))
+        return tuple(dict.fromkeys((STANDARD, *(self.cases or CASES_OF[section]))))
 
     def _prepare(
         self,
@@ -176,11 +183,11 @@ class Bench:
         reference: Tensors | None,
         pool: Pool,
         open_layers: ExitStack,
-        timed: bool,
+        sections: set[str],
     ) -> Ready:
-        """Made, its memory measured, in a graph, compared. Collective."""
+        """Made, its memory measured, in a graph, compared, as its sections want it. Collective."""
         ready = Ready(case, {"what": case.name})
-        if not case.standard:
+        if not case.standard and not case.name.endswith(("worst_case", "exact")):
             ready.row["capacity"] = problem.capacity
         device = problem.device
         try:
@@ -193,19 +200,21 @@ class Bench:
             together(lambda: memory.measure(layer.step))
             if memory.peak is not None and memory.outside is not None:
                 ready.row |= {"peak GiB": memory.peak + memory.outside, "outside GiB": memory.outside}
+            if sections == {"memory"} and reference is not None:
+                return ready
             options = {"in_graph": layer.in_graph, "pool": pool.handle}
             step = prepare(layer.step, layer, device, **options)
             if step.note is not None:
                 ready.row["note"] = step.note
                 pool.renew()
             if reference is not None:
-                snr = _compared(reference, step.result)
+                snr = compared(reference, step.result)
                 step.result = None
                 ready.row |= {"snr dB": snr, "dB": min(snr.values())}
                 if not min(snr.values()) >= case.least_snr:
                     ready.row["error"] = f"wanted {case.least_snr:g} dB at least against {STANDARD}, got {snr}"
                     return ready
-            if timed:
+            if sections & set(TIMED):
                 options = {"in_graph": layer.in_graph and step.note is None, "pool": pool.handle}
                 ready.forward = prepare(layer.forward, layer, device, seconds=FORWARD_SECONDS, **options)
                 ready.forward.result = None
@@ -224,6 +233,17 @@ class Bench:
             for column, ratio in (("ms", "x bf16"), ("fwd ms", "x fwd")):
                 if column in row and column in rows[STANDARD]:
                     row[ratio] = rows[STANDARD][column] / row[column]
+            yield row
+
+    def _memory(self, ready: Mapping[str, Ready]) -> Iterator[Row]:
+        base = ready[STANDARD].row.get("peak GiB")
+        for each in ready.values():
+            keys = ("what", "capacity", "peak GiB", "outside GiB", "note", "error")
+            row = {key: each.row[key] for key in keys if key in each.row}
+            if base and "peak GiB" in row:
+                row["in use"] = row["peak GiB"] / base
+            elif "error" not in row:
+                row.setdefault("note", "memory is measured on GPUs")
             yield row
 
     def _figures(self, p: Problem, ready: Ready, timings: Mapping[str, Sustained | FailedTogether]) -> Row:
@@ -280,38 +300,14 @@ def _made(case: Case, problem: Problem) -> tuple[Layer | None, str | None]:
         return None, str(error)
 
 
-def _compared(reference: Tensors, got: Tensors) -> dict[str, float]:
-    """Signal to noise of each tensor in dB, of the rank where it is least; at most LIMIT. Collective."""
-
-    def mine() -> dict[str, float]:
-        names = [field.name for field in dataclasses.fields(Tensors)]
-        return {name: signal_to_noise(getattr(reference, name), getattr(got, name)) for name in names}
-
-    everyone = gathered(together(mine))
-    return {name: min(theirs[name] for theirs in everyone) for name in everyone[0]}
-
-
-def signal_to_noise(reference: Tensor, got: Tensor) -> float:
-    """dB, at most LIMIT and, of what is not finite, -LIMIT. In pieces: weight gradients are large."""
-    if reference.shape != got.shape:
-        raise ValueError(f"got shape {tuple(got.shape)}, wanted {tuple(reference.shape)}")
-    signal = noise = 0.0
-    for one, other in zip(reference.flatten().split(CHUNK), got.flatten().split(CHUNK)):
-        exact = one.double()
-        signal += float(exact.square().sum())
-        noise += float((exact - other.double()).square().sum())
-    if not math.isfinite(signal + noise):
-        return -LIMIT
-    if noise == 0.0:
-        return LIMIT
-    return max(-LIMIT, min(LIMIT, 10 * math.log10(signal / noise))) if signal else -LIMIT
-
-
 def _section(name: str) -> Section:
     if name == "stages":
         title = "stages: kernels of a step by stage; share: of what bounds the stage"
         figures = {"us": ".0f", "of sum": ".0%", "share": ".2f", "left us": ".0f"}
         return Section(title, ("model", "what", "stage"), figures)
+    if name == "memory":
+        title = "memory: above operands and parameters, peers' memory included; in use: over standard bf16"
+        return Section(title, ("model", "what"), {"peak GiB": ".2f", "outside GiB": ".2f", "in use": ".2f"})
     title = f"{name}; x: how many times as fast as {STANDARD}"
     figures = {"fwd ms": ".2f", "ms": ".2f", "x bf16": ".2f", "TF": ".0f", "peak GiB": ".2f"}
     figures |= {"floor ms": ".2f", "of floor": ".2f", "MHz": ".0f", "W": ".0f", "dB": ".1f"}

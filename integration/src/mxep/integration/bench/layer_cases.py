@@ -4,6 +4,7 @@
                                    every step
     RECIPE/DISPATCHER, kept        of KEPT micro-batches, the weights quantized in the first one; a figure is of one
     RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
+    ..., worst_case; ..., exact    with these capacities
     standard bf16, standard fp8    standard.StandardLayer; fp8: its products by torchao, each row and column scaled
 
 A step is forward and backward: gradients of x, of the routing weights and of both projections. Routing, that is ids and
@@ -42,7 +43,7 @@ STANDARD = "standard bf16"
 MX = "mxfp8/symmetric"
 CASE_NAMES = (STANDARD, "standard fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric")
 """Those of a run that names none."""
-SUFFIXES = ("", ", kept", ", main_grad")
+SUFFIXES = ("", ", kept", ", main_grad", ", worst_case", ", exact")
 
 
 class Shape(NamedTuple):
@@ -129,6 +130,7 @@ class Ours:
             raise NotImplementedError("one rank's experts alone, all of them: parallel.ranks=1")
         self.p, self.name = p, name
         self.micro_batches = KEPT if suffix == "kept" else 1
+        capacities = {"worst_case": Capacity.worst_case(), "exact": Capacity.exact()}
         self.kept: dict[tuple[int, bool], QuantizedWeight] = {}
         backend = select("auto", p.device)
         self.router = FixedRouting(p.ids, p.weights)
@@ -140,7 +142,7 @@ class Ours:
             group=dist.group.WORLD,
             recipe=recipe,
             dispatcher=dispatcher,
-            capacity=Capacity.factor(p.capacity),
+            capacity=capacities.get(suffix, Capacity.factor(p.capacity)),
             max_tokens=p.shape.tokens,
             router=self.router,
             backend=self._keeping(backend) if suffix == "kept" else backend,  # type: ignore[arg-type,unused-ignore]

@@ -86,7 +86,7 @@ class Kernels:
 
 
 def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` under torch.compile for any number of rows, but for these widths alone: no index is divided by a variable."""
+    """`fn` under torch.compile: for any number of rows, for these widths alone, as a division by a constant is fast."""
     inner = torch.compile(fn, options={"compile_threads": 1})  # a rank has no room for a pool of compilers
 
     def call(*tensors: Tensor) -> Any:
