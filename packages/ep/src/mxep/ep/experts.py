@@ -5,6 +5,8 @@ e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_pro
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 from mxep.gemm import Recipe, WeightCache
 from mxep.gemm.backends import Backend, select
 
+from .compiled import compiled_layer
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import combine, dispatch, expert_mlp
 from .layer import Setup, route_through_experts
@@ -64,30 +67,22 @@ class Experts(nn.Module):
         dispatcher: TokenDispatcher,
         recipe: Recipe,
         backend: str | Backend = "auto",
-    ) -> tuple[Tensor, Routing]:
+    ) -> tuple[Tensor, Routing | None]:
         """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) summed over each token's experts, and the routing.
 
         A weight with an attribute ``main_grad``, fp32 of its shape, gets its gradient added there, and none itself.
+        Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
+        one, the symmetric one with ``max_tokens``), the backend is a name and there is no main_grad; else a break.
         """
-        proj, down = self.gate_up_proj, self.down_proj
-        main_grads = getattr(proj, "main_grad", None), getattr(down, "main_grad", None)
+        proj, down = _local(self.gate_up_proj), _local(self.down_proj)
+        main_grads = getattr(self.gate_up_proj, "main_grad", None), getattr(self.down_proj, "main_grad", None)
+        static = dispatcher.static_tokens(0) is not None and isinstance(backend, str) and recipe.wgrad == "mx"
+        if torch.compiler.is_compiling() and static and main_grads == (None, None):
+            named: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
+            return compiled_layer(x, expert_ids, weights, proj, down, **named), None
         cache = self.weight_cache if self._counts_versions() else None
-        if recipe.wgrad == "mx":
-            setup = Setup(dispatcher, recipe, select(backend, x.device), cache, main_grads)
-            return route_through_experts(x, expert_ids, weights, _local(proj), _local(down), setup=setup)
-        rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
-        y = expert_mlp(
-            rows,
-            _local(proj),
-            _local(down),
-            routing.plan.group_ends,
-            row_weight=row_weight,
-            recipe=recipe,
-            backend=backend,
-            weight_cache=cache,
-            main_grads=main_grads,
-        )
-        return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
+        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "weight_cache": cache}
+        return _run(x, expert_ids, weights, proj, down, main_grads=main_grads, **how)
 
     def _counts_versions(self) -> bool:
         """Whether a change of the weights shows: a DTensor's local tensor and what FSDP2 gathers hide it."""
@@ -117,6 +112,31 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up_proj.to(x.dtype)).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down_proj.to(x.dtype))
+
+
+# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _run(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    proj: Tensor,
+    down: Tensor,
+    *,
+    dispatcher: TokenDispatcher,
+    recipe: Recipe,
+    backend: str | Backend,
+    weight_cache: WeightCache | None,
+    main_grads: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Routing]:
+    if recipe.wgrad == "mx":
+        setup = Setup(dispatcher, recipe, select(backend, x.device), weight_cache, main_grads)
+        return route_through_experts(x, expert_ids, weights, proj, down, setup=setup)
+    rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
+    ends = routing.plan.group_ends
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
+    y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, main_grads=main_grads, **options)
+    return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class Setup:
     Attributes:
         backend: one that can run where its tensors are.
         main_grads: (e, 2F, D) and (e, D, F) fp32, or None each: weight gradients are added there and not returned.
+        checked: whether operands of products are looked at first.
     """
 
     dispatcher: TokenDispatcher
@@ -42,6 +43,7 @@ class Setup:
     backend: Backend
     weight_cache: WeightCache | None = None
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    checked: bool = True
 
 
 def route_through_experts(
@@ -65,6 +67,10 @@ def route_through_experts(
     return out, routing
 
 
+Kept = tuple[Tensor, ...]
+"""What backward needs: rows, gate_up, h, and the weights as dgrad wants them."""
+
+
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -77,57 +83,87 @@ class _Layer(torch.autograd.Function):
         setup: Setup,
         backward: bool,
     ) -> tuple[Tensor, Routing]:
-        dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
-        parts, wire = Wire.pack(recipe.quantize_activation(x))
-        slots, routing = dispatcher.send(parts, expert_ids, weights, multiple=recipe.group_multiple)
-        plan = routing.plan
-        # The next move takes the slots back, which the gradient of gate_up_proj needs.
-        rows = wire.rows(slots, plan, copy=backward and dispatcher.borrows)
-
-        operands: dict[str, Any] = {"recipe": recipe, "bias": None, "out_dtype": x.dtype}
-        check_operands(rows, gate_up_proj, plan.group_ends, **operands, main_grad=setup.main_grads[0])
-        w13, w2 = (_quantized(weight, setup, backward) for weight in (gate_up_proj, down_proj))
-        gate_up = backend.forward(rows, w13.rows, plan.group_ends, bias=None, out_dtype=x.dtype)
-        h = hidden(gate_up, plan.row_weight, plan.group_ends, recipe, folded=backend.folds)
-        check_operands(h, down_proj, plan.group_ends, **operands, main_grad=setup.main_grads[1])
-        y = backend.forward(h, w2.rows, plan.group_ends, bias=None, out_dtype=x.dtype)
-        out, _ = dispatcher.give_back(y, routing)
-        if backward:
-            ctx.save_for_backward(rows, gate_up, h, w13.cols, w2.cols)
-            ctx.setup, ctx.routing = setup, routing
-            ctx.dtypes = x.dtype, gate_up_proj.dtype, down_proj.dtype
+        out, routing, kept = layer_forward(x, weights, gate_up_proj, down_proj, expert_ids, setup, backward)
+        ctx.save_for_backward(*kept)
+        ctx.setup, ctx.routing = setup, routing
+        ctx.dtypes = x.dtype, gate_up_proj.dtype, down_proj.dtype
         return out, routing
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        rows, gate_up, h, w13, w2 = ctx.saved_tensors
-        setup, routing = ctx.setup, ctx.routing
-        dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
-        plan, ends = routing.plan, routing.plan.group_ends
-        dtype, *weight_dtypes = ctx.dtypes
+        needs = ctx.needs_input_grad[2:4]
+        grads = layer_backward(d_out, ctx.saved_tensors, ctx.routing, ctx.setup, ctx.dtypes, needs)
+        return *grads, None, None, None
 
-        def weight_gradient(i: int, dy: Tensor, a: Tensor) -> Tensor | None:
-            main_grad = setup.main_grads[i]
-            if not ctx.needs_input_grad[2 + i]:
-                return None
-            if main_grad is None:
-                dw: Tensor = backend.wgrad(dy, a, ends, recipe=recipe, out_dtype=weight_dtypes[i])
-                return dw
-            backend.add_wgrad(dy, a, ends, recipe=recipe, to=main_grad)
+
+def layer_forward(
+    x: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    setup: Setup,
+    backward: bool,
+) -> tuple[Tensor, Routing, Kept]:
+    """(out, routing, what backward needs, if it will be): no autograd, no checks but those of products."""
+    dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
+    parts, wire = Wire.pack(recipe.quantize_activation(x))
+    slots, routing = dispatcher.send(parts, expert_ids, weights, multiple=recipe.group_multiple)
+    plan = routing.plan
+    # The next move takes the slots back, which the gradient of gate_up_proj needs.
+    rows = wire.rows(slots, plan, copy=backward and dispatcher.borrows)
+    operands: dict[str, Any] = {"recipe": recipe, "bias": None, "out_dtype": x.dtype}
+    if setup.checked:
+        check_operands(rows, gate_up_proj, plan.group_ends, **operands, main_grad=setup.main_grads[0])
+    w13, w2 = (_quantized(weight, setup, backward) for weight in (gate_up_proj, down_proj))
+    gate_up = backend.forward(rows, w13.rows, plan.group_ends, bias=None, out_dtype=x.dtype)
+    h = hidden(gate_up, plan.row_weight, plan.group_ends, recipe, folded=backend.folds)
+    if setup.checked:
+        check_operands(h, down_proj, plan.group_ends, **operands, main_grad=setup.main_grads[1])
+    y = backend.forward(h, w2.rows, plan.group_ends, bias=None, out_dtype=x.dtype)
+    out, _ = dispatcher.give_back(y, routing)
+    if not backward:
+        return out, routing, ()
+    assert w13.cols is not None
+    assert w2.cols is not None
+    return out, routing, (rows, gate_up, h, w13.cols, w2.cols)
+
+
+def layer_backward(
+    d_out: Tensor,
+    kept: Kept,
+    routing: Routing,
+    setup: Setup,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    needs: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weights, gate_up_proj, down_proj. dtypes: of x and the two. needs: whether the two have any."""
+    rows, gate_up, h, w13, w2 = kept
+    dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
+    plan, ends = routing.plan, routing.plan.group_ends
+
+    def weight_gradient(i: int, dy: Tensor, a: Tensor) -> Tensor | None:
+        main_grad = setup.main_grads[i]
+        if not needs[i]:
             return None
+        if main_grad is None:
+            dw: Tensor = backend.wgrad(dy, a, ends, recipe=recipe, out_dtype=dtypes[1 + i])
+            return dw
+        backend.add_wgrad(dy, a, ends, recipe=recipe, to=main_grad)
+        return None
 
-        parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
-        # Borrowed until dx goes home: the gradient of down_proj comes before that.
-        d_y = wire.rows(dispatcher.resend(parts, routing), plan, copy=False)
-        d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtype)
-        d_down_proj = weight_gradient(1, d_y, h)
-        d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, folded=backend.folds)
-        d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtype)
-        going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
-        d_gate_up_proj = weight_gradient(0, d_gate_up, rows)
-        dx, d_weights = going_home()
-        return dx, d_weights, d_gate_up_proj, d_down_proj, None, None, None
+    parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
+    # Borrowed until dx goes home: the gradient of down_proj comes before that.
+    d_y = wire.rows(dispatcher.resend(parts, routing), plan, copy=False)
+    d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtypes[0])
+    d_down_proj = weight_gradient(1, d_y, h)
+    d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, folded=backend.folds)
+    d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtypes[0])
+    going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
+    d_gate_up_proj = weight_gradient(0, d_gate_up, rows)
+    dx, d_weights = going_home()
+    return dx, d_weights, d_gate_up_proj, d_down_proj
 
 
 def _quantized(w: Tensor, setup: Setup, cols: bool) -> QuantizedWeight:

@@ -100,9 +100,6 @@ class MoE(nn.Module):
         self.shared = SharedExpert(dim, shared_dim, device=device, dtype=dtype) if num_shared_experts else None
         self.last_routing = None
 
-    # A traced backward would take every gradient for a plain tensor, but here some are MXTensors. The private name is
-    # torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype."""
         if x.dim() not in (2, 3) or x.shape[-1] != self.dim:
@@ -112,7 +109,8 @@ class MoE(nn.Module):
         options = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
         out: Tensor
         out, routing = self.experts(tokens, expert_ids, weights, **options)
-        self.last_routing = routing
+        if not torch.compiler.is_compiling():
+            self.last_routing = routing
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view(x.shape)

@@ -215,6 +215,11 @@ class MXTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         handler = HANDLERS.get(func)
+        if handler is None:
+            # Inside an op of torch.library what is made of other ops, as `mT`, has not been taken apart before.
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         if handler is None or not isinstance(args[0], MXTensor):
             raise NotImplementedError(f"MXTensor does not implement {func}: call .dequantize() first")
         return handler(func, args, kwargs or {})

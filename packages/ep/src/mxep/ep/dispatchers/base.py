@@ -13,6 +13,8 @@ S slots: what the local plan indexes (tokens themselves, received rows, or symme
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,10 @@ from torch import Tensor
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, make_plan
 
 Parts = tuple[Tensor, ...]
+
+DISPATCHERS_BY_NUMBER: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDictionary()
+"""By ``dispatcher.number``: how ops of a compiled graph, which take no objects, find theirs."""
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,8 @@ class TokenDispatcher(ABC):
         self.num_local_experts = num_experts // self.world_size
         self.capacity = Capacity.worst_case() if capacity is None else capacity
         self._lost: Tensor | None = None
+        self.number = next(_numbers)
+        DISPATCHERS_BY_NUMBER[self.number] = self
 
     spans_ranks = True
     borrows = False
@@ -100,6 +108,10 @@ class TokenDispatcher(ABC):
     def __deepcopy__(self, memo: object) -> Self:
         # Copies of a layer share its dispatcher, as layers may: neither process groups nor peers' memory can be copied.
         return self
+
+    def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
+        """(senders, the most tokens of each) of a send of ``num_tokens``, where that is known without running it."""
+        return None
 
     @abstractmethod
     def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:

@@ -15,6 +15,9 @@ class LocalDispatcher(TokenDispatcher):
 
     spans_ranks = False
 
+    def static_tokens(self, num_tokens: int) -> tuple[int, int]:
+        return 1, num_tokens
+
     def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
         num_tokens = torch.full((1,), len(expert_ids), dtype=torch.int32, device=expert_ids.device)
         plan = self._plan(expert_ids[None], weights[None], num_tokens, multiple=multiple, capacity=self.capacity)

@@ -57,6 +57,9 @@ class SymmetricDispatcher(TokenDispatcher):
         self.transport = transport
         self.workspace: Workspace | None = None
 
+    def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
+        return None if self.max_tokens is None else (self.world_size, self.max_tokens)
+
     def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
         workspace = self.workspace or self._make_workspace(expert_ids)
         sending = start_send_rows(workspace, parts, expert_ids, weights)

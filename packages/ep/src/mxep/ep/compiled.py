@@ -1,0 +1,252 @@
+"""The layer for torch.compile(fullgraph=True): two ops that a graph calls and does not look into.
+
+    mxep::layer_forward    x, weights, gate_up_proj, down_proj, ids -> out, and what backward needs, as plain tensors
+    mxep::layer_backward   d_out and these -> dx, d_weights, d_gate_up_proj, d_down_proj
+
+Both run `layer.py`, on tensors as they are; for the compiler they run it on fake tensors, with a dispatcher that moves
+nothing and a backend that multiplies nothing but give the shapes. A dispatcher must know its sizes beforehand: the
+symmetric one with ``max_tokens``, the local one. Moves have to happen in one order on all ranks: as graphs chain layers
+by their data, in forward and backward, they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxep.comms import RoutingPlan
+from mxep.comms.plan import PlanTensors, plan_rows
+from mxep.gemm import Recipe
+from mxep.gemm.backends import Backend, select
+from mxep.gemm.weights import QuantizedWeight
+from mxep.quant import MXTensor
+
+from .dispatchers.base import DISPATCHERS_BY_NUMBER, Parts, Routing, TokenDispatcher
+from .layer import Setup, layer_backward, layer_forward
+
+PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "multiple")
+
+_contexts: dict[tuple[Any, ...], list[Any]] = {}
+"""How the tensors of a call are put together again: what `layer_forward` found, by what it depends on."""
+
+
+def compiled_layer(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    dispatcher: TokenDispatcher,
+    recipe: Recipe,
+    backend: str,
+) -> Tensor:
+    """out (T, D), as of `route_through_experts`, with a dispatcher that has ``static_tokens``. backend: its name."""
+    tensors = x, weights, gate_up_proj, down_proj
+    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    out: Tensor = forward_op(*tensors, expert_ids, dispatcher.number, recipe.name, backend, backward)[0]
+    return out
+
+
+@torch.library.custom_op("mxep::layer_forward", mutates_args=())
+def forward_op(
+    x: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    dispatcher: int,
+    recipe: str,
+    backend: str,
+    backward: bool,
+) -> list[Tensor]:
+    setup = Setup(DISPATCHERS_BY_NUMBER[dispatcher], Recipe.named(recipe), select(backend, x.device))
+    key = dispatcher, recipe, backend, x.dtype
+    return _forward(key, setup, x, weights, gate_up_proj, down_proj, expert_ids, backward)
+
+
+@forward_op.register_fake
+def _(
+    x: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    dispatcher: int,
+    recipe: str,
+    backend: str,
+    backward: bool,
+) -> list[Tensor]:
+    setup = _shapes(DISPATCHERS_BY_NUMBER[dispatcher], recipe, backend, x.device)
+    key = dispatcher, recipe, backend, x.dtype
+    return _forward(key, setup, x, weights, gate_up_proj, down_proj, expert_ids, backward)
+
+
+@torch.library.custom_op("mxep::layer_backward", mutates_args=())
+def backward_op(
+    d_out: Tensor,
+    kept: list[Tensor],
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    dispatcher: int,
+    recipe: str,
+    backend: str,
+) -> list[Tensor]:
+    setup = Setup(DISPATCHERS_BY_NUMBER[dispatcher], Recipe.named(recipe), select(backend, d_out.device))
+    return _backward(setup, d_out, kept, gate_up_proj, down_proj, expert_ids, (dispatcher, recipe, backend))
+
+
+@backward_op.register_fake
+def _(
+    d_out: Tensor,
+    kept: list[Tensor],
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    dispatcher: int,
+    recipe: str,
+    backend: str,
+) -> list[Tensor]:
+    setup = _shapes(DISPATCHERS_BY_NUMBER[dispatcher], recipe, backend, d_out.device)
+    return _backward(setup, d_out, kept, gate_up_proj, down_proj, expert_ids, (dispatcher, recipe, backend))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, _, gate_up_proj, down_proj, expert_ids, *ctx.names, _ = inputs
+    _, *kept = output
+    ctx.save_for_backward(gate_up_proj, down_proj, expert_ids, *kept)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    gate_up_proj, down_proj, expert_ids, *kept = ctx.saved_tensors
+    d_out = grads[0]
+    assert d_out is not None
+    return *backward_op(d_out, kept, gate_up_proj, down_proj, expert_ids, *ctx.names), None, None, None, None, None
+
+
+forward_op.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _forward(
+    key: tuple[Any, ...],
+    setup: Setup,
+    x: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    backward: bool,
+) -> list[Tensor]:
+    out, routing, kept = layer_forward(x, weights, gate_up_proj, down_proj, expert_ids, setup, backward)
+    if not backward:
+        return [out]
+    flat: list[Tensor] = []
+    contexts: list[Any] = []
+    for tensor in kept:
+        if isinstance(tensor, MXTensor):
+            names, context = tensor.__tensor_flatten__()
+            # The index of rows is the plan's.
+            names = [name for name in names if name != "row_index"]
+            flat += [getattr(tensor, name) for name in names]
+            contexts.append((names, context))
+        elif tensor is gate_up_proj or tensor is down_proj:
+            contexts.append("gate_up_proj" if tensor is gate_up_proj else "down_proj")  # no output may be an input
+        else:
+            flat.append(tensor)
+            contexts.append(None)
+    _contexts[key] = contexts
+    return [out, *flat, *(getattr(routing.plan, name) for name in PLAN)]
+
+
+def _backward(
+    setup: Setup,
+    d_out: Tensor,
+    saved: list[Tensor],
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    expert_ids: Tensor,
+    names: tuple[int, str, str],
+) -> list[Tensor]:
+    flat = iter(saved[: -len(PLAN)])
+    fields = dict(zip(PLAN, saved[-len(PLAN) :]))
+    plan = RoutingPlan(**fields, multiple=setup.recipe.group_multiple)
+    routing = Routing(plan, expert_ids, setup.dispatcher.num_local_experts)
+    kept: list[Tensor] = []
+    for i, context in enumerate(_contexts[*names, d_out.dtype]):
+        if context is None:
+            kept.append(next(flat))
+        elif isinstance(context, str):
+            kept.append(gate_up_proj if context == "gate_up_proj" else down_proj)
+        else:
+            parts = {name: next(flat) for name in context[0]}
+            index = {"row_index": plan.row_slot} if i == 0 else {}
+            kept.append(MXTensor.__tensor_unflatten__(parts | index, context[1], None, None))
+    dtypes = d_out.dtype, gate_up_proj.dtype, down_proj.dtype
+    grads = layer_backward(d_out, tuple(kept), routing, setup, dtypes, (True, True))
+    return [grad for grad in grads if grad is not None]
+
+
+# ── shapes instead of moves and products, for the compiler ───────────────────────────────────────────────────────────
+
+
+def _shapes(dispatcher: TokenDispatcher, recipe: str, backend: str, device: torch.device) -> Setup:
+    return Setup(_NoMoves(dispatcher), Recipe.named(recipe), _NoProducts(select(backend, device)), checked=False)  # type: ignore[arg-type]
+
+
+class _NoMoves:
+    def __init__(self, dispatcher: TokenDispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.borrows = dispatcher.borrows
+        self.num_local_experts = dispatcher.num_local_experts
+
+    def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
+        dispatcher, e = self.dispatcher, self.num_local_experts
+        sizes = dispatcher.static_tokens(len(expert_ids))
+        assert sizes is not None
+        top_k = expert_ids.shape[1]
+        max_rows = dispatcher.capacity.rows(*sizes, top_k, num_local_experts=e, multiple=multiple)
+        ids, values = expert_ids.new_empty(*sizes, top_k), weights.new_empty(*sizes, top_k)
+        num_tokens = expert_ids.new_empty(sizes[0])
+        fields: PlanTensors = plan_rows(ids, values, num_tokens, 0, e, multiple, max_rows, dispatcher.num_experts)
+        plan = RoutingPlan(*fields, num_tokens=num_tokens, multiple=multiple)
+        slots = tuple(part.new_empty(sizes[0] * sizes[1], part.shape[1]) for part in parts)
+        return slots, Routing(plan, expert_ids, e)
+
+    def resend(self, parts: Parts, routing: Routing) -> Parts:
+        slots = routing.plan.slot_rows.shape[0]
+        return tuple(part.new_empty(slots, part.shape[1]) for part in parts)
+
+    def give_back(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        ids = routing.expert_ids
+        values = None if row_values is None else row_values.new_empty(ids.shape)
+        return rows.new_empty(ids.shape[0], rows.shape[1]), values
+
+    def start_give_back(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        return lambda: self.give_back(rows, routing, row_values)
+
+
+class _NoProducts:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.folds = backend.folds
+
+    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
+        return self.backend.quantize_weight(w, recipe, cols=cols)
+
+    def forward(self, a: Tensor, w: Tensor, ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        return torch.empty(a.shape[0], w.shape[1], dtype=out_dtype, device=a.device)
+
+    def dgrad(self, dy: Tensor, w: Tensor, ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        return torch.empty(dy.shape[0], w.shape[2], dtype=out_dtype, device=dy.device)
+
+    def wgrad(self, dy: Tensor, a: Tensor, ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+        return torch.empty(ends.shape[0], dy.shape[1], a.shape[1], dtype=out_dtype, device=dy.device)

@@ -1,0 +1,73 @@
+"""A block that holds the layer compiles into one graph, and computes what it computes uncompiled, bit for bit."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mxep.ep import MoE
+from ranks import distributed
+
+DIM, TOKENS = 64, 40
+
+
+class Block(torch.nn.Module):
+    def __init__(self, ctx, **options) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        sizes = {"dim": DIM, "hidden_dim": 32, "num_experts": 4, "top_k": 2}
+        self.moe = MoE(**sizes, group=ctx.group, device=ctx.device, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.silu(self.moe(x * 2))
+
+
+def results(block: Block, fn, ctx, tokens: int = TOKENS) -> list[torch.Tensor]:
+    """Output and all gradients for this rank's tokens."""
+    generator = torch.Generator().manual_seed(ctx.rank)
+    x, d_out = (torch.randn(tokens, DIM, generator=generator).to(ctx.device, torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    block.zero_grad()
+    out = fn(x)
+    out.backward(d_out)
+    return [out.detach(), x.grad, *(p.grad.clone() for p in block.parameters())]
+
+
+def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(got) == len(wanted) == 5
+    assert all(torch.equal(*pair) for pair in zip(got, wanted))
+
+
+@distributed(2)
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_e5m2"])
+def test_it_is_one_graph_and_the_same_bits(ctx, recipe: str) -> None:
+    block = Block(ctx, recipe=recipe, max_tokens=64)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for tokens in (TOKENS, TOKENS, 24):
+        assert_same(results(block, compiled, ctx, tokens), results(block, block, ctx, tokens))
+    with torch.no_grad():
+        x = torch.ones(3, DIM, dtype=torch.bfloat16, device=ctx.device)
+        assert torch.equal(compiled(x), block(x))
+    block.moe.check()
+
+
+@distributed(1)
+def test_inductor_runs_it(ctx) -> None:
+    block = Block(ctx, recipe="mxfp8", dispatcher="local")
+    compiled = torch.compile(block, fullgraph=True)
+    for got, wanted in zip(results(block, compiled, ctx), results(block, block, ctx)):
+        # It fuses what is around the layer, and rounds there less often.
+        assert (got - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@distributed(1)
+def test_with_sizes_known_only_at_run_time_it_breaks_the_graph(ctx) -> None:
+    for options in ({"dispatcher": "all_to_all"}, {"dispatcher": "symmetric"}):
+        block = Block(ctx, **options)
+        assert_same(results(block, torch.compile(block, backend="aot_eager"), ctx), results(block, block, ctx))
+
+
+@distributed(2)
+def test_checkpointed_activations_give_the_same_bits(ctx) -> None:
+    block = Block(ctx, recipe="mxfp8", max_tokens=64)
+    again = results(block, lambda x: checkpoint(block, x, use_reentrant=False), ctx)
+    assert_same(again, results(block, block, ctx))
