@@ -2,7 +2,8 @@
 
     RECIPE/DISPATCHER              any of mxep.ep.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
                                    every step
-    RECIPE/DISPATCHER, kept        of KEPT micro-batches, the weights quantized in the first one; a figure is of one
+    RECIPE/DISPATCHER, kept        of KEPT micro-batches, the weights quantized in the first one; a figure is of one;
+                                   forward alone quantizes none
     RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
     ..., worst_case; ..., exact    with these capacities
     standard bf16, standard fp8    standard.StandardLayer; fp8: its products by torchao, each row and column scaled
