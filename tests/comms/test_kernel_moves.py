@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from comms.interpreted import InterpretedTransport
+from comms.played import PlayedTransport
 from comms.test_direct import check_direct
 from comms.test_exchange import bring_to, check_cases, check_one_token, check_over_capacity, make_workspace
 from comms.test_stress import check_rounds
@@ -23,7 +24,7 @@ def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Conte
 
 @distributed(2, device="cpu")
 def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
-    check_over_capacity(ctx, make_workspace(ctx, InterpretedTransport), ("one rank",))
+    check_over_capacity(ctx, make_workspace(ctx, InterpretedTransport, num_programs=2), ("one rank",))
 
 
 @distributed(2, device="cpu")
@@ -48,6 +49,12 @@ def test_epochs_wrap_around(ctx: Context):
     workspace.transport.barrier("ready")
     check_cases(ctx, workspace, ("random",))
     assert buffer.local[layout.own_start :].view(torch.int64)[1] < 0
+
+
+@distributed(2, device="cpu")
+def test_a_workspace_without_room_for_tokens_still_meets(ctx: Context):
+    check_cases(ctx, make_workspace(ctx, InterpretedTransport, max_tokens=0), ("no tokens at all",))
+    check_cases(ctx, make_workspace(ctx, PlayedTransport, max_tokens=0), ("no tokens at all",))
 
 
 @distributed(3, device="cpu")

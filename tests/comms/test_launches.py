@@ -1,4 +1,4 @@
-"""What the kernels of mxep.comms compile to, for Hopper and Blackwell, without either."""
+"""What the kernels of mxep.comms compile to for Hopper, without one. `ahead_of_time.py` takes Blackwell, too."""
 
 from collections import Counter
 from pathlib import Path
@@ -13,7 +13,7 @@ LAUNCHES = Path(__file__).with_name("launches.py")
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    return report(LAUNCHES)
+    return report(LAUNCHES, targets=[90])
 
 
 def test_no_kernel_spills(rows):
@@ -23,6 +23,6 @@ def test_no_kernel_spills(rows):
 
 
 def test_a_plan_of_another_size_compiles_nothing(rows):
-    made = Counter((row["launch"], row["kernel"], row["target"]) for row in rows if "plan" in row["launch"])
-    assert len(made) == 2 * 2 * 2
+    made = Counter((row["launch"], row["kernel"]) for row in rows if "plan" in row["launch"])
+    assert len(made) == 2 * 2
     assert set(made.values()) == {1}, made
