@@ -119,6 +119,17 @@ def test_a_bench_or_folder_that_there_is_not_is_named(make_config, override: str
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_what_is_measured_is_told_at_once_with_the_seconds_passed(capsys):
+    results = Report("mxep.nothing", Ceiling("copy", "bytes", "TB/s", 1.0, 1.0), [])
+
+    def measure(say: Callable[[str], None]) -> Report:
+        say(str({"row": [1]}))
+        return results
+
+    assert run._timed(measure, Console(stderr=True)) is results
+    assert re.fullmatch(r" +\d+\.\d s  {'row': \[1]}\n", capsys.readouterr().err)
+
+
 def test_without_a_cuda_device_there_is_one_message(mxep):
     finished = mxep("task=bench", "bench=quant")
     assert finished.code == 1
