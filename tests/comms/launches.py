@@ -39,7 +39,7 @@ def ints(*shape: int) -> torch.Tensor:
 
 def launch(step: str) -> Launch:
     pointers, state = torch.empty(W, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
-    return Launch(Layout(W, T, K, 2 * D, W * T), 1, pointers, state, step, 132, budget=False, clock=True)
+    return Launch(Layout(W, T, K, 2 * D, W * T), 1, pointers, state, step, 132, clock=True)
 
 
 def put_mxfp8() -> None:

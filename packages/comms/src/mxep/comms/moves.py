@@ -177,10 +177,9 @@ class KernelMoves:
         from .kernels.launch import Launch
 
         programs = min(move.num_programs or self.max_programs, self.max_programs)
-        budget = programs < self.max_programs
         where = move.layout, self.rank, move.buffer.pointers, self.state
         with torch.cuda.device(self.device) if self.clock else contextlib.nullcontext():
-            yield Launch(*where, step, programs, budget, self.clock)
+            yield Launch(*where, step, programs, self.clock)
 
 
 def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:

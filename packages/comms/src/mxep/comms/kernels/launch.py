@@ -16,7 +16,7 @@ class Launch:
     Attributes:
         layout: of the buffer. rank: ours. pointers: (W,) int64, the buffer's address on each rank.
         state: (3,) int64, see `signals.py`. step: the move's kind, of ``STEPS``.
-        max_programs: how many multiprocessors may be used. budget: whether somebody bounded them.
+        max_programs: how many multiprocessors may be used.
         clock: whether there is a GPU's clock to wait by.
     """
 
@@ -26,7 +26,6 @@ class Launch:
     state: Tensor
     step: str
     max_programs: int
-    budget: bool
     clock: bool
 
     def signature(self, row_bytes: int) -> int:

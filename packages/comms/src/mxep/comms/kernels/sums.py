@@ -32,7 +32,8 @@ LAG = 3
 SPREAD = 256
 """Programs that a sum of slots is spread over at least, if there are so many slots."""
 PER_SM = 2
-"""Programs of 8 warps on a multiprocessor, where all may be used; else one of 16 on each of those that may."""
+"""Programs that fit on a multiprocessor: one waits for its rows while the other sends."""
+NUM_WARPS = 8
 MAX_REGISTERS = 128
 AT_ONCE = tl.constexpr(4)
 """Rows of a slot whose loads are under way together."""
@@ -218,7 +219,7 @@ def return_sums(
     layout = launch.layout
     dim = rows.shape[1]
     block = triton.next_power_of_2(dim)
-    programs, num_warps = (launch.max_programs, 16) if launch.budget else (PER_SM * launch.max_programs, 8)
+    programs = PER_SM * launch.max_programs
     at_once = rows_at_once(TILE_BYTES, block * rows.itemsize, layout.max_tokens, programs)
     tiles = max(1, triton.cdiv(layout.max_tokens, at_once))
     tile_bytes = at_once * min(layout.top_k, layout.world_size) * dim * rows.itemsize
@@ -235,7 +236,7 @@ def return_sums(
         W=layout.world_size, WP=triton.next_power_of_2(layout.world_size), K=layout.top_k,
         KP=triton.next_power_of_2(layout.top_k), D=dim, BLOCK=block,
         ROW_ELEMENTS=layout.row_bytes // rows.dtype.itemsize, NT=at_once, TAKE=take, CLOCK=launch.clock,
-        num_warps=num_warps, maxnreg=MAX_REGISTERS,
+        num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
