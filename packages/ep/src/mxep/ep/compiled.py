@@ -26,8 +26,10 @@ from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 
 from .dispatchers.base import DISPATCHERS_BY_NUMBER, Parts, Routing, TokenDispatcher
+from .functional import checked_tokens
 from .layer import Setup, layer_backward, layer_forward
 
+SetupOf = Callable[[int, str, str, torch.device], Setup]
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "multiple")
 
 _contexts: dict[tuple[Any, ...], list[Any]] = {}
@@ -46,6 +48,7 @@ def compiled_layer(
     backend: str,
 ) -> Tensor:
     """out (T, D), as of `route_through_experts`, with a dispatcher that has ``static_tokens``. backend: its name."""
+    expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     out: Tensor = forward_op(*tensors, expert_ids, dispatcher.number, recipe.name, backend, backward)[0]
@@ -64,26 +67,7 @@ def forward_op(
     backend: str,
     backward: bool,
 ) -> list[Tensor]:
-    setup = Setup(DISPATCHERS_BY_NUMBER[dispatcher], Recipe.named(recipe), select(backend, x.device))
-    key = dispatcher, recipe, backend, x.dtype
-    return _forward(key, setup, x, weights, gate_up_proj, down_proj, expert_ids, backward)
-
-
-@forward_op.register_fake
-def _(
-    x: Tensor,
-    weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    expert_ids: Tensor,
-    dispatcher: int,
-    recipe: str,
-    backend: str,
-    backward: bool,
-) -> list[Tensor]:
-    setup = _shapes(DISPATCHERS_BY_NUMBER[dispatcher], recipe, backend, x.device)
-    key = dispatcher, recipe, backend, x.dtype
-    return _forward(key, setup, x, weights, gate_up_proj, down_proj, expert_ids, backward)
+    return _forward(_real, x, weights, gate_up_proj, down_proj, expert_ids, dispatcher, recipe, backend, backward)
 
 
 @torch.library.custom_op("mxep::layer_backward", mutates_args=())
@@ -97,23 +81,7 @@ def backward_op(
     recipe: str,
     backend: str,
 ) -> list[Tensor]:
-    setup = Setup(DISPATCHERS_BY_NUMBER[dispatcher], Recipe.named(recipe), select(backend, d_out.device))
-    return _backward(setup, d_out, kept, gate_up_proj, down_proj, expert_ids, (dispatcher, recipe, backend))
-
-
-@backward_op.register_fake
-def _(
-    d_out: Tensor,
-    kept: list[Tensor],
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    expert_ids: Tensor,
-    dispatcher: int,
-    recipe: str,
-    backend: str,
-) -> list[Tensor]:
-    setup = _shapes(DISPATCHERS_BY_NUMBER[dispatcher], recipe, backend, d_out.device)
-    return _backward(setup, d_out, kept, gate_up_proj, down_proj, expert_ids, (dispatcher, recipe, backend))
+    return _backward(_real, d_out, kept, gate_up_proj, down_proj, expert_ids, dispatcher, recipe, backend)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -133,15 +101,18 @@ forward_op.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _forward(
-    key: tuple[Any, ...],
-    setup: Setup,
+    setup_of: SetupOf,
     x: Tensor,
     weights: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
     expert_ids: Tensor,
+    dispatcher: int,
+    recipe: str,
+    backend: str,
     backward: bool,
 ) -> list[Tensor]:
+    setup = setup_of(dispatcher, recipe, backend, x.device)
     out, routing, kept = layer_forward(x, weights, gate_up_proj, down_proj, expert_ids, setup, backward)
     if not backward:
         return [out]
@@ -159,25 +130,28 @@ def _forward(
         else:
             flat.append(tensor)
             contexts.append(None)
-    _contexts[key] = contexts
+    _contexts[dispatcher, recipe, backend, x.dtype] = contexts
     return [out, *flat, *(getattr(routing.plan, name) for name in PLAN)]
 
 
 def _backward(
-    setup: Setup,
+    setup_of: SetupOf,
     d_out: Tensor,
     saved: list[Tensor],
     gate_up_proj: Tensor,
     down_proj: Tensor,
     expert_ids: Tensor,
-    names: tuple[int, str, str],
+    dispatcher: int,
+    recipe: str,
+    backend: str,
 ) -> list[Tensor]:
+    setup = setup_of(dispatcher, recipe, backend, d_out.device)
     flat = iter(saved[: -len(PLAN)])
     fields = dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, multiple=setup.recipe.group_multiple)
     routing = Routing(plan, expert_ids, setup.dispatcher.num_local_experts)
     kept: list[Tensor] = []
-    for i, context in enumerate(_contexts[*names, d_out.dtype]):
+    for i, context in enumerate(_contexts[dispatcher, recipe, backend, d_out.dtype]):
         if context is None:
             kept.append(next(flat))
         elif isinstance(context, str):
@@ -191,11 +165,20 @@ def _backward(
     return [grad for grad in grads if grad is not None]
 
 
+def _real(dispatcher: int, recipe: str, backend: str, device: torch.device) -> Setup:
+    return Setup(DISPATCHERS_BY_NUMBER[dispatcher], Recipe.named(recipe), select(backend, device))
+
+
 # ── shapes instead of moves and products, for the compiler ───────────────────────────────────────────────────────────
 
 
-def _shapes(dispatcher: TokenDispatcher, recipe: str, backend: str, device: torch.device) -> Setup:
-    return Setup(_NoMoves(dispatcher), Recipe.named(recipe), _NoProducts(select(backend, device)), checked=False)  # type: ignore[arg-type]
+def _shapes(dispatcher: int, recipe: str, backend: str, device: torch.device) -> Setup:
+    real = _real(dispatcher, recipe, backend, device)
+    return Setup(_NoMoves(real.dispatcher), real.recipe, _NoProducts(real.backend), checked=False)  # type: ignore[arg-type]
+
+
+forward_op.register_fake(lambda *args: _forward(_shapes, *args))
+backward_op.register_fake(lambda *args: _backward(_shapes, *args))
 
 
 class _NoMoves:
