@@ -7,7 +7,7 @@
     who enters chunk c      waits for all ranks' signals of chunk c - lag
 
 So reads, wire and writes are busy at once, and after the last store `lag` chunks are left to sum. Programs are not
-served alike where the links are full: with a fixed share each, the slowest would take 7% longer than all together.
+served alike where the links are full: with a fixed share each, all would wait for the slowest.
 A tile is taken by a program that runs, and no wait needs one that has not started: any number of them gets home, if one
 runs on each rank. Two such kernels at once might keep each other out on different ranks: a transport runs them in turn.
 A sum is in fp32, over the token's list in its order, then over ranks in theirs, rounded after each.
@@ -25,7 +25,7 @@ from mxep.comms.layout import CHANNELS, CHUNKS, round_up
 
 TILE_BYTES = 16384
 CHUNK_BYTES = 24 << 20
-"""What a chunk moves at least: to finish one costs 6 us, of an H200 on NVLink."""
+"""What a chunk moves at least: to finish one costs a trip over the link."""
 TAKE_BYTES = 64 << 10
 """What a program takes at a time, of tiles."""
 LAG = 3
@@ -249,6 +249,6 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
     if out.numel():
         sum_slots_kernel[(triton.cdiv(len(slot_rows), at_once),)](
             rows.contiguous(), slot_rows.contiguous(), out, len(slot_rows), K=slot_rows.shape[1], D=dim, BLOCK=block,
-            NT=at_once, num_warps=8,
+            NT=at_once, num_warps=NUM_WARPS,
         )  # fmt: skip
     return out
