@@ -54,6 +54,15 @@ def test_gather_makes_zero_rows_where_there_is_no_row():
     assert_bitwise(rows_of_index, torch.stack((source[2], zero, source[0], zero, source[2])), "rows")
 
 
+def test_gather_without_an_index_makes_dense_copies():
+    wide = payload(3, 4, 6)
+    (copy,) = gather_rows((wide[:, 1:4],), None)
+    assert copy.is_contiguous()
+    assert_bitwise(copy, wide[:, 1:4], "rows")
+    copy.zero_()
+    assert_bitwise(wide, payload(3, 4, 6), "source")
+
+
 def test_gather_from_nothing_makes_zero_rows():
     (rows_of_index,) = gather_rows((torch.empty(0, 3),), torch.tensor([-1, -1], dtype=torch.int32))
     assert_bitwise(rows_of_index, torch.zeros(2, 3), "rows")
@@ -90,7 +99,11 @@ def test_the_kernels_equal_their_references_whatever_the_strides(name):
     if name == "gather_rows":
         wide = payload(0, 4, 40).to(device)
         parts = [wide[:, 3:11], wide[:, 8:32], wide[:, :0], torch.randn(4, 20, device=device)]
-        pairs = zip(gather.gather_rows(parts, index[:, 0], None), rows.gather_parts._init_fn(parts, index[:, 0], None))
+        pairs = [
+            pair
+            for which in (index[:, 0], None)
+            for pair in zip(gather.gather_rows(parts, which, None), rows.gather_parts._init_fn(parts, which, None))
+        ]
     else:
         summands = torch.randn(4, 37, device=device).bfloat16()[:, :21]
         pairs = [(sums.sum_slots(summands, index), rows.add_rows._init_fn(summands, index))]

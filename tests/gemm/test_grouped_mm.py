@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, indexed, problem
 from mxep.gemm import BACKENDS as ALL
-from mxep.gemm import Recipe, grouped_mm
+from mxep.gemm import Recipe, WeightCache, grouped_mm
 from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference
 from mxep.quant import E4M3, E5M2, MXTensor, quantize
 
@@ -248,9 +248,13 @@ def kept_for_backward(recipe: str, a: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recipe", FROM_CODES)
-def test_backward_keeps_codes_alone(recipe: str) -> None:
+def test_backward_keeps_codes_of_the_activation_and_none_of_the_weight(recipe: str) -> None:
     a = problem().a.requires_grad_()
-    assert {type(x) for x in kept_for_backward(recipe, a)} == {MXTensor}
+    codes, w, *magnitudes = kept_for_backward(recipe, a)
+    assert isinstance(codes, MXTensor)
+    assert codes.shape == a.shape
+    assert torch.equal(w, problem().w)
+    assert all(x.shape == w[:, 0].shape for x in magnitudes)  # a row less than a matrix
     assert len(kept_for_backward(recipe, a.detach())) == 1
 
 
@@ -260,13 +264,13 @@ def test_wgrad_bf16_keeps_a_plain_activation_but_no_copy_of_a_quantized_one() ->
     assert [type(x) for x in kept_for_backward("mxfp8_wgrad_bf16", quantize(p.a))] == [MXTensor]
 
 
-def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_codes_were_kept() -> None:
+def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_a_cache_kept_its_codes() -> None:
     p = problem()
-    for recipe in ("bf16", "mxfp8"):
+    for recipe, cache in (("bf16", None), ("mxfp8", None), ("mxfp8", WeightCache())):
         a, w = p.a.clone().requires_grad_(), p.w.clone()
-        out = grouped_mm(a, w, p.group_ends, recipe=recipe)
+        out = grouped_mm(a, w, p.group_ends, recipe=recipe, weight_cache=cache)
         w.zero_()
-        if recipe == "bf16":
+        if cache is None:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.backward(p.dy)
         else:

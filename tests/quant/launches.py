@@ -57,12 +57,13 @@ LAUNCHES = {
     "quantize_both fp32": lambda: columns.quantize_both(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_columns whole": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
     **{
-        f"quantize_both_whole {k}": lambda k=k: whole.quantize_both_whole(x(8, T, k), E4M3, MODE)  # type: ignore[misc]
+        f"quantize_rows_whole {k}": lambda k=k: whole.quantize_rows_whole(x(8, T, k), E4M3, MODE)  # type: ignore[misc]
         for k in (2048, 4096, 5120, 7168, 14336)
     },
-    "quantize_both_whole fp32 E5M2": lambda: whole.quantize_both_whole(x(T, 7168, dtype=torch.float32), E5M2, MODE),
-    "quantize_both_whole fp32 2048": lambda: whole.quantize_both_whole(x(T, 2048, dtype=torch.float32), E4M3, MODE),
-    "quantize_both_whole fp32 14336": lambda: whole.quantize_both_whole(x(T, 14336, dtype=torch.float32), E4M3, MODE),
+    "quantize_rows_whole fp32 E5M2": lambda: whole.quantize_rows_whole(x(T, 7168, dtype=torch.float32), E5M2, MODE),
+    "quantize_rows_whole fp32 2048": lambda: whole.quantize_rows_whole(x(T, 2048, dtype=torch.float32), E4M3, MODE),
+    "quantize_rows_whole fp32 14336": lambda: whole.quantize_rows_whole(x(T, 14336, dtype=torch.float32), E4M3, MODE),
+    "quantize_columns_whole": lambda: whole.quantize_columns_whole(x(), torch.zeros(D), E4M3, MODE),
     "requantize plain": lambda: requantize.requantize(*mx(), 1, 32, None, None, True, E4M3, MODE),
     "requantize gathered": lambda: requantize.requantize(*mx(), 1, 32, index(), ends(), True, E4M3, MODE),
     "requantize along rows": lambda: requantize.requantize(*mx(), 1, 32, None, None, False, E5M2, MODE),

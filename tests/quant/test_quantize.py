@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantize, quantize_both
+from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantize, quantize_both, quantize_with_magnitudes
 from quant import exact
 from quant.exact import FORMATS, MODES, assert_bytes, raw
 from quant.opchecks import check_op
@@ -254,6 +254,19 @@ def test_without_blocks_a_whole_row_or_column_has_one_scale(fmt: MXFormat, mode:
     assert_bytes(mx.scale if axis == -1 else mx.scale.mT, byte)
 
 
+@pytest.mark.parametrize("mode", list(ScaleMode))
+def test_columns_may_come_later_than_rows(mode: ScaleMode) -> None:
+    x = gaussian(3, 40, 24, dtype=torch.bfloat16)
+    rows, magnitudes = quantize_with_magnitudes(x, mode=mode)
+    assert torch.equal(magnitudes, x.float().abs().amax(-2))
+    assert_same(rows, quantize(x, mode=mode, block=None))
+    columns = quantize(x, mode=mode, axis=-2, block=None, magnitudes=magnitudes)
+    assert_same(columns, quantize(x, mode=mode, axis=-2, block=None))
+    for options in ({"axis": -1, "block": None}, {"axis": -2, "block": 8}):
+        with pytest.raises(ValueError, match=r"magnitudes: got axis .*want axis -2 and block None"):
+            quantize(x, mode=mode, magnitudes=magnitudes, **options)
+
+
 def test_a_nan_takes_its_whole_row_and_column_and_no_more() -> None:
     x = gaussian(3, 40, 24, dtype=torch.bfloat16)
     x[1, 5, 7] = float("nan")
@@ -348,8 +361,10 @@ def test_opcheck_quantize(op: str, fmt: MXFormat) -> None:
         torch.library.opcheck(getattr(OPS, op).default, (layout, fmt.dtype, "rceil", 32))
 
 
-def test_opcheck_quantize_both_whole() -> None:
-    torch.library.opcheck(OPS.quantize_both_whole.default, (gaussian(2, 48, 40), E4M3.dtype, "rceil"))
+def test_opcheck_whole_rows_and_columns() -> None:
+    x = gaussian(2, 48, 40)
+    torch.library.opcheck(OPS.quantize_rows_whole.default, (x, E4M3.dtype, "rceil"))
+    torch.library.opcheck(OPS.quantize_columns_whole.default, (x, x.abs().amax(-2), E4M3.dtype, "rceil"))
 
 
 @pytest.mark.parametrize("index", [None, torch.tensor([1, -1, 0], dtype=torch.int32)])

@@ -77,13 +77,23 @@ def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
 
 
+def assert_whole(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str, **options: int) -> None:
+    """Rows with magnitudes, and columns of these, of x and of what lies on DEVICE."""
+    *want, magnitudes = ops.quantize_rows_whole(x, dtype, mode)
+    *got, found = whole.quantize_rows_whole(moved, dtype, mode, **options)
+    assert_same(got, want)
+    torch.testing.assert_close(found.cpu(), magnitudes, rtol=0, atol=0, equal_nan=True)
+    want = ops.quantize_columns_whole(x, magnitudes, dtype, mode)
+    assert_same(want, ops.quantize_columns(x, dtype, mode, x.shape[-2]) if x.numel() else want)
+    assert_same(whole.quantize_columns_whole(moved, found, dtype, mode), want)
+
+
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("mode", list(ScaleMode))
 def test_whole_rows_and_columns_of_two_reads_in_every_mode(fmt: MXFormat, mode: ScaleMode) -> None:
     x = hostile()  # every kind of number; NaN or Inf makes its row and its column NaN
     x[:, 1:] = x[:, 1:].nan_to_num(1, 1, 1)
-    how = fmt.dtype, mode.value
-    assert_same(whole.quantize_both_whole(x.to(DEVICE), *how), ops.quantize_both_whole(x, *how))
+    assert_whole(x.to(DEVICE), x, fmt.dtype, mode.value)
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (40, 96), (3, 70, 136), (2, 37, 600), (130, 1)], ids=str)
@@ -91,24 +101,21 @@ def test_whole_rows_and_columns_of_two_reads_in_every_mode(fmt: MXFormat, mode: 
 def test_whole_rows_and_columns_of_two_reads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     x.view(-1, shape[-1])[-1, -1] = -float("inf")
-    how = E4M3.dtype, "rceil"
-    want = ops.quantize_both_whole(x, *how)
-    assert_same(whole.quantize_both_whole(x.to(DEVICE), *how), want)
-    assert_same(whole.quantize_both_whole(x.to(DEVICE), *how, rows_per_program=8), want)
+    assert_whole(x.to(DEVICE), x, E4M3.dtype, "rceil")
+    assert_whole(x.to(DEVICE), x, E4M3.dtype, "rceil", rows_per_program=8)
 
 
 def test_whole_rows_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole, "LONGEST", 128)
-    x, how = numbers(2, 40, 192), (E4M3.dtype, "rceil")
-    assert_same(whole.quantize_both_whole(x.to(DEVICE), *how), ops.quantize_both_whole(x, *how))
+    x = numbers(2, 40, 192)
+    assert_whole(x.to(DEVICE), x, E4M3.dtype, "rceil")
 
 
 def test_whole_rows_turned_sliced_and_empty() -> None:
     buffer = numbers(70, 200)
-    how = E4M3.dtype, "rceil"
     for x in (buffer[3:67, 7:199], buffer.mT[:192, :64], torch.empty(0, 32, 64)):
         moved = torch.as_strided(buffer.to(DEVICE), x.shape, x.stride(), x.storage_offset())
-        assert_same(whole.quantize_both_whole(moved, *how), ops.quantize_both_whole(x, *how))
+        assert_whole(moved, x, E4M3.dtype, "rceil")
 
 
 def test_columns_of_an_odd_length() -> None:

@@ -29,7 +29,6 @@ from mxep.comms import Capacity
 from mxep.ep import CASES, MoE
 from mxep.gemm import Backend
 from mxep.gemm.backends import select
-from mxep.gemm.weights import QuantizedWeight
 
 from ..rank import Rank
 from ..reference import Results
@@ -132,7 +131,7 @@ class Ours:
         self.p, self.name = p, name
         self.micro_batches = KEPT if suffix == "kept" else 1
         capacities = {"worst_case": Capacity.worst_case(), "exact": Capacity.exact()}
-        self.kept: dict[tuple[int, bool], QuantizedWeight] = {}
+        self.kept: dict[tuple[int, str], Any] = {}
         backend = select("auto", p.device)
         self.router = FixedRouting(p.ids, p.weights)
         self.moe = MoE(
@@ -172,8 +171,8 @@ class Ours:
             if found[2] is not None or found[3] is not None:
                 raise NotImplementedError("this MoE knows no main_grad")
             found = (*found[:2], *self.main_grads)
-        if self.micro_batches > 1 and len(self.kept) != 2:
-            raise NotImplementedError(f"this MoE asked for {len(self.kept)} quantized weights, wanted 2: none is kept")
+        if self.micro_batches > 1 and len(self.kept) != 4:
+            raise NotImplementedError(f"this MoE quantized {len(self.kept)} weights, wanted 2 both ways: none is kept")
         return Results(out.detach(), *found)
 
     def reset(self) -> None:
@@ -191,13 +190,16 @@ class Ours:
         """As MoE(cache_weights=True) keeps them, but in a graph, too, where a cache would quantize at each call."""
         keeping = copy.copy(backend)
 
-        def once(w: Tensor, recipe: Any, *, cols: bool) -> QuantizedWeight:
-            key = w.data_ptr(), cols
-            if key not in self.kept:
-                self.kept[key] = backend.quantize_weight(w, recipe, cols=cols)
-            return self.kept[key]
+        def once(way: str, make: Callable[..., Any]) -> Callable[..., Any]:
+            def made(w: Tensor, *how: Any) -> Any:
+                if (key := (w.data_ptr(), way)) not in self.kept:
+                    self.kept[key] = make(w, *how)
+                return self.kept[key]
 
-        keeping.quantize_weight = once  # type: ignore[method-assign]
+            return made
+
+        keeping.quantize_weight_rows = once("rows", backend.quantize_weight_rows)  # type: ignore[method-assign]
+        keeping.quantize_weight_cols = once("cols", backend.quantize_weight_cols)  # type: ignore[method-assign]
         return keeping
 
 

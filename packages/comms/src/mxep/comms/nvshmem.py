@@ -66,7 +66,8 @@ class NvshmemTransport(PutMoves):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.device = cuda_device(device)
-        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device)
+        # First come, first served would put a move's few programs behind all of what runs beside it.
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
         self.timeout = timeout
         self._closed = False
         self._buffers: list[StagedBuffer] = []

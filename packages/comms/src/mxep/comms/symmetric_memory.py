@@ -87,7 +87,8 @@ class SymmetricMemoryTransport(KernelMoves):
         # The least of all: ranks must cut the rows that go home into the same chunks.
         here = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.max_programs = min(gather_objects(here, group))
-        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device)
+        # First come, first served would put a move's few programs behind all of what runs beside it.
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
         # Read by torch when it maps a buffer; cuMulticastCreate must never be called.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self.record = Record(self.world_size, pinned=True)

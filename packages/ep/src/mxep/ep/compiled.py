@@ -22,7 +22,6 @@ from mxep.comms import RoutingPlan
 from mxep.comms.plan import PlanTensors, plan_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 
 from .dispatchers.base import DISPATCHERS_BY_NUMBER, Parts, Routing, TokenDispatcher
@@ -119,7 +118,9 @@ def _forward(
     flat: list[Tensor] = []
     contexts: list[Any] = []
     for tensor in kept:
-        if isinstance(tensor, MXTensor):
+        if tensor is None:
+            contexts.append("nothing")
+        elif isinstance(tensor, MXTensor):
             names, context = tensor.__tensor_flatten__()
             # The index of rows is the plan's.
             names = [name for name in names if name != "row_index"]
@@ -150,12 +151,12 @@ def _backward(
     fields = dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, multiple=setup.recipe.group_multiple)
     routing = Routing(plan, expert_ids, setup.dispatcher.num_local_experts)
-    kept: list[Tensor] = []
+    kept: list[Tensor | None] = []
     for i, context in enumerate(_contexts[dispatcher, recipe, backend, d_out.dtype]):
         if context is None:
             kept.append(next(flat))
         elif isinstance(context, str):
-            kept.append(gate_up_proj if context == "gate_up_proj" else down_proj)
+            kept.append({"gate_up_proj": gate_up_proj, "down_proj": down_proj}.get(context))
         else:
             parts = {name: next(flat) for name in context[0]}
             index = {"row_index": plan.row_slot} if i == 0 else {}
@@ -200,9 +201,14 @@ class _NoMoves:
         slots = tuple(part.new_empty(sizes[0] * sizes[1], part.shape[1]) for part in parts)
         return slots, Routing(plan, expert_ids, e)
 
-    def resend(self, parts: Parts, routing: Routing) -> Parts:
+    def start_send(
+        self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int
+    ) -> Callable[[], tuple[Parts, Routing]]:
+        return lambda: self.send(parts, expert_ids, weights, multiple=multiple)
+
+    def start_resend(self, parts: Parts, routing: Routing) -> Callable[[], Parts]:
         slots = routing.plan.slot_rows.shape[0]
-        return tuple(part.new_empty(slots, part.shape[1]) for part in parts)
+        return lambda: tuple(part.new_empty(slots, part.shape[1]) for part in parts)
 
     def give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
@@ -222,8 +228,11 @@ class _NoProducts:
         self.backend = backend
         self.folds = backend.folds
 
-    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
-        return self.backend.quantize_weight(w, recipe, cols=cols)
+    def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
+        return self.backend.quantize_weight_rows(w, recipe)
+
+    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
+        return self.backend.quantize_weight_cols(w, recipe, magnitudes)
 
     def forward(self, a: Tensor, w: Tensor, ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         return torch.empty(a.shape[0], w.shape[1], dtype=out_dtype, device=a.device)

@@ -4,6 +4,7 @@ What that buys over the composed functions of `functional.py`, which it equals b
 
     SwiGLU and its backward fold what they quantize, for a backend that folds: one pass less over h and d_gate_up
     d_out's slots are used where they lie, before the next move
+    weights are quantized while rows are under way, each way as it is needed: nothing of them is kept for backward
     dx goes home while the gradient of gate_up_proj computes
 
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
@@ -12,7 +13,7 @@ T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm import Recipe, WeightCache
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_operands
-from mxep.gemm.weights import QuantizedWeight
+from mxep.gemm.weights import Later, rows_and_later
 
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import checked_tokens, hidden, hidden_backward
@@ -67,8 +68,8 @@ def route_through_experts(
     return out, routing
 
 
-Kept = tuple[Tensor, ...]
-"""What backward needs: rows, gate_up, h, and the weights as dgrad wants them."""
+Kept = tuple[Tensor | None, ...]
+"""What backward needs: rows, gate_up, h, and of both weights what is there of a `Later`."""
 
 
 class _Layer(torch.autograd.Function):
@@ -109,26 +110,25 @@ def layer_forward(
     """(out, routing, what backward needs, if it will be): no autograd, no checks but those of products."""
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
     parts, wire = Wire.pack(recipe.quantize_activation(x))
-    slots, routing = dispatcher.send(parts, expert_ids, weights, multiple=recipe.group_multiple)
+    coming = dispatcher.start_send(parts, expert_ids, weights, multiple=recipe.group_multiple)
+    (w13, w13_later), (w2, w2_later) = (_rows(weight, setup, backward) for weight in (gate_up_proj, down_proj))
+    slots, routing = coming()
     plan = routing.plan
     # The next move takes the slots back, which the gradient of gate_up_proj needs.
     rows = wire.rows(slots, plan, copy=backward and dispatcher.borrows)
     operands: dict[str, Any] = {"recipe": recipe, "bias": None, "out_dtype": x.dtype}
     if setup.checked:
         check_operands(rows, gate_up_proj, plan.group_ends, **operands, main_grad=setup.main_grads[0])
-    w13, w2 = (_quantized(weight, setup, backward) for weight in (gate_up_proj, down_proj))
-    gate_up = backend.forward(rows, w13.rows, plan.group_ends, bias=None, out_dtype=x.dtype)
+    gate_up = backend.forward(rows, w13, plan.group_ends, bias=None, out_dtype=x.dtype)
     h = hidden(gate_up, plan.row_weight, plan.group_ends, recipe, folded=backend.folds)
     if setup.checked:  # h may be folded, which is between us and the backend: its bf16 shape stands for it
         like_h = gate_up[:, : gate_up.shape[1] // 2]
         check_operands(like_h, down_proj, plan.group_ends, **operands, main_grad=setup.main_grads[1])
-    y = backend.forward(h, w2.rows, plan.group_ends, bias=None, out_dtype=x.dtype)
+    y = backend.forward(h, w2, plan.group_ends, bias=None, out_dtype=x.dtype)
     out, _ = dispatcher.give_back(y, routing)
     if not backward:
         return out, routing, ()
-    assert w13.cols is not None
-    assert w2.cols is not None
-    return out, routing, (rows, gate_up, h, w13.cols, w2.cols)
+    return out, routing, (rows, gate_up, h, *w13_later, *w2_later)
 
 
 def layer_backward(
@@ -140,7 +140,8 @@ def layer_backward(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weights, gate_up_proj, down_proj. dtypes: of x and the two. needs: whether the two have any."""
-    rows, gate_up, h, w13, w2 = kept
+    rows, gate_up, h = cast(tuple[Tensor, ...], kept[:3])
+    w13_later, w2_later = Later(*kept[3:6]), Later(*kept[6:])
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
     plan, ends = routing.plan, routing.plan.group_ends
 
@@ -155,19 +156,25 @@ def layer_backward(
         return None
 
     parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
+    coming = dispatcher.start_resend(parts, routing)
+    w2, w13 = w2_later.cols(recipe, backend), w13_later.cols(recipe, backend)
     # Borrowed until dx goes home: the gradient of down_proj comes before that.
-    d_y = wire.rows(dispatcher.resend(parts, routing), plan, copy=False)
+    d_y = wire.rows(coming(), plan, copy=False)
     d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtypes[0])
+    del w2, w2_later
     d_down_proj = weight_gradient(1, d_y, h)
     d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, folded=backend.folds)
+    del d_h
     d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtypes[0])
+    del w13, w13_later
     going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
     d_gate_up_proj = weight_gradient(0, d_gate_up, rows)
     dx, d_weights = going_home()
     return dx, d_weights, d_gate_up_proj, d_down_proj
 
 
-def _quantized(w: Tensor, setup: Setup, cols: bool) -> QuantizedWeight:
+def _rows(w: Tensor, setup: Setup, backward: bool) -> tuple[Tensor, Later]:
+    cached = None
     if setup.weight_cache is not None:
-        return setup.weight_cache.get(w, setup.recipe, setup.backend, cols=cols)
-    return setup.backend.quantize_weight(w, setup.recipe, cols=cols)
+        cached = setup.weight_cache.get(w, setup.recipe, setup.backend, cols=backward)
+    return rows_and_later(w, cached, setup.recipe, setup.backend)

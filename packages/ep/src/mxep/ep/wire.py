@@ -50,7 +50,7 @@ class Wire:
             (gathered,) = gather_rows(slots, plan.row_slot, plan.group_ends)
             return gathered.view(self.dtype)
         if copy:
-            slots = tuple(part.clone() for part in slots)
+            slots = gather_rows(slots, None)
         codes, scale = slots
         return MXTensor.from_qdata_and_scales(
             codes.view(self.codes),

@@ -6,13 +6,13 @@
     out = a w^T, w quantized along K          da = dy w, w quantized along N
       kept for backward: the codes of a       dw = dy^T a, both from their codes (wgrad "mx")
 
+A weight is kept as it is, not its codes along N: these are made in backward, unless a cache has them.
 What backward keeps of `a` are codes and scales, 1/2 of the bytes of bf16; only wgrad "bf16" keeps a plain `a`.
 An MXTensor is kept by reference: bytes borrowed from a receive slot must be copied by whoever lends them.
 
 M rows (capacity), N out features, K in features, G groups.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight, WeightCache
+from mxep.gemm.weights import Later, QuantizedWeight, WeightCache, rows_and_later
 from mxep.quant import MXTensor
 
 
@@ -61,9 +61,9 @@ def grouped_mm(
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     chosen = select(backend, a.device)
-    cols = torch.is_grad_enabled() and a.requires_grad
-    quantize = chosen.quantize_weight if weight_cache is None else functools.partial(weight_cache.get, backend=chosen)
-    weight = quantize(w, recipe, cols=cols)
+    weight = None
+    if weight_cache is not None:
+        weight = weight_cache.get(w, recipe, chosen, cols=torch.is_grad_enabled() and a.requires_grad)
     out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype, main_grad)  # type: ignore[no-untyped-call]
     return out
 
@@ -76,7 +76,7 @@ class _GroupedMM(torch.autograd.Function):
         w: Tensor,
         bias: Tensor | None,
         group_ends: Tensor,
-        weight: QuantizedWeight,
+        weight: QuantizedWeight | None,
         recipe: Recipe,
         backend: Backend,
         out_dtype: torch.dtype,
@@ -85,15 +85,16 @@ class _GroupedMM(torch.autograd.Function):
         codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
         need_a, need_w, *_ = ctx.needs_input_grad
         a_kept = codes if recipe.wgrad == "mx" else a
-        ctx.save_for_backward(group_ends, a_kept if need_w else None, weight.cols if need_a else None)
+        rows, cols = rows_and_later(w, weight, recipe, backend)
+        ctx.save_for_backward(group_ends, a_kept if need_w else None, *(cols if need_a else ()))
         ctx.recipe, ctx.backend, ctx.main_grad = recipe, backend, main_grad
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
-        return backend.forward(codes, weight.rows, group_ends, bias=bias, out_dtype=out_dtype)
+        return backend.forward(codes, rows, group_ends, bias=bias, out_dtype=out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        group_ends, a, w_cols = ctx.saved_tensors
+        group_ends, a, *cols = ctx.saved_tensors
         recipe, backend = ctx.recipe, ctx.backend
         need_a, need_w, need_bias, *_ = ctx.needs_input_grad
         a_dtype, w_dtype, bias_dtype = ctx.dtypes
@@ -101,7 +102,7 @@ class _GroupedMM(torch.autograd.Function):
         if need_a or (need_w and recipe.wgrad == "mx"):
             codes = _gradient_codes(dy, recipe, backend)
         if need_a:
-            da = backend.dgrad(codes, w_cols, group_ends, out_dtype=a_dtype)
+            da = backend.dgrad(codes, Later(*cols).cols(recipe, backend), group_ends, out_dtype=a_dtype)
         if need_w:
             operands = (codes, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
             if ctx.main_grad is None:

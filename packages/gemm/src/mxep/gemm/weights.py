@@ -18,14 +18,14 @@ G groups, N out features, K in features.
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, quantize, quantize_both
+from mxep.quant import MXTensor, quantize, quantize_both, quantize_with_magnitudes
 
 if TYPE_CHECKING:
     from mxep.gemm.backends.base import Backend
@@ -52,15 +52,55 @@ class QuantizedWeight:
 def quantize_weight(w: Tensor, recipe: Recipe, *, cols: bool = True) -> QuantizedWeight:
     """Quantize w (G, N, K) bf16 or fp32 by the recipe, along K and, with `cols`, along N. No gradient."""
     w_ = w.detach()
-    fmt, mode = recipe.fmt, recipe.mode
     if recipe.scaling == "none":
         return QuantizedWeight(w, w)
+    how: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode}
     if recipe.weight_block == "32x32":
-        tiles = quantize(w_, fmt=fmt, mode=mode, axis=(-2, -1))
+        tiles = quantize(w_, axis=(-2, -1), **how)
         return QuantizedWeight(tiles, tiles)
     if cols:
-        return QuantizedWeight(*quantize_both(w_, fmt=fmt, mode=mode, block=recipe.block))
-    return QuantizedWeight(quantize(w_, fmt=fmt, mode=mode, block=recipe.block), None)
+        return QuantizedWeight(*quantize_both(w_, block=recipe.block, **how))
+    return QuantizedWeight(quantize(w_, block=recipe.block, **how), None)
+
+
+def quantize_weight_rows(w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
+    """`quantize_weight`'s rows, and what saves `quantize_weight_cols` a read: row scales alone know such a thing."""
+    if recipe.scaling == "row":
+        return quantize_with_magnitudes(w.detach(), fmt=recipe.fmt, mode=recipe.mode)
+    return quantize_weight(w, recipe, cols=False).rows, None
+
+
+def quantize_weight_cols(w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
+    """`quantize_weight`'s cols, later. magnitudes: what `quantize_weight_rows` said."""
+    if recipe.scaling == "none" or recipe.weight_block == "32x32":
+        return quantize_weight(w, recipe, cols=False).rows
+    how: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block": recipe.block}
+    return quantize(w.detach(), axis=-2, magnitudes=magnitudes, **how)
+
+
+class Later(NamedTuple):
+    """What a forward keeps of a weight for its backward: cols that a cache has, or the weight and what helps to make
+    them of it, so that no codes wait from forward to backward."""
+
+    kept: Tensor | None
+    weight: Tensor | None
+    magnitudes: Tensor | None
+
+    def cols(self, recipe: Recipe, backend: "Backend") -> Tensor:
+        if self.kept is not None:
+            return self.kept
+        assert self.weight is not None
+        return backend.quantize_weight_cols(self.weight, recipe, self.magnitudes)
+
+
+def rows_and_later(
+    w: Tensor, cached: QuantizedWeight | None, recipe: Recipe, backend: "Backend"
+) -> tuple[Tensor, Later]:
+    """A weight's rows, from the cache if that has it, and what to keep."""
+    if cached is not None:
+        return cached.rows, Later(cached.cols, None, None)
+    rows, magnitudes = backend.quantize_weight_rows(w, recipe)
+    return rows, Later(None, w, magnitudes)
 
 
 def mark_derived(w: Tensor, source: Tensor, path: Hashable) -> None:

@@ -3,7 +3,7 @@
 from mxep.quant.fold import FoldStats, fold, fold_with_stats
 from mxep.quant.formats import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, format_of
 from mxep.quant.groups import PaddedGroups, live_rows, pad_groups, pad_quantize, unpad_groups
-from mxep.quant.quantize import quantize, quantize_both
+from mxep.quant.quantize import quantize, quantize_both, quantize_with_magnitudes
 from mxep.quant.requantize import requantize
 from mxep.quant.split_fold import SplitFold, split_fold
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
@@ -30,6 +30,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_swizzled",
+    "quantize_with_magnitudes",
     "requantize",
     "split_fold",
     "swiglu",

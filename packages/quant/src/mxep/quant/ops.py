@@ -3,7 +3,8 @@
     quantize_rows     x (..., N, K) -> codes (..., N, K), scale (..., N, K/block)        blocks of 1 x block
     quantize_columns  x (..., N, K) -> codes (..., K, N), scale (..., N/block, K)        blocks of block x 1, turned
     quantize_both     both of one read, the scale of rows turned: (..., K/block, N)
-    quantize_both_whole  both with one scale for a whole row, and for a whole column, as the ops alone give them
+    quantize_rows_whole     one scale a row, and the largest magnitude of each column, which makes the scale of
+    quantize_columns_whole  one scale a column
     quantize_tiles    x (..., N, K) -> codes (..., N, K), scale (..., N/block, K/block)  blocks of block x block
     dequantize        codes, scale -> values, of the rows an index picks if there is one
     materialize       codes, scale, index -> codes, scale of the picked rows, contiguous
@@ -31,8 +32,13 @@ NAN_CODE = 0x7F
 
 def encode(blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
     """Quantize `blocks` (fp32), one scale over the axes `dims`: codes like `blocks`, bytes (..., 1, ...)."""
+    return encode_known(blocks, blocks.abs().amax(dims, keepdim=True), dtype, mode)
+
+
+def encode_known(blocks: Tensor, largest: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    """:func:`encode`, of blocks whose largest magnitudes are known."""
     fmt = format_of(dtype)
-    byte = scale_bytes(blocks.abs().amax(dims, keepdim=True), fmt, ScaleMode(mode))
+    byte = scale_bytes(largest, fmt, ScaleMode(mode))
     codes = (blocks * reciprocal(byte)).clamp_(-fmt.max, fmt.max).to(dtype)
     codes.view(torch.uint8).masked_fill_(byte == NAN_BYTE, NAN_CODE)
     return codes, byte
@@ -93,18 +99,30 @@ def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Ten
     return *rows, *columns
 
 
-@torch.library.custom_op("mxep::quantize_both_whole", mutates_args=())
-def quantize_both_whole(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (..., N, K) -> what quantize_rows gives for blocks of K, what quantize_columns gives for blocks of N."""
-    n, k = x.shape[-2:]
-    return *encode_rows(x, dtype, mode, k), *encode_columns(x, dtype, mode, n)
+@torch.library.custom_op("mxep::quantize_rows_whole", mutates_args=())
+def quantize_rows_whole(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x (..., N, K) -> what quantize_rows gives for blocks of K; the largest |x| of each column, (..., K) fp32."""
+    return *encode_rows(x, dtype, mode, x.shape[-1]), x.float().abs().amax(-2)
 
 
-@quantize_both_whole.register_fake
-def _(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@quantize_rows_whole.register_fake
+def _(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor]:
     *rest, n, k = x.shape
-    rows = x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, n, 1), dtype=SCALE_DTYPE)
-    return *rows, x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, 1, k), dtype=SCALE_DTYPE)
+    codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, n, 1), dtype=SCALE_DTYPE)
+    return codes, scale, x.new_empty((*rest, k), dtype=torch.float32)
+
+
+@torch.library.custom_op("mxep::quantize_columns_whole", mutates_args=())
+def quantize_columns_whole(x: Tensor, magnitudes: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    """x (..., N, K), its columns' magnitudes (..., K) fp32 -> what quantize_columns gives for blocks of N."""
+    codes, byte = encode_known(x.float(), magnitudes.unsqueeze(-2), dtype, mode)
+    return codes.mT.contiguous(), byte.view(SCALE_DTYPE)
+
+
+@quantize_columns_whole.register_fake
+def _(x: Tensor, magnitudes: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    *rest, n, k = x.shape
+    return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, 1, k), dtype=SCALE_DTYPE)
 
 
 @torch.library.custom_op("mxep::quantize_tiles", mutates_args=())
@@ -210,5 +228,6 @@ on_cuda(quantize_rows, "rows", "quantize_rows")
 on_cuda(quantize_tiles, "rows", "quantize_tiles")
 on_cuda(quantize_columns, "columns", "quantize_columns")
 on_cuda(quantize_both, "columns", "quantize_both")
-on_cuda(quantize_both_whole, "whole", "quantize_both_whole")
+on_cuda(quantize_rows_whole, "whole", "quantize_rows_whole")
+on_cuda(quantize_columns_whole, "whole", "quantize_columns_whole")
 on_cuda(materialize, "gather", "materialize")

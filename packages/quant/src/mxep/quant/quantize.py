@@ -1,7 +1,8 @@
 """Quantization as users call it: plain tensor in, MXTensor out, gradients straight through.
 
-    quantize       x -> blocks along rows, columns or square tiles
-    quantize_both  x -> blocks along rows and blocks along columns, of fewer reads
+    quantize                  x -> blocks along rows, columns or square tiles
+    quantize_both             x -> blocks along rows and blocks along columns, of fewer reads
+    quantize_with_magnitudes  x -> one scale a row, and what makes one scale a column cheaper, later
 
 The numerics (element rule, scale bytes) are those of `mxep.quant.ops` and `mxep.quant.scales`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
@@ -22,12 +23,14 @@ def quantize(
     mode: ScaleMode = ScaleMode.RCEIL,
     axis: Axis = -1,
     block: int | None = BLOCK,
+    magnitudes: Tensor | None = None,
 ) -> MXTensor:
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to codes with power-of-two scales; shape and outer dtype stay x's.
 
     axis: which way the blocks lie: -1 (rows: a scale per `block` elements of a row), -2 (columns), their positive
         twins, or (-2, -1): square tiles, one scale per block x block elements, good for W and W^T alike.
     block: elements a scale; None for one scale over the whole axis ("row-scaled FP8").
+    magnitudes: of x, by :func:`quantize_with_magnitudes`, for axis -2 and block None: one read less.
     A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
     Differentiable (straight through). ValueError for other dtypes or axes, or an axis that `block` does not divide.
     """
@@ -36,7 +39,12 @@ def quantize(
     block = check_block(block, axis, x)
     how = check_format(fmt), check_mode(mode), block
     source = x.detach()
-    if axis == TILES:
+    if magnitudes is not None and (axis != -2 or block != x.shape[-2]):
+        raise ValueError(f"magnitudes: got axis {axis}, block {block}, want axis -2 and block None, whose they are")
+    if magnitudes is not None:
+        codes, scale = ops.quantize_columns_whole(source, magnitudes, *how[:2])
+        codes = codes.mT
+    elif axis == TILES:
         codes, scale = ops.quantize_tiles(source, *how)
     elif axis == -1:
         codes, scale = ops.quantize_rows(source, *how)
@@ -59,7 +67,8 @@ def quantize_both(
     how = check_format(fmt), check_mode(mode)
     if block is None:
         n, k = check_block(None, -2, x), check_block(None, -1, x)
-        rows, row_scale, columns, column_scale = ops.quantize_both_whole(x.detach(), *how)
+        rows, row_scale, magnitudes = ops.quantize_rows_whole(x.detach(), *how)
+        columns, column_scale = ops.quantize_columns_whole(x.detach(), magnitudes, *how)
     elif block == BLOCK:
         n = k = check_block(block, TILES, x)
         rows, row_scale, columns, column_scale = ops.quantize_both(x.detach(), *how, block)
@@ -70,3 +79,19 @@ def quantize_both(
         wrap(x, rows, row_scale, None, -1, k, x.dtype),
         wrap(x, columns.mT, column_scale, None, -2, n, x.dtype),
     )
+
+
+def quantize_with_magnitudes(
+    x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMode.RCEIL
+) -> tuple[MXTensor, Tensor]:
+    """`quantize(x, block=None)`, and the largest magnitude of each column, of the same read.
+
+    x: (..., N, K). Magnitudes: (..., K) fp32, NaN where a column has one: for `quantize(x, axis=-2, block=None)`.
+    ValueError as for `quantize`, and for a matrix without elements.
+    """
+    check_values("quantize_with_magnitudes", x)
+    check_axis(TILES, x)
+    check_block(None, -2, x)
+    block = check_block(None, -1, x)
+    rows, scale, magnitudes = ops.quantize_rows_whole(x.detach(), check_format(fmt), check_mode(mode))
+    return wrap(x, rows, scale, None, -1, block, x.dtype), magnitudes

@@ -26,20 +26,23 @@ def gather_kernel(
     if first >= live:
         return
     row = first + tl.arange(0, NT)
-    source = tl.load(index_ptr + row, mask=row < live, other=-1)
+    source = tl.where(row < live, row, -1)
+    if index_ptr is not None:
+        source = tl.load(index_ptr + row, mask=row < live, other=-1)
     column = tl.arange(0, BLOCK)[None, :]
     place = tl.maximum(source, 0).to(tl.int64)[:, None] * stride + column
     x = tl.load(part_ptr + place, mask=(source >= 0)[:, None] & (column < WIDTH), other=0)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * WIDTH + column, x, mask=(row < live)[:, None] & (column < WIDTH))
 
 
-def gather_rows(parts: Sequence[Tensor], row_index: Tensor, group_ends: Tensor | None) -> list[Tensor]:
+def gather_rows(parts: Sequence[Tensor], row_index: Tensor | None, group_ends: Tensor | None) -> list[Tensor]:
     """mxep::gather_rows."""
     return [_gather(part, row_index, group_ends) for part in parts]
 
 
-def _gather(part: Tensor, row_index: Tensor, group_ends: Tensor | None) -> Tensor:
-    out = torch.empty(len(row_index), part.shape[1], dtype=part.dtype, device=part.device)
+def _gather(part: Tensor, row_index: Tensor | None, group_ends: Tensor | None) -> Tensor:
+    rows = len(part if row_index is None else row_index)
+    out = torch.empty(rows, part.shape[1], dtype=part.dtype, device=part.device)
     if not out.numel():
         return out
     if part.stride(1) != 1:
@@ -51,7 +54,7 @@ def _gather(part: Tensor, row_index: Tensor, group_ends: Tensor | None) -> Tenso
     block = triton.next_power_of_2(width)
     at_once = max(1, TILE_BYTES // (block * word))
     gather_kernel[(triton.cdiv(len(out), at_once),)](
-        source, row_index.contiguous(), group_ends, target, source.stride(0), len(out),
+        source, None if row_index is None else row_index.contiguous(), group_ends, target, source.stride(0), len(out),
         0 if group_ends is None else len(group_ends), WIDTH=width, BLOCK=block, NT=at_once, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

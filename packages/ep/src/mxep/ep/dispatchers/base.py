@@ -125,9 +125,21 @@ class TokenDispatcher(ABC):
         Returns the parts as slots (S, n_i), until the next move if the dispatcher ``borrows``, and the routing.
         """
 
+    def start_send(
+        self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int
+    ) -> Callable[[], tuple[Parts, Routing]]:
+        """:meth:`send`, begun; what it returns waits for it. Where moves can run aside, they do meanwhile."""
+        result = self.send(parts, expert_ids, weights, multiple=multiple)
+        return lambda: result
+
     @abstractmethod
     def resend(self, parts: Parts, routing: Routing) -> Parts:
         """The same move for other bytes, no planning: (T, n_i) each -> slots (S, n_i), as of send."""
+
+    def start_resend(self, parts: Parts, routing: Routing) -> Callable[[], Parts]:
+        """:meth:`resend`, begun, as `start_send` begins `send`."""
+        result = self.resend(parts, routing)
+        return lambda: result
 
     @abstractmethod
     def give_back(
@@ -143,7 +155,7 @@ class TokenDispatcher(ABC):
     def start_give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """:meth:`give_back`, begun; what it returns waits for it. Where moves can run aside, they do meanwhile."""
+        """:meth:`give_back`, begun, as `start_send` begins `send`."""
         result = self.give_back(rows, routing, row_values)
         return lambda: result
 

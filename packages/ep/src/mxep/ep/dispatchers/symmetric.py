@@ -18,7 +18,6 @@ from mxep.comms import (
     SymmetricMemoryTransport,
     Transport,
     Workspace,
-    send_rows,
     start_return_rows,
     start_send_rows,
 )
@@ -61,15 +60,25 @@ class SymmetricDispatcher(TokenDispatcher):
         return None if self.max_tokens is None else (self.world_size, self.max_tokens)
 
     def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
+        return self.start_send(parts, expert_ids, weights, multiple=multiple)()
+
+    def start_send(
+        self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int
+    ) -> Callable[[], tuple[Parts, Routing]]:
         workspace = self.workspace or self._make_workspace(expert_ids)
         sending = start_send_rows(workspace, parts, expert_ids, weights)
         assert sending.tables is not None
         plan = self._plan(*sending.tables, multiple=multiple, capacity=self.capacity)  # while rows are under way
-        return sending.wait().parts, Routing(plan, expert_ids, self.num_local_experts)
+        routing = Routing(plan, expert_ids, self.num_local_experts)
+        return lambda: (sending.wait().parts, routing)
 
     def resend(self, parts: Parts, routing: Routing) -> Parts:
+        return self.start_resend(parts, routing)()
+
+    def start_resend(self, parts: Parts, routing: Routing) -> Callable[[], Parts]:
         assert self.workspace is not None
-        return send_rows(self.workspace, parts, routing.expert_ids).parts
+        sending = start_send_rows(self.workspace, parts, routing.expert_ids)
+        return lambda: sending.wait().parts
 
     def give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight, quantize_weight
+from mxep.gemm.weights import QuantizedWeight, quantize_weight, quantize_weight_cols, quantize_weight_rows
 from mxep.quant import MXFormat
 
 __all__ = ["Backend"]
@@ -42,6 +42,14 @@ class Backend(Protocol):
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
         """w (G, N, K) as this backend wants it in forward (rows) and, with `cols`, in dgrad (cols). No gradient."""
         return quantize_weight(w, recipe, cols=cols)
+
+    def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
+        """Its rows alone, and columns' magnitudes or None, to be kept until `quantize_weight_cols`."""
+        return quantize_weight_rows(w, recipe)
+
+    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
+        """Its cols alone: in backward, where they are needed, so that nobody keeps them until then."""
+        return quantize_weight_cols(w, recipe, magnitudes)
 
     def forward(
         self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype

@@ -52,6 +52,14 @@ class Blackwell(Backend):
         assert isinstance(tiles, MXTensor)
         return QuantizedWeight(tiles.along(-1), tiles.along(-2).materialize() if cols else None)
 
+    def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
+        return self.quantize_weight(w, recipe, cols=False).rows, None
+
+    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
+        cols = super().quantize_weight_cols(w, recipe, magnitudes)
+        tiles = isinstance(cols, MXTensor) and recipe.weight_block == "32x32"
+        return cols.along(-2).materialize() if tiles else cols  # type: ignore[attr-defined]
+
     def forward(
         self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:

@@ -15,6 +15,7 @@ Sums leave the tensor cores, which add with 13 fraction bits, every 256 products
 nothing for rows past the last group; quantizing plain operands takes all rows there are.
 """
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -27,8 +28,8 @@ from mxep.gemm.backends.reference import grouped_mm_reference
 from mxep.gemm.backends.triton import Triton
 from mxep.gemm.guard import Guard
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight, quantize_weight
-from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, quantize_both, split_fold
+from mxep.gemm.weights import QuantizedWeight
+from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, split_fold
 from mxep.quant.kernels import on_cuda
 
 STEP = 128
@@ -68,12 +69,19 @@ class Hopper(Backend):
         return quantize(x, fmt=fmt, mode=recipe.mode, block=None)
 
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
+        return super().quantize_weight(w, self._row_scaled(recipe), cols=cols)
+
+    def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
+        return super().quantize_weight_rows(w, self._row_scaled(recipe))
+
+    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
+        return super().quantize_weight_cols(w, self._row_scaled(recipe), magnitudes)
+
+    def _row_scaled(self, recipe: Recipe) -> Recipe:
+        """How weights of the recipe are quantized: by rows at once, unless a guard wants to see their blocks."""
         if recipe.scaling != "mx" or self.guard is not None:
-            return quantize_weight(w, recipe, cols=cols)
-        w_, fmt, mode = w.detach(), recipe.fmt, recipe.mode
-        if cols:
-            return QuantizedWeight(*quantize_both(w_, fmt=fmt, mode=mode, block=None))
-        return QuantizedWeight(quantize(w_, fmt=fmt, mode=mode, block=None), None)
+            return recipe
+        return dataclasses.replace(recipe, scaling="row", weight_block="1x32")
 
     def forward(
         self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype

@@ -121,11 +121,19 @@ def quantize_columns(
         _quantize_tile(x, None, None, codes, scale, mode, block, tile, rows_first, options)
         return codes, scale
     bits = torch.zeros((x.numel() // (block * k), k), dtype=torch.int32, device=x.device)
-    nr, nc = tile
-    grid = (bits.shape[0] * triton.cdiv(block, nr) * triton.cdiv(k, nc),)
-    column_magnitudes_kernel[grid](x, bits, block, k, NR=nr, NC=nc, **options)
+    put_column_magnitudes(x, bits, block, tile=tile, **options)
     put_long_columns(x, bits, codes, scale, mode, block, tile=tile, **options)
     return codes, scale
+
+
+def put_column_magnitudes(x: Tensor, bits: Tensor, block: int, *, tile: tuple[int, int] = TILE, **options: int) -> None:
+    """Into bits (..., K), zeros: the largest magnitude bits of each block of a column of x (..., N, K) contiguous."""
+    k = x.shape[-1]
+    nr, nc = tile
+    grid = (bits.numel() // k * triton.cdiv(block, nr) * triton.cdiv(k, nc),) if k else (0,)
+    if grid[0]:
+        options = {"num_warps": NUM_WARPS} | options
+        column_magnitudes_kernel[grid](x, bits, block, k, NR=nr, NC=nc, **options)
 
 
 def put_long_columns(

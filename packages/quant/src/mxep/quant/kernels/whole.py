@@ -1,13 +1,13 @@
 """Row-scaled codes both ways: one scale for each row, and one for each column, of x (N, K) read twice.
 
-    pass 1   x -> codes (N, K), scale (N, 1)    and the largest magnitude of each column so far, by atomic max
-    pass 2   x -> codes (K, N), scale (1, K)    the second pass of `columns`
+    quantize_rows_whole      x -> codes (N, K), scale (N, 1)   and the largest magnitude of each column, by atomic max
+    quantize_columns_whole   x -> codes (K, N), scale (1, K)   the second pass of `columns`
 
 A column's scale needs all its rows before its first code, so twice is the least: 6 bytes an element of bf16, instead of
-the 8 of rows and columns each by themselves. A program of pass 1 takes whole rows, ROWS at a time, held in registers
-with the running maxima of their columns: a thread has the same columns of all rows, so those need no exchange. The next
-rows are loaded before the barrier that these ones' scales take. Maxima are integers, whose order does not matter:
-results are the same in every run. Leading axes are a batch.
+the 8 of rows and columns each by themselves. The second may wait: a weight's columns until backward. A program of the
+first takes whole rows, ROWS at a time, held in registers with the running maxima of their columns: a thread has the
+same columns of all rows, so those need no exchange. The next rows are loaded before the barrier that these ones' scales
+take. Maxima are integers, whose order does not matter: results are the same in every run. Leading axes are a batch.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels.columns import put_long_columns, quantize_columns
+from mxep.quant.kernels.columns import put_column_magnitudes, put_long_columns
 from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, reciprocal, scale_byte
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
 
@@ -61,27 +61,36 @@ def rows_and_column_magnitudes_kernel(
     tl.atomic_max(bits_ptr + batch * K + column, largest, mask=inside, sem="relaxed")
 
 
-def quantize_both_whole(
+def quantize_rows_whole(
     x: Tensor, dtype: torch.dtype, mode: str, *, rows_per_program: int = ROWS_PER_PROGRAM, **options: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mxep::quantize_both_whole. Rows longer than registers hold are read once more. options: of the first pass."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mxep::quantize_rows_whole. Rows longer than registers hold are read once more."""
     x = x.contiguous()
     *rest, n, k = x.shape
+    magnitudes = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
+    bits = magnitudes.view(torch.int32)
     if k > LONGEST or not x.numel():
-        return *quantize_rows(x, dtype, mode, k), *quantize_columns(x, dtype, mode, n)
+        put_column_magnitudes(x, bits, n)
+        return *quantize_rows(x, dtype, mode, k), magnitudes
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty((*rest, n, 1), dtype=SCALE_DTYPE, device=x.device)
-    turned = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
-    turned_scale = torch.empty((*rest, 1, k), dtype=SCALE_DTYPE, device=x.device)
-    batches = x.numel() // (n * k)
-    bits = torch.zeros((batches, k), dtype=torch.int32, device=x.device)
     padded = triton.next_power_of_2(k)
     warps = min(16, max(4, padded // (32 * THREAD_ELEMENTS)))
     rows = min(max(1, 32 * THREAD_ELEMENTS * warps // padded), rows_per_program)
-    grid = (batches * triton.cdiv(n, rows_per_program),)
+    grid = (x.numel() // (n * k) * triton.cdiv(n, rows_per_program),)
     rows_and_column_magnitudes_kernel[grid](
         x, codes, bytes_of(scale), bits, n, K=k, MODE=mode, ROWS=rows, STEPS=rows_per_program // rows,
         **{"num_warps": warps} | options,
     )  # fmt: skip
-    put_long_columns(x, bits, turned, turned_scale, mode, n)
-    return codes, scale, turned, turned_scale
+    return codes, scale, magnitudes
+
+
+def quantize_columns_whole(x: Tensor, magnitudes: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_columns_whole."""
+    x = x.contiguous()
+    *rest, n, k = x.shape
+    codes = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
+    scale = torch.empty((*rest, 1, k), dtype=SCALE_DTYPE, device=x.device)
+    if x.numel():
+        put_long_columns(x, magnitudes.contiguous().view(-1, k).view(torch.int32), codes, scale, mode, n)
+    return codes, scale
