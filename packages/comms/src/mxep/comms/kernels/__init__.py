@@ -24,7 +24,8 @@ def on_cuda(op: CustomOpDef, module: str, launcher: str) -> None:
     """Make `launcher` of this package's `module` the CUDA kernel of `op`. It imports Triton when first called."""
 
     def launch(*args: Any) -> Any:
-        with torch.cuda.device(next(arg.device for arg in args if isinstance(arg, torch.Tensor))):
+        flat = (each for arg in args for each in (arg if isinstance(arg, list) else [arg]))
+        with torch.cuda.device(next(each.device for each in flat if isinstance(each, torch.Tensor))):
             return getattr(importlib.import_module(f"{__name__}.{module}"), launcher)(*args)
 
     op.register_kernel("cuda")(launch)
