@@ -1,15 +1,17 @@
 """The layer computes what a dense layer computes, whatever carries it, and says so when it cannot."""
 
+import contextlib
 import copy
 import dataclasses
 import os
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ep.problem import Ranks, make_ranks
 from mxep.comms import Capacity, CapacityExceeded
-from mxep.ep import CASES, SEVEN_CASES, MoE, SymmetricDispatcher
+from mxep.ep import CASES, SEVEN_CASES, MoE, Router, SymmetricDispatcher
 from mxep.gemm import Recipe
 from mxep.integration.reference import Results, quantizers, snr
 from mxep.integration.verify import BF16, MARGIN, FixedRouting
@@ -138,6 +140,28 @@ def test_overflow_of_a_capacity_factor_is_raised_with_numbers_before_the_optimiz
         with pytest.raises(CapacityExceeded, match="rank 0: 180 rows did not fit"):
             moe.check()
     moe.check()  # said once
+
+
+@distributed(2)
+def test_load_and_overflow_count_what_a_checkpoint_recomputes_once(ctx) -> None:
+    ranks = make_ranks([60, 60])
+    said, loads = [], []
+    for how in (None, {"use_reentrant": True}, {"use_reentrant": False}):
+        torch.manual_seed(0)
+        router = Router(64, 12, 3, balance=True, device=ctx.device)
+        router.expert_bias[:6] = 10.0  # everything to rank 0, as in the test above
+        capacity = Capacity.factor(0.01)
+        moe = MoE(64, 32, 12, 3, group=ctx.group, router=router, capacity=capacity, device=ctx.device)
+        x = ranks.tokens_of(ctx).requires_grad_()
+        (moe(x) if how is None else checkpoint(moe, x, **how)).sum().backward()
+        loads.append(router.load)
+        with pytest.raises(CapacityExceeded) if ctx.rank == 0 else contextlib.nullcontext() as error:
+            moe.check()
+        said.append(str(error and error.value))
+    assert loads[0].sum() == 180
+    assert torch.equal(loads[0], loads[1])
+    assert torch.equal(loads[0], loads[2])
+    assert said[0] == said[1] == said[2]
 
 
 @distributed(2)

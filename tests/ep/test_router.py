@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from mxep.ep import Router
 
@@ -74,6 +75,17 @@ def test_update_bias_lifts_idle_experts_and_spreads_the_load() -> None:
     assert r.load.sum() == 0
     assert before > 2
     assert most_loaded() < 1.3
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_recomputed_forward_adds_nothing_to_the_load(use_reentrant: bool, compiled: bool) -> None:
+    r = router(balance=True)
+    block = torch.compile(r, fullgraph=True, backend="aot_eager") if compiled else r
+    x = torch.randn(5, 16, requires_grad=True)
+    ids, weights = checkpoint(block, x, use_reentrant=use_reentrant)
+    weights.square().sum().backward()
+    assert torch.equal(r.load, torch.bincount(ids.flatten(), minlength=8).float())
 
 
 def test_gradient_reaches_weight_and_input() -> None:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .recomputation import recomputing
+
 
 class Router(nn.Module):
     """Scores tokens against experts and picks the top k.
@@ -35,7 +37,7 @@ class Router(nn.Module):
         balance: keep a bias per expert that steers the choice towards idle experts; see :meth:`update_bias`.
 
     Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32 and ``load`` (E,) fp32, the
-    number of rows each expert got on this rank since the last update.
+    number of rows each expert got on this rank since the last update; what a checkpoint recomputes counts once.
     """
 
     expert_bias: Tensor | None
@@ -110,7 +112,7 @@ class Router(nn.Module):
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         if self.load is not None and self.training:
-            self.load.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten(), dtype=torch.float32))
+            _count_load(self.load, expert_ids)
         return expert_ids.int(), weights * self.scale
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -136,3 +138,10 @@ class Router(nn.Module):
             dist.all_reduce(self.load, group=group)
         self.expert_bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+
+
+# An op, so that a compiled router asks when it runs: checkpointed as a whole, it runs again in backward.
+@torch.library.custom_op("mxep::count_load", mutates_args=("load",))
+def _count_load(load: Tensor, expert_ids: Tensor) -> None:
+    if not recomputing():
+        load.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten(), dtype=torch.float32))

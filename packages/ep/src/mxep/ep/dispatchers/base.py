@@ -26,6 +26,8 @@ from torch import Tensor
 
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, make_plan
 
+from ..recomputation import recomputing
+
 Parts = tuple[Tensor, ...]
 
 DISPATCHERS_BY_NUMBER: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDictionary()
@@ -203,6 +205,8 @@ class TokenDispatcher(ABC):
         return plan
 
     def _count(self, overflow: Tensor, invalid: Tensor) -> None:
+        if recomputing():
+            return
         if self._lost is None:
             with torch.inference_mode(False):
                 self._lost = torch.zeros(2, dtype=torch.int64, device=overflow.device)
