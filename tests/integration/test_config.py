@@ -78,7 +78,7 @@ def test_a_value_that_does_not_fit_is_named(make_config: Callable[..., Config], 
         (["data=text", "data.path=/no/such/file"], "no such file or folder: /no/such/file"),
         (["data.source=web"], "data.source: got 'web', wanted one of stdlib, text"),
         (["resume=/no/such/run"], "resume: no such file or folder: /no/such/run"),
-        (["task.name=dance"], "task.name: got 'dance', wanted one of train, verify"),
+        (["task.name=dance"], "task.name: got 'dance', wanted one of train, compare"),
         (["+model._target_=os.system"], "no such key: model._target_"),
     ],
 )

@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from mxep.comms import CapacityExceeded
 from mxep.integration import checkpoint
+from mxep.integration.data import read_text
 from mxep.integration.launch import Rank, StopFlag, run_ranks
 from mxep.integration.mesh import Mesh
 from mxep.integration.schema import Config
-from mxep.integration.train import Outcome, Trainer, learning_rate, load_text, recipes, train
+from mxep.integration.train import Outcome, Trainer, learning_rate, recipes, train
 
 
 class StopAfter(StopFlag):
@@ -85,7 +87,7 @@ def test_one_rank_expert_parallel_and_data_parallel_ranks_train_alike(
 
 def save_then_load_elsewhere(rank: Rank, config: Config, folder: Path) -> tuple[float, float]:
     """Two steps with experts on two ranks; then the checkpoint in a model whose ranks hold all experts."""
-    text = load_text("text", config.data.path, max_bytes=10**6, length=config.data.length)
+    text = read_text(config.data)
     spread, whole = Mesh.make(2, rank.device), Mesh.make(1, rank.device)
     (recipe,) = recipes(config)
     first = Trainer(rank, config, recipe, spread, text, folder)
@@ -130,8 +132,20 @@ def load_error(rank: Rank, config: Config, folder: Path) -> str:
     return str(error.value)
 
 
+def held_out_error(rank: Rank, config: Config, folder: Path) -> str:
+    with pytest.raises(CapacityExceeded) as error:
+        _trainer(rank, config, folder).validate()
+    return str(error.value)
+
+
+def test_held_out_text_is_checked_too(make_config: Callable[..., Config], tmp_path: Path):
+    overflows = make_config("recipe=bf16", "parallel.ranks=1", "dispatcher.capacity=factor", "dispatcher.factor=0.3")
+    (message,) = run_ranks(held_out_error, (overflows, tmp_path), world_size=1, timeout=60, device="cpu")
+    assert "rows did not fit" in message
+
+
 def _trainer(rank: Rank, config: Config, folder: Path) -> Trainer:
-    text = load_text("text", config.data.path, max_bytes=10**6, length=config.data.length)
+    text = read_text(config.data)
     return Trainer(rank, config, recipes(config)[0], Mesh.make(1, rank.device), text, folder)
 
 

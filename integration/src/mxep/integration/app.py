@@ -1,6 +1,6 @@
 """The `mxep` command: a config composed by Hydra, ranks started, results reported.
 
-    mxep [task=train | task=verify | task=bench] [group=choice | key=value ...] [-m]
+    mxep [task=train | task=compare | task=verify | task=bench] [group=choice | key=value ...] [-m]
 
     command line + configs/ -> Config -> ranks (run_ranks; under torchrun this process is one) -> report -> exit code
 

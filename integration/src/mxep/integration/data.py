@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .schema import DataConfig
+
 VOCABULARY = 256
 CHUNK = 1 << 16
 HELD_OUT = 16  # every 16th chunk
@@ -42,6 +44,11 @@ class Text:
     valid: Tensor
     digest: str
     entropy: float
+
+
+def read_text(config: DataConfig) -> Text:
+    """The text that ``config`` names, as :func:`load_text`."""
+    return load_text(config.source, config.path, max_bytes=config.max_bytes, length=config.length)
 
 
 def load_text(source: str, path: str | None, *, max_bytes: int, length: int) -> Text:

@@ -96,6 +96,23 @@ def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     return code
 
 
+def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    from . import compare  # imports Triton, for which the other tasks need not wait
+
+    compare.check(config)
+    outcome: compare.Outcome = _on_ranks(compare.compare, (config, str(folder)), config)[0]
+    if outcome.stopped:
+        print("mxep: stopped before all seeds were done: no results", file=sys.stderr)
+        return STOPPED
+    if reports():
+        results = compare.to_report(outcome, config, _command())
+        files = [folder / "compare.json", *([Path(config.compare.out)] if config.compare.out else [])]
+        compare.write(results, files)
+        compare.show(results, Console())
+        print(f"results: {', '.join(map(_shown, files))}")
+    return 0
+
+
 def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     results: list[Result] = _on_ranks(verify, (config,), config)[0]
     failed = sum(not result.passed for result in results)
@@ -108,7 +125,7 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    from .bench import ON_RANKS, PICTURES, report, run  # imports Triton, for which the other tasks need not wait
+    from .bench import ON_RANKS, PICTURES, report, run  # imports Triton, too
 
     if config.bench.name in ON_RANKS:
         run.check(config.bench)
@@ -118,7 +135,7 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
         result = run.run(config.bench, config.seed, Console(stderr=True, quiet=not reports()))
     if reports():
         files = [folder / "bench.json", *([Path(config.bench.out)] if config.bench.out else [])]
-        report.write(result, shlex.join(["mxep", *sys.argv[1:]]), config.bench.commit, files)
+        report.write(result, _command(), config.bench.commit, files)
         result.show(Console())
         if config.bench.picture:
             picture = importlib.import_module(PICTURES[config.bench.name])
@@ -130,7 +147,12 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     return 1 if result.failed else 0
 
 
-TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {"train": _train, "verify": _verify, "bench": _bench}
+TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {
+    "train": _train,
+    "compare": _compare,
+    "verify": _verify,
+    "bench": _bench,
+}
 
 
 def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, device: str | None = None) -> list[Any]:
@@ -140,6 +162,10 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
     if under_torchrun():
         return [run_in_place(fn, args, device=device)]
     return run_ranks(fn, args, world_size=config.ranks, timeout=parallel.timeout, device=device, preload=PRELOAD[1:])
+
+
+def _command() -> str:
+    return shlex.join(["mxep", *sys.argv[1:]])
 
 
 def _failed(message: str) -> int:

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 
 @dataclass
 class TaskConfig:
-    """name: what to do, one of the tasks in app.py."""
+    """name: what to do, one of the tasks in job.py."""
 
     name: str
 
@@ -95,12 +95,22 @@ class OptimizerConfig:
 @dataclass
 class TrainConfig:
     """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
-    for one at the end. valid_batches: batches of held-out text for the final loss."""
+    for one at the end, null for none. valid_batches: batches of held-out text for the final loss."""
 
     steps: int
     compare: bool
-    checkpoint_every: int
+    checkpoint_every: int | None
     valid_batches: int
+
+
+@dataclass
+class CompareConfig:
+    """task=compare trains the recipe beside bf16 from each of `seeds`. out: a file for the results besides compare.json
+    in the run folder. commit: what the results call the code's version; null: ask git."""
+
+    seeds: list[int]
+    out: str | None
+    commit: str | None
 
 
 @dataclass
@@ -149,6 +159,7 @@ class Config:
     parallel: ParallelConfig
     optimizer: OptimizerConfig
     train: TrainConfig
+    compare: CompareConfig
     verify: VerifyConfig
     bench: BenchConfig
     seed: int

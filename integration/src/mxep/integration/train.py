@@ -26,7 +26,7 @@ from mxep.gemm import Recipe
 
 from . import checkpoint
 from .config import ConfigError, make_capacity, make_recipe, to_json
-from .data import Text, load_text, make_batch
+from .data import Text, make_batch, read_text
 from .launch import Rank
 from .mesh import Gradients, Mesh
 from .model import Transformer
@@ -78,7 +78,7 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
     Raises ValueError for a checkpoint or a text that does not fit, CapacityExceeded, FloatingPointError on a loss
     that is not finite.
     """
-    text = load_text(config.data.source, config.data.path, max_bytes=config.data.max_bytes, length=config.data.length)
+    text = read_text(config.data)
     mesh = Mesh.make(config.ep, rank.device)
     outcome = Outcome([], text.name, text.entropy)
     for recipe in recipes(config):
@@ -138,7 +138,8 @@ class Trainer:
         self.step, self.metrics = state.step, state.metrics
 
     def run(self) -> Run:
-        """The steps left, or those until a signal; then a checkpoint, and the loss on held-out text if done."""
+        """The steps left, or those until a signal; then a checkpoint, unless checkpoint_every is None, and the loss on
+        held-out text if done."""
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         with Progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0) as progress, self._log() as log:
             progress.advance(self.step, self.metrics[-1] if self.metrics else None)
@@ -148,7 +149,7 @@ class Trainer:
                 progress.advance(self.step, self.metrics[-1])
                 if every and self.step % every == 0:
                     self.save()
-            if self.step and self.step != self.saved:
+            if every is not None and self.step and self.step != self.saved:
                 self.save()
             stopped = self.step < steps
             return Run(self.name, self.step, stopped, self.metrics, None if stopped else self.validate())
@@ -163,8 +164,7 @@ class Trainer:
         loss.backward()
         self.gradients.reduce()
         norm = self.gradients.clip(config.optimizer.clip)
-        for moe in self.model.moes:
-            moe.check()
+        self._check()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -204,8 +204,17 @@ class Trainer:
         # Seed 0 whatever config.seed is, so that runs of several seeds are comparable.
         losses = [self.model.loss(*self._batch(self.text.valid, 0, i)) for i in range(batches)]
         mean = torch.stack(losses).mean()
+        self._check()
         dist.all_reduce(mean)
-        return mean.item() / self.mesh.ranks
+        loss = mean.item() / self.mesh.ranks
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"{self.name}: the loss on held-out text is {loss}")
+        return loss
+
+    def _check(self) -> None:
+        """Raise what went wrong on the device, in any layer, since the last time."""
+        for moe in self.model.moes:
+            moe.check()
 
     def _batch(self, text: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
         data = self.config.data

@@ -1,0 +1,226 @@
+"""task=compare: is a recipe's loss that of bf16, but for what differs from run to run anyway?
+
+    for each seed:   bf16   the recipe   bf16 nudged           the same model and batches, on the same ranks
+    first seed:      bf16 again                                is a run repeatable to the last bit?
+
+Losses are in nats a byte, on held-out text, the same for all runs, and in training, over the last LAST steps. The mean
+over seeds of (recipe - bf16) stands beside two measures of noise:
+
+    seeds    the standard deviation of bf16's loss over seeds, which choose weights and batches
+    nudges   the root mean square of (bf16 nudged - bf16): the first weights moved by as much as a rounding to bf16 may
+
+"within" says that the mean is no further from zero than that. Few seeds know either badly: read the numbers beside it.
+
+A step has a row of metrics only if `check()` was clean on every rank, and what raises ends the job: there are results
+only if all steps of all runs were clean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from mxep.gemm import Recipe
+
+from .bench.report import WIDTH, environment, git_commit
+from .bench.tables import Section
+from .config import ConfigError, make_recipe, to_json
+from .data import read_text
+from .launch import Rank
+from .mesh import Mesh
+from .schema import Config
+from .train import Run, Trainer
+
+BASE, NUDGED, AGAIN = "bf16", "bf16 nudged", "bf16 again"
+NUDGE = 2.0**-9
+"""Of a weight, at most: half the distance of two bf16 numbers, where that is widest."""
+LAST = 100
+"""Steps that the training loss is averaged over."""
+SPANS = 10
+"""Equal parts of a run, of which each has its mean training loss in the results."""
+LOSSES = {"held-out": "valid_loss", "training": "train_loss"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The runs of one seed by name: BASE, the recipe's, NUDGED, and AGAIN of the first seed."""
+
+    seed: int
+    runs: dict[str, Run]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All trials. text: what they read, without its bytes. stopped: by a signal, the last trial missing."""
+
+    trials: list[Trial]
+    text: dict[str, Any]
+    stopped: bool = False
+
+
+def check(config: Config) -> None:
+    """ConfigError for what cannot be compared."""
+    seeds, out = config.compare.seeds, config.compare.out
+    if make_recipe(config).scaling == "none":
+        raise ConfigError("task=compare puts a recipe beside bf16: recipe must be another one")
+    if len(set(seeds)) < max(2, len(seeds)):
+        raise ConfigError(
+            f"compare.seeds: got {seeds}, wanted two or more that differ: noise is what lies between them"
+        )
+    if config.resume is not None:
+        raise ConfigError("task=compare starts anew: resume must be null")
+    if out is not None and not Path(out).absolute().parent.is_dir():
+        raise ConfigError(f"compare.out: no such folder: {Path(out).parent}")
+
+
+def compare(rank: Rank, config: Config, folder: str) -> Outcome:
+    """Train all trials on this rank, without checkpoints. Collective; metrics.jsonl go to ``folder/seed-N/NAME``.
+
+    Raises what `train` raises.
+    """
+    text, mesh = read_text(config.data), Mesh.make(config.ep, rank.device)
+    about = {"bytes": len(text.train) + len(text.valid), "sha256": text.digest, "unigram entropy": text.entropy}
+    outcome = Outcome([], about)
+    without_checkpoints = dataclasses.replace(config.train, checkpoint_every=None)
+    for seed in config.compare.seeds:
+        seeded = dataclasses.replace(config, seed=seed, train=without_checkpoints)
+        outcome.trials.append(Trial(seed, {}))
+        for name, recipe in _runs(make_recipe(config), again=len(outcome.trials) == 1):
+            if rank.rank == 0:
+                print(f"seed {seed}, {name}", file=sys.stderr)
+            where = Path(folder, f"seed-{seed}", name.replace(" ", "-"))
+            where.mkdir(parents=True, exist_ok=True)
+            trainer = Trainer(rank, seeded, recipe, mesh, text, where)
+            if name == NUDGED:
+                nudge(trainer.model, seed)
+            run = trainer.run()
+            if run.stopped:
+                return dataclasses.replace(outcome, trials=outcome.trials[:-1], stopped=True)
+            outcome.trials[-1].runs[name] = run
+    return outcome
+
+
+@torch.no_grad()
+def nudge(model: nn.Module, seed: int) -> None:
+    """Multiply each weight by its own number from 1 - NUDGE to 1 + NUDGE; what all ranks hold, by the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        relative = 2 * torch.rand(parameter.shape, generator=generator) - 1
+        parameter.mul_((1 + NUDGE * relative).to(parameter.device))
+
+
+def summarize(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Each run, the differences beside the noise, and whether a run repeats; see the module's docstring."""
+    (name,) = trials[0].runs.keys() - {BASE, NUDGED, AGAIN}
+    runs = [{"seed": trial.seed, "run": run, **_summarize(trial.runs[run])} for trial in trials for run in trial.runs]
+    differences = []
+    for loss, key in LOSSES.items():
+        of = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
+        ours, nudged = ([a - b for a, b in zip(of[run], of[BASE])] for run in (name, NUDGED))
+        noise = {"seeds": statistics.stdev(of[BASE]), "nudges": statistics.fmean(d * d for d in nudged) ** 0.5}
+        mean = statistics.fmean(ours)
+        differences += [
+            {"loss": loss, "what": f"{name} - {BASE}", **_spread(ours), **_verdicts(mean, noise)},
+            {"loss": loss, "what": f"{NUDGED} - {BASE}", **_spread(nudged)},
+            {"loss": loss, "what": BASE, **_spread(of[BASE])},
+            {"loss": loss, "what": name, **_spread(of[name])},
+        ]
+    first = trials[0]
+    repeat = {"seed": first.seed, "differs from step": differs(first.runs[BASE], first.runs[AGAIN])}
+    return {"differences": differences, AGAIN: repeat, "runs": runs}
+
+
+def differs(one: Run, two: Run) -> int | None:
+    """The first step whose loss or gradient norm has other bits, or the last for the held-out loss; None: none has."""
+    for a, b in zip(one.metrics, two.metrics, strict=True):
+        if (a["loss"], a["grad_norm"]) != (b["loss"], b["grad_norm"]):
+            return int(a["step"])
+    return None if one.valid_loss == two.valid_loss else one.steps
+
+
+def to_report(outcome: Outcome, config: Config, command: str) -> dict[str, Any]:
+    """The summary, with where and of what it was made."""
+    settings = to_json(config)
+    return {
+        "what": f"mxep task=compare: {make_recipe(config).name} beside bf16, losses in nats a byte",
+        **environment(),
+        "commit": config.compare.commit or git_commit(),
+        "command": command,
+        "ranks": config.ranks,
+        "ep": config.ep,
+        "steps": config.train.steps,
+        "train_loss over last": min(LAST, config.train.steps),
+        **{section: settings[section] for section in ("model", "data", "recipe", "dispatcher", "optimizer")},
+        "text": outcome.text,
+        **summarize(outcome.trials),
+    }
+
+
+def write(report: dict[str, Any], files: Sequence[Path]) -> None:
+    """As JSON."""
+    for file in files:
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Tables of runs and of differences, then what they say in sentences."""
+    console.width = max(console.width, WIDTH)
+    figures = {"valid_loss": ".4f", "train_loss": ".4f", "checked steps": "d", "ms a step": ".1f", "seconds": ".1f"}
+    Section(report["what"], ("seed", "run"), figures, report["runs"]).show(console)
+    figures = {"mean": "+.4f", "deviation": ".4f", "standard error": ".4f"}
+    Section("over seeds", ("loss", "what"), figures, report["differences"]).show(console)
+    for line in sentences(report):
+        console.print(line, highlight=False)
+
+
+def sentences(report: dict[str, Any]) -> Iterator[str]:
+    """Each verdict with its numbers, and whether a run repeats."""
+    for row in report["differences"]:
+        for noise, verdict in row.get("noise", {}).items():
+            inside = "within" if verdict["within"] else "not within"
+            measure = f"{verdict['nats']:.4f}, the noise of {noise}"
+            yield f"{row['loss']} loss: {row['what']} is {row['mean']:+.4f} on average, {inside} {measure}"
+    step, seed = report[AGAIN]["differs from step"], report[AGAIN]["seed"]
+    yield f"{AGAIN}, seed {seed}: " + ("the same to the last bit" if step is None else f"differs from step {step} on")
+
+
+def _runs(recipe: Recipe, *, again: bool) -> Iterator[tuple[str, Recipe]]:
+    yield BASE, Recipe.bf16()
+    yield recipe.name, recipe
+    yield NUDGED, Recipe.bf16()
+    if again:
+        yield AGAIN, Recipe.bf16()
+
+
+def _summarize(run: Run) -> dict[str, Any]:
+    losses = [row["loss"] for row in run.metrics]
+    cuts = [len(losses) * i // SPANS for i in range(SPANS + 1)]
+    return {
+        "valid_loss": run.valid_loss,
+        "train_loss": statistics.fmean(losses[-LAST:]),
+        "train_loss of spans": [statistics.fmean(losses[a:b]) for a, b in itertools.pairwise(cuts) if a < b],
+        "checked steps": len(losses),
+        "ms a step": 1e3 * statistics.median(row["seconds"] for row in run.metrics),
+        "seconds": run.seconds,
+    }
+
+
+def _spread(values: list[float]) -> dict[str, Any]:
+    deviation = statistics.stdev(values)
+    error = deviation / len(values) ** 0.5
+    return {"each": values, "mean": statistics.fmean(values), "deviation": deviation, "standard error": error}
+
+
+def _verdicts(mean: float, noise: dict[str, float]) -> dict[str, Any]:
+    return {"noise": {name: {"nats": nats, "within": abs(mean) <= nats} for name, nats in noise.items()}}
