@@ -1,10 +1,13 @@
 """A block that holds the layer compiles into one graph, and computes what it computes uncompiled, bit for bit."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from mxep.ep import MoE
+from mxep.gemm.backends.reference import Reference
 from ranks import distributed
 
 DIM, TOKENS = 64, 40
@@ -48,6 +51,26 @@ def test_it_is_one_graph_and_the_same_bits(ctx, recipe: str) -> None:
         x = torch.ones(3, DIM, dtype=torch.bfloat16, device=ctx.device)
         assert torch.equal(compiled(x), block(x))
     block.moe.check()
+
+
+@distributed(1, device="cpu")
+def test_no_weight_gradient_is_computed_of_a_frozen_weight(ctx) -> None:
+    block = Block(ctx, recipe="mxfp8", dispatcher="local")
+    experts = block.moe.experts
+    x, wgrad = torch.randn(TOKENS, DIM, dtype=torch.bfloat16), Reference.wgrad
+    for trained in ((True, False), (False, True), (False, False)):
+        experts.gate_up_proj.requires_grad_(trained[0])
+        experts.down_proj.requires_grad_(trained[1])
+        runs = []
+        for fn in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+            block.zero_grad()
+            leaf = x.clone().requires_grad_()
+            with mock.patch.object(Reference, "wgrad", autospec=True, side_effect=wgrad) as products:
+                fn(leaf).square().sum().backward()
+            assert products.call_count == sum(trained)
+            assert [weight.grad is not None for weight in experts.parameters()] == list(trained)
+            runs.append([leaf.grad, *(p.grad for p in block.parameters() if p.requires_grad)])
+        assert all(torch.equal(*pair) for pair in zip(*runs))
 
 
 @distributed(1)

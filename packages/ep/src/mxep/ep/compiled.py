@@ -1,7 +1,7 @@
 """The layer for torch.compile(fullgraph=True): two ops that a graph calls and does not look into.
 
     mxep::layer_forward    x, weights, gate_up_proj, down_proj, ids -> out, and what backward needs, as plain tensors
-    mxep::layer_backward   d_out and these -> dx, d_weights, d_gate_up_proj, d_down_proj
+    mxep::layer_backward   d_out and these -> dx, d_weights and, of those that need one, d_gate_up_proj, d_down_proj
 
 Both run `layer.py`, on tensors as they are; for the compiler they run it on fake tensors, with a dispatcher that moves
 nothing and a backend that multiplies nothing but give the shapes. A dispatcher must know its sizes beforehand: the
@@ -50,7 +50,8 @@ def compiled_layer(
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    out: Tensor = forward_op(*tensors, expert_ids, dispatcher.number, recipe.name, backend, backward)[0]
+    needs = [gate_up_proj.requires_grad, down_proj.requires_grad]
+    out: Tensor = forward_op(*tensors, expert_ids, dispatcher.number, recipe.name, backend, needs, backward)[0]
     return out
 
 
@@ -64,9 +65,11 @@ def forward_op(
     dispatcher: int,
     recipe: str,
     backend: str,
+    needs: list[bool],
     backward: bool,
 ) -> list[Tensor]:
-    return _forward(_real, x, weights, gate_up_proj, down_proj, expert_ids, dispatcher, recipe, backend, backward)
+    names = dispatcher, recipe, backend, needs
+    return _forward(_real, x, weights, gate_up_proj, down_proj, expert_ids, *names, backward)
 
 
 @torch.library.custom_op("mxep::layer_backward", mutates_args=())
@@ -79,8 +82,9 @@ def backward_op(
     dispatcher: int,
     recipe: str,
     backend: str,
+    needs: list[bool],
 ) -> list[Tensor]:
-    return _backward(_real, d_out, kept, gate_up_proj, down_proj, expert_ids, dispatcher, recipe, backend)
+    return _backward(_real, d_out, kept, gate_up_proj, down_proj, expert_ids, dispatcher, recipe, backend, needs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -93,7 +97,9 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None,
     gate_up_proj, down_proj, expert_ids, *kept = ctx.saved_tensors
     d_out = grads[0]
     assert d_out is not None
-    return *backward_op(d_out, kept, gate_up_proj, down_proj, expert_ids, *ctx.names), None, None, None, None, None
+    dx, d_weights, *rest = backward_op(d_out, kept, gate_up_proj, down_proj, expert_ids, *ctx.names)
+    *_, needs = ctx.names
+    return dx, d_weights, *(rest.pop(0) if need else None for need in needs), *[None] * 6
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
@@ -109,6 +115,7 @@ def _forward(
     dispatcher: int,
     recipe: str,
     backend: str,
+    needs: list[bool],
     backward: bool,
 ) -> list[Tensor]:
     setup = setup_of(dispatcher, recipe, backend, x.device)
@@ -145,6 +152,7 @@ def _backward(
     dispatcher: int,
     recipe: str,
     backend: str,
+    needs: list[bool],
 ) -> list[Tensor]:
     setup = setup_of(dispatcher, recipe, backend, d_out.device)
     flat = iter(saved[: -len(PLAN)])
@@ -162,7 +170,7 @@ def _backward(
             index = {"row_index": plan.row_slot} if i == 0 else {}
             kept.append(MXTensor.__tensor_unflatten__(parts | index, context[1], None, None))
     dtypes = d_out.dtype, gate_up_proj.dtype, down_proj.dtype
-    grads = layer_backward(d_out, tuple(kept), routing, setup, dtypes, (True, True))
+    grads = layer_backward(d_out, tuple(kept), routing, setup, dtypes, (needs[0], needs[1]))
     return [grad for grad in grads if grad is not None]
 
 
