@@ -10,6 +10,7 @@ T tokens here, T_max slots a sender, K experts a token, W ranks, S = W * T_max s
 transport's stream meanwhile, and waiting makes the current stream wait, not the host.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout
+from .moves import Move
 from .plan import RoutingPlan, check_ids
 from .workspace import Workspace
 
@@ -86,9 +88,18 @@ def send_rows(
 
 
 def start_send_rows(
-    workspace: Workspace, parts: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None = None
+    workspace: Workspace,
+    parts: Sequence[Tensor],
+    expert_ids: Tensor,
+    weights: Tensor | None = None,
+    *,
+    num_programs: int | None = None,
 ) -> Sending:
-    """As :func:`send_rows`; make the plan of ``.tables`` while the rows are under way, then ``.wait()``."""
+    """As :func:`send_rows`; make the plan of ``.tables`` while the rows are under way, then ``.wait()``.
+
+    num_programs: how many multiprocessors the rows may take; None: as many as the workspace has. Bound it where work
+    runs beside them: no other kernel starts on a multiprocessor that the move is on, even if there is room.
+    """
     check_parts(workspace, parts)
     expert_ids = checked_ids(workspace, expert_ids, len(parts[0]))
     if weights is not None:
@@ -97,7 +108,7 @@ def start_send_rows(
     move = workspace.begin("send_rows")
     with workspace.aside((parts, expert_ids)):
         # After it: every rank's tokens for this rank lie in its slots.
-        transport.put_rows(move, parts, expert_ids)
+        transport.put_rows(_bound(move, num_programs), parts, expert_ids)
     local = move.buffer.local
     arrived = split_parts(layout.rows(local)[: layout.num_slots], parts)
     if weights is None:
@@ -128,9 +139,18 @@ def return_rows(
 
 
 def start_return_rows(
-    workspace: Workspace, rows: Tensor, plan: RoutingPlan, expert_ids: Tensor, *, row_values: Tensor | None = None
+    workspace: Workspace,
+    rows: Tensor,
+    plan: RoutingPlan,
+    expert_ids: Tensor,
+    *,
+    row_values: Tensor | None = None,
+    num_programs: int | None = None,
 ) -> Returning:
-    """As :func:`return_rows`; what does not need the sums may be computed before ``.wait()``."""
+    """As :func:`return_rows`; what does not need the sums may be computed before ``.wait()``.
+
+    num_programs: as of :func:`start_send_rows`, and the same on all ranks.
+    """
     expert_ids = checked_ids(workspace, expert_ids, len(expert_ids))
     _check_return(workspace, rows, plan, row_values)
     # Of the current stream, which goes on with them.
@@ -139,11 +159,15 @@ def start_return_rows(
     move = workspace.begin("return_rows")
     with workspace.aside((rows, plan, expert_ids, row_values, out, values)):
         # Every rank that got one of our tokens puts its sum into our slots (that rank, token), and we sum over ranks.
-        workspace.transport.return_sums(move, rows, row_values, plan, expert_ids, out, values)
+        workspace.transport.return_sums(_bound(move, num_programs), rows, row_values, plan, expert_ids, out, values)
     return Returning(workspace, out, values)
 
 
 # ── pieces that the moves share ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _bound(move: Move, num_programs: int | None) -> Move:
+    return move if num_programs is None else dataclasses.replace(move, num_programs=num_programs)
 
 
 def split_parts(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:

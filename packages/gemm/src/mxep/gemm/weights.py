@@ -49,33 +49,36 @@ class QuantizedWeight:
         return sum(parts.values())
 
 
-def quantize_weight(w: Tensor, recipe: Recipe, *, cols: bool = True) -> QuantizedWeight:
-    """Quantize w (G, N, K) bf16 or fp32 by the recipe, along K and, with `cols`, along N. No gradient."""
+def quantize_weight(w: Tensor, recipe: Recipe, *, cols: bool = True, whole: bool = False) -> QuantizedWeight:
+    """Quantize w (G, N, K) bf16 or fp32 by the recipe, along K and, with `cols`, along N. No gradient.
+
+    whole: one scale for each row, and for each column, whatever the recipe's blocks.
+    """
     w_ = w.detach()
     if recipe.scaling == "none":
         return QuantizedWeight(w, w)
-    how: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode}
-    if recipe.weight_block == "32x32":
-        tiles = quantize(w_, axis=(-2, -1), **how)
+    fmt, mode, block = recipe.fmt, recipe.mode, None if whole else recipe.block
+    if recipe.weight_block == "32x32" and not whole:
+        tiles = quantize(w_, fmt=fmt, mode=mode, axis=(-2, -1))
         return QuantizedWeight(tiles, tiles)
     if cols:
-        return QuantizedWeight(*quantize_both(w_, block=recipe.block, **how))
-    return QuantizedWeight(quantize(w_, block=recipe.block, **how), None)
+        return QuantizedWeight(*quantize_both(w_, fmt=fmt, mode=mode, block=block))
+    return QuantizedWeight(quantize(w_, fmt=fmt, mode=mode, block=block), None)
 
 
-def quantize_weight_rows(w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-    """`quantize_weight`'s rows, and what saves `quantize_weight_cols` a read: row scales alone know such a thing."""
-    if recipe.scaling == "row":
+def quantize_weight_rows(w: Tensor, recipe: Recipe, *, whole: bool = False) -> tuple[Tensor, Tensor | None]:
+    """`quantize_weight`'s rows, and what saves `quantize_weight_cols` a read: whole rows alone know such a thing."""
+    if recipe.scaling == "row" or (whole and recipe.scaling == "mx"):
         return quantize_with_magnitudes(w.detach(), fmt=recipe.fmt, mode=recipe.mode)
     return quantize_weight(w, recipe, cols=False).rows, None
 
 
-def quantize_weight_cols(w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
+def quantize_weight_cols(w: Tensor, recipe: Recipe, magnitudes: Tensor | None, *, whole: bool = False) -> Tensor:
     """`quantize_weight`'s cols, later. magnitudes: what `quantize_weight_rows` said."""
-    if recipe.scaling == "none" or recipe.weight_block == "32x32":
+    if recipe.scaling == "none" or (recipe.weight_block == "32x32" and not whole):
         return quantize_weight(w, recipe, cols=False).rows
-    how: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block": recipe.block}
-    return quantize(w.detach(), axis=-2, magnitudes=magnitudes, **how)
+    block = None if whole else recipe.block
+    return quantize(w.detach(), fmt=recipe.fmt, mode=recipe.mode, axis=-2, block=block, magnitudes=magnitudes)
 
 
 class Later(NamedTuple):

@@ -18,11 +18,16 @@ from mxep.comms import (
     SymmetricMemoryTransport,
     Transport,
     Workspace,
+    return_rows,
+    send_rows,
     start_return_rows,
     start_send_rows,
 )
 
 from .base import Parts, Routing, TokenDispatcher
+
+BESIDE = 32
+"""Multiprocessors that rows may take which are sent while something else computes: they get 0.92 of the links."""
 
 
 class SymmetricDispatcher(TokenDispatcher):
@@ -60,30 +65,37 @@ class SymmetricDispatcher(TokenDispatcher):
         return None if self.max_tokens is None else (self.world_size, self.max_tokens)
 
     def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
-        return self.start_send(parts, expert_ids, weights, multiple=multiple)()
+        return self._send(parts, expert_ids, weights, multiple, None)()
 
     def start_send(
         self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int
     ) -> Callable[[], tuple[Parts, Routing]]:
+        return self._send(parts, expert_ids, weights, multiple, BESIDE)
+
+    def _send(
+        self, parts: Parts, expert_ids: Tensor, weights: Tensor, multiple: int, num_programs: int | None
+    ) -> Callable[[], tuple[Parts, Routing]]:
         workspace = self.workspace or self._make_workspace(expert_ids)
-        sending = start_send_rows(workspace, parts, expert_ids, weights)
+        sending = start_send_rows(workspace, parts, expert_ids, weights, num_programs=num_programs)
         assert sending.tables is not None
         plan = self._plan(*sending.tables, multiple=multiple, capacity=self.capacity)  # while rows are under way
         routing = Routing(plan, expert_ids, self.num_local_experts)
         return lambda: (sending.wait().parts, routing)
 
     def resend(self, parts: Parts, routing: Routing) -> Parts:
-        return self.start_resend(parts, routing)()
+        assert self.workspace is not None
+        return send_rows(self.workspace, parts, routing.expert_ids).parts
 
     def start_resend(self, parts: Parts, routing: Routing) -> Callable[[], Parts]:
         assert self.workspace is not None
-        sending = start_send_rows(self.workspace, parts, routing.expert_ids)
+        sending = start_send_rows(self.workspace, parts, routing.expert_ids, num_programs=BESIDE)
         return lambda: sending.wait().parts
 
     def give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.start_give_back(rows, routing, row_values)()
+        assert self.workspace is not None
+        return return_rows(self.workspace, rows, routing.plan, routing.expert_ids, row_values=row_values)
 
     def start_give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends.base import Backend
-from mxep.gemm.backends.dequant import Dequant, group_of_row
+from mxep.gemm.backends.dequant import Dequant, group_of_row, in_dtype
 from mxep.gemm.backends.triton import check_mx
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight
@@ -64,8 +64,8 @@ class Blackwell(Backend):
         self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         out = multiply(*rows_operand(self._e4m3("a", a), group_ends), *weight_operand(self._e4m3("w", w)), group_ends)
-        out = out.to(out_dtype)
-        return out if bias is None else (out + bias[group_of_row(group_ends, len(out))]).to(out_dtype)
+        out = in_dtype(out, out_dtype)
+        return out if bias is None else in_dtype(out + bias[group_of_row(group_ends, len(out))], out_dtype)
 
     def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype)
@@ -81,7 +81,7 @@ class Blackwell(Backend):
         dw = multiply(y, y_scale, x.mT, x_scale, group_ends)
         # Whether the kernel writes empty groups is not documented.
         empty = group_ends.diff(prepend=group_ends.new_zeros(1)) == 0
-        return dw.masked_fill_(empty.view(-1, 1, 1), 0).to(out_dtype)
+        return in_dtype(dw.masked_fill_(empty.view(-1, 1, 1), 0), out_dtype)
 
     def _e4m3(self, name: str, x: Tensor) -> MXTensor:
         mx = check_mx(self.name, name, x, -1)

@@ -38,24 +38,27 @@ class Dequant(Backend):
         self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         _check_alignment(*w.shape[1:])
-        out = _grouped_mm(_bf16(a), _bf16(w).mT, group_ends).to(out_dtype)
-        return out if bias is None else (out + bias[group_of_row(group_ends, len(out))]).to(out_dtype)
+        out = _grouped_mm(_bf16(a), _bf16(w).mT, group_ends, out_dtype)
+        return out if bias is None else in_dtype(out + bias[group_of_row(group_ends, len(out))], out_dtype)
 
     def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         _check_alignment(*w.shape[1:])
-        return _grouped_mm(_bf16(dy), _bf16(w), group_ends).to(out_dtype)
+        return _grouped_mm(_bf16(dy), _bf16(w), group_ends, out_dtype)
 
     def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         _check_alignment(dy.shape[1], a.shape[1])
         dy, a = recipe.along_tokens(dy, group_ends), recipe.along_tokens(a, group_ends)
-        return _grouped_mm(_bf16(dy).mT, _bf16(a), group_ends).to(out_dtype)
+        return _grouped_mm(_bf16(dy).mT, _bf16(a), group_ends, out_dtype)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor) -> Tensor:
-    if hasattr(torch.nn.functional, "grouped_mm"):
-        return torch.nn.functional.grouped_mm(a, b, offs=group_ends)
-    out: Tensor = torch._grouped_mm(a, b, offs=group_ends)
-    return out
+def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor, dtype: torch.dtype) -> Tensor:
+    grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    return in_dtype(grouped_mm(a, b, offs=group_ends), dtype)
+
+
+def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """No cast that does nothing: torch 2.11, compiling, takes such an alias for another tensor, its gradient for 0."""
+    return out if out.dtype == dtype else out.to(dtype)
 
 
 def _bf16(x: Tensor) -> Tensor:

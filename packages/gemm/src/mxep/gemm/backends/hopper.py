@@ -15,7 +15,6 @@ Sums leave the tensor cores, which add with 13 fraction bits, every 256 products
 nothing for rows past the last group; quantizing plain operands takes all rows there are.
 """
 
-import dataclasses
 import functools
 import importlib.util
 
@@ -28,7 +27,7 @@ from mxep.gemm.backends.reference import grouped_mm_reference
 from mxep.gemm.backends.triton import Triton
 from mxep.gemm.guard import Guard
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight
+from mxep.gemm.weights import QuantizedWeight, quantize_weight, quantize_weight_cols, quantize_weight_rows
 from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, split_fold
 from mxep.quant.kernels import on_cuda
 
@@ -69,19 +68,13 @@ class Hopper(Backend):
         return quantize(x, fmt=fmt, mode=recipe.mode, block=None)
 
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
-        return super().quantize_weight(w, self._row_scaled(recipe), cols=cols)
+        return quantize_weight(w, recipe, cols=cols, whole=self.folds)
 
     def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-        return super().quantize_weight_rows(w, self._row_scaled(recipe))
+        return quantize_weight_rows(w, recipe, whole=self.folds)
 
     def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
-        return super().quantize_weight_cols(w, self._row_scaled(recipe), magnitudes)
-
-    def _row_scaled(self, recipe: Recipe) -> Recipe:
-        """How weights of the recipe are quantized: by rows at once, unless a guard wants to see their blocks."""
-        if recipe.scaling != "mx" or self.guard is not None:
-            return recipe
-        return dataclasses.replace(recipe, scaling="row", weight_block="1x32")
+        return quantize_weight_cols(w, recipe, magnitudes, whole=self.folds)
 
     def forward(
         self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype

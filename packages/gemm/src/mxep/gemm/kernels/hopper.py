@@ -3,10 +3,11 @@
     a (M, K) ---TMA---> shared, 4 stages of 128 along K ---wgmma---> 128 x 256 tile ---x scales, + bias---> out
     b (G * N, K) --^
 
-A program is two warpgroups that multiply, 64 rows of the tile each, and a warp that loads. It walks over tiles, so that
-tile t + 1 loads while t is stored; half of a tile is stored while the other half is still multiplied, and by then the
-two warpgroups have drifted apart. Group ends are read on the device; a group without rows costs nothing, or, along a
-ragged contraction, its zeros.
+A program is two warpgroups that multiply, 64 rows of the tile each, and a warp that loads. Tiles are taken one by one
+from a counter, as groups differ along a contraction and other kernels may hold some multiprocessors for a while; the
+loading warp takes them and tells the others. The next tile loads while one is stored; half of a tile is stored while
+the other half is still multiplied, and by then the two warpgroups have drifted apart. Group ends are read on the
+device; a group without rows costs nothing, or, along a ragged contraction, its zeros.
 
 Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then. A second
 accumulator of the whole tile does not fit the registers (2 x 128 of 240 a thread). So each warpgroup multiplies into 64
@@ -45,6 +46,8 @@ INTERVAL = 2
 BAND = 16
 """Row tiles of a band: tiles go down a band, then to the next column of it, so that programs share what L2 holds."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+QUEUE = gl.constexpr(4)
+"""Tiles whose numbers wait between the loading warp, which takes them, and the others."""
 
 
 @gluon.jit
@@ -73,16 +76,19 @@ def _sizes(ends_ptr, g, start, M, K, RAGGED: gl.constexpr, ADD: gl.constexpr, BM
 
 @gluon.jit
 def _load(
-    a_desc, b_desc, a_tiles, b_tiles, full, empty, ends_ptr, G, M, N, K,
+    a_desc, b_desc, a_tiles, b_tiles, full, empty, queue, told, heard, taken_ptr, ends_ptr, G, M, N, K,
     RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: both operands of every stage, as the multiplying warpgroups release them."""
+    """The loading warp: which tile is next, and both operands of every stage as the multiplying warpgroups release
+    them."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     BM: gl.constexpr = a_tiles.type.shape[1]
     BN: gl.constexpr = b_tiles.type.shape[1]
     BK: gl.constexpr = a_tiles.type.shape[2]
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n_tiles = gl.cdiv(N, BN)
     step = 0
+    turn = 0
     tile = gl.program_id(0)
     start = 0
     first = 0
@@ -90,6 +96,11 @@ def _load(
         end, m_tiles, spans = _sizes(ends_ptr, g, start, M, K, RAGGED, ADD, BM, BK * INTERVAL)
         last = first + m_tiles * n_tiles
         while tile < last:
+            place = turn % QUEUE
+            following = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed", scope="gpu")
+            mbarrier.wait(heard.index(place), ((turn // QUEUE) & 1) ^ 1)
+            queue.index(place).store(gl.full([1], following, gl.int32, ONE))
+            mbarrier.arrive(told.index(place), count=1)
             i, j = _place(tile - first, m_tiles, n_tiles, BAND)
             row = i * BM
             column = j * BN
@@ -107,7 +118,8 @@ def _load(
                 tma.async_copy_global_to_shared(a_desc, [row, at], full.index(stage), a_tiles.index(stage))
                 tma.async_copy_global_to_shared(b_desc, [column, at], full.index(stage), b_tiles.index(stage))
                 step += 1
-            tile += gl.num_programs(0)
+            tile = following
+            turn += 1
         first = last
         start = end
 
@@ -192,7 +204,7 @@ def _columns(ptr, g, column, N, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    a_tiles, b_tiles, full, empty, staging,
+    a_tiles, b_tiles, full, empty, queue, told, heard, staging,
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K,
     RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
@@ -202,8 +214,10 @@ def _multiply(
     BK: gl.constexpr = a_tiles.type.shape[2]
     WIDTH: gl.constexpr = BN // 2
     SUM: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     n_tiles = gl.cdiv(N, BN)
     step = 0
+    turn = 0
     tile = gl.program_id(0)
     start = 0
     first = 0
@@ -211,6 +225,9 @@ def _multiply(
         end, m_tiles, spans = _sizes(ends_ptr, g, start, M, K, RAGGED, ADD, BM, BK * INTERVAL)
         last = first + m_tiles * n_tiles
         while tile < last:
+            place = turn % QUEUE
+            mbarrier.wait(told.index(place), (turn // QUEUE) & 1)
+            following = gl.max(queue.index(place).load(ONE), 0)
             sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
             sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
             for _ in range(spans - 1):
@@ -248,8 +265,11 @@ def _multiply(
             _store(sum0, out_ptr, out_desc, own, row_scale, scale0, bias0, row, row_end, column, N, ADD)
             sum1 += _finish(part, empty, step, INTERVAL)
             _store(sum1, out_ptr, out_desc, own, row_scale, scale1, bias1, row, row_end, column + WIDTH, N, ADD)
+            # Long after all threads have read it.
+            mbarrier.arrive(heard.index(place), count=1)
             step += INTERVAL
-            tile += gl.num_programs(0)
+            tile = following
+            turn += 1
         first = last
         start = end
     if out_desc is not None:
@@ -258,7 +278,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["G"])
 def grouped_mm_kernel(
-    a_desc, b_desc, out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K,
+    a_desc, b_desc, out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, taken_ptr, G, M, N, K,
     RAGGED: gl.constexpr, STAGES: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -266,19 +286,26 @@ def grouped_mm_kernel(
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    queue = gl.allocate_shared_memory(gl.int32, [QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], mbarrier.MBarrierLayout())
     staging = full  # not used
     if out_desc is not None:
         staging = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
+    for q in gl.static_range(QUEUE):
+        mbarrier.init(told.index(q), count=1)
+        mbarrier.init(heard.index(q), count=2)
     gl.warp_specialize(
         [
-            (_multiply, (a_tiles, b_tiles, full, empty, staging, out_ptr, out_desc,
+            (_multiply, (a_tiles, b_tiles, full, empty, queue, told, heard, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD, 0)),
-            (_multiply, (a_tiles, b_tiles, full, empty, staging, out_ptr, out_desc,
+            (_multiply, (a_tiles, b_tiles, full, empty, queue, told, heard, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD, 1)),
-            (_load, (a_desc, b_desc, a_tiles, b_tiles, full, empty, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD)),
+            (_load, (a_desc, b_desc, a_tiles, b_tiles, full, empty, queue, told, heard, taken_ptr, ends_ptr,
+                     G, M, N, K, RAGGED, INTERVAL, BAND, ADD)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -358,8 +385,9 @@ def _launch(
     if out.dtype == torch.bfloat16:
         wide = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         out_desc = TensorDescriptor(out, [out.numel() // N, N], [N, 1], [BM // 2, BN // 2], wide)
+    taken = torch.zeros(1, dtype=torch.int32, device=out.device)
     grouped_mm_kernel[(programs or multiprocessors(a.device),)](
-        a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, ends, ends.shape[0], M, N, K,
+        a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, ends, taken, ends.shape[0], M, N, K,
         RAGGED=ragged, STAGES=STAGES, INTERVAL=interval, BAND=band, ADD=add,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
