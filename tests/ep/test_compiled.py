@@ -36,14 +36,14 @@ def results(block: Block, fn, ctx, tokens: int = TOKENS) -> list[torch.Tensor]:
 
 
 def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(got) == len(wanted) == 5
+    assert len(got) == len(wanted) >= 5
     assert all(torch.equal(*pair) for pair in zip(got, wanted))
 
 
 @distributed(2)
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8_e5m2"])
 def test_it_is_one_graph_and_the_same_bits(ctx, recipe: str) -> None:
-    block = Block(ctx, recipe=recipe, max_tokens=64)
+    block = Block(ctx, recipe=recipe, num_shared_experts=1, max_tokens=64)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for tokens in (TOKENS, TOKENS, 24):
         assert_same(results(block, compiled, ctx, tokens), results(block, block, ctx, tokens))

@@ -25,7 +25,8 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.before = nn.Linear(DIM, DIM, dtype=torch.bfloat16, device=ctx.device)
-        self.moe = MoE(DIM, 32, EXPERTS, 2, recipe=recipe, dispatcher="local", device=ctx.device)
+        options = {"recipe": recipe, "num_shared_experts": 1, "dispatcher": "local", "device": ctx.device}
+        self.moe = MoE(DIM, 32, EXPERTS, 2, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.moe(self.before(x))

@@ -26,7 +26,7 @@ from mxep.quant import MXTensor
 
 from .dispatchers.base import DISPATCHERS_BY_NUMBER, Parts, Routing, TokenDispatcher
 from .functional import checked_tokens
-from .layer import Setup, layer_backward, layer_forward
+from .layer import Setup, layer_backward, layer_forward, start_send
 
 SetupOf = Callable[[int, str, str, torch.device], Setup]
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "multiple")
@@ -119,7 +119,8 @@ def _forward(
     backward: bool,
 ) -> list[Tensor]:
     setup = setup_of(dispatcher, recipe, backend, x.device)
-    out, routing, kept = layer_forward(x, weights, gate_up_proj, down_proj, expert_ids, setup, backward)
+    sending = start_send(x, weights, expert_ids, setup)
+    out, routing, kept = layer_forward(sending, gate_up_proj, down_proj, setup, backward)
     if not backward:
         return [out]
     flat: list[Tensor] = []

@@ -6,12 +6,14 @@ What that buys over the composed functions of `functional.py`, which it equals b
     d_out's slots are used where they lie, before the next move
     weights are quantized while rows are under way, each way as it is needed: nothing of them is kept for backward
     dx goes home while the gradient of gate_up_proj computes
+    what else wants to run beside the moves of tokens, a shared expert, begins once they have begun
 
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,7 +26,8 @@ from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_operands
 from mxep.gemm.weights import Later, rows_and_later
 
-from .dispatchers.base import Routing, TokenDispatcher
+from .beside import Beside
+from .dispatchers.base import Parts, Routing, TokenDispatcher
 from .functional import checked_tokens, hidden, hidden_backward
 from .wire import Wire
 
@@ -48,13 +51,21 @@ class Setup:
 
 
 def route_through_experts(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, setup: Setup
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    setup: Setup,
+    beside: Beside | None = None,
 ) -> tuple[Tensor, Routing]:
     """out (T, D), the weighted sum over each token's experts of their MLPs, and where the rows went.
 
     Args:
         x: (T, D) bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
         gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F).
+        beside: what to run beside the moves of tokens, or None.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, and for a recipe with wgrad "bf16", which keeps unquantized
     operands: compose it from `functional.py`.
@@ -64,10 +75,17 @@ def route_through_experts(
     expert_ids = checked_tokens(x, expert_ids, weights, setup.dispatcher)
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    out, routing = _Layer.apply(*tensors, expert_ids, setup, backward)  # type: ignore[no-untyped-call]
+    sending = start_send(x, weights, expert_ids, setup)
+    resent = None
+    if beside is not None:
+        beside.send_begun()
+        resent = beside.resent
+    out, routing = _Layer.apply(*tensors, expert_ids, setup, backward, sending, resent)  # type: ignore[no-untyped-call]
     return out, routing
 
 
+Sending = tuple[Callable[[], tuple[Parts, Routing]], Wire]
+"""A send that has begun, and how to read what comes."""
 Kept = tuple[Tensor | None, ...]
 """What backward needs: rows, gate_up, h, and of both weights what is there of a `Later`."""
 
@@ -83,10 +101,12 @@ class _Layer(torch.autograd.Function):
         expert_ids: Tensor,
         setup: Setup,
         backward: bool,
+        sending: Sending,
+        resent: torch.cuda.Event | None,
     ) -> tuple[Tensor, Routing]:
-        out, routing, kept = layer_forward(x, weights, gate_up_proj, down_proj, expert_ids, setup, backward)
+        out, routing, kept = layer_forward(sending, gate_up_proj, down_proj, setup, backward)
         ctx.save_for_backward(*kept)
-        ctx.setup, ctx.routing = setup, routing
+        ctx.setup, ctx.routing, ctx.resent = setup, routing, resent
         ctx.dtypes = x.dtype, gate_up_proj.dtype, down_proj.dtype
         return out, routing
 
@@ -94,37 +114,38 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:4]
-        grads = layer_backward(d_out, ctx.saved_tensors, ctx.routing, ctx.setup, ctx.dtypes, needs)
-        return *grads, None, None, None
+        grads = layer_backward(d_out, ctx.saved_tensors, ctx.routing, ctx.setup, ctx.dtypes, needs, ctx.resent)
+        return *grads, None, None, None, None, None
+
+
+@torch.no_grad()
+def start_send(x: Tensor, weights: Tensor, expert_ids: Tensor, setup: Setup) -> Sending:
+    """Begin to send x (T, D), quantized if the recipe says so, to the experts."""
+    parts, wire = Wire.pack(setup.recipe.quantize_activation(x))
+    return setup.dispatcher.start_send(parts, expert_ids, weights, multiple=setup.recipe.group_multiple), wire
 
 
 def layer_forward(
-    x: Tensor,
-    weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    expert_ids: Tensor,
-    setup: Setup,
-    backward: bool,
+    sending: Sending, gate_up_proj: Tensor, down_proj: Tensor, setup: Setup, backward: bool
 ) -> tuple[Tensor, Routing, Kept]:
     """(out, routing, what backward needs, if it will be): no autograd, no checks but those of products."""
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
-    parts, wire = Wire.pack(recipe.quantize_activation(x))
-    coming = dispatcher.start_send(parts, expert_ids, weights, multiple=recipe.group_multiple)
+    coming, wire = sending
+    dtype = wire.dtype
     (w13, w13_later), (w2, w2_later) = (_rows(weight, setup, backward) for weight in (gate_up_proj, down_proj))
     slots, routing = coming()
     plan = routing.plan
     # The next move takes the slots back, which the gradient of gate_up_proj needs.
     rows = wire.rows(slots, plan, copy=backward and dispatcher.borrows)
-    operands: dict[str, Any] = {"recipe": recipe, "bias": None, "out_dtype": x.dtype}
+    operands: dict[str, Any] = {"recipe": recipe, "bias": None, "out_dtype": dtype}
     if setup.checked:
         check_operands(rows, gate_up_proj, plan.group_ends, **operands, main_grad=setup.main_grads[0])
-    gate_up = backend.forward(rows, w13, plan.group_ends, bias=None, out_dtype=x.dtype)
+    gate_up = backend.forward(rows, w13, plan.group_ends, bias=None, out_dtype=dtype)
     h = hidden(gate_up, plan.row_weight, plan.group_ends, recipe, folded=backend.folds)
     if setup.checked:  # h may be folded, which is between us and the backend: its bf16 shape stands for it
         like_h = gate_up[:, : gate_up.shape[1] // 2]
         check_operands(like_h, down_proj, plan.group_ends, **operands, main_grad=setup.main_grads[1])
-    y = backend.forward(h, w2, plan.group_ends, bias=None, out_dtype=x.dtype)
+    y = backend.forward(h, w2, plan.group_ends, bias=None, out_dtype=dtype)
     out, _ = dispatcher.give_back(y, routing)
     if not backward:
         return out, routing, ()
@@ -138,8 +159,12 @@ def layer_backward(
     setup: Setup,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     needs: tuple[bool, bool],
+    resent: torch.cuda.Event | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weights, gate_up_proj, down_proj. dtypes: of x and the two. needs: whether the two have any."""
+    """Gradients of x, weights, gate_up_proj, down_proj.
+
+    dtypes: of x and the two. needs: whether the two have any. resent: recorded once d_out is on its way.
+    """
     rows, gate_up, h = cast(tuple[Tensor, ...], kept[:3])
     w13_later, w2_later = Later(*kept[3:6]), Later(*kept[6:])
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
@@ -158,6 +183,8 @@ def layer_backward(
     parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
     coming = dispatcher.start_resend(parts, routing)
     w2, w13 = w2_later.cols(recipe, backend), w13_later.cols(recipe, backend)
+    if resent is not None:
+        resent.record()
     # Borrowed until dx goes home: the gradient of down_proj comes before that.
     d_y = wire.rows(coming(), plan, copy=False)
     d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtypes[0])
