@@ -1,5 +1,6 @@
 """What a backend is: three products over ragged groups of rows, and how it wants their operands quantized."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -71,6 +72,24 @@ class Backend(Protocol):
         is the definition.
         """
         ...
+
+    def start_wgrad(
+        self,
+        dy: Tensor,
+        a: Tensor,
+        group_ends: Tensor,
+        *,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        to: Tensor | None = None,
+    ) -> Callable[[], Tensor | None]:
+        """`wgrad`, or with `to` `add_wgrad`, in two steps: what is returned multiplies.
+
+        Where operands are turned first, they are now, and dy and a may go before the gradient takes its memory.
+        """
+        if to is None:
+            return lambda: self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
+        return lambda: self.add_wgrad(dy, a, group_ends, recipe=recipe, to=to)
 
     def add_wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor) -> None:
         """`wgrad` added into `to`, (G, N, K) fp32."""

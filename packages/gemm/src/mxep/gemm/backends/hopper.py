@@ -17,6 +17,7 @@ nothing for rows past the last group; quantizing plain operands takes all rows t
 
 import functools
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -91,16 +92,32 @@ class Hopper(Backend):
     def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         if not isinstance(dy, MXTensor) or not isinstance(a, MXTensor):
             return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
-        split = split_fold(a, dy, group_ends, align=STEP)
-        dw: Tensor = fp8_grouped_wgrad(split.y_t, split.x_t, split.exponent, split.ends, out_dtype)
+        dw: Tensor = fp8_grouped_wgrad(*_turned(dy, a, group_ends), out_dtype)
         return dw
 
     def add_wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor) -> None:
         if not (isinstance(dy, MXTensor) and isinstance(a, MXTensor) and to.is_contiguous()):
             super().add_wgrad(dy, a, group_ends, recipe=recipe, to=to)
             return
-        split = split_fold(a, dy, group_ends, align=STEP)
-        fp8_grouped_wgrad_add(to, split.y_t, split.x_t, split.exponent, split.ends)
+        fp8_grouped_wgrad_add(to, *_turned(dy, a, group_ends))
+
+    def start_wgrad(
+        self,
+        dy: Tensor,
+        a: Tensor,
+        group_ends: Tensor,
+        *,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        to: Tensor | None = None,
+    ) -> Callable[[], Tensor | None]:
+        strided = to is not None and not to.is_contiguous()
+        if not isinstance(dy, MXTensor) or not isinstance(a, MXTensor) or strided:
+            return super().start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, to=to)
+        turned = _turned(dy, a, group_ends)
+        if to is None:
+            return lambda: fp8_grouped_wgrad(*turned, out_dtype)
+        return lambda: fp8_grouped_wgrad_add(to, *turned)
 
     def _product(
         self, name: str, a: MXTensor, w: Tensor, group_ends: Tensor, bias: Tensor | None, out_dtype: torch.dtype
@@ -136,6 +153,12 @@ def _folded(x: Tensor, group_ends: Tensor | None = None) -> MXTensor:
     if x.block == x.shape[-1] and x.row_index is None and aligned:
         return x
     return fold(x, group_ends=group_ends)
+
+
+def _turned(dy: MXTensor, a: MXTensor, group_ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the weight gradient multiplies, in memory of its own."""
+    split = split_fold(a, dy, group_ends, align=STEP)
+    return split.y_t, split.x_t, split.exponent, split.ends
 
 
 def _multiply(a: MXTensor, w: MXTensor, group_ends: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
