@@ -79,6 +79,29 @@ def test_weight_gradients_are_added_to_main_grads_and_not_returned(ctx) -> None:
             assert torch.allclose(main_grad, 1 + 2 * once, rtol=2**-7, atol=2**-7 * once.abs().max().item())
 
 
+@distributed(1, 2)
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_a_frozen_weight_keeps_nothing_for_its_gradient_and_changes_no_other(ctx, recipe: str) -> None:
+    ranks = make_ranks([70, 45][: ctx.world_size], seed=9)
+    *given, d_out = inputs(ranks, ctx)
+    x, _, weights, proj, down = given
+    dispatcher = make_dispatcher("symmetric", len(ranks.whole.down_proj), dim=x.shape[1], group=ctx.group)
+    grads, kept = {}, {}
+    for trained in ((True, True), (True, False), (False, True), (False, False)):
+        saved: list[torch.Tensor] = []
+        for weight, trains in zip((proj, down), trained):
+            weight.requires_grad_(trains)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            out = in_one(*given, dispatcher=dispatcher, recipe=Recipe.named(recipe))
+        kept[trained] = len(saved)
+        wanted = [t for t in (x, weights, proj, down) if t.requires_grad]
+        grads[trained] = dict(zip(map(id, wanted), torch.autograd.grad(out, wanted, d_out)))
+    all_kept, all_grads = kept[True, True], grads[True, True]
+    assert kept == {trained: all_kept - trained.count(False) for trained in kept}
+    for some in grads.values():
+        assert all(torch.equal(grad, all_grads[which]) for which, grad in some.items())
+
+
 class Spy(Reference):
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen

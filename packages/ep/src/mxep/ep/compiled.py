@@ -120,7 +120,7 @@ def _forward(
 ) -> list[Tensor]:
     setup = setup_of(dispatcher, recipe, backend, x.device)
     sending = start_send(x, weights, expert_ids, setup)
-    out, routing, kept = layer_forward(sending, gate_up_proj, down_proj, setup, backward)
+    out, routing, kept = layer_forward(sending, gate_up_proj, down_proj, setup, backward, (needs[0], needs[1]))
     if not backward:
         return [out]
     flat: list[Tensor] = []
@@ -139,7 +139,7 @@ def _forward(
         else:
             flat.append(tensor)
             contexts.append(None)
-    _contexts[dispatcher, recipe, backend, x.dtype] = contexts
+    _contexts[dispatcher, recipe, backend, *needs, x.dtype] = contexts
     return [out, *flat, *(getattr(routing.plan, name) for name in PLAN)]
 
 
@@ -161,7 +161,7 @@ def _backward(
     plan = RoutingPlan(**fields, multiple=setup.recipe.group_multiple)
     routing = Routing(plan, expert_ids, setup.dispatcher.num_local_experts)
     kept: list[Tensor | None] = []
-    for i, context in enumerate(_contexts[dispatcher, recipe, backend, d_out.dtype]):
+    for i, context in enumerate(_contexts[dispatcher, recipe, backend, *needs, d_out.dtype]):
         if context is None:
             kept.append(next(flat))
         elif isinstance(context, str):

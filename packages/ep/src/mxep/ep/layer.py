@@ -87,7 +87,8 @@ def route_through_experts(
 Sending = tuple[Callable[[], tuple[Parts, Routing]], Wire]
 """A send that has begun, and how to read what comes."""
 Kept = tuple[Tensor | None, ...]
-"""What backward needs: rows, gate_up, h, and of both weights what is there of a `Later`."""
+"""What backward needs: rows (for the gradient of gate_up_proj), gate_up, h (for that of down_proj), and of both weights
+what is there of a `Later`."""
 
 
 class _Layer(torch.autograd.Function):
@@ -104,7 +105,8 @@ class _Layer(torch.autograd.Function):
         sending: Sending,
         resent: torch.cuda.Event | None,
     ) -> tuple[Tensor, Routing]:
-        out, routing, kept = layer_forward(sending, gate_up_proj, down_proj, setup, backward)
+        needs = ctx.needs_input_grad[2:4]
+        out, routing, kept = layer_forward(sending, gate_up_proj, down_proj, setup, backward, needs)
         ctx.save_for_backward(*kept)
         ctx.setup, ctx.routing, ctx.resent = setup, routing, resent
         ctx.dtypes = x.dtype, gate_up_proj.dtype, down_proj.dtype
@@ -126,9 +128,13 @@ def start_send(x: Tensor, weights: Tensor, expert_ids: Tensor, setup: Setup) -> 
 
 
 def layer_forward(
-    sending: Sending, gate_up_proj: Tensor, down_proj: Tensor, setup: Setup, backward: bool
+    sending: Sending, gate_up_proj: Tensor, down_proj: Tensor, setup: Setup, backward: bool, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Routing, Kept]:
-    """(out, routing, what backward needs, if it will be): no autograd, no checks but those of products."""
+    """(out, routing, what backward needs, if it will be): no autograd, no checks but those of products.
+
+    needs: whether the two weights have gradients, if backward will be. The moves and dx are made in any case, as ranks
+    do not know what the others need.
+    """
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
     coming, wire = sending
     dtype = wire.dtype
@@ -136,7 +142,7 @@ def layer_forward(
     slots, routing = coming()
     plan = routing.plan
     # The next move takes the slots back, which the gradient of gate_up_proj needs.
-    rows = wire.rows(slots, plan, copy=backward and dispatcher.borrows)
+    rows = wire.rows(slots, plan, copy=backward and needs[0] and dispatcher.borrows)
     operands: dict[str, Any] = {"recipe": recipe, "bias": None, "out_dtype": dtype}
     if setup.checked:
         check_operands(rows, gate_up_proj, plan.group_ends, **operands, main_grad=setup.main_grads[0])
@@ -149,7 +155,7 @@ def layer_forward(
     out, _ = dispatcher.give_back(y, routing)
     if not backward:
         return out, routing, ()
-    return out, routing, (rows, gate_up, h, *w13_later, *w2_later)
+    return out, routing, (rows if needs[0] else None, gate_up, h if needs[1] else None, *w13_later, *w2_later)
 
 
 def layer_backward(
@@ -165,7 +171,7 @@ def layer_backward(
 
     dtypes: of x and the two. needs: whether the two have any. resent: recorded once d_out is on its way.
     """
-    rows, gate_up, h = cast(tuple[Tensor, ...], kept[:3])
+    rows, gate_up, h = cast(tuple[Tensor, ...], kept[:3])  # or None, if not needed
     w13_later, w2_later = Later(*kept[3:6]), Later(*kept[6:])
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
     plan, ends = routing.plan, routing.plan.group_ends
