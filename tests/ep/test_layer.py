@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ep.problem import make_ranks
 from mxep.comms import Capacity
@@ -100,6 +101,43 @@ def test_a_frozen_weight_keeps_nothing_for_its_gradient_and_changes_no_other(ctx
     assert kept == {trained: all_kept - trained.count(False) for trained in kept}
     for some in grads.values():
         assert all(torch.equal(grad, all_grads[which]) for which, grad in some.items())
+
+
+class Watched(Reference):
+    """Knows whether the memory of its first product, gate_up, is still held when the last weight gradient begins."""
+
+    def __init__(self) -> None:
+        self.gate_up: StorageWeakRef | None = None
+        self.weight_gradients, self.held = 0, None
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        self.gate_up = self.gate_up or StorageWeakRef(out.untyped_storage())
+        return out
+
+    def start_wgrad(self, *args, **kwargs):
+        self.weight_gradients += 1
+        if self.weight_gradients == 2:
+            self.held = not self.gate_up.expired()
+        return super().start_wgrad(*args, **kwargs)
+
+
+@distributed(1, device="cpu")
+def test_what_backward_has_used_is_gone_before_the_largest_gradient_unless_the_graph_is_retained(ctx) -> None:
+    ranks = make_ranks([20], seed=8)
+    *given, d_out = inputs(ranks, ctx)
+    x, _, weights, proj, down = given
+    for retained in (False, True):
+        backend = Watched()
+        setup = Setup(LocalDispatcher(len(ranks.whole.down_proj)), Recipe.mxfp8(), backend)
+        out = route_through_experts(*given, setup=setup)[0]
+        once = torch.autograd.grad(out, (x, weights, proj, down), d_out, retain_graph=retained)
+        assert backend.held is retained
+        if retained:
+            again = torch.autograd.grad(out, (x, weights, proj, down), d_out)
+            assert all(torch.equal(a, b) for a, b in zip(once, again))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out, (x, weights, proj, down), d_out)
 
 
 class Spy(Reference):

@@ -171,7 +171,7 @@ def _backward(
             index = {"row_index": plan.row_slot} if i == 0 else {}
             kept.append(MXTensor.__tensor_unflatten__(parts | index, context[1], None, None))
     dtypes = d_out.dtype, gate_up_proj.dtype, down_proj.dtype
-    grads = layer_backward(d_out, tuple(kept), routing, setup, dtypes, (needs[0], needs[1]))
+    grads = layer_backward(d_out, kept, routing, setup, dtypes, (needs[0], needs[1]))
     return [grad for grad in grads if grad is not None]
 
 
@@ -249,5 +249,14 @@ class _NoProducts:
     def dgrad(self, dy: Tensor, w: Tensor, ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         return torch.empty(dy.shape[0], w.shape[2], dtype=out_dtype, device=dy.device)
 
-    def wgrad(self, dy: Tensor, a: Tensor, ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
-        return torch.empty(ends.shape[0], dy.shape[1], a.shape[1], dtype=out_dtype, device=dy.device)
+    def start_wgrad(
+        self,
+        dy: Tensor,
+        a: Tensor,
+        ends: Tensor,
+        *,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        to: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
+        return lambda: torch.empty(ends.shape[0], dy.shape[1], a.shape[1], dtype=out_dtype, device=dy.device)

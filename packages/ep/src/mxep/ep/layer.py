@@ -115,8 +115,9 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[2:4]
-        grads = layer_backward(d_out, ctx.saved_tensors, ctx.routing, ctx.setup, ctx.dtypes, needs, ctx.resent)
+        needs, kept = ctx.needs_input_grad[2:4], list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
+        grads = layer_backward(d_out, kept, ctx.routing, ctx.setup, ctx.dtypes, needs, ctx.resent)
         return *grads, None, None, None, None, None
 
 
@@ -160,7 +161,7 @@ def layer_forward(
 
 def layer_backward(
     d_out: Tensor,
-    kept: Kept,
+    kept: list[Tensor | None],
     routing: Routing,
     setup: Setup,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
@@ -169,22 +170,19 @@ def layer_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weights, gate_up_proj, down_proj.
 
-    dtypes: of x and the two. needs: whether the two have any. resent: recorded once d_out is on its way.
+    kept: emptied, so that its memory serves the gradients of weights. dtypes: of x and the two. needs: whether the two
+    have any. resent: recorded once d_out is on its way.
     """
-    rows, gate_up, h = cast(tuple[Tensor, ...], kept[:3])  # or None, if not needed
+    rows, gate_up, h = cast(list[Tensor], kept[:3])  # or None, if not needed
     w13_later, w2_later = Later(*kept[3:6]), Later(*kept[6:])
+    kept.clear()
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
     plan, ends = routing.plan, routing.plan.group_ends
 
-    def weight_gradient(i: int, dy: Tensor, a: Tensor) -> Tensor | None:
-        main_grad = setup.main_grads[i]
+    def start_weight_gradient(i: int, dy: Tensor, a: Tensor) -> Callable[[], Tensor | None]:
         if not needs[i]:
-            return None
-        if main_grad is None:
-            dw: Tensor = backend.wgrad(dy, a, ends, recipe=recipe, out_dtype=dtypes[1 + i])
-            return dw
-        backend.add_wgrad(dy, a, ends, recipe=recipe, to=main_grad)
-        return None
+            return lambda: None
+        return backend.start_wgrad(dy, a, ends, recipe=recipe, out_dtype=dtypes[1 + i], to=setup.main_grads[i])
 
     parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
     coming = dispatcher.start_resend(parts, routing)
@@ -195,13 +193,17 @@ def layer_backward(
     d_y = wire.rows(coming(), plan, copy=False)
     d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtypes[0])
     del w2, w2_later
-    d_down_proj = weight_gradient(1, d_y, h)
+    weight_gradient = start_weight_gradient(1, d_y, h)
+    del d_y, h
+    d_down_proj = weight_gradient()
     d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, folded=backend.folds)
-    del d_h
+    del d_h, gate_up
     d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtypes[0])
     del w13, w13_later
     going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
-    d_gate_up_proj = weight_gradient(0, d_gate_up, rows)
+    weight_gradient = start_weight_gradient(0, d_gate_up, rows)
+    del d_rows, d_gate_up, rows
+    d_gate_up_proj = weight_gradient()
     dx, d_weights = going_home()
     return dx, d_weights, d_gate_up_proj, d_down_proj
 
