@@ -18,6 +18,7 @@ nothing for rows past the last group; quantizing plain operands takes all rows t
 import functools
 import importlib.util
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -90,16 +91,10 @@ class Hopper(Backend):
         return self._product("dgrad", dy, w.mT, group_ends, None, out_dtype)
 
     def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
-        if not isinstance(dy, MXTensor) or not isinstance(a, MXTensor):
-            return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
-        dw: Tensor = fp8_grouped_wgrad(*_turned(dy, a, group_ends), out_dtype)
-        return dw
+        return cast(Tensor, self.start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)())
 
     def add_wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor) -> None:
-        if not (isinstance(dy, MXTensor) and isinstance(a, MXTensor) and to.is_contiguous()):
-            super().add_wgrad(dy, a, group_ends, recipe=recipe, to=to)
-            return
-        fp8_grouped_wgrad_add(to, *_turned(dy, a, group_ends))
+        self.start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype, to=to)()
 
     def start_wgrad(
         self,
@@ -111,12 +106,14 @@ class Hopper(Backend):
         out_dtype: torch.dtype,
         to: Tensor | None = None,
     ) -> Callable[[], Tensor | None]:
-        strided = to is not None and not to.is_contiguous()
-        if not isinstance(dy, MXTensor) or not isinstance(a, MXTensor) or strided:
-            return super().start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, to=to)
-        turned = _turned(dy, a, group_ends)
+        if not isinstance(dy, MXTensor) or not isinstance(a, MXTensor):
+            return Dequant().start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, to=to)
+        split = split_fold(a, dy, group_ends, align=STEP)
+        turned = split.y_t, split.x_t, split.exponent, split.ends
         if to is None:
             return lambda: fp8_grouped_wgrad(*turned, out_dtype)
+        if not to.is_contiguous():
+            return lambda: to.add_(fp8_grouped_wgrad(*turned, to.dtype))
         return lambda: fp8_grouped_wgrad_add(to, *turned)
 
     def _product(
@@ -153,12 +150,6 @@ def _folded(x: Tensor, group_ends: Tensor | None = None) -> MXTensor:
     if x.block == x.shape[-1] and x.row_index is None and aligned:
         return x
     return fold(x, group_ends=group_ends)
-
-
-def _turned(dy: MXTensor, a: MXTensor, group_ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the weight gradient multiplies, in memory of its own."""
-    split = split_fold(a, dy, group_ends, align=STEP)
-    return split.y_t, split.x_t, split.exponent, split.ends
 
 
 def _multiply(a: MXTensor, w: MXTensor, group_ends: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
