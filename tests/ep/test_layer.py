@@ -103,6 +103,27 @@ def test_a_frozen_weight_keeps_nothing_for_its_gradient_and_changes_no_other(ctx
         assert all(torch.equal(grad, all_grads[which]) for which, grad in some.items())
 
 
+@distributed(1, device="cpu")
+def test_weights_that_do_not_fit_and_errors_on_the_way_leave_no_move_behind(ctx) -> None:
+    ranks = make_ranks([20], seed=10)
+    x, ids, weights, proj, down, _ = inputs(ranks, ctx)
+    e = len(down)
+    dispatcher = make_dispatcher("symmetric", e, dim=x.shape[1], group=ctx.group)
+    setup = Setup(dispatcher, Recipe.mxfp8(), select("auto", x.device))
+    for wrong, message in (
+        ({"gate_up_proj": proj[1:]}, r"gate_up_proj: got shape .*want \(experts here, 2 F, D\)"),
+        ({"down_proj": down.mT}, r"got shape .*want \(experts here"),
+        ({"down_proj": down.double()}, r"down_proj: got torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            route_through_experts(x, ids, weights, **({"gate_up_proj": proj, "down_proj": down} | wrong), setup=setup)
+    assert dispatcher.workspace is None  # nothing moved
+    with pytest.raises(MemoryError), mock.patch.object(Reference, "quantize_weight_rows", side_effect=MemoryError):
+        route_through_experts(x, ids, weights, proj, down, setup=setup)
+    assert dispatcher.workspace._under_way is None
+    assert route_through_experts(x, ids, weights, proj, down, setup=setup)[0].shape == x.shape
+
+
 class Watched(Reference):
     """Knows whether the memory of its first product, gate_up, is still held when the last weight gradient begins."""
 
@@ -224,5 +245,5 @@ def test_nothing_is_kept_without_gradients_and_wgrad_bf16_is_refused(ctx) -> Non
     assert torch.equal(out, in_one(*given, dispatcher=dispatcher, recipe=Recipe.mxfp8()))
     with pytest.raises(ValueError, match="recipe mxfp8_wgrad_bf16: got wgrad 'bf16', wanted 'mx'"):
         in_one(*given, dispatcher=dispatcher, recipe=Recipe.named("mxfp8_wgrad_bf16"))
-    with pytest.raises(ValueError, match=r"w: .*|shapes: got a .* w"):
+    with pytest.raises(ValueError, match=r"gate_up_proj: got shape .*, want"):
         in_one(*given[:3], given[4], given[3], dispatcher=dispatcher, recipe=Recipe.mxfp8())

@@ -57,7 +57,8 @@ def test_the_mean_difference_stands_beside_the_noise_of_seeds_and_of_nudges() ->
     assert ours["mean"] == pytest.approx(0.4375 / 3)
     assert ours["standard error"] == pytest.approx(ours["deviation"] / 3**0.5)
     assert ours["noise"]["seeds"] == {"nats": 0.25, "within": True}
-    assert ours["noise"]["nudges"] == {"nats": 0.125, "within": False}
+    assert ours["noise"]["nudges"] == {"nats": pytest.approx(0.125 / 3**0.5), "within": False}
+    assert ours["noise"]["standard errors"] == {"nats": pytest.approx(2 * ours["standard error"]), "within": False}
     assert nudged["each"] == [0.125, -0.125, 0.125]
     assert bf16["mean"] == 1.25
     assert mxfp8["each"] == [1.125, 1.5, 1.5625]
@@ -66,10 +67,17 @@ def test_the_mean_difference_stands_beside_the_noise_of_seeds_and_of_nudges() ->
 
 def test_differences_that_cancel_are_within_any_noise_and_the_sentence_has_the_numbers() -> None:
     summary = summarize(made_up((0.5, -0.5, 0.0)))
-    first, second, *_, last = sentences(summary)
+    first, second, third, *_, last = sentences(summary)
     assert first == "held-out loss: mxfp8 - bf16 is +0.0000 on average, within 0.2500, the noise of seeds"
-    assert second == "held-out loss: mxfp8 - bf16 is +0.0000 on average, within 0.1250, the noise of nudges"
+    assert second == "held-out loss: mxfp8 - bf16 is +0.0000 on average, within 0.0722, the noise of nudges"
+    assert third == "held-out loss: mxfp8 - bf16 is +0.0000 on average, within 0.5774, the noise of standard errors"
     assert last == "bf16 again, seed 0: the same to the last bit"
+
+
+def test_a_small_but_constant_difference_is_told() -> None:
+    noise = summarize(made_up((0.019, 0.020, 0.021)))["differences"][0]["noise"]
+    assert noise["seeds"]["within"]
+    assert not noise["standard errors"]["within"]
 
 
 def test_a_difference_the_other_way_counts_as_much() -> None:

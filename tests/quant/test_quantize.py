@@ -265,6 +265,9 @@ def test_columns_may_come_later_than_rows(mode: ScaleMode) -> None:
     for options in ({"axis": -1, "block": None}, {"axis": -2, "block": 8}):
         with pytest.raises(ValueError, match=r"magnitudes: got axis .*want axis -2 and block None"):
             quantize(x, mode=mode, magnitudes=magnitudes, **options)
+    for wrong in (magnitudes[0], magnitudes[:, :1], magnitudes.bfloat16(), magnitudes.to("meta")):
+        with pytest.raises(ValueError, match=r"magnitudes: got .*want torch.float32 \(3, 24\) on cpu"):
+            quantize(x, mode=mode, axis=-2, block=None, magnitudes=wrong)
 
 
 def test_a_nan_takes_its_whole_row_and_column_and_no_more() -> None:

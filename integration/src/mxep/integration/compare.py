@@ -4,10 +4,12 @@
     first seed:      bf16 again                                is a run repeatable to the last bit?
 
 Losses are in nats a byte, on held-out text, the same for all runs, and in training, over the last LAST steps. The mean
-over seeds of (recipe - bf16) stands beside two measures of noise:
+over the n seeds of (recipe - bf16) stands beside three measures of noise:
 
-    seeds    the standard deviation of bf16's loss over seeds, which choose weights and batches
-    nudges   the root mean square of (bf16 nudged - bf16): the first weights moved by as much as a rounding to bf16 may
+    seeds             the standard deviation of bf16's loss over seeds, which choose weights and batches
+    nudges            the root mean square of (bf16 nudged - bf16), first weights moved by as much as a rounding to bf16
+                      may, over the root of n: what the mean of n differences without a cause would be
+    standard errors   two of the mean itself
 
 "within" says that the mean is no further from zero than that. Few seeds know either badly: read the numbers beside it.
 
@@ -128,10 +130,14 @@ def summarize(trials: Sequence[Trial]) -> dict[str, Any]:
     for loss, key in LOSSES.items():
         of = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
         ours, nudged = ([a - b for a, b in zip(of[run], of[BASE])] for run in (name, NUDGED))
-        noise = {"seeds": statistics.stdev(of[BASE]), "nudges": statistics.fmean(d * d for d in nudged) ** 0.5}
-        mean = statistics.fmean(ours)
+        mean, spread = statistics.fmean(ours), _spread(ours)
+        noise = {
+            "seeds": statistics.stdev(of[BASE]),
+            "nudges": (statistics.fmean(d * d for d in nudged) / len(nudged)) ** 0.5,
+            "standard errors": 2 * spread["standard error"],
+        }
         differences += [
-            {"loss": loss, "what": f"{name} - {BASE}", **_spread(ours), **_verdicts(mean, noise)},
+            {"loss": loss, "what": f"{name} - {BASE}", **spread, **_verdicts(mean, noise)},
             {"loss": loss, "what": f"{NUDGED} - {BASE}", **_spread(nudged)},
             {"loss": loss, "what": BASE, **_spread(of[BASE])},
             {"loss": loss, "what": name, **_spread(of[name])},

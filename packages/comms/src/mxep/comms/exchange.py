@@ -97,10 +97,11 @@ def start_send_rows(
 ) -> Sending:
     """As :func:`send_rows`; make the plan of ``.tables`` while the rows are under way, then ``.wait()``.
 
-    num_programs: how many multiprocessors the rows may take; None: as many as the workspace has. Bound it where work
-    runs beside them: no other kernel starts on a multiprocessor that the move is on, even if there is room.
+    num_programs: how many multiprocessors the rows may take, at most the workspace's; None: as many as it has. Bound it
+    where work runs beside them: no other kernel starts on a multiprocessor that the move is on, even if there is room.
     """
     check_parts(workspace, parts)
+    _check_num_programs(num_programs)
     expert_ids = checked_ids(workspace, expert_ids, len(parts[0]))
     if weights is not None:
         weights = checked_weights(workspace, weights, expert_ids)
@@ -153,6 +154,7 @@ def start_return_rows(
     """
     expert_ids = checked_ids(workspace, expert_ids, len(expert_ids))
     _check_return(workspace, rows, plan, row_values)
+    _check_num_programs(num_programs)
     # Of the current stream, which goes on with them.
     out = rows.new_empty(len(expert_ids), rows.shape[1])
     values = None if row_values is None else row_values.new_empty(expert_ids.shape)
@@ -167,7 +169,14 @@ def start_return_rows(
 
 
 def _bound(move: Move, num_programs: int | None) -> Move:
-    return move if num_programs is None else dataclasses.replace(move, num_programs=num_programs)
+    if num_programs is None:
+        return move
+    return dataclasses.replace(move, num_programs=min(num_programs, move.num_programs or num_programs))
+
+
+def _check_num_programs(num_programs: int | None) -> None:
+    if num_programs is not None and num_programs < 1:
+        raise ValueError(f"num_programs: got {num_programs}, wanted at least 1, or None")
 
 
 def split_parts(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:

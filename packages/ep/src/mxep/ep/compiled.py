@@ -22,11 +22,12 @@ from mxep.comms import RoutingPlan
 from mxep.comms.plan import PlanTensors, plan_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
+from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 
 from .dispatchers.base import DISPATCHERS_BY_NUMBER, Parts, Routing, TokenDispatcher
 from .functional import checked_tokens
-from .layer import Setup, layer_backward, layer_forward, start_send
+from .layer import Setup, check_weights, layer_backward, layer_forward, start_send
 
 SetupOf = Callable[[int, str, str, torch.device], Setup]
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "multiple")
@@ -48,6 +49,7 @@ def compiled_layer(
 ) -> Tensor:
     """out (T, D), as of `route_through_experts`, with a dispatcher that has ``static_tokens``. backend: its name."""
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
+    check_weights(x, gate_up_proj, down_proj, dispatcher, recipe)
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     needs = [gate_up_proj.requires_grad, down_proj.requires_grad]
@@ -184,7 +186,7 @@ def _real(dispatcher: int, recipe: str, backend: str, device: torch.device) -> S
 
 def _shapes(dispatcher: int, recipe: str, backend: str, device: torch.device) -> Setup:
     real = _real(dispatcher, recipe, backend, device)
-    return Setup(_NoMoves(real.dispatcher), real.recipe, _NoProducts(real.backend), checked=False)  # type: ignore[arg-type]
+    return Setup(_NoMoves(real.dispatcher), real.recipe, _NoProducts(real.backend))  # type: ignore[arg-type]
 
 
 forward_op.register_fake(lambda *args: _forward(_shapes, *args))
@@ -236,6 +238,9 @@ class _NoProducts:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.folds = backend.folds
+
+    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
+        return self.backend.quantize_weight(w, recipe, cols=cols)
 
     def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         return self.backend.quantize_weight_rows(w, recipe)

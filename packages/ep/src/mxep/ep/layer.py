@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from mxep.gemm import Recipe, WeightCache
 from mxep.gemm.backends import Backend
-from mxep.gemm.checks import check_operands
+from mxep.gemm.checks import check_weight
 from mxep.gemm.weights import Later, rows_and_later
 
 from .beside import Beside
@@ -39,7 +39,6 @@ class Setup:
     Attributes:
         backend: one that can run where its tensors are.
         main_grads: (e, 2F, D) and (e, D, F) fp32, or None each: weight gradients are added there and not returned.
-        checked: whether operands of products are looked at first.
     """
 
     dispatcher: TokenDispatcher
@@ -47,7 +46,6 @@ class Setup:
     backend: Backend
     weight_cache: WeightCache | None = None
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
-    checked: bool = True
 
 
 def route_through_experts(
@@ -73,15 +71,39 @@ def route_through_experts(
     if setup.recipe.wgrad != "mx":
         raise ValueError(f"recipe {setup.recipe.name}: got wgrad {setup.recipe.wgrad!r}, wanted 'mx'")
     expert_ids = checked_tokens(x, expert_ids, weights, setup.dispatcher)
+    check_weights(x, gate_up_proj, down_proj, setup.dispatcher, setup.recipe, setup.main_grads)
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     sending = start_send(x, weights, expert_ids, setup)
-    resent = None
-    if beside is not None:
-        beside.send_begun()
-        resent = beside.resent
-    out, routing = _Layer.apply(*tensors, expert_ids, setup, backward, sending, resent)  # type: ignore[no-untyped-call]
+    try:
+        resent = None
+        if beside is not None:
+            beside.send_begun()
+            resent = beside.resent
+        out, routing = _Layer.apply(*tensors, expert_ids, setup, backward, sending, resent)  # type: ignore[no-untyped-call]
+    except BaseException:
+        sending[0]()  # no move stays under way
+        raise
     return out, routing
+
+
+def check_weights(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    dispatcher: TokenDispatcher,
+    recipe: Recipe,
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> None:
+    """ValueError for weights that do not fit x, each other, the dispatcher or the recipe: before anything moves."""
+    e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if down_proj.dim() else 0
+    for name, w, main_grad, meant, shape in (
+        ("gate_up_proj", gate_up_proj, main_grads[0], "(experts here, 2 F, D)", (e, 2 * hidden_dim, dim)),
+        ("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim)),
+    ):
+        if w.shape != shape:
+            raise ValueError(f"{name}: got shape {tuple(w.shape)}, want {meant} = {shape}")
+        check_weight(w, recipe=recipe, device=x.device, main_grad=main_grad, name=name)
 
 
 Sending = tuple[Callable[[], tuple[Parts, Routing]], Wire]
@@ -144,14 +166,8 @@ def layer_forward(
     plan = routing.plan
     # The next move takes the slots back, which the gradient of gate_up_proj needs.
     rows = wire.rows(slots, plan, copy=backward and needs[0] and dispatcher.borrows)
-    operands: dict[str, Any] = {"recipe": recipe, "bias": None, "out_dtype": dtype}
-    if setup.checked:
-        check_operands(rows, gate_up_proj, plan.group_ends, **operands, main_grad=setup.main_grads[0])
     gate_up = backend.forward(rows, w13, plan.group_ends, bias=None, out_dtype=dtype)
     h = hidden(gate_up, plan.row_weight, plan.group_ends, recipe, folded=backend.folds)
-    if setup.checked:  # h may be folded, which is between us and the backend: its bf16 shape stands for it
-        like_h = gate_up[:, : gate_up.shape[1] // 2]
-        check_operands(like_h, down_proj, plan.group_ends, **operands, main_grad=setup.main_grads[1])
     y = backend.forward(h, w2, plan.group_ends, bias=None, out_dtype=dtype)
     out, _ = dispatcher.give_back(y, routing)
     if not backward:
@@ -212,4 +228,4 @@ def _rows(w: Tensor, setup: Setup, backward: bool) -> tuple[Tensor, Later]:
     cached = None
     if setup.weight_cache is not None:
         cached = setup.weight_cache.get(w, setup.recipe, setup.backend, cols=backward)
-    return rows_and_later(w, cached, setup.recipe, setup.backend)
+    return rows_and_later(w, cached, setup.recipe, setup.backend, later=backward)

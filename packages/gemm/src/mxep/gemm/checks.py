@@ -20,24 +20,15 @@ def check_operands(
     """Shapes, dtypes, devices and alignment; on the CPU also the values of group_ends."""
     if a.dim() != 2 or w.dim() != 3 or a.shape[1] != w.shape[2]:
         raise ValueError(f"shapes: got a {tuple(a.shape)}, w {tuple(w.shape)}, want a (M, K) and w (G, N, K)")
-    num_groups, n, k = w.shape
-    if w.numel() == 0:
-        raise ValueError(f"w: got shape {tuple(w.shape)}, want at least one group, output and input")
-    _check_dtypes(a, w, recipe, out_dtype)
+    num_groups, n, _ = w.shape
+    _check_values(a, recipe, out_dtype)
+    check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
     if bias is not None and (bias.shape != (num_groups, n) or not bias.is_floating_point()):
         raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point (G, N) = {num_groups, n}")
-    if main_grad is not None and (main_grad.shape != w.shape or main_grad.dtype != torch.float32):
-        got = f"{main_grad.dtype} {tuple(main_grad.shape)}"
-        raise ValueError(f"main_grad: got {got}, want torch.float32 {tuple(w.shape)}, the shape of w")
-    for name, x in (("w", w), ("group_ends", group_ends), ("bias", bias), ("main_grad", main_grad)):
+    for name, x in (("group_ends", group_ends), ("bias", bias)):
         if x is not None and x.device != a.device:
             raise ValueError(f"{name}: got device {x.device}, want {a.device}, where a is")
     multiple = recipe.group_multiple
-    for name, size in (("K", k), ("N", n)):
-        if size % multiple:
-            raise ValueError(
-                f"{name}: got {size}, want a multiple of {multiple} for recipe {recipe.name}: pad it or use recipe bf16"
-            )
     if a.shape[0] % multiple:
         raise ValueError(
             f"M: got {a.shape[0]} rows, want a multiple of {multiple} for recipe {recipe.name}: pad the groups "
@@ -52,14 +43,36 @@ def check_operands(
         _check_group_ends(group_ends.tolist(), a.shape[0], recipe)
 
 
-def _check_dtypes(a: Tensor, w: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
-    floats = [torch.bfloat16, torch.float32]
-    if recipe.scaling == "none":
-        floats.append(torch.float64)
+def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w") -> None:
+    """A weight (G, N, K) by itself, for products on `device`."""
+    if w.dim() != 3 or w.numel() == 0:
+        raise ValueError(f"{name}: got shape {tuple(w.shape)}, want (G, N, K), at least one group, output and input")
+    floats = _floats(recipe)
     if isinstance(w, MXTensor) or w.dtype not in floats:
         raise ValueError(
-            f"w: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it (weight_cache keeps it)"
+            f"{name}: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it (weight_cache "
+            "keeps it)"
         )
+    if main_grad is not None and (main_grad.shape != w.shape or main_grad.dtype != torch.float32):
+        got = f"{main_grad.dtype} {tuple(main_grad.shape)}"
+        raise ValueError(f"main_grad: got {got}, want torch.float32 {tuple(w.shape)}, the shape of {name}")
+    for what, x in ((name, w), ("main_grad", main_grad)):
+        if x is not None and x.device != device:
+            raise ValueError(f"{what}: got device {x.device}, want {device}, where a is")
+    for axis, size in (("K", w.shape[2]), ("N", w.shape[1])):
+        if size % recipe.group_multiple:
+            raise ValueError(
+                f"{axis}: got {size}, want a multiple of {recipe.group_multiple} for recipe {recipe.name}: pad it or "
+                "use recipe bf16"
+            )
+
+
+def _floats(recipe: Recipe) -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float32, *([torch.float64] if recipe.scaling == "none" else [])]
+
+
+def _check_values(a: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
+    floats = _floats(recipe)
     if not isinstance(a, MXTensor):
         if a.dtype not in floats:
             raise ValueError(

@@ -85,7 +85,7 @@ class _GroupedMM(torch.autograd.Function):
         codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
         need_a, need_w, *_ = ctx.needs_input_grad
         a_kept = codes if recipe.wgrad == "mx" else a
-        rows, cols = rows_and_later(w, weight, recipe, backend)
+        rows, cols = rows_and_later(w, weight, recipe, backend, later=need_a)
         ctx.save_for_backward(group_ends, a_kept if need_w else None, *(cols if need_a else ()))
         ctx.recipe, ctx.backend, ctx.main_grad = recipe, backend, main_grad
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None

@@ -97,12 +97,16 @@ class Later(NamedTuple):
 
 
 def rows_and_later(
-    w: Tensor, cached: QuantizedWeight | None, recipe: Recipe, backend: "Backend"
+    w: Tensor, cached: QuantizedWeight | None, recipe: Recipe, backend: "Backend", *, later: bool
 ) -> tuple[Tensor, Later]:
-    """A weight's rows, from the cache if that has it, and what to keep."""
+    """A weight's rows, from the cache if that has it, and what to keep if dgrad comes later."""
     if cached is not None:
         return cached.rows, Later(cached.cols, None, None)
+    if not later:
+        return backend.quantize_weight(w, recipe, cols=False).rows, Later(None, None, None)
     rows, magnitudes = backend.quantize_weight_rows(w, recipe)
+    if isinstance(rows, MXTensor) and rows.axis == (-2, -1):
+        return rows, Later(rows, None, None)  # tiles serve both ways
     return rows, Later(None, w, magnitudes)
 
 

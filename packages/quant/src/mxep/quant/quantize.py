@@ -8,6 +8,7 @@ The numerics (element rule, scale bytes) are those of `mxep.quant.ops` and `mxep
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
 """
 
+import torch
 from torch import Tensor
 
 from mxep.quant import ops
@@ -39,9 +40,13 @@ def quantize(
     block = check_block(block, axis, x)
     how = check_format(fmt), check_mode(mode), block
     source = x.detach()
-    if magnitudes is not None and (axis != -2 or block != x.shape[-2]):
-        raise ValueError(f"magnitudes: got axis {axis}, block {block}, want axis -2 and block None, whose they are")
     if magnitudes is not None:
+        if axis != -2 or block != x.shape[-2]:
+            raise ValueError(f"magnitudes: got axis {axis}, block {block}, want axis -2 and block None, whose they are")
+        wanted = (*x.shape[:-2], x.shape[-1])
+        if (magnitudes.shape, magnitudes.dtype, magnitudes.device) != (wanted, torch.float32, x.device):
+            got = f"{magnitudes.dtype} {tuple(magnitudes.shape)} on {magnitudes.device}"
+            raise ValueError(f"magnitudes: got {got}, want torch.float32 {wanted} on {x.device}")
         codes, scale = ops.quantize_columns_whole(source, magnitudes, *how[:2])
         codes = codes.mT
     elif axis == TILES:

@@ -41,7 +41,10 @@ class Backend(Protocol):
         return recipe.quantize_rows(x, fmt)
 
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
-        """w (G, N, K) as this backend wants it in forward (rows) and, with `cols`, in dgrad (cols). No gradient."""
+        """w (G, N, K) as this backend wants it in forward (rows) and, with `cols`, in dgrad (cols). No gradient.
+
+        For caches; who overrides it overrides the two below, which are what runs without one.
+        """
         return quantize_weight(w, recipe, cols=cols)
 
     def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
