@@ -17,7 +17,18 @@ from comms.cases import (
     gather,
     payload,
 )
-from mxep.comms import Capacity, RoutingPlan, Slots, Workspace, gather_rows, make_plan, return_rows, send_rows
+from mxep.comms import (
+    Capacity,
+    RoutingPlan,
+    Slots,
+    Workspace,
+    gather_rows,
+    make_plan,
+    return_rows,
+    send_rows,
+    start_return_rows,
+    start_send_rows,
+)
 from ranks import Context, distributed
 
 MAX_TOKENS, TOP_K, DIM = 6, 3, 20
@@ -239,6 +250,14 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
         (
             lambda: send_rows(workspace, (seven.byte(),), seven.int()),
             "parts: got 7 tokens, wanted at most max_tokens = 6",
+        ),
+        (
+            lambda: start_send_rows(workspace, good.parts, good.ids, num_programs=0),
+            "num_programs: got 0, wanted at least 1",
+        ),
+        (
+            lambda: start_return_rows(workspace, rows, plan, good.ids, num_programs=-1),
+            "num_programs: got -1, wanted at least 1",
         ),
         (lambda: send_rows(workspace, good.parts, good.ids.float()), r"expert_ids: got torch.float32 \(6, 3\), wanted"),
         (lambda: send_rows(workspace, good.parts, good.ids[:, :2]), r"expert_ids: .* \(6, 2\), wanted .* \(6, 3\)"),

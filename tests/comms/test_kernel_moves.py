@@ -7,9 +7,9 @@ import torch.distributed as dist
 from comms.interpreted import InterpretedTransport
 from comms.played import PlayedTransport
 from comms.test_direct import check_direct
-from comms.test_exchange import bring_to, check_cases, check_one_token, check_over_capacity, make_workspace
+from comms.test_exchange import bring_to, check_cases, check_one_token, check_over_capacity, make_workspace, plan_slots
 from comms.test_stress import check_rounds
-from mxep.comms import PeersDisagree, PeerTimeout, send_rows
+from mxep.comms import PeersDisagree, PeerTimeout, gather_rows, send_rows, start_return_rows, start_send_rows
 from mxep.comms.layout import CHANNELS
 from mxep.comms.symmetric_memory import Record
 from ranks import Context, distributed
@@ -25,6 +25,22 @@ def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Conte
 @distributed(2, device="cpu")
 def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
     check_over_capacity(ctx, make_workspace(ctx, InterpretedTransport, num_programs=2), ("one rank",))
+
+
+@distributed(2, device="cpu")
+def test_a_bound_on_one_moves_programs_changes_no_bit(ctx: Context):
+    workspace = make_workspace(ctx, InterpretedTransport, num_programs=2)
+    sent = bring_to(workspace, "full", ctx.rank, 0)
+    results = []
+    for bound in (None, 1, 5):
+        slots = start_send_rows(workspace, sent.parts, sent.ids, sent.weights, num_programs=bound).wait()
+        plan = plan_slots(workspace, slots)
+        (rows,) = gather_rows(slots.parts[:1], plan.row_slot)
+        rows = torch.nn.functional.pad(rows.float(), (0, workspace.dim))[:, : workspace.dim]
+        results.append(start_return_rows(workspace, rows, plan, sent.ids, num_programs=bound).wait()[0].clone())
+    assert results[0].any()
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
 
 
 @distributed(2, device="cpu")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from integration.test_train import StopAfter
 from mxep.integration.compare import (
     AGAIN,
     BASE,
@@ -26,7 +27,7 @@ from mxep.integration.compare import (
     summarize,
 )
 from mxep.integration.config import ConfigError
-from mxep.integration.launch import Rank, StopFlag, run_ranks
+from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.schema import Config
 from mxep.integration.train import Run
 
@@ -150,18 +151,6 @@ def test_the_command_trains_all_seeds_and_leaves_one_file(mxep, text: Path, tmp_
     assert "the noise of seeds" in finished.out
     assert not list((tmp_path / "run").rglob("*.safetensors"))
     assert len(list((tmp_path / "run").rglob("metrics.jsonl"))) == 7
-
-
-class StopAfter(StopFlag):
-    """Asked to stop after `steps` steps."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    def agreed(self, group: object = None) -> bool:
-        self.left -= 1
-        return self.left < 0
 
 
 def compare_and_stop(rank: Rank, config: Config, folder: Path) -> Outcome:
