@@ -62,6 +62,7 @@ def test_no_weight_gradient_is_computed_of_a_frozen_weight(ctx) -> None:
         experts.gate_up_proj.requires_grad_(trained[0])
         experts.down_proj.requires_grad_(trained[1])
         runs = []
+        torch.compiler.reset()  # torch 2.11 does not notice that a parameter was frozen after it had compiled
         for fn in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
             block.zero_grad()
             leaf = x.clone().requires_grad_()
