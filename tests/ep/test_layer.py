@@ -125,26 +125,34 @@ def test_weights_that_do_not_fit_and_errors_on_the_way_leave_no_move_behind(ctx)
 
 
 class Watched(Reference):
-    """Knows whether the memory of its first product, gate_up, is still held when the last weight gradient begins."""
+    """Knows whether memory is still held: of h, which the first weight gradient used, when the product after it begins;
+    of gate_up, the first product of all, when the last weight gradient begins."""
 
     def __init__(self) -> None:
         self.gate_up: StorageWeakRef | None = None
-        self.weight_gradients, self.held = 0, None
+        self.h: StorageWeakRef | None = None
+        self.held: list[bool] = []
 
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
         self.gate_up = self.gate_up or StorageWeakRef(out.untyped_storage())
         return out
 
-    def start_wgrad(self, *args, **kwargs):
-        self.weight_gradients += 1
-        if self.weight_gradients == 2:
-            self.held = not self.gate_up.expired()
-        return super().start_wgrad(*args, **kwargs)
+    def start_wgrad(self, dy, a, *args, **kwargs):
+        if self.h is None:
+            self.h = StorageWeakRef(a.qdata.untyped_storage())
+        else:
+            self.held.append(not self.gate_up.expired())
+        return super().start_wgrad(dy, a, *args, **kwargs)
+
+    def dgrad(self, *args, **kwargs):
+        if not self.held:
+            self.held.append(not self.h.expired())
+        return super().dgrad(*args, **kwargs)
 
 
 @distributed(1, device="cpu")
-def test_what_backward_has_used_is_gone_before_the_largest_gradient_unless_the_graph_is_retained(ctx) -> None:
+def test_what_backward_has_used_is_gone_before_what_takes_memory_unless_the_graph_is_retained(ctx) -> None:
     ranks = make_ranks([20], seed=8)
     *given, d_out = inputs(ranks, ctx)
     x, _, weights, proj, down = given
@@ -153,7 +161,7 @@ def test_what_backward_has_used_is_gone_before_the_largest_gradient_unless_the_g
         setup = Setup(LocalDispatcher(len(ranks.whole.down_proj)), Recipe.mxfp8(), backend)
         out = route_through_experts(*given, setup=setup)[0]
         once = torch.autograd.grad(out, (x, weights, proj, down), d_out, retain_graph=retained)
-        assert backend.held is retained
+        assert backend.held == [retained, retained]
         if retained:
             again = torch.autograd.grad(out, (x, weights, proj, down), d_out)
             assert all(torch.equal(a, b) for a, b in zip(once, again))
@@ -203,7 +211,7 @@ def test_dx_goes_home_while_the_last_weight_gradient_computes(ctx) -> None:
     out, _ = route_through_experts(*given, setup=setup)
     out.backward(d_out)
     assert seen[0] == "x goes out"
-    assert seen[1:] == ["d_out goes out", "dgrad", "wgrad", "dgrad", "dx goes home", "wgrad", "dx is home"]
+    assert seen[1:] == ["d_out goes out", "wgrad", "dgrad", "dgrad", "dx goes home", "wgrad", "dx is home"]
 
 
 class SpyBeside(Beside):

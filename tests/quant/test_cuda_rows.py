@@ -95,6 +95,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda *a: swiglu_backward_quantize(*a[:3], group_ends=a[3]),
         (d_h, gate_up, weight, ENDS),
     ),
+    "swiglu_backward_quantize, overwriting": (
+        lambda d, *a: swiglu_backward_quantize(d.clone(), *a[:2], group_ends=a[2], folded=True, overwrite=True),
+        (d_h, gate_up, weight, ENDS),
+    ),
     "swizzle": (swizzle_scales, (noise[:ROWS],)),
     "unswizzle": (
         lambda s, ends: unswizzle_scales(s, rows=ROWS, cols=8, group_ends=ends),

@@ -256,6 +256,32 @@ def test_folded_results_are_the_quantized_ones_folded(fmt: MXFormat, mode: Scale
         assert (got.dtype, got.axis, got.block) == (torch.float32, -1, want.shape[1])
 
 
+@pytest.mark.parametrize("how", [{"folded": True}, {"block": None, "fmt": E5M2}], ids=str)
+def test_codes_with_one_scale_a_row_may_take_the_gradients_memory(how: dict[str, Any]) -> None:
+    gate_up, w, d_h = gaussian(6, 256), gaussian(6, seed=1), gaussian(6, 128, seed=2, dtype=torch.bfloat16)
+    want, want_w = swiglu_backward_quantize(d_h, gate_up, w, **how)
+    got, got_w = swiglu_backward_quantize(d_h, gate_up, w, overwrite=True, **how)
+    assert got.qdata.data_ptr() == d_h.data_ptr()
+    assert_bytes(got.qdata, raw(want.qdata))
+    assert_bytes(got.scale, raw(want.scale))
+    assert_same_bits(got_w, want_w)
+
+
+def test_codes_take_no_memory_that_does_not_suit_them() -> None:
+    gate_up, d_h = gaussian(6, 256), gaussian(6, 128, dtype=torch.bfloat16)
+    cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (d_h, {}),
+        (d_h.float(), {"folded": True}),
+        (d_h.repeat(1, 2)[:, :128], {"folded": True}),
+    ]
+    for grad, how in cases:
+        before = grad.clone()
+        got, _ = swiglu_backward_quantize(grad, gate_up, overwrite=True, **how)
+        assert got.qdata.data_ptr() != grad.data_ptr()
+        assert torch.equal(grad, before)
+        assert_bytes(got.qdata, raw(swiglu_backward_quantize(d_h, gate_up, **how)[0].qdata))
+
+
 @pytest.mark.parametrize("sizes", [(0, 0), (3, 0, 2), (8,)])
 def test_rows_past_the_last_group_do_not_matter(sizes: tuple[int, ...]) -> None:
     live, ends = sum(sizes), ends_of(*sizes)
@@ -297,6 +323,7 @@ def test_swiglu_ops_pass_opcheck() -> None:
     check_op(ops.swiglu_backward_quantize, d_h, gate_up, w, ends_of(2, 3), *how)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how[:3], True)
     check_op(ops.swiglu_backward_quantize, d_h, gate_up, w, ends_of(2, 3), *how[:3], True)
+    torch.library.opcheck(ops.swiglu_backward_overwrite, (d_h, gate_up, w, ends_of(2, 3), *how[:3], True))
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:

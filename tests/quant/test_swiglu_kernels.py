@@ -104,6 +104,19 @@ def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[s
     check(problem(8, F, dtype), E4M3, "rceil", block, True, backward=backward, **tuning)
 
 
+@pytest.mark.parametrize(("F", "tuning"), WIDTHS)
+@pytest.mark.parametrize("folded", [False, True])
+def test_codes_written_over_the_gradient(folded: bool, F: int, tuning: dict[str, int]) -> None:
+    d_h, gate_up, row_weight = problem(40, F)
+    how = E4M3, "rceil", 32 if folded else 2 * F, folded
+    want = torch.ops.mxep.swiglu_backward_quantize(d_h, gate_up, row_weight, ends_of(7, 30), *how)
+    moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends_of(7, 30))]
+    scale, d_row_weight = kernels.swiglu_backward_overwrite(*moved, *how, programs_per_sm=3, **tuning)
+    for a, b in zip((moved[0].view(E4M3), scale, d_row_weight), want):
+        same(a[:37], b[:37])
+    assert torch.equal(moved[0][37:].cpu().view(torch.int16), d_h[37:].view(torch.int16))
+
+
 @pytest.mark.parametrize("F", [1, 2, 5, 8, 9, 100])
 def test_widths_that_fill_nothing(F: int) -> None:
     check(problem(6, F))

@@ -186,14 +186,18 @@ def hidden_backward(
     recipe: Recipe,
     *,
     folded: bool = False,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(d_gate_up (R_max, 2F), quantized as gradients are, d_row_weight (R_max,)) of :func:`hidden`."""
+    """(d_gate_up (R_max, 2F), quantized as gradients are, d_row_weight (R_max,)) of :func:`hidden`.
+
+    overwrite: d_h is not needed any more.
+    """
     if recipe.scaling == "none":
         return swiglu_backward(d_h, gate_up, row_weight, group_ends=group_ends)
     options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block": recipe.block}
     folded = folded and recipe.scaling == "mx"
     d_gate_up: Tensor
     d_gate_up, d_row_weight = swiglu_backward_quantize(
-        d_h, gate_up, row_weight, group_ends=group_ends, folded=folded, **options
+        d_h, gate_up, row_weight, group_ends=group_ends, folded=folded, overwrite=overwrite, **options
     )
     return d_gate_up, d_row_weight

@@ -205,21 +205,24 @@ def layer_backward(
     w2, w13 = w2_later.cols(recipe, backend), w13_later.cols(recipe, backend)
     if resent is not None:
         resent.record()
-    # Borrowed until dx goes home: the gradient of down_proj comes before that.
+    # Borrowed until dx goes home: the gradient of down_proj comes before that, and before d_h, which takes memory.
     d_y = wire.rows(coming(), plan, copy=False)
+    multiply = start_weight_gradient(1, d_y, h)
+    del h, parts, coming
+    d_down_proj = multiply()
+    del multiply
     d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtypes[0])
-    del w2, w2_later
-    weight_gradient = start_weight_gradient(1, d_y, h)
-    del d_y, h
-    d_down_proj = weight_gradient()
-    d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, folded=backend.folds)
+    del d_y, w2, w2_later
+    how = {"folded": backend.folds, "overwrite": True}
+    d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, **how)
     del d_h, gate_up
     d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtypes[0])
     del w13, w13_later
     going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
-    weight_gradient = start_weight_gradient(0, d_gate_up, rows)
+    multiply = start_weight_gradient(0, d_gate_up, rows)
     del d_rows, d_gate_up, rows
-    d_gate_up_proj = weight_gradient()
+    d_gate_up_proj = multiply()
+    del multiply
     dx, d_weights = going_home()
     return dx, d_weights, d_gate_up_proj, d_down_proj
 

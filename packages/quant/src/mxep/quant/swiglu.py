@@ -90,18 +90,24 @@ def swiglu_backward_quantize(
     mode: ScaleMode = ScaleMode.RCEIL,
     block: int | None = BLOCK,
     folded: bool = False,
+    overwrite: bool = False,
 ) -> tuple[MXTensor, Tensor]:
     """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32).
 
     Blocked along 2F (block=None: one scale over gate and up), outer dtype gate_up's, then `fold`ed to one scale over
-    gate and up if `folded`. Other arguments and errors as for `swiglu_backward`; ValueError if 2F is no multiple of
-    `block`, and on CUDA for a block that is neither the row nor a power of two that divides F.
+    gate and up if `folded`. overwrite: d_h is not needed any more; with one scale a row, codes take its memory if it is
+    contiguous and has 16 bits an element. Other arguments and errors as for `swiglu_backward`; ValueError if 2F is no
+    multiple of `block`, and on CUDA for a block that is neither the row nor a power of two that divides F.
     """
     _check(gate_up, row_weight, group_ends, d_h)
     block = check_block(block, -1, gate_up)
-    codes, scale, d_row_weight = _swiglu_backward_quantize(
-        d_h, gate_up, row_weight, group_ends, fmt.dtype, mode.value, block, folded
-    )
+    args = d_h, gate_up, row_weight, group_ends, fmt.dtype, mode.value, block, folded
+    # A row's codes are written once all of it has been read only where they share a scale.
+    if overwrite and (folded or block == gate_up.shape[1]) and d_h.itemsize == 2 and d_h.is_contiguous():
+        scale, d_row_weight = _swiglu_backward_overwrite(*args)
+        codes = d_h.view(fmt.dtype)
+    else:
+        codes, scale, d_row_weight = _swiglu_backward_quantize(*args)
     block = gate_up.shape[1] if folded else block
     return MXTensor.from_qdata_and_scales(codes, scale, gate_up.dtype, block=block), d_row_weight
 
@@ -255,6 +261,39 @@ def _(
     return codes, scale, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
 
 
+@torch.library.custom_op("mxep::swiglu_backward_overwrite", mutates_args=("d_h",))
+def _swiglu_backward_overwrite(
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    group_ends: Tensor | None,
+    dtype: torch.dtype,
+    scale_mode: str,
+    block: int,
+    folded: bool,
+) -> tuple[Tensor, Tensor]:
+    """`swiglu_backward_quantize` -> scale, d_row_weight; d_h (R, F), 16 bits an element, becomes the codes (R, 2F)."""
+    args = d_h, gate_up, row_weight, group_ends, dtype, scale_mode, block, folded
+    codes, scale, d_row_weight = _swiglu_backward_quantize(*args)
+    d_h.view(dtype).copy_(codes)
+    return scale, d_row_weight
+
+
+@_swiglu_backward_overwrite.register_fake
+def _(
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    group_ends: Tensor | None,
+    dtype: torch.dtype,
+    scale_mode: str,
+    block: int,
+    folded: bool,
+) -> tuple[Tensor, Tensor]:
+    _, scale = _empty(gate_up, gate_up.shape[1], dtype, block, folded)
+    return scale, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
+
+
 def _encode(live: Tensor, rows: int, dtype: torch.dtype, mode: str, block: int, folded: bool) -> tuple[Tensor, Tensor]:
     codes, scale = encode_rows(live, dtype, mode, block)
     if folded:
@@ -274,3 +313,4 @@ on_cuda(_swiglu, "swiglu", "swiglu")
 on_cuda(_swiglu_quantize, "swiglu", "swiglu_quantize")
 on_cuda(_swiglu_backward, "swiglu", "swiglu_backward")
 on_cuda(_swiglu_backward_quantize, "swiglu", "swiglu_backward_quantize")
+on_cuda(_swiglu_backward_overwrite, "swiglu", "swiglu_backward_overwrite")

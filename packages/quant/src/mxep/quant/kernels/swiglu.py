@@ -244,7 +244,7 @@ def swiglu_kernel(
 
 def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, **tuning: int) -> Tensor:
     """mxep::swiglu; tuning as for `_launch`."""
-    return _launch(None, gate_up, row_weight, group_ends, None, **tuning)[0]
+    return _launch(None, gate_up, row_weight, group_ends, None, None, **tuning)[0]
 
 
 def swiglu_quantize(
@@ -258,7 +258,8 @@ def swiglu_quantize(
     **tuning: int,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_quantize; tuning as for `_launch`, which says what blocks there may be."""
-    codes, scale = _launch(None, gate_up, row_weight, group_ends, (dtype, mode, block, folded), **tuning)
+    quantized = dtype, mode, block, folded
+    codes, scale = _launch(None, gate_up, row_weight, group_ends, quantized, None, **tuning)
     return codes, scale
 
 
@@ -266,7 +267,7 @@ def swiglu_backward(
     d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, **tuning: int
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward; tuning as for `_launch`."""
-    d_gate_up, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, None, **tuning)
+    d_gate_up, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, None, None, **tuning)
     return d_gate_up, d_row_weight
 
 
@@ -282,8 +283,26 @@ def swiglu_backward_quantize(
     **tuning: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mxep::swiglu_backward_quantize; tuning as for `_launch`, which says what blocks there may be."""
-    codes, scale, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, (dtype, mode, block, folded), **tuning)
+    quantized = dtype, mode, block, folded
+    codes, scale, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, quantized, None, **tuning)
     return codes, scale, d_row_weight
+
+
+def swiglu_backward_overwrite(
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    group_ends: Tensor | None,
+    dtype: torch.dtype,
+    mode: str,
+    block: int,
+    folded: bool,
+    **tuning: int,
+) -> tuple[Tensor, Tensor]:
+    """mxep::swiglu_backward_overwrite: codes over d_h, as a row's maximum comes after its loads, before its stores."""
+    quantized = dtype, mode, block, folded
+    _, scale, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, quantized, d_h.view(dtype), **tuning)
+    return scale, d_row_weight
 
 
 def _launch(
@@ -292,6 +311,7 @@ def _launch(
     row_weight: Tensor | None,
     group_ends: Tensor | None,
     quantized: tuple[torch.dtype, str, int, bool] | None,
+    out: Tensor | None,
     *,
     warp_elements: int | None = None,
     thread_elements: int | None = None,
@@ -301,6 +321,7 @@ def _launch(
 ) -> list[Tensor]:
     """The result, its scale if it is `quantized` (dtype, mode, block, folded), and backward d_row_weight.
 
+    out: memory of the result; None: new.
     warp_elements: elements of a row, padded to a power of two, for each warp of its program.
     thread_elements: elements of a chunk for each thread; by default 16 where that divides F, else 8, or 4.
     ahead: chunks loaded before their turn.
@@ -316,7 +337,7 @@ def _launch(
         raise ValueError(
             f"block: got {block}, want the whole row, {width}, or a power of two that divides {F}, on CUDA"
         )
-    results = [torch.empty((rows, width), dtype=dtype, device=gate_up.device)]
+    results = [torch.empty((rows, width), dtype=dtype, device=gate_up.device) if out is None else out]
     if mode is not None:
         scales = 1 if folded else width // block
         results.append(torch.empty((rows, scales), dtype=SCALE_DTYPE, device=gate_up.device))
