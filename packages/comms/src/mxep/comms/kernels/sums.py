@@ -24,7 +24,7 @@ from mxep.comms.kernels.signals import announce, arrive, await_peers, take, word
 from mxep.comms.layout import CHANNELS, CHUNKS, round_up
 
 TILE_BYTES = 16384
-CHUNK_BYTES = 24 << 20
+CHUNK_BYTES = 12 << 20
 """What a chunk moves at least: to finish one costs a trip over the link."""
 TAKE_BYTES = 64 << 10
 """What a program takes at a time, of tiles."""
