@@ -207,13 +207,14 @@ class Bench:
             if step.note is not None:
                 ready.row["note"] = step.note
                 pool.renew()
-            if reference is not None:
+            if reference is not None and not case.shared:
                 snr = compared(reference, step.result)
-                step.result = None
                 ready.row |= {"snr dB": snr, "dB": min(snr.values())}
                 if not min(snr.values()) >= case.least_snr:
                     ready.row["error"] = f"wanted {case.least_snr:g} dB at least against {STANDARD}, got {snr}"
                     return ready
+            if reference is not None:
+                step.result = None
             if sections & set(TIMED):
                 options = {"in_graph": layer.in_graph and step.note is None, "pool": pool.handle}
                 ready.forward = prepare(layer.forward, layer, device, seconds=FORWARD_SECONDS, **options)
@@ -231,7 +232,7 @@ class Bench:
         rows = {name: self._figures(problem, each, timings) for name, each in ready.items()}
         for row in rows.values():
             for column, ratio in (("ms", "x bf16"), ("fwd ms", "x fwd")):
-                if column in row and column in rows[STANDARD]:
+                if column in row and column in rows[STANDARD] and not ready[row["what"]].case.shared:
                     row[ratio] = rows[STANDARD][column] / row[column]
             yield row
 
@@ -258,10 +259,13 @@ class Bench:
         row["ms"] = step.ms / layer.micro_batches
         if isinstance(forward, Sustained):
             row["fwd ms"] = forward.ms
+        row |= {"MHz": step.mhz, "W": step.watts}
+        if ready.case.shared:
+            return row
         row["TF"] = useful_flop(p) / row["ms"] / 1e9
         if (floor := floor_ms(p, ready.case, self.ceilings)) is not None:
             row |= {"floor ms": floor, "of floor": floor / row["ms"]}
-        return row | {"MHz": step.mhz, "W": step.watts}
+        return row
 
     def _stages(self, problem: Problem, ready: Ready) -> Iterator[Row]:
         case, run = ready.case, ready.step

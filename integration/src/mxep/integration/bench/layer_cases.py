@@ -6,6 +6,8 @@
                                    forward alone quantizes none
     RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
     ..., worst_case; ..., exact    with these capacities
+    ..., shared                    and an expert of hidden dim F that every token takes, beside the moves
+    ..., shared in turn            the same after the layer. These two are compared with nothing here, but in tests
     standard bf16, standard fp8    standard.StandardLayer; fp8: its products by torchao, each row and column scaled
 
 A step is forward and backward: gradients of x, of the routing weights and of both projections. Routing, that is ids and
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, MoE
+from mxep.ep.experts import SharedExpert
 from mxep.gemm import Backend
 from mxep.gemm.backends import select
 
@@ -43,7 +46,7 @@ STANDARD = "standard bf16"
 MX = "mxfp8/symmetric"
 CASE_NAMES = (STANDARD, "standard fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric")
 """Those of a run that names none."""
-SUFFIXES = ("", ", kept", ", main_grad", ", worst_case", ", exact")
+SUFFIXES = ("", ", kept", ", main_grad", ", worst_case", ", exact", ", shared", ", shared in turn")
 
 
 class Shape(NamedTuple):
@@ -143,6 +146,7 @@ class Ours:
             recipe=recipe,
             dispatcher=dispatcher,
             capacity=capacities.get(suffix, Capacity.factor(p.capacity)),
+            num_shared_experts=int(suffix == "shared"),
             max_tokens=p.shape.tokens,
             router=self.router,
             backend=self._keeping(backend) if suffix == "kept" else backend,  # type: ignore[arg-type,unused-ignore]
@@ -152,6 +156,11 @@ class Ours:
         experts.gate_up_proj.data, experts.down_proj.data = p.w13, p.w2
         self.x = p.x.detach().requires_grad_()
         self.leaves = (self.x, self.router.weights, experts.gate_up_proj, experts.down_proj)
+        self.in_turn: SharedExpert | None = None
+        if suffix == "shared in turn":
+            self.in_turn = SharedExpert(p.shape.dim, p.shape.hidden, device=p.device, dtype=p.x.dtype)
+        shared = self.in_turn or self.moe.shared
+        self.shared_leaves = () if shared is None else tuple(shared.parameters())
         self.main_grads: tuple[Tensor, ...] = ()
         if suffix == "main_grad":
             self.main_grads = tuple(torch.zeros(w.shape, device=p.device) for w in self.leaves[2:])
@@ -159,14 +168,14 @@ class Ours:
                 weight.main_grad = main_grad  # type: ignore[attr-defined]
 
     def forward(self) -> Tensor:
-        out: Tensor = self.moe(self.x)
-        return out.detach()
+        return self._out().detach()
 
     def step(self) -> Results:
         self.kept.clear()
         for _ in range(self.micro_batches):
-            out = self.moe(self.x)
-            found = torch.autograd.grad(out, self.leaves, self.p.d_out, allow_unused=True)
+            out = self._out()
+            leaves = self.leaves + self.shared_leaves
+            found = torch.autograd.grad(out, leaves, self.p.d_out, allow_unused=True)[: len(self.leaves)]
         if self.main_grads:
             if found[2] is not None or found[3] is not None:
                 raise NotImplementedError("this MoE knows no main_grad")
@@ -185,6 +194,10 @@ class Ours:
     def close(self) -> None:
         if (transport := getattr(self.moe.dispatcher, "transport", None)) is not None:
             transport.close()
+
+    def _out(self) -> Tensor:
+        out: Tensor = self.moe(self.x)
+        return out if self.in_turn is None else out + self.in_turn(self.x)
 
     def _keeping(self, backend: Backend) -> Backend:
         """As MoE(cache_weights=True) keeps them, but in a graph, too, where a cache would quantize at each call."""
@@ -266,6 +279,11 @@ class Case:
     @property
     def kept(self) -> bool:
         return self.name.endswith(", kept")
+
+    @property
+    def shared(self) -> bool:
+        """Whether it has more than the standard layer: another result, other counts."""
+        return ", shared" in self.name
 
     @property
     def least_snr(self) -> float:
