@@ -58,6 +58,8 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["model.top_k=9"], "model.top_k must lie in 1..4"),
         (["model.dim=40"], "recipe mxfp8 wants model.dim and model.hidden_dim in 32s"),
         (["train.steps=0"], "train.steps must be positive, got 0"),
+        (["train.graph=true", "dispatcher=all_to_all"], "train.graph=true: the host must read no sizes"),
+        (["train.graph=true", "dispatcher.capacity=exact"], "train.graph=true: the host must read no sizes"),
         (["verify.cases=[bf16/pigeon]"], "verify.cases: got 'bf16/pigeon'"),
         (["data.path=/no/such/file"], "data.path: no such file or folder: /no/such/file"),
     ],

@@ -85,6 +85,27 @@ def test_one_rank_expert_parallel_and_data_parallel_ranks_train_alike(
         assert torch.tensor(curve).sub(alone).abs().div(alone).max() < 1e-2, layout
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_cuda_graph_of_loss_and_gradients_trains_as_calls_from_the_host_do(
+    make_config: Callable[..., Config], tmp_path: Path
+):
+    ranks = min(2, torch.cuda.device_count())
+    curves = []
+    for graph in ("false", "true"):
+        config = make_config(
+            *("train.compare=false", "train.steps=8", f"parallel.ranks={ranks}", "parallel.device=cuda"),
+            f"train.graph={graph}",
+        )
+        results = run_ranks(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=120, device="cuda")
+        assert all(result == results[0] for result in results)
+        curves.append(torch.tensor(results[0]))
+    host, graph = curves
+    assert len(set(graph[:, 0].tolist())) == 8  # replays see new batches and new weights
+    assert torch.equal(host[0], graph[0])
+    # Attention's gradients are sums in any order.
+    assert (host - graph).abs().div(host).max() < 1e-2
+
+
 def save_then_load_elsewhere(rank: Rank, config: Config, folder: Path) -> tuple[float, float]:
     """Two steps with experts on two ranks; then the checkpoint in a model whose ranks hold all experts."""
     text = read_text(config.data)

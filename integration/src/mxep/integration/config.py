@@ -133,6 +133,9 @@ def _check(config: Config) -> None:
     _divides("parallel.ranks", ranks, "data.batch", data.batch)
     if config.dispatcher.name == "local" and ep != 1:
         raise ConfigError(f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}")
+    sizes_on_host = config.dispatcher.name == "all_to_all" or make_capacity(config) == Capacity.exact()
+    if config.train.graph and sizes_on_host:
+        raise ConfigError("train.graph=true: the host must read no sizes, as all_to_all and exact capacity make it")
     _divides("parallel.ep", ep, "model.experts", model.experts)
     _divides("model.heads", 2 * model.heads, "model.dim", model.dim)
     if not 1 <= model.top_k <= model.experts:

@@ -1,7 +1,9 @@
 """task=train on one rank: the same model trained once per recipe, from one seed on the same bytes.
 
-    for each recipe:   build -> (load) -> [ batch, loss, backward, reduce, clip, check, step, measure, balance ] x steps
+    for each recipe:   build -> (load) -> [ batch, gradients, check, step, measure, balance ] x steps
                        -> save -> loss on held-out text
+
+    gradients:         loss -> backward -> reduce -> clip; one CUDA graph if train.graph says so
 
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 """
@@ -27,6 +29,7 @@ from mxep.gemm import Recipe
 from . import checkpoint
 from .config import ConfigError, make_capacity, make_recipe, to_json
 from .data import Text, make_batch, read_text
+from .graph import Graphed
 from .launch import Rank
 from .mesh import Gradients, Mesh
 from .model import Transformer
@@ -121,6 +124,7 @@ class Trainer:
         ).to(rank.device)
         self.gradients = Gradients(self.model, self.model.expert_parameters(), mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.graph = Graphed(self._gradients) if config.train.graph and rank.device.type == "cuda" else None
         self.step = 0
         self.saved: int | None = None
         self.metrics: list[dict[str, Any]] = []
@@ -151,6 +155,8 @@ class Trainer:
                     self.save()
             if every is not None and self.step and self.step != self.saved:
                 self.save()
+            if self.graph is not None:
+                self.graph.close()
             stopped = self.step < steps
             return Run(self.name, self.step, stopped, self.metrics, None if stopped else self.validate())
 
@@ -158,12 +164,8 @@ class Trainer:
         """One optimizer step; appends its row to ``metrics``."""
         begun = time.perf_counter()
         config = self.config
-        inputs, targets = self._batch(self.text.train, config.seed, self.step)
-        self.gradients.zero()
-        loss = self.model.loss(inputs, targets)
-        loss.backward()
-        self.gradients.reduce()
-        norm = self.gradients.clip(config.optimizer.clip)
+        batch = self._batch(self.text.train, config.seed, self.step)
+        loss, norm = self._gradients(*batch) if self.graph is None else self.graph(*batch)
         self._check()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         for group in self.optimizer.param_groups:
@@ -177,13 +179,21 @@ class Trainer:
         tokens = config.data.batch * config.data.length
         self.metrics.append({**row, "seconds": seconds, "tokens_per_s": tokens / seconds})
 
+    def _gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of this rank's batch, 0-d, and the norm of all ranks' gradients, which are left clipped."""
+        self.gradients.zero()
+        loss = self.model.loss(inputs, targets)
+        loss.backward()
+        self.gradients.reduce()
+        return loss.detach(), self.gradients.clip(self.config.optimizer.clip)
+
     def _measure(self, loss: Tensor) -> dict[str, Any]:
         """Mean loss, rows and expert load of the step, over all ranks and layers: one reduction, one copy home."""
         rows = [moe.last_routing.stats() for moe in self.model.moes if moe.last_routing is not None]
         keys = list(rows[0])
         counts = [torch.stack([one[key] for one in rows]).sum() for key in keys]
         loads = torch.stack([router.load for router in self.model.routers if router.load is not None])
-        local = torch.stack([loss.detach().double() / self.mesh.ranks, *(count.double() for count in counts)])
+        local = torch.stack([loss.double() / self.mesh.ranks, *(count.double() for count in counts)])
         vector = torch.cat((local, loads.double().flatten()))
         dist.all_reduce(vector)
         mean_loss, *values = vector[: len(local)].tolist()

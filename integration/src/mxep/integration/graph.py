@@ -1,0 +1,54 @@
+"""A call of static shapes, as one CUDA graph: what nothing on the way waits for the host is good for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WARM_UP = 2
+"""Calls that the host launches: buffers are made, kernels loaded, communicators connected."""
+
+
+class Graphed:
+    """fn(*inputs) -> results; from the call after WARM_UP others on a CUDA graph, whose replay costs one launch.
+
+    Inputs have the same shapes at each call. Results, and all else that fn keeps on the device, are the graph's memory:
+    the next call writes them anew. RuntimeError, from CUDA, if fn waits for the device. Collective if fn is.
+    """
+
+    def __init__(self, fn: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._fn = fn
+        self._calls = 0
+        # Autograd runs a leaf's node on the stream of its first use: warm-up and capture must have one stream.
+        self._stream = torch.cuda.Stream()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._results: tuple[Tensor, ...] = ()
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self._calls += 1
+        if self._calls <= WARM_UP:
+            here = torch.cuda.current_stream()
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                results = self._fn(*inputs)
+            here.wait_stream(self._stream)
+            return results
+        if self._graph is None:
+            self._inputs = tuple(each.clone() for each in inputs)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, NCCL's among them, may go on asking for events.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._results = self._fn(*self._inputs)
+            self._graph = graph
+        for mine, given in zip(self._inputs, inputs, strict=True):
+            mine.copy_(given)
+        self._graph.replay()
+        return self._results
+
+    def close(self) -> None:
+        """Let go of the graph: communicators that it calls must not end before it."""
+        self._graph = None
+        self._results = ()
