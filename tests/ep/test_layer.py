@@ -60,6 +60,27 @@ def test_it_equals_the_composed_functions_bit_for_bit(ctx, recipe: str) -> None:
             assert torch.equal(a.detach().view(torch.uint8), b.detach().view(torch.uint8)), f"{name}: {what}"
 
 
+@distributed(2)
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+def test_rows_are_kept_instead_of_slots_where_they_are_fewer_and_change_no_bit(ctx, recipe: str) -> None:
+    ranks = make_ranks([300, 260], experts=4, top_k=1, seed=11)
+    results = []
+    for capacity, fewer in ((Capacity.worst_case(), False), (Capacity.factor(1.5), True), (Capacity.exact(), True)):
+        for layer in (composed, in_one):
+            *given, d_out = inputs(ranks, ctx)
+            x, ids, weights, proj, down = given
+            dispatcher = make_dispatcher("symmetric", 4, dim=x.shape[1], group=ctx.group, capacity=capacity)
+            rows, _, _ = dispatch(x, ids, weights, dispatcher=dispatcher, recipe=Recipe.named(recipe))
+            assert (rows.row_index is None) is fewer
+            out = layer(*given, dispatcher=dispatcher, recipe=Recipe.named(recipe))
+            out.backward(d_out)
+            dispatcher.check()
+            results.append((out.detach(), x.grad, weights.grad, proj.grad, down.grad))
+    for result in results[1:]:
+        for what, a, b in zip(NAMES, results[0], result):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), what
+
+
 @distributed(1)
 def test_weight_gradients_are_added_to_main_grads_and_not_returned(ctx) -> None:
     ranks = make_ranks([60], seed=5)

@@ -133,9 +133,9 @@ def _forward(
         elif isinstance(tensor, MXTensor):
             names, context = tensor.__tensor_flatten__()
             # The index of rows is the plan's.
-            names = [name for name in names if name != "row_index"]
-            flat += [getattr(tensor, name) for name in names]
-            contexts.append((names, context))
+            inner = [name for name in names if name != "row_index"]
+            flat += [getattr(tensor, name) for name in inner]
+            contexts.append((inner, context, inner != names))
         elif tensor is gate_up_proj or tensor is down_proj:
             contexts.append("gate_up_proj" if tensor is gate_up_proj else "down_proj")  # no output may be an input
         else:
@@ -163,15 +163,16 @@ def _backward(
     plan = RoutingPlan(**fields, multiple=setup.recipe.group_multiple)
     routing = Routing(plan, expert_ids, setup.dispatcher.num_local_experts)
     kept: list[Tensor | None] = []
-    for i, context in enumerate(_contexts[dispatcher, recipe, backend, *needs, d_out.dtype]):
+    for context in _contexts[dispatcher, recipe, backend, *needs, d_out.dtype]:
         if context is None:
             kept.append(next(flat))
         elif isinstance(context, str):
             kept.append({"gate_up_proj": gate_up_proj, "down_proj": down_proj}.get(context))
         else:
-            parts = {name: next(flat) for name in context[0]}
-            index = {"row_index": plan.row_slot} if i == 0 else {}
-            kept.append(MXTensor.__tensor_unflatten__(parts | index, context[1], None, None))
+            names, inner, indexed = context
+            parts = {name: next(flat) for name in names}
+            index = {"row_index": plan.row_slot} if indexed else {}
+            kept.append(MXTensor.__tensor_unflatten__(parts | index, inner, None, None))
     dtypes = d_out.dtype, gate_up_proj.dtype, down_proj.dtype
     grads = layer_backward(d_out, kept, routing, setup, dtypes, (needs[0], needs[1]))
     return [grad for grad in grads if grad is not None]

@@ -43,13 +43,17 @@ class Wire:
     def rows(self, slots: Parts, plan: RoutingPlan, *, copy: bool) -> Tensor:
         """Slot parts (S, ...) -> the plan's expert-major rows (R_max, D).
 
-        Codes stay where they lie, under an index (the GEMM gathers them), or with ``copy`` in copies of the slots, for
-        who keeps them beyond the next move. Plain rows are gathered here, which copies them anyway. Padding is zero.
+        Codes stay where they lie, under an index (the GEMM gathers them). With ``copy``, for who keeps them beyond the
+        next move, they are copied: the slots, or the rows, where there can be no more of them (top-1, say). Plain rows
+        are gathered here, which copies them anyway. Padding is zero.
         """
         if self.codes is None:
             (gathered,) = gather_rows(slots, plan.row_slot, plan.group_ends)
             return gathered.view(self.dtype)
-        if copy:
+        index: Tensor | None = plan.row_slot
+        if copy and plan.max_rows <= len(slots[0]):
+            slots, index = gather_rows(slots, index, plan.group_ends), None
+        elif copy:
             slots = gather_rows(slots, None)
         codes, scale = slots
         return MXTensor.from_qdata_and_scales(
@@ -57,7 +61,7 @@ class Wire:
             scale.view(torch.float8_e8m0fnu),
             self.dtype,
             block=self.block,
-            row_index=plan.row_slot,
+            row_index=index,
         )
 
 
