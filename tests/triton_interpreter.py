@@ -17,8 +17,11 @@ a sum, the bits of an fp32 NaN, `tl.clamp` of NaN, and anything about time. Inli
 An op costs about 10 us plus its data, however small: large tiles, few programs.
 """
 
+import dataclasses
+import functools
 import importlib.abc
 import importlib.machinery
+import math
 import os
 import sys
 from typing import Any
@@ -247,6 +250,33 @@ def install() -> None:
             return checked(self, a, a_scale, constant[0], b, b_scale, constant[1], *rest)
 
         TritonSemantic.dot_scaled = with_constants
+
+    # what an op costs besides its data
+    # Triton computes at each operation whether an int overflowed, for an assert that is there only for debugging.
+    options = stock.interpreter_builder.options
+    stock.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
+    # It also makes a type for each tensor, and both check and spell out their shape.
+    make_block = tl.block_type.__init__
+    blocks: dict[Any, Any] = {}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
+    @functools.cache
+    def extent(*shape: int) -> tuple[Any, Any]:
+        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    def tensor(self: Any, data: Any, dtype: Any) -> None:
+        self.handle, self.type, self.dtype = data, dtype, dtype.scalar
+        self.numel, self.shape = extent(*dtype.shape) if dtype.is_block() else extent()
+
+    tl.block_type.__init__ = block
+    tl.tensor.__init__ = tensor
 
     # launches
     start = autotuner.Autotuner.__init__
