@@ -273,6 +273,7 @@ def test_codes_take_no_memory_that_does_not_suit_them() -> None:
         (d_h, {}),
         (d_h.float(), {"folded": True}),
         (d_h.repeat(1, 2)[:, :128], {"folded": True}),
+        (d_h.clone().requires_grad_(), {"folded": True}),
     ]
     for grad, how in cases:
         before = grad.clone()

@@ -104,7 +104,7 @@ def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[s
     check(problem(8, F, dtype), E4M3, "rceil", block, True, backward=backward, **tuning)
 
 
-@pytest.mark.parametrize(("F", "tuning"), WIDTHS)
+@pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (14336 if DEVICE == "cuda" else 4096, {})])
 @pytest.mark.parametrize("folded", [False, True])
 def test_codes_written_over_the_gradient(folded: bool, F: int, tuning: dict[str, int]) -> None:
     d_h, gate_up, row_weight = problem(40, F)

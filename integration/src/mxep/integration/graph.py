@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -38,17 +39,23 @@ class Graphed:
             return results
         if self._graph is None:
             self._inputs = tuple(each.clone() for each in inputs)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads, NCCL's among them, may go on asking for events.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._results = self._fn(*self._inputs)
-            self._graph = graph
+            self._graph = self._captured()
         for mine, given in zip(self._inputs, inputs, strict=True):
             mine.copy_(given)
         self._graph.replay()
         return self._results
 
     def close(self) -> None:
-        """Let go of the graph: communicators that it calls must not end before it."""
-        self._graph = None
-        self._results = ()
+        """Let go of the graph: a communicator that it calls waits, when it ends, until it is gone."""
+        self._graph, self._inputs, self._results = None, (), ()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        gc.collect()  # or garbage may be freed within the capture, by calls that wait for the device
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, NCCL's among them, may go on asking for events.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._results = self._fn(*self._inputs)
+        except Exception as error:  # the end of a capture that failed raises, too, and says less
+            raise error.__context__ or error from None
+        return graph

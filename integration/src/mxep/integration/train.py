@@ -144,6 +144,14 @@ class Trainer:
     def run(self) -> Run:
         """The steps left, or those until a signal; then a checkpoint, unless checkpoint_every is None, and the loss on
         held-out text if done."""
+        try:
+            return self._run()
+        finally:
+            if self.graph is not None:
+                self.graph.close()
+                self.graph = None  # which has a method of ours, and would keep us
+
+    def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         with Progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0) as progress, self._log() as log:
             progress.advance(self.step, self.metrics[-1] if self.metrics else None)
@@ -155,8 +163,6 @@ class Trainer:
                     self.save()
             if every is not None and self.step and self.step != self.saved:
                 self.save()
-            if self.graph is not None:
-                self.graph.close()
             stopped = self.step < steps
             return Run(self.name, self.step, stopped, self.metrics, None if stopped else self.validate())
 

@@ -241,9 +241,9 @@ class Bench:
         for each in ready.values():
             keys = ("what", "capacity", "peak GiB", "outside GiB", "note", "error")
             row = {key: each.row[key] for key in keys if key in each.row}
-            if base and "peak GiB" in row:
+            if base and "peak GiB" in row and not each.case.shared:
                 row["in use"] = row["peak GiB"] / base
-            elif "error" not in row:
+            elif "error" not in row and "peak GiB" not in row:
                 row.setdefault("note", "memory is measured on GPUs")
             yield row
 

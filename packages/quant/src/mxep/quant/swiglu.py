@@ -96,14 +96,16 @@ def swiglu_backward_quantize(
 
     Blocked along 2F (block=None: one scale over gate and up), outer dtype gate_up's, then `fold`ed to one scale over
     gate and up if `folded`. overwrite: d_h is not needed any more; with one scale a row, codes take its memory if it is
-    contiguous and has 16 bits an element. Other arguments and errors as for `swiglu_backward`; ValueError if 2F is no
-    multiple of `block`, and on CUDA for a block that is neither the row nor a power of two that divides F.
+    contiguous, has 16 bits an element and requires no grad. Other arguments and errors as for `swiglu_backward`;
+    ValueError if 2F is no multiple of `block`, and on CUDA for a block that is neither the row nor a power of two that
+    divides F.
     """
     _check(gate_up, row_weight, group_ends, d_h)
     block = check_block(block, -1, gate_up)
     args = d_h, gate_up, row_weight, group_ends, fmt.dtype, mode.value, block, folded
     # A row's codes are written once all of it has been read only where they share a scale.
-    if overwrite and (folded or block == gate_up.shape[1]) and d_h.itemsize == 2 and d_h.is_contiguous():
+    fits = d_h.itemsize == 2 and d_h.is_contiguous() and d_h.stride(-1) == 1 and not d_h.requires_grad
+    if overwrite and fits and (folded or block == gate_up.shape[1]):
         scale, d_row_weight = _swiglu_backward_overwrite(*args)
         codes = d_h.view(fmt.dtype)
     else:

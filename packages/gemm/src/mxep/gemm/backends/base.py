@@ -65,7 +65,10 @@ class Backend(Protocol):
         ...
 
     def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-        """dy (M, N), w (G, N, K) the cols of its quantization -> (M, K): dy[rows of g] @ w[g]."""
+        """dy (M, N), w (G, N, K) the cols of its quantization -> (M, K): dy[rows of g] @ w[g].
+
+        The result has memory of its own, which the caller may write over and the next call must not.
+        """
         ...
 
     def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
