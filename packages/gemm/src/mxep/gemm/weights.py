@@ -142,8 +142,8 @@ class WeightCache:
     nbytes: bytes of codes and scales held. The repr shows all of them.
     A weight may be a view, new at each call: what counts is the tensor it is a view of, and where it lies. A cast or a
     copy is new data unless `mark_derived` says whose.
-    While a CUDA graph is captured nothing is looked up, kept or counted: the graph quantizes at each replay, so that it
-    follows the weight, and its memory stays its own.
+    While a CUDA graph is captured nothing is looked up, kept or counted: the graph quantizes at each replay, each way
+    as it is needed, so that it follows the weight, and its memory stays its own.
     Copies and pickles of a cache are empty caches. Not for several threads at once.
     """
 
@@ -154,15 +154,16 @@ class WeightCache:
         self._optimizer_steps = 0
         _after_optimizer_steps(self)
 
-    def get(self, w: Tensor, recipe: Recipe, backend: "Backend", *, cols: bool = True) -> QuantizedWeight:
+    def get(self, w: Tensor, recipe: Recipe, backend: "Backend", *, cols: bool = True) -> QuantizedWeight | None:
         """w (G, N, K) as backend.quantize_weight gives it; cols=False where only the forward needs it.
 
-        Not kept, and not counted: weights of a recipe without scales, inference tensors (they count no versions),
-        copies that were written to, and anything under torch.compile or in a CUDA graph, which quantize at each call.
+        None, and not counted, where nothing can be kept: weights of a recipe without scales, inference tensors (they
+        count no versions), copies that were written to, and anything under torch.compile or in a CUDA graph, which
+        quantize at each call.
         """
         recorded = torch.compiler.is_compiling() or _capturing(w)
         if recipe.scaling == "none" or recorded or w.is_inference() or _written_copy(w):
-            return backend.quantize_weight(w, recipe, cols=cols)
+            return None
         derived = getattr(w, "_mxep_derived", None)
         lies = (w.storage_offset(), w.shape, w.stride())
         source, path = derived or (w if w._base is None else w._base, lies)
