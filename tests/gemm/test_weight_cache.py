@@ -101,7 +101,7 @@ def test_memory_is_visible_and_freed_with_the_weight() -> None:
     assert cache.nbytes == 2 * (w.numel() + w.numel() // 32)
     cache.get(w, Recipe.mxfp8(weight_block="32x32"), REFERENCE)
     assert cache.nbytes == 2 * (w.numel() + w.numel() // 32) + w.numel() + w.numel() // 1024
-    del w, written
+    del w
     gc.collect()
     assert cache.nbytes == 0
 
