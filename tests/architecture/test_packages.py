@@ -30,20 +30,27 @@ def siblings(name: str) -> set[str]:
     return direct.union(*(siblings(d) for d in direct))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each environment takes the place of the one before, so that torch's bytecode is made once for all."""
+    return tmp_path_factory.mktemp("alone")
+
+
 @pytest.mark.parametrize("name", PACKAGES)
-def test_package_installs_alone_and_imports(name: str, tmp_path: Path) -> None:
+def test_package_installs_alone_and_imports(name: str, folder: Path) -> None:
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip("uv is not on PATH")
     needed = {name} | siblings(name)
     if "VIRTUAL_ENV" not in os.environ and not (ROOT / ".venv").exists():
         pytest.skip("the workspace environment is not managed by uv")
-    run = {"check": True, "capture_output": True, "text": True, "cwd": tmp_path}
+    run = {"check": True, "capture_output": True, "text": True, "cwd": folder}
+    shutil.rmtree(folder / "env", ignore_errors=True)
     subprocess.run([uv, "venv", "-q", "--python", sys.executable, "env"], **run)
-    python = tmp_path / "env/bin/python"
+    python = folder / "env/bin/python"
     # Hard links to uv's cache: the third-party wheels were fetched when the workspace was set up.
     constraints = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
-    (tmp_path / "constraints.txt").write_text("\n".join(constraints))
+    (folder / "constraints.txt").write_text("\n".join(constraints))
     install = [uv, "pip", "install", "-q", "--python", str(python), "-c", "constraints.txt"]
     subprocess.run([*install, *(str(PACKAGES[n]) for n in needed)], **run)
 
@@ -51,7 +58,8 @@ def test_package_installs_alone_and_imports(name: str, tmp_path: Path) -> None:
         f"import importlib.util as u; assert u.find_spec('mxep.{other}') is None, '{other} came along'; "
         for other in PACKAGES.keys() - needed
     )
-    subprocess.run([python, "-c", code], **run)
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+    subprocess.run([python, "-c", code], env=environment, **run)
 
 
 def test_no_package_claims_the_namespace() -> None:
