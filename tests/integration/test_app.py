@@ -158,7 +158,7 @@ def test_minus_m_runs_one_job_after_the_other(mxep, text: Path, tmp_path: Path):
 def test_under_torchrun_every_process_is_a_rank_and_rank_0_reports(text: Path, tmp_path: Path):
     arguments = [*TINY, f"data.path={text}", "train.steps=3", "recipe=bf16", f"hydra.run.dir={tmp_path / 'run'}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "mxep.integration.app"]
-    finished = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    finished = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("held-out text") == 1
     assert steps_of(tmp_path / "run") == 3
