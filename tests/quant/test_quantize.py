@@ -187,8 +187,9 @@ def test_the_axes_agree_for_any_shape(shape: tuple[int, ...], fmt: MXFormat, mod
             alone = quantize(x, fmt=fmt, mode=mode, axis=axis, block=None)
             assert_same(together, alone)
             assert together.block == alone.block
-            assert together.qdata.stride() == alone.qdata.stride()
-            assert together.scale.stride() == alone.scale.stride()
+            if x.numel():  # where nothing lies has no meaning
+                assert together.qdata.stride() == alone.qdata.stride()
+                assert together.scale.stride() == alone.scale.stride()
     if x.numel():
         assert_bytes(rows.qdata, exact.quantize_rows(fmt, mode, x)[0])
 
