@@ -29,7 +29,6 @@ from torch import Tensor
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, MoE
-from mxep.ep.experts import SharedExpert
 from mxep.gemm import Backend
 from mxep.gemm.backends import select
 
@@ -146,7 +145,7 @@ class Ours:
             recipe=recipe,
             dispatcher=dispatcher,
             capacity=capacities.get(suffix, Capacity.factor(p.capacity)),
-            num_shared_experts=int(suffix == "shared"),
+            num_shared_experts=int("shared" in suffix),
             max_tokens=p.shape.tokens,
             router=self.router,
             backend=self._keeping(backend) if suffix == "kept" else backend,  # type: ignore[arg-type,unused-ignore]
@@ -156,11 +155,10 @@ class Ours:
         experts.gate_up_proj.data, experts.down_proj.data = p.w13, p.w2
         self.x = p.x.detach().requires_grad_()
         self.leaves = (self.x, self.router.weights, experts.gate_up_proj, experts.down_proj)
-        self.in_turn: SharedExpert | None = None
-        if suffix == "shared in turn":
-            self.in_turn = SharedExpert(p.shape.dim, p.shape.hidden, device=p.device, dtype=p.x.dtype)
-        shared = self.in_turn or self.moe.shared
+        shared, self.in_turn = self.moe.shared, None
         self.shared_leaves = () if shared is None else tuple(shared.parameters())
+        if suffix == "shared in turn":
+            self.in_turn, self.moe.shared = shared, None
         self.main_grads: tuple[Tensor, ...] = ()
         if suffix == "main_grad":
             self.main_grads = tuple(torch.zeros(w.shape, device=p.device) for w in self.leaves[2:])

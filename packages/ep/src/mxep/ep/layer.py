@@ -222,7 +222,6 @@ def layer_backward(
     multiply = start_weight_gradient(0, d_gate_up, rows)
     del d_rows, d_gate_up, rows
     d_gate_up_proj = multiply()
-    del multiply
     dx, d_weights = going_home()
     return dx, d_weights, d_gate_up_proj, d_down_proj
 
