@@ -45,6 +45,17 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
 
 
 @pytest.mark.parametrize(
+    ("override", "graph"),
+    [("dispatcher=symmetric", True), ("dispatcher=all_to_all", False), ("dispatcher.capacity=exact", False)],
+)
+def test_a_step_is_one_cuda_graph_unless_the_host_reads_sizes(
+    make_config: Callable[..., Config], override: str, graph: bool
+):
+    assert make_config(override).train.graph == graph
+    assert make_config(override, "train.graph=false").train.graph is False
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["recipe.name=int3"], "recipe: got 'int3', want bf16, fp8, mxfp8"),

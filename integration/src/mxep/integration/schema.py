@@ -95,14 +95,14 @@ class OptimizerConfig:
 @dataclass
 class TrainConfig:
     """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
-    for one at the end, null for none. valid_batches: batches of held-out text for the final loss. graph: on GPUs loss
-    and gradients are computed by a CUDA graph."""
+    for one at the end, null for none. valid_batches: batches of held-out text for the final loss. graph: whether on
+    GPUs loss and gradients are computed by a CUDA graph; null: if the host reads no sizes."""
 
     steps: int
     compare: bool
     checkpoint_every: int | None
     valid_batches: int
-    graph: bool
+    graph: bool | None
 
 
 @dataclass

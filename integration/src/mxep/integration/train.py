@@ -3,7 +3,7 @@
     for each recipe:   build -> (load) -> [ batch, gradients, check, step, measure, balance ] x steps
                        -> save -> loss on held-out text
 
-    gradients:         loss -> backward -> reduce -> clip; one CUDA graph if train.graph says so
+    gradients:         loss -> backward -> reduce -> clip; on GPUs one CUDA graph, if the host reads no sizes
 
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 """
