@@ -10,12 +10,13 @@ Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and ch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,8 @@ class Trainer:
         """The steps left, or those until a signal; then a checkpoint, unless checkpoint_every is None, and the loss on
         held-out text if done."""
         try:
-            return self._run()
+            with _deterministic(self.rank.device):
+                return self._run()
         finally:
             if self.graph is not None:
                 self.graph.close()
@@ -258,6 +260,21 @@ class Trainer:
         stream = (self.folder / "metrics.jsonl").open("a", buffering=1)
         stream.writelines(json.dumps(row) + "\n" for row in self.metrics)
         return stream
+
+
+@contextlib.contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Makes GPUs repeat a run to the last bit, as CPUs do; the backward of attention would add in any order."""
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+        memory.fill_uninitialized_memory = False  # a pass over each new tensor
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
 
 
 def make_optimizer(model: Transformer, config: OptimizerConfig) -> torch.optim.AdamW:
