@@ -60,18 +60,21 @@ def _place(tile, m_tiles, n_tiles, BAND: gl.constexpr):
 
 
 @gluon.jit
-def _sizes(ends_ptr, g, start, M, K, RAGGED: gl.constexpr, ADD: gl.constexpr, BM: gl.constexpr, SPAN: gl.constexpr):
-    """(end of group g, its row tiles, spans of its contraction: at least one, which may hold zeros alone)."""
+def _sizes(
+    ends_ptr, g, start, M, K,
+    RAGGED: gl.constexpr, ADD: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, INTERVAL: gl.constexpr,
+):  # fmt: skip
+    """(end of group g, its row tiles, stages of its contraction: at least INTERVAL, which may hold zeros alone)."""
     end = gl.load(ends_ptr + g)
     if RAGGED == "rows":
         end = gl.maximum(gl.minimum(end, M), start)
-        return end, gl.cdiv(end - start, BM), gl.cdiv(K, SPAN)
+        return end, gl.cdiv(end - start, BM), gl.maximum(gl.cdiv(K, BK), INTERVAL)
     else:
         end = gl.maximum(gl.minimum(end, K), start)
         m_tiles = gl.cdiv(M, BM)
         if ADD:
             m_tiles = gl.where(end > start, m_tiles, 0)
-        return end, m_tiles, gl.maximum(gl.cdiv(end - start, SPAN), 1)
+        return end, m_tiles, gl.maximum(gl.cdiv(end - start, BK), INTERVAL)
 
 
 @gluon.jit
@@ -93,7 +96,7 @@ def _load(
     start = 0
     first = 0
     for g in range(G):
-        end, m_tiles, spans = _sizes(ends_ptr, g, start, M, K, RAGGED, ADD, BM, BK * INTERVAL)
+        end, m_tiles, stages = _sizes(ends_ptr, g, start, M, K, RAGGED, ADD, BM, BK, INTERVAL)
         last = first + m_tiles * n_tiles
         while tile < last:
             place = turn % QUEUE
@@ -107,7 +110,7 @@ def _load(
             if RAGGED == "rows":
                 row += start
                 column += g * N
-            for k in range(spans * INTERVAL):
+            for k in range(stages):
                 at = k * BK
                 if RAGGED == "contraction":
                     at += start
@@ -203,17 +206,65 @@ def _columns(ptr, g, column, N, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def _tile(
+    a_tiles, b_tiles, full, empty, staging,
+    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, g, row, row_end, column, step, stages, M, N,
+    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
+    WIDTH: gl.constexpr = b_tiles.type.shape[1] // 2
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+    sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
+    sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
+    for _ in range(stages % INTERVAL):
+        part = _begin(a_tiles, b_tiles, full, step, 1, WHO, 0, SUM)
+        sum0 += warpgroup_mma_wait(0, deps=[part])
+        part = _begin(a_tiles, b_tiles, full, step, 1, WHO, 1, SUM)
+        sum1 += _finish(part, empty, step, 1)
+        step += 1
+    for _ in range(stages // INTERVAL - 1):
+        part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
+        sum0 += warpgroup_mma_wait(0, deps=[part])
+        part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
+        sum1 += _finish(part, empty, step, INTERVAL)
+        step += INTERVAL
+    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
+    bias0 = None
+    bias1 = None
+    if RAGGED == "rows":
+        m = row + gl.arange(0, 64, gl.SliceLayout(1, SUM))
+        row_scale = _power(gl.load(a_scale_ptr + m, mask=m < row_end, other=0))
+        scale0 = _columns(b_scale_ptr, g, column, N, WIDTH)
+        scale1 = _columns(b_scale_ptr, g, column + WIDTH, N, WIDTH)
+        if bias_ptr is not None:
+            bias0 = _columns(bias_ptr, g, column, N, WIDTH)
+            bias1 = _columns(bias_ptr, g, column + WIDTH, N, WIDTH)
+    else:
+        row += g * M
+        row_end += g * M
+        e = gl.load(a_scale_ptr + g)
+        row_scale = _power(127 + (e >> 1)), _power(127 + (e - (e >> 1)))
+        scale0 = None
+        scale1 = None
+    sum0 += warpgroup_mma_wait(0, deps=[part])
+    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
+    _store(sum0, out_ptr, out_desc, staging, row_scale, scale0, bias0, row, row_end, column, N, ADD)
+    sum1 += _finish(part, empty, step, INTERVAL)
+    _store(sum1, out_ptr, out_desc, staging, row_scale, scale1, bias1, row, row_end, column + WIDTH, N, ADD)
+    return step + INTERVAL
+
+
+@gluon.jit
 def _multiply(
     a_tiles, b_tiles, full, empty, queue, told, heard, staging,
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K,
     RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warpgroup: 64 rows of every tile, from the first stage to the store."""
+    """A multiplying warpgroup: 64 rows of every tile, if it has so many."""
+    STAGES: gl.constexpr = a_tiles.type.shape[0]
     BM: gl.constexpr = a_tiles.type.shape[1]
     BN: gl.constexpr = b_tiles.type.shape[1]
     BK: gl.constexpr = a_tiles.type.shape[2]
-    WIDTH: gl.constexpr = BN // 2
-    SUM: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     n_tiles = gl.cdiv(N, BN)
     step = 0
@@ -222,52 +273,32 @@ def _multiply(
     start = 0
     first = 0
     for g in range(G):
-        end, m_tiles, spans = _sizes(ends_ptr, g, start, M, K, RAGGED, ADD, BM, BK * INTERVAL)
+        end, m_tiles, stages = _sizes(ends_ptr, g, start, M, K, RAGGED, ADD, BM, BK, INTERVAL)
         last = first + m_tiles * n_tiles
         while tile < last:
             place = turn % QUEUE
             mbarrier.wait(told.index(place), (turn // QUEUE) & 1)
             following = gl.max(queue.index(place).load(ONE), 0)
-            sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
-            sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
-            for _ in range(spans - 1):
-                part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
-                sum0 += warpgroup_mma_wait(0, deps=[part])
-                part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
-                sum1 += _finish(part, empty, step, INTERVAL)
-                step += INTERVAL
-            part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
             i, j = _place(tile - first, m_tiles, n_tiles, BAND)
             row = i * BM + WHO * 64
             column = j * BN
-            bias0 = None
-            bias1 = None
+            row_end = M
             if RAGGED == "rows":
                 row += start
                 row_end = end
-                m = row + gl.arange(0, 64, gl.SliceLayout(1, SUM))
-                row_scale = _power(gl.load(a_scale_ptr + m, mask=m < end, other=0))
-                scale0 = _columns(b_scale_ptr, g, column, N, WIDTH)
-                scale1 = _columns(b_scale_ptr, g, column + WIDTH, N, WIDTH)
-                if bias_ptr is not None:
-                    bias0 = _columns(bias_ptr, g, column, N, WIDTH)
-                    bias1 = _columns(bias_ptr, g, column + WIDTH, N, WIDTH)
+            if row < row_end:
+                step = _tile(
+                    a_tiles, b_tiles, full, empty, staging.index(WHO),
+                    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, g, row, row_end, column, step, stages, M, N,
+                    RAGGED, INTERVAL, ADD, WHO,
+                )  # fmt: skip
             else:
-                row += g * M
-                row_end = (g + 1) * M
-                e = gl.load(a_scale_ptr + g)
-                row_scale = _power(127 + (e >> 1)), _power(127 + (e - (e >> 1)))
-                scale0 = None
-                scale1 = None
-            sum0 += warpgroup_mma_wait(0, deps=[part])
-            part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
-            own = staging.index(WHO)
-            _store(sum0, out_ptr, out_desc, own, row_scale, scale0, bias0, row, row_end, column, N, ADD)
-            sum1 += _finish(part, empty, step, INTERVAL)
-            _store(sum1, out_ptr, out_desc, own, row_scale, scale1, bias1, row, row_end, column + WIDTH, N, ADD)
+                for _ in range(stages):
+                    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+                    mbarrier.arrive(empty.index(step % STAGES), count=1)
+                    step += 1
             # Long after all threads have read it.
             mbarrier.arrive(heard.index(place), count=1)
-            step += INTERVAL
             tile = following
             turn += 1
         first = last
