@@ -12,8 +12,8 @@ device; a group without rows costs nothing, or, along a ragged contraction, its 
 Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then. A second
 accumulator of the whole tile does not fit the registers (2 x 128 of 240 a thread). So each warpgroup multiplies into 64
 registers one half of its columns over INTERVAL stages, adds them to that half's sum in fp32, then does the other half
-over the same stages, which stay in shared memory meanwhile; one warpgroup adds while the other multiplies. Stages that are
-no whole interval come first, one by one.
+over the same stages, which stay in shared memory meanwhile; one warpgroup adds while the other multiplies. Stages that
+are no whole interval come first, one by one.
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
     RAGGED = "contraction"  out[g, m, n] = 2^e[g] sum_k a[m, k] b[n, k]                                  k of group g
