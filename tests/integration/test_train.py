@@ -17,6 +17,8 @@ from mxep.integration.mesh import Mesh
 from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Trainer, learning_rate, recipes, train
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
 
 class StopAfter(StopFlag):
     """Asked to stop after `steps` steps."""
@@ -47,11 +49,15 @@ def losses(outcome: Outcome) -> list[list[float]]:
     return [[row["loss"] for row in run.metrics] for run in outcome.runs]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
-    make_config: Callable[..., Config], tmp_path: Path
+    make_config: Callable[..., Config], tmp_path: Path, device: str
 ):
-    config = make_config("train.steps=8", "train.checkpoint_every=3", "parallel.device=cpu")
-    whole, half, rest = run_ranks(train_stop_and_resume, (config, tmp_path), world_size=2, timeout=60, device="cpu")[0]
+    ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
+    overrides = (f"parallel.device={device}", f"parallel.ranks={ranks}")
+    config = make_config("train.steps=8", "train.checkpoint_every=3", *overrides)
+    results = run_ranks(train_stop_and_resume, (config, tmp_path), world_size=ranks, timeout=120, device=device)
+    whole, half, rest = results[0]
     assert [run.steps for run in half.runs] == [8, 4]
     assert half.stopped
     assert not rest.stopped
@@ -85,7 +91,7 @@ def test_one_rank_expert_parallel_and_data_parallel_ranks_train_alike(
         assert torch.tensor(curve).sub(alone).abs().div(alone).max() < 1e-2, layout
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_a_cuda_graph_of_loss_and_gradients_trains_as_calls_from_the_host_do(
     make_config: Callable[..., Config], tmp_path: Path
 ):
@@ -104,7 +110,7 @@ def test_a_cuda_graph_of_loss_and_gradients_trains_as_calls_from_the_host_do(
     assert torch.equal(host, graph)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_run_on_gpus_repeats_bit_for_bit(make_config: Callable[..., Config], tmp_path: Path, graph: bool):
     ranks = min(2, torch.cuda.device_count())
