@@ -26,6 +26,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from .comms_cases import BLOCK
+from .comms_timing import gathered
 from .layer_cases import Case, Problem
 from .layer_counts import WIRE, wire_bytes
 from .layer_timing import synchronize
@@ -105,6 +106,8 @@ def profiled(call: Call, device: torch.device) -> list[Event]:
     call()
     synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU], acc_events=True) as seen:
+        if cuda:
+            gathered(None)  # profilers take their time to start, and the first barrier of a step would count the wait
         for _ in range(STEPS):
             call()
         synchronize(device)
