@@ -45,17 +45,6 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
 
 
 @pytest.mark.parametrize(
-    ("override", "graph"),
-    [("dispatcher=symmetric", True), ("dispatcher=all_to_all", False), ("dispatcher.capacity=exact", False)],
-)
-def test_a_step_is_one_cuda_graph_unless_the_host_reads_sizes(
-    make_config: Callable[..., Config], override: str, graph: bool
-):
-    assert make_config(override).train.graph == graph
-    assert make_config(override, "train.graph=false").train.graph is False
-
-
-@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["recipe.name=int3"], "recipe: got 'int3', want bf16, fp8, mxfp8"),
@@ -112,7 +101,7 @@ def test_a_saved_config_comes_back_but_for_what_the_command_line_names(make_conf
     saved = make_config("train.steps=7", "seed=3", "recipe=fp8")
     register()
     with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        given = ["recipe=bf16", "train.checkpoint_every=9"]
+        given = ["recipe=bf16", "train.checkpoint_every=9", "dispatcher=all_to_all"]
         restored = resolve(restore(compose("config", given), to_json(saved), given))
     assert (restored.train.steps, restored.seed, restored.model) == (7, 3, saved.model)
     assert (restored.recipe.name, restored.train.checkpoint_every) == ("bf16", 9)

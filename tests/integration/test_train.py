@@ -111,10 +111,10 @@ def test_a_cuda_graph_of_loss_and_gradients_trains_as_calls_from_the_host_do(
 
 
 @needs_gpu
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_run_on_gpus_repeats_bit_for_bit(make_config: Callable[..., Config], tmp_path: Path, graph: bool):
+@pytest.mark.parametrize("override", ["train.graph=true", "train.graph=false", "dispatcher=all_to_all"])
+def test_a_run_on_gpus_repeats_bit_for_bit(make_config: Callable[..., Config], tmp_path: Path, override: str):
     ranks = min(2, torch.cuda.device_count())
-    config = make_config("train.compare=false", "train.steps=20", f"parallel.ranks={ranks}", f"train.graph={graph}")
+    config = make_config("train.compare=false", "train.steps=20", f"parallel.ranks={ranks}", override)
     curves = [
         run_ranks(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=120, device="cuda") for _ in range(2)
     ]

@@ -45,8 +45,6 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
     _known_keys(raw, config)
     _fill_parallel(config, ranks)
     _check(config)
-    if config.train.graph is None:
-        config.train.graph = not _sizes_on_host(config)
     return config
 
 
@@ -91,7 +89,7 @@ def make_capacity(config: Config) -> Capacity:
     return Capacity.factor(config.dispatcher.factor) if kind == "factor" else getattr(Capacity, kind)()
 
 
-def _sizes_on_host(config: Config) -> bool:
+def sizes_on_host(config: Config) -> bool:
     """Whether a layer waits for the host to read how many rows there are."""
     return config.dispatcher.name == "all_to_all" or make_capacity(config) == Capacity.exact()
 
@@ -140,7 +138,7 @@ def _check(config: Config) -> None:
     _divides("parallel.ranks", ranks, "data.batch", data.batch)
     if config.dispatcher.name == "local" and ep != 1:
         raise ConfigError(f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}")
-    if config.train.graph and _sizes_on_host(config):
+    if config.train.graph and sizes_on_host(config):
         raise ConfigError("train.graph=true: the host must read no sizes, as all_to_all and exact capacity make it")
     _divides("parallel.ep", ep, "model.experts", model.experts)
     _divides("model.heads", 2 * model.heads, "model.dim", model.dim)

@@ -90,7 +90,7 @@ def init_process_group(device: str, rank: int, world_size: int, *, init_method: 
     here = torch.device("cpu")
     if device == "cuda":
         os.environ.update(NO_MULTICAST)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or products may differ from run to run
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it to be deterministic
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(here)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

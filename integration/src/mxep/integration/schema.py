@@ -96,7 +96,7 @@ class OptimizerConfig:
 class TrainConfig:
     """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
     for one at the end, null for none. valid_batches: batches of held-out text for the final loss. graph: whether on
-    GPUs loss and gradients are computed by a CUDA graph; null: if the host reads no sizes."""
+    GPUs loss and gradients are computed by a CUDA graph; null: where nothing on the way waits for the host."""
 
     steps: int
     compare: bool

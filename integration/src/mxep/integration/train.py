@@ -3,7 +3,7 @@
     for each recipe:   build -> (load) -> [ batch, gradients, check, step, measure, balance ] x steps
                        -> save -> loss on held-out text
 
-    gradients:         loss -> backward -> reduce -> clip; on GPUs one CUDA graph, if the host reads no sizes
+    gradients:         loss -> backward -> reduce -> clip; on GPUs one CUDA graph, if nothing waits for the host
 
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from mxep.gemm import Recipe
 
 from . import checkpoint
-from .config import ConfigError, make_capacity, make_recipe, to_json
+from .config import ConfigError, make_capacity, make_recipe, sizes_on_host, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed
 from .launch import Rank
@@ -125,7 +125,7 @@ class Trainer:
         ).to(rank.device)
         self.gradients = Gradients(self.model, self.model.expert_parameters(), mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        self.graph = Graphed(self._gradients) if config.train.graph and rank.device.type == "cuda" else None
+        self.graph = Graphed(self._gradients) if _in_graph(config, rank.device) else None
         self.step = 0
         self.saved: int | None = None
         self.metrics: list[dict[str, Any]] = []
@@ -262,18 +262,29 @@ class Trainer:
         return stream
 
 
+def _in_graph(config: Config, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    if config.train.graph is not None:
+        return config.train.graph
+    # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
+    return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 @contextlib.contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """Makes GPUs repeat a run to the last bit, as CPUs do; the backward of attention would add in any order."""
+    if device.type != "cuda":
+        yield
+        return
     memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
-    if device.type == "cuda":
-        torch.use_deterministic_algorithms(True)
-        memory.fill_uninitialized_memory = False  # a pass over each new tensor
+    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    memory.fill_uninitialized_memory = False  # a pass over each new tensor
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         memory.fill_uninitialized_memory = before[1]
 
 

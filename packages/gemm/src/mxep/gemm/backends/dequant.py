@@ -1,4 +1,5 @@
-"""The dequant backend: every operand becomes bf16, torch's grouped mm does the rest. Any device, no host sync.
+"""The dequant backend: every operand becomes bf16, torch's grouped mm does the rest. Any device; no host sync on
+GPUs of compute capability 9 and 10 (on others torch's grouped mm is a loop that reads the ends).
 
     codes * scale -> bf16 (exact: a code has at most 4 significant bits)   ->   grouped mm, fp32 inside, bf16 out
 

@@ -209,11 +209,14 @@ def _columns(ptr, g, column, N, WIDTH: gl.constexpr):
 @gluon.jit
 def _tile(
     a_tiles, b_tiles, full, empty, staging,
-    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, g, row, row_end, column, step, stages, M, N,
-    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
+    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
+    g, start, end, tile, m_tiles, n_tiles, step, stages, M, N,
+    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
-    WIDTH: gl.constexpr = b_tiles.type.shape[1] // 2
+    BM: gl.constexpr = a_tiles.type.shape[1]
+    BN: gl.constexpr = b_tiles.type.shape[1]
+    WIDTH: gl.constexpr = BN // 2
     SUM: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
     sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
     sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
@@ -230,11 +233,17 @@ def _tile(
         sum1 += _finish(part, empty, step, INTERVAL)
         step += INTERVAL
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
+    # Not before the loop, which has no registers to keep it in.
+    i, j = _place(tile, m_tiles, n_tiles, BAND)
+    row = i * BM + WHO * 64
+    column = j * BN
     bias0 = None
     bias1 = None
     if RAGGED == "rows":
+        row += start
+        row_end = end
         m = row + gl.arange(0, 64, gl.SliceLayout(1, SUM))
-        row_scale = _power(gl.load(a_scale_ptr + m, mask=m < row_end, other=0))
+        row_scale = _power(gl.load(a_scale_ptr + m, mask=m < end, other=0))
         scale0 = _columns(b_scale_ptr, g, column, N, WIDTH)
         scale1 = _columns(b_scale_ptr, g, column + WIDTH, N, WIDTH)
         if bias_ptr is not None:
@@ -242,7 +251,7 @@ def _tile(
             bias1 = _columns(bias_ptr, g, column + WIDTH, N, WIDTH)
     else:
         row += g * M
-        row_end += g * M
+        row_end = (g + 1) * M
         e = gl.load(a_scale_ptr + g)
         row_scale = _power(127 + (e >> 1)), _power(127 + (e - (e >> 1)))
         scale0 = None
@@ -261,13 +270,12 @@ def _multiply(
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K,
     RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warpgroup: 64 rows of every tile, if it has so many."""
+    """A multiplying warpgroup: 64 rows of every tile, if any of them are in the group."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     BM: gl.constexpr = a_tiles.type.shape[1]
-    BN: gl.constexpr = b_tiles.type.shape[1]
     BK: gl.constexpr = a_tiles.type.shape[2]
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    n_tiles = gl.cdiv(N, BN)
+    n_tiles = gl.cdiv(N, b_tiles.type.shape[1])
     step = 0
     turn = 0
     tile = gl.program_id(0)
@@ -280,25 +288,22 @@ def _multiply(
             place = turn % QUEUE
             mbarrier.wait(told.index(place), (turn // QUEUE) & 1)
             following = gl.max(queue.index(place).load(ONE), 0)
-            i, j = _place(tile - first, m_tiles, n_tiles, BAND)
-            row = i * BM + WHO * 64
-            column = j * BN
-            row_end = M
+            there = True
             if RAGGED == "rows":
-                row += start
-                row_end = end
-            if row < row_end:
+                there = start + _place(tile - first, m_tiles, n_tiles, BAND)[0] * BM + WHO * 64 < end
+            if there:
                 step = _tile(
                     a_tiles, b_tiles, full, empty, staging.index(WHO),
-                    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, g, row, row_end, column, step, stages, M, N,
-                    RAGGED, INTERVAL, ADD, WHO,
+                    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
+                    g, start, end, tile - first, m_tiles, n_tiles, step, stages, M, N,
+                    RAGGED, INTERVAL, BAND, ADD, WHO,
                 )  # fmt: skip
             else:
                 for _ in range(stages):
                     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
                     mbarrier.arrive(empty.index(step % STAGES), count=1)
                     step += 1
-            # Long after all threads have read it.
+            # All threads have read it: they met at a barrier at the latest before this warpgroup released a stage.
             mbarrier.arrive(heard.index(place), count=1)
             tile = following
             turn += 1
