@@ -157,6 +157,16 @@ def _finish(part, empty, step, INTERVAL: gl.constexpr):
 
 
 @gluon.jit
+def _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, SUM: gl.constexpr):
+    """Both halves' sums, and what INTERVAL stages add to them."""
+    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
+    sum0 += warpgroup_mma_wait(0, deps=[part])
+    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
+    sum1 += _finish(part, empty, step, INTERVAL)
+    return sum0, sum1
+
+
+@gluon.jit
 def _power(byte):
     """2^(byte - 127) of a scale byte, NaN of 255."""
     byte = byte.to(gl.int32)
@@ -221,16 +231,10 @@ def _tile(
     sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
     sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
     for _ in range(stages % INTERVAL):
-        part = _begin(a_tiles, b_tiles, full, step, 1, WHO, 0, SUM)
-        sum0 += warpgroup_mma_wait(0, deps=[part])
-        part = _begin(a_tiles, b_tiles, full, step, 1, WHO, 1, SUM)
-        sum1 += _finish(part, empty, step, 1)
+        sum0, sum1 = _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, 1, WHO, SUM)
         step += 1
     for _ in range(stages // INTERVAL - 1):
-        part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
-        sum0 += warpgroup_mma_wait(0, deps=[part])
-        part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
-        sum1 += _finish(part, empty, step, INTERVAL)
+        sum0, sum1 = _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL, WHO, SUM)
         step += INTERVAL
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
     # Not before the loop, which has no registers to keep it in.
