@@ -56,8 +56,9 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
     ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
     overrides = (f"parallel.device={device}", f"parallel.ranks={ranks}")
     config = make_config("train.steps=8", "train.checkpoint_every=3", *overrides)
-    results = run_ranks(train_stop_and_resume, (config, tmp_path), world_size=ranks, timeout=120, device=device)
-    whole, half, rest = results[0]
+    whole, half, rest = run_ranks(
+        train_stop_and_resume, (config, tmp_path), world_size=ranks, timeout=60, device=device
+    )[0]
     assert [run.steps for run in half.runs] == [8, 4]
     assert half.stopped
     assert not rest.stopped

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 WARM_UP = 2
 """Calls that the host launches: buffers are made, kernels loaded, communicators connected."""
+
+
+@contextlib.contextmanager
+def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """`torch.cuda.graph` of a new graph, but what raises is the error itself. options: its."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield graph
+    except Exception as error:  # the end of a capture that failed raises, too, and says less
+        raise error.__context__ or error from None
 
 
 class Graphed:
@@ -51,11 +64,7 @@ class Graphed:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         gc.collect()  # or garbage may be freed within the capture, by calls that wait for the device
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads, NCCL's among them, may go on asking for events.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._results = self._fn(*self._inputs)
-        except Exception as error:  # the end of a capture that failed raises, too, and says less
-            raise error.__context__ or error from None
+        # Other threads, NCCL's among them, may go on asking for events.
+        with capturing(stream=self._stream, capture_error_mode="thread_local") as graph:
+            self._results = self._fn(*self._inputs)
         return graph

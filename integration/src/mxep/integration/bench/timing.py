@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import triton
 
+from ..graph import capturing
 from .meter import Read, open_meter
 
 LAUNCHES = 10  # in a graph, at least
@@ -144,14 +145,10 @@ def capture(calls: Sequence[Call], launches: int, pool: Any = None) -> tuple[tor
     sets = len(calls)
     count = -(-launches // sets) * sets
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     results: deque[object] = deque(maxlen=sets)  # as long as one is here, its memory is not written again
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            for i in range(count):
-                results.append(calls[i % sets]())
-    except Exception as error:  # the end of a capture that failed raises, too, and says less
-        raise error.__context__ or error from None
+    with capturing(pool=pool) as graph:
+        for i in range(count):
+            results.append(calls[i % sets]())
     return graph, count
 
 
