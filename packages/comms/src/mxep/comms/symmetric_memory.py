@@ -123,7 +123,7 @@ class SymmetricMemoryTransport(KernelMoves):
     def _map(self, nbytes: int) -> SymmetricBuffer:
         """Zeroed before any peer can store to it: rendezvous ends when all have come, and they come with zeroes."""
         mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.device)  # the zeroes are there, not only on their way
         handle = symm_mem.rendezvous(mine, self._group)
         # get_remote_tensor, not get_buffer: torch may have cut the tensor from a larger segment, and only the former
         # adds the tensor's place in it.

@@ -94,6 +94,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return total.to(home.dtype)
 
     def _exchange_sizes(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        """(sent, received) rows by rank, on the host: NCCL's all-to-all takes them from there."""
         received = counts
         if self.world_size > 1:
             received = torch.empty_like(counts)

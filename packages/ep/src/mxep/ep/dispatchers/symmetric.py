@@ -119,7 +119,7 @@ class SymmetricDispatcher(TokenDispatcher):
                 f"the dispatcher was made for {self.world_size} ranks, its transport has {self.transport.world_size}: "
                 "initialise the process group before making the layer"
             )
-        if self.max_tokens is None:
+        if self.max_tokens is None:  # once, before the first move: who was given max_tokens asks nobody
             most = torch.tensor(len(expert_ids), device=device)
             if self.world_size > 1:
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
