@@ -4,7 +4,8 @@
     def test_something(ctx, dim): ...       # ctx: Context; the rest are ordinary pytest parameters and fixtures
 
 By itself the test starts its ranks as fresh processes (CPU, or CUDA where there are enough devices). Under torchrun the
-same body runs in place on a subgroup of the first n ranks, and is skipped where n is larger than the world.
+same body runs in place on a subgroup of the first n ranks, and is skipped where n is larger than the world. With
+`device="cuda"` it is skipped, too, where there are fewer GPUs than ranks; "cpu" leaves them alone.
 """
 
 import functools
@@ -66,6 +67,8 @@ def distributed(
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 _run_in_place(body, world_size, kwargs, device)
                 return
+            if device == "cuda" and torch.cuda.device_count() < world_size:
+                pytest.skip(f"fewer than {world_size} GPUs")
             args = (FunctionName.of(body), kwargs)
             options = {"timeout": timeout, "device": device, "preload": ("pytest",)}
             skipped = run_ranks(_run_body, args, world_size=world_size, **options)
@@ -99,6 +102,8 @@ def _run_in_place(body: Callable[..., None], world_size: int, kwargs: dict[str, 
         # Kept for all tests of the session; the interpreter's end takes it down.
         init_process_group(resolve_device("auto", world), rank, world)
     on_cuda = device != "cpu" and "nccl" in dist.get_backend_config()
+    if device == "cuda" and not on_cuda:
+        pytest.skip(f"fewer than {world} GPUs")
     if on_cuda and world_size < world:
         # torch 2.11 numbers the rendezvous of symmetric memory by process, not by group: after one that some ranks sat
         # out, the next one of all ranks hangs. Without torchrun every size has fresh processes.

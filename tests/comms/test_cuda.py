@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer tha
 LIMIT = 1.5
 
 
-@distributed(2, 4)
+@distributed(2, 4, device="cuda")
 def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
     workspace, direct = make_workspace(ctx), make_workspace(ctx, direct_rows=80)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
@@ -64,7 +64,7 @@ def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
         assert bool(captured[2]), f"direct rows of routing {seed}"
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_a_graph_of_one_move_may_be_replayed_again_at_once(ctx: Context):
     """Each replay stores into the buffer that the one before is still read from, on a rank that reads late."""
     workspace = make_workspace(ctx, max_tokens=64)
@@ -95,7 +95,7 @@ def test_a_graph_of_one_move_may_be_replayed_again_at_once(ctx: Context):
     assert not int(wrong)
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_returns_of_two_workspaces_never_keep_each_other_out(ctx: Context):
     """Each fills the device and waits for its peer; what comes first on one rank comes last on the other."""
     transport = ctx.transport(timeout=10.0)
@@ -124,7 +124,7 @@ def test_returns_of_two_workspaces_never_keep_each_other_out(ctx: Context):
         transport.check()
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
     workspace = make_workspace(ctx)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
@@ -143,7 +143,7 @@ def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
     assert not [name for name in names if "nccl" in name.lower()]
 
 
-@distributed(2, 4)
+@distributed(2, 4, device="cuda")
 def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
     workspace = make_workspace(ctx, timeout=LIMIT)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
@@ -165,7 +165,7 @@ def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
     dist.barrier(ctx.group)
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_ranks_in_other_moves_are_told(ctx: Context):
     workspace = make_workspace(ctx, timeout=LIMIT)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
