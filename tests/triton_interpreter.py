@@ -1,7 +1,7 @@
 """Triton kernels on a machine without a GPU: the interpreter, with the GPU's numbers.
 
 `on_import()` waits for the first import of triton. Where there is no CUDA device it then sets TRITON_INTERPRET=1 and
-corrects the interpreter of Triton 3.6 and 3.7, which by itself rounds fp32 -> E4M3 wrongly in 43% of all cases,
+corrects the interpreter of Triton 3.6 to 3.9, which by itself (3.7) rounds fp32 -> E4M3 wrongly in 43% of all cases,
 truncates to bf16, adds bf16 as integers and knows no `dot_scaled`. With a CUDA device and no TRITON_INTERPRET it does
 nothing. What is as on the GPU, bit for bit:
 
@@ -153,8 +153,9 @@ def install() -> None:
     from triton.runtime import interpreter as stock
 
     builder = stock.InterpreterBuilder
-    if hasattr(builder, "get_bf16"):
+    if getattr(builder, "corrected", False):
         return
+    builder.corrected = True
     handle = stock.TensorHandle
     coded = ("bf16", *FP8)  # numpy computes with the bits of these
     narrow = (*coded, "fp16")

@@ -40,6 +40,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mxep.gemm.backends.hopper import STEP
 from mxep.quant.kernels.fold import multiprocessors
 
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.7
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
 BM, BN, BK = 128, 256, STEP
 STAGES = 4
 INTERVAL = 2
@@ -119,8 +122,8 @@ def _load(
                 stage = step % STAGES
                 mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(a_desc, [row, at], full.index(stage), a_tiles.index(stage))
-                tma.async_copy_global_to_shared(b_desc, [column, at], full.index(stage), b_tiles.index(stage))
+                load_tile(a_desc, [row, at], full.index(stage), a_tiles.index(stage))
+                load_tile(b_desc, [column, at], full.index(stage), b_tiles.index(stage))
                 step += 1
             tile = following
             turn += 1
@@ -191,7 +194,7 @@ def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row,
         staging.store(half.to(out_desc.dtype))
         fence_async_shared()
         if row + 64 <= end:
-            tma.async_copy_shared_to_global(out_desc, [row, column], staging)
+            store_tile(out_desc, [row, column], staging)
         else:
             WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
             _store_rows(staging.load(WIDE), out_ptr, row, end, column, N, ADD)
