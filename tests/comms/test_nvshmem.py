@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,27 @@ def test_a_missing_device_library_says_what_to_install(monkeypatch, tmp_path):
         RuntimeError, match=r"not found .*; pip install mxep-comms\[nvshmem-cu\d+\].* or set NVSHMEM_LI"
     ):
         device_library()
+
+
+def test_the_device_library_of_an_architecture_is_found(monkeypatch, tmp_path):
+    from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder
+
+    def fail() -> str:
+        raise RuntimeError("not found")
+
+    monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: True)
+    monkeypatch.setattr(NvshmemLibFinder, "find_device_library", fail)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    monkeypatch.delenv("NVSHMEM_LIB_DIR", raising=False)
+    with pytest.raises(RuntimeError, match="not found"):
+        device_library()
+    folder = tmp_path / "nvidia" / "nvshmem" / "lib"
+    folder.mkdir(parents=True)
+    for sm in (80, 90, 120):
+        (folder / f"libnvshmem_device_sm_{sm}.bc").touch()
+    assert device_library() == str(folder / "libnvshmem_device_sm_90.bc")
 
 
 def test_a_torch_without_nvshmem_says_so(monkeypatch):

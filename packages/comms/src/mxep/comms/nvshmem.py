@@ -17,6 +17,8 @@ import itertools
 import math
 import os
 import re
+import sysconfig
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -200,7 +202,18 @@ def device_library() -> str:
     try:
         return str(NvshmemLibFinder.find_device_library())
     except RuntimeError as error:
+        if "NVSHMEM_LIB_DIR" not in os.environ and (library := _library_of_architecture()):
+            return library
         raise RuntimeError(f"{error}; {_what_to_install()} or set NVSHMEM_LIB_DIR to its folder") from error
+
+
+def _library_of_architecture() -> str | None:
+    """NVSHMEM 3.7 has one for each architecture, which torch 2.15 asks for but does not find: the last that this device
+    can run, or Hopper where there is none."""
+    folder = Path(sysconfig.get_path("purelib"), "nvidia", "nvshmem", "lib")
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    found = {int(path.stem.rpartition("_")[2]): str(path) for path in folder.glob("libnvshmem_device_sm_*.bc")}
+    return found.get(max((sm for sm in found if sm <= 10 * major + minor), default=0))
 
 
 def device_version(ptx: str) -> str | None:
