@@ -207,9 +207,10 @@ def _store_rows(piece, out_ptr, row, end, column, N, ADD: gl.constexpr):
     n = column + gl.arange(0, piece.type.shape[1], gl.SliceLayout(0, L))
     at = out_ptr + (m.to(gl.int64)[:, None] * N + n[None, :])
     there = (m < end)[:, None] & (n < N)[None, :]
-    if ADD:
-        piece += gl.load(at, mask=there, other=0.0)
-    gl.store(at, piece, mask=there)
+    if ADD:  # where it lies: nothing waits for what was there, and each number is added to once
+        gl.atomic_add(at, piece, mask=there, sem="relaxed", scope="gpu")
+    else:
+        gl.store(at, piece, mask=there)
 
 
 @gluon.jit
