@@ -26,7 +26,6 @@ from mxep.comms import (
 )
 from ranks import Context, distributed
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs")
 LIMIT = 1.5
 
 
@@ -203,6 +202,7 @@ def die(rank: int, world_size: int, folder: Path) -> None:
         (folder / f"told-{rank}").write_text(f"{error} after {time.monotonic() - started:.2f} s")
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs")
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts ranks of its own")
 def test_survivors_of_a_killed_rank_are_told_who_it_was_and_exit(tmp_path):
     world_size = min(4, torch.cuda.device_count())

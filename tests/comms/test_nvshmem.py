@@ -48,12 +48,6 @@ def kind_of(ctx: Context) -> type:
     return NvshmemTransport
 
 
-def nvshmem_only(ctx: Context) -> type:
-    if ctx.device.type == "cpu":
-        pytest.skip("NVSHMEM's own waits and graphs want GPUs")
-    return kind_of(ctx)
-
-
 @distributed(*((1, 2, 3, 4) if ON_CUDA else (3,)))
 def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Context):
     check_cases(ctx, make_workspace(ctx, kind_of(ctx)), CASES if ON_CUDA else ("duplicates", "no tokens on rank 0"))
@@ -100,9 +94,9 @@ def test_long_rows_are_put_in_pieces(ctx: Context):
         assert_bitwise(slots.weights[rank, : len(theirs.ids)], theirs.weights, f"weights of rank {rank}")
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_a_captured_graph_replays_with_new_routing(ctx: Context):
-    workspace = make_workspace(ctx, nvshmem_only(ctx))
+    workspace = make_workspace(ctx, kind_of(ctx))
     tokens = workspace.max_tokens
     given = [tensor.to(ctx.device) for tensor in _bring_full(workspace, ctx.rank, 0)]
 
@@ -143,9 +137,9 @@ def _bring_full(workspace, rank: int, seed: int) -> tuple[torch.Tensor, torch.Te
     return rows, ids, torch.rand(shape, generator=generator)
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_moves_wait_for_no_device_read(ctx: Context):
-    workspace = make_workspace(ctx, nvshmem_only(ctx))
+    workspace = make_workspace(ctx, kind_of(ctx))
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -157,9 +151,9 @@ def test_moves_wait_for_no_device_read(ctx: Context):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_a_rank_that_never_comes_is_named(ctx: Context):
-    workspace = make_workspace(ctx, nvshmem_only(ctx), timeout=0.5)
+    workspace = make_workspace(ctx, kind_of(ctx), timeout=0.5)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
     if ctx.rank != 1:
         send_rows(workspace, mine.parts, mine.ids)
@@ -169,9 +163,9 @@ def test_a_rank_that_never_comes_is_named(ctx: Context):
     dist.barrier(ctx.group)
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
-    workspace = make_workspace(ctx, nvshmem_only(ctx))
+    workspace = make_workspace(ctx, kind_of(ctx))
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
     send_rows(workspace, mine.parts[: 1 + ctx.rank], mine.ids)
     torch.cuda.synchronize()
@@ -181,18 +175,18 @@ def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
         workspace.transport.check()
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_both_backends_in_one_process_are_refused(ctx: Context):
-    nvshmem_only(ctx)
+    kind_of(ctx)
     if ctx.rank == 0:  # one rank is enough to refuse them all
         _SymmetricMemory.empty_strided_p2p((16,), (1,), torch.uint8, ctx.device)
     with pytest.raises(RuntimeError, match="rank 0: got symmetric memory of backend CUDA in this process already"):
         NvshmemTransport(ctx.group)
 
 
-@distributed(2)
+@distributed(2, device="cuda")
 def test_the_other_transport_after_nvshmem_is_refused(ctx: Context):
-    ctx.transport(nvshmem_only(ctx))
+    ctx.transport(kind_of(ctx))
     with pytest.raises(RuntimeError, match="got backend NVSHMEM of torch's symmetric memory, wanted CUDA"):
         SymmetricMemoryTransport(ctx.group)
 

@@ -115,8 +115,7 @@ def test_frozen_shared_experts_and_a_frozen_rest_get_the_gradients_they_need(ctx
         assert all(torch.equal(*pair) for pair in zip(*both))
 
 
-@pytest.mark.skipif(not GPU, reason="no GPU")
-@distributed(1, 2)
+@distributed(1, 2, device="cuda")
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_a_captured_step_replayed_with_other_inputs_has_the_bits_of_one_in_turn(ctx: Context, recipe: str) -> None:
     moe = make(ctx, recipe)

@@ -1,6 +1,5 @@
 """What the kernels of mxep.quant compile to, for Hopper and Blackwell, without either."""
 
-import importlib.metadata
 import runpy
 from pathlib import Path
 
@@ -31,8 +30,6 @@ TESTED = (
 )
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
 ON_BLACKWELL = ("requantize gathered", "fold 16384", "quantize_swizzled in groups", "split_fold")
-SPILLED = 0 if int(importlib.metadata.version("triton").split(".")[1]) < 8 else 32
-"""Bytes a thread. Triton 3.8 and 3.9 need up to 8 registers more than some of these kernels are given."""
 
 
 def test_no_kernel_spills():
@@ -43,5 +40,5 @@ def test_no_kernel_spills():
         compiled = report(LAUNCHES, [f"={name}" for name in tested], [target])
         assert {row["launch"] for row in compiled} == set(tested)
         rows += compiled
-    spilled = [row for row in rows if row["spills"] > SPILLED]
+    spilled = [row for row in rows if row["spills"]]
     assert not spilled, "\n" + table(spilled)

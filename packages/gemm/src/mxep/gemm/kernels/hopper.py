@@ -40,8 +40,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mxep.gemm.backends.hopper import STEP
 from mxep.quant.kernels.fold import multiprocessors
 
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.7
-store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+if hasattr(tma, "async_load"):
+    load_tile, store_tile = tma.async_load, tma.async_store
+else:  # until Triton 3.7
+    load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 BM, BN, BK = 128, 256, STEP
 STAGES = 4
