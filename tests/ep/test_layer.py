@@ -9,7 +9,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ep.problem import make_ranks
 from mxep.comms import Capacity
 from mxep.ep import combine, dispatch, expert_mlp, make_dispatcher
-from mxep.ep.beside import Beside
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.ep.layer import Setup, route_through_experts
 from mxep.gemm import Recipe
@@ -233,34 +232,6 @@ def test_dx_goes_home_while_the_last_weight_gradient_computes(ctx) -> None:
     out.backward(d_out)
     assert seen[0] == "x goes out"
     assert seen[1:] == ["d_out goes out", "wgrad", "dgrad", "dgrad", "dx goes home", "wgrad", "dx is home"]
-
-
-class SpyBeside(Beside):
-    def __init__(self, fn, x: torch.Tensor, *, seen: list[str]) -> None:
-        self.fn, self.x, self.seen = fn, x, seen
-
-    def send_begun(self) -> None:
-        self.seen.append("beside it")
-        self.out = self.fn(self.x)
-        self.out.register_hook(lambda _: self.seen.append("backward of what was beside"))
-
-    @property
-    def resent(self):
-        return mock.Mock(record=lambda: self.seen.append("beside it"))
-
-
-@distributed(1, device="cpu")
-def test_what_is_beside_begins_after_the_moves_of_tokens_and_its_backward_is_given_out_last(ctx) -> None:
-    ranks = make_ranks([20], seed=8)
-    *given, d_out = inputs(ranks, ctx)
-    seen: list[str] = []
-    dispatcher = SpyDispatcher(len(ranks.whole.down_proj), seen=seen, capacity=Capacity.worst_case())
-    beside = SpyBeside(torch.nn.functional.silu, given[0], seen=seen)
-    setup = Setup(dispatcher, Recipe.mxfp8(), select("auto", ctx.device))
-    out, _ = route_through_experts(*given, setup=setup, beside=beside)
-    assert seen == ["x goes out", "beside it"]
-    (out + beside.out).backward(d_out)
-    assert seen[2:] == ["d_out goes out", "beside it", "dx goes home", "dx is home", "backward of what was beside"]
 
 
 @distributed(1, device="cpu")

@@ -207,7 +207,7 @@ class Bench:
             if step.note is not None:
                 ready.row["note"] = step.note
                 pool.renew()
-            if reference is not None and not case.shared:
+            if reference is not None:
                 snr = compared(reference, step.result)
                 ready.row |= {"snr dB": snr, "dB": min(snr.values())}
                 if not min(snr.values()) >= case.least_snr:
@@ -232,7 +232,7 @@ class Bench:
         rows = {name: self._figures(problem, each, timings) for name, each in ready.items()}
         for row in rows.values():
             for column, ratio in (("ms", "x bf16"), ("fwd ms", "x fwd")):
-                if column in row and column in rows[STANDARD] and not ready[row["what"]].case.shared:
+                if column in row and column in rows[STANDARD]:
                     row[ratio] = rows[STANDARD][column] / row[column]
             yield row
 
@@ -241,7 +241,7 @@ class Bench:
         for each in ready.values():
             keys = ("what", "capacity", "peak GiB", "outside GiB", "note", "error")
             row = {key: each.row[key] for key in keys if key in each.row}
-            if base and "peak GiB" in row and not each.case.shared:
+            if base and "peak GiB" in row:
                 row["in use"] = row["peak GiB"] / base
             elif "error" not in row and "peak GiB" not in row:
                 row.setdefault("note", "memory is measured on GPUs")
@@ -260,8 +260,6 @@ class Bench:
         if isinstance(forward, Sustained):
             row["fwd ms"] = forward.ms
         row |= {"MHz": step.mhz, "W": step.watts}
-        if ready.case.shared:
-            return row
         row["TF"] = useful_flop(p) / row["ms"] / 1e9
         if (floor := floor_ms(p, ready.case, self.ceilings)) is not None:
             row |= {"floor ms": floor, "of floor": floor / row["ms"]}

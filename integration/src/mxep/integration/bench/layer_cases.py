@@ -6,8 +6,6 @@
                                    forward alone quantizes none
     RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
     ..., worst_case; ..., exact    with these capacities
-    ..., shared                    and an expert of hidden dim F that every token takes, beside the moves
-    ..., shared in turn            the same after the layer. These two are compared with nothing here, but in tests
     standard bf16, standard fp8    standard.StandardLayer; fp8: its products by torchao, each row and column scaled
 
 A step is forward and backward: gradients of x, of the routing weights and of both projections. Routing, that is ids and
@@ -45,7 +43,7 @@ STANDARD = "standard bf16"
 MX = "mxfp8/symmetric"
 CASE_NAMES = (STANDARD, "standard fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric")
 """Those of a run that names none."""
-SUFFIXES = ("", ", kept", ", main_grad", ", worst_case", ", exact", ", shared", ", shared in turn")
+SUFFIXES = ("", ", kept", ", main_grad", ", worst_case", ", exact")
 
 
 class Shape(NamedTuple):
@@ -145,7 +143,6 @@ class Ours:
             recipe=recipe,
             dispatcher=dispatcher,
             capacity=capacities.get(suffix, Capacity.factor(p.capacity)),
-            num_shared_experts=int("shared" in suffix),
             max_tokens=p.shape.tokens,
             router=self.router,
             backend=self._keeping(backend) if suffix == "kept" else backend,  # type: ignore[arg-type,unused-ignore]
@@ -155,10 +152,6 @@ class Ours:
         experts.gate_up_proj.data, experts.down_proj.data = p.w13, p.w2
         self.x = p.x.detach().requires_grad_()
         self.leaves = (self.x, self.router.weights, experts.gate_up_proj, experts.down_proj)
-        shared, self.in_turn = self.moe.shared, None
-        self.shared_leaves = () if shared is None else tuple(shared.parameters())
-        if suffix == "shared in turn":
-            self.in_turn, self.moe.shared = shared, None
         self.main_grads: tuple[Tensor, ...] = ()
         if suffix == "main_grad":
             self.main_grads = tuple(torch.zeros(w.shape, device=p.device) for w in self.leaves[2:])
@@ -172,8 +165,7 @@ class Ours:
         self.kept.clear()
         for _ in range(self.micro_batches):
             out = self._out()
-            leaves = self.leaves + self.shared_leaves
-            found = torch.autograd.grad(out, leaves, self.p.d_out, allow_unused=True)[: len(self.leaves)]
+            found = torch.autograd.grad(out, self.leaves, self.p.d_out, allow_unused=True)
         if self.main_grads:
             if found[2] is not None or found[3] is not None:
                 raise NotImplementedError("this MoE knows no main_grad")
@@ -195,7 +187,7 @@ class Ours:
 
     def _out(self) -> Tensor:
         out: Tensor = self.moe(self.x)
-        return out if self.in_turn is None else out + self.in_turn(self.x)
+        return out
 
     def _keeping(self, backend: Backend) -> Backend:
         """As MoE(cache_weights=True) keeps them, but in a graph, too, where a cache would quantize at each call."""
@@ -277,11 +269,6 @@ class Case:
     @property
     def kept(self) -> bool:
         return self.name.endswith(", kept")
-
-    @property
-    def shared(self) -> bool:
-        """Whether it has more than the standard layer: another result, other counts."""
-        return ", shared" in self.name
 
     @property
     def least_snr(self) -> float:

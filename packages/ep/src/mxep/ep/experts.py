@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from mxep.gemm import Recipe, WeightCache
 from mxep.gemm.backends import Backend, select
 
-from .beside import Beside
 from .compiled import compiled_layer
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import combine, dispatch, expert_mlp
@@ -68,14 +67,12 @@ class Experts(nn.Module):
         dispatcher: TokenDispatcher,
         recipe: Recipe,
         backend: str | Backend = "auto",
-        beside: Beside | None = None,
     ) -> tuple[Tensor, Routing | None]:
         """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) summed over each token's experts, and the routing.
 
         A weight with an attribute ``main_grad``, fp32 of its shape, gets its gradient added there, and none itself.
         Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
         one, the symmetric one with ``max_tokens``), the backend is a name and there is no main_grad; else a break.
-        beside: what to run beside the moves of tokens; None under torch.compile.
         """
         proj, down = _local(self.gate_up_proj), _local(self.down_proj)
         main_grads = getattr(self.gate_up_proj, "main_grad", None), getattr(self.down_proj, "main_grad", None)
@@ -85,7 +82,7 @@ class Experts(nn.Module):
             return compiled_layer(x, expert_ids, weights, proj, down, **named), None
         cache = self.weight_cache if self._counts_versions() else None
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "weight_cache": cache}
-        return _run(x, expert_ids, weights, proj, down, main_grads=main_grads, beside=beside, **how)
+        return _run(x, expert_ids, weights, proj, down, main_grads=main_grads, **how)
 
     def _counts_versions(self) -> bool:
         """Whether a change of the weights shows: a DTensor's local tensor and what FSDP2 gathers hide it."""
@@ -131,14 +128,11 @@ def _run(
     backend: str | Backend,
     weight_cache: WeightCache | None,
     main_grads: tuple[Tensor | None, Tensor | None],
-    beside: Beside | None,
 ) -> tuple[Tensor, Routing]:
     if recipe.wgrad == "mx":
         setup = Setup(dispatcher, recipe, select(backend, x.device), weight_cache, main_grads)
-        return route_through_experts(x, expert_ids, weights, proj, down, setup=setup, beside=beside)
+        return route_through_experts(x, expert_ids, weights, proj, down, setup=setup)
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
-    if beside is not None:
-        beside.send_begun()
     ends = routing.plan.group_ends
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
     y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, main_grads=main_grads, **options)

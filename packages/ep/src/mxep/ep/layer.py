@@ -6,7 +6,6 @@ What that buys over the composed functions of `functional.py`, which it equals b
     d_out's slots are used where they lie, before the next move
     weights are quantized while rows are under way, each way as it is needed: nothing of them is kept for backward
     dx goes home while the gradient of gate_up_proj computes
-    what else wants to run beside the moves of tokens, a shared expert, begins once they have begun
 
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
@@ -26,7 +25,6 @@ from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
 from mxep.gemm.weights import Later, rows_and_later
 
-from .beside import Beside
 from .dispatchers.base import Parts, Routing, TokenDispatcher
 from .functional import checked_tokens, hidden, hidden_backward
 from .wire import Wire
@@ -56,14 +54,12 @@ def route_through_experts(
     down_proj: Tensor,
     *,
     setup: Setup,
-    beside: Beside | None = None,
 ) -> tuple[Tensor, Routing]:
     """out (T, D), the weighted sum over each token's experts of their MLPs, and where the rows went.
 
     Args:
         x: (T, D) bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
         gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F).
-        beside: what to run beside the moves of tokens, or None.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, and for a recipe with wgrad "bf16", which keeps unquantized
     operands: compose it from `functional.py`.
@@ -76,11 +72,7 @@ def route_through_experts(
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     sending = start_send(x, weights, expert_ids, setup)
     try:
-        resent = None
-        if beside is not None:
-            beside.send_begun()
-            resent = beside.resent
-        out, routing = _Layer.apply(*tensors, expert_ids, setup, backward, sending, resent)  # type: ignore[no-untyped-call]
+        out, routing = _Layer.apply(*tensors, expert_ids, setup, backward, sending)  # type: ignore[no-untyped-call]
     except BaseException:
         sending[0]()  # no move stays under way
         raise
@@ -125,12 +117,11 @@ class _Layer(torch.autograd.Function):
         setup: Setup,
         backward: bool,
         sending: Sending,
-        resent: torch.cuda.Event | None,
     ) -> tuple[Tensor, Routing]:
         needs = ctx.needs_input_grad[2:4]
         out, routing, kept = layer_forward(sending, gate_up_proj, down_proj, setup, backward, needs)
         ctx.save_for_backward(*kept)
-        ctx.setup, ctx.routing, ctx.resent = setup, routing, resent
+        ctx.setup, ctx.routing = setup, routing
         ctx.dtypes = x.dtype, gate_up_proj.dtype, down_proj.dtype
         return out, routing
 
@@ -139,8 +130,8 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
         needs, kept = ctx.needs_input_grad[2:4], list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
-        grads = layer_backward(d_out, kept, ctx.routing, ctx.setup, ctx.dtypes, needs, ctx.resent)
-        return *grads, None, None, None, None, None
+        grads = layer_backward(d_out, kept, ctx.routing, ctx.setup, ctx.dtypes, needs)
+        return *grads, None, None, None, None
 
 
 @torch.no_grad()
@@ -182,12 +173,11 @@ def layer_backward(
     setup: Setup,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     needs: tuple[bool, bool],
-    resent: torch.cuda.Event | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weights, gate_up_proj, down_proj.
 
     kept: emptied, so that its memory serves the gradients of weights. dtypes: of x and the two. needs: whether the two
-    have any. resent: recorded once d_out is on its way.
+    have any.
     """
     rows, gate_up, h = cast(list[Tensor], kept[:3])  # or None, if not needed
     w13_later, w2_later = Later(*kept[3:6]), Later(*kept[6:])
@@ -203,8 +193,6 @@ def layer_backward(
     parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
     coming = dispatcher.start_resend(parts, routing)
     w2, w13 = w2_later.cols(recipe, backend), w13_later.cols(recipe, backend)
-    if resent is not None:
-        resent.record()
     # Borrowed until dx goes home: the gradient of down_proj comes before that, and before d_h, which takes memory.
     d_y = wire.rows(coming(), plan, copy=False)
     multiply = start_weight_gradient(1, d_y, h)

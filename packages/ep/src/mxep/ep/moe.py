@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mxep.comms import Capacity
 from mxep.gemm import Recipe
 
-from .beside import Beside
 from .dispatchers import Routing, TokenDispatcher, make_dispatcher
 from .experts import Experts, SharedExpert
 from .router import Router
@@ -108,14 +107,12 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, self.dim)
         expert_ids, weights = self.router(tokens)
         options = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
-        on_gpu = tokens.is_cuda and not torch.compiler.is_compiling()
-        beside = Beside(self.shared, tokens) if self.shared is not None and on_gpu else None
         out: Tensor
-        out, routing = self.experts(tokens, expert_ids, weights, beside=beside, **options)
+        out, routing = self.experts(tokens, expert_ids, weights, **options)
         if not torch.compiler.is_compiling():
             self.last_routing = routing
         if self.shared is not None:
-            out = out + (self.shared(tokens) if beside is None else beside.join())
+            out = out + self.shared(tokens)
         return out.view(x.shape)
 
     def check(self) -> None:
