@@ -62,6 +62,7 @@ def grouped_mm(
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
+    group_ends = group_ends.contiguous()  # torch's kernels, too, read it as packed
     chosen = select(backend, a.device)
     weight = None
     if weight_cache is not None:

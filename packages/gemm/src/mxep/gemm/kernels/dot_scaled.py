@@ -274,8 +274,9 @@ def grouped_mm(
 ) -> Tensor:
     """a (R, C), scale (R, C/32), index (M,) or None; w (G, N, C), scale (G, N or N/32, C/32) -> out (M, N).
 
-    Any strides. bias: (G, N) or None. out: (M, N) contiguous, allocated in out_dtype if None; rows past the last group
-    are not written. run_if: int32 (); where it is 0, `out` stays as it is and the launch costs its own time alone.
+    Any strides, of vectors too. bias: (G, N) or None. out: (M, N) contiguous, allocated in out_dtype if None; rows past
+    the last group are not written. run_if: int32 (); where it is 0, `out` stays as it is and the launch costs its own
+    time alone.
     """
     groups, n, c = w.shape
     m = a.shape[0] if a_index is None else a_index.shape[0]
@@ -283,11 +284,12 @@ def grouped_mm(
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
+    a_index, group_ends, bias = (x if x is None else x.contiguous() for x in (a_index, group_ends, bias))
     how = launch_options() | options
     tiles = (triton.cdiv(m, how["BM"]) + groups) * triton.cdiv(n, how["BN"])
     grouped_mm_kernel[(_programs(tiles, a.device),)](
         a, bytes_of(a_scale), a_index, w, bytes_of(w_scale), group_ends,
-        None if bias is None else bias.contiguous(), run_if, out, m, n, c, groups,
+        bias, run_if, out, m, n, c, groups,
         *a.stride(), *a_scale.stride(), *w.stride(), *w_scale.stride(), out.stride(0),
         W_BLOCK=n // w_scale.shape[1], GROUPS=triton.next_power_of_2(groups), **how,
     )  # fmt: skip
@@ -322,7 +324,7 @@ def grouped_wgrad(
     tiles = groups * triton.cdiv(n, how["BM"]) * triton.cdiv(k, how["BN"])
     x, x_scale, y, y_scale = x.mT, bytes_of(x_scale).mT, y.mT, bytes_of(y_scale).mT
     grouped_wgrad_kernel[(_programs(tiles, x.device),)](
-        x, x_scale, y, y_scale, group_ends, run_if, out, x.shape[1], n, k, groups,
+        x, x_scale, y, y_scale, group_ends.contiguous(), run_if, out, x.shape[1], n, k, groups,
         *x.stride(), *x_scale.stride(), *y.stride(), *y_scale.stride(), factor,
         ADD=add, GROUPS=triton.next_power_of_2(groups), **how,
     )  # fmt: skip
