@@ -264,5 +264,6 @@ class _NoProducts:
         recipe: Recipe,
         out_dtype: torch.dtype,
         to: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Callable[[], Tensor]:
         return lambda: torch.empty(ends.shape[0], dy.shape[1], a.shape[1], dtype=out_dtype, device=dy.device)

@@ -37,6 +37,7 @@ def grouped_mm(
     out_dtype: torch.dtype | None = None,
     weight_cache: WeightCache | None = None,
     main_grad: Tensor | None = None,
+    wgrad_scale: float = 1.0,
 ) -> Tensor:
     """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
 
@@ -51,6 +52,7 @@ def grouped_mm(
     weight_cache: keeps the quantized w until it changes; without one it is quantized at each call.
     main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. Products of
         unquantized operands come rounded to bf16 but from backend "reference"; all others are added in fp32.
+    wgrad_scale: multiplies the gradient of w (not those of a and bias), before it is rounded or added.
 
     The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
     the recipe's blocks, else dequantized and quantized.
@@ -60,11 +62,12 @@ def grouped_mm(
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
+    group_ends = group_ends.contiguous()  # torch's kernels, too, read it as packed
     chosen = select(backend, a.device)
     weight = None
     if weight_cache is not None:
         weight = weight_cache.get(w, recipe, chosen, cols=torch.is_grad_enabled() and a.requires_grad)
-    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype, main_grad)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -81,13 +84,14 @@ class _GroupedMM(torch.autograd.Function):
         backend: Backend,
         out_dtype: torch.dtype,
         main_grad: Tensor | None,
+        wgrad_scale: float,
     ) -> Tensor:
         codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
         need_a, need_w, *_ = ctx.needs_input_grad
         a_kept = codes if recipe.wgrad == "mx" else a
         rows, cols = rows_and_later(w, weight, recipe, backend, later=need_a)
         ctx.save_for_backward(group_ends, a_kept if need_w else None, *(cols if need_a else ()))
-        ctx.recipe, ctx.backend, ctx.main_grad = recipe, backend, main_grad
+        ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
         return backend.forward(codes, rows, group_ends, bias=bias, out_dtype=out_dtype)
 
@@ -104,14 +108,15 @@ class _GroupedMM(torch.autograd.Function):
         if need_a:
             da = backend.dgrad(codes, Later(*cols).cols(recipe, backend), group_ends, out_dtype=a_dtype)
         if need_w:
+            how = {"recipe": recipe, "scale": ctx.wgrad_scale}
             operands = (codes, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
             if ctx.main_grad is None:
-                dw = backend.wgrad(*operands, group_ends, recipe=recipe, out_dtype=w_dtype)
+                dw = backend.wgrad(*operands, group_ends, out_dtype=w_dtype, **how)
             else:
-                backend.add_wgrad(*operands, group_ends, recipe=recipe, to=ctx.main_grad)
+                backend.add_wgrad(*operands, group_ends, to=ctx.main_grad, **how)
         if need_bias:
             dbias = _group_sums(_plain(dy), group_ends).to(bias_dtype)
-        return da, dw, dbias, None, None, None, None, None, None
+        return da, dw, dbias, *[None] * 7
 
 
 def _plain(x: Tensor) -> Tensor:
