@@ -55,6 +55,7 @@ class Ranks:
             group=ctx.group,
             router=self.router(ctx),
             device=ctx.device,
+            gradient_reduction="sum",
             **options,
         )
         with torch.no_grad():

@@ -46,6 +46,7 @@ def compiled_layer(
     dispatcher: TokenDispatcher,
     recipe: Recipe,
     backend: str,
+    wgrad_scale: float = 1.0,
 ) -> Tensor:
     """out (T, D), as of `route_through_experts`, with a dispatcher that has ``static_tokens``. backend: its name."""
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
@@ -53,7 +54,8 @@ def compiled_layer(
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     needs = [gate_up_proj.requires_grad, down_proj.requires_grad]
-    out: Tensor = forward_op(*tensors, expert_ids, dispatcher.number, recipe.name, backend, needs, backward)[0]
+    names = dispatcher.number, recipe.name, backend, wgrad_scale, needs
+    out: Tensor = forward_op(*tensors, expert_ids, *names, backward)[0]
     return out
 
 
@@ -67,10 +69,11 @@ def forward_op(
     dispatcher: int,
     recipe: str,
     backend: str,
+    wgrad_scale: float,
     needs: list[bool],
     backward: bool,
 ) -> list[Tensor]:
-    names = dispatcher, recipe, backend, needs
+    names = dispatcher, recipe, backend, wgrad_scale, needs
     return _forward(_real, x, weights, gate_up_proj, down_proj, expert_ids, *names, backward)
 
 
@@ -84,9 +87,11 @@ def backward_op(
     dispatcher: int,
     recipe: str,
     backend: str,
+    wgrad_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    return _backward(_real, d_out, kept, gate_up_proj, down_proj, expert_ids, dispatcher, recipe, backend, needs)
+    names = dispatcher, recipe, backend, wgrad_scale, needs
+    return _backward(_real, d_out, kept, gate_up_proj, down_proj, expert_ids, *names)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -101,7 +106,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None,
     assert d_out is not None
     dx, d_weights, *rest = backward_op(d_out, kept, gate_up_proj, down_proj, expert_ids, *ctx.names)
     *_, needs = ctx.names
-    return dx, d_weights, *(rest.pop(0) if need else None for need in needs), *[None] * 6
+    return dx, d_weights, *(rest.pop(0) if need else None for need in needs), *[None] * 7
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
@@ -117,6 +122,7 @@ def _forward(
     dispatcher: int,
     recipe: str,
     backend: str,
+    wgrad_scale: float,
     needs: list[bool],
     backward: bool,
 ) -> list[Tensor]:
@@ -155,9 +161,10 @@ def _backward(
     dispatcher: int,
     recipe: str,
     backend: str,
+    wgrad_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    setup = setup_of(dispatcher, recipe, backend, d_out.device)
+    setup = dataclasses.replace(setup_of(dispatcher, recipe, backend, d_out.device), wgrad_scale=wgrad_scale)
     flat = iter(saved[: -len(PLAN)])
     fields = dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, multiple=setup.recipe.group_multiple)

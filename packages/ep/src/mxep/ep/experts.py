@@ -64,11 +64,12 @@ class Experts(nn.Module):
         dispatcher: TokenDispatcher,
         recipe: Recipe,
         backend: str | Backend = "auto",
+        wgrad_scale: float = 1.0,
     ) -> tuple[Tensor, Routing | None]:
         """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) summed over each token's experts, and the routing.
 
         A weight with an attribute ``main_grad``, fp32 of its shape or of this rank's share of it, gets its gradient
-        added there, and none itself.
+        added there, and none itself. wgrad_scale: factor of both weights' gradients.
         Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
         one, the symmetric one with ``max_tokens``), the backend is a name and there is no main_grad; else a break.
         """
@@ -77,10 +78,11 @@ class Experts(nn.Module):
         static = dispatcher.static_tokens(0) is not None and isinstance(backend, str) and recipe.wgrad == "mx"
         if torch.compiler.is_compiling() and static and main_grads == (None, None):
             named: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
-            return compiled_layer(x, expert_ids, weights, proj, down, **named), None
+            return compiled_layer(x, expert_ids, weights, proj, down, wgrad_scale=wgrad_scale, **named), None
         cache = self.weight_cache if self._counts_versions() else None
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "weight_cache": cache}
-        return _run(x, expert_ids, weights, proj, down, main_grads=main_grads, **how)
+        how |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
+        return _run(x, expert_ids, weights, proj, down, **how)
 
     def _counts_versions(self) -> bool:
         """Whether a change of the weights shows: a DTensor's local tensor and what FSDP2 gathers hide it."""
@@ -126,14 +128,16 @@ def _run(
     backend: str | Backend,
     weight_cache: WeightCache | None,
     main_grads: tuple[Tensor | None, Tensor | None],
+    wgrad_scale: float,
 ) -> tuple[Tensor, Routing]:
     if recipe.wgrad == "mx":
-        setup = Setup(dispatcher, recipe, select(backend, x.device), weight_cache, main_grads)
+        setup = Setup(dispatcher, recipe, select(backend, x.device), weight_cache, main_grads, wgrad_scale)
         return route_through_experts(x, expert_ids, weights, proj, down, setup=setup)
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
     ends = routing.plan.group_ends
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
-    y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, main_grads=main_grads, **options)
+    options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
+    y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, **options)
     return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
 
 

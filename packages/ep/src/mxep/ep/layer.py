@@ -37,6 +37,7 @@ class Setup:
     Attributes:
         backend: one that can run where its tensors are.
         main_grads: (e, 2F, D) and (e, D, F) fp32, or None each: weight gradients are added there and not returned.
+        wgrad_scale: factor of weight gradients.
     """
 
     dispatcher: TokenDispatcher
@@ -44,6 +45,7 @@ class Setup:
     backend: Backend
     weight_cache: WeightCache | None = None
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    wgrad_scale: float = 1.0
 
 
 def route_through_experts(
@@ -188,7 +190,8 @@ def layer_backward(
     def start_weight_gradient(i: int, dy: Tensor, a: Tensor) -> Callable[[], Tensor | None]:
         if not needs[i]:
             return lambda: None
-        return backend.start_wgrad(dy, a, ends, recipe=recipe, out_dtype=dtypes[1 + i], to=setup.main_grads[i])
+        how: dict[str, Any] = {"recipe": recipe, "out_dtype": dtypes[1 + i], "scale": setup.wgrad_scale}
+        return backend.start_wgrad(dy, a, ends, to=setup.main_grads[i], **how)
 
     parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
     coming = dispatcher.start_resend(parts, routing)

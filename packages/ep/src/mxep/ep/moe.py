@@ -5,6 +5,8 @@ x (..., D) -> router -> dispatch -> experts -> combine (+ shared expert) -> (...
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,13 +38,16 @@ class MoE(nn.Module):
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
         backend: of the grouped GEMM.
+        gradient_reduction: what expert gradients are, which hold the tokens of all W ranks of the group. ``"mean"``: of
+            the mean of the ranks' losses, as data parallelism makes all other gradients, so that everything is averaged
+            over ranks and nothing else. ``"sum"``: of the sum of the ranks' losses.
         cache_weights: keep quantized expert weights until they change, so that micro-batches share one quantization. It
             sees in-place optimizer steps; FSDP and writes through ``.data`` it may miss (see mxep.gemm.WeightCache).
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), and with
     shared experts ``shared.gate_up_proj``, ``shared.down_proj``. Given a mesh or a group of several ranks, expert
-    weights are DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad`` (fp32) get their
-    gradients added there and have none themselves. After forward, ``last_routing`` tells where rows went.
+    weights are DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad`` (fp32) get
+    their gradients added there and have none themselves. After forward, ``last_routing`` tells where rows went.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -64,6 +69,7 @@ class MoE(nn.Module):
         router: nn.Module | None = None,
         max_tokens: int | None = None,
         backend: str = "auto",
+        gradient_reduction: Literal["mean", "sum"] = "mean",
         cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -72,16 +78,16 @@ class MoE(nn.Module):
         self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
         if self.recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
             raise ValueError(f"recipe {self.recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
-        mesh = group if isinstance(group, DeviceMesh) else None
-        if mesh is not None:
-            group = group_of(mesh)
+        if gradient_reduction not in ("mean", "sum"):
+            raise ValueError(f"gradient_reduction must be 'mean' or 'sum', got {gradient_reduction!r}")
+        mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
         if isinstance(dispatcher, str):
             dispatcher = make_dispatcher(
                 dispatcher,
                 num_experts,
                 dim=dim,
                 dtype=dtype,
-                group=group,
+                group=ranks,
                 capacity=capacity,
                 max_tokens=max_tokens,
             )
@@ -92,11 +98,11 @@ class MoE(nn.Module):
         if mesh is not None and mesh.size() != dispatcher.world_size:
             raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {mesh.size()}")
         if mesh is None and dispatcher.world_size > 1:
-            own = dispatcher.group or dist.group.WORLD
-            mesh = ep_mesh(own, torch.empty(0, device=device).device)
+            mesh = ep_mesh(dispatcher.group or dist.GroupMember.WORLD, torch.empty(0, device=device).device)
         self.dim = dim
         self.dispatcher = dispatcher
         self.backend = backend
+        self.gradient_reduction = gradient_reduction
         self.router = Router(dim, num_experts, top_k, device=device) if router is None else router
         self.experts = Experts(
             dim,
@@ -117,7 +123,8 @@ class MoE(nn.Module):
             raise ValueError(f"x must be (T, {self.dim}) or (B, S, {self.dim}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.dim)
         expert_ids, weights = self.router(tokens)
-        options = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
+        options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
+        options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
         out: Tensor
         out, routing = self.experts(tokens, expert_ids, weights, **options)
         if not torch.compiler.is_compiling():
