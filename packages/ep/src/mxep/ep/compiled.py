@@ -25,11 +25,11 @@ from mxep.gemm.backends import Backend, select
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 
-from .dispatchers.base import DISPATCHERS_BY_NUMBER, Parts, Routing, TokenDispatcher
+from .dispatchers.base import Parts, Routing, TokenDispatcher, find_dispatcher
 from .functional import checked_tokens
 from .layer import Setup, check_weights, layer_backward, layer_forward, start_send
 
-SetupOf = Callable[[int, str, str, torch.device], Setup]
+SetupOf = Callable[[str, str, str, torch.device], Setup]
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "multiple")
 
 _contexts: dict[tuple[Any, ...], list[Any]] = {}
@@ -53,7 +53,7 @@ def compiled_layer(
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     needs = [gate_up_proj.requires_grad, down_proj.requires_grad]
-    out: Tensor = forward_op(*tensors, expert_ids, dispatcher.number, recipe.name, backend, needs, backward)[0]
+    out: Tensor = forward_op(*tensors, expert_ids, dispatcher.key, recipe.name, backend, needs, backward)[0]
     return out
 
 
@@ -64,7 +64,7 @@ def forward_op(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     expert_ids: Tensor,
-    dispatcher: int,
+    dispatcher: str,
     recipe: str,
     backend: str,
     needs: list[bool],
@@ -81,7 +81,7 @@ def backward_op(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     expert_ids: Tensor,
-    dispatcher: int,
+    dispatcher: str,
     recipe: str,
     backend: str,
     needs: list[bool],
@@ -114,7 +114,7 @@ def _forward(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     expert_ids: Tensor,
-    dispatcher: int,
+    dispatcher: str,
     recipe: str,
     backend: str,
     needs: list[bool],
@@ -152,7 +152,7 @@ def _backward(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     expert_ids: Tensor,
-    dispatcher: int,
+    dispatcher: str,
     recipe: str,
     backend: str,
     needs: list[bool],
@@ -178,14 +178,14 @@ def _backward(
     return [grad for grad in grads if grad is not None]
 
 
-def _real(dispatcher: int, recipe: str, backend: str, device: torch.device) -> Setup:
-    return Setup(DISPATCHERS_BY_NUMBER[dispatcher], Recipe.named(recipe), select(backend, device))
+def _real(dispatcher: str, recipe: str, backend: str, device: torch.device) -> Setup:
+    return Setup(find_dispatcher(dispatcher), Recipe.named(recipe), select(backend, device))
 
 
 # ── shapes instead of moves and products, for the compiler ───────────────────────────────────────────────────────────
 
 
-def _shapes(dispatcher: int, recipe: str, backend: str, device: torch.device) -> Setup:
+def _shapes(dispatcher: str, recipe: str, backend: str, device: torch.device) -> Setup:
     real = _real(dispatcher, recipe, backend, device)
     return Setup(_NoMoves(real.dispatcher), real.recipe, _NoProducts(real.backend))  # type: ignore[arg-type]
 
