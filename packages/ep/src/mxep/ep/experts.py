@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from mxep.gemm import Recipe, WeightCache
 from mxep.gemm.backends import Backend, select
 
-from .compiled import compiled_layer
+from .compiled import compiled_layer, compiles
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import combine, dispatch, expert_mlp
 from .layer import Setup, route_through_experts
@@ -75,8 +75,8 @@ class Experts(nn.Module):
         """
         proj, down = local_weight(self.gate_up_proj), local_weight(self.down_proj)
         main_grads = _main_grad(self.gate_up_proj), _main_grad(self.down_proj)
-        static = dispatcher.static_tokens(0) is not None and isinstance(backend, str) and recipe.wgrad == "mx"
-        if torch.compiler.is_compiling() and static and main_grads == (None, None):
+        compiling = torch.compiler.is_compiling() and main_grads == (None, None)
+        if compiling and isinstance(backend, str) and compiles(dispatcher, recipe, backend):
             named: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
             return compiled_layer(x, expert_ids, weights, proj, down, wgrad_scale=wgrad_scale, **named), None
         cache = self.weight_cache if self._counts_versions() else None

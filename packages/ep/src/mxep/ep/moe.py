@@ -98,7 +98,8 @@ class MoE(nn.Module):
         if mesh is not None and mesh.size() != dispatcher.world_size:
             raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {mesh.size()}")
         if mesh is None and dispatcher.world_size > 1:
-            mesh = ep_mesh(dispatcher.group or dist.GroupMember.WORLD, torch.empty(0, device=device).device)
+            assert dispatcher.group is not None
+            mesh = ep_mesh(dispatcher.group, torch.empty(0, device=device).device)
         self.dim = dim
         self.dispatcher = dispatcher
         self.backend = backend

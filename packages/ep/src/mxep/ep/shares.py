@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-def ep_mesh(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh:
+def ep_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     """The 1-D mesh of the group's ranks, for tensors that are or will be on `device`. Not collective."""
     kind = device.type
     # A layer that is built on the CPU or on meta for a group of GPUs moves there later.
