@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mxep.comms import Capacity
 
 from .dispatchers import make_dispatcher
 from .moe import MoE
+from .shares import group_of
 
 
 class ExpertParallel(ParallelStyle):
@@ -38,21 +39,18 @@ class ExpertParallel(ParallelStyle):
         self.max_tokens = max_tokens
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, MoE) or module.experts.gate_up_proj.shape[0] != module.experts.num_experts:
+        if not isinstance(module, MoE) or isinstance(module.experts.gate_up_proj, DTensor):
             raise ValueError(f"ExpertParallel wants an MoE that holds all its experts, got {type(module).__name__}")
-        if device_mesh.ndim != 1:
-            raise ValueError(f"ExpertParallel wants a 1-D mesh, got {device_mesh.ndim} dimensions")
         experts = module.experts
         module.dispatcher = make_dispatcher(
             self.dispatcher,
             experts.num_experts,
             dim=module.dim,
             dtype=experts.gate_up_proj.dtype,
-            group=device_mesh.get_group(),
+            group=group_of(device_mesh),
             capacity=self.capacity,
             max_tokens=self.max_tokens,
         )
-        experts.first_expert = module.dispatcher.rank * module.dispatcher.num_local_experts
         for name, weight in list(experts.named_parameters(recurse=False)):
             sharded = nn.Parameter(
                 distribute_tensor(weight.detach(), device_mesh, [Shard(0)]), requires_grad=weight.requires_grad
