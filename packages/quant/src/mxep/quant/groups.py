@@ -162,11 +162,7 @@ def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
 def gather(x: Tensor, row_index: Tensor) -> Tensor:
     """x[row_index] along dim 0 with zeros where the index is -1; 1-byte floats too, which torch cannot index."""
     plain = x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
-    if plain.shape[0] == 0:
-        return x.new_zeros(row_index.shape[0], *x.shape[1:])
-    picked = plain.index_select(0, row_index.clamp(min=0))
-    there = (row_index >= 0).view(-1, *[1] * (x.ndim - 1))
-    return torch.where(there, picked, torch.zeros_like(picked)).view(x.dtype)
+    return ops.pick_rows(plain, row_index).view(x.dtype)
 
 
 @torch.library.custom_op("mxep::pad_index", mutates_args=())
@@ -263,7 +259,7 @@ def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
     return MXTensor.from_qdata_and_scales(x.qdata, x.scale, x.dtype, block=x.block, row_index=row_index)
 
 
-on_cuda(_pad_index, "gather", "pad_index")
+on_cuda(_pad_index, "gather", "pad_index", index_dtypes=(torch.int32, torch.int64))
 on_cuda(_pad_rows, "gather", "pad_rows")
 on_cuda(_pad_quantize, "gather", "pad_quantize")
 on_cuda(_unpad_rows, "gather", "unpad_rows")

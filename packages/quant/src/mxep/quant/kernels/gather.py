@@ -209,7 +209,7 @@ def unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     inverse = torch.full((num_rows,), -1, dtype=torch.int32, device=y.device)
     places = row_index.shape[0]
     if places:
-        invert_kernel[(triton.cdiv(places, 1024),)](row_index.contiguous(), inverse, places, num_rows, TILE=1024)
+        invert_kernel[(triton.cdiv(places, 1024),)](row_index, inverse, places, num_rows, TILE=1024)
     return pad_rows(y, inverse)
 
 
@@ -220,7 +220,7 @@ def pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor
     ends = torch.empty(groups, dtype=torch.int32, device=group_sizes.device)
     index = torch.empty(capacity, dtype=torch.int32, device=group_sizes.device)
     pad_index_kernel[(max(1, triton.cdiv(capacity, 256)),)](
-        group_sizes.contiguous(), ends, index, capacity, num_rows, groups, multiple,
+        group_sizes, ends, index, capacity, num_rows, groups, multiple,
         GROUPS=triton.next_power_of_2(groups), TILE=256,
     )  # fmt: skip
     return ends, index
