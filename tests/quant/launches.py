@@ -64,9 +64,8 @@ LAUNCHES = {
     "quantize_rows_whole fp32 2048": lambda: whole.quantize_rows_whole(x(T, 2048, dtype=torch.float32), E4M3, MODE),
     "quantize_rows_whole fp32 14336": lambda: whole.quantize_rows_whole(x(T, 14336, dtype=torch.float32), E4M3, MODE),
     "quantize_columns_whole": lambda: whole.quantize_columns_whole(x(), torch.zeros(D), E4M3, MODE),
-    "requantize plain": lambda: requantize.requantize(*mx(), 1, 32, None, None, True, E4M3, MODE),
-    "requantize gathered": lambda: requantize.requantize(*mx(), 1, 32, index(), ends(), True, E4M3, MODE),
-    "requantize along rows": lambda: requantize.requantize(*mx(), 1, 32, None, None, False, E5M2, MODE),
+    "requantize plain": lambda: requantize.requantize(*mx(), 1, 32, None, None, E4M3, MODE),
+    "requantize gathered": lambda: requantize.requantize(*mx(), 1, 32, index(), ends(), E4M3, MODE),
     **{
         f"fold {d}": lambda d=d: fold.fold(*slots(d), index(), ends(), 32, d)  # type: ignore[misc]
         for d in (1408, 2048, 4096, 5120, 7168, 16384)

@@ -48,7 +48,7 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         assert isinstance(x, MXTensor)
-        return dy @ w.mT, requantize(x, axis=-2).dequantize().mT @ dy
+        return dy @ w.mT, requantize(x).dequantize().mT @ dy
 
 
 class Exchange(torch.autograd.Function):
@@ -126,7 +126,7 @@ def test_gradients_pass_through_every_way_of_looking_at_it() -> None:
         lambda mx: mx.along(-1).mT,
         lambda mx: mx.along(-2).t().materialize(),
         lambda mx: mx.clone().transpose(0, 1).view(96, 64),
-        lambda mx: requantize(mx, axis=-2).mT,
+        lambda mx: requantize(mx).mT,
     ]
     for view in views:
         leaf.grad = None
@@ -211,7 +211,7 @@ def test_compiled_quantization_has_the_same_bytes_and_gradients() -> None:
     def layer(x: Tensor) -> Tensor:
         rows, columns = quantize_both(x)
         w = quantize(x, axis=TILES, mode=ScaleMode.FLOOR)
-        again = requantize(rows, axis=-2, fmt=E5M2)
+        again = requantize(rows, fmt=E5M2)
         values = columns.mT.mT.dequantize() + w.along(-2).dequantize() + again.dequantize()
         return rows[4:].dequantize() + values[4:]
 
@@ -224,7 +224,7 @@ def test_compiled_quantization_has_the_same_bytes_and_gradients() -> None:
 
 def test_it_goes_into_compiled_graphs_and_comes_out() -> None:
     def move(mx: MXTensor, picked: MXTensor) -> tuple[Any, ...]:
-        return mx.mT, mx[32:], mx.detach(), mx.qdata, requantize(picked, axis=-2), picked[1:], picked.dequantize()
+        return mx.mT, mx[32:], mx.detach(), mx.qdata, requantize(picked), picked[1:], picked.dequantize()
 
     mx = quantize(gaussian(64, 96))
     picked = indexed(mx, *range(-1, 31))

@@ -49,7 +49,7 @@ CASES: dict[str, Any] = {
     "fold": lambda: (*mx(), index(), ends(), 32, D),
     "fold_with_stats": lambda: (*mx(), index(), ends(), 32, D),
     "split_fold": lambda: (*mx(), index(), *mx(), index(), ends(), 32),
-    "requantize": lambda: (*mx(), 1, 32, index(), ends(), True, *HOW),
+    "requantize": lambda: (*mx(), 1, 32, index(), ends(), *HOW),
     "swizzle_scales": lambda: (mx()[1], ends()),
     "quantize_swizzled": lambda: (values(), index(), ends(), *HOW),
     "gather_swizzled": lambda: (*mx(), index(), ends()),
@@ -139,7 +139,7 @@ def test_every_other_row_of_an_indexed_tensor() -> None:
     for use in (
         lambda mx: mx.materialize(),
         lambda mx: quant.fold(mx),
-        lambda mx: quant.requantize(mx, axis=-2),
+        lambda mx: quant.requantize(mx),
         lambda mx: quant.gather_swizzled(mx),
         lambda mx: quant.split_fold(mx, mx, ends() // 2),
     ):

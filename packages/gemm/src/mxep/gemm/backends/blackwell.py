@@ -74,7 +74,7 @@ class Blackwell(Backend):
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
             return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
         dy, a = (
-            requantize(self._e4m3(name, x), axis=-2, mode=recipe.mode, group_ends=group_ends)
+            requantize(self._e4m3(name, x), mode=recipe.mode, group_ends=group_ends)
             for name, x in (("dy", dy), ("a", a))
         )
         (y, y_scale), (x, x_scale) = tokens_operand(dy, group_ends), tokens_operand(a, group_ends)
