@@ -5,6 +5,8 @@ each variant that makes other code: another format, mode, direction. `test_launc
 T tokens, D model dim, F hidden dim of an expert.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from mxep.quant.kernels import columns, fold, gather, requantize, rows, split_fold, swiglu, whole
@@ -25,8 +27,8 @@ def index() -> torch.Tensor:
     return x(T, dtype=torch.int32)
 
 
-def ends() -> torch.Tensor:
-    return x(32, dtype=torch.int32)
+def ends(groups: int = 32) -> torch.Tensor:
+    return x(groups, dtype=torch.int32)
 
 
 def slots(d: int, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +47,16 @@ def swiglu_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, d
 
 def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3):
     return lambda: swiglu.swiglu_backward_quantize(x(T, F), *gate_up(F), fmt, MODE, block, folded)
+
+
+def in_groups(groups: int) -> dict[str, Callable[[], object]]:
+    """The kernels that hold a number for every group."""
+    return {
+        f"pad_index {groups} groups": lambda: gather.pad_index(ends(groups), T, 32),
+        f"quantize_swizzled {groups} groups": lambda: gather.quantize_swizzled(x(), index(), ends(groups), E4M3, MODE),
+        f"gather_swizzled {groups} groups": lambda: gather.gather_swizzled(*mx(), index(), ends(groups)),
+        f"split_fold {groups} groups": lambda: split_fold.split_fold(*mx(), None, *mx(), None, ends(groups), 128),
+    }
 
 
 LAUNCHES = {
@@ -77,7 +89,6 @@ LAUNCHES = {
     "fold_with_stats": lambda: fold.fold_with_stats(*slots(7168), index(), ends(), 32, 7168),
     "materialize": lambda: gather.materialize(*mx(), index()),
     "pad_rows": lambda: gather.pad_rows(x(), index()),
-    "pad_index": lambda: gather.pad_index(ends(), T, 32),
     "pad_quantize": lambda: gather.pad_quantize(x(), index(), E4M3, MODE),
     "unpad_rows": lambda: gather.unpad_rows(x(), index(), T),
     "quantize_swizzled": lambda: gather.quantize_swizzled(x(), None, None, E4M3, MODE),
@@ -85,6 +96,7 @@ LAUNCHES = {
     "gather_swizzled": lambda: gather.gather_swizzled(*mx(), index(), ends()),
     "swizzle_scales": lambda: gather.swizzle_scales(mx()[1], None),
     "split_fold": lambda: split_fold.split_fold(*slots(7168), index(), *mx(), None, ends(), 128),
+    **{name: launch for groups in (1, 32, 256, 512, 1024) for name, launch in in_groups(groups).items()},
     "split_fold E5M2": lambda: split_fold.split_fold(*mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1),
     "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048)),
     "swiglu_quantize 2048": swiglu_quantize(2048, 32, False),

@@ -9,6 +9,7 @@ from mxep.quant.kernels import gather as kernels
 from quant.poison import poisoned_allocations as poisoned_allocations
 from quant.test_quantize_kernels import DEVICE, assert_same, numbers
 
+MANY = torch.randint(0, 9, (300,), generator=torch.Generator().manual_seed(0)).mul_(torch.arange(300) > 70).tolist()
 HOW = E4M3.dtype, "rceil"
 
 
@@ -68,7 +69,7 @@ def test_pad_and_unpad_move_rows_of_any_dtype(dtype: torch.dtype) -> None:
         assert_same((got.view(torch.uint8),), (want.view(torch.uint8),))
 
 
-@pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0], [5], [130, 1, 0, 40]], ids=str)
+@pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0], [5], [130, 1, 0, 40], MANY], ids=len)
 @pytest.mark.parametrize("multiple", [1, 32])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_pad_index_spreads_groups(sizes: list[int], multiple: int, dtype: torch.dtype) -> None:

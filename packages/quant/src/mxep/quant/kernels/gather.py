@@ -23,6 +23,7 @@ from mxep.quant.swizzle import ROWS, swizzled_shape
 WIDE = (8, 1024)
 NUM_WARPS = 4
 SWIZZLE_WARPS = 8
+PAD_GROUPS = 32
 
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -122,17 +123,26 @@ def pick_kernel(
 def pad_index_kernel(
     sizes_ptr, ends_ptr, index_ptr, capacity, rows, groups, multiple, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):
-    group = tl.arange(0, GROUPS)
-    size = tl.load(sizes_ptr + group, mask=group < groups, other=0).to(tl.int32)
-    padded = (size + multiple - 1) // multiple * multiple
-    end = tl.minimum(tl.cumsum(padded, 0), capacity)
-    first = tl.cumsum(size, 0) - size
-    if tl.program_id(0) == 0:
-        tl.store(ends_ptr + group, end, mask=group < groups)
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    within = place[:, None] - (end - padded)[None, :]
-    mine = (within >= 0) & (within < size[None, :])
-    source = tl.sum(tl.where(mine, first[None, :] + within + 1, 0), axis=1) - 1
+    """Every program sums up all sizes, GROUPS at a time, and looks closer at those whose places are in its tile."""
+    place0 = tl.program_id(0) * TILE
+    place = place0 + tl.arange(0, TILE)
+    source = tl.full((TILE,), -1, tl.int32)
+    last_row, last_place = 0, 0
+    for group0 in range(0, groups, GROUPS):
+        group = group0 + tl.arange(0, GROUPS)
+        size = tl.load(sizes_ptr + group, mask=group < groups, other=0).to(tl.int32)
+        padded = (size + multiple - 1) // multiple * multiple
+        end = tl.minimum(last_place + tl.cumsum(padded, 0), capacity)
+        if tl.program_id(0) == 0:
+            tl.store(ends_ptr + group, end, mask=group < groups)
+        places = tl.sum(padded, 0)
+        if (last_place < place0 + TILE) & (last_place + places > place0):
+            first = last_row + tl.cumsum(size, 0) - size
+            within = place[:, None] - (end - padded)[None, :]
+            mine = (within >= 0) & (within < size[None, :])
+            source += tl.sum(tl.where(mine, first[None, :] + within + 1, 0), axis=1)
+        last_row += tl.sum(size, 0)
+        last_place += places
     tl.store(index_ptr + place, tl.where(source < rows, source, -1), mask=place < capacity)
 
 
@@ -221,7 +231,7 @@ def pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor
     index = torch.empty(capacity, dtype=torch.int32, device=group_sizes.device)
     pad_index_kernel[(max(1, triton.cdiv(capacity, 256)),)](
         group_sizes, ends, index, capacity, num_rows, groups, multiple,
-        GROUPS=triton.next_power_of_2(groups), TILE=256,
+        GROUPS=min(triton.next_power_of_2(groups), PAD_GROUPS), TILE=256,
     )  # fmt: skip
     return ends, index
 
