@@ -120,7 +120,7 @@ def pad_quantize(
     group_ends, row_index = _index_of_groups(x, group_sizes, multiple)
     check_block(BLOCK, -1, x)
     codes, scale = _pad_quantize(x.detach(), row_index, check_format(fmt), check_mode(mode))
-    return PaddedGroups(MXTensor.from_qdata_and_scales(codes, scale, x.dtype), group_ends, row_index)
+    return PaddedGroups(MXTensor(codes, scale, None, -1, BLOCK, x.dtype, trusted=True), group_ends, row_index)
 
 
 def _index_of_groups(x: Tensor, group_sizes: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
@@ -256,7 +256,7 @@ def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
         raise ValueError(f"x: got an MXTensor blocked along axis {x.axis}, want -1 (a row index moves whole blocks)")
     if x.row_index is not None:
         row_index = torch.where(row_index >= 0, x.row_index[row_index.clamp(min=0)], row_index)
-    return MXTensor.from_qdata_and_scales(x.qdata, x.scale, x.dtype, block=x.block, row_index=row_index)
+    return x.with_parts(x.qdata, x.scale, row_index)
 
 
 on_cuda(_pad_index, "gather", "pad_index", index_dtypes=(torch.int32, torch.int64))
