@@ -129,5 +129,12 @@ def test_gather_swizzled() -> None:
 def test_nothing_to_pick() -> None:
     codes, scale = ops.quantize_rows(numbers(8, 32)[:0], *HOW, 32)
     none = torch.empty(0, dtype=torch.int32)
+    for shape in ((0, 4), (2, 0, 5), (0, 3, 5), (3, 0)):
+        nothing = torch.zeros(shape, dtype=torch.uint8)
+        assert_same((kernels.swizzle_scales(nothing.to(DEVICE), None),), (swizzle._swizzle(nothing, None),))
+    for empty in (kernels.swizzle_scales(*on_device(scale, ends_of(0, 0))), *kernels.gather_swizzled(
+        *on_device(codes, scale, none, ends_of(0))
+    )):  # fmt: skip
+        assert empty.shape[0] in (0, 128, 256)
     assert_same(kernels.materialize(*on_device(codes, scale, none)), ops.materialize(codes, scale, none))
     assert kernels.pad_rows(*on_device(torch.empty(0, 4), index_of(3, 1) * 0 - 1)).cpu().equal(torch.zeros(3, 4))

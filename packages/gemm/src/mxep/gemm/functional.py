@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.checks import check_operands
+from mxep.gemm.checks import check_operands, check_tensors
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import Later, QuantizedWeight, WeightCache, rows_and_later
 from mxep.quant import MXTensor
@@ -58,6 +58,7 @@ def grouped_mm(
     RuntimeError: the backend cannot run here.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    check_tensors(a, w)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     chosen = select(backend, a.device)

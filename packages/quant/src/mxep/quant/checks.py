@@ -18,6 +18,8 @@ _MODES = tuple(mode.value for mode in ScaleMode)
 
 def check_values(name: str, x: Tensor) -> None:
     """`x` must be a plain bf16, fp32 or fp16 tensor of two or more axes."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: got a {type(x).__name__}, want a tensor")
     if type(x) is not Tensor and hasattr(x, "qdata"):
         raise ValueError(f"{name}: got an MXTensor, want a plain tensor: dequantize or requantize it")
     if x.dtype not in VALUE_DTYPES:

@@ -108,8 +108,8 @@ def pad_quantize(
     group_sizes: Tensor,
     *,
     multiple: int = BLOCK,
-    fmt: MXFormat = E4M3,
-    mode: ScaleMode = ScaleMode.RCEIL,
+    fmt: MXFormat | str = E4M3,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
 ) -> PaddedGroups:
     """`pad_groups` whose rows come out quantized along D, in one pass: `rows` is an MXTensor with rows of its own.
 

@@ -21,8 +21,8 @@ from mxep.quant.tensor import MXTensor, wrap
 def quantize(
     x: Tensor,
     *,
-    fmt: MXFormat = E4M3,
-    mode: ScaleMode = ScaleMode.RCEIL,
+    fmt: MXFormat | str = E4M3,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
     axis: Axis = -1,
     block: int | None = BLOCK,
     magnitudes: Tensor | None = None,
@@ -64,7 +64,7 @@ def quantize(
 
 
 def quantize_both(
-    x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMode.RCEIL, block: int | None = BLOCK
+    x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL, block: int | None = BLOCK
 ) -> tuple[MXTensor, MXTensor]:
     """`quantize(x, axis=-1, block=block), quantize(x, axis=-2, block=block)`, bit for bit, of fewer reads.
 
@@ -92,7 +92,7 @@ def quantize_both(
 
 
 def quantize_with_magnitudes(
-    x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMode.RCEIL
+    x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> tuple[MXTensor, Tensor]:
     """`quantize(x, block=None)`, and the largest magnitude of each column, of the same read.
 

@@ -29,8 +29,8 @@ from mxep.quant.tensor import MXTensor, wrap
 def requantize(
     mx: MXTensor,
     *,
-    fmt: MXFormat | None = None,
-    mode: ScaleMode = ScaleMode.RCEIL,
+    fmt: MXFormat | str | None = None,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
     group_ends: Tensor | None = None,
 ) -> MXTensor:
     """`mx` (..., N, K), blocked in any way, indexed or not, blocked anew: 32 elements along N, no row index left.

@@ -9,6 +9,8 @@ Where scales are swizzled a program's rows are a tile of that layout, so it writ
 tile is wide, so that its scales fill sectors of 32 bytes. Rows past the last group cost a program that ends at once.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -262,7 +264,7 @@ def _pick(
     else:
         assert scale is not None
         rows, k = scale.shape[-2], scale.shape[-1] * 32
-        batch, strides = scale[..., 0, 0].numel(), (0, 0)
+        batch, strides = math.prod(scale.shape[:-2]), (0, 0)
     if not rows * k * batch:
         return
     if scale is not None:
