@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.checks import check_operands
+from mxep.gemm.checks import check_operands, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import Later, QuantizedWeight, WeightCache, rows_and_later
@@ -62,6 +62,7 @@ def grouped_mm(
     RuntimeError: the backend cannot run here.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    check_tensors(a, w)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     group_ends = group_ends.contiguous()  # torch's kernels, too, read it as packed
