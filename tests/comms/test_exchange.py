@@ -46,7 +46,7 @@ def make_workspace(ctx: Context, kind: type | None = None, *, timeout: float = 6
 def poison(workspace: Workspace) -> None:
     """NaN in every row and value, and tables that name real experts: whoever reads what nobody sent shows it."""
     for buffer in workspace.buffers:
-        buffer.local[: workspace.layout.signals_start].fill_(255)
+        buffer.local[workspace.layout.rows_start :].fill_(255)
         workspace.layout.ids(buffer.local).fill_(0)
         workspace.layout.num_tokens(buffer.local).fill_(workspace.max_tokens)
     workspace.transport.barrier("poison")
