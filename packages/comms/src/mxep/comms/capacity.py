@@ -25,7 +25,7 @@ class Capacity:
     - :meth:`worst_case`: S * min(K, e) rows and e * (m - 1) of padding. Always fits, unless a token names an expert
       twice and K > e.
     - :meth:`factor` (c): c times the balanced load T_max * K, and the padding; at most the worst case. Rows past it are
-      left out, as if they were not routed, and counted; overflow says whether that is an error ("raise") or not ("drop").
+      left out, as if they were not routed, and counted; overflow: "raise" makes an error of that, "drop" does not.
     - :meth:`exact`: what this step needs, read from the device (a host sync).
     """
 

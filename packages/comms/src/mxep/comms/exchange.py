@@ -209,7 +209,7 @@ def checked_tokens(
     tokens = len(parts[0])
     if tokens > workspace.max_tokens:
         most = f"at most max_tokens = {workspace.max_tokens}"
-        why = f"parts: got {tokens} tokens, wanted {most}: set max_tokens to {tokens} or more, on all ranks"
+        why = f"parts: got {tokens} tokens, wanted {most}: set max_tokens={tokens} or more, on all ranks"
         workspace.refuse(why, tokens=tokens)
         raise ValueError(why)
     expert_ids = checked_shape(workspace, expert_ids, tokens)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .layout import ALIGNMENT, Layout, round_up
-from .plan import RoutingPlan
+from .plan import RoutingPlan, narrow_ids
 from .rows import sum_slots
 from .transport import PeersDisagree, SymmetricBuffer
 
@@ -44,7 +44,7 @@ def disagreement(rank: int, signatures: Sequence[int]) -> PeersDisagree:
             tokens = each & 0xFFFFFF
             why = "expert ids that are none"
             if tokens:
-                why = f"{tokens} tokens, more than max_tokens: set max_tokens to {tokens} or more, on all ranks"
+                why = f"{tokens} tokens, more than max_tokens: set max_tokens={tokens} or more, on all ranks"
             return PeersDisagree(f"rank {rank} met a peer that refused to send: rank {peer} brought {why}")
     marks = {each >> 27 for each in signatures}
     everyone = (
@@ -219,11 +219,6 @@ class KernelMoves:
         where = move.layout, self.rank, move.buffer.pointers, self.state
         with torch.cuda.device(self.device) if self.clock else contextlib.nullcontext():
             yield Launch(*where, step, programs, self.clock)
-
-
-def narrow_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
-    """As int32. Clamped first, so that no invalid int64 wraps around into a valid id."""
-    return expert_ids if expert_ids.dtype == torch.int32 else expert_ids.clamp(-2, num_experts).int()
 
 
 def width_of(parts: Sequence[Tensor]) -> int:

@@ -127,6 +127,11 @@ def make_plan(
     return plan
 
 
+def narrow_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """As int32. Clamped first, so that no invalid int64 wraps around into a valid id."""
+    return expert_ids if expert_ids.dtype == torch.int32 else expert_ids.clamp(-2, num_experts).int()
+
+
 def check_ids(expert_ids: Tensor, num_experts: int) -> None:
     """Raise ValueError if an id lies outside [-1, num_experts). A host sync: for CPU tensors."""
     wrong = expert_ids[(expert_ids < -1) | (expert_ids >= num_experts)]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .layout import ALIGNMENT, round_up
-from .moves import Move, narrow_ids, owners, width_of
-from .plan import RoutingPlan
+from .moves import Move, owners, width_of
+from .plan import RoutingPlan, narrow_ids
 from .transport import SymmetricBuffer
 
 PE_SHIFT = 40

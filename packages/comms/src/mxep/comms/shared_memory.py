@@ -47,9 +47,9 @@ class SharedMemoryTransport(PlainMoves):
             raise RuntimeError(
                 f"SharedMemoryTransport: got {got}, wanted Linux on x86_64 (its barrier needs its order)"
             )
-        distributed = dist.is_initialized()
-        self.rank = dist.get_rank(group) if distributed else 0
-        self.world_size = dist.get_world_size(group) if distributed else 1
+        group = (group or dist.group.WORLD) if dist.is_initialized() else None
+        self.rank = 0 if group is None else group.rank()
+        self.world_size = 1 if group is None else group.size()
         self.device = torch.device("cpu")
         self.stream: torch.cuda.Stream | None = None
         self.group = group

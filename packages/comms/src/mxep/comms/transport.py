@@ -50,6 +50,7 @@ class Arena:
         capture: the CUDA graph's that the last move is part of, 0 if none. was_captured: whether any was.
         replaced: smaller buffers that graphs store to.
         refused: why this rank refused a move, after which there are no more.
+        users: who opened the transport together and have not closed it, counted by whoever shares it.
     """
 
     buffers: tuple[SymmetricBuffer, ...] = ()
@@ -62,6 +63,7 @@ class Arena:
     was_captured: bool = False
     replaced: tuple[SymmetricBuffer, ...] = ()
     refused: str | None = None
+    users: int = 0
 
 
 class Transport(Protocol):
@@ -72,7 +74,7 @@ class Transport(Protocol):
         rank, world_size: of ``group``. device: where buffers live. group: None for a process alone.
         stream: where moves run that the caller does not wait for, those of all its workspaces one after the other: a
             kernel that waits on every multiprocessor must never keep out the one that its peers wait for. None on CPU.
-        arena: what its workspaces share.
+        timeout: seconds that a wait for a peer takes at most. arena: what its workspaces share.
     """
 
     rank: int
@@ -80,6 +82,7 @@ class Transport(Protocol):
     device: torch.device
     group: dist.ProcessGroup | None
     stream: torch.cuda.Stream | None
+    timeout: float
     arena: "Arena"
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:

@@ -32,6 +32,7 @@ class MoE(nn.Module):
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
+        timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. Symmetric only.
         backend: of the grouped GEMM.
         cache_weights: keep quantized expert weights until they change, so that micro-batches share one quantization. It
             sees in-place optimizer steps; FSDP and writes through ``.data`` it may miss (see mxep.gemm.WeightCache).
@@ -59,6 +60,7 @@ class MoE(nn.Module):
         num_shared_experts: int = 0,
         router: nn.Module | None = None,
         max_tokens: int | None = None,
+        timeout: float | None = None,
         backend: str = "auto",
         cache_weights: bool = False,
         device: torch.device | str | None = None,
@@ -77,11 +79,14 @@ class MoE(nn.Module):
                 group=group,
                 capacity=capacity,
                 max_tokens=max_tokens,
+                timeout=timeout,
             )
-        elif capacity is not None or max_tokens is not None:
-            raise ValueError("capacity and max_tokens belong to the dispatcher: set them there, not beside it")
+        elif any(given is not None for given in (capacity, max_tokens, timeout)):
+            raise ValueError("capacity, max_tokens and timeout belong to the dispatcher: set them there, not beside it")
         elif dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {dispatcher.num_experts} experts, the layer has {num_experts}")
+        else:
+            dispatcher.uses += 1
         self.dim = dim
         self.dispatcher = dispatcher
         self.backend = backend
@@ -122,6 +127,13 @@ class MoE(nn.Module):
         It reads from the device.
         """
         self.dispatcher.check()
+
+    def close(self) -> None:
+        """Give up this layer, and with the last one of the group the memory shared with peers. All ranks do it alike.
+
+        Without it a group's buffers stay for layers that are made later. Call it once.
+        """
+        self.dispatcher.close()
 
     def extra_repr(self) -> str:
         return f"recipe={self.recipe.name}, dispatcher={type(self.dispatcher).__name__}"
