@@ -76,7 +76,7 @@ class Capacity:
     @staticmethod
     def enough(needed: int, max_tokens: int, top_k: int, *, num_local_experts: int, multiple: int) -> float:
         """The least factor, to two digits, with room for ``needed`` padded rows."""
-        unpadded = needed - num_local_experts * (multiple - 1)
+        unpadded = needed - (num_local_experts + 1) * (multiple - 1)  # as R_max is rounded up to a multiple
         return max(1, math.ceil(100 * unpadded / max(1, max_tokens * top_k))) / 100
 
     def __str__(self) -> str:

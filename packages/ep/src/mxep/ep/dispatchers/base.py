@@ -238,14 +238,14 @@ class TokenDispatcher(ABC):
     def _what_did_not_fit(self, needed: list[int], overflow: list[int]) -> str:
         max_tokens, top_k, multiple, max_rows = self._room
         lost = ", ".join(
-            f"{rows} rows on rank {rank}, which needed {needed[rank]}" for rank, rows in enumerate(overflow) if rows
+            f"{rows} on rank {rank}, which needed {needed[rank]}" for rank, rows in enumerate(overflow) if rows
         )
         cure = "a token names an expert twice"
         if self.capacity.kind == "factor":
             sizes = {"num_local_experts": self.num_local_experts, "multiple": multiple}
             enough = Capacity.enough(max(needed), max_tokens, top_k, **sizes)
             cure = f"Capacity.factor({enough:g}) would have been enough"
-        return f"{self.capacity} has room for {max_rows} rows: too few for {lost}; the step is not usable, {cure}"
+        return f"rows did not fit {self.capacity}, {max_rows} on each rank: {lost}; the step is not usable, {cure}"
 
     def _plan(
         self,

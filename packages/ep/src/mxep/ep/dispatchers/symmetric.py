@@ -1,7 +1,7 @@
 """SymmetricDispatcher: symmetric-memory stores, one barrier a move, no host sync, no collective.
 
-A token travels once per destination rank; the receiver plans alone. Workspaces are made at a send of new sizes: only then
-the ranks talk through collectives. All of a group's lie in one pair of buffers (`shared.py`).
+A token travels once per destination rank; the receiver plans alone. Workspaces are made at a send of new sizes: only
+then the ranks talk through collectives. All of a group's lie in one pair of buffers (`shared.py`).
 """
 
 from __future__ import annotations
