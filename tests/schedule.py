@@ -132,7 +132,7 @@ class Schedule:
             self._access(READ, places.ravel(), tensor.itemsize)
 
     def run(self, *bodies: Callable[[], Any]) -> list[Any]:
-        """Results of the bodies; body i is rank i's. Raises what the first task to fail raised, or Deadlock, or Race."""
+        """The results of the bodies, one a rank. Raises what the first task to fail raised, or Deadlock, or Race."""
         ranks = [self._task(f"rank {rank}", rank, body, None) for rank, body in enumerate(bodies)]
         self._tasks = ranks.copy()
         # A launch lends the language the interpreter's functions: this one, of `_play`, lasts as long as all others.
@@ -300,23 +300,19 @@ class Schedule:
 
     def _access(self, kind: int, addresses: np.ndarray, size: int, acquire: Callable[[], None] = lambda: None) -> None:
         """Hand over; then, if elements of `size` bytes are watched, compare the access with others and note it."""
-        addresses = addresses.astype(np.int64, copy=False)
-        region = np.searchsorted(self._starts, addresses, "right") - 1
-        watched = (region >= 0) & (addresses < self._ends[region])
-        if not watched.any():
+        if not len(self._bytes(addresses, size)):
             return
         me = self._running
         self._hand_over(me)
         self._nudged &= kind == STRONG_READ
         acquire()
-        first = (addresses - self._starts[region] + self._firsts[region])[watched]
-        byte = (first[:, None] + np.arange(size)).ravel()
+        byte = self._bytes(addresses, size)  # others may have brought memory to watch
         for other in CONFLICTS[kind]:
             unknown = self._times[other][:, byte] > me.clock[:, None]
             if unknown.any():
                 task, i = np.argwhere(unknown)[0]
                 line = self._lines[self._sites[other, task, byte[i]]]
-                what = f"{VERBS[kind]} {self._name(int(addresses[watched][i // size]))} at {_site()}"
+                what = f"{VERBS[kind]} {self._name(self._address(int(byte[i])))} at {_site()}"
                 self._fail(
                     Race(f"{me.name} {what}, {self._names[task]} {VERBS[other]} it at {line}: nothing orders them")
                 )
@@ -325,6 +321,17 @@ class Schedule:
             self._lines.append(line)
         self._times[kind, me.number, byte] = me.clock[me.number]
         self._sites[kind, me.number, byte] = self._lines.index(line)
+
+    def _bytes(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """The numbers of those that are watched."""
+        addresses = addresses.astype(np.int64, copy=False)
+        region = np.searchsorted(self._starts, addresses, "right") - 1
+        watched = (region >= 0) & (addresses < self._ends[region])
+        first = (addresses - self._starts[region] + self._firsts[region])[watched]
+        return (first[:, None] + np.arange(size)).ravel()
+
+    def _address(self, byte: int) -> int:
+        return next(start + byte - first for start, end, first, *_ in self._regions if 0 <= byte - first < end - start)
 
     def _name(self, address: int) -> str:
         return next(f"{name} + {address - start}" for start, end, _, name, _ in self._regions if start <= address < end)

@@ -1,5 +1,6 @@
 """The CUDA moves of several ranks in one process, interleaved by a schedule: plain memory is the peers' memory."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,15 +21,18 @@ class Ranks:
 
     schedule: Schedule
     world_size: int
-    programs: int = 3
+    programs: int
     memory: list[list[Tensor]] = field(default_factory=list)
+    allocated: Counter[int] = field(default_factory=Counter)
 
-    def allocate(self, number: int, nbytes: int) -> list[Tensor]:
-        """The allocation of that number, of all ranks; whoever asks first makes it."""
+    def allocate(self, rank: int, nbytes: int) -> list[Tensor]:
+        """The n-th allocation of any rank is of all; whoever comes first makes it."""
+        number = self.allocated[rank]
+        self.allocated[rank] += 1
         if number == len(self.memory):
             self.memory.append([torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self.world_size)])
-            for rank, memory in enumerate(self.memory[-1]):
-                self.schedule.watch(memory, f"rank {rank}'s buffer {number}")
+            for peer, memory in enumerate(self.memory[number]):
+                self.schedule.watch(memory, f"rank {peer}'s buffer {number}")
         assert self.memory[number][0].nbytes == nbytes
         return self.memory[number]
 
@@ -48,8 +52,9 @@ class ScheduledContext:
     group: None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def read(self, *tensors: Tensor) -> None:
-        self.ranks.schedule.read(*tensors)
+    @property
+    def read(self) -> Callable[..., None]:
+        return self.ranks.schedule.read
 
     def transport(self, kind: None = None, **options: Any) -> "ScheduledTransport":
         return ScheduledTransport(self.ranks, self.rank)
@@ -63,12 +68,11 @@ class ScheduledTransport(KernelMoves):
         self.device, self.group, self.stream, self.clock = torch.device("cpu"), None, None, False
         self.record = Record(self.world_size, pinned=False)
         self.state = torch.tensor([0, 2**62, self.record.words.data_ptr()])
-        self._ranks, self._allocated = ranks, 0
+        self._ranks = ranks
         self._signals = self.allocate(pad_bytes(self.world_size))
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        peers = self._ranks.allocate(self._allocated, nbytes)
-        self._allocated += 1
+        peers = self._ranks.allocate(self.rank, nbytes)
         return SymmetricBuffer(self.rank, peers, torch.tensor([peer.data_ptr() for peer in peers]))
 
     def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
