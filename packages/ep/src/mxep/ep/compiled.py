@@ -22,7 +22,7 @@ from mxep.comms import RoutingPlan
 from mxep.comms.plan import PlanTensors, plan_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.weights import QuantizedWeight
+from mxep.gemm.weights import QuantizedWeight, weights_are_held
 from mxep.quant import MXTensor
 
 from .dispatchers.base import DISPATCHERS_BY_NUMBER, Parts, Routing, TokenDispatcher
@@ -127,19 +127,21 @@ def _forward(
         return [out]
     flat: list[Tensor] = []
     contexts: list[Any] = []
-    for tensor in kept:
+    for i, tensor in enumerate(kept):
+        # An output is the graph's to write over, so what is held for others goes out as a copy (weights' come last).
+        held = i >= 3 and weights_are_held()
         if tensor is None:
             contexts.append("nothing")
         elif isinstance(tensor, MXTensor):
             names, context = tensor.__tensor_flatten__()
             # The index of rows is the plan's.
             inner = [name for name in names if name != "row_index"]
-            flat += [getattr(tensor, name) for name in inner]
+            flat += [getattr(tensor, name).clone() if held else getattr(tensor, name) for name in inner]
             contexts.append((inner, context, inner != names))
         elif tensor is gate_up_proj or tensor is down_proj:
             contexts.append("gate_up_proj" if tensor is gate_up_proj else "down_proj")  # no output may be an input
         else:
-            flat.append(tensor)
+            flat.append(tensor.clone() if held else tensor)
             contexts.append(None)
     _contexts[dispatcher, recipe, backend, *needs, x.dtype] = contexts
     return [out, *flat, *(getattr(routing.plan, name) for name in PLAN)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from mxep.gemm import Recipe, WeightCache
+from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 
 from .compiled import compiled_layer
@@ -36,7 +36,6 @@ class Experts(nn.Module):
         *,
         num_local_experts: int | None = None,
         first_expert: int = 0,
-        cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -46,7 +45,6 @@ class Experts(nn.Module):
         self.first_expert = first_expert
         self.gate_up_proj = nn.Parameter(torch.empty(local, 2 * hidden_dim, dim, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(local, dim, hidden_dim, device=device, dtype=dtype))
-        self.weight_cache = WeightCache() if cache_weights else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -80,13 +78,8 @@ class Experts(nn.Module):
         if torch.compiler.is_compiling() and static and main_grads == (None, None):
             named: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
             return compiled_layer(x, expert_ids, weights, proj, down, **named), None
-        cache = self.weight_cache if self._counts_versions() else None
-        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "weight_cache": cache}
+        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
         return _run(x, expert_ids, weights, proj, down, main_grads=main_grads, **how)
-
-    def _counts_versions(self) -> bool:
-        """Whether a change of the weights shows: a DTensor's local tensor and what FSDP2 gathers hide it."""
-        return not isinstance(self.gate_up_proj, DTensor) and "_is_fsdp_managed_module" not in self.__dict__
 
 
 class SharedExpert(nn.Module):
@@ -126,15 +119,14 @@ def _run(
     dispatcher: TokenDispatcher,
     recipe: Recipe,
     backend: str | Backend,
-    weight_cache: WeightCache | None,
     main_grads: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Routing]:
     if recipe.wgrad == "mx":
-        setup = Setup(dispatcher, recipe, select(backend, x.device), weight_cache, main_grads)
+        setup = Setup(dispatcher, recipe, select(backend, x.device), main_grads)
         return route_through_experts(x, expert_ids, weights, proj, down, setup=setup)
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
     ends = routing.plan.group_ends
-    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend}
     y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, main_grads=main_grads, **options)
     return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxep.gemm import Recipe, WeightCache, grouped_mm
+from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
 from mxep.quant import swiglu as plain_swiglu
 from mxep.quant import swiglu_backward, swiglu_backward_quantize, swiglu_quantize
@@ -98,7 +98,6 @@ def expert_mlp(
     row_weight: Tensor | None = None,
     recipe: Recipe,
     backend: str | Backend = "auto",
-    weight_cache: WeightCache | None = None,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """The experts' gated MLP over expert-major rows.
@@ -112,7 +111,7 @@ def expert_mlp(
 
     Returns y (R_max, D) in the rows' dtype.
     """
-    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend}
     gate_up = grouped_mm(rows, gate_up_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
     h = swiglu(gate_up, row_weight, group_ends, recipe=recipe)
     return grouped_mm(h, down_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[1], **options)

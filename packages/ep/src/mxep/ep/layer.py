@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxep.gemm import Recipe, WeightCache
+from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
 from mxep.gemm.weights import Later, rows_and_later
@@ -42,7 +42,6 @@ class Setup:
     dispatcher: TokenDispatcher
     recipe: Recipe
     backend: Backend
-    weight_cache: WeightCache | None = None
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
@@ -152,7 +151,9 @@ def layer_forward(
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
     coming, wire = sending
     dtype = wire.dtype
-    (w13, w13_later), (w2, w2_later) = (_rows(weight, setup, backward) for weight in (gate_up_proj, down_proj))
+    (w13, w13_later), (w2, w2_later) = (
+        rows_and_later(weight, recipe, backend, later=backward) for weight in (gate_up_proj, down_proj)
+    )
     slots, routing = coming()
     plan = routing.plan
     # The next move takes the slots back, which the gradient of gate_up_proj needs.
@@ -180,7 +181,7 @@ def layer_backward(
     have any.
     """
     rows, gate_up, h = cast(list[Tensor], kept[:3])  # or None, if not needed
-    w13_later, w2_later = Later(*kept[3:6]), Later(*kept[6:])
+    w13_later, w2_later = Later(*cast(Any, kept[3:5])), Later(*cast(Any, kept[5:]))
     kept.clear()
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
     plan, ends = routing.plan, routing.plan.group_ends
@@ -212,10 +213,3 @@ def layer_backward(
     d_gate_up_proj = multiply()
     dx, d_weights = going_home()
     return dx, d_weights, d_gate_up_proj, d_down_proj
-
-
-def _rows(w: Tensor, setup: Setup, backward: bool) -> tuple[Tensor, Later]:
-    cached = None
-    if setup.weight_cache is not None:
-        cached = setup.weight_cache.get(w, setup.recipe, setup.backend, cols=backward)
-    return rows_and_later(w, cached, setup.recipe, setup.backend, later=backward)

@@ -33,12 +33,11 @@ class MoE(nn.Module):
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
         backend: of the grouped GEMM.
-        cache_weights: keep quantized expert weights until they change, so that micro-batches share one quantization. It
-            sees in-place optimizer steps; FSDP and writes through ``.data`` it may miss (see mxep.gemm.WeightCache).
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (e, 2F, D), ``experts.down_proj`` (e, D, F), and with
     shared experts ``shared.gate_up_proj``, ``shared.down_proj``. Expert weights with an attribute ``main_grad`` (fp32)
     get their gradients added there and have none themselves. After forward, ``last_routing`` tells where rows went.
+    Weights are quantized at each call; micro-batches share that within ``mxep.gemm.quantize_weights_once()``.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -60,7 +59,6 @@ class MoE(nn.Module):
         router: nn.Module | None = None,
         max_tokens: int | None = None,
         backend: str = "auto",
-        cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -92,7 +90,6 @@ class MoE(nn.Module):
             num_experts,
             num_local_experts=dispatcher.num_local_experts,
             first_expert=dispatcher.rank * dispatcher.num_local_experts,
-            cache_weights=cache_weights,
             device=device,
             dtype=dtype,
         )
