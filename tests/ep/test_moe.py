@@ -1,5 +1,6 @@
 """The layer computes what a dense layer computes, whatever carries it, and says so when it cannot."""
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ep.problem import Ranks, make_ranks, share
 from mxep.comms import Capacity, CapacityExceeded
 from mxep.ep import CASES, SEVEN_CASES, ExpertParallel, MoE, Router, SymmetricDispatcher
-from mxep.gemm import Recipe
+from mxep.gemm import Recipe, quantize_weights_once
 from mxep.integration.reference import Results, quantizers, snr
 from mxep.integration.verify import BF16, MARGIN, FixedRouting
 from ranks import distributed
@@ -353,17 +354,24 @@ def test_the_layer_trains() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_cached_weights_are_quantized_once_a_step() -> None:
-    moe = local(cache_weights=True)
+def test_micro_batches_share_quantized_weights() -> None:
+    moe, alone = local(), local()
+    alone.load_state_dict(moe.state_dict())
     x = torch.randn(20, 64, dtype=torch.bfloat16)
-    for _ in range(3):
-        moe(x).sum().backward()
-    assert moe.experts.weight_cache.misses == 2
-    with torch.no_grad():
-        moe.experts.down_proj.mul_(2.0)
-    before = moe(x)
-    assert moe.experts.weight_cache.misses == 3
-    assert torch.equal(before, copy.deepcopy(moe)(x))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (moe, alone)]
+    for _ in range(2):
+        with quantize_weights_once() as once:
+            outs = [moe(x * scale) for scale in (1, 2)]  # F F B B
+            for out in outs:
+                out.sum().backward()
+            moe(x).sum().backward()
+            assert once.quantizations == 4, "two weights, both ways"
+        for scale in (1, 2, 1):
+            alone(x * scale).sum().backward()
+        assert torch.equal(moe(x), alone(x))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(moe(x), alone(x))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import snr
-from mxep.gemm import ExpertWeight, convert, converted, grouped_mm, revert, weight_cache
+from mxep.gemm import convert, converted, grouped_mm, quantize_weights_once, revert
 from mxep.quant import pad_groups, unpad_groups
 from ranks import distributed
 
