@@ -59,7 +59,7 @@ class Workspace:
             chunks by it; None: all. Links need few: see the docs.
 
     Collective. Raises ValueError on every rank if the ranks' arguments differ, or if one makes no sense; RuntimeError
-    if it needs larger buffers while a CUDA graph is captured.
+    while a CUDA graph is captured.
     """
 
     def __init__(
@@ -74,6 +74,10 @@ class Workspace:
         direct_rows: int = 0,
         num_programs: int | None = None,
     ) -> None:
+        if transport.stream is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Workspace: made while a CUDA graph is captured, wanted one run of the layer before that"
+            )
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
         sizes |= {"num_experts": num_experts, "direct_rows": direct_rows}
@@ -184,11 +188,6 @@ class Workspace:
         arena, transport = self.arena, self.transport
         if arena.buffers and arena.buffers[0].local.numel() >= self.layout.nbytes:
             return
-        if transport.stream is not None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"Workspace: got {self.layout.nbytes} bytes to allocate while a CUDA graph is captured, "
-                "wanted one run of the layer before the capture"
-            )
         if arena.pad is None and transport.stream is not None:
             arena.pad = transport.allocate(pad_bytes(transport.world_size))
         old, arena.buffers = arena.buffers, tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
