@@ -69,7 +69,8 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
         weight: DTensor = ctx.weight
-        # Autograd's own check sees the local tensor, whose version an in-place operation on the DTensor leaves.
+        # Autograd's own check asks the local tensor, whose version in-place operations on a DTensor leave. (Optimizers'
+        # foreach and fused kernels leave the DTensor's, too.)
         if weight._version != ctx.version:
             raise RuntimeError(
                 f"an expert weight of shape {tuple(weight.shape)} has been modified by an inplace operation between "
