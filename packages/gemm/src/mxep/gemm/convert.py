@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from mxep.gemm.backends import BACKENDS, Backend
@@ -79,8 +79,8 @@ def convert(
     What counts are products within the forward of the module that owns the weight: a `checkpoint` goes around that.
 
     ValueError: unknown recipe or backend, no parameter passes the filter, one that does is not 3-D floating or is
-    converted already, or its module has a forward of its own, not its class's. At a product, with the parameter's
-    name: K or N that do not fit the recipe, wrong dtypes or offs.
+    converted already, or its module is parametrized or has a forward of its own, not its class's. At a product, with
+    the parameter's name: K or N that do not fit the recipe, wrong dtypes or offs.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     if isinstance(backend, str) and backend not in ("auto", *BACKENDS):
@@ -158,6 +158,8 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> b
         raise ValueError(f"{fqn}: got {parameter.dtype} {tuple(parameter.shape)}, want a 3-D floating parameter")
     if name in _weights(module):
         raise ValueError(f"{fqn}: already converted, want a plain parameter: revert(model) first")
+    if is_parametrized(module):
+        raise ValueError(f"{fqn}: got a parametrized {type(module).__name__}, want it plain: convert before")
     if "forward" in module.__dict__:
         raise ValueError(
             f"{fqn}: got a {type(module).__name__} whose forward was replaced (accelerate's hooks do that), want its "
@@ -244,8 +246,9 @@ class _Products(TorchFunctionMode):
         self.missing = list(state.weights)
         self.tensors: list[tuple[Tensor, str]] = []
         self.storages: dict[int, tuple[StorageWeakRef, str]] | None = None
-        for how in state.weights.values():
-            how._entered = True
+        if not torch.compiler.is_exporting():  # which wants no side effects
+            for how in state.weights.values():
+                how._entered = True
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
