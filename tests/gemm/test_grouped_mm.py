@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, indexed, problem
 from mxep.gemm import BACKENDS as ALL
-from mxep.gemm import Recipe, WeightCache, grouped_mm
+from mxep.gemm import Recipe, grouped_mm, quantize_weight
 from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference
 from mxep.quant import E4M3, E5M2, MXTensor, quantize
 
@@ -272,13 +272,14 @@ def test_wgrad_bf16_keeps_a_plain_activation_but_no_copy_of_a_quantized_one() ->
     assert [type(x) for x in kept_for_backward("mxfp8_wgrad_bf16", quantize(p.a))] == [MXTensor]
 
 
-def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_a_cache_kept_its_codes() -> None:
+def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_its_codes_were_given() -> None:
     p = problem()
-    for recipe, cache in (("bf16", None), ("mxfp8", None), ("mxfp8", WeightCache())):
+    for recipe, given in (("bf16", False), ("mxfp8", False), ("mxfp8", True)):
         a, w = p.a.clone().requires_grad_(), p.w.clone()
-        out = grouped_mm(a, w, p.group_ends, recipe=recipe, weight_cache=cache)
+        quantized = quantize_weight(w, Recipe.named(recipe)) if given else None
+        out = grouped_mm(a, w, p.group_ends, recipe=recipe, quantized_weight=quantized)
         w.zero_()
-        if cache is None:
+        if not given:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.backward(p.dy)
         else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gemm.problem import Problem, Result, indexed, problem, snr
-from mxep.gemm import BACKENDS, Guard, Recipe, WeightCache, grouped_mm
+from mxep.gemm import BACKENDS, Guard, Recipe, grouped_mm, quantize_weights_once
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.hopper import STEP, fp8_grouped_mm, fp8_grouped_wgrad, fp8_grouped_wgrad_add
 from mxep.quant import MXTensor, quantize, split_fold
@@ -142,16 +142,16 @@ def test_no_rows_at_all() -> None:
     assert not got.dw.any()
 
 
-def test_a_cached_weight_is_kept_folded_both_ways() -> None:
-    p, cache = here(problem()), WeightCache()
+def test_a_weight_quantized_once_is_held_folded_both_ways() -> None:
+    p = here(problem())
     w = p.w.clone().requires_grad_()
-    for _ in range(2):
-        out = grouped_mm(
-            p.a.clone().requires_grad_(), w, p.group_ends, recipe="mxfp8", backend=BACKEND, weight_cache=cache
-        )
-        out.backward(p.dy)
-    assert (cache.hits, cache.misses) == (1, 1)
-    assert cache.nbytes == 2 * w.numel() + w.shape[0] * (w.shape[1] + w.shape[2])
+    with quantize_weights_once() as once:
+        for _ in range(2):
+            a = p.a.clone().requires_grad_()
+            grouped_mm(a, w, p.group_ends, recipe="mxfp8", backend=BACKEND).backward(p.dy)
+        assert once.quantizations == 2
+        codes = 2 * w.numel() + w.shape[0] * (w.shape[1] + w.shape[2])
+        assert codes < once.nbytes <= codes + 4 * w.shape[0] * w.shape[2], "and the columns' magnitudes"
 
 
 def anti_aligned() -> Problem:

@@ -21,12 +21,13 @@ from mxep.comms import RoutingPlan
 from mxep.comms.plan import PlanTensors, plan_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
+from mxep.gemm.weights import weights_are_held
 from mxep.quant import E4M3
 
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
 from .functional import checked_tokens
 from .layer import Setup, check_weights, layer_backward, layer_forward, start_send
-from .saved import Saved
+from .saved import Saved, num_parts
 
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "multiple")
 
@@ -77,7 +78,13 @@ def forward_op(
     setup = _setup(dispatcher, recipe, backend, x.device)
     sending = start_send(x, weights, expert_ids, setup)
     out, routing, saved = layer_forward(sending, gate_up_proj, down_proj, setup, backward, (needs[0], needs[1]))
-    return [out, *saved, *_tensors(routing.plan)] if backward else [out]
+    if not backward:
+        return [out]
+    if weights_are_held():
+        # An output is the graph's to write over: what is held for others, which comes last, goes out as a copy.
+        own = 1 + sum(needs) * num_parts(setup.recipe)
+        saved[own:] = [part.clone() for part in saved[own:]]
+    return [out, *saved, *_tensors(routing.plan)]
 
 
 @forward_op.register_fake
@@ -99,8 +106,8 @@ def _(
         return [out]
     setup = _setup(dispatcher, recipe, backend, x.device)
     plan = _plan_of_shapes(expert_ids, weights, setup)
-    how: dict[str, Any] = {"copied": setup.dispatcher.borrows}
-    saved = Saved.shapes(x, gate_up_proj, down_proj, plan, setup.recipe, setup.backend, (needs[0], needs[1]), **how)
+    how = (gate_up_proj, down_proj), setup.recipe, setup.backend, (needs[0], needs[1])
+    saved = Saved.shapes(x, plan, *how, copied=setup.dispatcher.borrows)
     return [out, *saved, *_tensors(plan)]
 
 

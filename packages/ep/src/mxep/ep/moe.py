@@ -37,17 +37,17 @@ class MoE(nn.Module):
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
+        timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. Symmetric only.
         backend: of the grouped GEMM.
         gradient_reduction: what expert gradients are, which hold the tokens of all W ranks of the group. ``"mean"``: of
             the mean of the ranks' losses, as data parallelism makes all other gradients, so that everything is averaged
             over ranks and nothing else. ``"sum"``: of the sum of the ranks' losses.
-        cache_weights: keep quantized expert weights until they change, so that micro-batches share one quantization. It
-            sees in-place optimizer steps; FSDP and writes through ``.data`` it may miss (see mxep.gemm.WeightCache).
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), and with
     shared experts ``shared.gate_up_proj``, ``shared.down_proj``. Given a mesh or a group of several ranks, expert
     weights are DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad`` (fp32) get
     their gradients added there and have none themselves. After forward, ``last_routing`` tells where rows went.
+    Weights are quantized at each call; micro-batches share that within ``mxep.gemm.quantize_weights_once()``.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -68,9 +68,9 @@ class MoE(nn.Module):
         num_shared_experts: int = 0,
         router: nn.Module | None = None,
         max_tokens: int | None = None,
+        timeout: float | None = None,
         backend: str = "auto",
         gradient_reduction: Literal["mean", "sum"] = "mean",
-        cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -90,11 +90,14 @@ class MoE(nn.Module):
                 group=ranks,
                 capacity=capacity,
                 max_tokens=max_tokens,
+                timeout=timeout,
             )
-        elif capacity is not None or max_tokens is not None:
-            raise ValueError("capacity and max_tokens belong to the dispatcher: set them there, not beside it")
+        elif any(given is not None for given in (capacity, max_tokens, timeout)):
+            raise ValueError("capacity, max_tokens and timeout belong to the dispatcher: set them there, not beside it")
         elif dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {dispatcher.num_experts} experts, the layer has {num_experts}")
+        else:
+            dispatcher.uses += 1
         if mesh is not None and mesh.size() != dispatcher.world_size:
             raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {mesh.size()}")
         if mesh is None and dispatcher.world_size > 1:
@@ -110,7 +113,6 @@ class MoE(nn.Module):
             hidden_dim,
             num_experts,
             mesh=mesh,
-            cache_weights=cache_weights,
             device=device,
             dtype=dtype,
         )
@@ -137,10 +139,17 @@ class MoE(nn.Module):
     def check(self) -> None:
         """Raise what went wrong on the device since the last check; call it once a step, before the optimizer.
 
-        Raises CapacityExceeded where rows did not fit the capacity, ValueError where expert ids were out of range.
-        It reads from the device.
+        Raises CapacityExceeded where rows did not fit the capacity, ValueError where expert ids were out of range: on
+        every rank alike, so that all may skip the step. It reads from the device.
         """
         self.dispatcher.check()
+
+    def close(self) -> None:
+        """Give up this layer, and with the last one of the group the memory shared with peers. All ranks do it alike.
+
+        Without it a group's buffers stay for layers that are made later. Call it once.
+        """
+        self.dispatcher.close()
 
     def extra_repr(self) -> str:
         return f"recipe={self.recipe.name}, dispatcher={type(self.dispatcher).__name__}"
