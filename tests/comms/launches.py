@@ -7,7 +7,7 @@ W ranks, T tokens of each, K experts a token, D elements of a row.
 
 import torch
 
-from mxep.comms.kernels import plan, put, sums
+from mxep.comms.kernels import plan, put, signals, sums
 from mxep.comms.kernels.launch import Launch
 from mxep.comms.layout import Layout
 
@@ -24,7 +24,7 @@ def make_plan(experts: int) -> None:
     """Of several sizes: kernels are compiled once for all."""
     for T, multiple in ((1, 1), (128, 32), (8192, 48)):
         plan.make_plan(*tables(T), experts, experts, multiple, W * T * K, 4 * experts)
-    plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 2**31 - 1)
+    plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 4 * (experts - 1))
 
 
 def plan_destinations(experts: int) -> None:
@@ -53,7 +53,13 @@ def return_sums() -> None:
     sums.return_sums(launch("return_sums"), rows, torch.empty(65536), *plan_of, 32, out, torch.empty(T, K))
 
 
+def barrier() -> None:
+    move = launch("barrier")
+    signals.barrier(move.pointers, move.state, move.rank, move.clock)
+
+
 LAUNCHES = {
+    "barrier": barrier,
     "make_plan 256": lambda: make_plan(256),
     "plan_destinations 128": lambda: plan_destinations(128),
     "put_rows": put_mxfp8,

@@ -14,18 +14,22 @@
 The routing weight multiplies inside SwiGLU (the down-projection is linear), so combine is a plain sum and its backward
 sends one unscaled copy. With a quantizing recipe rows, h and both gradients are MXTensors: nothing is quantized twice.
 
+Under torch.compile they break the graph, but `expert_mlp` and `swiglu` of a recipe that quantizes nothing.
+
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxep.gemm import Recipe, WeightCache, grouped_mm
+from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
 from mxep.quant import swiglu as plain_swiglu
 from mxep.quant import swiglu_backward, swiglu_backward_quantize, swiglu_quantize
@@ -33,7 +37,24 @@ from mxep.quant import swiglu_backward, swiglu_backward_quantize, swiglu_quantiz
 from .dispatchers.base import Routing, TokenDispatcher
 from .wire import Wire
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+def _between_graphs(function: _Function) -> _Function:
+    """A break for torch.compile where it moves rows or gives an MXTensor a gradient, which no graph can hold."""
+    # The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+    eager = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def call(*tensors: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() and ("dispatcher" in options or options["recipe"].scaling != "none"):
+            return eager(*tensors, **options)
+        return function(*tensors, **options)
+
+    return cast(_Function, call)
+
+
+@_between_graphs
 def dispatch(
     x: Tensor, expert_ids: Tensor, weights: Tensor, *, dispatcher: TokenDispatcher, recipe: Recipe
 ) -> tuple[Tensor, Tensor, Routing]:
@@ -74,12 +95,14 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
     return expert_ids.clamp(-2, dispatcher.num_experts).int()
 
 
+@_between_graphs
 def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
     """Sum the experts' rows home: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums."""
     out: Tensor = _Combine.apply(y, routing, dispatcher, recipe)  # type: ignore[no-untyped-call]
     return out
 
 
+@_between_graphs
 def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, *, recipe: Recipe) -> Tensor:
     """``gate_up`` (R_max, 2F) x ``row_weight`` (R_max,) -> h (R_max, F), quantized by the recipe in the same pass.
 
@@ -89,6 +112,7 @@ def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, *, re
     return h
 
 
+@_between_graphs
 def expert_mlp(
     rows: Tensor,
     gate_up_proj: Tensor,
@@ -98,8 +122,8 @@ def expert_mlp(
     row_weight: Tensor | None = None,
     recipe: Recipe,
     backend: str | Backend = "auto",
-    weight_cache: WeightCache | None = None,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    wgrad_scale: float = 1.0,
 ) -> Tensor:
     """The experts' gated MLP over expert-major rows.
 
@@ -109,10 +133,11 @@ def expert_mlp(
         group_ends: (e,) int32, inclusive cumulative padded group sizes; rows past the last are not read.
         row_weight: (R_max,) fp32 that scales h, or None.
         main_grads: fp32, of the weights' shapes, or None each: weight gradients are added there and not returned.
+        wgrad_scale: factor of weight gradients: 1 / W makes sums over the tokens of W ranks those of a mean of losses.
 
     Returns y (R_max, D) in the rows' dtype.
     """
-    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "wgrad_scale": wgrad_scale}
     gate_up = grouped_mm(rows, gate_up_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
     h = swiglu(gate_up, row_weight, group_ends, recipe=recipe)
     return grouped_mm(h, down_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[1], **options)

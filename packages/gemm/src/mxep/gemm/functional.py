@@ -6,7 +6,8 @@
     out = a w^T, w quantized along K          da = dy w, w quantized along N
       kept for backward: the codes of a       dw = dy^T a, both from their codes (wgrad "mx")
 
-A weight is kept as it is, not its codes along N: these are made in backward, unless a cache has them.
+A weight is kept as it is, not its codes along N: these are made in backward, unless they are given or held by
+`quantize_weights_once`.
 What backward keeps of `a` are codes and scales, 1/2 of the bytes of bf16; only wgrad "bf16" keeps a plain `a`.
 An MXTensor is kept by reference: bytes borrowed from a receive slot must be copied by whoever lends them.
 
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.checks import check_operands, check_tensors
+from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
+from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import Later, QuantizedWeight, WeightCache, rows_and_later
+from mxep.gemm.weights import Later, QuantizedWeight, rows_and_later
 from mxep.quant import MXTensor
 
 
@@ -35,8 +37,9 @@ def grouped_mm(
     backend: str | Backend = "auto",
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    weight_cache: WeightCache | None = None,
+    quantized_weight: QuantizedWeight | None = None,
     main_grad: Tensor | None = None,
+    wgrad_scale: float = 1.0,
 ) -> Tensor:
     """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
 
@@ -48,25 +51,40 @@ def grouped_mm(
     recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
     bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
     out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
-    weight_cache: keeps the quantized w until it changes; without one it is quantized at each call.
-    main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. Products of
-        unquantized operands come rounded to bf16 but from backend "reference"; all others are added in fp32.
+    quantized_weight: w as `quantize_weight(w, recipe)` or, best, `backend.quantize_weight` gave it. Without one it is
+        quantized at each call, or once within `quantize_weights_once`; without its cols these are, in backward.
+    main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. One that does not
+        ask for that gradient, as torch.autograd.grad(out, a), adds nothing. Products of unquantized operands come
+        rounded to bf16 but from backend "reference"; all others are added in fp32.
+    wgrad_scale: multiplies the gradient of w (not those of a and bias), before it is rounded or added.
 
     The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
     the recipe's blocks, else dequantized and quantized.
     ValueError: wrong shapes, dtypes, devices or alignment, on the CPU also unordered, too long or unaligned group_ends.
     RuntimeError: the backend cannot run here.
+    Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     check_tensors(a, w)
+    if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
+        options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "quantized_weight": quantized_weight}
+        options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
+        return _between_graphs(a, w, group_ends, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
+    group_ends = group_ends.contiguous()  # torch's kernels, too, read it as packed
     chosen = select(backend, a.device)
-    weight = None
-    if weight_cache is not None:
-        weight = weight_cache.get(w, recipe, chosen, cols=torch.is_grad_enabled() and a.requires_grad)
-    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype, main_grad)  # type: ignore[no-untyped-call]
+    if quantized_weight is not None:
+        check_quantized_weight(quantized_weight, w, recipe)
+    how = quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale
+    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, *how)  # type: ignore[no-untyped-call]
     return out
+
+
+# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _between_graphs(*tensors: Tensor, **options: Any) -> Tensor:
+    return grouped_mm(*tensors, **options)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -82,37 +100,51 @@ class _GroupedMM(torch.autograd.Function):
         backend: Backend,
         out_dtype: torch.dtype,
         main_grad: Tensor | None,
+        wgrad_scale: float,
     ) -> Tensor:
         codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
         need_a, need_w, *_ = ctx.needs_input_grad
         a_kept = codes if recipe.wgrad == "mx" else a
-        rows, cols = rows_and_later(w, weight, recipe, backend, later=need_a)
-        ctx.save_for_backward(group_ends, a_kept if need_w else None, *(cols if need_a else ()))
-        ctx.recipe, ctx.backend, ctx.main_grad = recipe, backend, main_grad
+        if weight is None:
+            rows, later = rows_and_later(w, recipe, backend, later=need_a)
+        else:
+            rows, later = weight.rows, Later(w if weight.cols is None else weight.cols, None)
+        ctx.save_for_backward(group_ends, a_kept if need_w else None, *(later if need_a else ()))
+        ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
+        ctx.kept = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
         return backend.forward(codes, rows, group_ends, bias=bias, out_dtype=out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        group_ends, a, *cols = ctx.saved_tensors
-        recipe, backend = ctx.recipe, ctx.backend
-        need_a, need_w, need_bias, *_ = ctx.needs_input_grad
+        recipe, backend, kept = ctx.recipe, ctx.backend, ctx.kept
+        need_a, need_w, need_bias = (need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
         a_dtype, w_dtype, bias_dtype = ctx.dtypes
         da = dw = dbias = None
-        if need_a or (need_w and recipe.wgrad == "mx"):
-            codes = _gradient_codes(dy, recipe, backend)
+        if kept is not None and not need_a and kept.fits(dy):
+            group_ends, codes, a = kept.operands
+        else:
+            group_ends, a, *later = ctx.saved_tensors
+            codes = dy
+            if need_a or (need_w and recipe.wgrad == "mx"):
+                codes = _gradient_codes(dy, recipe, backend)
         if need_a:
-            da = backend.dgrad(codes, Later(*cols).cols(recipe, backend), group_ends, out_dtype=a_dtype)
+            da = backend.dgrad(codes, Later(*later).cols(recipe, backend), group_ends, out_dtype=a_dtype)
+        if not graph_is_retained():
+            ctx.kept = None
+        elif need_a and ctx.needs_input_grad[1] and not need_w:
+            ctx.kept = Kept.of(dy, (group_ends, codes, a))
         if need_w:
+            how = {"recipe": recipe, "scale": ctx.wgrad_scale}
             operands = (codes, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
             if ctx.main_grad is None:
-                dw = backend.wgrad(*operands, group_ends, recipe=recipe, out_dtype=w_dtype)
+                dw = backend.wgrad(*operands, group_ends, out_dtype=w_dtype, **how)
             else:
-                backend.add_wgrad(*operands, group_ends, recipe=recipe, to=ctx.main_grad)
+                backend.add_wgrad(*operands, group_ends, to=ctx.main_grad, **how)
         if need_bias:
             dbias = _group_sums(_plain(dy), group_ends).to(bias_dtype)
-        return da, dw, dbias, None, None, None, None, None, None
+        return da, dw, dbias, *[None] * 7
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -1,0 +1,126 @@
+"""What a layer's forward leaves to its backward: one flat list of plain tensors, the same eager and compiled.
+
+    rows      (S, D) slots, or (R_max, D) where these are no more   if gate_up_proj has a gradient
+    gate_up   (R_max, 2F)
+    h         (R_max, F)                                            if down_proj has a gradient
+    later     of both weights, what helps to make their columns: their magnitudes (e, D) and (e, F) fp32 for a backend
+              that wants one scale a column, tiles, which serve both ways, or nothing
+
+rows, h and tiles are codes and scales, two tensors; with a recipe that quantizes nothing rows and h are one, in x's
+dtype. Slots lie under the plan's index. All of it follows from the recipe, the backend, what has gradients, and sizes:
+nobody remembers what a list holds, and a compiler learns its shapes without running anything.
+
+R_max rows that fit, S slots, D model dim, F hidden dim, e local experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxep.comms import RoutingPlan
+from mxep.gemm import Recipe
+from mxep.gemm.backends import Backend
+from mxep.gemm.weights import Later, rows_and_later
+from mxep.quant import MXTensor
+
+Needs = tuple[bool, bool]
+"""Whether gate_up_proj and down_proj have gradients."""
+
+
+class Saved(NamedTuple):
+    """The list, put together: rows and h as products take them, None where no gradient needs them."""
+
+    rows: Tensor | None
+    gate_up: Tensor
+    h: Tensor | None
+    later: tuple[Later, Later]
+
+    def flat(self) -> list[Tensor]:
+        of_weights = (part for later in self.later for part in _of_weight(later))
+        return [*_parts(self.rows), self.gate_up, *_parts(self.h), *of_weights]
+
+    @staticmethod
+    def of(
+        flat: list[Tensor],
+        plan: RoutingPlan,
+        weights: tuple[Tensor, Tensor],
+        recipe: Recipe,
+        needs: Needs,
+        *,
+        copied: bool,
+    ) -> Saved:
+        """`flat`'s tensors. weights: gate_up_proj, down_proj. copied: as for `keeps_rows`."""
+        parts = num_parts(recipe)
+        (gate_up, *rest), dtype = flat[parts * needs[0] :], flat[parts * needs[0]].dtype
+        of_weights = rest[parts * needs[1] :]
+        index = None if keeps_rows(plan, copied=copied) else plan.row_slot
+        rows, h = _joined(flat[: parts * needs[0]], dtype, index), _joined(rest[: parts * needs[1]], dtype)
+        half = len(of_weights) // 2
+        later = _later(weights[0], of_weights[:half]), _later(weights[1], of_weights[half:])
+        return Saved(rows, gate_up, h, later)
+
+    @staticmethod
+    def shapes(
+        x: Tensor,
+        plan: RoutingPlan,
+        weights: tuple[Tensor, Tensor],
+        recipe: Recipe,
+        backend: Backend,
+        needs: Needs,
+        *,
+        copied: bool,
+    ) -> list[Tensor]:
+        """A list of the shapes and dtypes that forward would leave, from fake tensors."""
+        dim, hidden_dim = weights[1].shape[1:]
+        slots = recipe.scaling != "none" and not keeps_rows(plan, copied=copied)
+
+        def rows(count: int, width: int, block: int | None) -> list[Tensor]:
+            if recipe.scaling == "none":
+                return [x.new_empty(count, width)]
+            codes = x.new_empty(count, width, dtype=recipe.fmt.dtype)
+            return [codes, x.new_empty(count, width // (block or width), dtype=torch.float8_e8m0fnu)]
+
+        flat = rows(plan.slot_rows.shape[0] if slots else plan.max_rows, dim, recipe.block) if needs[0] else []
+        flat.append(x.new_empty(plan.max_rows, 2 * hidden_dim))
+        flat += rows(plan.max_rows, hidden_dim, None if backend.folds else recipe.block) if needs[1] else []
+        for w in weights:
+            flat += _of_weight(rows_and_later(w, recipe, backend, later=True)[1])
+        return flat
+
+
+def num_parts(recipe: Recipe) -> int:
+    """Tensors that rows, or h, are."""
+    return 1 if recipe.scaling == "none" else 2
+
+
+def keeps_rows(plan: RoutingPlan, *, copied: bool) -> bool:
+    """Whether quantized rows are kept, instead of slots under an index: where they have to be `copied`, as slots are
+    the dispatcher's, and there can be no more of them (top-1, say)."""
+    return copied and plan.max_rows <= plan.slot_rows.shape[0]
+
+
+def _parts(x: Tensor | None) -> list[Tensor]:
+    if isinstance(x, MXTensor):
+        return [x.qdata, x.scale]
+    return [] if x is None else [x]
+
+
+def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None = None) -> Tensor | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    codes, scale = parts
+    return MXTensor(codes, scale, index, -1, codes.shape[1] // scale.shape[1], dtype)
+
+
+def _of_weight(later: Later) -> list[Tensor]:
+    return _parts(later.weight) if isinstance(later.weight, MXTensor) else _parts(later.magnitudes)
+
+
+def _later(w: Tensor, parts: list[Tensor]) -> Later:
+    if len(parts) < 2:
+        return Later(w, parts[0] if parts else None)
+    codes, scale = parts
+    return Later(MXTensor(codes, scale, None, (-2, -1), codes.shape[-1] // scale.shape[-1], w.dtype), None)
