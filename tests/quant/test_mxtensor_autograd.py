@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from mxep.quant import E5M2, MXTensor, ScaleMode, quantize, quantize_both, requantize
@@ -285,5 +285,10 @@ def test_dtensors_hold_it() -> None:
         assert_same(local, leaf)
         local.dequantize().sum().backward()
         assert torch.equal(leaf.grad, torch.ones(32, 64, dtype=torch.bfloat16))
+        for axis in (-1, -2, TILES):
+            whole = quantize(gaussian(4, 64, 96), axis=axis)
+            sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            assert_same(sharded.to_local(), whole)
+            assert_same(sharded[1:3].mT.to_local(), whole[1:3].mT)
     finally:
         dist.destroy_process_group()

@@ -112,7 +112,7 @@ def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None = None
     if len(parts) < 2:
         return parts[0] if parts else None
     codes, scale = parts
-    return MXTensor(codes, scale, index, -1, codes.shape[1] // scale.shape[1], dtype)
+    return MXTensor(codes, scale, index, -1, codes.shape[1] // scale.shape[1], dtype, trusted=True)
 
 
 def _of_weight(later: Later) -> list[Tensor]:
@@ -123,4 +123,6 @@ def _later(w: Tensor, parts: list[Tensor]) -> Later:
     if len(parts) < 2:
         return Later(w, parts[0] if parts else None)
     codes, scale = parts
-    return Later(MXTensor(codes, scale, None, (-2, -1), codes.shape[-1] // scale.shape[-1], w.dtype), None)
+    return Later(
+        MXTensor(codes, scale, None, (-2, -1), codes.shape[-1] // scale.shape[-1], w.dtype, trusted=True), None
+    )
