@@ -144,6 +144,10 @@ def test_an_id_past_int32_is_no_experts(ctx: Context, kind: str) -> None:
         return
     with pytest.raises(ValueError, match="expert ids"):
         send(dispatcher, ctx, [[2**32], [3]], torch.int64)
+    router = FixedRouting(torch.tensor([[2**32], [3]]), torch.ones(2, 1))
+    moe = MoE(64, 32, 4, 1, dispatcher=kind, group=ctx.group, router=router)
+    with pytest.raises(ValueError, match="expert ids"):
+        moe(torch.ones(2, 64, dtype=torch.bfloat16))
 
 
 @distributed(2)

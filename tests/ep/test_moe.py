@@ -221,7 +221,8 @@ def test_load_counts_what_a_checkpoint_recomputes_once_and_overflow_each_time(ct
     assert loads[0].sum() == 180
     assert torch.equal(loads[0], loads[1])
     assert torch.equal(loads[0], loads[2])
-    assert lost == [180, 360, 360]
+    assert lost[0] > 0
+    assert lost[1] == lost[2] == 2 * lost[0]
 
 
 @distributed(2)
