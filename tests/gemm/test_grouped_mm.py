@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, indexed, problem
 from mxep.gemm import BACKENDS as ALL
@@ -342,3 +343,31 @@ def test_main_grad_takes_the_sum_and_w_gets_none(recipe: str, backend: str) -> N
         torch.autograd.backward(out, p.dy)
     assert w.grad is None
     torch.testing.assert_close(main_grad, 1 + 2 * want.float(), rtol=2**-7, atol=2**-7)
+
+
+class Copies(TorchDispatchMode):
+    """How many tensors of `size` elements were made by copying."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        copies = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.copy_)
+        self.count += func.overloadpacket in copies and out.numel() == self.size
+        return out
+
+
+@every_backend
+def test_weights_stored_the_other_way_round_are_multiplied_as_they_lie(backend: str) -> None:
+    p = problem()
+    stored = p.w.mT.contiguous()
+    want = p.run("bf16", backend=backend)
+    a, w = p.a.clone().requires_grad_(), stored.mT.requires_grad_()
+    with Copies(w.numel()) as copies:
+        out = grouped_mm(a, w, p.group_ends, recipe="bf16", backend=backend)
+        (da,) = torch.autograd.grad(out, a, p.dy)
+    assert copies.count == 0
+    assert torch.equal(out[: p.live], want.out)
+    assert torch.equal(da[: p.live], want.da)

@@ -8,6 +8,14 @@ from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 
 
+def check_tensors(a: object, w: object) -> None:
+    """Codes and scales by themselves are no operand."""
+    for name, x in (("a", a), ("w", w)):
+        if not isinstance(x, Tensor):
+            cure = "MXTensor.from_qdata_and_scales(codes, scales) makes one tensor of codes and scales"
+            raise ValueError(f"{name}: got a {type(x).__name__}, want a tensor: {cure}")
+
+
 def check_operands(
     a: Tensor,
     w: Tensor,
@@ -102,7 +110,7 @@ def _check_values(a: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
         wanted = f"one scale for each {recipe.block or 'row'}" + (" elements along K" if recipe.block else "")
         raise ValueError(
             f"a: got {_describe(a)}, want axis -1 and {wanted} for recipe {recipe.name}: "
-            "mxep.quant.requantize, or .dequantize() and let the recipe quantize"
+            ".dequantize() and let the recipe quantize"
         )
     if out_dtype not in floats:
         raise ValueError(f"out_dtype: got {out_dtype}, want one of {floats}")

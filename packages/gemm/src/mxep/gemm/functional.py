@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.checks import check_operands, check_quantized_weight
+from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import Later, QuantizedWeight, rows_and_later
@@ -65,6 +65,7 @@ def grouped_mm(
     Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    check_tensors(a, w)
     if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
         options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "quantized_weight": quantized_weight}
         options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
