@@ -11,7 +11,7 @@ from torch import Tensor
 from mxep.comms.kernels import signals
 from mxep.comms.moves import KernelMoves
 from mxep.comms.symmetric_memory import Record
-from mxep.comms.transport import SymmetricBuffer, pad_bytes
+from mxep.comms.transport import Arena, SymmetricBuffer, pad_bytes
 from schedule import Schedule
 
 
@@ -69,11 +69,15 @@ class ScheduledTransport(KernelMoves):
         self.record = Record(self.world_size, pinned=False)
         self.state = torch.tensor([0, 2**62, self.record.words.data_ptr()])
         self._ranks = ranks
+        self.arena = Arena()
         self._signals = self.allocate(pad_bytes(self.world_size))
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         peers = self._ranks.allocate(self.rank, nbytes)
         return SymmetricBuffer(self.rank, peers, torch.tensor([peer.data_ptr() for peer in peers]))
+
+    def free(self, buffer: SymmetricBuffer) -> None:
+        pass
 
     def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
         signals.barrier((pad or self._signals).pointers, self.state, self.rank, self.clock)

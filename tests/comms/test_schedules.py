@@ -70,7 +70,7 @@ def direct(ctx: ScheduledContext) -> None:
 def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
     """Sends that all use one buffer, as replays of a graph of one move do."""
     workspace = make_workspace(ctx, max_tokens=TOKENS)
-    workspace.buffers = workspace.buffers[:1] * 2
+    workspace.arena.buffers = workspace.buffers[:1] * 2
     mine = bring_to(workspace, "full", ctx.rank, 0)
     for _ in range(3):
         if barriers:

@@ -1,17 +1,29 @@
 """A block that holds the layer compiles into one graph, and computes what it computes uncompiled, bit for bit."""
 
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
-from mxep.ep import MoE
+from mxep.ep import MoE, combine, dispatch, expert_mlp, make_dispatcher, swiglu
+from mxep.ep.compiled import _plan_of_shapes, forward_op
+from mxep.ep.layer import Setup, layer_forward, start_send
+from mxep.ep.saved import Saved
+from mxep.gemm import Recipe, grouped_mm
+from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.reference import Reference
 from ranks import distributed
 
@@ -141,7 +153,8 @@ def test_inductor_runs_it(ctx) -> None:
 
 @distributed(1)
 def test_with_sizes_known_only_at_run_time_it_breaks_the_graph(ctx) -> None:
-    for options in ({"dispatcher": "all_to_all"}, {"dispatcher": "symmetric"}):
+    exact = {"dispatcher": "local", "recipe": "mxfp8", "capacity": Capacity.exact()}
+    for options in ({"dispatcher": "all_to_all"}, {"dispatcher": "symmetric"}, exact):
         block = Block(ctx, **options)
         assert_same(results(block, torch.compile(block, backend="aot_eager"), ctx), results(block, block, ctx))
 
@@ -151,3 +164,126 @@ def test_checkpointed_activations_give_the_same_bits(ctx) -> None:
     block = Block(ctx, recipe="mxfp8", max_tokens=64)
     again = results(block, lambda x: checkpoint(block, x, use_reentrant=False), ctx)
     assert_same(again, results(block, block, ctx))
+
+
+@distributed(1, device="cpu")
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_composed_functions_break_the_graph_and_keep_their_bits(ctx, recipe: str) -> None:
+    of, generator = {"recipe": Recipe.named(recipe)}, torch.Generator().manual_seed(0)
+    carried = {"dispatcher": make_dispatcher("local", 4, dim=DIM)} | of
+    shapes = (TOKENS, DIM), (TOKENS, 2), (4, 64, DIM), (4, DIM, 32)
+    x, weights, proj, down = (torch.randn(shape, generator=generator) for shape in shapes)
+    ids = torch.randint(4, (TOKENS, 2), generator=generator, dtype=torch.int32)
+
+    def in_two(x, weights, proj, down):
+        rows, row_weight, routing = dispatch(x * 2, ids, weights, **carried)
+        y = expert_mlp(rows, proj, down, routing.plan.group_ends, row_weight=row_weight, **of)
+        return combine(y, routing, **carried) + 1
+
+    def in_four(x, weights, proj, down):
+        rows, row_weight, routing = dispatch(x * 2, ids, weights, **carried)
+        ends = routing.plan.group_ends
+        gate_up = grouped_mm(rows, proj, ends, out_dtype=torch.bfloat16, **of)
+        h = swiglu(gate_up, row_weight, ends, **of)
+        return combine(grouped_mm(h, down, ends, out_dtype=torch.bfloat16, **of), routing, **carried) + 1
+
+    runs = []
+    for layer in (in_two, torch.compile(in_two, backend="aot_eager"), torch.compile(in_four, backend="aot_eager")):
+        given = [t.clone().requires_grad_() for t in (x.bfloat16(), weights, proj.bfloat16(), down.bfloat16())]
+        out = layer(*given)
+        out.backward(x.bfloat16())
+        runs.append([out.detach(), *(t.grad for t in given)])
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+
+
+@pytest.mark.parametrize("dispatcher", [{}, {"dispatcher": "local"}])
+def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> None:
+    x = torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
+    for recipe, top_k, max_tokens in itertools.product(("bf16", "fp8", "mxfp8", "mxfp8_32x32"), (1, 2), (48, 256)):
+        sizes = dispatcher or {"max_tokens": max_tokens, "capacity": Capacity.factor(1.5)}
+        moe = MoE(DIM, 96, 4, top_k, recipe=recipe, **sizes)
+        ids, weights = moe.router(x)
+        names = moe.dispatcher.key, recipe, "auto", 1.0
+        for needs in itertools.product((True, False), repeat=2):
+            experts = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
+            given = x, weights.detach(), *experts, ids, *names, list(needs), True
+            saved = forward_op(*given)
+            with FakeTensorMode() as mode:
+                fake = forward_op(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given))
+            assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8", "mxfp8_32x32"])
+def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
+    moe, x = MoE(DIM, 96, 4, 2, recipe=recipe, dispatcher="local"), torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
+    setup = Setup(moe.dispatcher, moe.recipe, Hopper())
+    ids, weights = moe.router(x)
+    given = x, ids, weights.detach(), moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
+    sending = start_send(x, given[2], ids, setup)
+    saved = layer_forward(sending, *given[3:], setup, True, (True, True))[2]
+    with FakeTensorMode() as mode:
+        x, ids, weights, *experts = map(mode.from_tensor, given)
+        plan = _plan_of_shapes(ids, weights, setup)
+        fake = Saved.shapes(x, plan, tuple(experts), setup.recipe, setup.backend, (True, True), copied=False)
+    assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
+
+
+def test_layers_of_other_widths_share_a_dispatcher() -> None:
+    moes = [MoE(DIM, hidden_dim, 4, 2, recipe="mxfp8", max_tokens=64) for hidden_dim in (32, 96)]
+    assert moes[0].dispatcher is moes[1].dispatcher
+    x = torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
+    runs = []
+    for layers in (moes, [torch.compile(moe, fullgraph=True, backend="aot_eager") for moe in moes]):
+        leaf = x.clone().requires_grad_()
+        outs = [layer(leaf) for layer in layers]
+        for out, moe in zip(outs, moes):  # the first backward comes after the second forward
+            moe.zero_grad()
+            out.backward(x, retain_graph=True)
+        runs.append([leaf.grad, *outs, *(p.grad.clone() for moe in moes for p in moe.parameters())])
+    assert_same(runs[1], runs[0])
+
+
+def test_what_inductor_keeps_on_disk_serves_layers_of_the_same_sizes_alone(tmp_path) -> None:
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    hits = []
+    for options in ({"max_tokens": 64}, {"max_tokens": 64}, {"max_tokens": 32}):
+        command = [sys.executable, str(Path(__file__).with_name("warm_cache.py")), json.dumps(options)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert run.returncode == 0, run.stderr
+        hits.append(int(run.stdout.split()[-1]) > 0)
+    assert hits == [False, True, False]
+
+
+@distributed(1, device="cuda")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_step_with_a_compiled_layer_and_its_optimizer_replays_as_a_cuda_graph(ctx, compiler: str) -> None:
+    x = torch.randn(TOKENS, DIM, dtype=torch.bfloat16, device=ctx.device)
+    weights = []
+    for captured in (False, True):
+        block = Block(ctx, recipe="mxfp8", max_tokens=64)
+        optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2, capturable=True)
+        layer = torch.compile(block, fullgraph=True, backend=compiler)
+
+        def step(layer=layer, optimizer=optimizer) -> None:
+            optimizer.zero_grad(set_to_none=False)
+            layer(x).float().square().mean().backward()
+            optimizer.step()
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        run = step
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            run = graph.replay
+        for _ in range(3):
+            run()
+        block.moe.check()
+        weights.append([p.detach().clone() for p in block.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*weights))

@@ -144,6 +144,10 @@ def test_an_id_past_int32_is_no_experts(ctx: Context, kind: str) -> None:
         return
     with pytest.raises(ValueError, match="expert ids"):
         send(dispatcher, ctx, [[2**32], [3]], torch.int64)
+    router = FixedRouting(torch.tensor([[2**32], [3]]), torch.ones(2, 1))
+    moe = MoE(64, 32, 4, 1, dispatcher=kind, group=ctx.group, router=router)
+    with pytest.raises(ValueError, match="expert ids"):
+        moe(torch.ones(2, 64, dtype=torch.bfloat16))
 
 
 @distributed(2)
@@ -245,3 +249,54 @@ def test_a_batch_larger_than_the_first_is_said_on_all_ranks_at_once_and_new_laye
     again = MoE(64, 32, 4, 2, group=ctx.group, device=ctx.device, max_tokens=9)
     assert again(x).shape == x.shape
     again.check()
+
+
+@distributed(2, device="cuda")
+def test_every_rank_is_told_of_what_overflowed_in_a_replay(ctx: Context) -> None:
+    dispatcher = symmetric(ctx, max_tokens=4, capacity=Capacity.factor(1.0))
+    ids = torch.tensor([[0], [2], [1], [3]], dtype=torch.int32, device=ctx.device)
+    parts, weights = (torch.zeros(4, 16, dtype=torch.uint8, device=ctx.device),), torch.ones(4, 1, device=ctx.device)
+    for _ in range(2):
+        dispatcher.send(parts, ids, weights, multiple=1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dispatcher.send(parts, ids, weights, multiple=1)
+    graph.replay()
+    dispatcher.check()
+    ids.copy_(torch.tensor([[2], [2], [3], [3]]))
+    for _ in range(3):
+        graph.replay()
+    assert int(dispatcher.counts()["dropped"]) == 12
+    with pytest.raises(CapacityExceeded, match="4 on each rank: 12 on rank 1, which needed 8; "):
+        dispatcher.check()
+    dispatcher.check()
+
+
+@distributed(2, device="cuda")
+def test_layers_on_two_streams_compute_what_they_do_on_one(ctx: Context) -> None:
+    torch.manual_seed(0)
+    options = {"group": ctx.group, "device": ctx.device, "max_tokens": 512}
+    layers = [MoE(dim, 256, 8, 2, **options) for dim in (256, 512)]
+    batches = [torch.randn(512, layer.dim, dtype=torch.bfloat16, device=ctx.device) for layer in layers]
+    d_outs = [torch.randn_like(x) for x in batches]
+
+    def run(streams: list[torch.cuda.Stream]) -> list[torch.Tensor]:
+        leaves, outs = [x.clone().requires_grad_() for x in batches], []
+        torch.cuda.synchronize()
+        for layer, x, stream in zip(layers, leaves, streams):
+            with torch.cuda.stream(stream):
+                outs.append(layer(x))
+                torch.cuda._sleep(1_000_000 * (1 + ctx.rank))
+        for out, d_out, stream in zip(outs, d_outs, streams):
+            with torch.cuda.stream(stream):
+                out.backward(d_out)
+        torch.cuda.synchronize()
+        return [*outs, *(x.grad for x in leaves)]
+
+    one = torch.cuda.current_stream()
+    wanted = run([one, one])
+    for _ in range(3):
+        got = run([torch.cuda.Stream(), torch.cuda.Stream()])
+        assert all(torch.equal(*pair) for pair in zip(got, wanted))
+    layers[0].check()

@@ -43,7 +43,7 @@ def test_only_whole_layers_are_sharded(ctx) -> None:
 @distributed(2)
 def test_a_sharded_layer_trains_in_mxfp8(ctx) -> None:
     torch.manual_seed(0)
-    moe = MoE(64, 32, 8, 2, dispatcher="local", cache_weights=True, device=ctx.device)
+    moe = MoE(64, 32, 8, 2, dispatcher="local", device=ctx.device)
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     moe = parallelize_module(nn.ModuleDict({"moe": moe}), mesh, {"moe": ExpertParallel(max_tokens=64)})["moe"]
     optimizer = torch.optim.AdamW(moe.experts.parameters(), lr=1e-2)

@@ -36,6 +36,9 @@ def test_shapes() -> None:
 def test_dtypes() -> None:
     p = problem()
     refuse(r"a: got torch.float8_e4m3fn, .*from_qdata_and_scales", a=quantize(p.a).qdata)
+    mx = quantize(p.a)
+    refuse(r"a: got a tuple, want a tensor: MXTensor.from_qdata_and_scales\(codes, scales\)", a=(mx.qdata, mx.scale))
+    refuse(r"w: got a tuple, want a tensor", w=(p.w, p.w))
     refuse(r"a: got torch.float64, want one of", a=p.a.double())
     refuse(r"a: got torch.float16, want one of", a=p.a.half(), recipe="bf16")
     refuse(r"w: got torch.int8, .*unquantized", w=p.w.to(torch.int8))
@@ -47,7 +50,7 @@ def test_dtypes() -> None:
 
 def test_blocks_that_do_not_fit_the_recipe() -> None:
     a = problem().a
-    refuse(r"a: got MXTensor.*axis=-2.*want axis -1.*each 32 elements along K.*requantize", a=quantize(a, axis=-2))
+    refuse(r"a: got MXTensor.*axis=-2.*want axis -1.*each 32 elements along K.*dequantize", a=quantize(a, axis=-2))
     refuse(r"a: got MXTensor.*block=128.*want axis -1", a=quantize(a, block=None))
     refuse(r"a: got MXTensor.*one scale for each row for recipe fp8", a=quantize(a), recipe="fp8")
     refuse(r"a: got MXTensor.*want a plain tensor for recipe bf16: call .dequantize", a=quantize(a), recipe="bf16")

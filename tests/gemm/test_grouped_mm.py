@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, indexed, problem
 from mxep.gemm import BACKENDS as ALL
-from mxep.gemm import Recipe, WeightCache, grouped_mm
+from mxep.gemm import Recipe, grouped_mm, quantize_weight
 from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference
 from mxep.quant import E4M3, E5M2, MXTensor, quantize
 
@@ -271,13 +272,14 @@ def test_wgrad_bf16_keeps_a_plain_activation_but_no_copy_of_a_quantized_one() ->
     assert [type(x) for x in kept_for_backward("mxfp8_wgrad_bf16", quantize(p.a))] == [MXTensor]
 
 
-def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_a_cache_kept_its_codes() -> None:
+def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_its_codes_were_given() -> None:
     p = problem()
-    for recipe, cache in (("bf16", None), ("mxfp8", None), ("mxfp8", WeightCache())):
+    for recipe, given in (("bf16", False), ("mxfp8", False), ("mxfp8", True)):
         a, w = p.a.clone().requires_grad_(), p.w.clone()
-        out = grouped_mm(a, w, p.group_ends, recipe=recipe, weight_cache=cache)
+        quantized = quantize_weight(w, Recipe.named(recipe)) if given else None
+        out = grouped_mm(a, w, p.group_ends, recipe=recipe, quantized_weight=quantized)
         w.zero_()
-        if cache is None:
+        if not given:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.backward(p.dy)
         else:
@@ -341,3 +343,31 @@ def test_main_grad_takes_the_sum_and_w_gets_none(recipe: str, backend: str) -> N
         torch.autograd.backward(out, p.dy)
     assert w.grad is None
     torch.testing.assert_close(main_grad, 1 + 2 * want.float(), rtol=2**-7, atol=2**-7)
+
+
+class Copies(TorchDispatchMode):
+    """How many tensors of `size` elements were made by copying."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        copies = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.copy_)
+        self.count += func.overloadpacket in copies and out.numel() == self.size
+        return out
+
+
+@every_backend
+def test_weights_stored_the_other_way_round_are_multiplied_as_they_lie(backend: str) -> None:
+    p = problem()
+    stored = p.w.mT.contiguous()
+    want = p.run("bf16", backend=backend)
+    a, w = p.a.clone().requires_grad_(), stored.mT.requires_grad_()
+    with Copies(w.numel()) as copies:
+        out = grouped_mm(a, w, p.group_ends, recipe="bf16", backend=backend)
+        (da,) = torch.autograd.grad(out, a, p.dy)
+    assert copies.count == 0
+    assert torch.equal(out[: p.live], want.out)
+    assert torch.equal(da[: p.live], want.da)

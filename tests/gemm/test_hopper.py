@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gemm.problem import Problem, Result, indexed, problem, snr
-from mxep.gemm import BACKENDS, Guard, Recipe, WeightCache, grouped_mm
+from mxep.gemm import BACKENDS, Guard, Recipe, grouped_mm, quantize_weights_once
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.hopper import STEP, fp8_grouped_mm, fp8_grouped_wgrad, fp8_grouped_wgrad_add
 from mxep.quant import MXTensor, quantize, split_fold
@@ -142,16 +142,16 @@ def test_no_rows_at_all() -> None:
     assert not got.dw.any()
 
 
-def test_a_cached_weight_is_kept_folded_both_ways() -> None:
-    p, cache = here(problem()), WeightCache()
+def test_a_weight_quantized_once_is_held_folded_both_ways() -> None:
+    p = here(problem())
     w = p.w.clone().requires_grad_()
-    for _ in range(2):
-        out = grouped_mm(
-            p.a.clone().requires_grad_(), w, p.group_ends, recipe="mxfp8", backend=BACKEND, weight_cache=cache
-        )
-        out.backward(p.dy)
-    assert (cache.hits, cache.misses) == (1, 1)
-    assert cache.nbytes == 2 * w.numel() + w.shape[0] * (w.shape[1] + w.shape[2])
+    with quantize_weights_once() as once:
+        for _ in range(2):
+            a = p.a.clone().requires_grad_()
+            grouped_mm(a, w, p.group_ends, recipe="mxfp8", backend=BACKEND).backward(p.dy)
+        assert once.quantizations == 2
+        codes = 2 * w.numel() + w.shape[0] * (w.shape[1] + w.shape[2])
+        assert codes < once.nbytes <= codes + 4 * w.shape[0] * w.shape[2], "and the columns' magnitudes"
 
 
 def anti_aligned() -> Problem:
@@ -263,6 +263,98 @@ def test_kernels_give_the_products_of_their_codes(
 def error(got: Tensor, want: Tensor) -> float:
     """|got - want| / |want|; NaN counts as wrong."""
     return float((got.double() - want).norm() / want.norm())
+
+
+def test_scales_leave_the_range_of_fp32_only_where_the_result_does() -> None:
+    """The kernel's order of factors, in torch's fp32: of a sum, its row's scale in two parts, its column's between."""
+    from mxep.gemm.kernels import hopper
+
+    least, most = hopper.LEAST_BEFORE.value, hopper.MOST_BEFORE.value
+    random = torch.Generator().manual_seed(0)
+    mantissas = 1 + torch.randint(0, 2**12, (80,), generator=random) / 2**12
+    sums = torch.cat((mantissas * torch.exp2(torch.arange(-32.0, 48)), torch.zeros(1))).view(-1, 1, 1)
+    e = torch.arange(-127, 128)
+    row, column = e.view(-1, 1), e.view(1, -1)
+    before = row.clamp(least, most)
+    factors = (torch.exp2(x.double()).float() for x in (before, column, row - before))
+    got = sums
+    for factor in factors:
+        got = got * factor
+    want = sums.double() * torch.exp2((row + column).double())
+    assert torch.equal(got.isinf(), want.float().isinf())
+    assert got.isfinite().logical_or(got.isinf()).all()
+    normal = want.abs() >= 2.0**-126
+    assert torch.equal(got[normal], want.float()[normal])
+    # One after the other, as they come, they do not pass.
+    assert (sums * torch.exp2(row.float()) * torch.exp2(column.float())).isinf().sum() > want.float().isinf().sum()
+
+
+def test_codes_that_lie_at_odd_addresses_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA wants multiples of 16 bytes. Without a GPU, what would be launched is looked at."""
+    from mxep.gemm.kernels import hopper
+
+    given: list[Tensor] = []
+    monkeypatch.setattr(hopper, "_launch", lambda out, a, w, *args, **options: given.extend((a, w)))
+    a, w = (odd(torch.randint(0, 64, shape, dtype=torch.uint8)) for shape in ((32, 64), (2, 48, 64)))
+    assert a.data_ptr() % 16
+    one = torch.full((32, 1), 127, dtype=torch.uint8)
+    hopper.grouped_mm(a, one, w, one[:1].expand(2, 48, 1), torch.tensor([16, 32]).int(), None, torch.float32)
+    for x, wanted in zip(given, (a, w.reshape(96, 64))):
+        assert x.data_ptr() % 16 == 0
+        assert torch.equal(x, wanted)
+
+
+def odd(x: Tensor) -> Tensor:
+    """x, an odd number of bytes behind where memory begins."""
+    memory = torch.empty(x.numel() * x.element_size() + 3, dtype=torch.uint8, device=x.device)
+    return memory[3:].view(x.shape).copy_(x.view(torch.uint8)).view(x.dtype)
+
+
+@needs_hopper
+def test_kernels_take_codes_at_odd_addresses() -> None:
+    p = here(problem())
+    a, w = quantize(p.a, block=None), quantize(p.w, block=None)
+    args = p.group_ends, None, torch.float32
+    want = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, *args)
+    got = fp8_grouped_mm(odd(a.qdata), odd(a.scale), odd(w.qdata), odd(w.scale), *args)
+    assert torch.equal(got[: p.live], want[: p.live])
+
+
+@needs_hopper
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_every_group_has_its_own_exponent_and_its_own_bias(out_dtype: torch.dtype) -> None:
+    """Groups 2^24 apart, so that another's exponent or bias shows."""
+    p = problem((64, 32, 160, 32), n=272, k=288)
+    group = torch.searchsorted(p.group_ends, torch.arange(len(p.a)), right=True).clamp(max=3)
+    p = here(replace(p, a=p.a * 2.0 ** (24 * group.view(-1, 1) - 40)))
+    a, w, dy = (quantize(x, block=None) for x in (p.a, p.w, p.dy))
+    bias = torch.randn(p.w.shape[:2], device=DEVICE) * 2.0 ** (24 * torch.arange(4, device=DEVICE).view(-1, 1) - 36)
+    want = p.product(*(x.dequantize(torch.float32) for x in (a, w, dy)))
+    out = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, p.group_ends, bias, out_dtype)
+    split = split_fold(a, dy, p.group_ends, align=STEP)
+    args = split.y_t, split.x_t, split.exponent, split.ends
+    assert len(set(split.exponent.tolist())) == 4
+    dw, total = fp8_grouped_wgrad(*args, out_dtype, 0.5), torch.zeros(p.w.shape, device=DEVICE)
+    fp8_grouped_wgrad_add(total, *args, 0.5)
+    for g, rows in p.groups():
+        assert error(out[rows], want.out[rows] + bias[g].double()) < 4e-3
+        assert error(dw[g], want.dw[g] / 2) < 4e-3
+        assert error(total[g], want.dw[g] / 2) < 4e-4
+
+
+@needs_hopper
+def test_scales_at_opposite_ends_do_not_overflow_on_the_way() -> None:
+    codes = torch.full((64, 128), 1.5, device=DEVICE).to(torch.float8_e4m3fn)
+    ends = torch.tensor([64], device=DEVICE, dtype=torch.int32)
+
+    def scales(byte: int, *shape: int) -> Tensor:
+        return torch.full(shape, byte, device=DEVICE, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+    for row, column in ((254, 0), (0, 254), (254, 1), (1, 254), (230, 100), (127, 127), (240, 130), (20, 80)):
+        args = codes, scales(row, 64, 1), codes[None, :32], scales(column, 1, 32, 1)
+        out = fp8_grouped_mm(*args, ends, None, torch.float32)
+        want = torch.tensor(128 * 1.5**2, dtype=torch.float64) * 2.0 ** (row + column - 254)
+        assert torch.equal(out.cpu().double(), want.float().double().expand(64, 32)), (row, column)
 
 
 @needs_hopper

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ahead_of_time
+from mxep.gemm.backends.triton import OLDEST
 
 LAUNCHES = Path(__file__).with_name("launches.py")
 
@@ -65,3 +66,11 @@ def test_hopper_kernels_keep_their_sums_in_registers_where_they_multiply(launch:
     inner = sorted(loops, key=len)[:2]  # of both warpgroups
     assert [sum(f"QGMMA.64x128x32.F32.{codes}" in line for line in body) for body in inner] == [16, 16]
     assert not [line for body in inner for line in body if re.match(r"LDL|STL", line)]
+
+
+def test_dot_scaled_compiles_from_ada_on_and_is_refused_before() -> None:
+    (row,) = ahead_of_time.report(LAUNCHES, ["=forward"], [89])
+    assert row["shared"] <= 99 * 1024
+    with pytest.raises(RuntimeError, match="fp8e4nv not supported in this architecture"):
+        ahead_of_time.report(LAUNCHES, ["=forward"], [80])
+    assert OLDEST == (8, 9)

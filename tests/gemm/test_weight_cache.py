@@ -1,146 +1,119 @@
-"""The cache of quantized weights: one quantization per change, and nothing kept of what is gone."""
+"""quantize_weights_once: one quantization of a weight while it is open, never of old values, and nothing left after."""
 
-import copy
+import functools
 import gc
-import pickle
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import Problem, problem
-from mxep.gemm import BACKENDS, QuantizedWeight, Recipe, WeightCache, grouped_mm, quantize_weight, weights
+from mxep.gemm import BACKENDS, QuantizedWeight, Recipe, grouped_mm, quantize_weight, quantize_weights_once
 from mxep.gemm.backends.reference import Reference
-from mxep.gemm.weights import mark_derived
 from mxep.quant import MXTensor
 from ranks import distributed
 
 MX = Recipe.mxfp8()
-REFERENCE = BACKENDS["reference"]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
 
 
-def step(p: Problem, w: Tensor, cache: WeightCache | None, recipe: Recipe = MX) -> Tensor:
+def forward(p: Problem, w: Tensor, recipe: Recipe = MX, **options: Any) -> tuple[Tensor, Tensor]:
     a = p.a.detach().requires_grad_()
-    out = grouped_mm(a, w, p.group_ends, recipe=recipe, weight_cache=cache)
+    return a, grouped_mm(a, w, p.group_ends, recipe=recipe, **options)
+
+
+def step(p: Problem, w: Tensor, recipe: Recipe = MX, **options: Any) -> Tensor:
+    """The output and the gradient of a of one forward and backward."""
+    a, out = forward(p, w, recipe, **options)
     out.backward(p.dy)
+    return both(p, a, out)
+
+
+def both(p: Problem, a: Tensor, out: Tensor) -> Tensor:
     assert a.grad is not None
-    return torch.cat((out.detach()[: p.live], a.grad[: p.live]), 1)
+    live = len(a) if a.is_cuda else p.live  # no host sync
+    return torch.cat((out.detach()[:live], a.grad[:live]), 1)
 
 
-def test_micro_batches_share_one_quantization() -> None:
-    p, cache = problem(), WeightCache()
-    w = nn.Parameter(p.w.clone())
-    results = [step(p, w, cache) for _ in range(3)]
-    assert (cache.hits, cache.misses) == (2, 1)
-    assert all(torch.equal(result, step(p, w, None)) for result in results)
+def on(device: Any = "cuda", **options: Any) -> Problem:
+    p = problem(**({"unused": 0} | options))
+    return Problem(*(x.to(device) for x in (p.a, p.w, p.dy, p.group_ends)))
 
 
-def test_an_optimizer_step_makes_a_new_quantization() -> None:
-    p, cache = problem(), WeightCache()
-    w = nn.Parameter(p.w.clone())
+def weight(p: Problem) -> nn.Parameter:
+    return nn.Parameter(p.w.clone())
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "fp8_e5m2", "mxfp8_wgrad_bf16", "bf16"])
+def test_micro_batches_share_one_quantization_and_get_the_same_bits(recipe: str) -> None:
+    p, r = problem(), Recipe.named(recipe)
+    w, alone = weight(p), weight(p)
+    wanted = [step(p, alone, r) for _ in range(3)]
+    with quantize_weights_once() as once:
+        results = [step(p, w, r) for _ in range(3)]
+        assert once.quantizations == {"bf16": 0, "mxfp8_32x32": 1}.get(recipe, 2)
+    assert all(map(torch.equal, results, wanted))
+    assert w.grad is not None
+    assert alone.grad is not None
+    assert torch.equal(w.grad, alone.grad)
+
+
+def test_two_forwards_then_two_backwards_share_it() -> None:
+    p = problem()
+    w = weight(p)
+    wanted = step(p, w)
+    with quantize_weights_once() as once:
+        micro_batches = [forward(p, w) for _ in range(2)]
+        for a, out in micro_batches:
+            out.backward(p.dy)
+            assert torch.equal(both(p, a, out), wanted)
+        assert once.quantizations == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_within_backward_shares_it(reentrant: bool) -> None:
+    p = problem()
+    w = weight(p)
+    wanted = step(p, w)
+    with quantize_weights_once() as once:
+        for _ in range(2):
+            a = p.a.detach().requires_grad_()
+            product = functools.partial(grouped_mm, group_ends=p.group_ends, recipe=MX)
+            out = checkpoint(lambda a: product(a, w), a, use_reentrant=reentrant)  # noqa: B023
+            out.backward(p.dy)
+            assert torch.equal(both(p, a, out), wanted)
+        assert once.quantizations == 2
+
+
+def test_a_backward_after_closing_quantizes_for_itself() -> None:
+    p = problem()
+    w = weight(p)
+    wanted = step(p, w)
+    with quantize_weights_once() as once:
+        a, out = forward(p, w)
+    out.backward(p.dy)
+    assert torch.equal(both(p, a, out), wanted)
+    assert (once.quantizations, once.nbytes) == (1, 0)
+
+
+def test_each_step_quantizes_anew() -> None:
+    p = problem()
+    w = weight(p)
     foreach, fused = torch.optim.AdamW([w], foreach=True), torch.optim.AdamW([w], fused=True)
     for optimizer in (torch.optim.SGD([w], 0.1), foreach, fused, torch.optim.AdamW([w])):
-        cache.clear()
-        step(p, w, cache)
+        with quantize_weights_once() as once:
+            before = step(p, w)
+            assert once.quantizations == 2
         optimizer.step()
-        after = step(p, w, cache)
-        assert (cache.hits, cache.misses) == (0, 2)
-        assert torch.equal(after, step(p, w, None))
-
-
-def test_new_memory_under_the_same_parameter_is_noticed() -> None:
-    p, cache = problem(), WeightCache()
-    w = nn.Parameter(p.w.clone())
-    step(p, w, cache)
-    w.data = -p.w
-    assert torch.equal(step(p, w, cache), step(p, w, None))
-    assert cache.misses == 2
-
-
-def test_views_of_a_parameter_hit_and_follow_its_changes() -> None:
-    p, cache = problem(), WeightCache()
-    both = nn.Parameter(torch.cat((p.w, -p.w)))
-    first, second = (step(p, both[part], cache) for part in (slice(0, 4), slice(4, 8)))
-    assert torch.equal(first, -second)
-    step(p, both[:4], cache)
-    assert (cache.hits, cache.misses) == (1, 2)
-    with torch.no_grad():
-        both.mul_(2)
-    assert torch.equal(step(p, both[:4], cache), step(p, both[:4], None))
-    assert cache.misses == 3
-
-
-def test_each_recipe_has_its_own_entry() -> None:
-    p, cache = problem(), WeightCache()
-    for name in ("mxfp8", "mxfp8_32x32", "mxfp8_floor", "fp8"):
-        assert torch.equal(step(p, p.w, cache, Recipe.named(name)), step(p, p.w, None, Recipe.named(name)))
-    assert (cache.hits, cache.misses) == (0, 4)
-    step(p, p.w, cache, Recipe.named("mxfp8_wgrad_bf16_e5m2"))
-    assert cache.hits == 1, "wgrad and the gradient's format have no part in a weight's codes"
-
-
-def test_forward_alone_does_not_quantize_columns() -> None:
-    p, cache = problem(), WeightCache()
-    with torch.no_grad():
-        grouped_mm(p.a, p.w, p.group_ends, recipe=MX, weight_cache=cache)
-    assert cache.get(p.w, MX, REFERENCE, cols=False).cols is None
-    half = cache.nbytes
-    assert half == p.w.numel() * 33 // 32
-    step(p, p.w, cache)
-    assert cache.nbytes == 2 * half
-    assert (cache.hits, cache.misses) == (1, 2)
-    assert cache.get(p.w, MX, REFERENCE, cols=False).cols is not None
-
-
-def test_memory_is_visible_and_freed_with_the_weight() -> None:
-    cache = WeightCache()
-    w = torch.randn(2, 64, 32)
-    cache.get(w, MX, REFERENCE)
-    assert cache.nbytes == 2 * (w.numel() + w.numel() // 32)
-    cache.get(w, Recipe.mxfp8(weight_block="32x32"), REFERENCE)
-    assert cache.nbytes == 2 * (w.numel() + w.numel() // 32) + w.numel() + w.numel() // 1024
-    del w
-    gc.collect()
-    assert cache.nbytes == 0
-
-
-def test_recipes_without_scales_and_inference_tensors_are_not_kept() -> None:
-    p, cache = problem(), WeightCache()
-    assert quantize_weight(p.w, Recipe.bf16()).rows is p.w
-    step(p, p.w, cache, Recipe.bf16())
-    with torch.inference_mode():
-        w = p.w.clone()
-        grouped_mm(p.a, w, p.group_ends, recipe=MX, weight_cache=cache)
-        w.zero_()
-        assert not grouped_mm(p.a, w, p.group_ends, recipe=MX, weight_cache=cache)[: p.live].any()
-    assert (cache.hits, cache.misses, cache.nbytes) == (0, 0, 0)
-
-
-def test_copies_and_pickles_are_empty() -> None:
-    p, cache = problem(), WeightCache()
-    step(p, p.w, cache)
-    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        assert (other.hits, other.misses, other.nbytes) == (0, 0, 0)
-    cache.clear()
-    assert (cache.hits, cache.misses, cache.nbytes) == (0, 0, 0)
-
-
-def test_tiles_serve_both_products_with_the_same_codes() -> None:
-    weight = quantize_weight(problem().w, Recipe.mxfp8(weight_block="32x32"))
-    assert weight.rows is weight.cols
-    assert isinstance(weight.rows, MXTensor)
-    assert weight.rows.axis == (-2, -1)
-    assert weight.nbytes == weight.rows.qdata.nbytes + weight.rows.scale.nbytes
-
-
-def test_data_put_in_the_place_of_old_data_is_seen() -> None:
-    w = torch.nn.Parameter(torch.ones(2, 32, 32, dtype=torch.bfloat16))
-    cache = WeightCache()
-    for doubled in (1.0, 2.0, 4.0, 8.0):
-        assert cache.get(w, Recipe.mxfp8(), REFERENCE).rows.dequantize().eq(doubled).all()
-        w.data = w.data * 2
+        with quantize_weights_once():
+            after = step(p, w)
+        assert not torch.equal(before, after)
+        assert torch.equal(after, step(p, w))
 
 
 class Hidden(torch.optim.Optimizer):
@@ -152,98 +125,381 @@ class Hidden(torch.optim.Optimizer):
                 p.data.sub_(p.grad)
 
 
-def test_an_optimizer_that_writes_behind_the_version_is_seen() -> None:
-    p, cache = problem(), WeightCache()
-    w = nn.Parameter(p.w.clone())
-    step(p, w, cache)
-    version = w._version
-    Hidden([w], {}).step()
-    assert w._version == version
-    assert torch.equal(step(p, w, cache), step(p, w, None))
-    assert (cache.hits, cache.misses) == (0, 2)
+def test_an_optimizer_that_steps_within_it_raises_before_it_writes() -> None:
+    p = problem()
+    w = weight(p)
+    for optimizer in (torch.optim.SGD([w], 0.1), Hidden([w], {})):
+        message = r"stepped within quantize_weights_once.*close it before"
+        step(p, w)
+        with pytest.raises(RuntimeError, match=message), quantize_weights_once():
+            optimizer.step()
+        assert torch.equal(w, p.w)
+        optimizer.step()  # the exception closed it
+        with torch.no_grad():
+            w.copy_(p.w)
 
 
-def test_only_caches_that_live_listen_to_optimizers() -> None:
-    before = len(hooks)
-    caches = [WeightCache(), copy.deepcopy(WeightCache())]
-    gc.collect()
-    assert len(hooks) == before + 2
-    del caches
-    gc.collect()
-    assert len(hooks) == before
+def test_a_weight_written_to_within_it_raises_at_its_next_use() -> None:
+    p = problem()
+    w = weight(p)
+    with quantize_weights_once():
+        a, out = forward(p, w)
+        with torch.no_grad():
+            w.mul_(2)
+        with pytest.raises(RuntimeError, match=r"weight \(4, 96, 128\) was written to.*close it before"):
+            forward(p, w)
+    assert torch.equal(step(p, w), step(p, nn.Parameter(2 * p.w)))
+    assert out.requires_grad
+    assert a.grad is None
 
 
-@distributed(1, device="cpu")
-def test_the_local_part_of_a_dtensor_is_seen_to_change_by_optimizers(ctx: Any) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = DeviceMesh.from_group(ctx.group, "cpu")
-    p, cache = problem(), WeightCache()
-    w = nn.Parameter(distribute_tensor(p.w.clone(), mesh, [Shard(0)]))
-    for options in ({"foreach": True}, {"fused": True}, {}):
-        cache.clear()
-        for _ in range(2):
-            step(p, w.to_local(), cache)
-        assert cache.hits == 1
-        torch.optim.AdamW([w], lr=0.1, **options).step()  # neither w nor its local tensor need count a version
-        assert torch.equal(step(p, w.to_local(), cache), step(p, w.to_local(), None))
-
-
-def test_a_derived_weight_is_kept_by_its_source() -> None:
-    p, cache = problem(), WeightCache()
-    w = nn.Parameter(p.w.float())
-
-    def get(w: Tensor, cast: Tensor, path: str) -> Tensor:
-        mark_derived(cast, w, path)
-        return cache.get(cast, MX, REFERENCE).rows.dequantize()
-
-    first = get(w, w.bfloat16(), "bf16")
-    assert get(w, w.bfloat16(), "bf16").equal(first)
-    assert get(w, w.bfloat16()[:, :32], "half").shape != first.shape
-    assert (cache.hits, cache.misses) == (1, 2)
-    written = w.bfloat16()
-    mark_derived(written, w, "bf16")
-    assert cache.get(written.mul_(2), MX, REFERENCE) is None
-    assert get(w, w.bfloat16(), "bf16").equal(first)
-    assert (cache.hits, cache.misses) == (2, 2), "what was written to is neither kept nor found"
-    with torch.no_grad():
-        w.mul_(2)
-    assert get(w, w.bfloat16(), "bf16").equal(2 * first)
-    del w, written
-    gc.collect()
-    assert cache.nbytes == 0
+def test_other_memory_under_the_same_parameter_is_another_weight() -> None:
+    p = problem()
+    w = weight(p)
+    module = nn.ParameterList([w])
+    with quantize_weights_once() as once:
+        for value in (p.w, -p.w, 2 * p.w):
+            w.data = value
+            assert torch.equal(step(p, w), step(p, value))
+        module.float()
+        assert torch.equal(step(p, w), step(p, w.detach().clone()))
+        held = once.nbytes
+        gc.collect()
+        step(p, -p.w)
+        assert once.nbytes <= held + 2 * w.numel() * 33 // 32, "what lost its memory goes"
 
 
-def test_a_captured_graph_quantizes_and_leaves_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, w = WeightCache(), torch.randn(2, 64, 32)
-    for warm in (False, True):
-        monkeypatch.setattr(weights, "_capturing", lambda w: True)
-        assert cache.get(w, MX, REFERENCE) is None
-        assert (cache.hits, cache.misses, cache.nbytes) == (0, int(warm), 8448 * warm)
-        monkeypatch.setattr(weights, "_capturing", lambda w: False)
-        assert cache.get(w, MX, REFERENCE) is not None
-    assert (cache.hits, cache.misses) == (1, 1)
+def test_parameters_may_be_swapped_within_it() -> None:
+    p = problem()
+    module = nn.ParameterList([weight(p)])
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with quantize_weights_once():
+            step(p, module[0])
+            module.float()
+            assert torch.equal(step(p, module[0]), step(p, p.w.float()))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_views_share_and_different_views_do_not() -> None:
+    p = problem()
+    pair = nn.Parameter(torch.cat((p.w, -p.w)))
+    with quantize_weights_once() as once:
+        first, second = (step(p, pair[part]) for part in (slice(0, 4), slice(4, 8)))
+        assert torch.equal(first, -second)
+        assert once.quantizations == 4
+        for alias in (pair[:4], pair.detach()[:4], pair.view(2, *p.w.shape)[0]):
+            assert torch.equal(step(p, alias), first)
+        assert once.quantizations == 4
+
+
+def test_each_recipe_and_backend_has_its_own() -> None:
+    p = problem()
+    with quantize_weights_once() as once:
+        for name in ("mxfp8", "mxfp8_32x32", "mxfp8_floor", "fp8"):
+            alone = step(p, p.w.clone(), Recipe.named(name))
+            assert torch.equal(step(p, p.w, Recipe.named(name)), alone)
+        made = once.quantizations
+        step(p, p.w, Recipe.named("mxfp8_wgrad_bf16_e5m2"))
+        assert once.quantizations == made, "wgrad and the gradient's format have no part in a weight's codes"
+        assert torch.equal(step(p, p.w, backend=Doubling()), step(p, 2 * p.w))
 
 
 class Doubling(Reference):
     """Another backend that kept the name of the one it derives from."""
 
-    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
-        return super().quantize_weight(2 * w, recipe, cols=cols)
+    def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
+        return super().quantize_weight_rows(2 * w, recipe)
+
+    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
+        return super().quantize_weight_cols(2 * w, recipe, magnitudes)
 
 
-def test_backends_of_one_name_have_entries_of_their_own() -> None:
-    cache, w = WeightCache(), torch.ones(2, 64, 32)
-    for backend, value in ((REFERENCE, 1), (Doubling(), 2), (REFERENCE, 1)):
-        assert cache.get(w, MX, backend).rows.dequantize().eq(value).all()
-    assert (cache.hits, cache.misses) == (1, 2)
+def test_memory_is_visible_and_freed_with_the_weight_and_at_the_end() -> None:
+    p = problem()
+    way = p.w.numel() * 33 // 32
+    with quantize_weights_once() as once:
+        with torch.no_grad():
+            grouped_mm(p.a, p.w, p.group_ends, recipe=MX)
+        assert once.nbytes == way, "forward alone wants no cols"
+        step(p, p.w)
+        assert once.nbytes == 2 * way
+        for _ in range(3):
+            step(p, p.w.float().bfloat16())  # as a cast in a model's forward
+        gc.collect()
+        step(p, p.w.float().bfloat16())
+        assert once.nbytes <= 6 * way
+    assert once.nbytes == 0
 
 
-def test_the_cache_shows_memory_and_hit_rate() -> None:
-    cache, w = WeightCache(), torch.randn(2, 64, 32)
-    assert cache.hit_rate == 0
-    for _ in range(4):
-        cache.get(w, MX, REFERENCE)
-    assert cache.hit_rate == 0.75
-    assert repr(cache) == "WeightCache(1 weights, 8448 bytes, 3 hits, 1 misses (75%))"
+def test_what_inference_quantized_serves_training() -> None:
+    p = problem()
+    for recipe in (MX, Recipe.named("mxfp8_32x32"), Recipe.fp8()):
+        w = weight(p)
+        wanted = step(p, w, recipe)
+        with quantize_weights_once() as once:
+            with torch.inference_mode():
+                grouped_mm(p.a, w, p.group_ends, recipe=recipe)
+                own = p.w.clone()
+                grouped_mm(p.a, own, p.group_ends, recipe=recipe)
+            made = once.quantizations
+            assert torch.equal(step(p, w, recipe), wanted)
+            assert once.quantizations - made == (0 if recipe.weight_block == "32x32" else 1)
+
+
+def test_an_inner_one_joins_and_the_outermost_forgets() -> None:
+    p = problem()
+    with quantize_weights_once() as outer:
+        with quantize_weights_once() as inner:
+            assert inner is outer
+            step(p, p.w)
+        step(p, p.w)
+        assert outer.quantizations == 2
+        with pytest.raises(RuntimeError, match="close it before"):
+            torch.optim.SGD([weight(p)], 0.1).step()
+    torch.optim.SGD([weight(p)], 0.1).step()
+    with quantize_weights_once() as other:
+        step(p, p.w)
+        assert other.quantizations == 2
+
+
+def test_it_is_open_on_all_threads() -> None:
+    p = problem()
+    results: list[Tensor] = []
+    with quantize_weights_once() as once:
+        threads = [threading.Thread(target=lambda: results.append(step(p, p.w))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert once.quantizations == 2
+    assert len(results) == 4
+    assert all(torch.equal(result, step(p, p.w)) for result in results)
+
+
+def test_nobody_listens_to_optimizers_afterwards() -> None:
+    before = len(hooks)
+    with quantize_weights_once():
+        assert len(hooks) == before + 1
+    assert len(hooks) == before
+
+
+def test_what_torch_compile_traces_quantizes_at_each_call() -> None:
+    p = problem(unused=0)
+    w = weight(p)
+    compiled = torch.compile(
+        lambda a, w: grouped_mm(a, w, p.group_ends, recipe=MX), fullgraph=True, backend="aot_eager"
+    )
+    with quantize_weights_once() as once:
+        for value in (p.w, -p.w):
+            w.data = value
+            assert torch.equal(compiled(p.a, w), grouped_mm(p.a, value, p.group_ends, recipe=MX))
+        assert once.quantizations == 2
+
+
+@distributed(1, device="cpu")
+def test_local_parts_of_dtensors_share_and_may_move(ctx: Any) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(ctx.group, "cpu")
+    p = problem()
+    module = nn.ParameterList([nn.Parameter(distribute_tensor(p.w.clone(), mesh, [Shard(0)]))])
+    for options in ({"foreach": True}, {"fused": True}, {}):
+        with quantize_weights_once() as once:
+            for _ in range(2):
+                result = step(p, module[0].to_local())
+            assert once.quantizations == 2
+        assert torch.equal(result, step(p, module[0].to_local()))
+        torch.optim.AdamW(module.parameters(), lr=0.1, **options).step()
+    with quantize_weights_once():
+        step(p, module[0].to_local())
+        module.float()
+        step(p, module[0].to_local())
+
+
+@distributed(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_fsdp2_gathers_again_is_quantized_once_a_step(ctx: Any, reshard: bool) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    p = on(ctx.device)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(p.w.clone())
+
+        def forward(self, a: Tensor) -> Tensor:
+            return grouped_mm(a, self.w, p.group_ends, recipe=MX)
+
+    model, wanted = Layer(), Layer()
+    fully_shard(model, mesh=DeviceMesh.from_group(ctx.group, ctx.device.type), reshard_after_forward=reshard)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, wanted)]
+    for _ in range(3):
+        with quantize_weights_once() as once:
+            for _ in range(3):
+                outs = [m(p.a) for m in (model, wanted)]
+                assert torch.equal(outs[0][: p.live], outs[1][: p.live])
+                for out in outs:
+                    out.backward(p.dy)
+            assert once.quantizations == 2, "rows alone: a wants no gradient"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_weight_may_come_quantized() -> None:
+    p = problem()
+    for recipe in (MX, Recipe.named("mxfp8_32x32"), Recipe.fp8(), Recipe.bf16()):
+        wanted = step(p, p.w, recipe)
+        for cols in (True, False):
+            quantized = quantize_weight(p.w, recipe, cols=cols)
+            assert torch.equal(step(p, p.w, recipe, quantized_weight=quantized), wanted)
+
+
+def test_a_quantized_weight_that_is_not_the_weights_raises() -> None:
+    p = problem()
+    for wrong, message in (
+        (quantize_weight(p.w[:2], MX), r"quantized_weight.rows: got \(2, 96, 128\).*want \(4, 96, 128\)"),
+        (quantize_weight(p.w, Recipe.bf16()), r"quantized_weight.rows: got torch.bfloat16, want what recipe mxfp8"),
+        (QuantizedWeight(quantize_weight(p.w, MX).rows, p.w), r"quantized_weight.cols: got torch.bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(p, p.w, quantized_weight=wrong)
+
+
+def test_tiles_serve_both_products_with_the_same_codes() -> None:
+    weight = quantize_weight(problem().w, Recipe.mxfp8(weight_block="32x32"))
+    assert weight.rows is weight.cols
+    assert isinstance(weight.rows, MXTensor)
+    assert weight.rows.axis == (-2, -1)
+    assert weight.nbytes == weight.rows.qdata.nbytes + weight.rows.scale.nbytes
+
+
+def test_a_recipe_without_scales_makes_nothing_of_a_weight() -> None:
+    w = problem().w
+    assert quantize_weight(w, Recipe.bf16()).rows is w
+
+
+# ── on a GPU: streams and graphs ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def captured(work: Callable[[], Any], stream: torch.cuda.Stream, **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, **options):
+        result = work()
+    return graph, result
+
+
+@needs_gpu
+def test_a_graph_of_micro_batches_and_the_optimizer_follows_the_weights() -> None:
+    p = on()
+    w, alone = weight(p), weight(p)
+    lr = torch.tensor(0.5, device="cuda")
+    optimizer, other = (torch.optim.SGD([each], lr=lr) for each in (w, alone))
+    stream, made = torch.cuda.Stream(), []
+
+    def work() -> Tensor:
+        w.grad = None
+        with quantize_weights_once() as once:
+            step(p, w)
+            out = step(p, w)
+            made.append(once.quantizations)
+        optimizer.step()
+        return out
+
+    start = w.detach().clone()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()  # compiles kernels
+    torch.cuda.synchronize()
+    graph, out = captured(work, stream)
+    assert made == [2, 2]
+    with torch.no_grad():
+        w.copy_(start)
+    for _ in range(3):
+        graph.replay()
+        alone.grad = None
+        step(p, alone)
+        assert torch.equal(out, step(p, alone))
+        other.step()
+        assert torch.equal(w, alone)
+
+
+@needs_gpu
+def test_graphs_of_first_and_further_micro_batches_captured_under_one() -> None:
+    p = on()
+    w = weight(p)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(p, w)
+    torch.cuda.synchronize()
+    with quantize_weights_once() as once:
+        with torch.cuda.stream(stream):
+            step(p, w)
+        assert once.quantizations == 2
+        first, out = captured(lambda: step(p, w), stream)
+        assert once.quantizations == 4, "what was made eagerly is no graph's"
+        further, again = captured(lambda: step(p, w), stream, pool=first.pool())
+        assert once.quantizations == 4
+    for factor in (1.0, -2.0):
+        with torch.no_grad():
+            w.copy_(factor * p.w)
+        wanted = step(p, w)
+        for graph, result in ((first, out), (further, again), (further, again)):
+            result.zero_()
+            graph.replay()
+            assert torch.equal(result, wanted)
+
+
+@needs_gpu
+def test_what_one_stream_quantized_another_waits_for() -> None:
+    p = on(sizes=(2048, 2048), n=2048, k=2048)
+    w = weight(p)
+    wanted = step(p, w)
+    slow, fast = torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (slow, fast):
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        with quantize_weights_once() as once:
+            with torch.cuda.stream(slow):
+                torch.cuda._sleep(100_000_000)
+                step(p, w)
+            with torch.cuda.stream(fast):
+                result = step(p, w)
+            assert once.quantizations == 2
+        torch.randn(4 * w.numel(), device="cuda")  # takes the memory of what was held
+        torch.cuda.synchronize()
+        assert torch.equal(result, wanted)
+
+
+@needs_gpu
+def test_nothing_waits_for_the_host_within_it() -> None:
+    p = on()
+    w = weight(p)
+    step(p, w)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with quantize_weights_once():
+            for _ in range(2):
+                step(p, w)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_backends_on_the_gpu_share_it_folded_or_not() -> None:
+    p = on()
+    for name, backend in BACKENDS.items():
+        if name == "reference" or backend.why_not(p.a.device) is not None:
+            continue
+        w = weight(p)
+        wanted = step(p, w, backend=name)
+        with quantize_weights_once() as once:
+            assert all(torch.equal(step(p, w, backend=name), wanted) for _ in range(2))
+            assert once.quantizations == 2

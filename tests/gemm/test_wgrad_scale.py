@@ -48,3 +48,20 @@ def test_the_weights_gradient_is_scaled_and_no_other(backend: str, recipe: str) 
         assert run(p, backend, recipe, scale, main_grad)["dw"] is None
     assert main_grads[0].any()
     assert torch.equal(main_grads[1], main_grads[0] / 4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [(b, r) for b, r in IN_TURN if b == "reference" or (b in ("hopper", "triton") and r in ("fp8", "mxfp8"))],
+)
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_main_grad_takes_was_not_rounded_before(backend: str, recipe: str, strided: bool) -> None:
+    q = problem(n=96, k=160)
+    p = Problem(*(x.to(DEVICE) for x in (q.a, q.w.float(), q.dy, q.group_ends)))
+    plain = run(p, backend, recipe, 1.0)["dw"]
+    shape = (4, 160, 96) if strided else (4, 96, 160)
+    main_grad = torch.zeros(shape, device=DEVICE)
+    main_grad = main_grad.mT if strided else main_grad
+    run(p, backend, recipe, 1.0, main_grad)
+    assert not torch.equal(plain, plain.bfloat16().float())
+    assert torch.equal(main_grad, plain)

@@ -4,12 +4,14 @@ Every fp32 input, every code times every scale, and every product here is exact 
 only roundings are those that the definitions ask for. Arrays are numpy; a block is the last axis.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mxep.quant import E4M3, E5M2, MXFormat, ScaleMode
+from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, ScaleMode
 
 FORMATS = (E4M3, E5M2)
 MODES = tuple(ScaleMode)
@@ -153,3 +155,12 @@ def hostile_rows() -> Tensor:
     for mantissa in (1.0, 1.0 + 2**-23, 1.75, 1.8125, 1.875, 1.9375, 1.9375 - 2**-23, 2.0 - 2**-23):
         rows += [one(mantissa * 2.0**power) for power in (-126, -120, -111, -119, 0, 9, 127)]
     return torch.stack(rows)
+
+
+def parts(result: Any) -> list[Tensor]:
+    """The plain tensors of a result: of tuples, of frozen dataclasses, of MXTensors."""
+    if isinstance(result, MXTensor):
+        return [result.qdata, result.scale]
+    if isinstance(result, Tensor):
+        return [result]
+    return [part for value in (result if isinstance(result, tuple) else vars(result).values()) for part in parts(value)]

@@ -5,6 +5,8 @@ each variant that makes other code: another format, mode, direction. `test_launc
 T tokens, D model dim, F hidden dim of an expert.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from mxep.quant.kernels import columns, fold, gather, requantize, rows, split_fold, swiglu, whole
@@ -25,8 +27,8 @@ def index() -> torch.Tensor:
     return x(T, dtype=torch.int32)
 
 
-def ends() -> torch.Tensor:
-    return x(32, dtype=torch.int32)
+def ends(groups: int = 32) -> torch.Tensor:
+    return x(groups, dtype=torch.int32)
 
 
 def slots(d: int, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,6 +49,16 @@ def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype 
     return lambda: swiglu.swiglu_backward_quantize(x(T, F), *gate_up(F), fmt, MODE, block, folded)
 
 
+def in_groups(groups: int) -> dict[str, Callable[[], object]]:
+    """The kernels that hold a number for every group."""
+    return {
+        f"pad_index {groups} groups": lambda: gather.pad_index(ends(groups), T, 32),
+        f"quantize_swizzled {groups} groups": lambda: gather.quantize_swizzled(x(), index(), ends(groups), E4M3, MODE),
+        f"gather_swizzled {groups} groups": lambda: gather.gather_swizzled(*mx(), index(), ends(groups)),
+        f"split_fold {groups} groups": lambda: split_fold.split_fold(*mx(), None, *mx(), None, ends(groups), 128),
+    }
+
+
 LAUNCHES = {
     "quantize_rows": lambda: rows.quantize_rows(x(), E4M3, MODE, 32),
     "quantize_rows fp32": lambda: rows.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
@@ -64,9 +76,8 @@ LAUNCHES = {
     "quantize_rows_whole fp32 2048": lambda: whole.quantize_rows_whole(x(T, 2048, dtype=torch.float32), E4M3, MODE),
     "quantize_rows_whole fp32 14336": lambda: whole.quantize_rows_whole(x(T, 14336, dtype=torch.float32), E4M3, MODE),
     "quantize_columns_whole": lambda: whole.quantize_columns_whole(x(), torch.zeros(D), E4M3, MODE),
-    "requantize plain": lambda: requantize.requantize(*mx(), 1, 32, None, None, True, E4M3, MODE),
-    "requantize gathered": lambda: requantize.requantize(*mx(), 1, 32, index(), ends(), True, E4M3, MODE),
-    "requantize along rows": lambda: requantize.requantize(*mx(), 1, 32, None, None, False, E5M2, MODE),
+    "requantize plain": lambda: requantize.requantize(*mx(), 1, 32, None, None, E4M3, MODE),
+    "requantize gathered": lambda: requantize.requantize(*mx(), 1, 32, index(), ends(), E4M3, MODE),
     **{
         f"fold {d}": lambda d=d: fold.fold(*slots(d), index(), ends(), 32, d)  # type: ignore[misc]
         for d in (1408, 2048, 4096, 5120, 7168, 16384)
@@ -78,7 +89,6 @@ LAUNCHES = {
     "fold_with_stats": lambda: fold.fold_with_stats(*slots(7168), index(), ends(), 32, 7168),
     "materialize": lambda: gather.materialize(*mx(), index()),
     "pad_rows": lambda: gather.pad_rows(x(), index()),
-    "pad_index": lambda: gather.pad_index(ends(), T, 32),
     "pad_quantize": lambda: gather.pad_quantize(x(), index(), E4M3, MODE),
     "unpad_rows": lambda: gather.unpad_rows(x(), index(), T),
     "quantize_swizzled": lambda: gather.quantize_swizzled(x(), None, None, E4M3, MODE),
@@ -86,6 +96,7 @@ LAUNCHES = {
     "gather_swizzled": lambda: gather.gather_swizzled(*mx(), index(), ends()),
     "swizzle_scales": lambda: gather.swizzle_scales(mx()[1], None),
     "split_fold": lambda: split_fold.split_fold(*slots(7168), index(), *mx(), None, ends(), 128),
+    **{name: launch for groups in (1, 32, 256, 512, 1024) for name, launch in in_groups(groups).items()},
     "split_fold E5M2": lambda: split_fold.split_fold(*mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1),
     "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048)),
     "swiglu_quantize 2048": swiglu_quantize(2048, 32, False),

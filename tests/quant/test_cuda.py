@@ -76,8 +76,7 @@ def test_quantize_has_the_same_bytes_on_a_gpu(fmt: MXFormat, mode: ScaleMode) ->
 @all_modes
 def test_requantize_has_the_same_bytes_on_a_gpu(fmt: MXFormat, mode: ScaleMode) -> None:
     for x in inputs():
-        for axis in (-1, -2):
-            on_both(lambda x, axis=axis: requantize(quantize(x, fmt=fmt), axis=axis, mode=mode), x)
+        on_both(lambda x: requantize(quantize(x, fmt=fmt), mode=mode), x)
 
 
 def indexed(x: Tensor) -> MXTensor:
@@ -93,8 +92,8 @@ def indexed(x: Tensor) -> MXTensor:
         lambda x: quantize(x, axis=TILES).along(-2).materialize(),
         lambda x: indexed(x).materialize(),
         lambda x: indexed(x).dequantize(torch.float32),
-        lambda x: requantize(indexed(x), axis=-2),
-        lambda x: requantize(indexed(x), axis=-2, group_ends=torch.full((1,), 32, dtype=torch.int32, device=x.device)),
+        lambda x: requantize(indexed(x)),
+        lambda x: requantize(indexed(x), group_ends=torch.full((1,), 32, dtype=torch.int32, device=x.device)),
     ],
 )
 def test_the_rest_has_the_same_bytes_on_a_gpu(fn: Callable[[Tensor], MXTensor | Tensor]) -> None:
@@ -103,14 +102,14 @@ def test_the_rest_has_the_same_bytes_on_a_gpu(fn: Callable[[Tensor], MXTensor | 
 
 def test_a_step_of_quantization_is_captured_in_a_graph_and_replayed() -> None:
     x = torch.randn(64, 96, device="cuda", dtype=torch.bfloat16)
-    requantize(quantize(x), axis=-2).dequantize()
+    requantize(quantize(x)).dequantize()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = requantize(quantize(x), axis=-2).dequantize()
+        out = requantize(quantize(x)).dequantize()
     x.copy_(torch.randn(64, 96, device="cuda", dtype=torch.bfloat16))
     graph.replay()
-    assert torch.equal(out, requantize(quantize(x), axis=-2).dequantize())
+    assert torch.equal(out, requantize(quantize(x)).dequantize())
 
 
 def test_it_moves_to_a_gpu_and_back() -> None:
@@ -124,7 +123,7 @@ def test_it_moves_to_a_gpu_and_back() -> None:
 def test_one_compiled_graph_serves_every_row_count() -> None:
     def step(x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
         h = swiglu_quantize(x, weight, group_ends=ends)
-        folded, turned = fold(h, group_ends=ends), requantize(h, axis=-2, group_ends=ends)
+        folded, turned = fold(h, group_ends=ends), requantize(h, group_ends=ends)
         both = quantize_both(x)
         return tuple(part for mx in (h, folded, turned, *both) for part in (mx.qdata, mx.scale))
 
@@ -145,7 +144,7 @@ def test_a_new_row_count_compiles_no_kernel_again() -> None:
         ends = torch.tensor([32, rows], dtype=torch.int32, device="cuda")
         h = swiglu_quantize(x, torch.rand(rows, device="cuda"), group_ends=ends)
         fold(h, group_ends=ends)
-        requantize(quantize(x), axis=-2, group_ends=ends)
+        requantize(quantize(x), group_ends=ends)
         quantize_both(x)
         quantize_swizzled(x, group_ends=ends)
         pad_quantize(x, torch.tensor([5, rows - 5], device="cuda"))

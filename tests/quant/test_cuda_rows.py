@@ -26,6 +26,7 @@ from mxep.quant import (
     unswizzle_scales,
 )
 from mxep.quant.sigmoid import sigmoid_pair
+from quant.exact import parts
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -49,15 +50,6 @@ def no_host_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def parts(result: Any) -> list[Tensor]:
-    """The plain tensors of a result: of tuples, of frozen dataclasses, of MXTensors."""
-    if isinstance(result, MXTensor):
-        return [result.qdata, result.scale]
-    if isinstance(result, Tensor):
-        return [result]
-    return [part for value in (result if isinstance(result, tuple) else vars(result).values()) for part in parts(value)]
 
 
 def live(part: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from mxep.quant.kernels import gather as kernels
 from quant.poison import poisoned_allocations as poisoned_allocations
 from quant.test_quantize_kernels import DEVICE, assert_same, numbers
 
+MANY = torch.randint(0, 9, (300,), generator=torch.Generator().manual_seed(0)).mul_(torch.arange(300) > 70).tolist()
 HOW = E4M3.dtype, "rceil"
 
 
@@ -68,7 +69,7 @@ def test_pad_and_unpad_move_rows_of_any_dtype(dtype: torch.dtype) -> None:
         assert_same((got.view(torch.uint8),), (want.view(torch.uint8),))
 
 
-@pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0], [5], [130, 1, 0, 40]], ids=str)
+@pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0], [5], [130, 1, 0, 40], MANY], ids=len)
 @pytest.mark.parametrize("multiple", [1, 32])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_pad_index_spreads_groups(sizes: list[int], multiple: int, dtype: torch.dtype) -> None:
@@ -128,5 +129,12 @@ def test_gather_swizzled() -> None:
 def test_nothing_to_pick() -> None:
     codes, scale = ops.quantize_rows(numbers(8, 32)[:0], *HOW, 32)
     none = torch.empty(0, dtype=torch.int32)
+    for shape in ((0, 4), (2, 0, 5), (0, 3, 5), (3, 0)):
+        nothing = torch.zeros(shape, dtype=torch.uint8)
+        assert_same((kernels.swizzle_scales(nothing.to(DEVICE), None),), (swizzle._swizzle(nothing, None),))
+    for empty in (kernels.swizzle_scales(*on_device(scale, ends_of(0, 0))), *kernels.gather_swizzled(
+        *on_device(codes, scale, none, ends_of(0))
+    )):  # fmt: skip
+        assert empty.shape[0] in (0, 128, 256)
     assert_same(kernels.materialize(*on_device(codes, scale, none)), ops.materialize(codes, scale, none))
     assert kernels.pad_rows(*on_device(torch.empty(0, 4), index_of(3, 1) * 0 - 1)).cpu().equal(torch.zeros(3, 4))

@@ -1,7 +1,9 @@
-"""What the kernels of mxep.quant compile to, for Hopper and Blackwell, without either."""
+"""What the kernels of mxep.quant compile to, for Hopper, Blackwell and Ada, without any of them."""
 
 import runpy
 from pathlib import Path
+
+import pytest
 
 from ahead_of_time import report, table
 
@@ -30,15 +32,29 @@ TESTED = (
 )
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
 ON_BLACKWELL = ("requantize gathered", "fold 16384", "quantize_swizzled in groups", "split_fold")
+ON_ADA = ("quantize_both", "quantize_tiles", "requantize gathered", "fold 7168", "split_fold", "swiglu_quantize 2048")
+IN_GROUPS = tuple(
+    f"{kernel} {groups} groups"
+    for groups in (1, 32, 256, 512, 1024)
+    for kernel in ("pad_index", "gather_swizzled", "split_fold")
+)
 
 
 def test_no_kernel_spills():
     names = set(runpy.run_path(str(LAUNCHES))["LAUNCHES"])
     rows = []
-    for target, tested in ((90, TESTED), (100, ON_BLACKWELL)):
+    for target, tested in ((90, TESTED), (100, ON_BLACKWELL), (89, ON_ADA)):
+        tested += IN_GROUPS if target == 90 else ()
         assert names >= set(tested)
         compiled = report(LAUNCHES, [f"={name}" for name in tested], [target])
         assert {row["launch"] for row in compiled} == set(tested)
         rows += compiled
     spilled = [row for row in rows if row["spills"]]
     assert not spilled, "\n" + table(spilled)
+
+
+@pytest.mark.parametrize("launch", ["quantize_rows", "fold 7168", "split_fold"])
+def test_before_ada_triton_has_no_e4m3(launch: str):
+    """Why `mxep.quant.kernels.runs_on` wants capability 8.9."""
+    with pytest.raises(RuntimeError, match="fp8e4nv not supported in this architecture"):
+        report(LAUNCHES, [f"={launch}"], [80])

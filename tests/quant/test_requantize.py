@@ -45,32 +45,29 @@ def exact_values(mx: MXTensor) -> exact.Floats:
         return values.astype(np.float32).astype(np.float64)
 
 
-def assert_requantized(mx: MXTensor, fmt: MXFormat, mode: ScaleMode, axis: int) -> None:
-    values = exact_values(mx)
-    values = values if axis == -1 else values.T
+def assert_requantized(mx: MXTensor, fmt: MXFormat, mode: ScaleMode) -> None:
+    values = exact_values(mx).T
     codes, byte = exact.quantize_blocks(fmt, mode, values.reshape(len(values), -1, 32))
-    got = requantize(mx, axis=axis, fmt=fmt, mode=mode)
-    got = got if axis == -1 else got.mT
+    got = requantize(mx, fmt=fmt, mode=mode).mT
     assert_bytes(got.scale, byte[..., 0])
     assert_bytes(got.qdata, codes.reshape(values.shape))
 
 
 @both_formats
 @all_modes
-@pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("scales", [(0, 256), (0, 24), (100, 140), (236, 256)])
 def test_requantize_matches_float64_for_random_codes_and_scales(
-    fmt: MXFormat, mode: ScaleMode, axis: int, scales: tuple[int, int]
+    fmt: MXFormat, mode: ScaleMode, scales: tuple[int, int]
 ) -> None:
     mx = random_bytes(fmt, 256, 64, scales=scales)
     mx.qdata.view(torch.uint8)[:, 32:] &= 0xBB  # half of the columns without NaN and Inf
-    assert_requantized(mx, fmt, mode, axis)
+    assert_requantized(mx, fmt, mode)
 
 
 @all_modes
 @pytest.mark.parametrize(("source", "target"), [(E4M3, E5M2), (E5M2, E4M3)])
 def test_requantize_into_the_other_format_matches_float64(source: MXFormat, target: MXFormat, mode: ScaleMode) -> None:
-    assert_requantized(random_bytes(source, 64, 64, scales=(90, 150)), target, mode, -2)
+    assert_requantized(random_bytes(source, 64, 64, scales=(90, 150)), target, mode)
 
 
 def all_codes_and_scales(fmt: MXFormat) -> MXTensor:
@@ -80,25 +77,24 @@ def all_codes_and_scales(fmt: MXFormat) -> MXTensor:
 
 @both_formats
 @all_modes
-@pytest.mark.parametrize("axis", [-1, -2])
-def test_requantizing_twice_changes_nothing_for_all_codes_and_scales(fmt: MXFormat, mode: ScaleMode, axis: int) -> None:
-    once = requantize(all_codes_and_scales(fmt), axis=axis, mode=mode)
-    assert_same(requantize(once, axis=axis, mode=mode), once)
+def test_requantizing_twice_changes_nothing_for_all_codes_and_scales(fmt: MXFormat, mode: ScaleMode) -> None:
+    once = requantize(all_codes_and_scales(fmt), mode=mode)
+    assert_same(requantize(once, mode=mode), once)
 
 
 @both_formats
 def test_rceil_keeps_every_value_when_the_blocks_stay(fmt: MXFormat) -> None:
-    mx = all_codes_and_scales(fmt)
+    mx = all_codes_and_scales(fmt).mT
     values = mx.dequantize(torch.float32)
-    fits = values.isfinite().view(256, 8, 32).all(2).repeat_interleave(32, 1)
-    again = requantize(mx, axis=-1).dequantize(torch.float32)
+    fits = values.isfinite().view(8, 32, 256).all(1).repeat_interleave(32, 0)
+    again = requantize(mx).dequantize(torch.float32)
     assert torch.equal(again[fits].view(torch.int32), values[fits].view(torch.int32))
 
 
 def test_codes_past_the_range_of_fp32_become_nan_as_the_inf_they_dequantize_to() -> None:
     mx = quantize(torch.full((32, 32), exact.FP32_MAX))
     assert mx.dequantize().isinf().all()  # 256 * 2**120
-    assert requantize(mx, axis=-2).dequantize().isnan().all()
+    assert requantize(mx).dequantize().isnan().all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,48 +103,45 @@ def test_codes_past_the_range_of_fp32_become_nan_as_the_inf_they_dequantize_to()
     rows=st.integers(0, 3),
     columns=st.integers(1, 3),
     source=st.sampled_from([-1, -2, TILES]),
-    axis=st.sampled_from([-1, -2]),
     mode=st.sampled_from(MODES),
     seed=st.integers(0, 99),
 )
 def test_requantize_is_quantizing_the_dequantized_values(
-    rest: list[int], rows: int, columns: int, source: int, axis: int, mode: ScaleMode, seed: int
+    rest: list[int], rows: int, columns: int, source: int, mode: ScaleMode, seed: int
 ) -> None:
     mx = quantize(gaussian(*rest, 32 * rows, 32 * columns, seed=seed), axis=source)
-    got = requantize(mx, axis=axis, mode=mode)
-    assert_same(got, quantize(mx.dequantize(torch.float32), axis=axis, mode=mode))
+    got = requantize(mx, mode=mode)
+    assert_same(got, quantize(mx.dequantize(torch.float32), axis=-2, mode=mode))
     assert got.dtype == torch.bfloat16
     assert got.block == 32
 
 
 def test_row_scaled_codes_can_be_requantized() -> None:
     mx = quantize(gaussian(64, 96), block=None)
-    assert_same(requantize(mx, axis=-2), quantize(mx.dequantize(torch.float32), axis=-2))
+    assert_same(requantize(mx), quantize(mx.dequantize(torch.float32), axis=-2))
 
 
 def test_columns_come_out_contiguous_along_the_tokens() -> None:
-    got = requantize(quantize(gaussian(64, 96)), axis=-2)
+    got = requantize(quantize(gaussian(64, 96)))
     assert got.qdata.stride() == (1, 64)
     assert got.scale.is_contiguous()
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
-def test_a_row_index_is_gathered_on_the_way(axis: int) -> None:
+def test_a_row_index_is_gathered_on_the_way() -> None:
     mx = quantize(gaussian(8, 64))
     index = torch.randint(-1, 8, (64,), generator=torch.Generator().manual_seed(1)).int()
     indexed = MXTensor.from_qdata_and_scales(mx.qdata, mx.scale, row_index=index)
-    got = requantize(indexed, axis=axis)
+    got = requantize(indexed)
     assert got.row_index is None
-    assert_same(got, requantize(indexed.materialize(), axis=axis))
+    assert_same(got, requantize(indexed.materialize()))
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("ends", [[64, 64, 96], [0, 0, 0], [32, 96, 160]])
 @pytest.mark.parametrize("indexed", [False, True])
-def test_rows_past_the_last_group_are_not_read(axis: int, ends: list[int], indexed: bool) -> None:
+def test_rows_past_the_last_group_are_not_read(ends: list[int], indexed: bool) -> None:
     mx = quantize(gaussian(160, 64))
     live = ends[-1]
-    want = requantize(mx[:live], axis=axis)
+    want = requantize(mx[:live])
     if indexed:
         index = torch.arange(160, dtype=torch.int32)
         index[live:] = 10**9
@@ -156,16 +149,15 @@ def test_rows_past_the_last_group_are_not_read(axis: int, ends: list[int], index
     else:
         mx.qdata.view(torch.uint8)[live:] = 0x7F
         mx.scale.view(torch.uint8)[live:] = 255
-    got = requantize(mx, axis=axis, group_ends=torch.tensor(ends, dtype=torch.int32))
+    got = requantize(mx, group_ends=torch.tensor(ends, dtype=torch.int32))
     assert got.shape == (160, 64)
     assert_same(got[:live], want)
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
-def test_the_gradient_passes_unchanged(axis: int) -> None:
+def test_the_gradient_passes_unchanged() -> None:
     mx = quantize(gaussian(32, 64)).requires_grad_()
     weight = gaussian(32, 64, seed=1)
-    (requantize(mx, axis=axis).dequantize() * weight).sum().backward()
+    (requantize(mx).dequantize() * weight).sum().backward()
     assert type(mx.grad) is Tensor
     assert torch.equal(mx.grad, weight)
 
@@ -173,27 +165,25 @@ def test_the_gradient_passes_unchanged(axis: int) -> None:
 def test_bad_input_names_got_and_wanted() -> None:
     mx = quantize(torch.zeros(40, 64))
     with pytest.raises(ValueError, match=r"got a Tensor.*quantize it"):
-        requantize(torch.zeros(32, 32), axis=-2)
+        requantize(torch.zeros(32, 32))
     with pytest.raises(ValueError, match=r"got shape \(40, 64\).*axis -2 a multiple of the block, 32"):
-        requantize(mx, axis=-2)
-    with pytest.raises(ValueError, match=r"got axis \(-2, -1\).*one axis"):
-        requantize(mx, axis=TILES)
+        requantize(mx)
+    mx = mx[:32]
     with pytest.raises(ValueError, match=r"fmt: got torch.float8_e5m2"):
-        requantize(mx, axis=-1, fmt=torch.float8_e5m2)
+        requantize(mx, fmt=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"mode: got 'up'"):
-        requantize(mx, axis=-1, mode="up")
+        requantize(mx, mode="up")
     with pytest.raises(ValueError, match=r"group_ends: got torch.int64"):
-        requantize(mx, axis=-1, group_ends=torch.tensor([32]))
+        requantize(mx, group_ends=torch.tensor([32]))
     with pytest.raises(ValueError, match=r"group_ends\[-1\].* 41"):
-        requantize(mx, axis=-1, group_ends=torch.tensor([41], dtype=torch.int32))
+        requantize(mx, group_ends=torch.tensor([41], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"group_ends\[-1\] 31.*multiple of 32"):
-        requantize(mx[:32], axis=-2, group_ends=torch.tensor([31], dtype=torch.int32))
+        requantize(mx, group_ends=torch.tensor([31], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("index", [None, torch.arange(-1, 63, dtype=torch.int32)])
 @pytest.mark.parametrize("ends", [None, torch.tensor([32, 32], dtype=torch.int32)])
-def test_opcheck_requantize(columns: bool, index: Tensor | None, ends: Tensor | None) -> None:
+def test_opcheck_requantize(index: Tensor | None, ends: Tensor | None) -> None:
     mx = quantize(gaussian(64, 96))
     op = torch.ops.mxep.requantize.default
-    check_op(op, mx.qdata, mx.scale, 1, 32, index, ends, columns, E5M2.dtype, "floor")
+    check_op(op, mx.qdata, mx.scale, 1, 32, index, ends, E5M2.dtype, "floor")

@@ -185,7 +185,7 @@ def test_inputs_with_strides_or_at_odd_addresses() -> None:
     want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None)
 
     def strided(x: Tensor) -> Tensor:
-        return torch.stack([x.to(DEVICE)] * 2, dim=-1)[..., 1]
+        return torch.stack([x.to(DEVICE)] * 2, dim=-1)[..., 1] if x.ndim > 1 else x.to(DEVICE)  # vectors: test_vectors
 
     def odd(x: Tensor) -> Tensor:
         buffer = torch.zeros(x.numel() + 1, dtype=x.dtype, device=DEVICE)

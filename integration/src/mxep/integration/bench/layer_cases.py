@@ -2,8 +2,8 @@
 
     RECIPE/DISPATCHER              any of mxep.ep.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
                                    every step
-    RECIPE/DISPATCHER, kept        of KEPT micro-batches, the weights quantized in the first one; a figure is of one;
-                                   forward alone quantizes none
+    RECIPE/DISPATCHER, kept        of KEPT micro-batches within quantize_weights_once; a figure is of one; forward alone
+                                   quantizes, as that of the first one
     RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
     ..., worst_case; ..., exact    with these capacities
     standard bf16, standard fp8    standard.StandardLayer; fp8: its products by torchao, each row and column scaled
@@ -16,7 +16,7 @@ T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token,
 
 from __future__ import annotations
 
-import copy
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, MoE
-from mxep.gemm import Backend
+from mxep.gemm import quantize_weights_once
 from mxep.gemm.backends import select
 
 from ..rank import Rank
@@ -131,7 +131,6 @@ class Ours:
         self.p, self.name = p, name
         self.micro_batches = KEPT if suffix == "kept" else 1
         capacities = {"worst_case": Capacity.worst_case(), "exact": Capacity.exact()}
-        self.kept: dict[tuple[int, str], Any] = {}
         backend = select("auto", p.device)
         self.router = FixedRouting(p.ids, p.weights)
         self.moe = MoE(
@@ -145,7 +144,7 @@ class Ours:
             capacity=capacities.get(suffix, Capacity.factor(p.capacity)),
             max_tokens=p.shape.tokens,
             router=self.router,
-            backend=self._keeping(backend) if suffix == "kept" else backend,  # type: ignore[arg-type,unused-ignore]
+            backend=backend,  # type: ignore[arg-type,unused-ignore]
             device=p.device,
         )
         experts = self.moe.experts
@@ -162,16 +161,14 @@ class Ours:
         return self._out().detach()
 
     def step(self) -> Results:
-        self.kept.clear()
-        for _ in range(self.micro_batches):
-            out = self._out()
-            found = torch.autograd.grad(out, self.leaves, self.p.d_out, allow_unused=True)
+        with quantize_weights_once() if self.micro_batches > 1 else contextlib.nullcontext():
+            for _ in range(self.micro_batches):
+                out = self._out()
+                found = torch.autograd.grad(out, self.leaves, self.p.d_out, allow_unused=True)
         if self.main_grads:
             if found[2] is not None or found[3] is not None:
                 raise NotImplementedError("this MoE knows no main_grad")
             found = (*found[:2], *self.main_grads)
-        if self.micro_batches > 1 and len(self.kept) != 4:
-            raise NotImplementedError(f"this MoE quantized {len(self.kept)} weights, wanted 2 both ways: none is kept")
         return Results(out.detach(), *found)
 
     def reset(self) -> None:
@@ -188,22 +185,6 @@ class Ours:
     def _out(self) -> Tensor:
         out: Tensor = self.moe(self.x)
         return out
-
-    def _keeping(self, backend: Backend) -> Backend:
-        """As MoE(cache_weights=True) keeps them, but in a graph, too, where a cache would quantize at each call."""
-        keeping = copy.copy(backend)
-
-        def once(way: str, make: Callable[..., Any]) -> Callable[..., Any]:
-            def made(w: Tensor, *how: Any) -> Any:
-                if (key := (w.data_ptr(), way)) not in self.kept:
-                    self.kept[key] = make(w, *how)
-                return self.kept[key]
-
-            return made
-
-        keeping.quantize_weight_rows = once("rows", backend.quantize_weight_rows)  # type: ignore[method-assign]
-        keeping.quantize_weight_cols = once("cols", backend.quantize_weight_cols)  # type: ignore[method-assign]
-        return keeping
 
 
 class Standard:

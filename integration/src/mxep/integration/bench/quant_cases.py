@@ -210,13 +210,13 @@ CASES = {
         "rows", 0.85,
         lambda r, k: 2 * mx(r * k),
         lambda i: i.mx(),
-        lambda ops, codes, scale: ops.requantize(codes, scale, 1, BLOCK, None, None, True, *HOW),
+        lambda ops, codes, scale: ops.requantize(codes, scale, 1, BLOCK, None, None, *HOW),
     ),
     "requantize_gathered": Case(
         "rows", 0.85,
         lambda r, k: 2 * mx(r * k) + words(r, GROUPS),
         lambda i: (*i.slots(), i.ends()),
-        lambda ops, codes, scale, index, ends: ops.requantize(codes, scale, 1, BLOCK, index, ends, True, *HOW),
+        lambda ops, codes, scale, index, ends: ops.requantize(codes, scale, 1, BLOCK, index, ends, *HOW),
     ),
     "fold": Case(
         "rows", 0.93,

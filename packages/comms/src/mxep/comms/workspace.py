@@ -140,7 +140,7 @@ class Workspace:
         if self.transport.stream is not None:
             stream = torch.cuda.current_stream(self.device)
             unknown = self._turn_is_unknown(capture_of(stream))
-            self.join()
+            self._join(stream)
             if arena.stream is not None and arena.stream != stream:
                 stream.wait_stream(arena.stream)  # after all that reads what earlier moves brought
             arena.stream = stream
@@ -159,25 +159,30 @@ class Workspace:
 
     @contextlib.contextmanager
     def aside(self, keep: object) -> Iterator[None]:
-        """Work on the transport's stream, after all that the current one has been given; ``join`` brings it back.
+        """Work on the transport's stream, after all that the one was given on which the move began; ``join`` brings it
+        back.
 
         keep: what that work uses, held until then.
         """
         self.arena.under_way = keep
-        stream = self.transport.stream
-        if stream is None:
+        stream, begun_on = self.transport.stream, self.arena.stream
+        if stream is None or begun_on is None:
             yield
             return
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_stream(begun_on)
         with torch.cuda.stream(stream):
             yield
         self.arena.done = stream.record_event()
 
     def join(self) -> None:
         """The current stream waits for the move that was last aside, if there is one; the host does not."""
+        self._join(None)
+
+    def _join(self, stream: torch.cuda.Stream | None) -> None:
+        """stream: the current one, if that is known: to ask costs 4 us."""
         arena = self.arena
         if arena.done is not None:
-            stream = torch.cuda.current_stream(self.device)
+            stream = stream or torch.cuda.current_stream(self.device)
             stream.wait_event(arena.done)
             if arena.under_way is not None and arena.stream is not None and arena.stream != stream:
                 arena.stream.wait_event(arena.done)  # it owns the memory that is let go now

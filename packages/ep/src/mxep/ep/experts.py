@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from mxep.gemm import Recipe, WeightCache
+from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 
 from .compiled import compiled_layer, compiles
@@ -38,7 +37,6 @@ class Experts(nn.Module):
         num_experts: int,
         *,
         mesh: DeviceMesh | None = None,
-        cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -47,7 +45,6 @@ class Experts(nn.Module):
         gate_up, down = (num_experts, 2 * hidden_dim, dim), (num_experts, dim, hidden_dim)
         self.gate_up_proj = nn.Parameter(empty_share(gate_up, mesh, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(empty_share(down, mesh, device=device, dtype=dtype))
-        self.weight_cache = WeightCache() if cache_weights else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -71,7 +68,8 @@ class Experts(nn.Module):
         A weight with an attribute ``main_grad``, fp32 of its shape or of this rank's share of it, gets its gradient
         added there, and none itself. wgrad_scale: factor of both weights' gradients.
         Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
-        one, the symmetric one with ``max_tokens``), the backend is a name and there is no main_grad; else a break.
+        one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one
+        and wgrad "mx", and there is no main_grad; else a break.
         """
         proj, down = local_weight(self.gate_up_proj), local_weight(self.down_proj)
         main_grads = _main_grad(self.gate_up_proj), _main_grad(self.down_proj)
@@ -79,14 +77,10 @@ class Experts(nn.Module):
         if compiling and isinstance(backend, str) and compiles(dispatcher, recipe, backend):
             named: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
             return compiled_layer(x, expert_ids, weights, proj, down, wgrad_scale=wgrad_scale, **named), None
-        cache = self.weight_cache if self._counts_versions() else None
-        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "weight_cache": cache}
+        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
         how |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
-        return _run(x, expert_ids, weights, proj, down, **how)
-
-    def _counts_versions(self) -> bool:
-        """Whether a change of the weights shows: a DTensor's local tensor and what FSDP2 gathers hide it."""
-        return not isinstance(self.gate_up_proj, DTensor) and "_is_fsdp_managed_module" not in self.__dict__
+        run = _run_between_graphs if torch.compiler.is_compiling() else _run  # the former costs 7 us a call
+        return run(x, expert_ids, weights, proj, down, **how)
 
 
 class SharedExpert(nn.Module):
@@ -114,8 +108,6 @@ class SharedExpert(nn.Module):
         return F.linear(F.silu(gate) * up, self.down_proj.to(x.dtype))
 
 
-# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def _run(
     x: Tensor,
     expert_ids: Tensor,
@@ -126,19 +118,22 @@ def _run(
     dispatcher: TokenDispatcher,
     recipe: Recipe,
     backend: str | Backend,
-    weight_cache: WeightCache | None,
     main_grads: tuple[Tensor | None, Tensor | None],
     wgrad_scale: float,
 ) -> tuple[Tensor, Routing]:
     if recipe.wgrad == "mx":
-        setup = Setup(dispatcher, recipe, select(backend, x.device), weight_cache, main_grads, wgrad_scale)
+        setup = Setup(dispatcher, recipe, select(backend, x.device), main_grads, wgrad_scale)
         return route_through_experts(x, expert_ids, weights, proj, down, setup=setup)
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
     ends = routing.plan.group_ends
-    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend}
     options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
     y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, **options)
     return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
+
+
+# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+_run_between_graphs = torch._disable_dynamo(_run)  # type: ignore[attr-defined]
 
 
 def _main_grad(weight: Tensor) -> Tensor | None:

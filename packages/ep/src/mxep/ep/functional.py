@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxep.gemm import Recipe, WeightCache, grouped_mm
+from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
 from mxep.quant import swiglu as plain_swiglu
 from mxep.quant import swiglu_backward, swiglu_backward_quantize, swiglu_quantize
@@ -41,7 +41,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _between_graphs(function: _Function) -> _Function:
-    """Called as it is by torch.compile, where it moves rows or gives an MXTensor a gradient: no graph can hold these."""
+    """A break for torch.compile where it moves rows or gives an MXTensor a gradient, which no graph can hold."""
     # The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
     eager = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
@@ -122,7 +122,6 @@ def expert_mlp(
     row_weight: Tensor | None = None,
     recipe: Recipe,
     backend: str | Backend = "auto",
-    weight_cache: WeightCache | None = None,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
     wgrad_scale: float = 1.0,
 ) -> Tensor:
@@ -138,8 +137,7 @@ def expert_mlp(
 
     Returns y (R_max, D) in the rows' dtype.
     """
-    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
-    options["wgrad_scale"] = wgrad_scale
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "wgrad_scale": wgrad_scale}
     gate_up = grouped_mm(rows, gate_up_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
     h = swiglu(gate_up, row_weight, group_ends, recipe=recipe)
     return grouped_mm(h, down_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[1], **options)

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxep.gemm import Recipe, WeightCache
+from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
+from mxep.gemm.weights import rows_and_later
 
 from .dispatchers.base import Parts, Routing, TokenDispatcher
 from .functional import checked_tokens, hidden, hidden_backward
@@ -46,7 +47,6 @@ class Setup:
     dispatcher: TokenDispatcher
     recipe: Recipe
     backend: Backend
-    weight_cache: WeightCache | None = None
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
     wgrad_scale: float = 1.0
 
@@ -173,7 +173,9 @@ def layer_forward(
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
     coming, wire = sending
     dtype = wire.dtype
-    (w13, magnitudes13), (w2, magnitudes2) = (_rows(w, setup, backward) for w in (gate_up_proj, down_proj))
+    (w13, later13), (w2, later2) = (
+        rows_and_later(w, recipe, backend, later=backward) for w in (gate_up_proj, down_proj)
+    )
     slots, routing = coming()
     plan = routing.plan
     # The next move takes the slots back, which the gradient of gate_up_proj needs.
@@ -184,7 +186,7 @@ def layer_forward(
     out, _ = dispatcher.give_back(y, routing)
     if not backward:
         return out, routing, []
-    saved = Saved(rows if needs[0] else None, gate_up, h if needs[1] else None, (magnitudes13, magnitudes2))
+    saved = Saved(rows if needs[0] else None, gate_up, h if needs[1] else None, (later13, later2))
     return out, routing, saved.flat()
 
 
@@ -207,7 +209,8 @@ def layer_backward(
     """
     dispatcher, recipe, backend, dtype = setup.dispatcher, setup.recipe, setup.backend, d_out.dtype
     plan, ends = routing.plan, routing.plan.group_ends
-    rows, gate_up, h, magnitudes = Saved.of(saved, plan, recipe, needs, copied=dispatcher.borrows)
+    experts = gate_up_proj, down_proj
+    rows, gate_up, h, (later13, later2) = Saved.of(saved, plan, experts, recipe, needs, copied=dispatcher.borrows)
     saved.clear()
 
     def start(i: int, w: Tensor, dy: Tensor, a: Tensor | None) -> Callable[[], Tensor | None]:
@@ -219,7 +222,7 @@ def layer_backward(
 
     parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
     coming = dispatcher.start_resend(parts, routing)
-    w2, w13 = _cols(down_proj, magnitudes[1], setup), _cols(gate_up_proj, magnitudes[0], setup)
+    w2, w13 = later2.cols(recipe, backend), later13.cols(recipe, backend)
     # Borrowed until dx goes home: the gradient of down_proj comes before that, and before d_h, which takes memory.
     d_y = wire.rows(coming(), plan, copy=left is not None and h is not None and not wanted[1] and dispatcher.borrows)
     multiply = start(1, down_proj, d_y, h)
@@ -227,12 +230,12 @@ def layer_backward(
     d_down_proj = multiply()
     del multiply
     d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtype)
-    del d_y, w2
+    del d_y, w2, later2
     how = {"folded": backend.folds, "overwrite": True}
     d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, **how)
     del d_h, gate_up
     d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtype)
-    del w13
+    del w13, later13
     going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
     multiply = start(0, gate_up_proj, d_gate_up, rows)
     del d_rows, d_gate_up, rows
@@ -247,22 +250,3 @@ def start_weight_gradient(
     """Of gate_up_proj (0) or down_proj (1): what is returned multiplies dy and a, returning or adding the gradient."""
     options: dict[str, Any] = {"recipe": setup.recipe, "out_dtype": dtype, "scale": setup.wgrad_scale}
     return setup.backend.start_wgrad(dy, a, ends, to=setup.main_grads[i], **options)
-
-
-def _rows(w: Tensor, setup: Setup, backward: bool) -> tuple[Tensor, Tensor | None]:
-    """A weight's rows and, if there will be a backward, what helps it to make the columns."""
-    if setup.weight_cache is not None:
-        cached = setup.weight_cache.get(w, setup.recipe, setup.backend, cols=backward)
-        if cached is not None:
-            return cached.rows, None
-    if not backward:
-        return setup.backend.quantize_weight(w, setup.recipe, cols=False).rows, None
-    return setup.backend.quantize_weight_rows(w, setup.recipe)
-
-
-def _cols(w: Tensor, magnitudes: Tensor | None, setup: Setup) -> Tensor:
-    if setup.weight_cache is not None:
-        cached = setup.weight_cache.get(w, setup.recipe, setup.backend)
-        if cached is not None and cached.cols is not None:
-            return cached.cols
-    return setup.backend.quantize_weight_cols(w, setup.recipe, magnitudes)

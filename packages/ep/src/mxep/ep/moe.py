@@ -42,13 +42,12 @@ class MoE(nn.Module):
         gradient_reduction: what expert gradients are, which hold the tokens of all W ranks of the group. ``"mean"``: of
             the mean of the ranks' losses, as data parallelism makes all other gradients, so that everything is averaged
             over ranks and nothing else. ``"sum"``: of the sum of the ranks' losses.
-        cache_weights: keep quantized expert weights until they change, so that micro-batches share one quantization. It
-            sees in-place optimizer steps; FSDP and writes through ``.data`` it may miss (see mxep.gemm.WeightCache).
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), and with
     shared experts ``shared.gate_up_proj``, ``shared.down_proj``. Given a mesh or a group of several ranks, expert
     weights are DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad`` (fp32) get
     their gradients added there and have none themselves. After forward, ``last_routing`` tells where rows went.
+    Weights are quantized at each call; micro-batches share that within ``mxep.gemm.quantize_weights_once()``.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -72,7 +71,6 @@ class MoE(nn.Module):
         timeout: float | None = None,
         backend: str = "auto",
         gradient_reduction: Literal["mean", "sum"] = "mean",
-        cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -115,7 +113,6 @@ class MoE(nn.Module):
             hidden_dim,
             num_experts,
             mesh=mesh,
-            cache_weights=cache_weights,
             device=device,
             dtype=dtype,
         )
@@ -142,8 +139,8 @@ class MoE(nn.Module):
     def check(self) -> None:
         """Raise what went wrong on the device since the last check; call it once a step, before the optimizer.
 
-        Raises CapacityExceeded where rows did not fit the capacity, ValueError where expert ids were out of range.
-        It reads from the device.
+        Raises CapacityExceeded where rows did not fit the capacity, ValueError where expert ids were out of range: on
+        every rank alike, so that all may skip the step. It reads from the device.
         """
         self.dispatcher.check()
 

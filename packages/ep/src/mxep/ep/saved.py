@@ -1,13 +1,14 @@
 """What a layer's forward leaves to its backward: one flat list of plain tensors, the same eager and compiled.
 
-    rows         (S, D) slots, or (R_max, D) where these are no more   if gate_up_proj has a gradient
-    gate_up      (R_max, 2F)
-    h            (R_max, F)                                            if down_proj has a gradient
-    magnitudes   (e, D) and (e, F) fp32, the largest of the weights' columns: for a backend that folds
+    rows      (S, D) slots, or (R_max, D) where these are no more   if gate_up_proj has a gradient
+    gate_up   (R_max, 2F)
+    h         (R_max, F)                                            if down_proj has a gradient
+    later     of both weights, what helps to make their columns: their magnitudes (e, D) and (e, F) fp32 for a backend
+              that wants one scale a column, tiles, which serve both ways, or nothing
 
-rows and h are one tensor each, in x's dtype, or two with a recipe that quantizes: codes and scales. Slots lie under the
-plan's index. All of it follows from the recipe, the backend, what has gradients, and sizes: nobody remembers what a
-list holds, and a compiler learns its shapes without running anything.
+rows, h and tiles are codes and scales, two tensors; with a recipe that quantizes nothing rows and h are one, in x's
+dtype. Slots lie under the plan's index. All of it follows from the recipe, the backend, what has gradients, and sizes:
+nobody remembers what a list holds, and a compiler learns its shapes without running anything.
 
 R_max rows that fit, S slots, D model dim, F hidden dim, e local experts.
 """
@@ -22,7 +23,11 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
+from mxep.gemm.weights import Later, rows_and_later
 from mxep.quant import MXTensor
+
+Needs = tuple[bool, bool]
+"""Whether gate_up_proj and down_proj have gradients."""
 
 
 class Saved(NamedTuple):
@@ -31,37 +36,46 @@ class Saved(NamedTuple):
     rows: Tensor | None
     gate_up: Tensor
     h: Tensor | None
-    magnitudes: tuple[Tensor | None, Tensor | None]
+    later: tuple[Later, Later]
 
     def flat(self) -> list[Tensor]:
-        return [*_parts(self.rows), self.gate_up, *_parts(self.h), *(m for m in self.magnitudes if m is not None)]
+        of_weights = (part for later in self.later for part in _of_weight(later))
+        return [*_parts(self.rows), self.gate_up, *_parts(self.h), *of_weights]
 
     @staticmethod
-    def of(flat: list[Tensor], plan: RoutingPlan, recipe: Recipe, needs: tuple[bool, bool], *, copied: bool) -> Saved:
-        """`flat`'s tensors. needs: whether gate_up_proj and down_proj have gradients. copied: as for `keeps_rows`."""
-        parts = 1 if recipe.scaling == "none" else 2
-        num_rows, num_h = (parts if need else 0 for need in needs)
-        rows, (gate_up, *rest) = flat[:num_rows], flat[num_rows:]
-        h, magnitudes = rest[:num_h], rest[num_h:]
+    def of(
+        flat: list[Tensor],
+        plan: RoutingPlan,
+        weights: tuple[Tensor, Tensor],
+        recipe: Recipe,
+        needs: Needs,
+        *,
+        copied: bool,
+    ) -> Saved:
+        """`flat`'s tensors. weights: gate_up_proj, down_proj. copied: as for `keeps_rows`."""
+        parts = num_parts(recipe)
+        (gate_up, *rest), dtype = flat[parts * needs[0] :], flat[parts * needs[0]].dtype
+        of_weights = rest[parts * needs[1] :]
         index = None if keeps_rows(plan, copied=copied) else plan.row_slot
-        w13, w2 = magnitudes or (None, None)
-        return Saved(_joined(rows, gate_up.dtype, index), gate_up, _joined(h, gate_up.dtype), (w13, w2))
+        rows, h = _joined(flat[: parts * needs[0]], dtype, index), _joined(rest[: parts * needs[1]], dtype)
+        half = len(of_weights) // 2
+        later = _later(weights[0], of_weights[:half]), _later(weights[1], of_weights[half:])
+        return Saved(rows, gate_up, h, later)
 
     @staticmethod
     def shapes(
         x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
         plan: RoutingPlan,
+        weights: tuple[Tensor, Tensor],
         recipe: Recipe,
         backend: Backend,
-        needs: tuple[bool, bool],
+        needs: Needs,
         *,
         copied: bool,
     ) -> list[Tensor]:
         """A list of the shapes and dtypes that forward would leave, from fake tensors."""
-        dim, hidden_dim = down_proj.shape[1:]
-        slots = not keeps_rows(plan, copied=copied) and recipe.scaling != "none"
+        dim, hidden_dim = weights[1].shape[1:]
+        slots = recipe.scaling != "none" and not keeps_rows(plan, copied=copied)
 
         def rows(count: int, width: int, block: int | None) -> list[Tensor]:
             if recipe.scaling == "none":
@@ -72,8 +86,14 @@ class Saved(NamedTuple):
         flat = rows(plan.slot_rows.shape[0] if slots else plan.max_rows, dim, recipe.block) if needs[0] else []
         flat.append(x.new_empty(plan.max_rows, 2 * hidden_dim))
         flat += rows(plan.max_rows, hidden_dim, None if backend.folds else recipe.block) if needs[1] else []
-        magnitudes = (backend.quantize_weight_rows(w, recipe)[1] for w in (gate_up_proj, down_proj))
-        return [*flat, *(m for m in magnitudes if m is not None)]
+        for w in weights:
+            flat += _of_weight(rows_and_later(w, recipe, backend, later=True)[1])
+        return flat
+
+
+def num_parts(recipe: Recipe) -> int:
+    """Tensors that rows, or h, are."""
+    return 1 if recipe.scaling == "none" else 2
 
 
 def keeps_rows(plan: RoutingPlan, *, copied: bool) -> bool:
@@ -82,10 +102,10 @@ def keeps_rows(plan: RoutingPlan, *, copied: bool) -> bool:
     return copied and plan.max_rows <= plan.slot_rows.shape[0]
 
 
-def _parts(x: Tensor | None) -> tuple[Tensor, ...]:
+def _parts(x: Tensor | None) -> list[Tensor]:
     if isinstance(x, MXTensor):
-        return x.qdata, x.scale
-    return () if x is None else (x,)
+        return [x.qdata, x.scale]
+    return [] if x is None else [x]
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None = None) -> Tensor | None:
@@ -93,3 +113,14 @@ def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None = None
         return parts[0] if parts else None
     codes, scale = parts
     return MXTensor(codes, scale, index, -1, codes.shape[1] // scale.shape[1], dtype)
+
+
+def _of_weight(later: Later) -> list[Tensor]:
+    return _parts(later.weight) if isinstance(later.weight, MXTensor) else _parts(later.magnitudes)
+
+
+def _later(w: Tensor, parts: list[Tensor]) -> Later:
+    if len(parts) < 2:
+        return Later(w, parts[0] if parts else None)
+    codes, scale = parts
+    return Later(MXTensor(codes, scale, None, (-2, -1), codes.shape[-1] // scale.shape[-1], w.dtype), None)

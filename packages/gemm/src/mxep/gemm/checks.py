@@ -4,7 +4,16 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.recipe import Recipe
+from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
+
+
+def check_tensors(a: object, w: object) -> None:
+    """Codes and scales by themselves are no operand."""
+    for name, x in (("a", a), ("w", w)):
+        if not isinstance(x, Tensor):
+            cure = "MXTensor.from_qdata_and_scales(codes, scales) makes one tensor of codes and scales"
+            raise ValueError(f"{name}: got a {type(x).__name__}, want a tensor: {cure}")
 
 
 def check_operands(
@@ -50,8 +59,8 @@ def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: 
     floats = _floats(recipe)
     if isinstance(w, MXTensor) or w.dtype not in floats:
         raise ValueError(
-            f"{name}: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it (weight_cache "
-            "keeps it)"
+            f"{name}: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it, or it comes "
+            "quantized beside that (quantized_weight)"
         )
     if main_grad is not None and (main_grad.shape != w.shape or main_grad.dtype != torch.float32):
         got = f"{main_grad.dtype} {tuple(main_grad.shape)}"
@@ -64,6 +73,23 @@ def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: 
             raise ValueError(
                 f"{axis}: got {size}, want a multiple of {recipe.group_multiple} for recipe {recipe.name}: pad it or "
                 "use recipe bf16"
+            )
+
+
+def check_quantized_weight(quantized: QuantizedWeight, w: Tensor, recipe: Recipe) -> None:
+    """What a caller says w (G, N, K) is, quantized by the recipe."""
+    for name, x in (("rows", quantized.rows), ("cols", quantized.cols)):
+        if x is None:
+            continue
+        if x.shape != w.shape or x.device != w.device:
+            got = f"{tuple(x.shape)} on {x.device}"
+            raise ValueError(f"quantized_weight.{name}: got {got}, want {tuple(w.shape)} on {w.device}, as w")
+        if isinstance(x, MXTensor) != (recipe.scaling != "none") or (
+            isinstance(x, MXTensor) and x.format != recipe.fmt
+        ):
+            raise ValueError(
+                f"quantized_weight.{name}: got {_describe(x)}, want what recipe {recipe.name} makes of w: "
+                "quantize_weight(w, recipe)"
             )
 
 
@@ -84,7 +110,7 @@ def _check_values(a: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
         wanted = f"one scale for each {recipe.block or 'row'}" + (" elements along K" if recipe.block else "")
         raise ValueError(
             f"a: got {_describe(a)}, want axis -1 and {wanted} for recipe {recipe.name}: "
-            "mxep.quant.requantize, or .dequantize() and let the recipe quantize"
+            ".dequantize() and let the recipe quantize"
         )
     if out_dtype not in floats:
         raise ValueError(f"out_dtype: got {out_dtype}, want one of {floats}")

@@ -6,7 +6,8 @@
     out = a w^T, w quantized along K          da = dy w, w quantized along N
       kept for backward: the codes of a       dw = dy^T a, both from their codes (wgrad "mx")
 
-A weight is kept as it is, not its codes along N: these are made in backward, unless a cache has them.
+A weight is kept as it is, not its codes along N: these are made in backward, unless they are given or held by
+`quantize_weights_once`.
 What backward keeps of `a` are codes and scales, 1/2 of the bytes of bf16; only wgrad "bf16" keeps a plain `a`.
 An MXTensor is kept by reference: bytes borrowed from a receive slot must be copied by whoever lends them.
 
@@ -20,10 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.checks import check_operands
+from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import Later, QuantizedWeight, WeightCache, rows_and_later
+from mxep.gemm.weights import Later, QuantizedWeight, rows_and_later
 from mxep.quant import MXTensor
 
 
@@ -36,7 +37,7 @@ def grouped_mm(
     backend: str | Backend = "auto",
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    weight_cache: WeightCache | None = None,
+    quantized_weight: QuantizedWeight | None = None,
     main_grad: Tensor | None = None,
     wgrad_scale: float = 1.0,
 ) -> Tensor:
@@ -50,7 +51,8 @@ def grouped_mm(
     recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
     bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
     out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
-    weight_cache: keeps the quantized w until it changes; without one it is quantized at each call.
+    quantized_weight: w as `quantize_weight(w, recipe)` or, best, `backend.quantize_weight` gave it. Without one it is
+        quantized at each call, or once within `quantize_weights_once`; without its cols these are, in backward.
     main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. One that does not
         ask for that gradient, as torch.autograd.grad(out, a), adds nothing. Products of unquantized operands come
         rounded to bf16 but from backend "reference"; all others are added in fp32.
@@ -63,18 +65,19 @@ def grouped_mm(
     Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    check_tensors(a, w)
     if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
-        options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "weight_cache": weight_cache}
+        options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "quantized_weight": quantized_weight}
         options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
         return _between_graphs(a, w, group_ends, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     group_ends = group_ends.contiguous()  # torch's kernels, too, read it as packed
     chosen = select(backend, a.device)
-    weight = None
-    if weight_cache is not None:
-        weight = weight_cache.get(w, recipe, chosen, cols=torch.is_grad_enabled() and a.requires_grad)
-    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)  # type: ignore[no-untyped-call]
+    if quantized_weight is not None:
+        check_quantized_weight(quantized_weight, w, recipe)
+    how = quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale
+    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, *how)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -102,8 +105,11 @@ class _GroupedMM(torch.autograd.Function):
         codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
         need_a, need_w, *_ = ctx.needs_input_grad
         a_kept = codes if recipe.wgrad == "mx" else a
-        rows, cols = rows_and_later(w, weight, recipe, backend, later=need_a)
-        ctx.save_for_backward(group_ends, a_kept if need_w else None, *(cols if need_a else ()))
+        if weight is None:
+            rows, later = rows_and_later(w, recipe, backend, later=need_a)
+        else:
+            rows, later = weight.rows, Later(w if weight.cols is None else weight.cols, None)
+        ctx.save_for_backward(group_ends, a_kept if need_w else None, *(later if need_a else ()))
         ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
         ctx.kept = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
@@ -119,12 +125,12 @@ class _GroupedMM(torch.autograd.Function):
         if kept is not None and not need_a and kept.fits(dy):
             group_ends, codes, a = kept.operands
         else:
-            group_ends, a, *cols = ctx.saved_tensors
+            group_ends, a, *later = ctx.saved_tensors
             codes = dy
             if need_a or (need_w and recipe.wgrad == "mx"):
                 codes = _gradient_codes(dy, recipe, backend)
         if need_a:
-            da = backend.dgrad(codes, Later(*cols).cols(recipe, backend), group_ends, out_dtype=a_dtype)
+            da = backend.dgrad(codes, Later(*later).cols(recipe, backend), group_ends, out_dtype=a_dtype)
         if not graph_is_retained():
             ctx.kept = None
         elif need_a and ctx.needs_input_grad[1] and not need_w:

@@ -135,7 +135,7 @@ class Recipe:
         """
         if self.scaling != "mx" or not isinstance(x, MXTensor):
             return x
-        return requantize(x, axis=-2, mode=self.mode, group_ends=group_ends)
+        return requantize(x, mode=self.mode, group_ends=group_ends)
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat) -> Tensor:
         """x (..., D) bf16 or fp32 -> MXTensor of `fmt` along D; x itself if scaling is "none"."""

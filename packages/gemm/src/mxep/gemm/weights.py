@@ -1,28 +1,27 @@
-"""Weights quantized once per change, in both orientations, and kept while micro-batches come and go.
+"""Weights as products want them, in both orientations, and for how long they are kept.
 
     w (G, N, K) bf16  --one read-->  rows: blocked along K, what the forward contracts
                                      cols: blocked along N, what dgrad contracts
 
-An entry is valid while the weight is the same tensor at the same address with the same version and no torch optimizer
-has stepped since: in-place updates bump the version, and a step of any `torch.optim.Optimizer` counts for all weights,
-however it writes (`p.data`, raw pointers, DTensors, whose local tensors count no versions). An entry keeps the weight's
-storage alive, so that no other tensor can come to lie there.
-
-What cannot be seen, and needs `clear()` or no cache: writes outside an optimizer through `w.data`, raw pointers, or a
-DTensor whose local tensor is passed here, writes to a tensor whose `.data` is passed here, and memory that FSDP2
-gathers into again (`convert` does not cache that).
+By themselves products quantize a weight at each call: rows in forward, cols in backward. `quantize_weights_once` lets
+the micro-batches of a step share one quantization; `QuantizedWeight` is for who manages that by hand.
 
 G groups, N out features, K in features.
 """
 
-import weakref
-from collections.abc import Hashable
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor, quantize, quantize_both, quantize_with_magnitudes
@@ -82,141 +81,196 @@ def quantize_weight_cols(w: Tensor, recipe: Recipe, magnitudes: Tensor | None, *
 
 
 class Later(NamedTuple):
-    """What a forward keeps of a weight for its backward: cols that a cache has, or the weight and what helps to make
-    them of it, so that no codes wait from forward to backward."""
+    """What a forward keeps of a weight to make cols of in backward, so that no codes wait in between.
 
-    kept: Tensor | None
-    weight: Tensor | None
+    weight: the weight itself, or its cols, where they are there already. magnitudes: of its columns, or None.
+    """
+
+    weight: Tensor
     magnitudes: Tensor | None
 
     def cols(self, recipe: Recipe, backend: "Backend") -> Tensor:
-        if self.kept is not None:
-            return self.kept
-        assert self.weight is not None
-        return backend.quantize_weight_cols(self.weight, recipe, self.magnitudes)
+        if isinstance(self.weight, MXTensor):
+            return self.weight
+        return _once("cols", backend.quantize_weight_cols, self.weight, recipe, backend, self.magnitudes)
 
 
-def rows_and_later(
-    w: Tensor, cached: QuantizedWeight | None, recipe: Recipe, backend: "Backend", *, later: bool
-) -> tuple[Tensor, Later]:
-    """A weight's rows, from the cache if that has it, and what to keep if dgrad comes later."""
-    if cached is not None:
-        return cached.rows, Later(cached.cols, None, None)
-    if not later:
-        return backend.quantize_weight(w, recipe, cols=False).rows, Later(None, None, None)
-    rows, magnitudes = backend.quantize_weight_rows(w, recipe)
-    if isinstance(rows, MXTensor) and rows.axis == (-2, -1):
-        return rows, Later(rows, None, None)  # tiles serve both ways
-    return rows, Later(None, w, magnitudes)
+def rows_and_later(w: Tensor, recipe: Recipe, backend: "Backend", *, later: bool) -> tuple[Tensor, Later]:
+    """A weight's rows, and what to keep if dgrad comes later."""
+    # What is held serves others, who may have a dgrad.
+    make = backend.quantize_weight_rows if later or weights_are_held() else functools.partial(_rows_alone, backend)
+    rows, magnitudes = _once("rows", make, w, recipe, backend)
+    tiles = isinstance(rows, MXTensor) and rows.axis == (-2, -1)  # serve both ways
+    return rows, Later(rows if tiles else w, magnitudes)
 
 
-def mark_derived(w: Tensor, source: Tensor, path: Hashable) -> None:
-    """Tell caches that w holds what the calls in `path` make of `source` as it is now, as a cast does: a new
-    tensor every time, the same values until source changes. Caches leave alone a copy that has been written to."""
-    w._mxep_derived = (source, path)  # type: ignore[attr-defined]
+def _rows_alone(backend: "Backend", w: Tensor, recipe: Recipe) -> tuple[Tensor, None]:
+    return backend.quantize_weight(w, recipe, cols=False).rows, None
 
 
-def _written_copy(w: Tensor) -> bool:
-    """Whether w is a copy that `mark_derived` has marked, and was written to: a new one has version 0."""
-    derived = getattr(w, "_mxep_derived", None)
-    return derived is not None and w._version > 0 and w.untyped_storage()._cdata != derived[0].untyped_storage()._cdata
+@contextlib.contextmanager
+def quantize_weights_once() -> "Iterator[QuantizedOnce]":
+    """While it is open, each weight is quantized once, each way when it is first needed, and closing forgets it all.
 
+        with quantize_weights_once():
+            for x in micro_batches:
+                model(x).sum().backward()
+        optimizer.step()
 
-def _capturing(w: Tensor) -> bool:
-    """Whether what is done to w now is recorded for a CUDA graph, to run when that is replayed."""
-    return w.is_cuda and torch.cuda.is_current_stream_capturing()
+    It holds for the process: every `grouped_mm`, MoE layer and converted module, whichever comes first, on all
+    threads (autograd's, too) and streams. Within another one it joins that, which closes with the last of them.
+    Weights must not change while it is open. RuntimeError if a torch optimizer steps, or at the next use of a weight
+    that was written to in place. Writes that count no version are not seen: through `.data`, raw pointers, or a CUDA
+    graph that is replayed.
 
+    What is held: a byte for each element and way, and scales. Under FSDP2 that is of gathered weights, and of all of
+    them. A weight is the memory it lies in: views share, other memory under the same parameter (`.data =`, `.to()`)
+    is another weight, and so is the new tensor that a cast in the forward makes at each call, which therefore is
+    quantized at each call. So are weights where torch.compile traces `grouped_mm` itself, under its
+    mode="reduce-overhead", and tensor subclasses; compiled MoE layers share as others do. Open it outside of what is
+    compiled.
 
-@dataclass(frozen=True)
-class _Entry:
-    source: "weakref.ref[Tensor]"
-    storage: "torch.UntypedStorage"
-    state: tuple[int, ...]
-    weight: QuantizedWeight
-
-
-class WeightCache:
-    """Quantized weights, until the parameter changes or goes away.
-
-    hits, misses: lookups that found, or had to make, a quantized weight. hit_rate: their share, 0 before the first.
-    nbytes: bytes of codes and scales held. The repr shows all of them.
-    A weight may be a view, new at each call: what counts is the tensor it is a view of, and where it lies. A cast or a
-    copy is new data unless `mark_derived` says whose.
-    While a CUDA graph is captured nothing is looked up, kept or counted: the graph quantizes at each replay, each way
-    as it is needed, so that it follows the weight, and its memory stays its own.
-    Copies and pickles of a cache are empty caches. Not for several threads at once.
+    CUDA graphs: codes made in a capture are for captures alone, and made again by each replay. Open it within a
+    capture, or around captures of first and further micro-batches: then the memory of the codes belongs to the pool
+    of the graph that quantizes, which must live and be replayed before the others, and after closing nothing else
+    may be captured into that pool.
     """
+    global _open
+    with _lock:
+        once = _open = _open or QuantizedOnce()
+        once._users += 1
+    try:
+        yield once
+    finally:
+        with _lock:
+            once._users -= 1
+            if not once._users:
+                once._close()
+                _open = None
+
+
+class QuantizedOnce:
+    """What an open `quantize_weights_once` holds. quantizations: how many were made."""
 
     def __init__(self) -> None:
-        self.hits = 0
-        self.misses = 0
-        self._entries: dict[tuple[Any, ...], _Entry] = {}
-        self._optimizer_steps = 0
-        _after_optimizer_steps(self)
-
-    def get(self, w: Tensor, recipe: Recipe, backend: "Backend", *, cols: bool = True) -> QuantizedWeight | None:
-        """w (G, N, K) as backend.quantize_weight gives it; cols=False where only the forward needs it.
-
-        None, and not counted, where nothing can be kept: weights of a recipe without scales, inference tensors (they
-        count no versions), copies that were written to, and anything under torch.compile or in a CUDA graph, which
-        quantize at each call.
-        """
-        recorded = torch.compiler.is_compiling() or _capturing(w)
-        if recipe.scaling == "none" or recorded or w.is_inference() or _written_copy(w):
-            return None
-        derived = getattr(w, "_mxep_derived", None)
-        lies = (w.storage_offset(), w.shape, w.stride())
-        source, path = derived or (w if w._base is None else w._base, lies)
-        key = (
-            *(id(source), path, w.dtype),
-            *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, type(backend), backend.name),
-        )
-        entry = self._entries.get(key)
-        storage = (source if derived else w).untyped_storage()
-        state = (storage.data_ptr(), source._version, w._version, self._optimizer_steps)
-        if entry and entry.state == state and (entry.weight.cols is not None or not cols):
-            self.hits += 1
-            return entry.weight
-        self.misses += 1
-        weight = backend.quantize_weight(w, recipe, cols=cols)
-        forget = weakref.ref(source, lambda _: self._entries.pop(key, None))
-        self._entries[key] = _Entry(forget, storage, state, weight)
-        return weight
-
-    def stamp(self, source: Tensor) -> tuple[int, ...]:
-        """Changes when source changes: a copy of it, for `mark_derived`, holds its values while this is what it was."""
-        return source.untyped_storage()._cdata, source._version, self._optimizer_steps
+        self.quantizations = 0
+        self._users = 0
+        self._held: dict[tuple[Any, ...], _Held] = {}
+        self._hook = register_optimizer_step_pre_hook(_refuse_step)
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales held now."""
-        return sum(entry.weight.nbytes for entry in self._entries.values())
+        return sum(part.nbytes for held in list(self._held.values()) for part in held.plain())
 
-    @property
-    def hit_rate(self) -> float:
-        """hits / (hits + misses), 0 before the first lookup."""
-        return self.hits / max(self.hits + self.misses, 1)
+    def _get(
+        self, way: str, make: "Callable[..., _T]", w: Tensor, recipe: Recipe, backend: "Backend", *args: Any
+    ) -> "_T":
+        storage = StorageWeakRef(w.untyped_storage())
+        version = None if w.is_inference() else w._version  # an inference tensor counts none
+        capturing = w.is_cuda and torch.cuda.is_current_stream_capturing()
+        key = (
+            *(way, storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, capturing),
+            *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, id(backend)),
+        )
+        with _lock:
+            held = self._held.get(key)
+            if held is None:
+                # Of weights that are gone; a weak reference keeps a storage's address from being used again.
+                for gone in [key for key, held in self._held.items() if held.storage.expired()]:
+                    del self._held[gone]
+                with torch.inference_mode(False), torch.no_grad():  # others may want to save them for backward
+                    made = make(w, recipe, *args)
+                held = self._held[key] = _Held(made, storage, version, backend, *_point_in_time(w, capturing))
+                self.quantizations += 1
+        if held.version != version:
+            raise RuntimeError(
+                f"a weight {tuple(w.shape)} was written to within quantize_weights_once(), which has its old values: "
+                "close it before weights change"
+            )
+        if held.stream is not None:
+            held.wait(torch.cuda.current_stream(w.device))
+        found: _T = held.made
+        return found
 
-    def clear(self) -> None:
-        """Forget all weights and counts."""
-        self._entries.clear()
-        self.hits = self.misses = 0
-
-    def __repr__(self) -> str:
-        lookups = f"{self.hits} hits, {self.misses} misses ({self.hit_rate:.0%})"
-        return f"WeightCache({len(self._entries)} weights, {self.nbytes} bytes, {lookups})"
-
-    def __reduce__(self) -> tuple[type["WeightCache"], tuple[()]]:
-        return WeightCache, ()
+    def _close(self) -> None:
+        self._hook.remove()
+        self._held.clear()
 
 
-def _after_optimizer_steps(cache: WeightCache) -> None:
-    """Count the steps of all optimizers in `cache` while it lives; a compiled step counts versions itself."""
-    this = weakref.ref(cache)
+_T = TypeVar("_T")
+_lock = threading.RLock()
+_open: QuantizedOnce | None = None
 
-    def count(*_: Any) -> None:
-        if not torch.compiler.is_compiling() and (cache := this()) is not None:
-            cache._optimizer_steps += 1
 
-    handle = register_optimizer_step_post_hook(count)
-    weakref.finalize(cache, handle.remove)
+@dataclass(frozen=True)
+class _Held:
+    """made: a tensor or several. backend: here, as its id is part of the key. stream, event: where, and by when."""
+
+    made: Any
+    storage: StorageWeakRef
+    version: int | None
+    backend: "Backend"
+    stream: torch.cuda.Stream | None
+    event: torch.cuda.Event | None
+
+    def plain(self) -> list[Tensor]:
+        parts = self.made if isinstance(self.made, tuple) else (self.made,)
+        plain = ((x.qdata, x.scale) if isinstance(x, MXTensor) else (x,) for x in parts if x is not None)
+        return list(itertools.chain.from_iterable(plain))
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Before work on `stream` may use them; their memory stays until that is done."""
+        if self.stream is None or stream == self.stream:
+            return
+        if self.event is not None:
+            stream.wait_event(self.event)
+        elif _captures(self.stream):  # else it was another capture, whose graph is replayed before
+            stream.wait_stream(self.stream)
+        for x in self.plain():
+            x.record_stream(stream)
+
+
+def _point_in_time(w: Tensor, capturing: bool) -> tuple[torch.cuda.Stream | None, torch.cuda.Event | None]:
+    if not w.is_cuda:
+        return None, None
+    stream = torch.cuda.current_stream(w.device)
+    # Another capture could not wait for an event of this one.
+    return stream, None if capturing else stream.record_event()
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def weights_are_held() -> bool:
+    """Whether `quantize_weights_once` is open, so that rows and what is kept for cols may be others' as well."""
+    return _open is not None
+
+
+def _once(way: str, make: Callable[..., _T], w: Tensor, recipe: Recipe, backend: "Backend", *args: Any) -> _T:
+    """make(w, recipe, *args), or what an open `quantize_weights_once` holds of it."""
+    once = None if torch.compiler.is_compiling() else _open
+    if once is None or recipe.scaling == "none" or type(w) not in (Tensor, nn.Parameter) or _in_graph_tree(w):
+        return make(w, recipe, *args)
+    return once._get(way, make, w, recipe, backend, *args)
+
+
+def _in_graph_tree(w: Tensor) -> bool:
+    """Whether torch.compile's mode="reduce-overhead" may be at work: nothing but outputs may outlive its calls."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees") if w.is_cuda else None
+    if trees is None or not (hasattr(trees.local, _TREES) or torch._C._is_key_in_tls(_TREES)):
+        return False
+    manager = trees.get_manager(w.device.index, create_if_none_exists=False)
+    return manager is not None and (manager.in_warmup or manager.in_recording)
+
+
+_TREES = "tree_manager_containers"
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise RuntimeError(
+        f"{type(optimizer).__name__} stepped within quantize_weights_once(), which would go on with weights quantized "
+        "before: close it before the optimizer steps"
+    )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import MXFormat, ScaleMode
+from mxep.quant.formats import E4M3, E5M2, SCALE_DTYPE, MXFormat, ScaleMode
 
 Axis = int | tuple[int, int]
 TILES = (-2, -1)
@@ -12,25 +12,30 @@ TILES = (-2, -1)
 VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 """What can be quantized, and what an MXTensor can look like outside."""
 
+_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 _MODES = tuple(mode.value for mode in ScaleMode)
 
 
 def check_values(name: str, x: Tensor) -> None:
     """`x` must be a plain bf16, fp32 or fp16 tensor of two or more axes."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: got a {type(x).__name__}, want a tensor")
     if type(x) is not Tensor and hasattr(x, "qdata"):
         raise ValueError(f"{name}: got an MXTensor, want a plain tensor: dequantize or requantize it")
     if x.dtype not in VALUE_DTYPES:
         raise ValueError(f"{name}: got dtype {x.dtype}, want one of {VALUE_DTYPES}")
 
 
-def check_format(fmt: MXFormat) -> torch.dtype:
-    """The dtype of the codes of `fmt`, which must be an MXFormat."""
+def check_format(fmt: MXFormat | str) -> torch.dtype:
+    """The dtype of the codes of `fmt`, an MXFormat or its name."""
+    if isinstance(fmt, str):
+        fmt = _FORMATS.get(fmt, fmt)
     if not isinstance(fmt, MXFormat):
         raise ValueError(f"fmt: got {fmt!r}, want E4M3 or E5M2")
     return fmt.dtype
 
 
-def check_mode(mode: ScaleMode) -> str:
+def check_mode(mode: ScaleMode | str) -> str:
     """The name of a scale mode; ScaleMode is a str, so its name will do for it."""
     if mode not in _MODES:
         raise ValueError(f"mode: got {mode!r}, want one of {_MODES}")
@@ -69,6 +74,40 @@ def scale_shape(shape: torch.Size, axis: Axis, block: int) -> torch.Size:
     """The shape of the scales of codes of `shape`."""
     n, k = shape[-2:]
     return torch.Size((*shape[:-2], n if axis == -1 else n // block, k if axis == -2 else k // block))
+
+
+def check_parts(
+    qdata: Tensor, scale: Tensor, row_index: Tensor | None, axis: Axis, block: int, orig_dtype: torch.dtype
+) -> None:
+    """What an MXTensor may be made of."""
+    for name, part in (("qdata", qdata), ("scales", scale), ("row_index", row_index)):
+        if not isinstance(part, Tensor) and (part is not None or name != "row_index"):
+            raise ValueError(f"{name}: got a {type(part).__name__}, want a tensor")
+    if qdata.dtype not in (E4M3.dtype, E5M2.dtype):
+        raise ValueError(
+            f"qdata: got {qdata.dtype}: want {E4M3.dtype} or {E5M2.dtype}; mxep.quant.quantize makes codes"
+        )
+    if axis not in (-1, -2, TILES):
+        raise ValueError(f"axis: got {axis!r}, want -1, -2 or {TILES}")
+    if qdata.ndim < 2:
+        raise ValueError(f"qdata: got shape {tuple(qdata.shape)}, want two axes or more, (..., N, K)")
+    if not isinstance(block, (int, torch.SymInt)):
+        raise ValueError(f"block: got {block!r}, want a number of elements")
+    check_block(block, axis, qdata)
+    if orig_dtype not in VALUE_DTYPES:
+        raise ValueError(f"orig_dtype: got {orig_dtype}, want one of {VALUE_DTYPES}")
+    if scale.dtype != SCALE_DTYPE:
+        raise ValueError(f"scales: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
+    wanted = scale_shape(qdata.shape, axis, block)
+    if scale.shape != wanted:
+        raise ValueError(
+            f"scales: got shape {tuple(scale.shape)}, want {tuple(wanted)} "
+            f"for qdata {tuple(qdata.shape)} in blocks of {block} along axis {axis}"
+        )
+    if scale.device != qdata.device:
+        raise ValueError(f"scales: got device {scale.device}, want {qdata.device}, where qdata is")
+    if row_index is not None:
+        check_row_index(row_index, qdata, axis)
 
 
 def check_row_index(row_index: Tensor, qdata: Tensor, axis: Axis) -> None:

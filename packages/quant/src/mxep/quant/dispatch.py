@@ -1,8 +1,10 @@
-"""The aten ops an MXTensor knows: those that move, turn, slice or copy codes and scales together. No arithmetic.
+"""The aten ops an MXTensor knows: those that move, turn, slice, join or copy codes and scales together. No arithmetic.
 
-Every handler takes (func, args, kwargs) as `__torch_dispatch__` gets them, args[0] being the MXTensor.
+Every handler takes (func, args, kwargs) as `__torch_dispatch__` gets them, args[0] being the MXTensor, if not said.
 """
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +27,40 @@ def _same_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MX
     return _map(args[0], lambda part: func(part, **kwargs))
 
 
+def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
+    """Codes, scales and index of any value, in the memory that is asked for."""
+    mx = args[0]
+    if kwargs.get("dtype") not in (None, mx.dtype):
+        raise NotImplementedError(f"{func} of an MXTensor as {kwargs['dtype']}: want {mx.dtype}, its own")
+    kwargs = {name: kwargs[name] for name in ("device", "pin_memory", "memory_format") if name in kwargs}
+    return _map(mx, lambda part: func(part, **kwargs))
+
+
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    mx = args[0]
+    return all(part.is_pinned() for part in (mx.qdata, mx.scale, mx.row_index) if part is not None)
+
+
+def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Between MXTensors that agree in all but their bytes; into a plain tensor go the values."""
+    to, source = args[:2]
+    if not hasattr(to, "qdata"):
+        return func(to, source.dequantize(), *args[2:], **kwargs)  # type: ignore[no-any-return]
+    if not hasattr(source, "qdata"):
+        raise NotImplementedError(f"{func} of a plain tensor into an MXTensor: quantize it first")
+    kinds = [(mx.shape, mx.format, mx.axis, mx.block, mx.row_index is None, mx.qdata.shape) for mx in (to, source)]
+    if kinds[0] != kinds[1]:
+        raise NotImplementedError(f"{func} into {to!r} from {source!r}: want shape, format, axis, block and rows alike")
+    for name in to.__tensor_flatten__()[0]:
+        func(getattr(to, name), getattr(source, name), *args[2:], **kwargs)
+    return to  # type: ignore[no-any-return]
+
+
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
     mx, size = args
+    if -1 in size and mx.numel():
+        known = math.prod(n for n in size if n != -1)
+        size = [mx.numel() // known if n == -1 else n for n in size]
     if tuple(size) != tuple(mx.shape):
         raise NotImplementedError(
             f"{func} of an MXTensor {tuple(mx.shape)} as {tuple(size)}: its blocks have no such shape; "
@@ -97,6 +131,47 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTenso
     return mx.with_parts(qdata, func(mx.scale, dim, first // mx.block, last // mx.block), mx.row_index)
 
 
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list["MXTensor"]:
+    """Slices one after another, of one size or of the sizes given."""
+    mx, sizes, dim = args if len(args) == 3 else (*args, 0)
+    length = mx.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - first) for first in range(0, length, sizes)]
+    ends = list(itertools.accumulate(sizes))
+    return [_slice(aten.slice.Tensor, (mx, dim, end - size, end), {}) for size, end in zip(sizes, ends)]
+
+
+def _bytewise(fn: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
+    """fn, which only moves elements, of 8-bit floats: torch lacks some of that for these dtypes."""
+    return fn(part.view(torch.uint8)).view(part.dtype)
+
+
+def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
+    """MXTensors of one format, axis, block and dtype, along any axis; a row index is applied."""
+    tensors, dim = args[0], (args[1] if len(args) > 1 else 0)
+    kinds = {(mx.format, mx.axis, mx.block, mx.dtype, mx.ndim) if hasattr(mx, "qdata") else None for mx in tensors}
+    if len(kinds) > 1 or None in kinds:
+        got = ", ".join(repr(mx) if hasattr(mx, "qdata") else f"a {type(mx).__name__}" for mx in tensors)
+        raise NotImplementedError(f"{func} of {got}: want MXTensors of one format, axis, block and dtype")
+    dense = [mx.materialize() if mx.row_index is not None else mx for mx in tensors]
+    parts = [[part.view(torch.uint8) for part in same] for same in zip(*((mx.qdata, mx.scale) for mx in dense))]
+    qdata, scale = (func(same, dim) for same in parts)
+    first = dense[0]
+    return first.with_parts(qdata.view(first.qdata.dtype), scale.view(first.scale.dtype))  # type: ignore[no-any-return]
+
+
+def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
+    mx, dim, index = args
+    dim = dim % mx.ndim - mx.ndim
+    axes = (mx.axis,) if isinstance(mx.axis, int) else mx.axis
+    if dim in axes:
+        raise NotImplementedError(f"{func} of an MXTensor along its blocked axis {dim}: call .dequantize() first")
+    if mx.row_index is not None and dim == -2:
+        return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, index))  # type: ignore[no-any-return]
+    picked = [_bytewise(lambda part: func(part, dim, index), part) for part in (mx.qdata, mx.scale)]
+    return mx.with_parts(*picked, mx.row_index)  # type: ignore[no-any-return]
+
+
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
     mx: MXTensor = args[0]
     dim, index = args[1:]
@@ -110,6 +185,14 @@ HANDLERS: dict[Any, Handler] = {
     aten.detach.default: _same_parts,
     aten.clone.default: _same_parts,
     aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _new_like,
+    aten.is_pinned.default: _is_pinned,
+    aten._pin_memory.default: _same_parts,
+    aten.copy_.default: _copy_,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.cat.default: _cat,
+    aten.index_select.default: _index_select,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.t.default: _t,

@@ -83,7 +83,7 @@ def fold_with_stats(
 
 
 def _result(mx: MXTensor, codes: Tensor, scale: Tensor, block: int) -> MXTensor:
-    folded = MXTensor.from_qdata_and_scales(codes, scale, mx.dtype, block=block)
+    folded = MXTensor(codes, scale, None, -1, block, mx.dtype, trusted=True)
     return folded if mx.axis == -1 else folded.mT  # type: ignore[return-value]
 
 

@@ -108,8 +108,8 @@ def pad_quantize(
     group_sizes: Tensor,
     *,
     multiple: int = BLOCK,
-    fmt: MXFormat = E4M3,
-    mode: ScaleMode = ScaleMode.RCEIL,
+    fmt: MXFormat | str = E4M3,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
 ) -> PaddedGroups:
     """`pad_groups` whose rows come out quantized along D, in one pass: `rows` is an MXTensor with rows of its own.
 
@@ -120,7 +120,7 @@ def pad_quantize(
     group_ends, row_index = _index_of_groups(x, group_sizes, multiple)
     check_block(BLOCK, -1, x)
     codes, scale = _pad_quantize(x.detach(), row_index, check_format(fmt), check_mode(mode))
-    return PaddedGroups(MXTensor.from_qdata_and_scales(codes, scale, x.dtype), group_ends, row_index)
+    return PaddedGroups(MXTensor(codes, scale, None, -1, BLOCK, x.dtype, trusted=True), group_ends, row_index)
 
 
 def _index_of_groups(x: Tensor, group_sizes: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
@@ -162,11 +162,7 @@ def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
 def gather(x: Tensor, row_index: Tensor) -> Tensor:
     """x[row_index] along dim 0 with zeros where the index is -1; 1-byte floats too, which torch cannot index."""
     plain = x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
-    if plain.shape[0] == 0:
-        return x.new_zeros(row_index.shape[0], *x.shape[1:])
-    picked = plain.index_select(0, row_index.clamp(min=0))
-    there = (row_index >= 0).view(-1, *[1] * (x.ndim - 1))
-    return torch.where(there, picked, torch.zeros_like(picked)).view(x.dtype)
+    return ops.pick_rows(plain, row_index).view(x.dtype)
 
 
 @torch.library.custom_op("mxep::pad_index", mutates_args=())
@@ -260,10 +256,10 @@ def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
         raise ValueError(f"x: got an MXTensor blocked along axis {x.axis}, want -1 (a row index moves whole blocks)")
     if x.row_index is not None:
         row_index = torch.where(row_index >= 0, x.row_index[row_index.clamp(min=0)], row_index)
-    return MXTensor.from_qdata_and_scales(x.qdata, x.scale, x.dtype, block=x.block, row_index=row_index)
+    return x.with_parts(x.qdata, x.scale, row_index)
 
 
-on_cuda(_pad_index, "gather", "pad_index")
+on_cuda(_pad_index, "gather", "pad_index", index_dtypes=(torch.int32, torch.int64))
 on_cuda(_pad_rows, "gather", "pad_rows")
 on_cuda(_pad_quantize, "gather", "pad_quantize")
 on_cuda(_unpad_rows, "gather", "unpad_rows")

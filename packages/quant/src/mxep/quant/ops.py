@@ -141,10 +141,14 @@ def _(x: Tensor, dtype: torch.dtype, mode: str, block: int) -> tuple[Tensor, Ten
 
 
 def pick_rows(x: Tensor, row_index: Tensor) -> Tensor:
-    """Rows `row_index` (int32 (R,)) of the bytes x (S, n) uint8; -1 gives a row of zeros. Contiguous (R, n)."""
+    """Rows `row_index` (int32 (R,)) of x (S, ...); -1 gives a row of zeros. Contiguous (R, ...). Of 8-bit floats take
+    the bytes: torch does not index those."""
     if x.shape[0] == 0:
-        return x.new_zeros(row_index.shape[0], x.shape[1])
-    return x.index_select(0, row_index.clamp(min=0)).masked_fill_((row_index < 0).unsqueeze(-1), 0)
+        return x.new_zeros(row_index.shape[0], *x.shape[1:])
+    # On a GPU nobody knows where the live rows end: the index behind them, which may hold anything, is read, too.
+    last = None if x.device.type == "cpu" else x.shape[0] - 1
+    there = (row_index >= 0).view(-1, *[1] * (x.ndim - 1))
+    return x.index_select(0, row_index.clamp(0, last)).masked_fill_(~there, 0)
 
 
 def values_of(codes: Tensor) -> Tensor:

@@ -6,6 +6,7 @@
 
 The numerics (element rule, scale bytes) are those of `mxep.quant.ops` and `mxep.quant.scales`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
+A view `y.mT` of contiguous y, as weights stored (E, K, N) are, is read as it lies: y quantized the other way, turned.
 """
 
 import torch
@@ -20,8 +21,8 @@ from mxep.quant.tensor import MXTensor, wrap
 def quantize(
     x: Tensor,
     *,
-    fmt: MXFormat = E4M3,
-    mode: ScaleMode = ScaleMode.RCEIL,
+    fmt: MXFormat | str = E4M3,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
     axis: Axis = -1,
     block: int | None = BLOCK,
     magnitudes: Tensor | None = None,
@@ -39,7 +40,7 @@ def quantize(
     axis = check_axis(axis, x)
     block = check_block(block, axis, x)
     how = check_format(fmt), check_mode(mode), block
-    source = x.detach()
+    source, turned = _as_stored(x.detach())
     if magnitudes is not None:
         if axis != -2 or block != x.shape[-2]:
             raise ValueError(f"magnitudes: got axis {axis}, block {block}, want axis -2 and block None, whose they are")
@@ -47,20 +48,23 @@ def quantize(
         if (magnitudes.shape, magnitudes.dtype, magnitudes.device) != (wanted, torch.float32, x.device):
             got = f"{magnitudes.dtype} {tuple(magnitudes.shape)} on {magnitudes.device}"
             raise ValueError(f"magnitudes: got {got}, want torch.float32 {wanted} on {x.device}")
-        codes, scale = ops.quantize_columns_whole(source, magnitudes, *how[:2])
-        codes = codes.mT
-    elif axis == TILES:
+    if axis == TILES:
         codes, scale = ops.quantize_tiles(source, *how)
-    elif axis == -1:
+    elif (axis == -1) != turned:
         codes, scale = ops.quantize_rows(source, *how)
     else:
-        codes, scale = ops.quantize_columns(source, *how)
+        if magnitudes is None or turned:
+            codes, scale = ops.quantize_columns(source, *how)
+        else:
+            codes, scale = ops.quantize_columns_whole(source, magnitudes, *how[:2])
         codes = codes.mT
+    if turned:
+        codes, scale = codes.mT, scale.mT
     return wrap(x, codes, scale, None, axis, block, x.dtype)
 
 
 def quantize_both(
-    x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMode.RCEIL, block: int | None = BLOCK
+    x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL, block: int | None = BLOCK
 ) -> tuple[MXTensor, MXTensor]:
     """`quantize(x, axis=-1, block=block), quantize(x, axis=-2, block=block)`, bit for bit, of fewer reads.
 
@@ -70,24 +74,25 @@ def quantize_both(
     check_values("quantize_both", x)
     check_axis(TILES, x)
     how = check_format(fmt), check_mode(mode)
+    source, turned = _as_stored(x.detach())
     if block is None:
         n, k = check_block(None, -2, x), check_block(None, -1, x)
-        rows, row_scale, magnitudes = ops.quantize_rows_whole(x.detach(), *how)
-        columns, column_scale = ops.quantize_columns_whole(x.detach(), magnitudes, *how)
+        rows, row_scale, magnitudes = ops.quantize_rows_whole(source, *how)
+        columns, column_scale = ops.quantize_columns_whole(source, magnitudes, *how)
     elif block == BLOCK:
         n = k = check_block(block, TILES, x)
-        rows, row_scale, columns, column_scale = ops.quantize_both(x.detach(), *how, block)
+        rows, row_scale, columns, column_scale = ops.quantize_both(source, *how, block)
         row_scale = row_scale.mT
     else:
         raise ValueError(f"quantize_both: got block {block}, want {BLOCK} or None: call quantize for each axis")
-    return (
-        wrap(x, rows, row_scale, None, -1, k, x.dtype),
-        wrap(x, columns.mT, column_scale, None, -2, n, x.dtype),
-    )
+    by_row, by_column = (rows, row_scale), (columns.mT, column_scale)
+    if turned:
+        by_row, by_column = (columns, column_scale.mT), (rows.mT, row_scale.mT)
+    return wrap(x, *by_row, None, -1, k, x.dtype), wrap(x, *by_column, None, -2, n, x.dtype)
 
 
 def quantize_with_magnitudes(
-    x: Tensor, *, fmt: MXFormat = E4M3, mode: ScaleMode = ScaleMode.RCEIL
+    x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> tuple[MXTensor, Tensor]:
     """`quantize(x, block=None)`, and the largest magnitude of each column, of the same read.
 
@@ -98,5 +103,18 @@ def quantize_with_magnitudes(
     check_axis(TILES, x)
     check_block(None, -2, x)
     block = check_block(None, -1, x)
-    rows, scale, magnitudes = ops.quantize_rows_whole(x.detach(), check_format(fmt), check_mode(mode))
+    how = check_format(fmt), check_mode(mode)
+    source, turned = _as_stored(x.detach())
+    if turned:  # columns will be rows of what lies there, and need no magnitudes; but a caller may look at them
+        rows, scale = ops.quantize_columns(source, *how, block)
+        magnitudes = torch.linalg.vector_norm(source, torch.inf, -1, dtype=torch.float32)
+        return wrap(x, rows, scale.mT, None, -1, block, x.dtype), magnitudes
+    rows, scale, magnitudes = ops.quantize_rows_whole(source, *how)
     return wrap(x, rows, scale, None, -1, block, x.dtype), magnitudes
+
+
+def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
+    """x.mT and True where that is how x lies in memory, one row after another; else x."""
+    if not x.is_contiguous() and x.mT.is_contiguous():
+        return x.mT, True
+    return x, False

@@ -1,4 +1,4 @@
-"""Requantization: codes blocked one way become codes blocked another way, in one pass, with no bf16 in between.
+"""Requantization: codes blocked along rows become codes blocked along columns, in one pass, with no bf16 in between.
 
     codes, scale (R, D) blocked along D, in slots or expert-major
       | rows picked by the index, if any
@@ -18,45 +18,37 @@ R rows, D columns.
 import torch
 from torch import Tensor
 
-from mxep.quant.checks import TILES, check_axis, check_block, check_format, check_mode
+from mxep.quant.checks import check_block, check_format, check_mode
 from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, ScaleMode
-from mxep.quant.groups import check_group_ends, live_rows
+from mxep.quant.groups import check_group_ends, fill_rows, live_rows, round_up
 from mxep.quant.kernels import on_cuda
-from mxep.quant.ops import decode, encode_columns, encode_rows
+from mxep.quant.ops import decode, encode_columns
 from mxep.quant.tensor import MXTensor, wrap
 
 
 def requantize(
     mx: MXTensor,
     *,
-    axis: int,
-    fmt: MXFormat | None = None,
-    mode: ScaleMode = ScaleMode.RCEIL,
+    fmt: MXFormat | str | None = None,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
     group_ends: Tensor | None = None,
 ) -> MXTensor:
-    """`mx` (..., N, K), blocked in any way, indexed or not, blocked anew: 32 elements along `axis`, no row index left.
+    """`mx` (..., N, K), blocked in any way, indexed or not, blocked anew: 32 elements along N, no row index left.
 
-    axis: -1 or -2 (or positive). Bytes are contiguous along it, as from `quantize`.
+    The result has axis -2; its bytes are contiguous along N, as from `quantize(x, axis=-2)`.
     fmt: element format of the result; default: the same. mode: scale mode of the result.
-    group_ends: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, multiples of 32 for
-        axis -2. Rows from group_ends[-1] on are not read; what the result holds there is unspecified.
+    group_ends: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, multiples of 32. Rows
+        from group_ends[-1] on are not read; what the result holds there is unspecified.
     A new block with NaN or Inf in it becomes NaN as a whole. Differentiable: the gradient passes unchanged.
-    ValueError if `axis` is not a multiple of 32 long, or names tiles, and for a wrong group_ends.
+    ValueError if N is no multiple of 32, and for a wrong group_ends.
     """
     if not isinstance(mx, MXTensor):
         raise ValueError(f"requantize: got a {type(mx).__name__}, want an MXTensor: quantize it")
-    axis_ = check_axis(axis, mx)
-    if axis_ == TILES:
-        raise ValueError(f"requantize: got axis {axis}, want one axis, -1 or -2")
-    check_block(BLOCK, axis_, mx)
+    check_block(BLOCK, -2, mx)
     check_group_ends(group_ends, mx)
     dtype = mx.qdata.dtype if fmt is None else check_format(fmt)
-    codes, scale = requantize_op(
-        mx.qdata, mx.scale, *mx.block_shape, mx.row_index, group_ends, axis_ == -2, dtype, check_mode(mode)
-    )
-    if axis_ == -2:
-        codes = codes.mT
-    return wrap(mx, codes, scale, None, axis_, BLOCK, mx.dtype)
+    codes, scale = requantize_op(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, group_ends, dtype, check_mode(mode))
+    return wrap(mx, codes.mT, scale, None, -2, BLOCK, mx.dtype)
 
 
 @torch.library.custom_op("mxep::requantize", mutates_args=())
@@ -67,30 +59,27 @@ def requantize_op(
     block_columns: int,
     row_index: Tensor | None,
     group_ends: Tensor | None,
-    columns: bool,
     dtype: torch.dtype,
     mode: str,
 ) -> tuple[Tensor, Tensor]:
     """codes (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index int32 (R,) or None (then R is N)
-    -> columns: codes (..., K, R) `dtype`, scale (..., R/32, K); else codes (..., R, K), scale (..., R, K/32).
-    """
+    -> codes (..., K, R) `dtype`, scale (..., R/32, K)."""
     capacity = codes.shape[-2] if row_index is None else row_index.shape[0]
     live = live_rows(group_ends, capacity)
-    row_multiple = BLOCK if columns else block_rows
-    if live % row_multiple:
-        raise ValueError(f"requantize: got group_ends[-1] {live}, want a multiple of {row_multiple}")
+    if live % BLOCK:
+        raise ValueError(f"requantize: got group_ends[-1] {live}, want a multiple of {BLOCK}")
     if row_index is None:
-        codes, scale = codes[..., :live, :], scale[..., : live // block_rows, :]
+        read = round_up(live, block_rows)
+        codes, scale = codes[..., :read, :], scale[..., : read // block_rows, :]
     else:
         row_index = row_index[:live]
-    values = decode(codes, scale, (block_rows, block_columns), row_index)
-    done = (encode_columns if columns else encode_rows)(values, dtype, mode, BLOCK)
+    values = decode(codes, scale, (block_rows, block_columns), row_index)[..., :live, :]
+    turned, byte = encode_columns(values, dtype, mode, BLOCK)
     dead = capacity - live
     if not dead:
-        return done
-    pads = ((0, dead), (0, 0, 0, dead // BLOCK)) if columns else ((0, 0, 0, dead), (0, 0, 0, dead))
-    filled = [torch.nn.functional.pad(part.view(torch.uint8), pad) for part, pad in zip(done, pads)]
-    return filled[0].view(dtype), filled[1].view(SCALE_DTYPE)
+        return turned, byte
+    filled = torch.nn.functional.pad(turned.view(torch.uint8), (0, dead))
+    return filled.view(dtype), fill_rows(byte.view(torch.uint8), capacity // BLOCK).view(SCALE_DTYPE)
 
 
 @requantize_op.register_fake
@@ -101,15 +90,13 @@ def _(
     block_columns: int,
     row_index: Tensor | None,
     group_ends: Tensor | None,
-    columns: bool,
     dtype: torch.dtype,
     mode: str,
 ) -> tuple[Tensor, Tensor]:
     capacity = codes.shape[-2] if row_index is None else row_index.shape[0]
     *rest, _, k = codes.shape
-    shape = (*rest, k, capacity) if columns else (*rest, capacity, k)
-    scale_shape = (*rest, capacity // BLOCK, k) if columns else (*rest, capacity, k // BLOCK)
-    return codes.new_empty(shape, dtype=dtype), codes.new_empty(scale_shape, dtype=SCALE_DTYPE)
+    scale_shape = *rest, capacity // BLOCK, k
+    return codes.new_empty((*rest, k, capacity), dtype=dtype), codes.new_empty(scale_shape, dtype=SCALE_DTYPE)
 
 
 on_cuda(requantize_op, "requantize", "requantize")

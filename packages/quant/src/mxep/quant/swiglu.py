@@ -22,7 +22,7 @@ R rows (capacity), F hidden width, G groups.
 import torch
 from torch import Tensor
 
-from mxep.quant.checks import VALUE_DTYPES, check_block
+from mxep.quant.checks import VALUE_DTYPES, check_block, check_format, check_mode
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_group_ends, fill_rows, live_rows
 from mxep.quant.kernels import on_cuda
@@ -49,8 +49,8 @@ def swiglu_quantize(
     row_weight: Tensor | None = None,
     *,
     group_ends: Tensor | None = None,
-    fmt: MXFormat = E4M3,
-    mode: ScaleMode = ScaleMode.RCEIL,
+    fmt: MXFormat | str = E4M3,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
     block: int | None = BLOCK,
     folded: bool = False,
 ) -> MXTensor:
@@ -63,8 +63,9 @@ def swiglu_quantize(
     _check(gate_up, row_weight, group_ends)
     width = gate_up.shape[1] // 2
     block = check_block(block, -1, gate_up[:, :width])
-    codes, scale = _swiglu_quantize(gate_up, row_weight, group_ends, fmt.dtype, mode.value, block, folded)
-    return MXTensor.from_qdata_and_scales(codes, scale, gate_up.dtype, block=width if folded else block)
+    how = check_format(fmt), check_mode(mode), block, folded
+    codes, scale = _swiglu_quantize(gate_up, row_weight, group_ends, *how)
+    return MXTensor(codes, scale, None, -1, width if folded else block, gate_up.dtype, trusted=True)
 
 
 def swiglu_backward(
@@ -86,8 +87,8 @@ def swiglu_backward_quantize(
     row_weight: Tensor | None = None,
     *,
     group_ends: Tensor | None = None,
-    fmt: MXFormat = E4M3,
-    mode: ScaleMode = ScaleMode.RCEIL,
+    fmt: MXFormat | str = E4M3,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
     block: int | None = BLOCK,
     folded: bool = False,
     overwrite: bool = False,
@@ -102,16 +103,17 @@ def swiglu_backward_quantize(
     """
     _check(gate_up, row_weight, group_ends, d_h)
     block = check_block(block, -1, gate_up)
-    args = d_h, gate_up, row_weight, group_ends, fmt.dtype, mode.value, block, folded
+    dtype = check_format(fmt)
+    args = d_h, gate_up, row_weight, group_ends, dtype, check_mode(mode), block, folded
     # A row's codes are written once all of it has been read only where they share a scale.
     fits = d_h.itemsize == 2 and d_h.is_contiguous() and d_h.stride(-1) == 1 and not d_h.requires_grad
     if overwrite and fits and (folded or block == gate_up.shape[1]):
         scale, d_row_weight = _swiglu_backward_overwrite(*args)
-        codes = d_h.view(fmt.dtype)
+        codes = d_h.view(dtype)
     else:
         codes, scale, d_row_weight = _swiglu_backward_quantize(*args)
     block = gate_up.shape[1] if folded else block
-    return MXTensor.from_qdata_and_scales(codes, scale, gate_up.dtype, block=block), d_row_weight
+    return MXTensor(codes, scale, None, -1, block, gate_up.dtype, trusted=True), d_row_weight
 
 
 def _check(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, d_h: Tensor | None = None) -> None:

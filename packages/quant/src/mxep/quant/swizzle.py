@@ -75,8 +75,8 @@ def quantize_swizzled(
     *,
     row_index: Tensor | None = None,
     group_ends: Tensor | None = None,
-    fmt: MXFormat = E4M3,
-    mode: ScaleMode = ScaleMode.RCEIL,
+    fmt: MXFormat | str = E4M3,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
 ) -> tuple[Tensor, Tensor]:
     """What a block-scaled GEMM takes, of one read: codes (R, K) and their scales in the 128 x 4 layout.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from mxep.quant import ops
-from mxep.quant.checks import TILES, VALUE_DTYPES, Axis, check_axis, check_block, check_row_index, scale_shape
+from mxep.quant.checks import TILES, VALUE_DTYPES, Axis, check_axis, check_block, check_parts
 from mxep.quant.dispatch import HANDLERS
 from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, format_of
 
@@ -37,8 +37,10 @@ class MXTensor(Tensor):
     axis: the blocked axis, -1 or -2, or (-2, -1) for square tiles.
     block: elements a scale covers along each blocked axis; the whole axis for row-scaled FP8.
 
-    Made by `quantize` and `from_qdata_and_scales`; the constructor trusts its arguments. It can be detached, cloned,
-    turned, sliced, moved and saved; it does no arithmetic: other aten ops raise NotImplementedError.
+    Made by `quantize` and `from_qdata_and_scales`. The constructor takes codes, scales as e8m0 and a normalized axis,
+    and checks them (ValueError) unless they are `trusted`: parts that the caller has from an op of this package or from
+    another MXTensor. It can be detached, cloned, turned, sliced, picked, joined, copied, pinned, moved and saved; it
+    does no arithmetic: other aten ops raise NotImplementedError.
     """
 
     qdata: Tensor
@@ -58,7 +60,11 @@ class MXTensor(Tensor):
         axis: Axis,
         block: int,
         orig_dtype: torch.dtype,
+        *,
+        trusted: bool = False,
     ) -> "MXTensor":
+        if not trusted:
+            check_parts(qdata, scale, row_index, axis, block, orig_dtype)
         shape, strides = qdata.shape, qdata.stride()
         if row_index is not None:
             shape, strides = torch.Size((row_index.shape[0], qdata.shape[1])), (qdata.shape[1], 1)
@@ -72,6 +78,8 @@ class MXTensor(Tensor):
         axis: Axis,
         block: int,
         orig_dtype: torch.dtype,
+        *,
+        trusted: bool = False,
     ) -> None:
         self.qdata = qdata
         self.scale = scale
@@ -101,22 +109,8 @@ class MXTensor(Tensor):
         format_of(qdata.dtype)
         axis = check_axis(axis, qdata)
         block = check_block(block, axis, qdata)
-        if orig_dtype not in VALUE_DTYPES:
-            raise ValueError(f"orig_dtype: got {orig_dtype}, want one of {VALUE_DTYPES}")
         if scales.dtype == torch.uint8:
             scales = scales.view(SCALE_DTYPE)
-        if scales.dtype != SCALE_DTYPE:
-            raise ValueError(f"scales: got dtype {scales.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
-        wanted = scale_shape(qdata.shape, axis, block)
-        if scales.shape != wanted:
-            raise ValueError(
-                f"scales: got shape {tuple(scales.shape)}, want {tuple(wanted)} "
-                f"for qdata {tuple(qdata.shape)} in blocks of {block} along axis {axis}"
-            )
-        if scales.device != qdata.device:
-            raise ValueError(f"scales: got device {scales.device}, want {qdata.device}, where qdata is")
-        if row_index is not None:
-            check_row_index(row_index, qdata, axis)
         return MXTensor(qdata, scales, row_index, axis, block, orig_dtype)
 
     @property
@@ -187,8 +181,10 @@ class MXTensor(Tensor):
     def with_parts(
         self, qdata: Tensor, scale: Tensor, row_index: Tensor | None = None, axis: Axis | None = None
     ) -> "MXTensor":
-        """An MXTensor of other bytes, and perhaps another axis, with this one's block and outer dtype. No autograd."""
-        return MXTensor(qdata, scale, row_index, self.axis if axis is None else axis, self.block, self.dtype)
+        """An MXTensor of other bytes, and perhaps another axis, with this one's block and outer dtype. No autograd, and
+        no checks: the parts must fit."""
+        axis = self.axis if axis is None else axis
+        return MXTensor(qdata, scale, row_index, axis, self.block, self.dtype, trusted=True)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Axis, int, torch.dtype]]:
         names = ["qdata", "scale"] if self.row_index is None else ["qdata", "scale", "row_index"]
@@ -198,7 +194,7 @@ class MXTensor(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[Axis, int, torch.dtype], outer_size: object, outer_stride: object
     ) -> "MXTensor":
-        return MXTensor(inner["qdata"], inner["scale"], inner.get("row_index"), *context)
+        return MXTensor(inner["qdata"], inner["scale"], inner.get("row_index"), *context, trusted=True)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
         # AOTAutograd wants the gradient of a graph's output to have the output's own type; ours is a plain tensor.
@@ -220,26 +216,33 @@ class MXTensor(Tensor):
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        if handler is None or not isinstance(args[0], MXTensor):
+        if handler is None:
             raise NotImplementedError(f"MXTensor does not implement {func}: call .dequantize() first")
         return handler(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "MXTensor"], tuple[Any, ...]]:
-        parts = (self.qdata, self.scale, self.row_index, self.axis, self.block, self.dtype, self.requires_grad)
-        return rebuild_mxtensor, parts
+        # Bytes: torch's plain pickles of 8-bit floats cannot be read back.
+        parts = self.qdata.view(torch.uint8), self.scale.view(torch.uint8), self.row_index
+        how = self.qdata.dtype, self.axis, self.block, self.dtype
+        return rebuild_mxtensor, (*parts, *how, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
 
 def rebuild_mxtensor(
-    qdata: Tensor,
+    codes: Tensor,
     scale: Tensor,
     row_index: Tensor | None,
+    dtype: torch.dtype,
     axis: Axis,
     block: int,
     orig_dtype: torch.dtype,
     requires_grad: bool,
+    is_parameter: bool,
 ) -> MXTensor:
     """What `torch.load(weights_only=True)` calls: checks the bytes of a file like those of any caller."""
+    qdata = codes.view(dtype)
     mx = MXTensor.from_qdata_and_scales(qdata, scale, orig_dtype, axis=axis, block=block, row_index=row_index)
+    if is_parameter:
+        return torch.nn.Parameter(mx, requires_grad)  # type: ignore[return-value]
     return mx.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
@@ -270,7 +273,7 @@ class _Wrap(torch.autograd.Function):
         block: int,
         dtype: torch.dtype,
     ) -> MXTensor:
-        return MXTensor(qdata, scale, row_index, axis, block, dtype)
+        return MXTensor(qdata, scale, row_index, axis, block, dtype, trusted=True)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -89,7 +89,7 @@ class Blackwell(Backend):
         if not len(dy):
             shape = group_ends.shape[0], dy.shape[1], a.shape[1]
             return torch.zeros(shape, dtype=out_dtype, device=dy.device)
-        dy, a = (requantize(x, axis=-2, mode=recipe.mode, group_ends=group_ends) for x in (dy, a))
+        dy, a = (requantize(x, mode=recipe.mode, group_ends=group_ends) for x in (dy, a))
         (y, y_scale), (x, x_scale) = tokens_operand(dy, group_ends), tokens_operand(a, group_ends)
         dw = multiply(y, y_scale, x.mT, x_scale, group_ends)
         if scale != 1:

@@ -77,7 +77,11 @@ def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
 def _bf16(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         raise ValueError("got torch.float64, want bf16 or fp32 for torch's grouped mm: use backend 'reference'")
-    return x.dequantize(torch.bfloat16) if isinstance(x, MXTensor) else x.to(torch.bfloat16).contiguous()
+    if isinstance(x, MXTensor):
+        return x.dequantize(torch.bfloat16)
+    x = x.to(torch.bfloat16)
+    turned = x.ndim == 3 and x.mT.is_contiguous()  # weights stored (G, K, N), which torch takes as they lie
+    return x if turned else x.contiguous()
 
 
 def _check_alignment(n: int, k: int) -> None:

@@ -119,7 +119,7 @@ class Triton(Backend):
 def _along_tokens(dy: Tensor, a: Tensor, group_ends: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
     """Codes and scales of dy and of a, requantized along the tokens of each group."""
     operands = check_mx(Triton.name, "dy", dy, -1), check_mx(Triton.name, "a", a, -1)
-    y, x = (requantize(each, axis=-2, mode=recipe.mode, group_ends=group_ends) for each in operands)
+    y, x = (requantize(each, mode=recipe.mode, group_ends=group_ends) for each in operands)
     return y.qdata, y.scale, x.qdata, x.scale
 
 

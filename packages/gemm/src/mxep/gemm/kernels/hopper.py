@@ -52,6 +52,8 @@ INTERVAL = 2
 BAND = 16
 """Row tiles of a band: tiles go down a band, then to the next column of it, so that programs share what L2 holds."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+LEAST_BEFORE, MOST_BEFORE = gl.constexpr(-64), gl.constexpr(80)
+"""Exponents that a row's scale has in front of a column's."""
 QUEUE = gl.constexpr(4)
 """Tiles whose numbers wait between the loading warp, which takes them, and the others."""
 
@@ -180,13 +182,28 @@ def _power(byte):
 
 
 @gluon.jit
+def _before_and_after(byte):
+    """Two factors of a row's `_power`: one before the column's, and what is left of it after, mostly 1.
+
+    A sum of codes' products is 0 or within 2^-32 to 2^47. So, whatever the scales, a sum times a row's 2^-64 to 2^80,
+    times the column's scale, times the rest leaves the range of fp32 only where the result does: no 2^127 of a row
+    meets a sum before a column's 2^-127 has.
+    """
+    byte = byte.to(gl.int32)
+    before = gl.maximum(gl.minimum(byte, 127 + MOST_BEFORE), 127 + LEAST_BEFORE)
+    return _power(before), _power(gl.where(byte == 255, 255, 127 + byte - before))
+
+
+@gluon.jit
 def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row, end, column, N, ADD: gl.constexpr):
     """Scale, add, round and store 64 rows of half a tile: bf16 by TMA, but for rows past the end of their group."""
     L: gl.constexpr = half.type.layout
     if column_scale is None:
         half = half * row_scale[0] * row_scale[1]
     else:
-        half = half * row_scale[:, None] * gl.convert_layout(_power(column_scale), gl.SliceLayout(0, L))[None, :]
+        half = half * row_scale[0][:, None]
+        half = half * gl.convert_layout(_power(column_scale), gl.SliceLayout(0, L))[None, :]
+        half = half * row_scale[1][:, None]
     if bias is not None:
         half = half + gl.convert_layout(bias.to(gl.float32), gl.SliceLayout(0, L))[None, :]
     if out_desc is None:
@@ -253,7 +270,7 @@ def _tile(
         row += start
         row_end = end
         m = row + gl.arange(0, 64, gl.SliceLayout(1, SUM))
-        row_scale = _power(gl.load(a_scale_ptr + m, mask=m < end, other=0))
+        row_scale = _before_and_after(gl.load(a_scale_ptr + m, mask=m < end, other=0))
         scale0 = _columns(b_scale_ptr, g, column, N, WIDTH)
         scale1 = _columns(b_scale_ptr, g, column + WIDTH, N, WIDTH)
         if bias_ptr is not None:

@@ -9,6 +9,8 @@ Where scales are swizzled a program's rows are a tile of that layout, so it writ
 tile is wide, so that its scales fill sectors of 32 bytes. Rows past the last group cost a program that ends at once.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from mxep.quant.swizzle import ROWS, swizzled_shape
 WIDE = (8, 1024)
 NUM_WARPS = 4
 SWIZZLE_WARPS = 8
+PAD_GROUPS = 32
 
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -122,17 +125,26 @@ def pick_kernel(
 def pad_index_kernel(
     sizes_ptr, ends_ptr, index_ptr, capacity, rows, groups, multiple, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):
-    group = tl.arange(0, GROUPS)
-    size = tl.load(sizes_ptr + group, mask=group < groups, other=0).to(tl.int32)
-    padded = (size + multiple - 1) // multiple * multiple
-    end = tl.minimum(tl.cumsum(padded, 0), capacity)
-    first = tl.cumsum(size, 0) - size
-    if tl.program_id(0) == 0:
-        tl.store(ends_ptr + group, end, mask=group < groups)
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    within = place[:, None] - (end - padded)[None, :]
-    mine = (within >= 0) & (within < size[None, :])
-    source = tl.sum(tl.where(mine, first[None, :] + within + 1, 0), axis=1) - 1
+    """Every program sums up all sizes, GROUPS at a time, and looks closer at those whose places are in its tile."""
+    place0 = tl.program_id(0) * TILE
+    place = place0 + tl.arange(0, TILE)
+    source = tl.full((TILE,), -1, tl.int32)
+    last_row, last_place = 0, 0
+    for group0 in range(0, groups, GROUPS):
+        group = group0 + tl.arange(0, GROUPS)
+        size = tl.load(sizes_ptr + group, mask=group < groups, other=0).to(tl.int32)
+        padded = (size + multiple - 1) // multiple * multiple
+        end = tl.minimum(last_place + tl.cumsum(padded, 0), capacity)
+        if tl.program_id(0) == 0:
+            tl.store(ends_ptr + group, end, mask=group < groups)
+        places = tl.sum(padded, 0)
+        if (last_place < place0 + TILE) & (last_place + places > place0):
+            first = last_row + tl.cumsum(size, 0) - size
+            within = place[:, None] - (end - padded)[None, :]
+            mine = (within >= 0) & (within < size[None, :])
+            source += tl.sum(tl.where(mine, first[None, :] + within + 1, 0), axis=1)
+        last_row += tl.sum(size, 0)
+        last_place += places
     tl.store(index_ptr + place, tl.where(source < rows, source, -1), mask=place < capacity)
 
 
@@ -209,7 +221,7 @@ def unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     inverse = torch.full((num_rows,), -1, dtype=torch.int32, device=y.device)
     places = row_index.shape[0]
     if places:
-        invert_kernel[(triton.cdiv(places, 1024),)](row_index.contiguous(), inverse, places, num_rows, TILE=1024)
+        invert_kernel[(triton.cdiv(places, 1024),)](row_index, inverse, places, num_rows, TILE=1024)
     return pad_rows(y, inverse)
 
 
@@ -220,8 +232,8 @@ def pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor
     ends = torch.empty(groups, dtype=torch.int32, device=group_sizes.device)
     index = torch.empty(capacity, dtype=torch.int32, device=group_sizes.device)
     pad_index_kernel[(max(1, triton.cdiv(capacity, 256)),)](
-        group_sizes.contiguous(), ends, index, capacity, num_rows, groups, multiple,
-        GROUPS=triton.next_power_of_2(groups), TILE=256,
+        group_sizes, ends, index, capacity, num_rows, groups, multiple,
+        GROUPS=min(triton.next_power_of_2(groups), PAD_GROUPS), TILE=256,
     )  # fmt: skip
     return ends, index
 
@@ -252,7 +264,7 @@ def _pick(
     else:
         assert scale is not None
         rows, k = scale.shape[-2], scale.shape[-1] * 32
-        batch, strides = scale[..., 0, 0].numel(), (0, 0)
+        batch, strides = math.prod(scale.shape[:-2]), (0, 0)
     if not rows * k * batch:
         return
     if scale is not None:

@@ -1,9 +1,8 @@
-"""Requantize: codes and scales blocked in any way, gathered or not, to blocks of 32 the other way or this way.
+"""Requantize: codes and scales blocked in any way, gathered or not, to blocks of 32 rows.
 
     codes (S, K), their scales                  a program takes a tile of NR rows x NC columns
       | fp32 in registers: codes * 2^(byte - 127)
-      | amax of 32 rows a column                -> codes (K, R), scale (R / 32, K)          TURN
-      | amax of 32 columns a row                -> codes (R, K), scale (R, K / 32)
+      | amax of 32 rows a column                -> codes (K, R), scale (R / 32, K)
 
 As `columns`, but for what it reads. Leading axes are a batch.
 """
@@ -19,7 +18,7 @@ from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.kernels import on_hopper
 from mxep.quant.kernels.bounds import live_rows
 from mxep.quant.kernels.numbers import bytes_of, power_of_two
-from mxep.quant.kernels.tile import place_of, put_columns, put_rows
+from mxep.quant.kernels.tile import place_of, put_columns
 
 TILE = (128, 128)
 NUM_WARPS = 4
@@ -44,22 +43,21 @@ def requantize_kernel(
     block_rows,
     block_columns,
     MODE: tl.constexpr,
-    TURN: tl.constexpr,
     UNIT: tl.constexpr,
-    PACK: tl.constexpr,
     NR: tl.constexpr,
     NC: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
 ):
-    """codes (batch, S, K), a scale for block_rows x block_columns of them -> blocks of 32: TURN along rows, turned;
-    else along columns. UNIT divides 32 and block_columns. PACK 8 (needed by TURN) if R is a multiple of 8, else 1."""
+    """codes (batch, S, K), a scale for block_rows x block_columns of them -> blocks of 32 rows, turned. R is a multiple
+    of 32, UNIT divides 32 and block_columns."""
     BLOCK: tl.constexpr = 32
+    PACK: tl.constexpr = 8
     batch, row_tile, column_tile = place_of(tl.cdiv(R, NR), tl.cdiv(K, NC), ROWS_FIRST)
     row0 = row_tile * NR
     column0 = column_tile * NC
     live = R
     if group_ends_ptr is not None:
-        live = live_rows(group_ends_ptr, num_groups, R)
+        live = live_rows(group_ends_ptr, num_groups, R) // BLOCK * BLOCK  # packs and blocks lie inside or outside
         if row0 >= live:
             return
     rows_left = live - row0
@@ -87,14 +85,9 @@ def requantize_kernel(
         x = x * power_of_two(byte.to(tl.int32))[:, :, None]
         tile = tile + (tl.reshape(x, (NR // PACK, NC)),)
     first = batch * R * K
-    if TURN:
-        out_ptr += first + column0.to(tl.int64) * R + row0
-        out_scale_ptr += (batch * R + row0) // BLOCK * K + column0
-        put_columns(tile, out_ptr, out_scale_ptr, R, K, rows_left, columns_left, MODE, BLOCK)
-    else:
-        out_ptr += first + row0.to(tl.int64) * K + column0
-        out_scale_ptr += (batch * R + row0) * (K // BLOCK) + column0 // BLOCK
-        put_rows(tile, row, out_ptr, out_scale_ptr, K, K // BLOCK, 1, rows_left, columns_left, MODE, BLOCK)
+    out_ptr += first + column0.to(tl.int64) * R + row0
+    out_scale_ptr += (batch * R + row0) // BLOCK * K + column0
+    put_columns(tile, out_ptr, out_scale_ptr, R, K, rows_left, columns_left, MODE, BLOCK)
 
 
 def requantize(
@@ -104,7 +97,6 @@ def requantize(
     block_columns: int,
     row_index: Tensor | None,
     group_ends: Tensor | None,
-    columns: bool,
     dtype: torch.dtype,
     mode: str,
     *,
@@ -114,14 +106,9 @@ def requantize(
 ) -> tuple[Tensor, Tensor]:
     """mxep::requantize."""
     *rest, stored, k = codes.shape
-    if codes.stride(-1) != 1 and codes.stride(-2) == 1 and row_index is None and group_ends is None:
-        # Stored turned: what is along rows here is along columns there, and codes come out as they lie there.
-        out, out_scale = requantize(codes.mT, scale.mT, block_columns, block_rows, None, None, not columns, dtype, mode)
-        return out, out_scale.mT.contiguous()
     r = stored if row_index is None else row_index.shape[0]
-    out = torch.empty((*rest, k, r) if columns else (*rest, r, k), dtype=dtype, device=codes.device)
-    shape = (*rest, r // 32, k) if columns else (*rest, r, k // 32)
-    out_scale = torch.empty(shape, dtype=SCALE_DTYPE, device=codes.device)
+    out = torch.empty((*rest, k, r), dtype=dtype, device=codes.device)
+    out_scale = torch.empty((*rest, r // 32, k), dtype=SCALE_DTYPE, device=codes.device)
     if not out.numel():
         return out, out_scale
     if codes.stride(-1) != 1:
@@ -134,7 +121,6 @@ def requantize(
         codes, bytes_of(scale), row_index, group_ends, out, bytes_of(out_scale),
         r, k, 0 if group_ends is None else group_ends.shape[0],
         codes.stride(0), codes.stride(1), *scale.stride(), block_rows, block_columns,
-        MODE=mode, TURN=columns, UNIT=math.gcd(32, block_columns), PACK=1 if r % 8 else 8, NR=nr, NC=nc,
-        ROWS_FIRST=rows_first, **options,
+        MODE=mode, UNIT=math.gcd(32, block_columns), NR=nr, NC=nc, ROWS_FIRST=rows_first, **options,
     )  # fmt: skip
     return out, out_scale

@@ -361,8 +361,8 @@ def _launch(
     swiglu_kernel[(min(rows, programs_per_sm * multiprocessors(gate_up.device)),)](
         None if d_h is None else d_h.contiguous(),
         gate_up.contiguous(),
-        None if row_weight is None else row_weight.contiguous(),
-        None if group_ends is None else group_ends.contiguous(),
+        row_weight,
+        group_ends,
         results[0],
         None if mode is None else bytes_of(results[1]),
         None if d_h is None else results[-1],

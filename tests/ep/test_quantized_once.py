@@ -1,0 +1,86 @@
+"""quantize_weights_once around MoE layers: eager, composed and compiled ones share one quantization, to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.ep import LocalDispatcher, MoE
+from mxep.gemm import Recipe, quantize_weights_once
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def layer(recipe: str = "mxfp8", seed: int = 0) -> MoE:
+    torch.manual_seed(seed)
+    return MoE(64, 64, 8, 2, recipe=recipe, dispatcher=LocalDispatcher(8), device=DEVICE)
+
+
+def batch(seed: int) -> Tensor:
+    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
+    return x.requires_grad_()
+
+
+def step(model: Any, moe: MoE, micro_batches: int = 3) -> list[Tensor]:
+    """Outputs and gradients of x of all micro-batches, then those of the parameters."""
+    moe.zero_grad()
+    results = []
+    for seed in range(micro_batches):
+        x = batch(seed)
+        out = model(x)
+        out.square().sum().backward()
+        assert x.grad is not None
+        results += [out.detach(), x.grad]
+    return results + [p.grad.clone() for p in moe.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        ("mxfp8", "eager"),
+        ("mxfp8", "aot_eager"),
+        ("mxfp8_32x32", "aot_eager"),
+        ("fp8", "aot_eager"),
+        ("fp8", "inductor"),
+    ],
+)
+def test_layers_share_it_and_give_away_nothing_of_what_is_held(recipe: str, backend: str) -> None:
+    torch._dynamo.reset()
+    moe = layer(recipe)
+    compiled = moe if backend == "eager" else torch.compile(moe, fullgraph=True, backend=backend)
+    for _ in range(2):
+        with quantize_weights_once() as once:
+            results = step(compiled, moe)
+            assert once.quantizations <= 4, "two weights, both ways, in one of the micro-batches"
+        for got, wanted in zip(results, step(compiled, moe), strict=True):
+            assert torch.equal(got, wanted)
+        with torch.no_grad():
+            for p in moe.parameters():
+                p.mul_(1.5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+def test_graph_trees_of_torch_compile_quantize_at_each_call() -> None:
+    torch._dynamo.reset()
+    moe, alone = layer(), layer()
+    compiled = torch.compile(moe, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        with quantize_weights_once():
+            outs = [compiled(batch(seed)).clone() for seed in range(2)]
+        for seed, out in enumerate(outs):
+            torch.testing.assert_close(out, alone(batch(seed)), rtol=2**-7, atol=1e-2)
+        with torch.no_grad():
+            for p, q in zip(moe.parameters(), alone.parameters()):
+                p.mul_(1.1), q.mul_(1.1)
+
+
+def test_composed_and_fused_layers_share_it() -> None:
+    fused, composed = layer(), layer()
+    composed.recipe = Recipe.named("mxfp8_wgrad_bf16")  # composed of functions; quantizes weights the same
+    composed.experts = fused.experts
+    composed.router = fused.router
+    with quantize_weights_once() as once:
+        step(fused, fused)
+        step(composed, composed)
+        assert once.quantizations == 4
