@@ -19,8 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
 from mxep.ep import MoE, combine, dispatch, expert_mlp, make_dispatcher, swiglu
-from mxep.ep.compiled import forward_op
+from mxep.ep.compiled import _plan_of_shapes, forward_op
+from mxep.ep.layer import Setup, layer_forward, start_send
+from mxep.ep.saved import Saved
 from mxep.gemm import Recipe, grouped_mm
+from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.reference import Reference
 from ranks import distributed
 
@@ -209,6 +212,21 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
             with FakeTensorMode() as mode:
                 fake = forward_op(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given))
             assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8", "mxfp8_32x32"])
+def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
+    moe, x = MoE(DIM, 96, 4, 2, recipe=recipe, dispatcher="local"), torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
+    setup = Setup(moe.dispatcher, moe.recipe, Hopper())
+    ids, weights = moe.router(x)
+    given = x, ids, weights.detach(), moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
+    sending = start_send(x, given[2], ids, setup)
+    saved = layer_forward(sending, *given[3:], setup, True, (True, True))[2]
+    with FakeTensorMode() as mode:
+        x, ids, weights, *experts = map(mode.from_tensor, given)
+        plan = _plan_of_shapes(ids, weights, setup)
+        fake = Saved.shapes(x, plan, tuple(experts), setup.recipe, setup.backend, (True, True), copied=False)
+    assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 
 def test_layers_of_other_widths_share_a_dispatcher() -> None:

@@ -283,7 +283,7 @@ def test_ddp_takes_no_experts_by_mistake_and_leaves_the_routers_load_alone(ctx: 
     model = data_parallel(block, process_group=ctx.group)
     assert all(torch.equal(a, b.to_local()) for a, b in zip(before, block.moe.experts.parameters()))
     wanted = torch.zeros(EXPERTS, device=ctx.device)
-    for number in range(2):
+    for number in range(3):
         x = tokens(ctx, number)
         with model.no_sync() if number == 0 else contextlib.nullcontext():
             model(x).sum().backward()

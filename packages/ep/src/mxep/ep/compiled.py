@@ -12,6 +12,7 @@ have to happen in one order on all ranks: as graphs chain layers by their data, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def forward_op(
     needs: list[bool],
     backward: bool,
 ) -> list[Tensor]:
-    setup = _setup(dispatcher, recipe, backend, x.device)
+    setup = _setup(x.device, dispatcher, recipe, backend, wgrad_scale)
     sending = start_send(x, weights, expert_ids, setup)
     out, routing, saved = layer_forward(sending, gate_up_proj, down_proj, setup, backward, (needs[0], needs[1]))
     if not backward:
@@ -88,26 +89,15 @@ def forward_op(
 
 
 @forward_op.register_fake
-def _(
-    x: Tensor,
-    weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    expert_ids: Tensor,
-    dispatcher: str,
-    recipe: str,
-    backend: str,
-    wgrad_scale: float,
-    needs: list[bool],
-    backward: bool,
-) -> list[Tensor]:
+def _(x: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, *how: Any) -> list[Tensor]:
+    *names, (need_gate_up, need_down), backward = how
     out = x.new_empty(x.shape)
     if not backward:
         return [out]
-    setup = _setup(dispatcher, recipe, backend, x.device)
-    plan = _plan_of_shapes(expert_ids, weights, setup)
-    how = (gate_up_proj, down_proj), setup.recipe, setup.backend, (needs[0], needs[1])
-    saved = Saved.shapes(x, plan, *how, copied=setup.dispatcher.borrows)
+    setup = _setup(x.device, *names)
+    plan, recipe, needs = _plan_of_shapes(ids, weights, setup), setup.recipe, (need_gate_up, need_down)
+    experts, copied = (gate_up_proj, down_proj), setup.dispatcher.borrows
+    saved = Saved.shapes(x, plan, experts, recipe, setup.backend, needs, copied=copied)
     return [out, *saved, *_tensors(plan)]
 
 
@@ -124,7 +114,7 @@ def backward_op(
     wgrad_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    setup = _setup(dispatcher, recipe, backend, d_out.device, wgrad_scale)
+    setup = _setup(d_out.device, dispatcher, recipe, backend, wgrad_scale)
     saved, fields = saved[: -len(PLAN)], dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, multiple=setup.recipe.group_multiple)
     routing = Routing(plan, expert_ids, setup.dispatcher.num_local_experts)
@@ -134,19 +124,10 @@ def backward_op(
 
 @backward_op.register_fake
 def _(
-    d_out: Tensor,
-    saved: list[Tensor],
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    expert_ids: Tensor,
-    dispatcher: str,
-    recipe: str,
-    backend: str,
-    wgrad_scale: float,
-    needs: list[bool],
+    d_out: Tensor, saved: list[Tensor], gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, *how: Any
 ) -> list[Tensor]:
-    d_weights = d_out.new_empty(expert_ids.shape, dtype=torch.float32)
-    grads = (w.new_empty(w.shape) for w, need in zip((gate_up_proj, down_proj), needs) if need)
+    d_weights = d_out.new_empty(ids.shape, dtype=torch.float32)
+    grads = (w.new_empty(w.shape) for w, need in zip((gate_up_proj, down_proj), how[-1]) if need)
     return [d_out.new_empty(d_out.shape), d_weights, *grads]
 
 
@@ -166,8 +147,11 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None,
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def _setup(dispatcher: str, recipe: str, backend: str, device: torch.device, wgrad_scale: float = 1.0) -> Setup:
-    return Setup(find_dispatcher(dispatcher), Recipe.named(recipe), select(backend, device), wgrad_scale=wgrad_scale)
+def _setup(device: torch.device, dispatcher: str, recipe: str, backend: str, wgrad_scale: float) -> Setup:
+    return Setup(find_dispatcher(dispatcher), _recipe(recipe), select(backend, device), wgrad_scale=wgrad_scale)
+
+
+_recipe = functools.cache(Recipe.named)
 
 
 def _tensors(plan: RoutingPlan) -> list[Tensor]:
