@@ -9,7 +9,7 @@ from comms.played import PlayedTransport
 from comms.test_direct import check_direct
 from comms.test_exchange import bring_to, check_cases, check_one_token, check_over_capacity, make_workspace, plan_slots
 from comms.test_stress import check_rounds
-from mxep.comms import PeersDisagree, PeerTimeout, Workspace, gather_rows, send_rows, start_return_rows, start_send_rows
+from mxep.comms import PeersDisagree, PeerTimeout, gather_rows, send_rows, start_return_rows, start_send_rows
 from mxep.comms.layout import CHANNELS
 from mxep.comms.symmetric_memory import Record
 from ranks import Context, distributed
@@ -52,22 +52,6 @@ def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
 def test_one_token_in_parts_of_one_wider_row(ctx: Context):
     """Such parts are contiguous to torch, with a stride that no word divides."""
     check_one_token(ctx, make_workspace(ctx, InterpretedTransport))
-
-
-@distributed(2, device="cpu")
-def test_ids_that_fit_no_int32_reach_the_tables_as_invalid_ones(ctx: Context):
-    for kind in (InterpretedTransport, PlayedTransport):
-        check_wild_ids(make_workspace(ctx, kind, top_k=2))
-
-
-def check_wild_ids(workspace: Workspace) -> None:
-    """Tables are int32: cut off, 2**32 would be expert 0 and 2**40 + 1 expert 1."""
-    wrong, layout = workspace.num_experts, workspace.layout
-    ids = torch.tensor([[1, 2**32], [-(2**32), 2**40 + 1], [-1, wrong], [2**31, -(2**31) - 1]])
-    move = workspace.begin("wild ids")
-    workspace.transport.put_tables(move, ids, torch.ones(ids.shape))
-    tables = layout.ids(move.buffer.local)[:, : len(ids)].tolist()
-    assert tables == [[[1, wrong], [-2, wrong], [-1, wrong], [wrong, -2]]] * layout.world_size
 
 
 @distributed(2, device="cpu")

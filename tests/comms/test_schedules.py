@@ -12,7 +12,6 @@ import torch
 from comms.cases import assert_bitwise
 from comms.scheduled import Ranks, ScheduledContext
 from comms.test_exchange import bring_to, check_arrived, check_return, make_workspace, my_experts, plan_slots
-from comms.test_kernel_moves import check_wild_ids
 from mxep.comms import PeersDisagree, gather_rows, send_rows, send_rows_to_groups
 from mxep.comms.kernels import put, signals, sums
 from schedule import Deadlock, Race, Schedule, mutate
@@ -80,7 +79,14 @@ def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
 
 
 def wild_ids(ctx: ScheduledContext) -> None:
-    check_wild_ids(make_workspace(ctx, top_k=2))
+    """Tables are int32: cut off, 2**32 would be expert 0 and 2**40 + 1 expert 1."""
+    workspace = make_workspace(ctx, top_k=2)
+    wrong, layout = workspace.num_experts, workspace.layout
+    ids = torch.tensor([[1, 2**32], [-(2**32), 2**40 + 1], [-1, wrong], [2**31, -(2**31) - 1]])
+    move = workspace.begin("wild ids")
+    workspace.transport.put_tables(move, ids, torch.ones(ids.shape))
+    tables = layout.ids(move.buffer.local)[:, : len(ids)].tolist()
+    assert tables == [[[1, wrong], [-2, wrong], [-1, wrong], [wrong, -2]]] * ctx.world_size
 
 
 @pytest.mark.parametrize(("world_size", "programs", "resident"), [(2, 2, None), (2, 1, None), (2, 3, 1), (3, 1, 2)])
@@ -96,6 +102,10 @@ def test_rows_go_straight_to_their_groups(seed):
 
 def test_a_buffer_may_be_used_again_at_once_after_a_barrier(seed):
     play(one_buffer, seed)
+
+
+def test_ids_that_fit_no_int32_reach_the_tables_as_invalid_ones():
+    play(wild_ids, 0)
 
 
 def missed(body: Callable[..., Any], **options: Any) -> None:
