@@ -41,9 +41,10 @@ from typing import Any
 TARGETS = (90, 100)
 MEMORY = re.compile(r"(LDG|STG|LDS|STS|LDL|STL|LDSM|STSM|LDGSTS|ATOMS|ATOMG|ATOM|RED|REDG|SHFL|BAR|UTMA\w*|UBLK\w*)\b")
 ORDER = re.compile(
-    r"^\s*(?:@!?%p\d+ )?(st\.global|bar|atom|red|fence|membar|ld(?=\S*\.(?:volatile|acquire|relaxed)))(\S*)", re.M
+    r"^\s*(?:@!?%p\d+ )?(st\.global|bar|barrier|atom|red|fence|membar|ld(?=\S*\.(?:volatile|acquire|relaxed)))\b(\S*)",
+    re.M,
 )
-MEANS = re.compile(r"\.(add|cas|exch|relaxed|acquire|release|acq_rel|volatile|cta|gpu|sys)\b")
+ORDERS = ("add", "cas", "exch", "relaxed", "acquire", "release", "acq_rel", "volatile", "cta", "gpu", "sys")
 WIDTH = re.compile(r"\.[US]?(8|16|64|128|256)\b")
 
 
@@ -85,9 +86,10 @@ class Compiled:
         """Instructions that order memory, and stores, as they stand in the PTX; the same next to each other once."""
         found = []
         for name, rest in ORDER.findall(self.ptx):
-            means = sorted(MEANS.findall(rest), key=MEANS.pattern.index)
-            text = name.removesuffix(".global") if name in ("st.global", "bar") else " ".join([name, *means])
-            if found[-1:] != [text]:
+            said = [word for word in ORDERS if word in rest.split(".")]
+            text = {"st.global": "st", "bar": "bar", "barrier": "bar"}.get(name) or " ".join([name, *said])
+            of_a_warp = ".warp" in rest and self.warps > 1
+            if found[-1:] != [text] and not of_a_warp:
                 found.append(text)
         return found
 
