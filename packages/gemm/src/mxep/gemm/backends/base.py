@@ -43,7 +43,7 @@ class Backend(Protocol):
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
         """w (G, N, K) as this backend wants it in forward (rows) and, with `cols`, in dgrad (cols). No gradient.
 
-        For callers who pass it as `quantized_weight`, and forward alone; who overrides it overrides the two below as well.
+        For `quantized_weight`, and forward alone; who overrides it overrides the two below as well.
         """
         return quantize_weight(w, recipe, cols=cols)
 
