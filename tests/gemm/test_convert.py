@@ -487,7 +487,7 @@ def test_micro_batches_share_quantized_weights() -> None:
 
 def test_layers_compile_in_one_graph_and_share_it() -> None:
     torch._dynamo.reset()
-    model = convert(made(Model), backend="reference")
+    model = convert(made(Model), backend="reference", strict=True)
     wanted = train(model, *inputs())
     graphs = torch._dynamo.utils.counters["stats"]
     for layer in model.layers:

@@ -246,9 +246,8 @@ class _Products(TorchFunctionMode):
         self.missing = list(state.weights)
         self.tensors: list[tuple[Tensor, str]] = []
         self.storages: dict[int, tuple[StorageWeakRef, str]] | None = None
-        if not torch.compiler.is_exporting():  # which wants no side effects
-            for how in state.weights.values():
-                how._entered = True
+        for how in state.weights.values():
+            how._entered = True  # a side effect that compiled code has, too
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

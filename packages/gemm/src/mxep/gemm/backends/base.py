@@ -43,7 +43,7 @@ class Backend(Protocol):
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
         """w (G, N, K) as this backend wants it in forward (rows) and, with `cols`, in dgrad (cols). No gradient.
 
-        For caches; who overrides it overrides the two below, which are what runs without one.
+        For `quantized_weight`, and forward alone; who overrides it overrides the two below as well.
         """
         return quantize_weight(w, recipe, cols=cols)
 
