@@ -94,9 +94,9 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
     text, mesh = read_text(config.data), Mesh.make(config.ep, rank.device)
     about = {"bytes": len(text.train) + len(text.valid), "sha256": text.digest, "unigram entropy": text.entropy}
     outcome = Outcome([], about)
-    without_checkpoints = dataclasses.replace(config.train, checkpoint_every=None)
+    clean_steps_only = dataclasses.replace(config.train, checkpoint_every=None, skip_bad_steps=0)
     for seed in config.compare.seeds:
-        seeded = dataclasses.replace(config, seed=seed, train=without_checkpoints)
+        seeded = dataclasses.replace(config, seed=seed, train=clean_steps_only)
         outcome.trials.append(Trial(seed, {}))
         for name, recipe in _runs(make_recipe(config), again=len(outcome.trials) == 1):
             if rank.rank == 0:

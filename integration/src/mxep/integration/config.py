@@ -133,6 +133,8 @@ def _check(config: Config) -> None:
     _one_of("bench.name", config.bench.name, BENCHES)
     if config.bench.out is not None and not Path(config.bench.out).absolute().parent.is_dir():
         raise ConfigError(f"bench.out: no such folder: {Path(config.bench.out).parent}")
+    if config.train.skip_bad_steps < 0:
+        raise ConfigError(f"train.skip_bad_steps must be at least 0, got {config.train.skip_bad_steps}")
     ranks, ep, model, data = config.ranks, config.ep, config.model, config.data
     _divides("parallel.ep", ep, "parallel.ranks", ranks)
     _divides("parallel.ranks", ranks, "data.batch", data.batch)

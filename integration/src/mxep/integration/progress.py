@@ -46,4 +46,6 @@ class Progress:
 
 def describe(row: dict[str, Any]) -> str:
     """A step's metrics in a few words; expert load is the busiest expert over the mean."""
+    if row.get("skipped"):
+        return f"skipped {row['skipped']}"
     return f"loss {row['loss']:.3f}  {row['tokens_per_s'] / 1e3:.1f}k tokens/s  expert load {row['expert_load']:.2f}x"
