@@ -316,12 +316,12 @@ def save_until_the_power_fails(rank: Rank, config: Config, folder: Path) -> list
     trainer.save()
     trainer.train_step()
     calls: list[tuple[str, str]] = []
-    failing = 0
+    allowed = 0
 
     def watched(name: str, call: Callable[..., object]) -> Callable[..., object]:
         def checked(path: Path, *rest: object, **options: object) -> object:
             calls.append((name, Path(path).name))
-            if len(calls) > failing:
+            if len(calls) > allowed:
                 raise PowerFailure
             return call(path, *rest, **options)
 
@@ -332,7 +332,8 @@ def save_until_the_power_fails(rank: Rank, config: Config, folder: Path) -> list
         mock.patch.object(os, "rename", watched("rename", os.rename)),
         mock.patch.object(shutil, "rmtree", watched("rmtree", shutil.rmtree)),
     ):
-        for failing in range(100):
+        for number in range(100):
+            allowed = number
             calls.clear()
             try:
                 trainer.save()

@@ -6,8 +6,9 @@
                                  metrics.jsonl           one line a step so far
 
 Expert tensors are whole, (E, ...), whatever number of ranks wrote them; each rank that loads takes its own experts.
-Rank 0 writes into a hidden folder, waits until the disk has it, renames it, waits for that, too, and only then deletes
-older checkpoints: whenever the power fails, the newest folder that is there is complete. What is not finite is not saved.
+Rank 0 writes into a hidden folder, waits until the disk has it, renames it, waits for that, too, and only then
+deletes older checkpoints: whenever the power fails, the newest folder that is there is complete. What is not finite is
+not saved.
 
 E experts in all, e experts of this rank.
 """
@@ -58,7 +59,7 @@ def save(
 ) -> Path | None:
     """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes, the others get None.
 
-    Raises FloatingPointError on every rank, and writes nothing, if any rank has a weight or a moment that is not finite.
+    Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
     """
     weights, moments = _tensors(model), _moments(model, optimizer)
     _refuse_unless_finite({**weights, **moments}, state, mesh)

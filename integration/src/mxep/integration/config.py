@@ -10,14 +10,16 @@ not name.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, DISPATCHERS
@@ -48,21 +50,41 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
     return config
 
 
-def restore(raw: DictConfig, saved: dict[str, Any], overrides: list[str]) -> DictConfig:
-    """A saved config with the keys that `overrides` names taken from `raw`: what `resume=...` runs on.
+RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
+"""What a checkpoint knows of its run: sections of names and numbers. All else, what is written and where it runs above
+all, is said anew. `data.path`, which is read, is the one path."""
 
-    Raises ConfigError if the saved config does not fit this version's types.
+
+def restore(raw: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
+    """`raw` with the RESTORED sections of a saved config, but for the keys that `overrides` names: what `resume=...`
+    runs on.
+
+    The saved config is data of unknown origin: plain values of known keys are taken, and none is interpolated. Raises
+    ConfigError for others.
     """
+    config = copy.deepcopy(raw)
+    given = {override_key(override) for override in overrides}
     try:
-        config = OmegaConf.merge(OmegaConf.structured(Config), saved)
-    except Exception as error:
+        for section in RESTORED:
+            value = saved[section]
+            values = (
+                {f"{section}.{key}": each for key, each in value.items()} if section != "seed" else {section: value}
+            )
+            for key, each in values.items():
+                if isinstance(each, str) and ("${" in each or each == "???"):
+                    raise ValueError(f"{key}: got {each!r}, wanted plain text")
+                if not isinstance(each, str | int | float | None):
+                    raise ValueError(f"{key}: got {each!r}, wanted text or a number")
+                if not given & {section, key}:
+                    OmegaConf.update(config, key, each)
+    except (ValueError, KeyError, AttributeError, OmegaConfBaseException) as error:
         raise ConfigError(f"the checkpoint's config does not fit: {str(error).splitlines()[0]}") from None
-    assert isinstance(config, DictConfig)
-    for override in overrides:
-        key = override.lstrip("+~").split("=")[0]
-        if not key.startswith("hydra"):
-            OmegaConf.update(config, key, OmegaConf.select(raw, key))
     return config
+
+
+def override_key(override: str) -> str:
+    """The key or group that an argument of the command line sets."""
+    return override.lstrip("+~").split("=")[0].split("@")[0]
 
 
 def to_json(config: Config) -> dict[str, Any]:

@@ -97,8 +97,8 @@ class TrainConfig:
     """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
     for one at the end, null for none. valid_batches: batches of held-out text for the final loss. graph: whether on
     GPUs loss and gradients are computed by a CUDA graph; null: where nothing on the way waits for the host.
-    skip_bad_steps: how many steps in a row may be left out because loss or gradient norm is not finite or rows overflowed
-    the capacity; one more ends the run."""
+    skip_bad_steps: how many steps in a row may be left out because loss or gradient norm is not finite or rows
+    overflowed the capacity; one more ends the run."""
 
     steps: int
     compare: bool

@@ -5,8 +5,8 @@
 
     gradients:         loss -> backward -> reduce -> clip; on GPUs one CUDA graph, if nothing waits for the host
 
-A step is taken only if loss and gradient norm are finite and no row was lost, on all ranks. Another is left out, or ends
-the run, on all ranks alike (train.skip_bad_steps): no weight and no checkpoint ever sees it.
+A step is taken only if loss and gradient norm are finite and no row was lost, on all ranks. A bad one is left out, or
+ends the run, on all ranks alike (train.skip_bad_steps): no weight and no checkpoint ever sees it.
 
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 """
