@@ -186,10 +186,8 @@ class Config:
 
 
 def configs_dir() -> Path:
-    """configs/ of the repository this file lies in, else the copy that the wheel carries."""
-    here = Path(__file__).resolve()
-    in_repo = here.parents[4] / "configs" if len(here.parents) > 4 else here
-    return in_repo if (in_repo / "config.yaml").is_file() else here.parent / "configs"
+    """configs/ beside this file: in the repository a link to the folder at its top, in sdists and wheels a copy."""
+    return Path(__file__).resolve().parent / "configs"
 
 
 def register() -> None:
