@@ -41,6 +41,7 @@ from .config import ConfigError, make_recipe, to_json
 from .data import read_text
 from .launch import Rank
 from .mesh import Mesh
+from .progress import show_backend
 from .schema import Config
 from .train import Run, Trainer
 
@@ -73,7 +74,7 @@ class Outcome:
 
 def check(config: Config) -> None:
     """ConfigError for what cannot be compared."""
-    seeds, out = config.compare.seeds, config.compare.out
+    seeds = config.compare.seeds
     if make_recipe(config).scaling == "none":
         raise ConfigError("task=compare puts a recipe beside bf16: recipe must be another one")
     if len(set(seeds)) < max(2, len(seeds)):
@@ -82,8 +83,6 @@ def check(config: Config) -> None:
         )
     if config.resume is not None:
         raise ConfigError("task=compare starts anew: resume must be null")
-    if out is not None and not Path(out).absolute().parent.is_dir():
-        raise ConfigError(f"compare.out: no such folder: {Path(out).parent}")
 
 
 def compare(rank: Rank, config: Config, folder: str) -> Outcome:
@@ -91,6 +90,7 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
 
     Raises what `train` raises.
     """
+    show_backend(config.backend, rank.device, shown=rank.rank == 0)
     text, mesh = read_text(config.data), Mesh.make(config.ep, rank.device)
     about = {"bytes": len(text.train) + len(text.valid), "sha256": text.digest, "unigram entropy": text.entropy}
     outcome = Outcome([], about)
@@ -163,6 +163,7 @@ def to_report(outcome: Outcome, config: Config, command: str) -> dict[str, Any]:
         **environment(),
         "commit": config.compare.commit or git_commit(),
         "command": command,
+        "backend": config.backend,
         "ranks": config.ranks,
         "ep": config.ep,
         "steps": config.train.steps,

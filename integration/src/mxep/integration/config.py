@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, DISPATCHERS
-from mxep.gemm import Recipe
+from mxep.gemm import BACKENDS, Recipe
 from mxep.quant import ScaleMode
 
 from .bench import BENCHES
@@ -108,12 +108,18 @@ def make_recipe(config: Config) -> Recipe:
 def make_capacity(config: Config) -> Capacity:
     """The bound on a rank's rows that the config asks for."""
     kind = _one_of("dispatcher.capacity", config.dispatcher.capacity, ("worst_case", "exact", "factor"))
-    return Capacity.factor(config.dispatcher.factor) if kind == "factor" else getattr(Capacity, kind)()
+    overflow = _one_of("dispatcher.overflow", config.dispatcher.overflow, ("raise", "drop"))
+    if kind == "factor":
+        return Capacity.factor(config.dispatcher.factor, overflow)
+    if overflow == "drop":
+        raise ConfigError(f"dispatcher.overflow=drop: nothing overflows {kind}; wanted dispatcher.capacity=factor")
+    return getattr(Capacity, kind)()  # type: ignore[no-any-return]
 
 
 def sizes_on_host(config: Config) -> bool:
     """Whether a layer waits for the host to read how many rows there are."""
-    return config.dispatcher.name == "all_to_all" or make_capacity(config) == Capacity.exact()
+    loops = config.backend == "reference"
+    return config.dispatcher.name == "all_to_all" or make_capacity(config) == Capacity.exact() or loops
 
 
 def _known_keys(raw: DictConfig, typed: Any, prefix: str = "") -> None:
@@ -149,12 +155,15 @@ def _check(config: Config) -> None:
         raise ConfigError(str(error)) from None
     _one_of("dispatcher.name", config.dispatcher.name, DISPATCHERS)
     _one_of("data.source", config.data.source, SOURCES)
+    _one_of("backend", config.backend, ("auto", *BACKENDS))
     _positive(config)
     for name in config.verify.cases or ():
         _one_of("verify.cases", name, CASES)
     _one_of("bench.name", config.bench.name, BENCHES)
-    if config.bench.out is not None and not Path(config.bench.out).absolute().parent.is_dir():
-        raise ConfigError(f"bench.out: no such folder: {Path(config.bench.out).parent}")
+    for section in ("bench", "compare", "verify"):
+        out = getattr(config, section).out
+        if out is not None and not Path(out).absolute().parent.is_dir():
+            raise ConfigError(f"{section}.out: no such folder: {Path(out).parent}")
     if config.train.skip_bad_steps < 0:
         raise ConfigError(f"train.skip_bad_steps must be at least 0, got {config.train.skip_bad_steps}")
     ranks, ep, model, data = config.ranks, config.ep, config.model, config.data
@@ -163,7 +172,9 @@ def _check(config: Config) -> None:
     if config.dispatcher.name == "local" and ep != 1:
         raise ConfigError(f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}")
     if config.train.graph and sizes_on_host(config):
-        raise ConfigError("train.graph=true: the host must read no sizes, as all_to_all and exact capacity make it")
+        raise ConfigError(
+            "train.graph=true: the host must read no sizes, as all_to_all, exact capacity and backend=reference make it"
+        )
     _divides("parallel.ep", ep, "model.experts", model.experts)
     _divides("model.heads", 2 * model.heads, "model.dim", model.dim)
     if not 1 <= model.top_k <= model.experts:

@@ -23,7 +23,7 @@ from .config import RESTORED, ConfigError, override_key, resolve, restore, to_js
 from .launch import RanksFailed, run_in_place, run_ranks
 from .schema import Config, RecipeConfig
 from .train import Outcome, train
-from .verify import Result, verify
+from .verify import Result, to_report, verify
 from .verify import show as show_results
 from .verify import write as write_results
 
@@ -118,8 +118,10 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     results: list[Result] = _on_ranks(verify, (config,), config)[0]
     failed = sum(not result.passed for result in results)
     if reports():
-        write_results(results, folder / "verify.json")
+        files = [folder / "verify.json", *([Path(config.verify.out)] if config.verify.out else [])]
+        write_results(to_report(results, config, _command()), files)
         show_results(results, Console())
+        print(f"results: {', '.join(map(_shown, files))}")
         if failed:
             print(f"mxep: {failed} of {len(results)} cases failed", file=sys.stderr)
     return 1 if failed else 0

@@ -67,7 +67,7 @@ class Transformer(nn.Module):
     """The model of the module's docstring.
 
     Args:
-        config: sizes. recipe: of the MoE layers.
+        config: sizes. recipe, backend: of the MoE layers.
         group: the ranks that share the experts. dispatcher: name of how tokens reach them; one for all layers.
         capacity: bound on rows per rank. max_tokens: most tokens a rank brings to a step.
 
@@ -83,6 +83,7 @@ class Transformer(nn.Module):
         group: dist.ProcessGroup | None = None,
         capacity: Capacity | None = None,
         max_tokens: int | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         dim = config.dim
@@ -101,6 +102,7 @@ class Transformer(nn.Module):
                     config.experts,
                     config.top_k,
                     recipe=recipe,
+                    backend=backend,
                     dispatcher=shared,
                     num_shared_experts=config.shared_experts,
                     router=Router(dim, config.experts, config.top_k, balance=True),

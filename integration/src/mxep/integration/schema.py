@@ -60,11 +60,13 @@ class RecipeConfig:
 @dataclass
 class DispatcherConfig:
     """name: of a mxep.ep dispatcher. capacity: "worst_case", "exact", or "factor" (times `factor`, a multiple of the
-    balanced load)."""
+    balanced load). overflow: of rows over a factor: "raise" makes a bad step of them, "drop" leaves them out and counts
+    them."""
 
     name: str
     capacity: str
     factor: float
+    overflow: str
 
 
 @dataclass
@@ -120,7 +122,9 @@ class CompareConfig:
 
 @dataclass
 class VerifyConfig:
-    """The layer that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES, null for all."""
+    """The layer that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES, null for all. out: a file for
+    the results besides verify.json in the run folder. commit: what the results call the code's version; null: ask git.
+    """
 
     tokens: int
     dim: int
@@ -128,6 +132,8 @@ class VerifyConfig:
     experts: int
     top_k: int
     cases: list[str] | None
+    out: str | None
+    commit: str | None
 
 
 @dataclass
@@ -154,7 +160,8 @@ class BenchConfig:
 
 @dataclass
 class Config:
-    """Everything. seed decides weights and batches. resume: a run folder or a checkpoint folder to go on from."""
+    """Everything. backend: of mxep.gemm, for training and verification; "auto" is the best for the device. seed decides
+    weights and batches. resume: a run folder or a checkpoint folder to go on from."""
 
     task: TaskConfig
     model: ModelConfig
@@ -167,6 +174,7 @@ class Config:
     compare: CompareConfig
     verify: VerifyConfig
     bench: BenchConfig
+    backend: str
     seed: int
     resume: str | None
 

@@ -38,7 +38,7 @@ from .graph import Graphed
 from .launch import Rank
 from .mesh import Gradients, Mesh
 from .model import Transformer
-from .progress import Progress
+from .progress import Progress, show_backend
 from .schema import Config, OptimizerConfig
 
 
@@ -91,6 +91,7 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
     Raises ValueError for a checkpoint or a text that does not fit; for a bad step, see the module's docstring,
     CapacityExceeded or FloatingPointError, which name the step and the last good checkpoint.
     """
+    show_backend(config.backend, rank.device, shown=rank.rank == 0)
     text = read_text(config.data)
     mesh = Mesh.make(config.ep, rank.device)
     outcome = Outcome([], text.name, text.entropy)
@@ -131,6 +132,7 @@ class Trainer:
             group=mesh.ep,
             capacity=make_capacity(config),
             max_tokens=config.tokens_per_rank,
+            backend=config.backend,
         ).to(rank.device)
         self.gradients = Gradients(self.model, self.model.expert_parameters(), mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
