@@ -10,10 +10,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mxep.ep import MoE
 from mxep.integration.reference import EXACT, Problem, Quantizers, Results, moe_layer
 from mxep.integration.verify import FixedRouting
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's share."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 @dataclass
@@ -49,16 +55,17 @@ class Ranks:
             group=ctx.group,
             router=self.router(ctx),
             device=ctx.device,
+            gradient_reduction="sum",
             **options,
         )
         with torch.no_grad():
-            moe.experts.gate_up_proj.copy_(p.gate_up_proj.chunk(ctx.world_size)[ctx.rank])
-            moe.experts.down_proj.copy_(p.down_proj.chunk(ctx.world_size)[ctx.rank])
+            local(moe.experts.gate_up_proj).copy_(p.gate_up_proj.chunk(ctx.world_size)[ctx.rank])
+            local(moe.experts.down_proj).copy_(p.down_proj.chunk(ctx.world_size)[ctx.rank])
         x = self.tokens_of(ctx).requires_grad_()
         out = moe(x)
         out.backward(p.d_out.split(self.tokens)[ctx.rank].to(out))
         moe.check()
-        results = (out, x.grad, moe.router.weights.grad, moe.experts.gate_up_proj.grad, moe.experts.down_proj.grad)
+        results = (out, x.grad, moe.router.weights.grad, *(local(weight.grad) for weight in moe.experts.parameters()))
         return Results(*(t.detach().float().cpu() for t in results))
 
 

@@ -7,11 +7,14 @@ import os
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from ep.problem import Ranks, make_ranks
 from mxep.comms import Capacity, CapacityExceeded
-from mxep.ep import CASES, SEVEN_CASES, MoE, Router, SymmetricDispatcher
+from mxep.ep import CASES, SEVEN_CASES, ExpertParallel, MoE, Router, SymmetricDispatcher
 from mxep.gemm import Recipe
 from mxep.integration.reference import Results, quantizers, snr
 from mxep.integration.verify import BF16, MARGIN, FixedRouting
@@ -220,15 +223,45 @@ def test_shared_experts_add_a_dense_mlp() -> None:
     torch.testing.assert_close(whole, moe(x) + shared(x))
 
 
-def test_one_seed_makes_one_model_however_many_ranks_share_it() -> None:
-    whole = local().experts
-    from mxep.ep import Experts
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
 
-    torch.manual_seed(0)
-    torch.randn(8, 64)  # the router's draw comes first in a layer
-    share = Experts(64, 32, 8, num_local_experts=2, first_expert=4)
-    assert torch.equal(share.gate_up_proj, whole.gate_up_proj[4:6])
-    assert torch.equal(share.down_proj, whole.down_proj[4:6])
+
+@distributed(1, 2, 4)
+def test_one_seed_makes_one_model_however_many_ranks_share_it_and_through_meta(ctx) -> None:
+    def make(device, **options) -> MoE:
+        torch.manual_seed(0)
+        return MoE(64, 32, 8, 2, router=Router(64, 8, 2, balance=True, device=device), device=device, **options)
+
+    def materialised(moe: torch.nn.Module) -> torch.nn.Module:
+        for tensor in (*moe.to_empty(device=ctx.device).parameters(), *moe.buffers()):
+            getattr(tensor, "_local_tensor", tensor).data.fill_(float("nan"))
+        torch.manual_seed(0)
+        for module in moe.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        return moe
+
+    wanted = make(ctx.device, dispatcher="local", num_shared_experts=1)
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    later = torch.nn.ModuleDict({"moe": make("meta", dispatcher="local", num_shared_experts=1)})
+    made = {
+        "at once": make(ctx.device, group=ctx.group, num_shared_experts=1),
+        "by a mesh": make(ctx.device, group=mesh, num_shared_experts=1),
+        "on meta": materialised(make("meta", group=ctx.group, num_shared_experts=1)),
+        "on meta, then sharded": materialised(parallelize_module(later, mesh, {"moe": ExpertParallel()}))["moe"],
+    }
+    for how, moe in made.items():
+        assert isinstance(moe.experts.down_proj, DTensor) is (how not in ("at once", "on meta") or ctx.world_size > 1)
+        assert moe.router.load.tolist() == [0.0] * 8, how
+        for (name, a), b in zip(wanted.state_dict().items(), moe.state_dict().values(), strict=True):
+            assert torch.equal(whole(a), whole(b)), f"{how}: {name}"
+
+
+@distributed(2)
+def test_a_layer_is_built_without_a_collective(ctx) -> None:
+    if ctx.rank == 0:
+        MoE(64, 32, 8, 2, group=ctx.group, device=ctx.device)
 
 
 def test_stats_count_rows_routed_sent_and_padded() -> None:

@@ -256,7 +256,7 @@ def test_kernels_give_the_products_of_their_codes(
     assert error(dw, want.dw) < bound
     assert not dw[[g for g, rows in p.groups() if rows.start == rows.stop]].any()
     total = torch.ones(p.w.shape, device=DEVICE)
-    hopper.grouped_wgrad(*args, torch.float32, total, **options)
+    hopper.grouped_wgrad(*args, torch.float32, add_to=total, **options)
     assert error(total, 1 + want.dw) < 4e-4
 
 

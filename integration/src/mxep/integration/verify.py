@@ -24,6 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mxep.ep import CASES, Case, MoE
 from mxep.gemm import Recipe
@@ -166,11 +167,12 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device, ba
         router=routing,
         device=device,
         backend=backend,
+        gradient_reduction="sum",
     )
     first, last = _own_experts(moe)
     with torch.no_grad():
-        moe.experts.gate_up_proj.copy_(problem.gate_up_proj[first:last])
-        moe.experts.down_proj.copy_(problem.down_proj[first:last])
+        _local(moe.experts.gate_up_proj).copy_(problem.gate_up_proj[first:last])
+        _local(moe.experts.down_proj).copy_(problem.down_proj[first:last])
     x = problem.x.to(device, torch.bfloat16).requires_grad_()
     out = moe(x)
     out.backward(problem.d_out.to(out))
@@ -216,12 +218,16 @@ def _share(results: Results, tokens: slice, experts: slice) -> Results:
 
 def _gradient(leaf: Tensor) -> Tensor:
     assert leaf.grad is not None
-    return leaf.grad
+    return _local(leaf.grad)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _own_experts(moe: MoE) -> tuple[int, int]:
-    first = moe.experts.first_expert
-    return first, first + moe.dispatcher.num_local_experts
+    here = moe.dispatcher.num_local_experts
+    return moe.dispatcher.rank * here, (moe.dispatcher.rank + 1) * here
 
 
 def _worst(name: str, own: list[Check]) -> Result:

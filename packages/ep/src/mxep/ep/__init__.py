@@ -4,6 +4,7 @@
 """
 
 from .cases import CASES, SEVEN_CASES, Case
+from .clip import clip_grad_norm_
 from .dispatchers import (
     DISPATCHERS,
     AllToAllDispatcher,
@@ -17,7 +18,7 @@ from .experts import Experts, SharedExpert
 from .functional import combine, dispatch, expert_mlp, swiglu
 from .layer import Setup, route_through_experts
 from .moe import MoE
-from .parallel import ExpertParallel
+from .parallel import ExpertParallel, data_parallel, parameter_groups
 from .router import Router
 
 __all__ = [
@@ -36,10 +37,13 @@ __all__ = [
     "SharedExpert",
     "SymmetricDispatcher",
     "TokenDispatcher",
+    "clip_grad_norm_",
     "combine",
+    "data_parallel",
     "dispatch",
     "expert_mlp",
     "make_dispatcher",
+    "parameter_groups",
     "route_through_experts",
     "swiglu",
 ]

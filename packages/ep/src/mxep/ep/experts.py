@@ -9,23 +9,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from mxep.gemm import Recipe, WeightCache
 from mxep.gemm.backends import Backend, select
 
-from .compiled import compiled_layer
+from .compiled import compiled_layer, compiles
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import combine, dispatch, expert_mlp
 from .layer import Setup, route_through_experts
+from .shares import empty_share, init_normal_, local_tensor, local_weight
 
 
 class Experts(nn.Module):
-    """Experts ``first_expert .. first_expert + num_local_experts - 1`` of ``num_experts``.
+    """All experts of a layer, or with a mesh this rank's share of them.
 
-    Parameters: ``gate_up_proj`` (e, 2F, D), ``down_proj`` (e, D, F); normal with std 1/sqrt(fan-in). Every rank draws
-    all E experts and keeps its own, so one seed makes one model, however many ranks share it.
+    Parameters: ``gate_up_proj`` (E, 2F, D), ``down_proj`` (E, D, F); normal with std 1/sqrt(fan-in). With a 1-D mesh
+    they are DTensors sharded on their first dimension, and a rank allocates and draws its own experts only. Each expert
+    has a seed of its own, so one seed makes one model, however many ranks share it.
     """
 
     def __init__(
@@ -34,29 +37,23 @@ class Experts(nn.Module):
         hidden_dim: int,
         num_experts: int,
         *,
-        num_local_experts: int | None = None,
-        first_expert: int = 0,
+        mesh: DeviceMesh | None = None,
         cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        local = num_experts if num_local_experts is None else num_local_experts
         self.num_experts = num_experts
-        self.first_expert = first_expert
-        self.gate_up_proj = nn.Parameter(torch.empty(local, 2 * hidden_dim, dim, device=device, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(local, dim, hidden_dim, device=device, dtype=dtype))
+        gate_up, down = (num_experts, 2 * hidden_dim, dim), (num_experts, dim, hidden_dim)
+        self.gate_up_proj = nn.Parameter(empty_share(gate_up, mesh, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(empty_share(down, mesh, device=device, dtype=dtype))
         self.weight_cache = WeightCache() if cache_weights else None
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Draw new weights, also of parameters that FSDP2 has sharded further."""
         for weight in (self.gate_up_proj, self.down_proj):
-            std = weight.shape[2] ** -0.5
-            for expert in range(self.num_experts):
-                drawn = torch.randn(weight.shape[1:], device=weight.device) * std
-                if 0 <= (local := expert - self.first_expert) < len(weight):
-                    weight[local] = drawn
+            init_normal_(weight, weight.shape[2] ** -0.5, per_expert=True)
 
     def forward(
         self,
@@ -67,22 +64,25 @@ class Experts(nn.Module):
         dispatcher: TokenDispatcher,
         recipe: Recipe,
         backend: str | Backend = "auto",
+        wgrad_scale: float = 1.0,
     ) -> tuple[Tensor, Routing | None]:
         """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) summed over each token's experts, and the routing.
 
-        A weight with an attribute ``main_grad``, fp32 of its shape, gets its gradient added there, and none itself.
+        A weight with an attribute ``main_grad``, fp32 of its shape or of this rank's share of it, gets its gradient
+        added there, and none itself. wgrad_scale: factor of both weights' gradients.
         Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
         one, the symmetric one with ``max_tokens``), the backend is a name and there is no main_grad; else a break.
         """
-        proj, down = _local(self.gate_up_proj), _local(self.down_proj)
-        main_grads = getattr(self.gate_up_proj, "main_grad", None), getattr(self.down_proj, "main_grad", None)
-        static = dispatcher.static_tokens(0) is not None and isinstance(backend, str) and recipe.wgrad == "mx"
-        if torch.compiler.is_compiling() and static and main_grads == (None, None):
+        proj, down = local_weight(self.gate_up_proj), local_weight(self.down_proj)
+        main_grads = _main_grad(self.gate_up_proj), _main_grad(self.down_proj)
+        compiling = torch.compiler.is_compiling() and main_grads == (None, None)
+        if compiling and isinstance(backend, str) and compiles(dispatcher, recipe, backend):
             named: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
-            return compiled_layer(x, expert_ids, weights, proj, down, **named), None
+            return compiled_layer(x, expert_ids, weights, proj, down, wgrad_scale=wgrad_scale, **named), None
         cache = self.weight_cache if self._counts_versions() else None
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "weight_cache": cache}
-        return _run(x, expert_ids, weights, proj, down, main_grads=main_grads, **how)
+        how |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
+        return _run(x, expert_ids, weights, proj, down, **how)
 
     def _counts_versions(self) -> bool:
         """Whether a change of the weights shows: a DTensor's local tensor and what FSDP2 gathers hide it."""
@@ -107,7 +107,7 @@ class SharedExpert(nn.Module):
 
     def reset_parameters(self) -> None:
         for weight in (self.gate_up_proj, self.down_proj):
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+            init_normal_(weight, weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up_proj.to(x.dtype)).chunk(2, -1)
@@ -128,16 +128,19 @@ def _run(
     backend: str | Backend,
     weight_cache: WeightCache | None,
     main_grads: tuple[Tensor | None, Tensor | None],
+    wgrad_scale: float,
 ) -> tuple[Tensor, Routing]:
     if recipe.wgrad == "mx":
-        setup = Setup(dispatcher, recipe, select(backend, x.device), weight_cache, main_grads)
+        setup = Setup(dispatcher, recipe, select(backend, x.device), weight_cache, main_grads, wgrad_scale)
         return route_through_experts(x, expert_ids, weights, proj, down, setup=setup)
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
     ends = routing.plan.group_ends
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
-    y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, main_grads=main_grads, **options)
+    options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
+    y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, **options)
     return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
 
 
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def _main_grad(weight: Tensor) -> Tensor | None:
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    return None if main_grad is None else local_tensor(main_grad)

@@ -100,6 +100,7 @@ def expert_mlp(
     backend: str | Backend = "auto",
     weight_cache: WeightCache | None = None,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    wgrad_scale: float = 1.0,
 ) -> Tensor:
     """The experts' gated MLP over expert-major rows.
 
@@ -109,10 +110,12 @@ def expert_mlp(
         group_ends: (e,) int32, inclusive cumulative padded group sizes; rows past the last are not read.
         row_weight: (R_max,) fp32 that scales h, or None.
         main_grads: fp32, of the weights' shapes, or None each: weight gradients are added there and not returned.
+        wgrad_scale: factor of weight gradients: 1 / W makes sums over the tokens of W ranks those of a mean of losses.
 
     Returns y (R_max, D) in the rows' dtype.
     """
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "weight_cache": weight_cache}
+    options["wgrad_scale"] = wgrad_scale
     gate_up = grouped_mm(rows, gate_up_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
     h = swiglu(gate_up, row_weight, group_ends, recipe=recipe)
     return grouped_mm(h, down_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[1], **options)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm import Recipe, WeightCache
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
-from mxep.gemm.weights import Later, rows_and_later
 
 from .dispatchers.base import Parts, Routing, TokenDispatcher
 from .functional import checked_tokens, hidden, hidden_backward
+from .saved import Saved
 from .wire import Wire
 
 
@@ -37,6 +37,7 @@ class Setup:
     Attributes:
         backend: one that can run where its tensors are.
         main_grads: (e, 2F, D) and (e, D, F) fp32, or None each: weight gradients are added there and not returned.
+        wgrad_scale: factor of weight gradients.
     """
 
     dispatcher: TokenDispatcher
@@ -44,6 +45,7 @@ class Setup:
     backend: Backend
     weight_cache: WeightCache | None = None
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    wgrad_scale: float = 1.0
 
 
 def route_through_experts(
@@ -100,9 +102,6 @@ def check_weights(
 
 Sending = tuple[Callable[[], tuple[Parts, Routing]], Wire]
 """A send that has begun, and how to read what comes."""
-Kept = tuple[Tensor | None, ...]
-"""What backward needs: rows (for the gradient of gate_up_proj), gate_up, h (for that of down_proj), and of both weights
-what is there of a `Later`."""
 
 
 class _Layer(torch.autograd.Function):
@@ -119,18 +118,17 @@ class _Layer(torch.autograd.Function):
         sending: Sending,
     ) -> tuple[Tensor, Routing]:
         needs = ctx.needs_input_grad[2:4]
-        out, routing, kept = layer_forward(sending, gate_up_proj, down_proj, setup, backward, needs)
-        ctx.save_for_backward(*kept)
+        out, routing, saved = layer_forward(sending, gate_up_proj, down_proj, setup, backward, needs)
+        ctx.save_for_backward(gate_up_proj, down_proj, *saved)
         ctx.setup, ctx.routing = setup, routing
-        ctx.dtypes = x.dtype, gate_up_proj.dtype, down_proj.dtype
         return out, routing
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        needs, kept = ctx.needs_input_grad[2:4], list(ctx.saved_tensors)
+        needs, (gate_up_proj, down_proj, *saved) = ctx.needs_input_grad[2:4], ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
-        grads = layer_backward(d_out, kept, ctx.routing, ctx.setup, ctx.dtypes, needs)
+        grads = layer_backward(d_out, saved, gate_up_proj, down_proj, ctx.routing, ctx.setup, needs)
         return *grads, None, None, None, None
 
 
@@ -143,8 +141,8 @@ def start_send(x: Tensor, weights: Tensor, expert_ids: Tensor, setup: Setup) -> 
 
 def layer_forward(
     sending: Sending, gate_up_proj: Tensor, down_proj: Tensor, setup: Setup, backward: bool, needs: tuple[bool, bool]
-) -> tuple[Tensor, Routing, Kept]:
-    """(out, routing, what backward needs, if it will be): no autograd, no checks but those of products.
+) -> tuple[Tensor, Routing, list[Tensor]]:
+    """(out, routing, what backward needs, if it will be, as `Saved` lists it): no autograd, no checks but of products.
 
     needs: whether the two weights have gradients, if backward will be. The moves and dx are made in any case, as ranks
     do not know what the others need.
@@ -152,7 +150,7 @@ def layer_forward(
     dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
     coming, wire = sending
     dtype = wire.dtype
-    (w13, w13_later), (w2, w2_later) = (_rows(weight, setup, backward) for weight in (gate_up_proj, down_proj))
+    (w13, magnitudes13), (w2, magnitudes2) = (_rows(w, setup, backward) for w in (gate_up_proj, down_proj))
     slots, routing = coming()
     plan = routing.plan
     # The next move takes the slots back, which the gradient of gate_up_proj needs.
@@ -162,60 +160,73 @@ def layer_forward(
     y = backend.forward(h, w2, plan.group_ends, bias=None, out_dtype=dtype)
     out, _ = dispatcher.give_back(y, routing)
     if not backward:
-        return out, routing, ()
-    return out, routing, (rows if needs[0] else None, gate_up, h if needs[1] else None, *w13_later, *w2_later)
+        return out, routing, []
+    saved = Saved(rows if needs[0] else None, gate_up, h if needs[1] else None, (magnitudes13, magnitudes2))
+    return out, routing, saved.flat()
 
 
 def layer_backward(
     d_out: Tensor,
-    kept: list[Tensor | None],
+    saved: list[Tensor],
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
     routing: Routing,
     setup: Setup,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weights, gate_up_proj, down_proj.
 
-    kept: emptied, so that its memory serves the gradients of weights. dtypes: of x and the two. needs: whether the two
-    have any.
+    saved: emptied, so that its memory serves the gradients of weights. needs: whether the two weights have any.
     """
-    rows, gate_up, h = cast(list[Tensor], kept[:3])  # or None, if not needed
-    w13_later, w2_later = Later(*kept[3:6]), Later(*kept[6:])
-    kept.clear()
-    dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
+    dispatcher, recipe, backend, dtype = setup.dispatcher, setup.recipe, setup.backend, d_out.dtype
     plan, ends = routing.plan, routing.plan.group_ends
+    rows, gate_up, h, magnitudes = Saved.of(saved, plan, recipe, needs, copied=dispatcher.borrows)
+    saved.clear()
 
-    def start_weight_gradient(i: int, dy: Tensor, a: Tensor) -> Callable[[], Tensor | None]:
-        if not needs[i]:
+    def start_weight_gradient(i: int, w: Tensor, dy: Tensor, a: Tensor | None) -> Callable[[], Tensor | None]:
+        if a is None:
             return lambda: None
-        return backend.start_wgrad(dy, a, ends, recipe=recipe, out_dtype=dtypes[1 + i], to=setup.main_grads[i])
+        options: dict[str, Any] = {"recipe": recipe, "out_dtype": w.dtype, "scale": setup.wgrad_scale}
+        return backend.start_wgrad(dy, a, ends, to=setup.main_grads[i], **options)
 
     parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
     coming = dispatcher.start_resend(parts, routing)
-    w2, w13 = w2_later.cols(recipe, backend), w13_later.cols(recipe, backend)
+    w2, w13 = _cols(down_proj, magnitudes[1], setup), _cols(gate_up_proj, magnitudes[0], setup)
     # Borrowed until dx goes home: the gradient of down_proj comes before that, and before d_h, which takes memory.
     d_y = wire.rows(coming(), plan, copy=False)
-    multiply = start_weight_gradient(1, d_y, h)
+    multiply = start_weight_gradient(1, down_proj, d_y, h)
     del h, parts, coming
     d_down_proj = multiply()
     del multiply
-    d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtypes[0])
-    del d_y, w2, w2_later
+    d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtype)
+    del d_y, w2
     how = {"folded": backend.folds, "overwrite": True}
     d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, **how)
     del d_h, gate_up
-    d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtypes[0])
-    del w13, w13_later
+    d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtype)
+    del w13
     going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
-    multiply = start_weight_gradient(0, d_gate_up, rows)
+    multiply = start_weight_gradient(0, gate_up_proj, d_gate_up, rows)
     del d_rows, d_gate_up, rows
     d_gate_up_proj = multiply()
     dx, d_weights = going_home()
     return dx, d_weights, d_gate_up_proj, d_down_proj
 
 
-def _rows(w: Tensor, setup: Setup, backward: bool) -> tuple[Tensor, Later]:
-    cached = None
+def _rows(w: Tensor, setup: Setup, backward: bool) -> tuple[Tensor, Tensor | None]:
+    """A weight's rows and, if there will be a backward, what helps it to make the columns."""
     if setup.weight_cache is not None:
         cached = setup.weight_cache.get(w, setup.recipe, setup.backend, cols=backward)
-    return rows_and_later(w, cached, setup.recipe, setup.backend, later=backward)
+        if cached is not None:
+            return cached.rows, None
+    if not backward:
+        return setup.backend.quantize_weight(w, setup.recipe, cols=False).rows, None
+    return setup.backend.quantize_weight_rows(w, setup.recipe)
+
+
+def _cols(w: Tensor, magnitudes: Tensor | None, setup: Setup) -> Tensor:
+    if setup.weight_cache is not None:
+        cached = setup.weight_cache.get(w, setup.recipe, setup.backend)
+        if cached is not None and cached.cols is not None:
+            return cached.cols
+    return setup.backend.quantize_weight_cols(w, setup.recipe, magnitudes)

@@ -5,9 +5,12 @@ x (..., D) -> router -> dispatch -> experts -> combine (+ shared expert) -> (...
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.comms import Capacity
 from mxep.gemm import Recipe
@@ -15,6 +18,7 @@ from mxep.gemm import Recipe
 from .dispatchers import Routing, TokenDispatcher, make_dispatcher
 from .experts import Experts, SharedExpert
 from .router import Router
+from .shares import ep_mesh, group_of
 
 
 class MoE(nn.Module):
@@ -23,8 +27,9 @@ class MoE(nn.Module):
     Args:
         dim: D, a multiple of 32 with an MX recipe. hidden_dim: F, likewise.
         num_experts: E over all ranks, a multiple of the group's size. top_k: experts a token sees.
-        group: the expert-parallel group; every rank of it must call forward and backward together, with any number of
-            tokens each. None: the default group if one is initialised, else this process alone.
+        group: the expert-parallel group, or a 1-D mesh of it, such as ``mesh["ep"]`` of a mesh that FSDP2 uses another
+            dimension of. Every rank of it must call forward and backward together, with any number of tokens each.
+            None: the default group if one is initialised, else this process alone.
         recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ...
         dispatcher: ``"symmetric"``, ``"all_to_all"``, ``"local"``, or a dispatcher to share between layers.
         capacity: bound on rows per rank; default ``Capacity.worst_case()``. Belongs to the dispatcher made here.
@@ -33,12 +38,16 @@ class MoE(nn.Module):
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
         backend: of the grouped GEMM.
+        gradient_reduction: what expert gradients are, which hold the tokens of all W ranks of the group. ``"mean"``: of
+            the mean of the ranks' losses, as data parallelism makes all other gradients, so that everything is averaged
+            over ranks and nothing else. ``"sum"``: of the sum of the ranks' losses.
         cache_weights: keep quantized expert weights until they change, so that micro-batches share one quantization. It
             sees in-place optimizer steps; FSDP and writes through ``.data`` it may miss (see mxep.gemm.WeightCache).
 
-    Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (e, 2F, D), ``experts.down_proj`` (e, D, F), and with
-    shared experts ``shared.gate_up_proj``, ``shared.down_proj``. Expert weights with an attribute ``main_grad`` (fp32)
-    get their gradients added there and have none themselves. After forward, ``last_routing`` tells where rows went.
+    Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), and with
+    shared experts ``shared.gate_up_proj``, ``shared.down_proj``. Given a mesh or a group of several ranks, expert
+    weights are DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad`` (fp32) get
+    their gradients added there and have none themselves. After forward, ``last_routing`` tells where rows went.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -52,7 +61,7 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         recipe: str | Recipe = "mxfp8",
         dispatcher: str | TokenDispatcher = "symmetric",
         capacity: Capacity | None = None,
@@ -60,6 +69,7 @@ class MoE(nn.Module):
         router: nn.Module | None = None,
         max_tokens: int | None = None,
         backend: str = "auto",
+        gradient_reduction: Literal["mean", "sum"] = "mean",
         cache_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -68,13 +78,16 @@ class MoE(nn.Module):
         self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
         if self.recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
             raise ValueError(f"recipe {self.recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
+        if gradient_reduction not in ("mean", "sum"):
+            raise ValueError(f"gradient_reduction must be 'mean' or 'sum', got {gradient_reduction!r}")
+        mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
         if isinstance(dispatcher, str):
             dispatcher = make_dispatcher(
                 dispatcher,
                 num_experts,
                 dim=dim,
                 dtype=dtype,
-                group=group,
+                group=ranks,
                 capacity=capacity,
                 max_tokens=max_tokens,
             )
@@ -82,16 +95,21 @@ class MoE(nn.Module):
             raise ValueError("capacity and max_tokens belong to the dispatcher: set them there, not beside it")
         elif dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {dispatcher.num_experts} experts, the layer has {num_experts}")
+        if mesh is not None and mesh.size() != dispatcher.world_size:
+            raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {mesh.size()}")
+        if mesh is None and dispatcher.world_size > 1:
+            assert dispatcher.group is not None
+            mesh = ep_mesh(dispatcher.group, torch.empty(0, device=device).device)
         self.dim = dim
         self.dispatcher = dispatcher
         self.backend = backend
+        self.gradient_reduction = gradient_reduction
         self.router = Router(dim, num_experts, top_k, device=device) if router is None else router
         self.experts = Experts(
             dim,
             hidden_dim,
             num_experts,
-            num_local_experts=dispatcher.num_local_experts,
-            first_expert=dispatcher.rank * dispatcher.num_local_experts,
+            mesh=mesh,
             cache_weights=cache_weights,
             device=device,
             dtype=dtype,
@@ -106,7 +124,8 @@ class MoE(nn.Module):
             raise ValueError(f"x must be (T, {self.dim}) or (B, S, {self.dim}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.dim)
         expert_ids, weights = self.router(tokens)
-        options = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
+        options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
+        options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
         out: Tensor
         out, routing = self.experts(tokens, expert_ids, weights, **options)
         if not torch.compiler.is_compiling():

@@ -1,26 +1,38 @@
-"""ExpertParallel: shard an MoE layer that was built whole over a device mesh, as a plan entry of `parallelize_module`.
+"""Expert parallelism beside torch's other kinds.
 
-    parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
+    ExpertParallel      an entry of a `parallelize_module` plan: shards an MoE layer that was built whole, also on meta
+    parameter_groups    what optimizers want of a model in which some parameters are DTensors
+    data_parallel       DistributedDataParallel over a model with experts
 
-Expert weights (E, ...) become DTensors sharded on their first dimension, so that torch.distributed.checkpoint saves
-them at one degree and loads them at another; the router and the shared expert stay as they are.
+Expert weights (E, ...) are DTensors sharded on their first dimension, so that torch.distributed.checkpoint saves them
+at one degree and loads them at another; the router and the shared expert stay as they are.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 
 from mxep.comms import Capacity
 
 from .dispatchers import make_dispatcher
 from .moe import MoE
+from .shares import group_of
 
 
 class ExpertParallel(ParallelStyle):
     """Spread the experts of an :class:`MoE` built with ``dispatcher="local"`` over a 1-D mesh.
+
+        parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
+
+    Of a model too large for one rank: build it on meta, shard it, ``to_empty(device=...)``, then call the
+    ``reset_parameters`` of its modules. A rank draws its own experts only, the same for every degree.
 
     Args:
         dispatcher: ``"symmetric"`` or ``"all_to_all"``.
@@ -38,24 +50,57 @@ class ExpertParallel(ParallelStyle):
         self.max_tokens = max_tokens
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, MoE) or module.experts.gate_up_proj.shape[0] != module.experts.num_experts:
+        if not isinstance(module, MoE) or isinstance(module.experts.gate_up_proj, DTensor):
             raise ValueError(f"ExpertParallel wants an MoE that holds all its experts, got {type(module).__name__}")
-        if device_mesh.ndim != 1:
-            raise ValueError(f"ExpertParallel wants a 1-D mesh, got {device_mesh.ndim} dimensions")
         experts = module.experts
         module.dispatcher = make_dispatcher(
             self.dispatcher,
             experts.num_experts,
             dim=module.dim,
             dtype=experts.gate_up_proj.dtype,
-            group=device_mesh.get_group(),
+            group=group_of(device_mesh),
             capacity=self.capacity,
             max_tokens=self.max_tokens,
         )
-        experts.first_expert = module.dispatcher.rank * module.dispatcher.num_local_experts
         for name, weight in list(experts.named_parameters(recurse=False)):
             sharded = nn.Parameter(
                 distribute_tensor(weight.detach(), device_mesh, [Shard(0)]), requires_grad=weight.requires_grad
             )
             experts.register_parameter(name, sharded)
         return module
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters as an optimizer's groups: plain ones, and DTensors of each mesh.
+
+    On GPUs torch's optimizers run one kernel over a group's parameters, which takes no mix and raises RuntimeError.
+    """
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
+
+
+def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """DistributedDataParallel(model, **options) that leaves experts alone; the rest it averages over its group.
+
+    Nothing more is to be done for experts that are spread over all ranks of that group: their gradients are means.
+    By itself DistributedDataParallel refuses DTensors ("got mixed torch.Tensor and DTensor", or "c10d.broadcast_ does
+    not have a sharding strategy").
+
+    Raises ValueError where a mesh has not all ranks of the group: several ranks hold such an expert, and nobody
+    would average its gradients. Use FSDP2's `fully_shard` of the experts over the mesh's dp dimension there.
+    """
+    group = options.get("process_group") or dist.group.WORLD
+    ranks = set(dist.get_process_group_ranks(group))
+    experts = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    for name, parameter in experts.items():
+        held_by = set(parameter.device_mesh.mesh.flatten().tolist())
+        if not ranks <= held_by:
+            raise ValueError(
+                f"{name} is spread over ranks {sorted(held_by)}, but data parallelism over {sorted(ranks)}: nobody "
+                "would average its gradients; use FSDP2, fully_shard(moe.experts, mesh=mesh['dp']), for the experts"
+            )
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(experts))
+    return DistributedDataParallel(model, **options)

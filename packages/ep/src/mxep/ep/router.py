@@ -18,8 +18,10 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .recomputation import recomputing
+from .shares import init_normal_
 
 
 class Router(nn.Module):
@@ -36,8 +38,9 @@ class Router(nn.Module):
             ``top_groups`` (a group's score is the sum of its two best experts). 1 and None: no limit.
         balance: keep a bias per expert that steers the choice towards idle experts; see :meth:`update_bias`.
 
-    Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32 and ``load`` (E,) fp32, the
-    number of rows each expert got on this rank since the last update; what a checkpoint recomputes counts once.
+    Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32. Then, too, the attribute
+    ``load`` (E,) fp32, the number of rows each expert got on this rank since the last update, over all micro-batches;
+    what a checkpoint recomputes counts once.
     """
 
     expert_bias: Tensor | None
@@ -79,7 +82,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         zeros = torch.zeros(num_experts, device=device, dtype=torch.float32) if balance else None
         self.register_buffer("expert_bias", zeros)
-        self.register_buffer("load", None if zeros is None else zeros.clone(), persistent=False)
+        # No buffer: DistributedDataParallel would overwrite it with rank 0's before each forward.
+        self.load = None if zeros is None else zeros.clone()
         self.reset_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -89,7 +93,7 @@ class Router(nn.Module):
         if self.expert_bias is not None and self.load is not None:
             self.expert_bias, self.load = (
                 old.to(new.device) if old is not None and new.dtype != torch.float32 else new
-                for old, new in zip(kept, (self.expert_bias, self.load))
+                for old, new in zip(kept, (self.expert_bias, fn(self.load)))
             )
         return self
 
@@ -98,7 +102,11 @@ class Router(nn.Module):
         return self.weight.shape[0]
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        """Draw a new weight; forget bias and load."""
+        init_normal_(self.weight, self.weight.shape[1] ** -0.5)
+        if self.expert_bias is not None and self.load is not None:
+            self.expert_bias.zero_()
+            self.load.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32, these differentiable."""
@@ -106,12 +114,19 @@ class Router(nn.Module):
             raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere
             logits = x.float() @ self.weight.float().t()
-            scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-        expert_ids = self._choose(scores.detach())
-        weights = scores.gather(1, expert_ids)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+            softmax = self.score == "softmax"
+            if self.normalize:
+                # The chosen scores over their sum, of logits: scores that underflow have a sum and gradients, too.
+                expert_ids = self._choose(_scores(logits.detach(), softmax))
+                chosen = logits.gather(1, expert_ids)
+                weights = (chosen if softmax else F.logsigmoid(chosen)).softmax(-1)
+            else:
+                scores = _scores(logits, softmax)
+                expert_ids = self._choose(scores.detach())
+                weights = scores.gather(1, expert_ids)
         if self.load is not None and self.training:
+            if self.load.device != x.device:  # FSDP2 moves parameters and buffers by itself
+                self.load = self.load.to(x.device)
             _count_load(self.load, expert_ids)
         return expert_ids.int(), weights * self.scale
 
@@ -138,6 +153,10 @@ class Router(nn.Module):
             dist.all_reduce(self.load, group=group)
         self.expert_bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+
+
+def _scores(logits: Tensor, softmax: bool) -> Tensor:
+    return logits.softmax(-1) if softmax else logits.sigmoid()
 
 
 # An op, so that a compiled router asks when it runs: checkpointed as a whole, it runs again in backward.

@@ -16,6 +16,8 @@ from torch import Tensor
 from mxep.comms import RoutingPlan, gather_rows
 from mxep.quant import MXTensor
 
+from .saved import keeps_rows
+
 Parts = tuple[Tensor, ...]
 
 
@@ -44,14 +46,14 @@ class Wire:
         """Slot parts (S, ...) -> the plan's expert-major rows (R_max, D).
 
         Codes stay where they lie, under an index (the GEMM gathers them). With ``copy``, for who keeps them beyond the
-        next move, they are copied: the slots, or the rows, where there can be no more of them (top-1, say). Plain rows
-        are gathered here, which copies them anyway. Padding is zero.
+        next move, they are copied: the slots, or the rows, as `keeps_rows` says. Plain rows are gathered here, which
+        copies them anyway. Padding is zero.
         """
         if self.codes is None:
             (gathered,) = gather_rows(slots, plan.row_slot, plan.group_ends)
             return gathered.view(self.dtype)
         index: Tensor | None = plan.row_slot
-        if copy and plan.max_rows <= len(slots[0]):
+        if keeps_rows(plan, copied=copy):
             slots, index = gather_rows(slots, index, plan.group_ends), None
         elif copy:
             slots = gather_rows(slots, None)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands
+from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import Later, QuantizedWeight, WeightCache, rows_and_later
 from mxep.quant import MXTensor
@@ -37,6 +38,7 @@ def grouped_mm(
     out_dtype: torch.dtype | None = None,
     weight_cache: WeightCache | None = None,
     main_grad: Tensor | None = None,
+    wgrad_scale: float = 1.0,
 ) -> Tensor:
     """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
 
@@ -49,8 +51,10 @@ def grouped_mm(
     bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
     out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
     weight_cache: keeps the quantized w until it changes; without one it is quantized at each call.
-    main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. Products of
-        unquantized operands come rounded to bf16 but from backend "reference"; all others are added in fp32.
+    main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. One that does not
+        ask for that gradient, as torch.autograd.grad(out, a), adds nothing. Products of unquantized operands come
+        rounded to bf16 but from backend "reference"; all others are added in fp32.
+    wgrad_scale: multiplies the gradient of w (not those of a and bias), before it is rounded or added.
 
     The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
     the recipe's blocks, else dequantized and quantized.
@@ -60,11 +64,12 @@ def grouped_mm(
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
+    group_ends = group_ends.contiguous()  # torch's kernels, too, read it as packed
     chosen = select(backend, a.device)
     weight = None
     if weight_cache is not None:
         weight = weight_cache.get(w, recipe, chosen, cols=torch.is_grad_enabled() and a.requires_grad)
-    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype, main_grad)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -81,37 +86,48 @@ class _GroupedMM(torch.autograd.Function):
         backend: Backend,
         out_dtype: torch.dtype,
         main_grad: Tensor | None,
+        wgrad_scale: float,
     ) -> Tensor:
         codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
         need_a, need_w, *_ = ctx.needs_input_grad
         a_kept = codes if recipe.wgrad == "mx" else a
         rows, cols = rows_and_later(w, weight, recipe, backend, later=need_a)
         ctx.save_for_backward(group_ends, a_kept if need_w else None, *(cols if need_a else ()))
-        ctx.recipe, ctx.backend, ctx.main_grad = recipe, backend, main_grad
+        ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
+        ctx.kept = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
         return backend.forward(codes, rows, group_ends, bias=bias, out_dtype=out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        group_ends, a, *cols = ctx.saved_tensors
-        recipe, backend = ctx.recipe, ctx.backend
-        need_a, need_w, need_bias, *_ = ctx.needs_input_grad
+        recipe, backend, kept = ctx.recipe, ctx.backend, ctx.kept
+        need_a, need_w, need_bias = (need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
         a_dtype, w_dtype, bias_dtype = ctx.dtypes
         da = dw = dbias = None
-        if need_a or (need_w and recipe.wgrad == "mx"):
-            codes = _gradient_codes(dy, recipe, backend)
+        if kept is not None and not need_a and kept.fits(dy):
+            group_ends, codes, a = kept.operands
+        else:
+            group_ends, a, *cols = ctx.saved_tensors
+            codes = dy
+            if need_a or (need_w and recipe.wgrad == "mx"):
+                codes = _gradient_codes(dy, recipe, backend)
         if need_a:
             da = backend.dgrad(codes, Later(*cols).cols(recipe, backend), group_ends, out_dtype=a_dtype)
+        if not graph_is_retained():
+            ctx.kept = None
+        elif need_a and ctx.needs_input_grad[1] and not need_w:
+            ctx.kept = Kept.of(dy, (group_ends, codes, a))
         if need_w:
+            how = {"recipe": recipe, "scale": ctx.wgrad_scale}
             operands = (codes, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
             if ctx.main_grad is None:
-                dw = backend.wgrad(*operands, group_ends, recipe=recipe, out_dtype=w_dtype)
+                dw = backend.wgrad(*operands, group_ends, out_dtype=w_dtype, **how)
             else:
-                backend.add_wgrad(*operands, group_ends, recipe=recipe, to=ctx.main_grad)
+                backend.add_wgrad(*operands, group_ends, to=ctx.main_grad, **how)
         if need_bias:
             dbias = _group_sums(_plain(dy), group_ends).to(bias_dtype)
-        return da, dw, dbias, None, None, None, None, None, None
+        return da, dw, dbias, *[None] * 7
 
 
 def _plain(x: Tensor) -> Tensor:

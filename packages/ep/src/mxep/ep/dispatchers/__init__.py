@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
 from mxep.comms import Capacity
 
 from .all_to_all import AllToAllDispatcher
-from .base import Routing, TokenDispatcher
+from .base import Routing, TokenDispatcher, find_dispatcher, resolve_group
 from .local import LocalDispatcher
 from .symmetric import SymmetricDispatcher
 
@@ -19,10 +21,14 @@ __all__ = [
     "Routing",
     "SymmetricDispatcher",
     "TokenDispatcher",
+    "find_dispatcher",
     "make_dispatcher",
 ]
 
 DISPATCHERS = ("local", "all_to_all", "symmetric")
+
+
+_shared: weakref.WeakValueDictionary[tuple[object, ...], TokenDispatcher] = weakref.WeakValueDictionary()
 
 
 def make_dispatcher(
@@ -34,14 +40,32 @@ def make_dispatcher(
     group: dist.ProcessGroup | None = None,
     capacity: Capacity | None = None,
     max_tokens: int | None = None,
+    timeout: float | None = None,
 ) -> TokenDispatcher:
-    """The dispatcher called ``name``, one of :data:`DISPATCHERS`. Raises ValueError on another name."""
+    """The dispatcher called ``name``, one of :data:`DISPATCHERS`: one object for layers that ask for the same.
+
+    It is shared until something was sent: layers that are made later get another, on all ranks alike, which one that
+    only some of them still hold could not be. All symmetric ones of a group share their memory in any case.
+
+    timeout: see :class:`SymmetricDispatcher`; all_to_all has its process group's. Raises ValueError on another name.
+    """
+    if name not in DISPATCHERS:
+        raise ValueError(f"unknown dispatcher {name!r}, one of {', '.join(DISPATCHERS)}")
+    group = resolve_group(group) if name != "local" else None
+    capacity = Capacity.worst_case() if capacity is None else capacity
+    asked = (name, num_experts, dim, dtype, group and group.group_name, capacity, max_tokens, timeout)
+    found = _shared.get(asked)
+    # Names of groups are used again once a group was destroyed.
+    if found is not None and found.group is group and found.uses and not found.used:
+        found.uses += 1
+        return found
+    made: TokenDispatcher
     if name == "symmetric":
-        return SymmetricDispatcher(
-            num_experts, dim=dim, dtype=dtype, group=group, capacity=capacity, max_tokens=max_tokens
-        )
-    if name == "all_to_all":
-        return AllToAllDispatcher(num_experts, group=group, capacity=capacity)
-    if name == "local":
-        return LocalDispatcher(num_experts, group=group, capacity=capacity)
-    raise ValueError(f"unknown dispatcher {name!r}, one of {', '.join(DISPATCHERS)}")
+        sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
+        made = SymmetricDispatcher(num_experts, group=group, capacity=capacity, **sizes)  # type: ignore[arg-type]
+    elif name == "all_to_all":
+        made = AllToAllDispatcher(num_experts, group=group, capacity=capacity)
+    else:
+        made = LocalDispatcher(num_experts, capacity=capacity)
+    _shared[asked] = made
+    return made

@@ -30,9 +30,21 @@ from ..recomputation import recomputing
 
 Parts = tuple[Tensor, ...]
 
-DISPATCHERS_BY_NUMBER: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDictionary()
-"""By ``dispatcher.number``: how ops of a compiled graph, which take no objects, find theirs."""
-_numbers = itertools.count()
+_dispatchers: weakref.WeakValueDictionary[str, TokenDispatcher] = weakref.WeakValueDictionary()
+"""Those that live, by ``key``."""
+
+
+def find_dispatcher(key: str) -> TokenDispatcher:
+    """The living dispatcher with this ``key``: how ops of a compiled graph, which take no objects, find theirs.
+
+    Raises KeyError if it is gone.
+    """
+    return _dispatchers[key]
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group itself, the default one for None; None for a process alone."""
+    return (group or dist.group.WORLD) if dist.is_initialized() else None
 
 
 @dataclass(frozen=True)
@@ -79,17 +91,26 @@ class TokenDispatcher(ABC):
         num_experts: E, a multiple of the group's size; rank r owns experts ``r * e .. (r + 1) * e - 1``.
         group: the expert-parallel process group. None: the default group if one is initialised, else this process.
         capacity: bound on expert-major rows, :meth:`Capacity.worst_case` unless given.
+        sizes: what else fixes the shapes that a kind of dispatcher gives, by name.
 
     Several layers may share a dispatcher as long as every rank calls it in the same order.
+
+    Attributes:
+        key: all that fixes shapes, as text, the same in every run: :func:`find_dispatcher` finds it by that.
+        uses: how many users have not closed it.
     """
 
     def __init__(
-        self, num_experts: int, *, group: dist.ProcessGroup | None = None, capacity: Capacity | None = None
+        self,
+        num_experts: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        capacity: Capacity | None = None,
+        sizes: dict[str, object] | None = None,
     ) -> None:
-        distributed = dist.is_initialized() and self.spans_ranks
-        self.group = group
-        self.rank = dist.get_rank(group) if distributed else 0
-        self.world_size = dist.get_world_size(group) if distributed else 1
+        self.group = resolve_group(group) if self.spans_ranks else None
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.world_size = 1 if self.group is None else self.group.size()
         if num_experts % self.world_size:
             raise ValueError(
                 f"num_experts must be a multiple of the {self.world_size} ranks of the group, got {num_experts}"
@@ -98,10 +119,18 @@ class TokenDispatcher(ABC):
         self.num_local_experts = num_experts // self.world_size
         self.capacity = Capacity.worst_case() if capacity is None else capacity
         self._lost: Tensor | None = None
-        self.number = next(_numbers)
-        DISPATCHERS_BY_NUMBER[self.number] = self
+        facts: dict[str, object] = {"group": self.group and self.group.group_name, "world_size": self.world_size}
+        facts |= {"num_experts": num_experts, "capacity": self.capacity} | (sizes or {})
+        kind = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
+        # Another that lives and has the same shapes keeps its name: its moves go elsewhere.
+        names = (kind if n == 1 else f"{kind} #{n}" for n in itertools.count(1))
+        self.key = next(name for name in names if name not in _dispatchers)
+        _dispatchers[self.key] = self
+        self.uses = 1
 
     spans_ranks = True
+    used = False
+    """Whether anything was sent."""
     borrows = False
     """Whether slots are the dispatcher's, and written again by a later move."""
     row_dtype: torch.dtype | None = None
@@ -109,7 +138,16 @@ class TokenDispatcher(ABC):
 
     def __deepcopy__(self, memo: object) -> Self:
         # Copies of a layer share its dispatcher, as layers may: neither process groups nor peers' memory can be copied.
+        self.uses += 1
         return self
+
+    def close(self) -> None:
+        """One user less. When the last one has gone, memory shared with peers is given back. All ranks call it alike.
+
+        A dispatcher has one user, and one more for each layer that :func:`make_dispatcher` gives it to and each copy of
+        a layer. After the last one it can not be used any more.
+        """
+        self.uses -= 1
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         """(senders, the most tokens of each) of a send of ``num_tokens``, where that is known without running it."""
@@ -191,6 +229,7 @@ class TokenDispatcher(ABC):
     def _plan(
         self, ids: Tensor, weights: Tensor, num_tokens: Tensor, *, multiple: int, capacity: Capacity
     ) -> RoutingPlan:
+        self.used = True
         plan = make_plan(
             ids,
             weights,

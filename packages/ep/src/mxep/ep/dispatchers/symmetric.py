@@ -37,6 +37,7 @@ class SymmetricDispatcher(TokenDispatcher):
         dim: D. dtype: the widest dtype that rows travel in, there (unquantized) or back.
         max_tokens: T_max, the most tokens a rank will ever send at once; slots are sized for it. None: the most any
             rank brings to the first send. More tokens later raise ValueError.
+        timeout: seconds that a wait for a peer takes at most, 60 unless given.
         transport: how ranks reach each other's memory. None: shared memory for CPU tensors, NVLink symmetric memory for
             CUDA tensors.
     """
@@ -52,12 +53,15 @@ class SymmetricDispatcher(TokenDispatcher):
         group: dist.ProcessGroup | None = None,
         capacity: Capacity | None = None,
         max_tokens: int | None = None,
+        timeout: float | None = None,
         transport: Transport | None = None,
     ) -> None:
-        super().__init__(num_experts, group=group, capacity=capacity)
+        sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens}
+        super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
         self.dim = dim
         self.row_dtype: torch.dtype = dtype
         self.max_tokens = max_tokens
+        self.timeout = timeout
         self.transport = transport
         self.workspace: Workspace | None = None
 
@@ -113,7 +117,7 @@ class SymmetricDispatcher(TokenDispatcher):
         device = expert_ids.device
         if self.transport is None:
             make = SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport
-            self.transport = make(self.group)
+            self.transport = make(self.group, timeout=60.0 if self.timeout is None else self.timeout)
         if self.transport.world_size != self.world_size:
             raise ValueError(
                 f"the dispatcher was made for {self.world_size} ranks, its transport has {self.transport.world_size}: "

@@ -71,8 +71,18 @@ class Backend(Protocol):
         """
         ...
 
-    def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
-        """dy (M, N), a (M, K), both blocked along their rows -> (G, N, K): dy[rows of g].T @ a[rows of g], 0 if empty.
+    def wgrad(
+        self,
+        dy: Tensor,
+        a: Tensor,
+        group_ends: Tensor,
+        *,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """dy (M, N), a (M, K), both blocked along their rows -> (G, N, K): scale * dy[rows of g].T @ a[rows of g], 0 if
+        empty.
 
         How row-blocked codes become operands that contract over rows is the backend's business; `recipe.along_tokens`
         is the definition.
@@ -88,15 +98,18 @@ class Backend(Protocol):
         recipe: Recipe,
         out_dtype: torch.dtype,
         to: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Callable[[], Tensor | None]:
         """`wgrad`, or with `to` `add_wgrad`, in two steps: what is returned multiplies.
 
         Where operands are turned first, they are now, and dy and a may go before the gradient takes its memory.
         """
         if to is None:
-            return lambda: self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
-        return lambda: self.add_wgrad(dy, a, group_ends, recipe=recipe, to=to)
+            return lambda: self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, scale=scale)
+        return lambda: self.add_wgrad(dy, a, group_ends, recipe=recipe, to=to, scale=scale)
 
-    def add_wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor) -> None:
+    def add_wgrad(
+        self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0
+    ) -> None:
         """`wgrad` added into `to`, (G, N, K) fp32."""
-        to.add_(self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype))
+        to.add_(self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype), alpha=scale)

@@ -70,15 +70,26 @@ class Blackwell(Backend):
     def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype)
 
-    def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(
+        self,
+        dy: Tensor,
+        a: Tensor,
+        group_ends: Tensor,
+        *,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        scale: float = 1.0,
+    ) -> Tensor:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
-            return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
+            return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, scale=scale)
         dy, a = (
             requantize(self._e4m3(name, x), axis=-2, mode=recipe.mode, group_ends=group_ends)
             for name, x in (("dy", dy), ("a", a))
         )
         (y, y_scale), (x, x_scale) = tokens_operand(dy, group_ends), tokens_operand(a, group_ends)
         dw = multiply(y, y_scale, x.mT, x_scale, group_ends)
+        if scale != 1:
+            dw.mul_(scale)  # codes cannot be
         # Whether the kernel writes empty groups is not documented.
         empty = group_ends.diff(prepend=group_ends.new_zeros(1)) == 0
         return in_dtype(dw.masked_fill_(empty.view(-1, 1, 1), 0), out_dtype)

@@ -46,10 +46,22 @@ class Dequant(Backend):
         _check_alignment(*w.shape[1:])
         return _grouped_mm(_bf16(dy), _bf16(w), group_ends, out_dtype)
 
-    def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(
+        self,
+        dy: Tensor,
+        a: Tensor,
+        group_ends: Tensor,
+        *,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        scale: float = 1.0,
+    ) -> Tensor:
         _check_alignment(dy.shape[1], a.shape[1])
         dy, a = recipe.along_tokens(dy, group_ends), recipe.along_tokens(a, group_ends)
-        return _grouped_mm(_bf16(dy).mT, _bf16(a), group_ends, out_dtype)
+        y, x = _bf16(dy), _bf16(a)
+        if scale != 1:  # the narrower one: less to pass over than the product
+            y, x = (y * scale, x) if y.shape[1] <= x.shape[1] else (y, x * scale)
+        return _grouped_mm(y.mT, x, group_ends, out_dtype)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor, dtype: torch.dtype) -> Tensor:

@@ -90,11 +90,22 @@ class Hopper(Backend):
             return Dequant().dgrad(dy, w, group_ends, out_dtype=out_dtype)
         return self._product("dgrad", dy, w.mT, group_ends, None, out_dtype)
 
-    def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
-        return cast(Tensor, self.start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)())
+    def wgrad(
+        self,
+        dy: Tensor,
+        a: Tensor,
+        group_ends: Tensor,
+        *,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        scale: float = 1.0,
+    ) -> Tensor:
+        return cast(Tensor, self.start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, scale=scale)())
 
-    def add_wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor) -> None:
-        self.start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype, to=to)()
+    def add_wgrad(
+        self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0
+    ) -> None:
+        self.start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype, to=to, scale=scale)()
 
     def start_wgrad(
         self,
@@ -105,16 +116,17 @@ class Hopper(Backend):
         recipe: Recipe,
         out_dtype: torch.dtype,
         to: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Callable[[], Tensor | None]:
         if not isinstance(dy, MXTensor) or not isinstance(a, MXTensor):
-            return Dequant().start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, to=to)
+            return Dequant().start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, to=to, scale=scale)
         split = split_fold(a, dy, group_ends, align=STEP)
         turned = split.y_t, split.x_t, split.exponent, split.ends
         if to is None:
-            return lambda: fp8_grouped_wgrad(*turned, out_dtype)
+            return lambda: fp8_grouped_wgrad(*turned, out_dtype, scale)
         if not to.is_contiguous():
-            return lambda: to.add_(fp8_grouped_wgrad(*turned, to.dtype))
-        return lambda: fp8_grouped_wgrad_add(to, *turned)
+            return lambda: to.add_(fp8_grouped_wgrad(*turned, to.dtype, scale))
+        return lambda: fp8_grouped_wgrad_add(to, *turned, scale)
 
     def _product(
         self, name: str, a: MXTensor, w: Tensor, group_ends: Tensor, bias: Tensor | None, out_dtype: torch.dtype
@@ -186,35 +198,39 @@ def _(
 
 
 @torch.library.custom_op("mxep::fp8_grouped_wgrad", mutates_args=())
-def fp8_grouped_wgrad(y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """y_t (N, C), x_t (K, C) fp8, exponent and ends (G,) int32, as a SplitFold has them -> (G, N, K) out_dtype."""
+def fp8_grouped_wgrad(
+    y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype, scale: float = 1.0
+) -> Tensor:
+    """y_t (N, C), x_t (K, C) fp8, exponent and ends (G,) int32, as a SplitFold has them -> scale * (G, N, K)."""
     dw = torch.zeros((ends.shape[0], y_t.shape[0], x_t.shape[0]), dtype=torch.float32, device=y_t.device)
-    _add_wgrad_reference(dw, y_t, x_t, exponent, ends)
+    _add_wgrad_reference(dw, y_t, x_t, exponent, ends, scale)
     return dw.to(out_dtype)
 
 
 @fp8_grouped_wgrad.register_fake
-def _(y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _(y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return y_t.new_empty((ends.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype)
 
 
 @torch.library.custom_op("mxep::fp8_grouped_wgrad_add", mutates_args=("to",))
-def fp8_grouped_wgrad_add(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor) -> None:
+def fp8_grouped_wgrad_add(
+    to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, scale: float = 1.0
+) -> None:
     """The same added into `to`, (G, N, K) fp32, contiguous."""
-    _add_wgrad_reference(to, y_t, x_t, exponent, ends)
+    _add_wgrad_reference(to, y_t, x_t, exponent, ends, scale)
 
 
 @fp8_grouped_wgrad_add.register_fake
-def _(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor) -> None:
+def _(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, scale: float = 1.0) -> None:
     """`to` is all there is."""
 
 
-def _add_wgrad_reference(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor) -> None:
+def _add_wgrad_reference(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, scale: float) -> None:
     """Group by group, in fp32; 2^e in two steps, as it may lie outside fp32."""
     starts = [0, *ends.tolist()]
     for g, (start, end, e) in enumerate(zip(starts, starts[1:], exponent.tolist())):
         product = y_t[:, start:end].float() @ x_t[:, start:end].float().T
-        to[g] += product * 2.0 ** (e // 2) * 2.0 ** (e - e // 2)
+        to[g] += product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)
 
 
 for _op, _launcher in (

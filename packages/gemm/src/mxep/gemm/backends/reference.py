@@ -38,9 +38,18 @@ class Reference(Backend):
     def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype)
 
-    def wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(
+        self,
+        dy: Tensor,
+        a: Tensor,
+        group_ends: Tensor,
+        *,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        scale: float = 1.0,
+    ) -> Tensor:
         dy, a = recipe.along_tokens(dy, group_ends), recipe.along_tokens(a, group_ends)
-        dw: Tensor = grouped_wgrad_reference(*_parts(dy), *_parts(a), group_ends, out_dtype)
+        dw: Tensor = grouped_wgrad_reference(*_parts(dy), *_parts(a), group_ends, out_dtype, scale)
         return dw
 
 
@@ -93,14 +102,15 @@ def grouped_wgrad_reference(
     a_index: Tensor | None,
     group_ends: Tensor,
     out_dtype: torch.dtype,
+    scale: float = 1.0,
 ) -> Tensor:
-    """dy (M, N), a (M, K), group_ends int32 (G,) -> (G, N, K) out_dtype, zero where a group is empty."""
+    """dy (M, N), a (M, K), group_ends int32 (G,) -> scale * (G, N, K) out_dtype, zero where a group is empty."""
     dw = a.new_zeros((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
     live = int(group_ends[-1])
     a_values = _values((a, a_scale, a_index), live)
     dy_values = _values((dy, dy_scale, dy_index), live).to(a_values.dtype)
     for g, rows in _groups(group_ends):
-        dw[g] = _product(dy_values[rows].mT, a_values[rows])
+        dw[g] = _product(dy_values[rows].mT, a_values[rows]) * scale
     return dw
 
 
@@ -114,6 +124,7 @@ def _(
     a_index: Tensor | None,
     group_ends: Tensor,
     out_dtype: torch.dtype,
+    scale: float = 1.0,
 ) -> Tensor:
     return a.new_empty((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
 

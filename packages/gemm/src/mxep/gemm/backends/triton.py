@@ -13,6 +13,7 @@ Recipes with MX scales only. wgrad of unquantized operands (wgrad "bf16") is tor
 
 import contextlib
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,28 +90,30 @@ class Triton(Backend):
         *,
         recipe: Recipe,
         out_dtype: torch.dtype,
+        scale: float = 1.0,
         out: Tensor | None = None,
         run_if: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor) and out is None and run_if is None:
-            return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype)
+            return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, scale=scale)
         if out is None and run_if is None:
-            result: Tensor = grouped_wgrad_dot_scaled(*_along_tokens(dy, a, group_ends, recipe), group_ends, out_dtype)
+            operands = _along_tokens(dy, a, group_ends, recipe)
+            result: Tensor = grouped_wgrad_dot_scaled(*operands, group_ends, out_dtype, scale)
             return result
         if out is None:
             out = group_ends.new_empty((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
         # No groups where nothing is to run, so that nothing is requantized either.
         ends = group_ends if run_if is None else group_ends * (run_if != 0)
-        grouped_wgrad_dot_scaled_into(out, *_along_tokens(dy, a, ends, recipe), group_ends, False, run_if)
+        grouped_wgrad_dot_scaled_into(out, *_along_tokens(dy, a, ends, recipe), group_ends, False, run_if, scale)
         return out
 
-    def add_wgrad(self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor) -> None:
-        if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
-            super().add_wgrad(dy, a, group_ends, recipe=recipe, to=to)
-        elif to.is_contiguous():
-            grouped_wgrad_dot_scaled_into(to, *_along_tokens(dy, a, group_ends, recipe), group_ends, True, None)
+    def add_wgrad(
+        self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0
+    ) -> None:
+        if to.is_contiguous() and (isinstance(dy, MXTensor) or isinstance(a, MXTensor)):
+            grouped_wgrad_dot_scaled_into(to, *_along_tokens(dy, a, group_ends, recipe), group_ends, True, None, scale)
         else:
-            to.add_(self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype))
+            super().add_wgrad(dy, a, group_ends, recipe=recipe, to=to, scale=scale)
 
 
 def _along_tokens(dy: Tensor, a: Tensor, group_ends: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
@@ -165,17 +168,31 @@ def _(
 
 @torch.library.custom_op("mxep::grouped_wgrad_dot_scaled", mutates_args=())
 def grouped_wgrad_dot_scaled(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, group_ends: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    x_scale: Tensor,
+    y: Tensor,
+    y_scale: Tensor,
+    group_ends: Tensor,
+    out_dtype: torch.dtype,
+    scale: float = 1.0,
 ) -> Tensor:
     """`mxep.gemm.kernels.dot_scaled.grouped_wgrad`."""
     from mxep.gemm.kernels import dot_scaled
 
     with _on(x.device):
-        return dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, group_ends, out_dtype)
+        return dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, group_ends, out_dtype, factor=scale)
 
 
 @grouped_wgrad_dot_scaled.register_fake
-def _(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, group_ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _(
+    x: Tensor,
+    x_scale: Tensor,
+    y: Tensor,
+    y_scale: Tensor,
+    group_ends: Tensor,
+    out_dtype: torch.dtype,
+    scale: float = 1.0,
+) -> Tensor:
     return x.new_empty((group_ends.shape[0], x.shape[1], y.shape[1]), dtype=out_dtype)
 
 
@@ -208,12 +225,14 @@ def grouped_wgrad_dot_scaled_into(
     group_ends: Tensor,
     add: bool,
     run_if: Tensor | None,
+    scale: float = 1.0,
 ) -> None:
     """The same into out (G, N, K), or added to it, unless run_if is 0."""
     from mxep.gemm.kernels import dot_scaled
 
     with _on(out.device):
-        dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, group_ends, out.dtype, out=out, add=add, run_if=run_if)
+        options: dict[str, Any] = {"factor": scale, "out": out, "add": add, "run_if": run_if}
+        dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, group_ends, out.dtype, **options)
 
 
 @grouped_mm_dot_scaled_into.register_fake

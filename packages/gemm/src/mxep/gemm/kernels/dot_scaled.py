@@ -199,6 +199,7 @@ def grouped_wgrad_kernel(
     y_stride_m,
     y_scale_stride,
     y_scale_stride_m,
+    factor,
     ADD: tl.constexpr,
     GROUPS: tl.constexpr,
     BM: tl.constexpr,
@@ -206,7 +207,10 @@ def grouped_wgrad_kernel(
     BK: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """x (N, M), y (K, M) in blocks along M. ADD: to what out (groups, N, K) holds, and empty groups have no tiles."""
+    """x (N, M), y (K, M) in blocks along M. factor: fp32, of the product.
+
+    ADD: to what out (groups, N, K) holds, and empty groups have no tiles.
+    """
     if run_if_ptr is not None:
         if tl.load(run_if_ptr) == 0:
             return
@@ -248,7 +252,7 @@ def grouped_wgrad_kernel(
         for i in tl.static_range(4):
             column = column_tile * BN + i * (BN // 4) + tl.arange(0, BN // 4)[None, :]
             inside = (row < N) & (column < K)
-            part = quarters[i]
+            part = quarters[i] * factor
             if ADD:
                 part += tl.load(out + column, mask=inside, other=0.0)
             tl.store(out + column, part.to(out_ptr.dtype.element_ty), mask=inside)
@@ -270,8 +274,9 @@ def grouped_mm(
 ) -> Tensor:
     """a (R, C), scale (R, C/32), index (M,) or None; w (G, N, C), scale (G, N or N/32, C/32) -> out (M, N).
 
-    Any strides. bias: (G, N) or None. out: (M, N) contiguous, allocated in out_dtype if None; rows past the last group
-    are not written. run_if: int32 (); where it is 0, `out` stays as it is and the launch costs its own time alone.
+    Any strides, of vectors too. bias: (G, N) or None. out: (M, N) contiguous, allocated in out_dtype if None; rows past
+    the last group are not written. run_if: int32 (); where it is 0, `out` stays as it is and the launch costs its own
+    time alone.
     """
     groups, n, c = w.shape
     m = a.shape[0] if a_index is None else a_index.shape[0]
@@ -279,11 +284,12 @@ def grouped_mm(
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
+    a_index, group_ends, bias = (x if x is None else x.contiguous() for x in (a_index, group_ends, bias))
     how = launch_options() | options
     tiles = (triton.cdiv(m, how["BM"]) + groups) * triton.cdiv(n, how["BN"])
     grouped_mm_kernel[(_programs(tiles, a.device),)](
         a, bytes_of(a_scale), a_index, w, bytes_of(w_scale), group_ends,
-        None if bias is None else bias.contiguous(), run_if, out, m, n, c, groups,
+        bias, run_if, out, m, n, c, groups,
         *a.stride(), *a_scale.stride(), *w.stride(), *w_scale.stride(), out.stride(0),
         W_BLOCK=n // w_scale.shape[1], GROUPS=triton.next_power_of_2(groups), **how,
     )  # fmt: skip
@@ -298,12 +304,13 @@ def grouped_wgrad(
     group_ends: Tensor,
     out_dtype: torch.dtype,
     *,
+    factor: float = 1.0,
     out: Tensor | None = None,
     add: bool = False,
     run_if: Tensor | None = None,
     **options: int,
 ) -> Tensor:
-    """x (M, N), scale (M/32, N); y (M, K), scale (M/32, K) -> out (G, N, K): x[rows of g].T @ y[rows of g].
+    """x (M, N), scale (M/32, N); y (M, K), scale (M/32, K) -> out (G, N, K): factor * x[rows of g].T @ y[rows of g].
 
     Any strides; loads are wide where codes lie along M. out: contiguous, allocated in out_dtype if None; an empty
     group's is zero. add: added to `out` instead, in fp32 before the rounding. run_if: as for `grouped_mm`.
@@ -317,8 +324,8 @@ def grouped_wgrad(
     tiles = groups * triton.cdiv(n, how["BM"]) * triton.cdiv(k, how["BN"])
     x, x_scale, y, y_scale = x.mT, bytes_of(x_scale).mT, y.mT, bytes_of(y_scale).mT
     grouped_wgrad_kernel[(_programs(tiles, x.device),)](
-        x, x_scale, y, y_scale, group_ends, run_if, out, x.shape[1], n, k, groups,
-        *x.stride(), *x_scale.stride(), *y.stride(), *y_scale.stride(),
+        x, x_scale, y, y_scale, group_ends.contiguous(), run_if, out, x.shape[1], n, k, groups,
+        *x.stride(), *x_scale.stride(), *y.stride(), *y_scale.stride(), factor,
         ADD=add, GROUPS=triton.next_power_of_2(groups), **how,
     )  # fmt: skip
     return out

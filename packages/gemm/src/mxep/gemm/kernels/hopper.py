@@ -16,7 +16,7 @@ over the same stages, which stay in shared memory meanwhile; one warpgroup adds 
 are no whole interval come first, one by one.
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
-    RAGGED = "contraction"  out[g, m, n] = 2^e[g] sum_k a[m, k] b[n, k]                                  k of group g
+    RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
 
 Along a ragged contraction groups begin at multiples of BK, with zeros behind their last column (split_fold's align).
 Stages past the end of K, or of a group, are read past the tensor's end, which loads zeros without traffic.
@@ -226,7 +226,7 @@ def _columns(ptr, g, column, N, WIDTH: gl.constexpr):
 def _tile(
     a_tiles, b_tiles, full, empty, staging,
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
-    g, start, end, tile, m_tiles, n_tiles, step, stages, M, N,
+    g, start, end, tile, m_tiles, n_tiles, step, stages, M, N, factor,
     RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
@@ -263,7 +263,7 @@ def _tile(
         row += g * M
         row_end = (g + 1) * M
         e = gl.load(a_scale_ptr + g)
-        row_scale = _power(127 + (e >> 1)), _power(127 + (e - (e >> 1)))
+        row_scale = _power(127 + (e >> 1)) * factor, _power(127 + (e - (e >> 1)))
         scale0 = None
         scale1 = None
     sum0 += warpgroup_mma_wait(0, deps=[part])
@@ -277,7 +277,7 @@ def _tile(
 @gluon.jit
 def _multiply(
     a_tiles, b_tiles, full, empty, queue, told, heard, staging,
-    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K,
+    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, factor,
     RAGGED: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: 64 rows of every tile, if any of them are in the group."""
@@ -305,7 +305,7 @@ def _multiply(
                 step = _tile(
                     a_tiles, b_tiles, full, empty, staging.index(WHO),
                     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
-                    g, start, end, tile - first, m_tiles, n_tiles, step, stages, M, N,
+                    g, start, end, tile - first, m_tiles, n_tiles, step, stages, M, N, factor,
                     RAGGED, INTERVAL, BAND, ADD, WHO,
                 )  # fmt: skip
             else:
@@ -326,7 +326,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["G"])
 def grouped_mm_kernel(
     a_desc, b_desc, out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, taken_ptr, G, M, N, K,
-    RAGGED: gl.constexpr, STAGES: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr,
+    factor, RAGGED: gl.constexpr, STAGES: gl.constexpr, INTERVAL: gl.constexpr, BAND: gl.constexpr, ADD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
@@ -348,9 +348,11 @@ def grouped_mm_kernel(
     gl.warp_specialize(
         [
             (_multiply, (a_tiles, b_tiles, full, empty, queue, told, heard, staging, out_ptr, out_desc,
-                         a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD, 0)),
+                         a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, factor,
+                         RAGGED, INTERVAL, BAND, ADD, 0)),
             (_multiply, (a_tiles, b_tiles, full, empty, queue, told, heard, staging, out_ptr, out_desc,
-                         a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, RAGGED, INTERVAL, BAND, ADD, 1)),
+                         a_scale_ptr, b_scale_ptr, bias_ptr, ends_ptr, G, M, N, K, factor,
+                         RAGGED, INTERVAL, BAND, ADD, 1)),
             (_load, (a_desc, b_desc, a_tiles, b_tiles, full, empty, queue, told, heard, taken_ptr, ends_ptr,
                      G, M, N, K, RAGGED, INTERVAL, BAND, ADD)),
         ],
@@ -386,6 +388,7 @@ def grouped_wgrad(
     exponent: Tensor,
     ends: Tensor,
     out_dtype: torch.dtype,
+    factor: float = 1.0,
     add_to: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
@@ -394,16 +397,18 @@ def grouped_wgrad(
     shape = ends.shape[0], N, K
     out = torch.empty(shape, dtype=out_dtype, device=y_t.device) if add_to is None else add_to
     if C:
-        options |= {"ragged": "contraction", "add": add_to is not None}
+        options |= {"ragged": "contraction", "add": add_to is not None, "factor": factor}
         _launch(out, y_t, x_t, exponent, None, None, ends, N, K, C, **options)
     elif add_to is None:
         out.zero_()
     return out
 
 
-def add_grouped_wgrad(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor) -> None:
+def add_grouped_wgrad(
+    to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, factor: float = 1.0
+) -> None:
     """mxep::fp8_grouped_wgrad_add."""
-    grouped_wgrad(y_t, x_t, exponent, ends, torch.float32, to)
+    grouped_wgrad(y_t, x_t, exponent, ends, torch.float32, factor, to)
 
 
 def _launch(
@@ -420,6 +425,7 @@ def _launch(
     *,
     ragged: str,
     add: bool = False,
+    factor: float = 1.0,
     programs: int = 0,
     interval: int = INTERVAL,
     band: int = BAND,
@@ -434,7 +440,7 @@ def _launch(
         out_desc = TensorDescriptor(out, [out.numel() // N, N], [N, 1], [BM // 2, BN // 2], wide)
     taken = torch.zeros(1, dtype=torch.int32, device=out.device)
     grouped_mm_kernel[(programs or multiprocessors(a.device),)](
-        a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, ends, taken, ends.shape[0], M, N, K,
+        a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, ends, taken, ends.shape[0], M, N, K, factor,
         RAGGED=ragged, STAGES=STAGES, INTERVAL=interval, BAND=band, ADD=add,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

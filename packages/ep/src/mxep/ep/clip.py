@@ -1,0 +1,93 @@
+"""clip_grad_norm_: one norm over parameters of all kinds, each number counted once.
+
+    plain tensors                  the same on every rank: counted here
+    DTensors sharded over a mesh   counted here, then summed over the mesh's sharded dimensions
+
+torch's own `clip_grad_norm_` takes no mix of the two, and of plain shares would count this rank's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .shares import local_tensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients so that their norm over all parameters, of all ranks, is at most ``max_norm``.
+
+    Call it on every rank with the same parameters in the same order, once gradients are averaged over data-parallel
+    ranks. Parameters may be plain (their gradients the same on every rank) or DTensors of any mix of meshes: experts
+    over ep, or over dp and ep, the rest over all ranks. Of a parameter with ``main_grad`` that is the gradient.
+
+    Returns the norm before, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. One all-reduce of a number for
+    each mesh dimension that shards parameters; no host sync, unless ``error_if_nonfinite``, which raises RuntimeError.
+    ValueError for a gradient that is a partial sum. As in torch, the factor is ``max_norm / (norm + 1e-6)``.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not parameters:
+        return torch.zeros(())
+    shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        grad = getattr(parameter, "main_grad", None)
+        grad = parameter.grad if grad is None else grad
+        # Also without a gradient here: the others wait in the same all-reduces.
+        share = shares.setdefault(_sharded_over(grad if isinstance(grad, DTensor) else parameter), [])
+        if grad is not None:
+            share.append(local_tensor(grad))
+    power = 1.0 if norm_type == float("inf") else norm_type
+    reduction = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+    grads = [grad for share in shares.values() for grad in share]
+    device = parameters[0].device
+    powers: list[Tensor] = []
+    for groups, share in shares.items():
+        norms = [norm.to(device, torch.float64) for norm in _norms(share, norm_type)]
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+        powers.append(own.double() ** power)
+        for group in groups:
+            dist.all_reduce(powers[-1], reduction, group=group)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(powers) ** (1 / power), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}: nothing was clipped")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for of_a_kind in _by_kind(grads):
+        torch._foreach_mul_(of_a_kind, factor.to(of_a_kind[0].device))
+    return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
+
+
+def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which the whole of `x` is spread."""
+    if not isinstance(x, DTensor):
+        return ()
+    if any(placement.is_partial() for placement in x.placements):
+        raise ValueError(f"a gradient is a partial sum, {x.placements}: redistribute it before clipping")
+    mesh = x.device_mesh
+    return tuple(mesh.get_group(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
+
+
+def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
+    """In fp32 at least, of those that have elements."""
+    norms: list[Tensor] = []
+    for of_a_kind in _by_kind([grad for grad in grads if grad.numel()]):
+        wide = None if of_a_kind[0].dtype == torch.float64 else torch.float32
+        norms += torch._foreach_norm(of_a_kind, norm_type, dtype=wide)
+    return norms
+
+
+def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())

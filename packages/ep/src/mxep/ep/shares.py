@@ -1,0 +1,97 @@
+"""Expert weights as DTensors: each rank of the ep mesh holds ``E / W`` of them, and everyone knows which.
+
+E experts in all, W ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def ep_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The 1-D mesh of the group's ranks, for tensors that are or will be on `device`. Not collective."""
+    kind = device.type
+    # A layer that is built on the CPU or on meta for a group of GPUs moves there later.
+    if kind in ("cpu", "meta"):
+        kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
+    return DeviceMesh.from_group(group, kind, mesh_dim_names=("ep",))
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of a 1-D mesh. ValueError if it has more dimensions."""
+    if mesh.ndim != 1:
+        raise ValueError(f"experts want a 1-D mesh, such as mesh['ep'], got {mesh.ndim} dimensions")
+    return mesh.get_group()
+
+
+def empty_share(shape: tuple[int, ...], mesh: DeviceMesh | None, **options: Any) -> Tensor:
+    """An uninitialised tensor of `shape` (E, ...): this rank's experts of a DTensor, or without a mesh all of them."""
+    if mesh is None:
+        return torch.empty(shape, **options)
+    local = torch.empty(shape[0] // mesh.size(), *shape[1:], **options)
+    # from_local would move it to the mesh's device at once.
+    spec = DTensor.from_local(local.to("meta"), mesh, [Shard(0)], run_check=False)._spec
+    return DTensor(local, spec, requires_grad=False)
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """What this rank holds of `x`: not differentiable, not a copy."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """What this rank holds of `weight`, as autograd sees it: its gradient becomes a DTensor like `weight`.
+
+    Half of what `DTensor.to_local` costs the host, forward and backward, and no zeros where there is no gradient.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    if torch.compiler.is_compiling():
+        return weight.to_local()
+    local: Tensor = _Local.apply(weight)  # type: ignore[no-untyped-call]
+    return local
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec = weight._spec
+        return weight._local_tensor.view_as(weight._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
+        return None if grad is None else DTensor(grad, ctx.spec, requires_grad=False)
+
+
+@torch.no_grad()
+def init_normal_(weight: Tensor, std: float, *, per_expert: bool = False) -> None:
+    """Fill `weight` with normal numbers of mean 0: the same weight, however it is sharded.
+
+    One number of the CPU's default generator seeds them, so ranks that agree on its state agree on the weight.
+    per_expert: `weight` (E, ...) has a seed an expert, and a rank draws only the experts that it holds.
+    """
+    local = local_tensor(weight)
+    if local.is_meta:
+        return
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    offset: tuple[int, ...] = (0,) * weight.dim()
+    if isinstance(weight, DTensor):
+        _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    generator = torch.Generator(local.device)
+    # A weight that is drawn in one piece is as one expert.
+    pieces, shape = (local, weight.shape[1:]) if per_expert else (local[None], weight.shape)
+    first, offset = (offset[0], offset[1:]) if per_expert else (0, offset)
+    for i, piece in enumerate(pieces):
+        generator.manual_seed(seed + first + i)
+        drawn = torch.randn(shape, device=local.device, generator=generator) * std
+        for dim, (start, length) in enumerate(zip(offset, piece.shape)):
+            drawn = drawn.narrow(dim, min(start, drawn.shape[dim]), length)
+        piece.copy_(drawn)

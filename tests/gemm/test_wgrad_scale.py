@@ -1,0 +1,50 @@
+"""wgrad_scale multiplies the gradient of the weight, and nothing else, on every backend, returned or added."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gemm.problem import Problem, problem, snr
+from gemm.test_blackwell import decoded as decoded
+from gemm.test_hopper import BACKEND as HOPPER
+from mxep.gemm import BACKENDS, grouped_mm
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IN_TURN = [
+    *((name, recipe) for name in ("reference", "dequant") for recipe in ("bf16", "fp8", "mxfp8", "mxfp8_wgrad_bf16")),
+    *(("hopper", recipe) for recipe in ("bf16", "fp8", "mxfp8")),
+    *(("triton", recipe) for recipe in ("mxfp8", "mxfp8_wgrad_bf16")),
+    *(("blackwell", recipe) for recipe in ("mxfp8", "mxfp8_wgrad_bf16")),
+]
+backends = pytest.mark.parametrize(("backend", "recipe"), IN_TURN)
+
+
+def run(p: Problem, backend: str, recipe: str, scale: float, main_grad: Tensor | None = None) -> dict[str, Any]:
+    a, w = p.a.clone().requires_grad_(), p.w.clone().requires_grad_()
+    bias = torch.ones(p.w.shape[:2], device=p.a.device, requires_grad=True)
+    chosen = HOPPER if backend == "hopper" else BACKENDS[backend]
+    how = {"main_grad": main_grad, "wgrad_scale": scale}
+    out = grouped_mm(a, w, p.group_ends, recipe=recipe, backend=chosen, bias=bias, **how)
+    out.backward(p.dy)
+    assert a.grad is not None
+    return {"out": out[: p.live], "da": a.grad[: p.live], "dbias": bias.grad, "dw": w.grad}
+
+
+@pytest.mark.usefixtures("decoded")
+@backends
+def test_the_weights_gradient_is_scaled_and_no_other(backend: str, recipe: str) -> None:
+    device = torch.device("cpu") if backend == "blackwell" else DEVICE
+    q = problem(n=96, k=160)
+    p = Problem(*(x.to(device) for x in (q.a, q.w, q.dy, q.group_ends)))
+    plain, quarter, third = (run(p, backend, recipe, scale) for scale in (1.0, 0.25, 1 / 3))
+    assert torch.equal(quarter["dw"], plain["dw"] / 4)
+    assert snr(plain["dw"].double() / 3, third["dw"]) > 48  # one or two roundings to bf16
+    for name in ("out", "da", "dbias"):
+        assert torch.equal(quarter[name], plain[name])
+    main_grads = torch.zeros(p.w.shape, device=device), torch.zeros(p.w.shape, device=device)
+    for main_grad, scale in zip(main_grads, (1.0, 0.25)):
+        assert run(p, backend, recipe, scale, main_grad)["dw"] is None
+    assert main_grads[0].any()
+    assert torch.equal(main_grads[1], main_grads[0] / 4)
