@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .mesh import Mesh
+from .mesh import Mesh, local
 from .model import Transformer
 
 FORMAT = 1
@@ -61,7 +61,7 @@ def save(
 
     Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
     """
-    weights, moments = _tensors(model), _moments(model, optimizer)
+    weights, moments = _local(_tensors(model)), _local(_moments(model, optimizer))
     _refuse_unless_finite({**weights, **moments}, state, mesh)
     if mesh.rank < dist.get_world_size(mesh.ep):  # the ranks that share experts with rank 0
         experts = model.expert_parameters()
@@ -104,9 +104,9 @@ def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer, 
     """
     experts = model.expert_parameters()
     rank = dist.get_rank(mesh.ep)
-    _fill(folder / "model.safetensors", _tensors(model), experts, rank)
+    _fill(folder / "model.safetensors", _local(_tensors(model)), experts, rank)
     moments = _moments(model, optimizer)
-    _fill(folder / "optimizer.safetensors", moments, {f"{m}.{name}" for m in MOMENTS for name in experts}, rank)
+    _fill(folder / "optimizer.safetensors", _local(moments), {f"{m}.{name}" for m in MOMENTS for name in experts}, rank)
     step = torch.tensor(float(read_state(folder).step))
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
@@ -168,6 +168,10 @@ def _refuse_unless_finite(tensors: dict[str, Tensor], state: State, mesh: Mesh) 
 
 def _tensors(model: Transformer) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _local(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: local(tensor) for name, tensor in tensors.items()}
 
 
 def _moments(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

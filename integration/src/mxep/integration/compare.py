@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mxep.gemm import Recipe
 
@@ -40,7 +41,7 @@ from .bench.tables import Section
 from .config import ConfigError, make_recipe, to_json
 from .data import read_text
 from .launch import Rank
-from .mesh import Mesh
+from .mesh import Mesh, local
 from .progress import show_backend
 from .schema import Config
 from .train import Run, Trainer
@@ -115,11 +116,14 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
 
 @torch.no_grad()
 def nudge(model: nn.Module, seed: int) -> None:
-    """Multiply each weight by its own number from 1 - NUDGE to 1 + NUDGE; what all ranks hold, by the same ones."""
+    """Multiply each weight by its own number from 1 - NUDGE to 1 + NUDGE, which is the same on any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         relative = 2 * torch.rand(parameter.shape, generator=generator) - 1
-        parameter.mul_((1 + NUDGE * relative).to(parameter.device))
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            relative = relative.chunk(mesh.size())[mesh.get_local_rank()]
+        local(parameter).mul_((1 + NUDGE * relative).to(parameter.device))
 
 
 def summarize(trials: Sequence[Trial]) -> dict[str, Any]:

@@ -140,12 +140,15 @@ def _die_with_caller() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     caller = multiprocessing.parent_process()
     assert caller is not None
+    assert caller.pid is not None
+
+    pid = caller.pid
 
     def watch() -> None:
         # The sentinel is a pipe whose other end the caller holds, and every child that it forks later.
         ends = [caller.sentinel]
         try:
-            ends.append(os.pidfd_open(caller.pid))
+            ends.append(os.pidfd_open(pid))
         except ProcessLookupError:
             ends = []  # gone
         except OSError:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mxep.comms import CapacityExceeded
 from mxep.gemm import Recipe
@@ -340,7 +341,10 @@ def make_optimizer(model: Transformer, config: OptimizerConfig) -> torch.optim.A
     named = list(model.named_parameters())
     decays = [p for name, p in named if p.dim() > 1 and not name.startswith("embedding")]
     rest = [p for name, p in named if p.dim() <= 1 or name.startswith("embedding")]
-    groups = [{"params": decays, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    # One kernel over a group's parameters takes no mix of plain tensors and DTensors.
+    kinds = [[p for p in decays if isinstance(p, DTensor) == spread] for spread in (True, False)]
+    groups = [{"params": kind, "weight_decay": config.weight_decay} for kind in kinds if kind]
+    groups.append({"params": rest, "weight_decay": 0.0})
     # Not fused: that does not count up parameters' versions (torch 2.13), by which caches of quantized weights notice.
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), foreach=True)
 

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mxep.ep import CASES, Case, MoE
 from mxep.gemm import Recipe
@@ -32,7 +31,7 @@ from mxep.gemm.backends import select
 
 from .config import to_json
 from .launch import Rank, resolve_device
-from .mesh import Mesh
+from .mesh import Mesh, local
 from .progress import show_backend
 from .reference import EXACT, Problem, Results, moe_layer, quantizers, snr
 from .schema import Config
@@ -171,8 +170,8 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device, ba
     )
     first, last = _own_experts(moe)
     with torch.no_grad():
-        _local(moe.experts.gate_up_proj).copy_(problem.gate_up_proj[first:last])
-        _local(moe.experts.down_proj).copy_(problem.down_proj[first:last])
+        local(moe.experts.gate_up_proj).copy_(problem.gate_up_proj[first:last])
+        local(moe.experts.down_proj).copy_(problem.down_proj[first:last])
     x = problem.x.to(device, torch.bfloat16).requires_grad_()
     out = moe(x)
     out.backward(problem.d_out.to(out))
@@ -218,11 +217,7 @@ def _share(results: Results, tokens: slice, experts: slice) -> Results:
 
 def _gradient(leaf: Tensor) -> Tensor:
     assert leaf.grad is not None
-    return _local(leaf.grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local(leaf.grad)
 
 
 def _own_experts(moe: MoE) -> tuple[int, int]:
