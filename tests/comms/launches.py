@@ -24,7 +24,7 @@ def make_plan(experts: int) -> None:
     """Of several sizes: kernels are compiled once for all."""
     for T, multiple in ((1, 1), (128, 32), (8192, 48)):
         plan.make_plan(*tables(T), experts, experts, multiple, W * T * K, 4 * experts)
-    plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 2**31 - 1)
+    plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 4 * (experts - 1))
 
 
 def plan_destinations(experts: int) -> None:

@@ -30,4 +30,4 @@ class PlayedTransport(PutMoves, SharedMemoryTransport):
                     move.buffer.peers[rank][byte : byte + len(row)] = row
 
     def _meet(self, move: Move, channel: int, signature: int) -> None:
-        self.barrier(move.name)
+        self.barrier(move.name, signature=signature)

@@ -7,9 +7,26 @@ import torch.distributed as dist
 from comms.interpreted import InterpretedTransport
 from comms.played import PlayedTransport
 from comms.test_direct import check_direct
-from comms.test_exchange import bring_to, check_cases, check_one_token, check_over_capacity, make_workspace, plan_slots
+from comms.test_exchange import (
+    bring_to,
+    check_cases,
+    check_one_token,
+    check_other_sizes,
+    check_over_capacity,
+    make_workspace,
+    plan_slots,
+)
 from comms.test_stress import check_rounds
-from mxep.comms import PeersDisagree, PeerTimeout, gather_rows, send_rows, start_return_rows, start_send_rows
+from comms.test_transport import check_too_many_tokens
+from mxep.comms import (
+    PeersDisagree,
+    PeerTimeout,
+    SharedMemoryTransport,
+    gather_rows,
+    send_rows,
+    start_return_rows,
+    start_send_rows,
+)
 from mxep.comms.layout import CHANNELS
 from mxep.comms.symmetric_memory import Record
 from ranks import Context, distributed
@@ -104,6 +121,28 @@ def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
     got = "rank 0 at put_rows with rows of 24 bytes, rank 1 at put_rows with rows of 27 bytes"
     with pytest.raises(PeersDisagree, match=got):
         workspace.transport.check()
+
+
+@distributed(3, device="cpu")
+def test_a_rank_with_too_many_tokens_tells_its_peers_at_once_what_to_set(ctx: Context):
+    check_too_many_tokens(ctx, InterpretedTransport)
+
+
+@distributed(2, device="cpu")
+def test_workspaces_of_other_sizes_take_turns_in_the_same_buffers(ctx: Context):
+    check_other_sizes(ctx, InterpretedTransport, ("random",))
+    check_other_sizes(ctx, PlayedTransport, ("random",))
+
+
+@distributed(1, device="cpu")
+def test_an_id_past_int32_is_no_experts_after_it_was_narrowed(ctx: Context):
+    ids = torch.tensor([[2**32, -(2**32)], [2**31 - 1, 1]])  # the first two have zeroes in the lower half
+    for kind in (InterpretedTransport, PlayedTransport, SharedMemoryTransport):
+        workspace = make_workspace(ctx, kind, top_k=2)
+        move = workspace.begin("tables")
+        workspace.transport.put_tables(move, ids, torch.ones(2, 2))
+        told = workspace.layout.ids(move.buffer.local)[0, :2].tolist()
+        assert told == [[5, -2], [5, 1]]  # there are 5 experts
 
 
 def test_a_record_tells_who_is_late_across_the_wrap():

@@ -78,8 +78,8 @@ def test_slots_are_summed_in_fp32_and_rounded_once():
 def test_regions_of_a_layout_are_aligned_and_apart():
     layout = Layout(world_size=3, max_tokens=5, top_k=3, row_bytes=48, num_rows=17)
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    regions = [layout.rows(buffer), layout.ids(buffer), layout.values(buffer), layout.num_tokens(buffer)]
-    regions += [buffer[layout.signals_start :][: CHANNELS * 3 * 8], buffer[layout.own_start :][: OWN_WORDS * 8]]
+    regions = [buffer[layout.signals_start :][: CHANNELS * 3 * 8], buffer[layout.own_start :][: OWN_WORDS * 8]]
+    regions += [layout.rows(buffer), layout.ids(buffer), layout.values(buffer), layout.num_tokens(buffer)]
     ends = 0
     for region in regions:
         start = region.data_ptr() - buffer.data_ptr()
@@ -87,8 +87,11 @@ def test_regions_of_a_layout_are_aligned_and_apart():
         assert start >= ends
         ends = start + region.numel() * region.element_size()
     assert ends <= layout.nbytes
-    assert regions[0].shape == (17, 48)
-    assert regions[1].shape == regions[2].shape == (3, 5, 3)
+    assert regions[2].shape == (17, 48)
+    assert regions[3].shape == regions[4].shape == (3, 5, 3)
+    other = Layout(world_size=3, max_tokens=50, top_k=1, row_bytes=64, num_rows=170)
+    places = (layout.signals_start, layout.own_start, layout.rows_start)
+    assert places == (other.signals_start, other.own_start, other.rows_start)
 
 
 @pytest.mark.parametrize("name", ["gather_rows", "sum_slots"])

@@ -20,7 +20,7 @@ def tables(everyone: list[Sent], max_tokens: int, *, poison: int = 0) -> tuple[t
     return ids, weights, torch.tensor([len(sent.ids) for sent in everyone], dtype=torch.int32)
 
 
-def check_plan(plan: RoutingPlan, everyone: list[Sent], max_tokens: int, experts: range) -> None:
+def check_plan(plan: RoutingPlan, everyone: list[Sent], max_tokens: int, experts: range, *, exact: bool) -> None:
     top_k = everyone[0].ids.shape[1]
     wanted = expected_plan(everyone, experts, plan.multiple, plan.max_rows)
     padding = [None] * (plan.max_rows - len(wanted.pairs))
@@ -44,8 +44,16 @@ def check_plan(plan: RoutingPlan, everyone: list[Sent], max_tokens: int, experts
     assert_bitwise(plan.slot_rows, slot_rows, "slot_rows")
     assert_bitwise(plan.group_ends, torch.tensor(wanted.group_ends, dtype=torch.int32), "group_ends")
     assert_bitwise(plan.group_sizes, torch.tensor(wanted.group_sizes, dtype=torch.int32), "group_sizes")
-    assert int(plan.overflow) == wanted.overflow
     assert int(plan.invalid) == 0
+    # Of all owners, where the plan knows who they are; with exact capacity R_max is this one's alone.
+    owners = len(plan.overflow)
+    for owner in range(owners):
+        of = experts if owners == 1 else range(owner * len(experts), (owner + 1) * len(experts))
+        theirs = expected_plan(everyone, of, plan.multiple, 10**9)
+        assert int(plan.needed[owner]) == theirs.group_ends[-1], owner
+        if of == experts or not exact:
+            lost = expected_plan(everyone, of, plan.multiple, plan.max_rows).overflow
+            assert int(plan.overflow[owner]) == (0 if exact else lost), owner
 
 
 def test_the_example_of_the_docstring():
@@ -87,7 +95,7 @@ def test_a_plan_is_what_loops_make(case, capacity, multiple):
             capacity=capacity,
             num_experts=num_experts,
         )
-        check_plan(plan, everyone, max_tokens, experts)
+        check_plan(plan, everyone, max_tokens, experts, exact=capacity == Capacity.exact())
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,8 +114,10 @@ def test_a_plan_of_any_shape_is_what_loops_make(data):
     rank = data.draw(st.integers(0, world - 1))
     capacity = data.draw(st.sampled_from(CAPACITIES))
     options = {"first_expert": rank * e, "num_local_experts": e, "multiple": multiple, "capacity": capacity}
+    options["num_experts"] = data.draw(st.sampled_from([None, world * e]))
     plan = make_plan(*tables(everyone, max_tokens), **options)
-    check_plan(plan, everyone, max_tokens, range(rank * e, (rank + 1) * e))
+    exact = capacity == Capacity.exact()
+    check_plan(plan, everyone, max_tokens, range(rank * e, (rank + 1) * e), exact=exact)
 
 
 def test_the_worst_case_holds_whatever_distinct_experts_ask():
@@ -137,8 +147,20 @@ def test_capacities_have_the_sizes_they_promise():
     assert rows(Capacity.factor(100)) == 864
     assert rows(Capacity.exact()) == 96
     assert str(Capacity.factor(1.25)) == "Capacity.factor(1.25)"
+    assert str(Capacity.factor(1.25, overflow="drop")) == "Capacity.factor(1.25, overflow='drop')"
     with pytest.raises(ValueError, match="got 0, wanted a positive number"):
         Capacity.factor(0)
+    with pytest.raises(ValueError, match="got overflow='forget', wanted 'raise' or 'drop'"):
+        Capacity.factor(1.0, overflow="forget")
+
+
+def test_the_factor_that_would_have_been_enough_is_and_the_one_below_is_not():
+    sizes = {"num_local_experts": 2, "multiple": 32}
+    for needed in (64, 96, 384, 448, 864):
+        enough = Capacity.enough(needed, 100, 3, **sizes)
+        assert Capacity.factor(enough).rows(4, 100, 3, **sizes) >= needed
+        if enough > 0.01:
+            assert Capacity.factor(enough - 0.01).rows(4, 100, 3, **sizes) < needed
 
 
 def test_rows_that_do_not_fit_are_counted_and_marked():

@@ -17,7 +17,7 @@ from mxep.comms import plan
 from mxep.comms.kernels import plan as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FIELDS = ("row_source", "row_slot", "row_weight", "slot_rows", "group_ends", "group_sizes", "overflow", "invalid")
+FIELDS = ("row_source", "row_slot", "row_weight", "slot_rows", "group_ends", "group_sizes", "counts")
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
@@ -89,6 +89,8 @@ CASES = {
     "no room": Case(2, 20, 2, 8, 4, room=0),
     "no tokens": Case(2, 0, 2, 8, 4),
     "600 experts": Case(1, 50, 8, 600, 600, full=True),
+    "more ranks than programs": Case(2, 5, 3, 40, 2, multiple=8, room=0.2),
+    "600 experts of 50 ranks": Case(3, 50, 4, 600, 12, room=0.05),
 }
 LARGE = {
     "300 ranks": Case(300, 1, 1, 300, 1, multiple=4),
@@ -139,7 +141,7 @@ def test_destinations_are_the_rows_of_the_owners_plans(name):
     slots = slice(rank * case.T, rank * case.T + case.T)
     want = torch.full((case.T, case.K), -1, dtype=torch.int32)
     for first in range(0, case.E, case.e):
-        *_, slot_rows, _, _, _, _ = plan.plan_rows(*valid, first, *case.plan(valid)[4:])
+        *_, slot_rows, _, _, _ = plan.plan_rows(*valid, first, *case.plan(valid)[4:])
         want = torch.where(slot_rows[slots] == -1, want, slot_rows[slots])
     assert_bitwise(plan.plan_destinations(*case.destinations(tables, rank, case.T)), want, "rows")
 

@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mxep.comms import PeerTimeout, SharedMemoryTransport, SymmetricMemoryTransport, Workspace, send_rows
+from mxep.comms import (
+    PeersDisagree,
+    PeerTimeout,
+    SharedMemoryTransport,
+    SymmetricMemoryTransport,
+    Workspace,
+    make_plan,
+    return_rows,
+    send_rows,
+)
 from mxep.comms.transport import cuda_device
 from mxep.integration.launch import Rank, RanksFailed, run_ranks
 from ranks import Context, distributed
@@ -52,20 +61,126 @@ def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
     dist.barrier(ctx.group)
 
 
-@distributed(2, device="cpu")
-def test_a_rank_that_refuses_to_send_is_named_by_the_move(ctx: Context):
-    workspace = Workspace(ctx.transport(timeout=0.5), max_tokens=2, top_k=1, dim=16, num_experts=2)
-    parts, ids = (torch.zeros(2, 8, dtype=torch.uint8),), torch.tensor([[0], [1 + 7 * ctx.rank]])
+@distributed(3, device="cpu")
+def test_peers_of_a_rank_with_ids_that_are_none_are_told_so(ctx: Context):
+    workspace = Workspace(ctx.transport(), max_tokens=2, top_k=1, dim=16, num_experts=3)
+    parts, ids = (torch.zeros(2, 8, dtype=torch.uint8),), torch.tensor([[0], [1 + 7 * (ctx.rank == 1)]])
     if ctx.rank == 1:
-        with pytest.raises(ValueError, match=r"expert ids: got \[8\], wanted -1 \(not routed\) to 1"):
+        with pytest.raises(ValueError, match=r"expert ids: got \[8\], wanted -1 \(not routed\) to 2"):
             send_rows(workspace, parts, ids, torch.ones(2, 1))
-        assert workspace.moves == 0
     else:
-        with pytest.raises(PeerTimeout, match="at send_rows, move 0, barrier 1, for rank 1"):
+        with pytest.raises(PeersDisagree, match="refused to send: rank 1 brought expert ids that are none"):
             send_rows(workspace, parts, ids, torch.ones(2, 1))
     dist.barrier(ctx.group)
     for buffer in workspace.buffers:
         assert not workspace.layout.num_tokens(buffer.local)[1], "nothing moved from rank 1"
+
+
+@distributed(2, 3)
+def test_a_rank_with_too_many_tokens_tells_its_peers_at_once_what_to_set(ctx: Context):
+    check_too_many_tokens(ctx)
+
+
+def check_too_many_tokens(ctx: Context, kind: type | None = None) -> None:
+    workspace = Workspace(ctx.transport(kind), max_tokens=6, top_k=1, dim=16, num_experts=ctx.world_size)
+
+    def send(tokens: int) -> None:
+        part = torch.zeros(tokens, 8, dtype=torch.uint8, device=ctx.device)
+        ids = torch.zeros(tokens, 1, dtype=torch.int32, device=ctx.device)
+        send_rows(workspace, (part,), ids, torch.ones(tokens, 1, device=ctx.device))
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize()
+        workspace.transport.check()
+
+    send(6)
+    dist.barrier(ctx.group)
+    started = time.monotonic()
+    if ctx.rank == 1:
+        with pytest.raises(ValueError, match="got 9 tokens, wanted at most max_tokens = 6: set max_tokens=9 or more"):
+            send(9)
+        with pytest.raises(RuntimeError, match=r"rank 1 refused a move .*: make the layers again"):
+            send(6)
+    else:
+        with pytest.raises(PeersDisagree, match="rank 1 brought 9 tokens, more than max_tokens: set max_tokens=9 or m"):
+            send(6)
+    dist.barrier(ctx.group)
+    assert time.monotonic() - started < 30, "before the timeout of 60 s"
+
+
+@distributed(3, device="cpu")
+def test_ranks_in_other_moves_are_told_on_cpu_too(ctx: Context):
+    check_other_moves(ctx, "rows of 8 bytes, rank 1 at return_sums with rows of 64 bytes", home=ctx.rank == 1)
+    check_other_moves(ctx, "rows of 8 bytes, rank 1 at put_rows with rows of 9 bytes", width=8 + (ctx.rank == 1))
+    said = "with rows of 8 bytes in layout .*, rank 1 at put_rows with rows of 8 bytes in layout"
+    check_other_moves(ctx, said, larger=ctx.rank == 1)
+
+
+def check_other_moves(ctx: Context, said: str, *, home: bool = False, width: int = 8, larger: bool = False) -> None:
+    transport = ctx.transport(timeout=20)
+    one, other = (Workspace(transport, max_tokens=t, top_k=1, dim=16, num_experts=3, row_bytes=64) for t in (2, 3))
+    part, ids = torch.zeros(2, width, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
+    slots = send_rows(one, (part[:, :8],), ids, torch.ones(2, 1))
+    tables = slots.expert_ids, slots.weights, slots.num_tokens
+    plan = make_plan(*tables, first_expert=ctx.rank, num_local_experts=1, multiple=1)
+    rows = torch.zeros(plan.max_rows, 16)
+    with pytest.raises(PeersDisagree, match=f"rank {ctx.rank} met peers in other moves: rank 0 at put_rows .*{said}"):
+        _ = return_rows(one, rows, plan, ids) if home else send_rows(other if larger else one, (part,), ids)
+    with pytest.raises(RuntimeError, match=r"unusable after: rank . met peers in other moves"):
+        transport.check()
+
+
+@distributed(1, 2)
+def test_smaller_buffers_make_room_for_larger_ones_and_their_views_stay(ctx: Context):
+    transport = ctx.transport()
+    sizes = {"top_k": 1, "dim": 16, "num_experts": ctx.world_size}
+    small = Workspace(transport, max_tokens=2, **sizes)
+    old = small.buffers
+    part = torch.full((2, 16), 7 + ctx.rank, dtype=torch.uint8, device=ctx.device)
+    ids = torch.full((2, 1), ctx.world_size - 1, dtype=torch.int32, device=ctx.device)
+    (arrived,) = send_rows(small, (part,), ids).parts
+    before = arrived.clone()
+    larger = Workspace(transport, max_tokens=4, **sizes)
+    assert larger.buffers is small.buffers is not old
+    assert Workspace(transport, max_tokens=3, **sizes).buffers is larger.buffers
+    for _ in range(3):
+        send_rows(larger, (part + 1,), ids)
+        (again,) = send_rows(small, (part,), ids).parts
+        assert torch.equal(again, before) or ctx.rank < ctx.world_size - 1
+    assert torch.equal(arrived, before)
+    assert small.moves == larger.moves == 7
+
+
+class FakeStream:
+    """Remembers what waits for what."""
+
+    def __init__(self) -> None:
+        self.waits_for: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waits_for.append(other)
+
+    wait_event = wait_stream
+
+
+def test_a_move_on_another_stream_waits_for_the_last_ones_and_is_waited_for(monkeypatch):
+    if dist.is_initialized():
+        pytest.skip("there is a group")
+    monkeypatch.setattr("mxep.comms.workspace.capture_of", lambda stream: 0)
+    transport = SharedMemoryTransport()
+    small, large = (Workspace(transport, max_tokens=t, top_k=2, dim=16, num_experts=4) for t in (2, 4))
+    transport.stream = FakeStream()
+    one, other = FakeStream(), FakeStream()
+    moves = (one, small), (one, large), (other, large), (one, small)
+    for number, (stream, workspace) in enumerate(moves):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        workspace.begin("move")
+        transport.arena.done, transport.arena.under_way = f"move {number} is over", object()
+    # What a move holds is let go of on the stream that it began on, and on the one that goes on with it.
+    assert one.waits_for == ["move 0 is over", "move 1 is over", "move 2 is over", other]
+    assert other.waits_for == ["move 1 is over", one, "move 2 is over"]
+    small.join()
+    assert one.waits_for[-1] == "move 3 is over"
+    transport.close()
 
 
 @distributed(2)

@@ -138,10 +138,11 @@ def test_weights_that_do_not_fit_and_errors_on_the_way_leave_no_move_behind(ctx)
     ):
         with pytest.raises(ValueError, match=message):
             route_through_experts(x, ids, weights, **({"gate_up_proj": proj, "down_proj": down} | wrong), setup=setup)
-    assert dispatcher.workspace is None  # nothing moved
+    assert not dispatcher.used  # nothing moved
     with pytest.raises(MemoryError), mock.patch.object(Reference, "quantize_weight_rows", side_effect=MemoryError):
         route_through_experts(x, ids, weights, proj, down, setup=setup)
-    assert dispatcher.workspace._under_way is None
+    (workspace,) = dispatcher._workspaces.values()
+    assert workspace.arena.under_way is None
     assert route_through_experts(x, ids, weights, proj, down, setup=setup)[0].shape == x.shape
 
 

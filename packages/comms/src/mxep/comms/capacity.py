@@ -10,7 +10,10 @@ from .layout import round_up
 
 
 class CapacityExceeded(RuntimeError):
-    """Rows did not fit the capacity. They were left out and counted, so the step's results are not usable."""
+    """Rows did not fit the capacity. They were left out and counted, so the step's results are not usable.
+
+    Every rank of the group raises it in the same step, so all may skip the step.
+    """
 
 
 @dataclass(frozen=True)
@@ -21,22 +24,26 @@ class Capacity:
 
     - :meth:`worst_case`: S * min(K, e) rows and e * (m - 1) of padding. Always fits, unless a token names an expert
       twice and K > e.
-    - :meth:`factor` (c): c times the balanced load T_max * K, and the padding; at most the worst case.
+    - :meth:`factor` (c): c times the balanced load T_max * K, and the padding; at most the worst case. Rows past it are
+      left out, as if they were not routed, and counted; overflow: "raise" makes an error of that, "drop" does not.
     - :meth:`exact`: what this step needs, read from the device (a host sync).
     """
 
     kind: str
     load: float = 0.0
+    overflow: str = "raise"
 
     @staticmethod
     def worst_case() -> "Capacity":
         return Capacity("worst_case")
 
     @staticmethod
-    def factor(load: float) -> "Capacity":
+    def factor(load: float, overflow: str = "raise") -> "Capacity":
         if not load > 0:
             raise ValueError(f"Capacity.factor: got {load}, wanted a positive number")
-        return Capacity("factor", float(load))
+        if overflow not in ("raise", "drop"):
+            raise ValueError(f"Capacity.factor: got overflow={overflow!r}, wanted 'raise' or 'drop'")
+        return Capacity("factor", float(load), overflow)
 
     @staticmethod
     def exact() -> "Capacity":
@@ -66,5 +73,14 @@ class Capacity:
         balanced = math.ceil(self.load * max_tokens * top_k)
         return min(worst, round_up(balanced + padding, multiple))
 
+    @staticmethod
+    def enough(needed: int, max_tokens: int, top_k: int, *, num_local_experts: int, multiple: int) -> float:
+        """The least factor, to two digits, with room for ``needed`` padded rows."""
+        unpadded = needed - (num_local_experts + 1) * (multiple - 1)  # as R_max is rounded up to a multiple
+        return max(1, math.ceil(100 * unpadded / max(1, max_tokens * top_k))) / 100
+
     def __str__(self) -> str:
-        return f"Capacity.{self.kind}({self.load:g})" if self.kind == "factor" else f"Capacity.{self.kind}()"
+        if self.kind != "factor":
+            return f"Capacity.{self.kind}()"
+        drop = ", overflow='drop'" if self.overflow == "drop" else ""
+        return f"Capacity.factor({self.load:g}{drop})"

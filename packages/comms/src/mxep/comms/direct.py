@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .capacity import Capacity
-from .exchange import check_parts, checked_ids, checked_weights, split_parts, tables
+from .exchange import checked_tokens, split_parts, tables
 from .plan import RoutingPlan, make_plan, plan_destinations
 from .workspace import Workspace
 
@@ -48,9 +48,8 @@ def send_rows_to_groups(
     Args and errors as :func:`send_rows` and :func:`make_plan` have them. The workspace's ``direct_rows`` must hold the
     capacity's R_max, and ``Capacity.exact`` will not do: senders cannot know another rank's size (ValueError).
     """
-    check_parts(workspace, parts)
-    expert_ids = checked_ids(workspace, expert_ids, len(parts[0]))
-    weights = checked_weights(workspace, weights, expert_ids)
+    expert_ids, checked = checked_tokens(workspace, parts, expert_ids, weights)
+    assert checked is not None
     transport, layout, e = workspace.transport, workspace.layout, workspace.num_local_experts
     capacity = Capacity.worst_case() if capacity is None else capacity
     if capacity == Capacity.exact():
@@ -64,7 +63,7 @@ def send_rows_to_groups(
 
     move = workspace.begin("send_rows_to_groups, tables")
     # After it: the tables of all ranks lie on all ranks.
-    transport.put_tables(move, expert_ids, weights)
+    transport.put_tables(move, expert_ids, checked)
     ids, weights, num_tokens = tables(layout, move.buffer.local)
     plan = make_plan(
         ids,

@@ -82,7 +82,8 @@ def send_rows(
 
     Raises ValueError on wrong shapes, dtypes or devices and, on CPU, on ids outside [-1, E), before anything moves (on
     CUDA such a pair is not sent, and make_plan counts it); PeerTimeout and PeersDisagree (on CUDA at a later move, or
-    by ``workspace.transport.check()``).
+    by ``workspace.transport.check()``). Peers of a rank with more tokens than max_tokens, or with ids that are none,
+    get PeersDisagree that says so; the transport is of no use then.
     """
     return start_send_rows(workspace, parts, expert_ids, weights).wait()
 
@@ -100,11 +101,8 @@ def start_send_rows(
     num_programs: how many multiprocessors the rows may take, at most the workspace's; None: as many as it has. Bound it
     where work runs beside them: on H200s no other kernel was seen to start on a multiprocessor that a move was on.
     """
-    check_parts(workspace, parts)
     _check_num_programs(num_programs)
-    expert_ids = checked_ids(workspace, expert_ids, len(parts[0]))
-    if weights is not None:
-        weights = checked_weights(workspace, weights, expert_ids)
+    expert_ids, weights = checked_tokens(workspace, parts, expert_ids, weights)
     transport, layout = workspace.transport, workspace.layout
     move = workspace.begin("send_rows")
     with workspace.aside((parts, expert_ids)):
@@ -152,7 +150,7 @@ def start_return_rows(
 
     num_programs: as of :func:`start_send_rows`, and the same on all ranks.
     """
-    expert_ids = checked_ids(workspace, expert_ids, len(expert_ids))
+    expert_ids = checked_shape(workspace, expert_ids, len(expert_ids))
     _check_return(workspace, rows, plan, row_values)
     _check_num_programs(num_programs)
     # Of the current stream, which goes on with them.
@@ -201,12 +199,33 @@ def check_parts(workspace: Workspace, parts: Sequence[Tensor]) -> None:
         raise ValueError(
             f"parts: got {width} bytes a row, wanted 1 to {workspace.layout.row_bytes} as the workspace has"
         )
-    if len(parts[0]) > workspace.max_tokens:
-        raise ValueError(f"parts: got {len(parts[0])} tokens, wanted at most max_tokens = {workspace.max_tokens}")
 
 
-def checked_ids(workspace: Workspace, expert_ids: Tensor, num_tokens: int) -> Tensor:
-    """Contiguous ids (T, K); on CPU none is invalid."""
+def checked_tokens(
+    workspace: Workspace, parts: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Contiguous ids (T, K) and weights. What only this rank can know to be wrong, its peers are told."""
+    check_parts(workspace, parts)
+    tokens = len(parts[0])
+    if tokens > workspace.max_tokens:
+        most = f"at most max_tokens = {workspace.max_tokens}"
+        why = f"parts: got {tokens} tokens, wanted {most}: set max_tokens={tokens} or more, on all ranks"
+        workspace.refuse(why, tokens=tokens)
+        raise ValueError(why)
+    expert_ids = checked_shape(workspace, expert_ids, tokens)
+    if weights is not None:
+        weights = checked_weights(workspace, weights, expert_ids)
+    if expert_ids.device.type == "cpu":
+        try:
+            check_ids(expert_ids, workspace.num_experts)
+        except ValueError as error:
+            workspace.refuse(str(error))
+            raise
+    return expert_ids, weights
+
+
+def checked_shape(workspace: Workspace, expert_ids: Tensor, num_tokens: int) -> Tensor:
+    """Contiguous ids (T, K)."""
     wanted = (num_tokens, workspace.top_k)
     if expert_ids.shape != wanted or expert_ids.dtype not in (torch.int32, torch.int64):
         got = f"{expert_ids.dtype} {tuple(expert_ids.shape)}"
@@ -214,8 +233,6 @@ def checked_ids(workspace: Workspace, expert_ids: Tensor, num_tokens: int) -> Te
     _check_device("expert_ids", expert_ids, workspace)
     if num_tokens > workspace.max_tokens:
         raise ValueError(f"expert_ids: got {num_tokens} tokens, wanted at most max_tokens = {workspace.max_tokens}")
-    if expert_ids.device.type == "cpu":
-        check_ids(expert_ids, workspace.num_experts)
     return expert_ids.contiguous()
 
 

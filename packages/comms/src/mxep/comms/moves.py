@@ -17,25 +17,47 @@ import torch
 from torch import Tensor
 
 from .layout import ALIGNMENT, Layout, round_up
-from .plan import RoutingPlan
+from .plan import RoutingPlan, narrow_ids
 from .rows import sum_slots
-from .transport import SymmetricBuffer
+from .transport import PeersDisagree, SymmetricBuffer
 
 if TYPE_CHECKING:
     from .kernels.launch import Launch
 
-STEPS = ("barrier", "put_tables", "put_rows", "put_rows_to_groups", "return_sums")
-"""Kinds of moves; kernels know them by number."""
+STEPS = ("barrier", "put_tables", "put_rows", "put_rows_to_groups", "return_sums", "refused")
+"""Kinds of moves; kernels know them by number. "refused": by this rank, whose peers should not wait for it."""
 
 
-def signature(step: str, row_bytes: int) -> int:
-    """What ranks that meet must agree on: the kind of move and the bytes of its rows, less than 2^24."""
-    return STEPS.index(step) << 24 | row_bytes
+def signature(step: str, number: int, mark: int = 0) -> int:
+    """What ranks that meet must agree on: the kind of move, the bytes of its rows, and the layout's mark below 16.
+
+    number: less than 2^24. Of put_tables it is K, of a refusal the tokens that there was no room for, 0 for ids that
+    are none.
+    """
+    return mark << 27 | STEPS.index(step) << 24 | number
+
+
+def disagreement(rank: int, signatures: Sequence[int]) -> PeersDisagree:
+    """What to raise on ``rank`` where ranks met with these signatures."""
+    for peer, each in enumerate(signatures):
+        if STEPS[(each >> 24) & 7] == "refused":
+            tokens = each & 0xFFFFFF
+            why = "expert ids that are none"
+            if tokens:
+                why = f"{tokens} tokens, more than max_tokens: set max_tokens={tokens} or more, on all ranks"
+            return PeersDisagree(f"rank {rank} met a peer that refused to send: rank {peer} brought {why}")
+    marks = {each >> 27 for each in signatures}
+    everyone = (
+        f"rank {peer} at {STEPS[(each >> 24) & 7]} with rows of {each & 0xFFFFFF} bytes"
+        + (f" in layout {each >> 27}" if len(marks) > 1 else "")
+        for peer, each in enumerate(signatures)
+    )
+    return PeersDisagree(f"rank {rank} met peers in other moves: {', '.join(everyone)}")
 
 
 @dataclass(frozen=True)
 class Move:
-    """One move under way.
+    """One move under way. ``signature(step, number)``: what ranks must agree on in it.
 
     Attributes:
         buffer: whose peers are stored to. layout: of the buffer. experts_per_rank: e.
@@ -48,22 +70,33 @@ class Move:
     name: str
     num_programs: int | None = None
 
+    def signature(self, step: str, number: int) -> int:
+        return signature(step, number, self.layout.mark)
+
 
 class PlainMoves:
     """Moves in plain torch, for memory that the host can reach: what kernels must equal to the bit."""
 
     rank: int
 
-    def barrier(self, step: str) -> None:
+    def barrier(self, step: str, pad: SymmetricBuffer | None = None, signature: int = 0) -> None:
         raise NotImplementedError
+
+    def signal(self, signature: int) -> None:
+        """Enter the next barrier, and do not wait there."""
+        raise NotImplementedError
+
+    def refuse(self, move: Move, tokens: int) -> None:
+        self.signal(move.signature("refused", tokens))
 
     def put_tables(self, move: Move, expert_ids: Tensor, weights: Tensor) -> None:
         layout = move.layout
+        ids = narrow_ids(expert_ids, layout.world_size * move.experts_per_rank)
         for peer in move.buffer.peers:
-            layout.ids(peer)[self.rank, : len(expert_ids)] = expert_ids
+            layout.ids(peer)[self.rank, : len(ids)] = ids
             layout.values(peer)[self.rank, : len(expert_ids)] = weights
             layout.num_tokens(peer)[self.rank] = len(expert_ids)
-        self.barrier(move.name)
+        self.barrier(move.name, signature=move.signature("put_tables", layout.top_k))
 
     def put_rows(self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor) -> None:
         packed = _pack(parts)
@@ -72,7 +105,7 @@ class PlainMoves:
         for destination, peer in enumerate(move.buffer.peers):
             needed = (owner == destination).any(1)
             _store(move.layout, peer, slot[needed], packed[needed])
-        self.barrier(move.name)
+        self.barrier(move.name, signature=move.signature("put_rows", width_of(parts)))
 
     def put_rows_to_groups(
         self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
@@ -86,7 +119,7 @@ class PlainMoves:
         # Padding is nobody's but ours.
         own = move.layout.rows(move.buffer.local)[: plan.max_rows, : packed.shape[1]]
         own.masked_fill_(plan.row_source[:, None] < 0, 0)
-        self.barrier(move.name)
+        self.barrier(move.name, signature=move.signature("put_rows_to_groups", width_of(parts)))
 
     def return_sums(
         self,
@@ -111,7 +144,7 @@ class PlainMoves:
             if numbers is not None:
                 row = plan.slot_rows[mine][sent]
                 layout.values(peer)[self.rank, sent] = numbers[torch.where(row >= 0, row, len(numbers) - 1)]
-        self.barrier(move.name)
+        self.barrier(move.name, signature=move.signature("return_sums", rows.shape[1] * rows.itemsize))
         local = move.buffer.local
         arrived = layout.rows(local)[:, : rows.shape[1] * rows.itemsize].view(rows.dtype)
         out.copy_(sum_slots(arrived, home_slots(layout, expert_ids, move.experts_per_rank)))
@@ -134,6 +167,12 @@ class KernelMoves:
     state: Tensor
     clock: bool
     max_programs: int
+
+    def refuse(self, move: Move, tokens: int) -> None:
+        from .kernels.signals import refuse
+
+        with self._launch(move, "refused") as launch:
+            refuse(launch.pointers, launch.rank, launch.signature(tokens), move.layout)
 
     def put_tables(self, move: Move, expert_ids: Tensor, weights: Tensor) -> None:
         from .kernels.put import put_tables
@@ -182,6 +221,11 @@ class KernelMoves:
             yield Launch(*where, step, programs, self.clock)
 
 
+def width_of(parts: Sequence[Tensor]) -> int:
+    """Bytes of a row."""
+    return sum(part.shape[1] for part in parts)
+
+
 def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:
     """The rank of each id, -1 for -1."""
     return expert_ids.div(experts_per_rank, rounding_mode="floor")
@@ -197,7 +241,7 @@ def home_slots(layout: Layout, expert_ids: Tensor, experts_per_rank: int) -> Ten
 
 def _pack(parts: Sequence[Tensor]) -> Tensor:
     """Parts (N, n_i) uint8 -> (N, n) uint8, side by side, n rounded up to 16 bytes."""
-    width = sum(part.shape[1] for part in parts)
+    width = width_of(parts)
     gap = parts[0].new_zeros(len(parts[0]), round_up(width, ALIGNMENT) - width)
     return torch.cat((*parts, gap), 1)
 

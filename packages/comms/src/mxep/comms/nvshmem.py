@@ -30,7 +30,7 @@ from .layout import ALIGNMENT, round_up
 from .moves import Move
 from .puts import PE_SHIFT, PutMoves, StagedBuffer
 from .symmetric_memory import Record
-from .transport import SymmetricBuffer, check_agreement, cuda_device, gather_objects, pad_bytes
+from .transport import Arena, SymmetricBuffer, check_agreement, cuda_device, gather_objects, pad_bytes
 
 # torch's names of allocations that it never frees. They are the process's, as NVSHMEM itself is.
 _ALLOCATION = itertools.count(0x6D78_6570)
@@ -71,6 +71,7 @@ class NvshmemTransport(PutMoves):
         # First come, first served would put a move's few programs behind all of what runs beside it.
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
         self.timeout = timeout
+        self.arena = Arena()
         self._closed = False
         self._buffers: list[StagedBuffer] = []
         failure = None
@@ -113,6 +114,10 @@ class NvshmemTransport(PutMoves):
         if self._closed:
             raise RuntimeError(f"transport of rank {self.rank}: closed")
         self.record.check(self.rank, self.timeout)
+
+    def free(self, buffer: SymmetricBuffer) -> None:
+        buffer.peers.clear()
+        self._buffers = [each for each in self._buffers if each is not buffer]
 
     def close(self) -> None:
         self._closed = True

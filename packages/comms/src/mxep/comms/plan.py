@@ -26,7 +26,9 @@ from .kernels import on_cuda
 DROPPED = -2
 """In ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
 
-PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+ANY_ID = 2**31 - 1
+"""As num_experts: not known, so that every id may be an expert's."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class RoutingPlan:
         slot_rows: (S, K) int32 row of each pair; -1: not for this rank, -2 (DROPPED): for this rank, but did not fit.
         group_ends: (e,) int32 inclusive cumulative sum of the padded group sizes, at most R_max.
         group_sizes: (e,) int32 rows of each expert, without padding and before any were dropped.
-        overflow: () int64 rows that did not fit R_max.
-        invalid: () int64 ids outside [-1, num_experts); always 0 on CPU, where they raise.
+        counts: (2 O + 1,) int64 what every rank finds alike, as it has the tables of all senders: of the O owners of
+            experts in turn the padded rows that they need, then the rows that did not fit R_max; then invalid ids.
         num_tokens: (W,) int32 live tokens of each sender.
         multiple: what the groups are padded to.
     """
@@ -52,10 +54,24 @@ class RoutingPlan:
     slot_rows: Tensor
     group_ends: Tensor
     group_sizes: Tensor
-    overflow: Tensor
-    invalid: Tensor
+    counts: Tensor
     num_tokens: Tensor
     multiple: int
+
+    @property
+    def needed(self) -> Tensor:
+        """(O,) int64 padded rows of each owner, had all fitted. O is W where E is known, else only this rank counts."""
+        return self.counts[: len(self.counts) // 2]
+
+    @property
+    def overflow(self) -> Tensor:
+        """(O,) int64 rows of each owner that did not fit its R_max, which is the same on all."""
+        return self.counts[len(self.counts) // 2 : -1]
+
+    @property
+    def invalid(self) -> Tensor:
+        """() int64 ids outside [-1, num_experts), of all senders; always 0 on CPU, where they raise."""
+        return self.counts[-1]
 
     @property
     def max_rows(self) -> int:
@@ -82,7 +98,8 @@ def make_plan(
         num_tokens: (W,) int32, live tokens of each sender; what lies past them in the tables is not looked at.
         multiple: every group is padded to it; an expert without rows takes none.
         capacity: bound on rows, default :meth:`Capacity.worst_case`. Only ``exact`` reads from the device.
-        num_experts: E, the bound that makes an id invalid; None checks only for ids below -1.
+        num_experts: E, the bound that makes an id invalid; None checks only for ids below -1. A multiple of
+            num_local_experts, where owners have equal shares: then overflow is counted for all of them.
 
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """
@@ -92,7 +109,7 @@ def make_plan(
             raise ValueError(f"{name}: got {value}, wanted at least 1")
     if num_experts is not None and first_expert + num_local_experts > num_experts:
         raise ValueError(f"experts {first_expert} to {first_expert + num_local_experts - 1}: got {num_experts} in all")
-    bound = 2**31 - 1 if num_experts is None else num_experts
+    bound = ANY_ID if num_experts is None else num_experts
     if expert_ids.device.type == "cpu":
         check_ids(expert_ids[_live(expert_ids, num_tokens)], bound)
 
@@ -104,7 +121,15 @@ def make_plan(
     max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, multiple=multiple, needed=needed)
     tables = (expert_ids, weights, num_tokens)
     fields: PlanTensors = plan_rows(*tables, first_expert, num_local_experts, multiple, max_rows, bound)
-    return RoutingPlan(*fields, num_tokens=num_tokens.clone(), multiple=multiple)
+    plan = RoutingPlan(*fields, num_tokens=num_tokens.clone(), multiple=multiple)
+    if capacity.kind == "exact":
+        plan.overflow.zero_()  # whose R_max is not ours
+    return plan
+
+
+def narrow_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """As int32. Clamped first, so that no invalid int64 wraps around into a valid id."""
+    return expert_ids if expert_ids.dtype == torch.int32 else expert_ids.clamp(-2, num_experts).int()
 
 
 def check_ids(expert_ids: Tensor, num_experts: int) -> None:
@@ -112,6 +137,12 @@ def check_ids(expert_ids: Tensor, num_experts: int) -> None:
     wrong = expert_ids[(expert_ids < -1) | (expert_ids >= num_experts)]
     if len(wrong):
         raise ValueError(f"expert ids: got {sorted(set(wrong.tolist()))}, wanted -1 (not routed) to {num_experts - 1}")
+
+
+def owners_of(num_experts: int, num_local_experts: int) -> int:
+    """O, the ranks whose rows a plan counts: all where E is known and they have equal shares, else the planning one."""
+    known = num_experts != ANY_ID and num_experts % num_local_experts == 0
+    return num_experts // num_local_experts if known else 1
 
 
 @torch.library.custom_op("mxep::make_plan", mutates_args=())
@@ -145,6 +176,12 @@ def plan_rows(
     row_weight = weight_or_zero[torch.where(row_source >= 0, row_source, pairs)]
 
     wrong = _live(expert_ids, num_tokens) & ((expert_ids < -1) | (expert_ids >= num_experts))
+    owners = owners_of(num_experts, num_local_experts)
+    first, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
+    sizes_of = _group_sizes(_local_ids(expert_ids, num_tokens, first, counted), counted).view(owners, -1)
+    padded_of = _round_up(sizes_of, multiple)
+    live_ends = padded_of.cumsum(1) - padded_of + sizes_of
+    overflow = torch.minimum((live_ends - max_rows).clamp_min(0), sizes_of).sum(1)
     return (
         row_source.int(),
         row_slot.int(),
@@ -152,8 +189,7 @@ def plan_rows(
         row_of_pair.int().view(-1, top_k),
         ends.clamp(max=max_rows).int(),
         sizes.int(),
-        dropped.sum(),
-        wrong.sum(),
+        torch.cat((padded_of.sum(1), overflow, wrong.sum()[None])),
     )
 
 
@@ -176,8 +212,7 @@ def _(
         expert_ids.new_empty(slots, expert_ids.shape[2]),
         expert_ids.new_empty(num_local_experts),
         expert_ids.new_empty(num_local_experts),
-        expert_ids.new_empty((), dtype=torch.int64),
-        expert_ids.new_empty((), dtype=torch.int64),
+        expert_ids.new_empty(2 * owners_of(num_experts, num_local_experts) + 1, dtype=torch.int64),
     )
 
 

@@ -14,6 +14,7 @@ A destination is one int64: PE << 40 | byte in the buffer, -1 for none. Staging 
 like it. It is written anew only after the last move on that buffer has met, so after its puts have left it.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .layout import ALIGNMENT, round_up
-from .moves import Move, owners, signature
-from .plan import RoutingPlan
+from .moves import Move, owners, width_of
+from .plan import RoutingPlan, narrow_ids
 from .transport import SymmetricBuffer
 
 PE_SHIFT = 40
@@ -62,21 +63,25 @@ class PutMoves:
     def _meet(self, move: Move, channel: int, signature: int) -> None:
         raise NotImplementedError
 
+    def refuse(self, move: Move, tokens: int) -> None:
+        with contextlib.suppress(RuntimeError):  # which says what we know
+            for channel in (ROWS, TABLES):
+                self._meet(move, channel, move.signature("refused", tokens))
+
     def put_tables(self, move: Move, expert_ids: Tensor, weights: Tensor) -> None:
         layout, local = move.layout, move.buffer.local
         pairs = expert_ids.numel()
         ids = layout.ids(local)[self.rank].view(-1)[:pairs]
         values = layout.values(local)[self.rank].view(-1)[:pairs]
         count = layout.num_tokens(local)[self.rank : self.rank + 1]
-        # Clamped so that no invalid int64 wraps around into a valid int32.
-        ids.copy_(expert_ids.reshape(-1).clamp(-2, layout.world_size * move.experts_per_rank))
+        ids.copy_(narrow_ids(expert_ids.reshape(-1), layout.world_size * move.experts_per_rank))
         values.copy_(weights.reshape(-1))
         count.fill_(len(expert_ids))
         for table in (ids, values, count):
             elsewhere = self.bases + (table.data_ptr() - local.data_ptr())
             elsewhere[self.rank].fill_(-1)  # not "= -1", which copies from the host
             self._put(move, table.view(torch.uint8).view(1, -1), elsewhere[None])
-        self._meet(move, TABLES, signature("put_tables", layout.top_k))
+        self._meet(move, TABLES, move.signature("put_tables", layout.top_k))
 
     def put_rows(self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor) -> None:
         layout = move.layout
@@ -84,9 +89,9 @@ class PutMoves:
         ranks = torch.arange(layout.world_size, device=owner.device)
         needed = (owner[:, :, None] == ranks).any(1)
         slot = self.rank * layout.max_tokens + torch.arange(len(owner), device=owner.device)
-        there = torch.where(needed, self.bases + slot[:, None] * layout.row_bytes, -1)
+        there = torch.where(needed, self.bases + layout.rows_start + slot[:, None] * layout.row_bytes, -1)
         self._put(move, _stage(move, parts), there)
-        self._meet(move, ROWS, signature("put_rows", _width(parts)))
+        self._meet(move, ROWS, move.signature("put_rows", width_of(parts)))
 
     def put_rows_to_groups(
         self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
@@ -94,14 +99,14 @@ class PutMoves:
         from .kernels.staged import zero_padding
 
         owner = _owners(move, expert_ids)
-        byte = rows.long() * move.layout.row_bytes
+        byte = move.layout.rows_start + rows.long() * move.layout.row_bytes
         there = torch.where((owner >= 0) & (rows >= 0), self.bases[owner.clamp_min(0)] + byte, -1)
         source = _stage(move, parts)
         self._put(move, source, there)
         # Padding is nobody's but ours.
         own = move.layout.rows(move.buffer.local)[: plan.max_rows, : source.shape[1]]
         zero_padding(own.view(torch.int64), plan.group_ends, plan.group_sizes)
-        self._meet(move, ROWS, signature("put_rows_to_groups", _width(parts)))
+        self._meet(move, ROWS, move.signature("put_rows_to_groups", width_of(parts)))
 
     def return_sums(
         self,
@@ -116,7 +121,7 @@ class PutMoves:
         from .kernels.staged import stage_sums, sum_home
 
         layout, local, staging = move.layout, move.buffer.local, _staging(move)
-        first_home = self.bases + self.rank * layout.max_tokens * layout.row_bytes
+        first_home = self.bases + layout.rows_start + self.rank * layout.max_tokens * layout.row_bytes
         there = stage_sums(rows, row_values, plan, layout, first_home, staging)
         sums = layout.rows(staging)[: layout.num_slots, : round_up(rows.shape[1] * rows.itemsize, ALIGNMENT)]
         # In turns: ranks whose slots come first would be everybody's first destination.
@@ -126,7 +131,7 @@ class PutMoves:
             source = layout.values(staging).view(layout.world_size, -1).view(torch.uint8)
             place = layout.values_start + self.rank * source.shape[1]
             self._put(move, source, (self.bases + place)[:, None])
-        self._meet(move, ROWS, signature("return_sums", rows.shape[1] * rows.itemsize))
+        self._meet(move, ROWS, move.signature("return_sums", rows.shape[1] * rows.itemsize))
         sum_home(layout, local, expert_ids, move.experts_per_rank, out, values)
 
 
@@ -141,13 +146,9 @@ def _staging(move: Move) -> Tensor:
     return move.buffer.staging
 
 
-def _width(parts: Sequence[Tensor]) -> int:
-    return sum(part.shape[1] for part in parts)
-
-
 def _stage(move: Move, parts: Sequence[Tensor]) -> Tensor:
     """Parts (T, n_i) side by side in the staging -> (T, n), n rounded up to 16 bytes; what fills it up is anything."""
-    staged = move.layout.rows(_staging(move))[: len(parts[0]), : round_up(_width(parts), ALIGNMENT)]
+    staged = move.layout.rows(_staging(move))[: len(parts[0]), : round_up(width_of(parts), ALIGNMENT)]
     offset = 0
     for part in parts:
         width = part.shape[1]

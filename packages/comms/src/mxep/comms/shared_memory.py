@@ -8,6 +8,9 @@ The barrier: each rank owns one 64-bit word in the signal pad of every peer and 
 which only grows. It waits until its own pad shows that number, or a later one, in every word. A word has one writer, so
 no atomic is needed, but a peer must not see the word before the stores that precede it: x86 keeps stores in order, and
 loads; other machines are refused.
+
+Beside the word, and before it, each rank writes what it is doing (`moves.signature`), into one of two places in turn: a
+peer may be in the next barrier already, but not in the one after that. Ranks that do not the same are told.
 """
 
 import os
@@ -19,8 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .moves import PlainMoves
-from .transport import PeerTimeout, SymmetricBuffer, check_agreement, gather_objects
+from .moves import PlainMoves, disagreement
+from .transport import Arena, PeerTimeout, SymmetricBuffer, check_agreement, gather_objects
 
 WORD = 8
 SPINS = 200
@@ -44,19 +47,22 @@ class SharedMemoryTransport(PlainMoves):
             raise RuntimeError(
                 f"SharedMemoryTransport: got {got}, wanted Linux on x86_64 (its barrier needs its order)"
             )
-        distributed = dist.is_initialized()
-        self.rank = dist.get_rank(group) if distributed else 0
-        self.world_size = dist.get_world_size(group) if distributed else 1
+        group = (group or dist.group.WORLD) if dist.is_initialized() else None
+        self.rank = 0 if group is None else group.rank()
+        self.world_size = 1 if group is None else group.size()
         self.device = torch.device("cpu")
         self.stream: torch.cuda.Stream | None = None
         self.group = group
         self.timeout = timeout
         self._check_one_machine()
+        self.arena = Arena()
         self._buffers: list[SymmetricBuffer] = []
         self._unusable: str | None = None
         self._counter = 0
-        self.signals = self.allocate(self.world_size * WORD)
-        self._words = [pad.view(torch.int64).numpy() for pad in self.signals.peers]
+        self.signals = self.allocate(3 * self.world_size * WORD)
+        pads = [pad.view(torch.int64).view(3, -1).numpy() for pad in self.signals.peers]
+        self._words = [pad[0] for pad in pads]
+        self._signatures = [pad[1:] for pad in pads]
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         check_agreement("allocate", {"nbytes": nbytes}, self.group)
@@ -74,27 +80,40 @@ class SharedMemoryTransport(PlainMoves):
         self._buffers.append(buffer)
         return buffer
 
-    def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
+    def barrier(self, step: str, pad: SymmetricBuffer | None = None, signature: int = 0) -> None:
         self.check()
-        self._counter += 1
-        # Release: the stores of this move are older than the word, and x86 shows them in that order.
-        for words in self._words:
-            words[self.rank] = self._counter
+        self.signal(signature)
+        mine, turn = self._words[self.rank], self._counter % 2
         # Acquire: what a peer stored before its word is visible once the word is.
         if not _wait(self._all_here, self.timeout):
-            mine = self._words[self.rank]
             missing = {peer: int(mine[peer]) for peer in range(self.world_size) if mine[peer] < self._counter}
-            error = PeerTimeout(self.rank, missing, step, self._counter, self.timeout)
-            self._unusable = f"unusable after: {error}"
-            raise error
+            raise self._failed(PeerTimeout(self.rank, missing, step, self._counter, self.timeout))
+        seen = self._signatures[self.rank][turn].tolist()
+        if any(its != signature for its in seen):
+            raise self._failed(disagreement(self.rank, seen))
+
+    def signal(self, signature: int) -> None:
+        self._counter += 1
+        # Release: the stores of this move are older than the word, and x86 shows them in that order.
+        for signatures, words in zip(self._signatures, self._words):
+            signatures[self._counter % 2, self.rank] = signature
+            words[self.rank] = self._counter
+
+    def _failed(self, error: RuntimeError) -> RuntimeError:
+        self._unusable = f"unusable after: {error}"
+        return error
 
     def check(self) -> None:
         if self._unusable:
             raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
 
+    def free(self, buffer: SymmetricBuffer) -> None:
+        buffer.peers.clear()
+        self._buffers = [each for each in self._buffers if each is not buffer]
+
     def close(self) -> None:
         self._unusable = "closed"
-        self._words = []
+        self._words, self._signatures = [], []
         for buffer in self._buffers:
             buffer.peers.clear()
         self._buffers = []

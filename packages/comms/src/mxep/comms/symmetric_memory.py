@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from .moves import STEPS, KernelMoves
+from .moves import STEPS, KernelMoves, disagreement
 from .transport import (
-    PeersDisagree,
+    Arena,
     PeerTimeout,
     SymmetricBuffer,
     check_agreement,
@@ -26,7 +26,7 @@ class Record:
     """What a kernel writes when a wait has failed, in memory that the host reads without waiting for the device.
 
     words: (3 + W,) int64: whether it is written, channel, the word waited for, the words seen of each rank. A word is
-    epoch << 32 | step << 24 | bytes of a row, see `kernels/signals.py`.
+    epoch << 32 | signature, see `kernels/signals.py`.
     """
 
     def __init__(self, world_size: int, *, pinned: bool) -> None:
@@ -37,28 +37,24 @@ class Record:
         if not self.words[0]:
             return
         _, _, word, *seen = self.words.tolist()
-        step, epoch = STEPS[(word >> 24) & 0xFF], word >> 32
+        step, epoch = STEPS[(word >> 24) & 7], word >> 32
         # Epochs wrap around at 2^31: behind is who is less than half a turn behind.
         missing = {peer: its >> 32 for peer, its in enumerate(seen) if (epoch - (its >> 32)) % 2**32 in range(1, 2**31)}
         if missing:
             raise PeerTimeout(rank, missing, step, epoch, limit)
-        everyone = (
-            f"rank {peer} at {STEPS[(its >> 24) & 0xFF]} with rows of {its & 0xFFFFFF} bytes"
-            for peer, its in enumerate(seen)
-        )
-        raise PeersDisagree(f"rank {rank} met peers in other moves: {', '.join(everyone)}")
+        raise disagreement(rank, [its & 0xFFFFFFFF for its in seen])
 
 
 class SymmetricMemoryTransport(KernelMoves):
     """A :class:`Transport` for CUDA tensors.
 
     Args:
-        group: ranks of one NVLink domain; None is the default group.
+        group: ranks of one NVLink domain; None is the default group, or this process alone if there is none.
         device: this rank's device; None is the current one.
         timeout: seconds that a barrier waits for a peer, on the device, by its clock. A wait that fails does not stop
             the stream: what comes after computes with whatever is there, :meth:`check` and the next move raise.
 
-    Collective. Raises RuntimeError without CUDA or without a process group.
+    Collective. A rank alone takes plain memory. Raises RuntimeError without CUDA.
     """
 
     def __init__(
@@ -70,14 +66,11 @@ class SymmetricMemoryTransport(KernelMoves):
     ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("SymmetricMemoryTransport: got no CUDA device; on CPU use SharedMemoryTransport")
-        if not dist.is_initialized():
-            raise RuntimeError("SymmetricMemoryTransport: got no process group, wanted init_process_group before it")
-        self.group: dist.ProcessGroup | None = group
-        self._group = group or dist.distributed_c10d._get_default_group()
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.group = (group or dist.group.WORLD) if dist.is_initialized() else None
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.world_size = 1 if self.group is None else self.group.size()
         self.device = cuda_device(device)
-        if (backend := symm_mem.get_backend(self.device)) not in (None, "CUDA"):
+        if self.world_size > 1 and (backend := symm_mem.get_backend(self.device)) not in (None, "CUDA"):
             raise RuntimeError(
                 f"SymmetricMemoryTransport: got backend {backend} of torch's symmetric memory, wanted CUDA; a process "
                 "has one for life (NvshmemTransport and TORCH_SYMMMEM choose NVSHMEM): use another process"
@@ -86,13 +79,14 @@ class SymmetricMemoryTransport(KernelMoves):
         self.clock = True
         # The least of all: ranks must cut the rows that go home into the same chunks.
         here = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.max_programs = min(gather_objects(here, group))
+        self.max_programs = min(gather_objects(here, self.group))
         # First come, first served would put a move's few programs behind all of what runs beside it.
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
         # Read by torch when it maps a buffer; cuMulticastCreate must never be called.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self.record = Record(self.world_size, pinned=True)
         self.state = torch.tensor([0, int(timeout * 1e9), self.record.words.data_ptr()], device=self.device)
+        self.arena = Arena()
         self._buffers: list[SymmetricBuffer] = []
         self._closed = False
         self._signals = self._map(pad_bytes(self.world_size))
@@ -114,6 +108,10 @@ class SymmetricMemoryTransport(KernelMoves):
             raise RuntimeError(f"transport of rank {self.rank}: closed")
         self.record.check(self.rank, self.timeout)
 
+    def free(self, buffer: SymmetricBuffer) -> None:
+        buffer.peers.clear()
+        self._buffers = [each for each in self._buffers if each is not buffer]
+
     def close(self) -> None:
         self._closed = True
         for buffer in self._buffers:
@@ -122,9 +120,13 @@ class SymmetricMemoryTransport(KernelMoves):
 
     def _map(self, nbytes: int) -> SymmetricBuffer:
         """Zeroed before any peer can store to it: rendezvous ends when all have come, and they come with zeroes."""
+        if self.group is None or self.world_size == 1:
+            alone = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            torch.cuda.synchronize(self.device)
+            return SymmetricBuffer(0, [alone], torch.tensor([alone.data_ptr()], device=self.device))
         mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
-        torch.cuda.synchronize(self.device)  # the zeroes are there, not only on their way
-        handle = symm_mem.rendezvous(mine, self._group)
+        torch.cuda.synchronize(self.device)  # the zeroes are there, not only on their way; all earlier moves are over
+        handle = symm_mem.rendezvous(mine, self.group)
         # get_remote_tensor, not get_buffer: torch may have cut the tensor from a larger segment, and only the former
         # adds the tensor's place in it.
         peers = [

@@ -39,13 +39,42 @@ class SymmetricBuffer:
         return self.peers[self.rank]
 
 
+@dataclass(eq=False)
+class Arena:
+    """What all workspaces of a transport share; `workspace.py` says how.
+
+    Attributes:
+        buffers: two, of one size, that moves take turns in; none before the first workspace. moves: made so far.
+        pad: of a barrier that moves nothing, where moves run on a stream.
+        stream: that the last move began on. under_way: what it uses, until it is over. done: when it is.
+        capture: the CUDA graph's that the last move is part of, 0 if none. was_captured: whether any was.
+        replaced: smaller buffers that graphs store to.
+        refused: why this rank refused a move, after which there are no more.
+        users: who opened the transport together and have not closed it, counted by whoever shares it.
+    """
+
+    buffers: tuple[SymmetricBuffer, ...] = ()
+    moves: int = 0
+    pad: SymmetricBuffer | None = None
+    stream: torch.cuda.Stream | None = None
+    under_way: object = None
+    done: torch.cuda.Event | None = None
+    capture: int = 0
+    was_captured: bool = False
+    replaced: tuple[SymmetricBuffer, ...] = ()
+    refused: str | None = None
+    users: int = 0
+
+
 class Transport(Protocol):
-    """What verbs ask of a medium. Every method but check and close is collective: all ranks call it, in one order.
+    """What verbs ask of a medium. Every method but check, free, refuse and close is collective: all ranks call it, in
+    one order.
 
     Attributes:
         rank, world_size: of ``group``. device: where buffers live. group: None for a process alone.
         stream: where moves run that the caller does not wait for, those of all its workspaces one after the other: a
             kernel that waits on every multiprocessor must never keep out the one that its peers wait for. None on CPU.
+        timeout: seconds that a wait for a peer takes at most. arena: what its workspaces share.
     """
 
     rank: int
@@ -53,15 +82,28 @@ class Transport(Protocol):
     device: torch.device
     group: dist.ProcessGroup | None
     stream: torch.cuda.Stream | None
+    timeout: float
+    arena: "Arena"
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """A zeroed buffer. Raises ValueError if the ranks ask for different sizes."""
+        ...
+
+    def free(self, buffer: SymmetricBuffer) -> None:
+        """Let go of a buffer that no move is under way in. Local; views that are still held stay valid."""
         ...
 
     def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
         """Wait for all ranks; ``step`` says in an error what they were doing. Raises PeerTimeout.
 
         pad: of :func:`pad_bytes`, to meet over. Barriers that may run at once, on two streams, need a pad each.
+        """
+        ...
+
+    def refuse(self, move: "Move", tokens: int) -> None:
+        """Tell the peers that this rank will not come to the move: PeersDisagree there. Waits for nobody.
+
+        tokens: that there is no room for; 0 if that is not why.
         """
         ...
 

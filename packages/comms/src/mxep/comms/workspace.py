@@ -1,11 +1,16 @@
 """Workspace: two symmetric buffers that moves take turns in, and the proof that one barrier a move is enough.
 
+The buffers are the transport's, its *arena*: workspaces of other sizes share them, and count their moves together, so
+below "move i" is the i-th of all. A workspace is the arena and a layout. One that is larger than all before it brings
+two larger buffers; who holds views of the old ones keeps them.
+
     move        0        1        2        3
     buffer      0        1        0        1
     rank p   put|B0|read put|B1|read put|B2|read ...
 
 Move i: stores into the peers' buffer i % 2, barrier B_i, reads of the own buffer i % 2. Every rank makes the same moves
-in the same order, and a move begins after the one before has ended (on a device: in the order of the current stream).
+in the same order, and a move begins after the one before has ended (on a device: in the order of the current stream; a
+stream that was not the last move's waits for that one first, so they are as one).
 
 **No read sees a later move's stores.** Rank p stores move i + 2 into rank q's buffer i % 2 only after it left
 B_{i+1}. It left B_{i+1} only after q entered it, and q enters B_{i+1} (in program order, on a device in stream order)
@@ -37,12 +42,12 @@ import torch
 
 from .layout import ALIGNMENT, Layout, round_up
 from .moves import Move
-from .transport import Transport, check_agreement, pad_bytes
+from .transport import SymmetricBuffer, Transport, check_agreement, pad_bytes
 
 
 class Workspace:
-    """The buffers that moves use. Several layers may share one as long as every rank makes the same moves in one
-    order; so must they over all workspaces of a transport, whose moves share its stream.
+    """The buffers that moves use, of one layout. Several layers may share one; it shares the transport's buffers with
+    all others. Over all of them, every rank makes the same moves in one order.
 
     Args:
         transport: how ranks reach each other.
@@ -53,7 +58,8 @@ class Workspace:
         num_programs: how many multiprocessors of the device a move may take, the same on all ranks, which cut rows into
             chunks by it; None: all. Links need few: see the docs.
 
-    Collective. Raises ValueError on every rank if the ranks' arguments differ, or if one makes no sense.
+    Collective. Raises ValueError on every rank if the ranks' arguments differ, or if one makes no sense; RuntimeError
+    if it needs larger buffers while a CUDA graph is captured.
     """
 
     def __init__(
@@ -71,7 +77,8 @@ class Workspace:
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
         sizes |= {"num_experts": num_experts, "direct_rows": direct_rows}
-        check_agreement("Workspace", sizes | {"num_programs": num_programs}, transport.group)
+        agreed = {**sizes, "num_programs": num_programs, "moves made before": transport.arena.moves}
+        check_agreement("Workspace", agreed, transport.group)
         for name, size in sizes.items():
             least = 0 if name in ("max_tokens", "direct_rows") else 1
             if size < least:
@@ -87,6 +94,7 @@ class Workspace:
             raise ValueError(f"Workspace: got {num_rows} rows of {top_k} experts, wanted an index that fits int32")
 
         self.transport = transport
+        self.arena = transport.arena
         self.max_tokens = max_tokens
         self.top_k = top_k
         self.dim = dim
@@ -94,13 +102,7 @@ class Workspace:
         self.direct_rows = direct_rows
         self.layout = Layout(transport.world_size, max_tokens, top_k, round_up(row_bytes, ALIGNMENT), num_rows)
         self.num_programs = num_programs
-        self.buffers = tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
-        self.moves = 0
-        self._pad = transport.allocate(pad_bytes(transport.world_size)) if transport.stream is not None else None
-        self._under_way: object = None
-        self._done: torch.cuda.Event | None = None
-        self._capture = 0
-        self._was_captured = False
+        self._make_room()
 
     @property
     def num_local_experts(self) -> int:
@@ -110,23 +112,46 @@ class Workspace:
     def device(self) -> torch.device:
         return self.transport.device
 
+    @property
+    def buffers(self) -> tuple[SymmetricBuffer, ...]:
+        return self.arena.buffers
+
+    @property
+    def moves(self) -> int:
+        """Made so far, by all workspaces of the transport."""
+        return self.arena.moves
+
     def begin(self, verb: str) -> Move:
         """The next move's buffer; the views of the move before the last end here, those of the last one at its end.
 
         Raises PeerTimeout or PeersDisagree if an earlier move is known to have failed, RuntimeError if one is under way
-        across the start or the end of a CUDA graph's capture.
+        across the start or the end of a CUDA graph's capture, or if this rank has refused one.
         """
+        arena = self.arena
         self.transport.check()
-        name = f"{verb}, move {self.moves}"
-        capture = 0 if self.transport.stream is None else capture_of(torch.cuda.current_stream(self.device))
-        unknown = self._turn_is_unknown(capture)
-        self.join()
+        if arena.refused is not None:
+            raise RuntimeError(f"rank {self.transport.rank} refused a move ({arena.refused}): make the layers again")
+        name = f"{verb}, move {arena.moves}"
+        unknown = False
+        if self.transport.stream is not None:
+            stream = torch.cuda.current_stream(self.device)
+            unknown = self._turn_is_unknown(capture_of(stream))
+            self.join()
+            if arena.stream is not None and arena.stream != stream:
+                stream.wait_stream(arena.stream)  # after all that reads what earlier moves brought
+            arena.stream = stream
         if unknown:
             # After it: all ranks have read what any earlier move brought.
-            self.transport.barrier(name, self._pad)
-        buffer = self.buffers[self.moves % 2]
-        self.moves += 1
+            self.transport.barrier(name, arena.pad)
+        buffer = arena.buffers[arena.moves % 2]
+        arena.moves += 1
         return Move(buffer, self.layout, self.num_local_experts, name, self.num_programs)
+
+    def refuse(self, why: str, *, tokens: int = 0) -> None:
+        """Do not come to the next move, and tell the peers: they raise PeersDisagree. A rank alone just goes on."""
+        if self.transport.world_size > 1 and self.arena.refused is None:
+            self.transport.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
+            self.arena.refused = why
 
     @contextlib.contextmanager
     def aside(self, keep: object) -> Iterator[None]:
@@ -134,7 +159,7 @@ class Workspace:
 
         keep: what that work uses, held until then.
         """
-        self._under_way = keep
+        self.arena.under_way = keep
         stream = self.transport.stream
         if stream is None:
             yield
@@ -142,26 +167,51 @@ class Workspace:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             yield
-        self._done = stream.record_event()
+        self.arena.done = stream.record_event()
 
     def join(self) -> None:
         """The current stream waits for the move that was last aside, if there is one; the host does not."""
-        if self._done is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._done)
-        self._under_way = None
+        arena = self.arena
+        if arena.done is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(arena.done)
+            if arena.under_way is not None and arena.stream is not None and arena.stream != stream:
+                arena.stream.wait_event(arena.done)  # it owns the memory that is let go now
+        arena.under_way = None
+
+    def _make_room(self) -> None:
+        """Buffers that hold the layout. All ranks' devices are idle once new ones are there, see ``allocate``."""
+        arena, transport = self.arena, self.transport
+        if arena.buffers and arena.buffers[0].local.numel() >= self.layout.nbytes:
+            return
+        if transport.stream is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"Workspace: got {self.layout.nbytes} bytes to allocate while a CUDA graph is captured, "
+                "wanted one run of the layer before the capture"
+            )
+        if arena.pad is None and transport.stream is not None:
+            arena.pad = transport.allocate(pad_bytes(transport.world_size))
+        old, arena.buffers = arena.buffers, tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
+        if arena.was_captured:
+            arena.replaced += old
+        else:
+            for buffer in old:
+                transport.free(buffer)
 
     def _turn_is_unknown(self, capture: int) -> bool:
         """Whether the move that runs before this one on the device may be another than the one that was made before it.
 
         capture: the one that this move is part of, 0 if none.
         """
-        changed, self._capture = capture != self._capture, capture
-        if changed and self._under_way is not None:
-            raise RuntimeError(f"move {self.moves - 1}: under way while a capture starts or ends, wanted wait() before")
+        arena = self.arena
+        changed, arena.capture = capture != arena.capture, capture
+        if changed and arena.under_way is not None:
+            move = f"move {arena.moves - 1}"
+            raise RuntimeError(f"{move}: under way while a capture starts or ends, wanted wait() before")
         if changed:
-            self._done = None  # events do not cross
-        self._was_captured |= capture != 0
-        return self._was_captured and (changed or capture == 0)
+            arena.done = arena.stream = None  # events do not cross
+        arena.was_captured |= capture != 0
+        return arena.was_captured and (changed or capture == 0)
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:

@@ -37,6 +37,7 @@ class MoE(nn.Module):
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
+        timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. Symmetric only.
         backend: of the grouped GEMM.
         gradient_reduction: what expert gradients are, which hold the tokens of all W ranks of the group. ``"mean"``: of
             the mean of the ranks' losses, as data parallelism makes all other gradients, so that everything is averaged
@@ -68,6 +69,7 @@ class MoE(nn.Module):
         num_shared_experts: int = 0,
         router: nn.Module | None = None,
         max_tokens: int | None = None,
+        timeout: float | None = None,
         backend: str = "auto",
         gradient_reduction: Literal["mean", "sum"] = "mean",
         cache_weights: bool = False,
@@ -90,11 +92,14 @@ class MoE(nn.Module):
                 group=ranks,
                 capacity=capacity,
                 max_tokens=max_tokens,
+                timeout=timeout,
             )
-        elif capacity is not None or max_tokens is not None:
-            raise ValueError("capacity and max_tokens belong to the dispatcher: set them there, not beside it")
+        elif any(given is not None for given in (capacity, max_tokens, timeout)):
+            raise ValueError("capacity, max_tokens and timeout belong to the dispatcher: set them there, not beside it")
         elif dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {dispatcher.num_experts} experts, the layer has {num_experts}")
+        else:
+            dispatcher.uses += 1
         if mesh is not None and mesh.size() != dispatcher.world_size:
             raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {mesh.size()}")
         if mesh is None and dispatcher.world_size > 1:
@@ -141,6 +146,13 @@ class MoE(nn.Module):
         It reads from the device.
         """
         self.dispatcher.check()
+
+    def close(self) -> None:
+        """Give up this layer, and with the last one of the group the memory shared with peers. All ranks do it alike.
+
+        Without it a group's buffers stay for layers that are made later. Call it once.
+        """
+        self.dispatcher.close()
 
     def extra_repr(self) -> str:
         return f"recipe={self.recipe.name}, dispatcher={type(self.dispatcher).__name__}"

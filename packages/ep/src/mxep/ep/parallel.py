@@ -36,18 +36,24 @@ class ExpertParallel(ParallelStyle):
 
     Args:
         dispatcher: ``"symmetric"`` or ``"all_to_all"``.
-        capacity, max_tokens: as for :class:`MoE`.
+        capacity, max_tokens, timeout: as for :class:`MoE`.
 
     Rank 0's weights win. Raises ValueError for another module, a mesh of more dimensions, experts that do not divide.
     """
 
     def __init__(
-        self, *, dispatcher: str = "symmetric", capacity: Capacity | None = None, max_tokens: int | None = None
+        self,
+        *,
+        dispatcher: str = "symmetric",
+        capacity: Capacity | None = None,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         super().__init__()
         self.dispatcher = dispatcher
         self.capacity = capacity
         self.max_tokens = max_tokens
+        self.timeout = timeout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MoE) or isinstance(module.experts.gate_up_proj, DTensor):
@@ -61,6 +67,7 @@ class ExpertParallel(ParallelStyle):
             group=group_of(device_mesh),
             capacity=self.capacity,
             max_tokens=self.max_tokens,
+            timeout=self.timeout,
         )
         for name, weight in list(experts.named_parameters(recurse=False)):
             sharded = nn.Parameter(

@@ -28,8 +28,8 @@ class Launch:
     max_programs: int
     clock: bool
 
-    def signature(self, row_bytes: int) -> int:
-        return signature(self.step, row_bytes)
+    def signature(self, number: int) -> int:
+        return signature(self.step, number, self.layout.mark)
 
 
 def rows_at_once(tile_bytes: int, row_bytes: int, rows: int, programs: int) -> int:

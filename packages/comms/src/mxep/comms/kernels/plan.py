@@ -1,12 +1,13 @@
 """The plan on the device: two launches, whatever the number of ranks, tokens and experts.
 
-    count   a program a chunk of one sender's pairs    ids -> counts (chunks, EXPERTS); rows filled with -1 and 0
+    count   a program a chunk of one sender's pairs    ids -> counts (chunks, E); rows filled with -1 and 0
     place   the same programs                          counts -> first row of each expert in this chunk
                                                        ids, tile by tile -> rows -> row_source, slot_rows, ...
 
 Every `place` program sums all counts of earlier chunks by itself, which saves a launch that scans them: there are at
 most 256 chunks (128 of many experts) unless there are more senders. Only `place` writes live rows, each program its
-own, and `count` has filled all rows by then, so padding needs no pass of its own.
+own, and `count` has filled all rows by then, so padding needs no pass of its own. The rows of other ranks' experts are
+counted as well: program o sums what rank o needs and what does not fit there, so every rank knows who overflows.
 
 The order of a pair among those of its expert in a tile, for segments of 32 pairs and four experts a word:
 
@@ -23,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxep.comms.plan import PlanTensors, owners_of
+
 SEGMENT = 32
 """Pairs whose order is found by bytes that count: at most 255."""
 LEAST_EXPERTS = 32
@@ -31,6 +34,8 @@ TILE_COUNTS = 1024
 """Segments x experts of a tile: 32 words a thread of 8 warps."""
 COUNTS_AT_ONCE = 8192
 COUNT_TILE = 1024
+MOST_BINS = 512
+"""Experts that a pass over the ids counts."""
 NUM_WARPS = 8
 
 
@@ -40,7 +45,7 @@ def _live_pairs(num_tokens_ptr, source, max_tokens, TOP_K: tl.constexpr):
     return tl.minimum(tl.load(num_tokens_ptr + source), max_tokens) * TOP_K
 
 
-@triton.jit(do_not_specialize=["max_tokens", "chunk", "first_expert", "experts", "num_experts", "max_rows"])
+@triton.jit(do_not_specialize=["max_tokens", "chunk", "first_counted", "counted", "num_experts", "max_rows"])
 def count_kernel(
     ids_ptr,
     num_tokens_ptr,
@@ -51,30 +56,34 @@ def count_kernel(
     row_weight_ptr,
     max_tokens,
     chunk,
-    first_expert,
-    experts,
+    first_counted,
+    counted,
     num_experts,
     max_rows,
     TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """wrong None: invalid ids are not counted. row_source None: there are no rows to fill."""
+    """Experts first_counted .. first_counted + counted - 1 are counted, BINS at a time.
+
+    wrong None: invalid ids are not counted. row_source None: there are no rows to fill."""
     source = tl.program_id(1)
     program = source * tl.num_programs(0) + tl.program_id(0)
     lane = tl.arange(0, TILE)
     begin = tl.program_id(0) * chunk
     end = tl.minimum(begin + chunk, _live_pairs(num_tokens_ptr, source, max_tokens, TOP_K))
     ids_ptr += source * max_tokens * TOP_K
-    counts = tl.zeros((EXPERTS,), tl.int32)
     wrong = tl.zeros((TILE,), tl.int32)
-    for first in range(begin, end, TILE):
-        here = first + lane < end
-        expert = tl.load(ids_ptr + first + lane, mask=here, other=-1)
-        wrong += ((expert < -1) | (expert >= num_experts)).to(tl.int32)
-        local = expert - first_expert
-        counts += tl.histogram(local, EXPERTS, mask=here & (local >= 0) & (local < experts))
-    tl.store(counts_ptr + program * EXPERTS + tl.arange(0, EXPERTS), counts)
+    for section in range(0, counted, BINS):
+        counts = tl.zeros((BINS,), tl.int32)
+        for first in range(begin, end, TILE):
+            here = first + lane < end
+            expert = tl.load(ids_ptr + first + lane, mask=here, other=-1)
+            wrong += ((section == 0) & ((expert < -1) | (expert >= num_experts))).to(tl.int32)
+            bin = expert - first_counted - section
+            counts += tl.histogram(bin, BINS, mask=here & (bin >= 0) & (bin < BINS))
+        bins = section + tl.arange(0, BINS)
+        tl.store(counts_ptr + program * counted + bins, counts, mask=bins < counted)
     if wrong_ptr is not None:
         tl.store(wrong_ptr + program, tl.sum(wrong, 0))
     if row_source_ptr is not None:
@@ -98,10 +107,25 @@ def _order(local, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, EXPERTS: tl.con
     return tl.reshape(tl.trans(place), (SEGMENTS * SEGMENT,)), tl.reshape(total, (SEGMENTS, EXPERTS))
 
 
+@triton.jit
+def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr):
+    """(EXPERTS,) pairs of each of `experts` experts, whose counts are `counted` apart; those in earlier chunks."""
+    expert = tl.arange(0, EXPERTS)[None, :]
+    sizes = tl.zeros((EXPERTS,), tl.int32)
+    earlier = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, chunks, CHUNKS):
+        each = first + tl.arange(0, CHUNKS)[:, None]
+        there = (each < chunks) & (expert < experts)
+        counts = tl.load(counts_ptr + each * counted + expert, mask=there, other=0)
+        sizes += tl.sum(counts, 0)
+        earlier += tl.sum(tl.where(each < this_chunk, counts, 0), 0)
+    return sizes, earlier
+
+
 @triton.jit(
     do_not_specialize=[
-        "max_tokens", "pairs", "chunk", "chunks", "chunks_of_source", "first_source", "first_expert", "experts",
-        "experts_per_rank", "multiple", "max_rows",
+        "max_tokens", "pairs", "chunk", "chunks", "chunks_of_source", "first_source", "first_counted", "counted",
+        "first_expert", "experts", "experts_per_rank", "owners", "multiple", "max_rows",
     ]
 )  # fmt: skip
 def place_kernel(
@@ -116,17 +140,19 @@ def place_kernel(
     pair_rows_ptr,
     group_ends_ptr,
     group_sizes_ptr,
-    overflow_ptr,
-    invalid_ptr,
+    totals_ptr,
     max_tokens,
     pairs,
     chunk,
     chunks,
     chunks_of_source,
     first_source,
+    first_counted,
+    counted,
     first_expert,
     experts,
     experts_per_rank,
+    owners,
     multiple,
     max_rows,
     TOP_K: tl.constexpr,
@@ -135,17 +161,15 @@ def place_kernel(
     SEGMENT: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """pairs: of each source, whose rows are wanted. row_source None: only pair_rows, for all owners, is made."""
+    """pairs: of each source, whose rows are wanted. row_source None: only pair_rows, for all owners, is made.
+
+    totals (2 owners + 1,): rows that owners need, rows that do not fit, wrong ids.
+    """
     source = first_source + tl.program_id(1)
     this_chunk = source * chunks_of_source + tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
-    sizes = tl.zeros((EXPERTS,), tl.int32)
-    earlier = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, chunks, CHUNKS):
-        each = first + tl.arange(0, CHUNKS)[:, None]
-        counts = tl.load(counts_ptr + each * EXPERTS + expert[None, :], mask=each < chunks, other=0)
-        sizes += tl.sum(counts, 0)
-        earlier += tl.sum(tl.where(each < this_chunk, counts, 0), 0)
+    here_ptr = counts_ptr + (first_expert - first_counted)
+    sizes, earlier = _sizes(here_ptr, counted, experts, chunks, this_chunk, EXPERTS, CHUNKS)
     padded = (sizes + multiple - 1) // multiple * multiple
     ends = tl.cumsum(padded, 0)
     start = ends - padded
@@ -155,13 +179,18 @@ def place_kernel(
         if this_chunk == 0:
             tl.store(group_ends_ptr + expert, tl.minimum(ends, max_rows), mask=expert < experts)
             tl.store(group_sizes_ptr + expert, sizes, mask=expert < experts)
-            dropped = tl.minimum(tl.maximum(start + sizes - max_rows, 0), sizes)
-            tl.store(overflow_ptr, tl.sum(dropped, 0).to(tl.int64))
             wrong = tl.zeros((1024,), tl.int32)
             for first in range(0, chunks, 1024):
                 each = first + tl.arange(0, 1024)
                 wrong += tl.load(wrong_ptr + each, mask=each < chunks, other=0)
-            tl.store(invalid_ptr, tl.sum(wrong, 0).to(tl.int64))
+            tl.store(totals_ptr + 2 * owners, tl.sum(wrong, 0).to(tl.int64))
+        for owner in range(this_chunk, owners, chunks):
+            of_owner, _ = _sizes(counts_ptr + owner * experts, counted, experts, chunks, 0, EXPERTS, CHUNKS)
+            needed = (of_owner + multiple - 1) // multiple * multiple
+            past = tl.cumsum(needed, 0) - needed + of_owner - max_rows
+            tl.store(totals_ptr + owner, tl.sum(needed, 0).to(tl.int64))
+            dropped = tl.minimum(tl.maximum(past, 0), of_owner)
+            tl.store(totals_ptr + owners + owner, tl.sum(dropped, 0).to(tl.int64))
 
     TILE: tl.constexpr = SEGMENTS * SEGMENT
     lane = tl.arange(0, TILE)
@@ -198,7 +227,7 @@ def make_plan(
     multiple: int,
     max_rows: int,
     num_experts: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> PlanTensors:
     """mxep::make_plan."""
     sources, max_tokens, top_k = expert_ids.shape
     expert_ids, weights, num_tokens = expert_ids.contiguous(), weights.contiguous(), num_tokens.contiguous()
@@ -207,22 +236,25 @@ def make_plan(
     row_weight = torch.empty(max_rows, dtype=torch.float32, device=device)
     slot_rows = torch.empty((sources * max_tokens, top_k), dtype=torch.int32, device=device)
     group_ends, group_sizes = (torch.empty(num_local_experts, dtype=torch.int32, device=device) for _ in range(2))
-    overflow, invalid = (torch.empty((), dtype=torch.int64, device=device) for _ in range(2))
+    owners = owners_of(num_experts, num_local_experts)
+    first_counted, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
+    totals = torch.empty(2 * owners + 1, dtype=torch.int64, device=device)
 
     experts, segments, chunk, chunks = _shape(num_local_experts, sources, pairs)
-    counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (experts, 1))
-    options = {"TOP_K": max(top_k, 1), "EXPERTS": experts, "num_warps": NUM_WARPS}
+    counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (counted, 1))
+    options = {"TOP_K": max(top_k, 1), "num_warps": NUM_WARPS}
     count_kernel[(chunks, sources)](
         expert_ids, num_tokens, counts, wrong, row_source, row_slot, row_weight,
-        max_tokens, chunk, first_expert, num_local_experts, num_experts, max_rows, TILE=COUNT_TILE, **options,
+        max_tokens, chunk, first_counted, counted, num_experts, max_rows, BINS=_bins(counted), TILE=COUNT_TILE,
+        **options,
     )  # fmt: skip
     place_kernel[(chunks, sources)](
         expert_ids, weights, num_tokens, counts, wrong, row_source, row_slot, row_weight, slot_rows, group_ends,
-        group_sizes, overflow, invalid, max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_expert,
-        num_local_experts, num_local_experts, multiple, max_rows,
-        SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
+        group_sizes, totals, max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
+        first_expert, num_local_experts, num_local_experts, owners, multiple, max_rows,
+        EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
-    return row_source, row_slot, row_weight, slot_rows, group_ends, group_sizes, overflow, invalid
+    return row_source, row_slot, row_weight, slot_rows, group_ends, group_sizes, totals
 
 
 def plan_destinations(
@@ -242,19 +274,23 @@ def plan_destinations(
     if not pair_rows.numel():
         return pair_rows
     experts, segments, chunk, chunks = _shape(num_experts, sources, max_tokens * top_k)
-    counts = torch.empty(sources * chunks * experts, dtype=torch.int32, device=expert_ids.device)
-    options = {"TOP_K": top_k, "EXPERTS": experts, "num_warps": NUM_WARPS}
+    counts = torch.empty(sources * chunks * num_experts, dtype=torch.int32, device=expert_ids.device)
+    options = {"TOP_K": top_k, "num_warps": NUM_WARPS}
     count_kernel[(chunks, sources)](
         expert_ids, num_tokens, counts, None, None, None, None,
-        max_tokens, chunk, 0, num_experts, num_experts, 0, TILE=COUNT_TILE, **options,
+        max_tokens, chunk, 0, num_experts, num_experts, 0, BINS=_bins(num_experts), TILE=COUNT_TILE, **options,
     )  # fmt: skip
     place_kernel[(triton.cdiv(pair_rows.numel(), chunk), 1)](
-        expert_ids, None, num_tokens, counts, None, None, None, None, pair_rows, None, None, None, None,
-        max_tokens, pair_rows.numel(), chunk, sources * chunks, chunks, rank, 0, num_experts, experts_per_rank,
-        multiple, max_rows,
-        SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
+        expert_ids, None, num_tokens, counts, None, None, None, None, pair_rows, None, None, None,
+        max_tokens, pair_rows.numel(), chunk, sources * chunks, chunks, rank, 0, num_experts, 0, num_experts,
+        experts_per_rank, 0, multiple, max_rows,
+        EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
     return pair_rows
+
+
+def _bins(counted: int) -> int:
+    return int(min(MOST_BINS, max(LEAST_EXPERTS, triton.next_power_of_2(counted))))
 
 
 def _shape(num_experts: int, sources: int, pairs: int) -> tuple[int, int, int, int]:

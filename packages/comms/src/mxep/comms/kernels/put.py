@@ -25,7 +25,7 @@ FEW_PROGRAMS = 64
 TABLE_PAIRS = 1024
 
 SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "signature", "signals_start", "own_start",
-           "ids_start", "values_start", "num_tokens_start", "groups")  # fmt: skip
+           "rows_start", "ids_start", "values_start", "num_tokens_start", "groups")  # fmt: skip
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def store_part(
     base, part_ptr, x, row, there, OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Into rows `row` of a peer's buffer, which starts at address `base`, OFFSET bytes behind each row's start."""
+    """Into rows `row` of a peer's, the first at address `base`, OFFSET bytes behind each row's start."""
     WORD: tl.constexpr = part_ptr.dtype.element_ty.primitive_bitwidth // 8
     # An address out of a table has lost its alignment.
     start = tl.multiple_of(base.to(tl.pointer_type(part_ptr.dtype.element_ty)), 16)
@@ -76,7 +76,7 @@ def store_part(
 @triton.jit(do_not_specialize=SCALARS)
 def put_rows_kernel(
     ids_ptr, rows_ptr, ends_ptr, sizes_ptr, part0_ptr, part1_ptr, pointers_ptr, state_ptr,
-    num_tokens, max_tokens, rank, experts_per_rank, groups, signature, signals_start, own_start,
+    num_tokens, max_tokens, rank, experts_per_rank, groups, signature, signals_start, own_start, rows_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROW_BYTES: tl.constexpr,
     WIDTH0: tl.constexpr, BLOCK0: tl.constexpr, OFFSET1: tl.constexpr, WIDTH1: tl.constexpr, BLOCK1: tl.constexpr,
     NT: tl.constexpr, CLOCK: tl.constexpr,
@@ -100,7 +100,7 @@ def put_rows_kernel(
         )  # fmt: skip
         for turn in range(W):
             peer = (turn + rank + tile) % W
-            base = tl.load(pointers_ptr + peer)
+            base = tl.load(pointers_ptr + peer) + rows_start
             if rows_ptr is None:
                 row = rank * max_tokens + token
                 there = tl.max((owner == peer).to(tl.int32), 1) > 0
@@ -120,13 +120,14 @@ def put_rows_kernel(
         for group in range(program, groups, programs):
             start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0) + tl.load(sizes_ptr + group)
             end = tl.load(ends_ptr + group)
+            base = own_base + rows_start
             for first in range(start, end, NT):
                 row = first + tl.arange(0, NT)
                 zero0 = tl.zeros((NT, BLOCK0), part0_ptr.dtype.element_ty)
-                store_part(own_base, part0_ptr, zero0, row, row < end, 0, ROW_BYTES, WIDTH0, BLOCK0)
+                store_part(base, part0_ptr, zero0, row, row < end, 0, ROW_BYTES, WIDTH0, BLOCK0)
                 if part1_ptr is not None:
                     zero1 = tl.zeros((NT, BLOCK1), part1_ptr.dtype.element_ty)
-                    store_part(own_base, part1_ptr, zero1, row, row < end, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
+                    store_part(base, part1_ptr, zero1, row, row < end, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
 
     own_ptr = (own_base + own_start).to(tl.pointer_type(tl.int64))
     word = word_of(own_ptr, 1, signature)
@@ -193,7 +194,7 @@ def put_rows(
         words[1] if len(words) > 1 else None, launch.pointers, launch.state, len(expert_ids), layout.max_tokens,
         launch.rank, experts_per_rank,
         0 if group_ends is None else len(group_ends), launch.signature(offsets[-1]), layout.signals_start,
-        layout.own_start,
+        layout.own_start, layout.rows_start,
         W=layout.world_size, WP=triton.next_power_of_2(layout.world_size), K=layout.top_k,
         KP=triton.next_power_of_2(layout.top_k), ROW_BYTES=layout.row_bytes, WIDTH0=widths[0], BLOCK0=blocks[0],
         OFFSET1=offsets[1], WIDTH1=widths[-1], BLOCK1=blocks[-1], NT=at_once, CLOCK=launch.clock,

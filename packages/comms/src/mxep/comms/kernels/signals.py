@@ -25,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
+from mxep.comms.layout import Layout
+
 TURN = tl.constexpr(20_000)
 """ns that a turn of a wait counts for under the interpreter."""
 
@@ -122,3 +124,20 @@ def barrier(pointers: Tensor, state: Tensor, rank: int, clock: bool) -> None:
     barrier_kernel[(1,)](
         pointers, state, rank, W=world_size, WP=triton.next_power_of_2(world_size), CLOCK=clock, num_warps=1
     )
+
+
+@triton.jit(do_not_specialize=["rank", "signature"])
+def refuse_kernel(pointers_ptr, rank, signature, signals_start, own_start, W: tl.constexpr, WP: tl.constexpr):
+    """Where peers wait for tables (0) and for the first rows (1)."""
+    own_ptr = (tl.load(pointers_ptr + rank) + own_start).to(tl.pointer_type(tl.int64))
+    for channel in tl.static_range(2):
+        announce(pointers_ptr, signals_start, channel, word_of(own_ptr, channel, signature), rank, W, WP)
+
+
+def refuse(pointers: Tensor, rank: int, signature: int, layout: Layout) -> None:
+    """Tell the peers in a move that we will not come. Nothing is counted: the buffer is of no use afterwards."""
+    world_size = layout.world_size
+    refuse_kernel[(1,)](
+        pointers, rank, signature, layout.signals_start, layout.own_start,
+        W=world_size, WP=triton.next_power_of_2(world_size), num_warps=1,
+    )  # fmt: skip

@@ -20,9 +20,10 @@ NUM_WARPS = 8
 PADDING_WORDS = 1024
 
 
-@triton.jit(do_not_specialize=["max_tokens", "values_start"])
+@triton.jit(do_not_specialize=["max_tokens", "rows_start", "values_start"])
 def stage_sums_kernel(
-    rows_ptr, row_values_ptr, slot_rows_ptr, sources_ptr, homes_ptr, staging_ptr, there_ptr, max_tokens, values_start,
+    rows_ptr, row_values_ptr, slot_rows_ptr, sources_ptr, homes_ptr, staging_ptr, there_ptr, max_tokens, rows_start,
+    values_start,
     ROW_BYTES: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, NT: tl.constexpr,
 ):  # fmt: skip
@@ -32,15 +33,15 @@ def stage_sums_kernel(
     row = rows_of_slots(slot_rows_ptr, sources_ptr, token, peer, max_tokens, K, KP)
     push_sum(
         rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, staging_ptr.to(tl.int64), max_tokens, peer,
-        values_start, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
+        rows_start, values_start, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
     )  # fmt: skip
     home = tl.load(homes_ptr + peer) + token.to(tl.int64) * ROW_BYTES
     tl.store(there_ptr + peer * max_tokens + token, tl.where(is_sent(row), home, -1), mask=token < max_tokens)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "values_start"])
+@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "experts_per_rank", "rows_start", "values_start"])
 def sum_home_kernel(
-    buffer_ptr, ids_ptr, out_ptr, values_ptr, num_tokens, max_tokens, experts_per_rank, values_start,
+    buffer_ptr, ids_ptr, out_ptr, values_ptr, num_tokens, max_tokens, experts_per_rank, rows_start, values_start,
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, NT: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +49,7 @@ def sum_home_kernel(
     token = tl.program_id(0) * NT + tl.arange(0, NT)
     sum_arrived(
         out_ptr, values_ptr, ids_ptr, token, token < num_tokens, buffer_ptr.to(tl.int64), max_tokens,
-        experts_per_rank, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
+        experts_per_rank, rows_start, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
     )  # fmt: skip
 
 
@@ -80,8 +81,9 @@ def stage_sums(
     with torch.cuda.device_of(rows):
         stage_sums_kernel[(max(1, triton.cdiv(layout.max_tokens, at_once)), layout.world_size)](
             rows.contiguous(), row_values, plan.slot_rows, plan.num_tokens, homes, staging, there, layout.max_tokens,
-            layout.values_start, ROW_BYTES=layout.row_bytes, K=layout.top_k, KP=triton.next_power_of_2(layout.top_k),
-            D=dim, BLOCK=block, ROW_ELEMENTS=layout.row_bytes // rows.itemsize, NT=at_once, num_warps=NUM_WARPS,
+            layout.rows_start, layout.values_start, ROW_BYTES=layout.row_bytes, K=layout.top_k,
+            KP=triton.next_power_of_2(layout.top_k), D=dim, BLOCK=block,
+            ROW_ELEMENTS=layout.row_bytes // rows.itemsize, NT=at_once, num_warps=NUM_WARPS,
         )  # fmt: skip
     return there
 
@@ -95,9 +97,9 @@ def sum_home(
     at_once = rows_at_once(TILE_ELEMENTS, block, tokens, PROGRAMS)
     with torch.cuda.device_of(out):
         sum_home_kernel[(max(1, triton.cdiv(tokens, at_once)),)](
-            buffer, expert_ids, out, values, tokens, layout.max_tokens, experts_per_rank, layout.values_start,
-            W=layout.world_size, K=layout.top_k, KP=triton.next_power_of_2(layout.top_k), D=dim, BLOCK=block,
-            ROW_ELEMENTS=layout.row_bytes // out.itemsize, NT=at_once, num_warps=NUM_WARPS,
+            buffer, expert_ids, out, values, tokens, layout.max_tokens, experts_per_rank, layout.rows_start,
+            layout.values_start, W=layout.world_size, K=layout.top_k, KP=triton.next_power_of_2(layout.top_k), D=dim,
+            BLOCK=block, ROW_ELEMENTS=layout.row_bytes // out.itemsize, NT=at_once, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 

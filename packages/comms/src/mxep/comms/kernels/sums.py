@@ -41,7 +41,7 @@ ARRIVED_AT_END = tl.constexpr(2 + CHANNELS)
 TAKEN = tl.constexpr(3 + CHANNELS)
 
 SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles", "chunks", "lag", "signature",
-           "values_start", "signals_start", "own_start")  # fmt: skip
+           "values_start", "signals_start", "own_start", "rows_start")  # fmt: skip
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def is_sent(row):
 
 @triton.jit
 def push_sum(
-    rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, base, max_tokens, rank, values_start,
+    rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, base, max_tokens, rank, rows_start, values_start,
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROW_ELEMENTS: tl.constexpr,
     NT: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def push_sum(
                 total = add_rows(total, rows_ptr, mine, D, BLOCK)
         column = tl.arange(0, BLOCK)[None, :]
         home = rank * max_tokens + token
-        start = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16)
+        start = tl.multiple_of((base + rows_start).to(tl.pointer_type(dtype)), 16)
         place = home.to(tl.int64)[:, None] * ROW_ELEMENTS + column
         tl.store(start + place, total.to(dtype), mask=sent[:, None] & (column < D))
         if row_values_ptr is not None:
@@ -111,7 +111,7 @@ def push_sum(
 
 @triton.jit
 def sum_arrived(
-    out_ptr, values_ptr, ids_ptr, token, there, own_base, max_tokens, experts_per_rank, values_start,
+    out_ptr, values_ptr, ids_ptr, token, there, own_base, max_tokens, experts_per_rank, rows_start, values_start,
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, NT: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def sum_arrived(
     listed = there[:, None] & (k < K)
     owner = owner_of(tl.load(ids_ptr + pair, mask=listed, other=-1), experts_per_rank, W)
     total = tl.zeros((NT, BLOCK), tl.float32)
-    start = tl.multiple_of(own_base.to(tl.pointer_type(dtype)), 16)
+    start = tl.multiple_of((own_base + rows_start).to(tl.pointer_type(dtype)), 16)
     for peer in range(W):
         came = tl.max((owner == peer).to(tl.int32), 1) > 0
         place = (peer * max_tokens + token).to(tl.int64)[:, None] * ROW_ELEMENTS + column
@@ -150,7 +150,7 @@ def leave(
 def return_sums_kernel(
     rows_ptr, row_values_ptr, slot_rows_ptr, sources_ptr, ids_ptr, out_ptr, values_ptr, pointers_ptr, state_ptr,
     num_tokens, max_tokens, rank, experts_per_rank, chunk_tiles, chunks, lag, signature, values_start, signals_start,
-    own_start,
+    own_start, rows_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, NT: tl.constexpr, TAKE: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +188,7 @@ def return_sums_kernel(
                 next_row = rows_of_slots(slot_rows_ptr, sources_ptr, next_token, next_peer, max_tokens, K, KP)
                 push_sum(
                     rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, tl.load(pointers_ptr + peer),
-                    max_tokens, rank, values_start, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
+                    max_tokens, rank, rows_start, values_start, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
                 )  # fmt: skip
                 row = next_row
             pushed += 1
@@ -196,7 +196,7 @@ def return_sums_kernel(
             token -= lag * chunk_tiles * NT
             sum_arrived(
                 out_ptr, values_ptr, ids_ptr, token, token < num_tokens, own_base, max_tokens,
-                experts_per_rank, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
+                experts_per_rank, rows_start, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, NT,
             )  # fmt: skip
         tile = next_tile
     leave(pointers_ptr, own_ptr, signals_start, chunk, pushed, chunk_tiles, word, rank, W, WP)
@@ -233,6 +233,7 @@ def return_sums(
         out, values, launch.pointers, launch.state, len(expert_ids), layout.max_tokens, launch.rank, experts_per_rank,
         chunk_tiles, chunks, lag,
         launch.signature(dim * rows.dtype.itemsize), layout.values_start, layout.signals_start, layout.own_start,
+        layout.rows_start,
         W=layout.world_size, WP=triton.next_power_of_2(layout.world_size), K=layout.top_k,
         KP=triton.next_power_of_2(layout.top_k), D=dim, BLOCK=block,
         ROW_ELEMENTS=layout.row_bytes // rows.dtype.itemsize, NT=at_once, TAKE=take, CLOCK=launch.clock,

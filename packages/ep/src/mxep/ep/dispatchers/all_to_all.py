@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, gather_rows, sum_slots
+from mxep.comms.plan import narrow_ids
 
 from .base import Parts, Routing, TokenDispatcher
 
@@ -43,10 +44,17 @@ class AllToAllDispatcher(TokenDispatcher):
     """See :class:`TokenDispatcher`. Buffers have the exact size of each step, so ``capacity`` is not consulted."""
 
     def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
-        flat = self._check_ids(expert_ids).flatten()
+        expert_ids = narrow_ids(expert_ids, self.num_experts)
+        wrong = (expert_ids < -1) | (expert_ids >= self.num_experts)
+        found = expert_ids[wrong].unique().tolist() if expert_ids.device.type == "cpu" else []
+        expert_ids = torch.where(wrong, -1, expert_ids)
+        flat = expert_ids.flatten()
         rank = torch.where(flat >= 0, flat.div(self.num_local_experts, rounding_mode="floor"), self.world_size)
         counts = torch.bincount(rank, minlength=self.world_size + 1)[: self.world_size]
-        sent, received = self._exchange_sizes(counts)
+        sent, received, invalid = self._exchange_sizes(counts, wrong.sum())
+        if any(invalid) and expert_ids.device.type == "cpu":
+            whose = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(invalid) if n)
+            raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found or ''}")
         order = rank.argsort(stable=True)[: sum(sent)]
 
         token = order.div(expert_ids.shape[1], rounding_mode="floor")
@@ -59,6 +67,7 @@ class AllToAllDispatcher(TokenDispatcher):
             torch.full((1,), len(ids), dtype=torch.int32, device=ids.device),
             multiple=multiple,
             capacity=Capacity.exact(),
+            invalid=sum(invalid),
         )
         return tuple(slots), AllToAllRouting(plan, expert_ids, self.num_local_experts, order, sent, received)
 
@@ -93,14 +102,17 @@ class AllToAllDispatcher(TokenDispatcher):
             total += sum_slots(home, torch.where(rank == r, position.view(ids.shape), -1)).float()
         return total.to(home.dtype)
 
-    def _exchange_sizes(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        """(sent, received) rows by rank, on the host: NCCL's all-to-all takes them from there."""
-        received = counts
+    def _exchange_sizes(self, counts: Tensor, wrong: Tensor) -> tuple[list[int], list[int], list[int]]:
+        """(sent, received) rows by rank, on the host: NCCL's all-to-all takes them from there. Third, what
+        every rank gave as ``wrong``, a number.
+        """
+        outgoing = torch.stack((counts, wrong.expand_as(counts)), 1)
+        incoming = outgoing
         if self.world_size > 1:
-            received = torch.empty_like(counts)
-            dist.all_to_all_single(received, counts, group=self.group)
-        sent_and_received = torch.stack((counts, received)).tolist()
-        return sent_and_received[0], sent_and_received[1]
+            incoming = torch.empty_like(outgoing)
+            dist.all_to_all_single(incoming, outgoing, group=self.group)
+        sent, received, invalid = torch.stack((counts, *incoming.unbind(1))).tolist()
+        return sent, received, invalid
 
     def _move(self, parts: list[Tensor], sent: list[int], received: list[int]) -> Parts:
         """Rows (sum(sent), n_i) bytes -> (sum(received), n_i), in one collective."""

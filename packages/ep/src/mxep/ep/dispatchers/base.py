@@ -24,9 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, make_plan
-
-from ..recomputation import recomputing
+from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
 
 Parts = tuple[Tensor, ...]
 
@@ -66,6 +64,8 @@ class Routing:
 
         ``routed``: (token, expert) pairs of this rank's tokens. ``sent``: rows this rank's tokens put on the wire,
         those to itself included. ``live``: rows this rank's experts compute, padding included. ``padding``: of these.
+        ``dropped``: rows of all ranks' experts that did not fit the capacity. ``invalid``: ids of all ranks' tokens out
+        of range. These two are the same on all ranks.
         """
         live = self.plan.group_ends[-1].long()
         return {
@@ -73,6 +73,8 @@ class Routing:
             "sent": self.wire_rows(),
             "live": live,
             "padding": live - (self.plan.row_slot >= 0).sum(),
+            "dropped": self.plan.overflow.sum(),
+            "invalid": self.plan.invalid,
         }
 
     def wire_rows(self) -> Tensor:
@@ -118,7 +120,10 @@ class TokenDispatcher(ABC):
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.world_size
         self.capacity = Capacity.worst_case() if capacity is None else capacity
-        self._lost: Tensor | None = None
+        self._counts: dict[torch.device, Tensor] = {}
+        """As plans count, since the last check: the most rows needed, sums of the others."""
+        self._room = (0, 0, 0, 0)
+        """T_max, K, multiple and R_max of the largest plan."""
         facts: dict[str, object] = {"group": self.group and self.group.group_name, "world_size": self.world_size}
         facts |= {"num_experts": num_experts, "capacity": self.capacity} | (sizes or {})
         kind = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
@@ -202,33 +207,57 @@ class TokenDispatcher(ABC):
     def check(self) -> None:
         """Raise what was counted since the last check. It reads from the device: call it once a step, not in the layer.
 
-        Raises CapacityExceeded if rows did not fit ``capacity``, ValueError if expert ids were out of range.
+        All ranks raise the same in the same step, so that all may skip it: CapacityExceeded if rows did not fit
+        ``capacity`` on any rank, unless that says "drop"; ValueError if any rank's expert ids were out of range.
         """
-        if self._lost is None:
-            return
-        overflow, invalid = self._lost.tolist()
-        self._lost.zero_()
-        if overflow:
-            raise CapacityExceeded(
-                f"rank {self.rank}: {overflow} rows did not fit {self.capacity}; the step is not usable, "
-                "raise the factor or use Capacity.worst_case()"
-            )
-        if invalid:
-            raise ValueError(f"rank {self.rank}: {invalid} expert ids outside -1..{self.num_experts - 1}")
+        found = [counts.tolist() for counts in self._counts.values()]
+        for transport in self._transports():
+            transport.check()
+        for each, counts in zip(found, self._counts.values()):
+            counts.zero_()
+            owners = len(each) // 2
+            if any(each[owners:-1]) and self.capacity.overflow == "raise":
+                raise CapacityExceeded(self._what_did_not_fit(each[:owners], each[owners:-1]))
+            if each[-1]:
+                raise ValueError(f"rank {self.rank}: {each[-1]} expert ids outside -1..{self.num_experts - 1}")
 
-    def _check_ids(self, expert_ids: Tensor) -> Tensor:
-        """Ids with those out of range made -1: an error at once on the CPU, counted for :meth:`check` elsewhere."""
-        wrong = (expert_ids < -1) | (expert_ids >= self.num_experts)
-        if expert_ids.device.type == "cpu" and bool(wrong.any()):
-            raise ValueError(
-                f"expert ids must lie in -1..{self.num_experts - 1}, got {expert_ids[wrong].unique().tolist()}"
-            )
-        self._count(torch.zeros_like(wrong.sum()), wrong.sum())
-        return torch.where(wrong, -1, expert_ids)
+    def counts(self) -> dict[str, Tensor]:
+        """What was counted since the last check, as 0-d int64 tensors on the device, no host sync.
+
+        ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range. Of all ranks together,
+        and the same on each. A forward that a checkpoint repeats counts again.
+        """
+        first, *others = self._counts.values() or (torch.zeros(3, dtype=torch.int64),)
+        total = sum((each.to(first.device) for each in others), first)
+        return {"dropped": total[len(total) // 2 : -1].sum(), "invalid": total[-1].clone()}
+
+    def _transports(self) -> tuple[Transport, ...]:
+        """In use."""
+        return ()
+
+    def _what_did_not_fit(self, needed: list[int], overflow: list[int]) -> str:
+        max_tokens, top_k, multiple, max_rows = self._room
+        lost = ", ".join(
+            f"{rows} on rank {rank}, which needed {needed[rank]}" for rank, rows in enumerate(overflow) if rows
+        )
+        cure = "a token names an expert twice"
+        if self.capacity.kind == "factor":
+            sizes = {"num_local_experts": self.num_local_experts, "multiple": multiple}
+            enough = Capacity.enough(max(needed), max_tokens, top_k, **sizes)
+            cure = f"Capacity.factor({enough:g}) would have been enough"
+        return f"rows did not fit {self.capacity}, {max_rows} on each rank: {lost}; the step is not usable, {cure}"
 
     def _plan(
-        self, ids: Tensor, weights: Tensor, num_tokens: Tensor, *, multiple: int, capacity: Capacity
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        num_tokens: Tensor,
+        *,
+        multiple: int,
+        capacity: Capacity,
+        invalid: int = 0,
     ) -> RoutingPlan:
+        """invalid: ids that are not in the tables any more."""
         self.used = True
         plan = make_plan(
             ids,
@@ -240,13 +269,18 @@ class TokenDispatcher(ABC):
             capacity=capacity,
             num_experts=self.num_experts,
         )
-        self._count(plan.overflow, plan.invalid)
+        if invalid:
+            plan.counts[-1] += invalid
+        self._room = max(self._room, (ids.shape[1], ids.shape[2], multiple, plan.max_rows))
+        self._count(plan.counts)
         return plan
 
-    def _count(self, overflow: Tensor, invalid: Tensor) -> None:
-        if recomputing():
-            return
-        if self._lost is None:
+    def _count(self, counts: Tensor) -> None:
+        total = self._counts.get(counts.device)
+        if total is None:
             with torch.inference_mode(False):
-                self._lost = torch.zeros(2, dtype=torch.int64, device=overflow.device)
-        self._lost += torch.stack((overflow, invalid))
+                total = self._counts[counts.device] = torch.zeros_like(counts)
+        owners = len(counts) // 2
+        total[owners:].add_(counts[owners:])
+        needed = total[:owners]
+        torch.maximum(needed, counts[:owners], out=needed)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mxep.comms import sum_slots
+from mxep.comms.plan import narrow_ids
 
 from .base import Parts, Routing, TokenDispatcher
 
@@ -19,6 +20,7 @@ class LocalDispatcher(TokenDispatcher):
         return 1, num_tokens
 
     def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
+        expert_ids = narrow_ids(expert_ids, self.num_experts)
         num_tokens = torch.full((1,), len(expert_ids), dtype=torch.int32, device=expert_ids.device)
         plan = self._plan(expert_ids[None], weights[None], num_tokens, multiple=multiple, capacity=self.capacity)
         return parts, Routing(plan, expert_ids, self.num_local_experts)

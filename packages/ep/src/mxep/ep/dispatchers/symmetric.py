@@ -1,7 +1,7 @@
 """SymmetricDispatcher: symmetric-memory stores, one barrier a move, no host sync, no collective.
 
-A token travels once per destination rank; the receiver plans alone. The workspace is made at the first send, when the
-sizes are known: the one moment when the ranks talk through collectives.
+A token travels once per destination rank; the receiver plans alone. Workspaces are made at a send of new sizes: only
+then the ranks talk through collectives. All of a group's lie in one pair of buffers (`shared.py`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import (
-    Capacity,
-    SharedMemoryTransport,
-    SymmetricMemoryTransport,
-    Transport,
-    Workspace,
-    return_rows,
-    send_rows,
-    start_return_rows,
-    start_send_rows,
-)
+from mxep.comms import Capacity, Transport, Workspace, return_rows, send_rows, start_return_rows, start_send_rows
+from mxep.comms.plan import narrow_ids
 
 from .base import Parts, Routing, TokenDispatcher
+from .shared import close_transport, open_transport
 
 BESIDE = 32
 """Multiprocessors that rows may take which are sent while something else computes: they get 0.92 of the links."""
@@ -36,10 +28,11 @@ class SymmetricDispatcher(TokenDispatcher):
     Args:
         dim: D. dtype: the widest dtype that rows travel in, there (unquantized) or back.
         max_tokens: T_max, the most tokens a rank will ever send at once; slots are sized for it. None: the most any
-            rank brings to the first send. More tokens later raise ValueError.
-        timeout: seconds that a wait for a peer takes at most, 60 unless given.
-        transport: how ranks reach each other's memory. None: shared memory for CPU tensors, NVLink symmetric memory for
-            CUDA tensors.
+            rank brings to the first send with tokens. A rank that brings more later raises ValueError, its peers
+            PeersDisagree, which say what to set; all layers of the group have to be made again then.
+        timeout: seconds that a wait for a peer takes at most, the same for all of a group; None: as they have, or 60.
+        transport: how ranks reach each other's memory. None: the group's own, over shared memory for CPU tensors and
+            NVLink for CUDA tensors.
     """
 
     borrows = True
@@ -58,12 +51,18 @@ class SymmetricDispatcher(TokenDispatcher):
     ) -> None:
         sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens}
         super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
+        if transport is not None and transport.world_size != self.world_size:
+            raise ValueError(f"transport: got one of {transport.world_size} ranks, wanted {self.world_size}")
         self.dim = dim
         self.row_dtype: torch.dtype = dtype
         self.max_tokens = max_tokens
         self.timeout = timeout
-        self.transport = transport
-        self.workspace: Workspace | None = None
+        self._given = transport
+        self._opened: dict[torch.device, Transport] = {}
+        self._most_tokens: dict[torch.device, int] = {}
+        """Where max_tokens was not given."""
+        self._workspaces: dict[tuple[torch.device, int, int], Workspace] = {}
+        """By T_max and K."""
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         return None if self.max_tokens is None else (self.world_size, self.max_tokens)
@@ -79,7 +78,8 @@ class SymmetricDispatcher(TokenDispatcher):
     def _send(
         self, parts: Parts, expert_ids: Tensor, weights: Tensor, multiple: int, num_programs: int | None
     ) -> Callable[[], tuple[Parts, Routing]]:
-        workspace = self.workspace or self._make_workspace(expert_ids)
+        expert_ids = narrow_ids(expert_ids, self.num_experts)
+        workspace = self._workspace(expert_ids)
         sending = start_send_rows(workspace, parts, expert_ids, weights, num_programs=num_programs)
         assert sending.tables is not None
         plan = self._plan(*sending.tables, multiple=multiple, capacity=self.capacity)  # while rows are under way
@@ -87,54 +87,76 @@ class SymmetricDispatcher(TokenDispatcher):
         return lambda: (sending.wait().parts, routing)
 
     def resend(self, parts: Parts, routing: Routing) -> Parts:
-        assert self.workspace is not None
-        return send_rows(self.workspace, parts, routing.expert_ids).parts
+        return send_rows(self._workspace_of(routing), parts, routing.expert_ids).parts
 
     def start_resend(self, parts: Parts, routing: Routing) -> Callable[[], Parts]:
-        assert self.workspace is not None
-        sending = start_send_rows(self.workspace, parts, routing.expert_ids, num_programs=BESIDE)
+        sending = start_send_rows(self._workspace_of(routing), parts, routing.expert_ids, num_programs=BESIDE)
         return lambda: sending.wait().parts
 
     def give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        assert self.workspace is not None
-        return return_rows(self.workspace, rows, routing.plan, routing.expert_ids, row_values=row_values)
+        workspace = self._workspace_of(routing)
+        return return_rows(workspace, rows, routing.plan, routing.expert_ids, row_values=row_values)
 
     def start_give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        assert self.workspace is not None
         plan, ids = routing.plan, routing.expert_ids
-        return start_return_rows(self.workspace, rows, plan, ids, row_values=row_values).wait
+        return start_return_rows(self._workspace_of(routing), rows, plan, ids, row_values=row_values).wait
 
-    def check(self) -> None:
-        super().check()
-        if self.transport is not None:
-            self.transport.check()
+    def close(self) -> None:
+        super().close()
+        if self.uses > 0:
+            return
+        self._workspaces.clear()
+        while self._opened:
+            close_transport(self._opened.popitem()[1])
 
-    def _make_workspace(self, expert_ids: Tensor) -> Workspace:
-        device = expert_ids.device
-        if self.transport is None:
-            make = SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport
-            self.transport = make(self.group, timeout=60.0 if self.timeout is None else self.timeout)
-        if self.transport.world_size != self.world_size:
+    def _transports(self) -> tuple[Transport, ...]:
+        return tuple(self._opened.values()) if self._given is None else (self._given,)
+
+    def _workspace(self, expert_ids: Tensor) -> Workspace:
+        """For a send of these ids."""
+        device, (tokens, top_k) = expert_ids.device, expert_ids.shape
+        max_tokens = self.max_tokens or self._most_tokens.get(device) or self._ask_most(tokens, device)
+        found = self._workspaces.get((device, max_tokens, top_k))
+        return self._make_workspace(device, max_tokens, top_k) if found is None else found
+
+    def _workspace_of(self, routing: Routing) -> Workspace:
+        """That a plan was made in."""
+        slots, top_k = routing.plan.slot_rows.shape
+        key = routing.plan.slot_rows.device, slots // self.world_size, top_k
+        if key not in self._workspaces:
+            raise RuntimeError("dispatcher: got a routing from before it was closed, wanted close() after backward")
+        return self._workspaces[key]
+
+    def _ask_most(self, tokens: int, device: torch.device) -> int:
+        """The most tokens of any rank, asked until there are some: who was given max_tokens asks nobody."""
+        most = torch.tensor(tokens, device=device)
+        if self.world_size > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        self._most_tokens[device] = int(most)
+        return self._most_tokens[device]
+
+    def _make_workspace(self, device: torch.device, max_tokens: int, top_k: int) -> Workspace:
+        if self.uses < 1:
+            raise RuntimeError("dispatcher: closed")
+        if self.group is None and self._given is None and dist.is_initialized():
             raise ValueError(
-                f"the dispatcher was made for {self.world_size} ranks, its transport has {self.transport.world_size}: "
-                "initialise the process group before making the layer"
+                "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
+                "making the layer"
             )
-        if self.max_tokens is None:  # once, before the first move: who was given max_tokens asks nobody
-            most = torch.tensor(len(expert_ids), device=device)
-            if self.world_size > 1:
-                dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-            self.max_tokens = int(most)
         with torch.inference_mode(False):  # it outlives the call that makes it
-            self.workspace = Workspace(
-                self.transport,
-                max_tokens=self.max_tokens,
-                top_k=expert_ids.shape[1],
+            transport = self._given or self._opened.get(device)
+            if transport is None:
+                transport = self._opened[device] = open_transport(self.group, device, self.timeout)
+            self._workspaces[device, max_tokens, top_k] = Workspace(
+                transport,
+                max_tokens=max_tokens,
+                top_k=top_k,
                 dim=self.dim,
                 row_bytes=self.dim * self.row_dtype.itemsize,
                 num_experts=self.num_experts,
             )
-        return self.workspace
+        return self._workspaces[device, max_tokens, top_k]

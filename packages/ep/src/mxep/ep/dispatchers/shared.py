@@ -1,0 +1,64 @@
+"""One transport, and so one pair of buffers, for all symmetric dispatchers of a (group, device).
+
+Opening one is collective. So it stays open until all who opened it have closed it, or the group is destroyed: when
+objects are collected differs from rank to rank. A process alone has nobody to agree with: there it goes with its users.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+
+import torch
+import torch.distributed as dist
+
+from mxep.comms import SharedMemoryTransport, SymmetricMemoryTransport, Transport
+
+Key = tuple[str | None, torch.device]
+_open: dict[Key, Transport] = {}
+_alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionary()
+
+
+def open_transport(group: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> Transport:
+    """The group's transport on this device, with one user more; a new one where a peer has failed the old one.
+
+    Raises ValueError if it has another timeout than the one asked for.
+    """
+    for stale in [key for key, each in _open.items() if not _lives(each.group)]:
+        _open.pop(stale).close()
+    transports = _alone if group is None or group.size() == 1 else _open
+    key = None if group is None else str(group.group_name), device
+    found = transports.get(key)
+    # Names of groups are used again.
+    if found is None or found.group is not group or _failed(found):
+        make = SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport
+        found = transports[key] = make(group, timeout=60.0 if timeout is None else timeout)
+    elif timeout is not None and timeout != found.timeout:
+        others = f"{found.timeout:g} s as other layers of the group have, whose buffers it shares"
+        raise ValueError(f"timeout: got {timeout:g} s, wanted {others}")
+    found.arena.users += 1
+    return found
+
+
+def close_transport(transport: Transport) -> None:
+    """One user less; after the last one it is closed."""
+    transport.arena.users -= 1
+    if transport.arena.users:
+        return
+    transport.close()
+    transports: MutableMapping[Key, Transport]
+    for transports in (_open, _alone):
+        for key in [key for key, each in transports.items() if each is transport]:
+            del transports[key]
+
+
+def _lives(group: dist.ProcessGroup | None) -> bool:
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def _failed(transport: Transport) -> bool:
+    try:
+        transport.check()
+    except RuntimeError:
+        return True
+    return transport.arena.refused is not None
