@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -303,6 +304,18 @@ def test_what_is_not_finite_on_any_rank_is_not_saved(make_config: Callable[..., 
     for message in run_ranks(save_with_a_nan, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
         assert message == "bf16, step 2: first.blocks.0.moe.experts.down_proj is not finite: not saved"
     assert checkpoint.find(tmp_path)["bf16"].name == "step-000001"
+
+
+def test_rows_over_the_capacity_may_be_dropped_and_are_counted(make_config: Callable[..., Config], tmp_path: Path):
+    drops = ("dispatcher.capacity=factor", "dispatcher.factor=0.5", "dispatcher.overflow=drop")
+    config = make_config("recipe=bf16", "parallel.ranks=2", "train.steps=3", *drops)
+    (outcome, _) = run_ranks(train, (config, str(tmp_path), {}), world_size=2, timeout=60, device="cpu")
+    for row in outcome.runs[0].metrics:
+        assert row["rows_dropped"] == row["rows_routed"] - (row["rows_live"] - row["rows_padding"]) > 0
+        assert not row["skipped"]
+    console = Console(record=True, width=200)
+    report.show(report.summarize(outcome), console)
+    assert "rows dropped" in console.export_text()
 
 
 class PowerFailure(Exception):

@@ -78,6 +78,11 @@ def show(summary: dict[str, Any], console: Console) -> None:
         **({"of them skipped": [str(run["skipped"]) for run in runs]} if any(run["skipped"] for run in runs) else {}),
         "rows routed (token, expert)": [f"{run['rows_routed']:,}" for run in runs],
         "rows sent (token, rank)": [f"{run['rows_sent']:,}" for run in runs],
+        **(
+            {"rows dropped": [f"{run['rows_dropped']:,}" for run in runs]}
+            if any(run["rows_dropped"] for run in runs)
+            else {}
+        ),
         "padding share of rows": [f"{run['padding_share']:.1%}" for run in runs],
         "expert load, busiest / mean": [f"{run['expert_load']:.2f}" for run in runs],
         "tokens/s": [f"{run['tokens_per_s']:,.0f}" for run in runs],
@@ -90,9 +95,8 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 def _summarize(run: Run) -> dict[str, Any]:
-    totals = {
-        key: sum(row[key] for row in run.metrics) for key in ("rows_routed", "rows_sent", "rows_live", "rows_padding")
-    }
+    keys = ("rows_routed", "rows_sent", "rows_live", "rows_padding", "rows_dropped")
+    totals = {key: sum(row.get(key, 0) for row in run.metrics) for key in keys}
     last = run.taken[-LAST:]
     tokens = sum(row["tokens_per_s"] * row["seconds"] for row in run.metrics)
     return {

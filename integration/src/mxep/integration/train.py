@@ -222,16 +222,18 @@ class Trainer:
         lost = self._lost_rows()
         rows = [moe.last_routing.stats() for moe in self.model.moes if moe.last_routing is not None]
         keys = list(rows[0])
-        counts = [torch.stack([one[key] for one in rows]).sum() for key in keys]
+        counts = [torch.stack([one[key] for one in rows]).sum().double() for key in keys]
+        for known_to_all in (keys.index("dropped"), keys.index("invalid")):
+            counts[known_to_all] /= dist.get_world_size(self.mesh.ep)
         loads = torch.stack([router.load for router in self.model.routers if router.load is not None])
         means = torch.stack((loss, norm, torch.full_like(norm, lost is not None))).double() / self.mesh.ranks
-        vector = torch.cat((means, torch.stack(counts).double(), loads.double().flatten()))
+        vector = torch.cat((means, torch.stack(counts), loads.double().flatten()))
         dist.all_reduce(vector)
         mean_loss, mean_norm, overflowed, *values = vector[: len(means) + len(counts)].tolist()
         load = vector[len(means) + len(counts) :].view(loads.shape)
         row = {
             "loss": mean_loss if math.isfinite(mean_loss) else None,
-            **{f"rows_{key}": int(value) for key, value in zip(keys, values)},
+            **{f"rows_{key}": round(value) for key, value in zip(keys, values)},
             "expert_load": (load.max(1).values / load.mean(1)).max().item(),  # busiest over mean, worst layer
             "grad_norm": mean_norm if math.isfinite(mean_norm) else None,
         }
