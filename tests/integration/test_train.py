@@ -1,6 +1,8 @@
 """Training: what a run leaves behind, that it resumes exactly, and that ranks add nothing but speed."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -21,6 +23,7 @@ from mxep.integration import checkpoint, report
 from mxep.integration.data import read_text
 from mxep.integration.launch import Rank, StopFlag, run_ranks
 from mxep.integration.mesh import Mesh
+from mxep.integration.progress import show_backend
 from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Trainer, learning_rate, recipes, train
 
@@ -316,6 +319,27 @@ def test_rows_over_the_capacity_may_be_dropped_and_are_counted(make_config: Call
     console = Console(record=True, width=200)
     report.show(report.summarize(outcome), console)
     assert "rows dropped" in console.export_text()
+
+
+def say_backends(rank: Rank, config: Config, folder: Path) -> tuple[str, set[str], str]:
+    """What is said of "auto" when it is asked for twice, the backends of a model's layers, and who cannot run here."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(2):
+            show_backend("auto", rank.device, shown=rank.rank == 0)
+    layers = {moe.backend for moe in make_trainer(rank, config, folder).model.moes}
+    with pytest.raises(RuntimeError) as error:
+        train(rank, dataclasses.replace(config, backend="hopper"), str(folder), {})
+    return said.getvalue(), layers, str(error.value)
+
+
+def test_a_config_picks_the_backend_and_what_auto_is_is_said_once(make_config: Callable[..., Config], tmp_path: Path):
+    config = make_config("recipe=bf16", "parallel.ranks=2", "backend=dequant")
+    results = run_ranks(say_backends, (config, tmp_path), world_size=2, timeout=60, device="cpu")
+    assert [said.count("\n") for said, *_ in results] == [1, 0]
+    assert "reference" in results[0][0]
+    for _, layers, error in results:
+        assert layers == {"dequant"}
+        assert "backend 'hopper' cannot run on cpu" in error
 
 
 class PowerFailure(Exception):

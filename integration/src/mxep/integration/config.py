@@ -194,6 +194,7 @@ def _positive(config: Config) -> None:
         "train": ("steps", "valid_batches"),
         "verify": ("tokens", "dim", "hidden_dim", "experts", "top_k"),
         "optimizer": ("lr", "clip"),
+        "dispatcher": ("timeout",),
     }
     for section, keys in wanted.items():
         for key in keys:

@@ -61,12 +61,13 @@ class RecipeConfig:
 class DispatcherConfig:
     """name: of a mxep.ep dispatcher. capacity: "worst_case", "exact", or "factor" (times `factor`, a multiple of the
     balanced load). overflow: of rows over a factor: "raise" makes a bad step of them, "drop" leaves them out and counts
-    them."""
+    them. timeout: seconds that "symmetric" waits for a rank before it names it; others have their process group's."""
 
     name: str
     capacity: str
     factor: float
     overflow: str
+    timeout: float
 
 
 @dataclass
@@ -98,7 +99,7 @@ class OptimizerConfig:
 class TrainConfig:
     """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
     for one at the end, null for none. valid_batches: batches of held-out text for the final loss. graph: whether on
-    GPUs loss and gradients are computed by a CUDA graph; null: where nothing on the way waits for the host.
+    GPUs loss and gradients are computed by CUDA graphs; null: where nothing on the way waits for the host.
     skip_bad_steps: how many steps in a row may be left out because loss or gradient norm is not finite or rows
     overflowed the capacity; one more ends the run."""
 

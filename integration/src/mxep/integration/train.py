@@ -1,9 +1,9 @@
 """task=train on one rank: the same model trained once per recipe, from one seed on the same bytes.
 
-    for each recipe:   build -> (load) -> [ batch, gradients, check, measure, step, balance ] x steps
+    for each recipe:   build -> (load) -> [ batch, backward, check, reduce, measure, step, balance ] x steps
                        -> save -> loss on held-out text
 
-    gradients:         loss -> backward -> reduce -> clip; on GPUs one CUDA graph, if nothing waits for the host
+    On GPUs backward (loss and gradients) and reduce (and clip) are a CUDA graph each, if nothing waits for the host.
 
 A step is taken only if loss and gradient norm are finite and no row was lost, on all ranks. A bad one is left out, or
 ends the run, on all ranks alike (train.skip_bad_steps): no weight and no checkpoint ever sees it.
@@ -133,11 +133,13 @@ class Trainer:
             group=mesh.ep,
             capacity=make_capacity(config),
             max_tokens=config.tokens_per_rank,
+            timeout=config.dispatcher.timeout,
             backend=config.backend,
         ).to(rank.device)
         self.gradients = Gradients(self.model, self.model.expert_parameters(), mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        self.graph = Graphed(self._gradients) if _in_graph(config, rank.device) else None
+        captured = _in_graph(config, rank.device)
+        self.graphs = (Graphed(self._backward), Graphed(self._reduce)) if captured else None
         self.step = 0
         self.bad_steps = 0  # in a row
         self.saved: Path | None = None  # the newest checkpoint of this run
@@ -162,9 +164,9 @@ class Trainer:
             with _deterministic(self.rank.device):
                 return self._run()
         finally:
-            if self.graph is not None:
-                self.graph.close()
-                self.graph = None  # which has a method of ours, and would keep us
+            for graph in self.graphs or ():
+                graph.close()
+            self.graphs = None  # which have methods of ours, and would keep us
 
     def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
@@ -186,9 +188,12 @@ class Trainer:
         begun = time.perf_counter()
         config = self.config
         batch = self._batch(self.text.train, config.seed, self.step)
-        loss, norm = self._gradients(*batch) if self.graph is None else self.graph(*batch)
+        backward, reduce = self.graphs or (self._backward, self._reduce)
+        (loss,) = backward(*batch)
+        lost = self._lost_rows()  # before collectives, which wait for a rank that died without a limit
+        (norm,) = reduce()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
-        row, bad = self._measure(loss, norm)
+        row, bad = self._measure(loss, norm, lost)
         if bad is None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -206,20 +211,23 @@ class Trainer:
         about = {"run": self.name, "step": self.step, **row, "lr": lr, "skipped": None if bad is None else str(bad)}
         self.metrics.append({**about, "seconds": seconds, "tokens_per_s": tokens / seconds})
 
-    def _gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of this rank's batch, 0-d, and the norm of all ranks' gradients, which are left clipped."""
+    def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor]:
+        """The loss of this rank's batch, 0-d, whose gradients are left behind."""
         self.gradients.zero()
         loss = self.model.loss(inputs, targets)
         loss.backward()
-        self.gradients.reduce()
-        return loss.detach(), self.gradients.clip(self.config.optimizer.clip)
+        return (loss.detach(),)
 
-    def _measure(self, loss: Tensor, norm: Tensor) -> tuple[dict[str, Any], Exception | None]:
+    def _reduce(self) -> tuple[Tensor]:
+        """The norm of all ranks' gradients, which are left reduced and clipped."""
+        self.gradients.reduce()
+        return (self.gradients.clip(self.config.optimizer.clip),)
+
+    def _measure(self, loss: Tensor, norm: Tensor, lost: Exception | None) -> tuple[dict[str, Any], Exception | None]:
         """The step's metrics over all ranks and layers, and what is bad about it: one reduction, one copy home.
 
         The same on all ranks. Numbers that are not finite are None.
         """
-        lost = self._lost_rows()
         rows = [moe.last_routing.stats() for moe in self.model.moes if moe.last_routing is not None]
         keys = list(rows[0])
         counts = [torch.stack([one[key] for one in rows]).sum().double() for key in keys]
