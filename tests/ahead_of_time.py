@@ -16,6 +16,9 @@ sm_90 and sm_100, and makes a line:
       memory   those that move data, by width in bits: LDG STG global, LDS STS shared, LDL STL local (spills), ATOM RED
                atomic; LDSM STSM shared by matrices, SHFL between threads, BAR barriers
 
+`report` also has `order`, what the PTX says of memory's, from top to bottom: "st" plain stores, "bar" barriers of the
+program, "ld volatile", and atomics, "atom exch release sys".
+
 NAME: only launches whose name contains it, =NAME: that one. --sass, --ptx: print kernels whose name contains KERNEL.
 In tests: `report(file)` gives the lines as dicts, from a process of its own, as the test's may have TRITON_INTERPRET.
 """
@@ -37,6 +40,10 @@ from typing import Any
 
 TARGETS = (90, 100)
 MEMORY = re.compile(r"(LDG|STG|LDS|STS|LDL|STL|LDSM|STSM|LDGSTS|ATOMS|ATOMG|ATOM|RED|REDG|SHFL|BAR|UTMA\w*|UBLK\w*)\b")
+ORDER = re.compile(
+    r"^\s*(?:@!?%p\d+ )?(st\.global|bar|atom|red|fence|membar|ld(?=\S*\.(?:volatile|acquire|relaxed)))(\S*)", re.M
+)
+MEANS = re.compile(r"\.(add|cas|exch|relaxed|acquire|release|acq_rel|volatile|cta|gpu|sys)\b")
 WIDTH = re.compile(r"\.[US]?(8|16|64|128|256)\b")
 
 
@@ -74,13 +81,24 @@ class Compiled:
         return dict(sorted(count.items()))
 
     @property
+    def order(self) -> list[str]:
+        """Instructions that order memory, and stores, as they stand in the PTX; the same next to each other once."""
+        found = []
+        for name, rest in ORDER.findall(self.ptx):
+            means = sorted(MEANS.findall(rest), key=MEANS.pattern.index)
+            text = name.removesuffix(".global") if name in ("st.global", "bar") else " ".join([name, *means])
+            if found[-1:] != [text]:
+                found.append(text)
+        return found
+
+    @property
     def programs_per_sm(self) -> int:
         """What 64 Ki registers (given out by 8 a thread), 227 KiB of shared memory and 64 warps allow."""
         registers = -(-max(self.registers, 1) // 8) * 8 * 32 * self.warps
         return min(65536 // registers, 227 * 1024 // (self.shared + 1024), 64 // self.warps, 32)
 
     def row(self) -> dict[str, Any]:
-        names = ("kernel", "target", "registers", "spills", "shared", "warps", "programs_per_sm", "memory")
+        names = ("kernel", "target", "registers", "spills", "shared", "warps", "programs_per_sm", "memory", "order")
         return {name: getattr(self, name) for name in names} | {"instructions": len(self.instructions)}
 
 

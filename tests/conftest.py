@@ -14,6 +14,10 @@ import triton_interpreter
 triton_interpreter.on_import()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--orders", type=int, default=2, help="how many orders tests/comms/test_schedules.py plays")
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run the files of tests; 0 is this one."""
     if "TORCHELASTIC_RUN_ID" in os.environ or not any(Path(argument).is_dir() for argument in config.args):

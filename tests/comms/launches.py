@@ -7,7 +7,7 @@ W ranks, T tokens of each, K experts a token, D elements of a row.
 
 import torch
 
-from mxep.comms.kernels import plan, put, sums
+from mxep.comms.kernels import plan, put, signals, sums
 from mxep.comms.kernels.launch import Launch
 from mxep.comms.layout import Layout
 
@@ -53,7 +53,13 @@ def return_sums() -> None:
     sums.return_sums(launch("return_sums"), rows, torch.empty(65536), *plan_of, 32, out, torch.empty(T, K))
 
 
+def barrier() -> None:
+    move = launch("barrier")
+    signals.barrier(move.pointers, move.state, move.rank, move.clock)
+
+
 LAUNCHES = {
+    "barrier": barrier,
     "make_plan 256": lambda: make_plan(256),
     "plan_destinations 128": lambda: plan_destinations(128),
     "put_rows": put_mxfp8,

@@ -86,7 +86,7 @@ class Lane:
         here = (flat >= 0) & (flat < e)
         sizes = torch.zeros(e + 1, dtype=torch.int64, device=salt.device)
         sizes.scatter_add_(0, torch.where(here, flat, e), torch.ones_like(flat))
-        self.wrong += (plan.group_sizes != sizes[:-1]).sum() + plan.overflow + plan.invalid
+        self.wrong += (plan.group_sizes != sizes[:-1]).sum() + plan.overflow.sum() + plan.invalid
         expert = torch.searchsorted(plan.group_ends, torch.arange(plan.max_rows, device=salt.device), right=True)
         live = plan.row_source >= 0
         pair = plan.row_source.clamp_min(0).long()
@@ -188,7 +188,7 @@ def main() -> None:
     torch.cuda.synchronize()
     transport.check()
     wrong = sum(int(lane.wrong) for lane in lanes)
-    moves = sum(lane.workspace.moves for lane in lanes)
+    moves = transport.arena.moves
     print(
         f"rank {rank} of {world}: {arguments.rounds} rounds, {moves} moves{' captured' if arguments.graph else ''}, "
         f"{time.monotonic() - started:.0f} s, {wrong} wrong",

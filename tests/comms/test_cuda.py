@@ -23,6 +23,7 @@ from mxep.comms import (
     send_rows,
     send_rows_to_groups,
     start_return_rows,
+    start_send_rows,
 )
 from ranks import Context, distributed
 
@@ -121,6 +122,113 @@ def test_returns_of_two_workspaces_never_keep_each_other_out(ctx: Context):
                 assert bool((returning.wait()[0] == 1).all())
         torch.cuda.synchronize()
         transport.check()
+
+
+@distributed(2, device="cuda")
+def test_moves_on_two_streams_take_turns(ctx: Context):
+    """What a move brought is read late on its stream; the host has begun the next three on the other one by then."""
+    transport = ctx.transport(timeout=10.0)
+    sizes = {"top_k": 1, "dim": 64, "num_experts": 2}
+    workspaces = [Workspace(transport, max_tokens=tokens, **sizes) for tokens in (64, 48)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    peer = 1 - ctx.rank
+    ids = torch.full((48, 1), peer, device=ctx.device)
+    torch.cuda.synchronize()
+    wrong = []
+    for number in range(18):
+        workspace = workspaces[number % 2]
+        with torch.cuda.stream(streams[number // 3 % 2]):
+            part = torch.full((48, 64), number, dtype=torch.uint8, device=ctx.device)
+            (arrived,) = send_rows(workspace, (part,), ids).parts
+            torch.cuda._sleep(2_000_000 * (1 + ctx.rank))
+            wrong.append((arrived[peer * workspace.max_tokens :][:48] != number).sum())
+    torch.cuda.synchronize()
+    transport.check()
+    assert [int(count) for count in wrong] == [0] * 18
+
+
+@distributed(2, device="cuda")
+def test_what_was_waited_for_has_come(ctx: Context):
+    """From a peer that is 10 ms late."""
+    workspace = make_workspace(ctx, top_k=1, num_experts=2, dim=16, row_bytes=32)
+    peer = 1 - ctx.rank
+    ids = torch.full((4, 1), peer, dtype=torch.int32, device=ctx.device)
+    part, weights = torch.zeros(4, 32, dtype=torch.uint8, device=ctx.device), torch.ones(4, 1, device=ctx.device)
+    plan = plan_slots(workspace, send_rows(workspace, (part,), ids, weights))
+    rows = torch.zeros(plan.max_rows, 16, dtype=torch.bfloat16, device=ctx.device)
+    torch.cuda.synchronize()
+    for number in range(1, 6):
+        dist.barrier(ctx.group)
+        if ctx.rank == 1:
+            torch.cuda._sleep(20_000_000)
+        sending = start_send_rows(workspace, (part + number,), ids)
+        arrived = sending.wait().parts[0][peer * workspace.max_tokens :][:4].clone()
+        if ctx.rank == 0:
+            torch.cuda._sleep(20_000_000)
+        returning = start_return_rows(workspace, rows + number, plan, ids)
+        out = returning.wait()[0].clone()
+        assert bool((arrived == number).all()), number
+        assert bool((out == number).all()), number
+    workspace.transport.check()
+
+
+@distributed(2, device="cuda")
+def test_a_graph_goes_on_with_the_buffers_that_it_was_captured_on(ctx: Context):
+    transport = ctx.transport(timeout=10.0)
+    sizes = {"top_k": 1, "dim": 64, "num_experts": 2}
+    small = Workspace(transport, max_tokens=16, **sizes)
+    peer = 1 - ctx.rank
+    ids = torch.full((16, 1), peer, device=ctx.device)
+    part = torch.zeros(16, 64, dtype=torch.uint8, device=ctx.device)
+
+    def move(workspace: Workspace) -> torch.Tensor:
+        return send_rows(workspace, (part,), ids).parts[0][peer * workspace.max_tokens :][:16].clone()
+
+    move(small)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        arrived = move(small)
+        with pytest.raises(RuntimeError, match="made while a CUDA graph is captured, wanted one run of the layer"):
+            Workspace(transport, max_tokens=32, **sizes)
+    large = Workspace(transport, max_tokens=32, **sizes)
+    for number in range(1, 10):
+        part.fill_(number)
+        graph.replay()
+        seen = move(large if number % 2 else small)
+        assert bool((arrived == number).all()), number
+        assert bool((seen == number).all()), number
+        torch.cuda.synchronize()
+        dist.barrier(ctx.group)  # before the part changes
+    transport.check()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_gpu_alone_needs_no_process_group():
+    if dist.is_initialized():
+        pytest.skip("there is a group")
+    transport = SymmetricMemoryTransport()
+    assert (transport.rank, transport.world_size, transport.group) == (0, 1, None)
+    workspace = Workspace(transport, max_tokens=8, top_k=2, dim=16, row_bytes=64, num_experts=4)
+    x = torch.randn(8, 16, device=transport.device)
+    ids = torch.tensor([[0, 3], [1, -1]] * 4, device=transport.device)
+    weights = torch.ones(8, 2, device=transport.device)
+
+    def there_and_back() -> torch.Tensor:
+        slots = send_rows(workspace, (x.view(torch.uint8),), ids, weights)
+        plan = plan_slots(workspace, slots)
+        (rows,) = gather_rows(slots.parts, plan.row_slot)
+        return return_rows(workspace, rows.view(torch.float32), plan, ids)[0]
+
+    there_and_back()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = there_and_back()
+    graph.replay()
+    assert torch.equal(out, x * torch.tensor([2.0, 1.0] * 4, device=x.device)[:, None])
+    transport.check()
+    transport.close()
 
 
 @distributed(2, device="cuda")

@@ -26,3 +26,19 @@ def test_a_plan_of_another_size_compiles_nothing(rows):
     made = Counter((row["launch"], row["kernel"]) for row in rows if "plan" in row["launch"])
     assert len(made) == 2 * 2
     assert set(made.values()) == {1}, made
+
+
+@pytest.mark.parametrize("launch", ["barrier", "put_rows", "put_tables", "return_sums"])
+def test_ranks_meet_by_release_and_acquire_at_system_scope(rows, launch):
+    """What `test_schedules.py` shows to be enough, and each of it to be needed, reaches the code of the GPU."""
+    (order,) = [row["order"] for row in rows if row["launch"] == launch]
+    announced, heard = "atom exch release sys", "atom add acquire sys"
+    arrived, told, drawn = "atom add acq_rel sys", "atom cas acq_rel sys", "atom add relaxed gpu"
+    assert {step for step in order if step not in ("st", "bar")} == (
+        {announced, "ld volatile", heard, arrived, told} | ({drawn} if launch == "return_sums" else set())
+    )
+    for i, step in enumerate(order):
+        if step == arrived:  # all threads' stores before the one thread's atomic that vouches for them
+            assert [other for other in order[:i] if other in ("st", "bar")][-1] == "bar", order[: i + 1]
+        if step == heard:  # all threads' loads after the atomic of one
+            assert order[i + 1] == "bar", order[: i + 2]

@@ -51,9 +51,8 @@ def check_plan(plan: RoutingPlan, everyone: list[Sent], max_tokens: int, experts
         of = experts if owners == 1 else range(owner * len(experts), (owner + 1) * len(experts))
         theirs = expected_plan(everyone, of, plan.multiple, 10**9)
         assert int(plan.needed[owner]) == theirs.group_ends[-1], owner
-        if of == experts or not exact:
-            lost = expected_plan(everyone, of, plan.multiple, plan.max_rows).overflow
-            assert int(plan.overflow[owner]) == (0 if exact else lost), owner
+        lost = 0 if exact else expected_plan(everyone, of, plan.multiple, plan.max_rows).overflow
+        assert int(plan.overflow[owner]) == lost, owner
 
 
 def test_the_example_of_the_docstring():

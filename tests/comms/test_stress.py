@@ -28,7 +28,8 @@ def test_no_round_sees_another_rounds_rows(ctx: Context):
 
 
 def check_rounds(ctx: Context, kind: type | None, rounds: int) -> None:
-    workspaces = make_workspace(ctx, kind), make_workspace(ctx, kind, top_k=2, max_tokens=3)
+    one = make_workspace(ctx, kind)
+    workspaces = one, make_workspace(ctx, transport=one.transport, top_k=2, max_tokens=3)
     together = random.Random(0)  # the same choices on every rank
     luck = random.Random(ctx.rank + 1)
     under_way = []

@@ -183,6 +183,21 @@ def test_a_move_on_another_stream_waits_for_the_last_ones_and_is_waited_for(monk
     transport.close()
 
 
+def test_a_capture_and_what_comes_after_one_begin_with_a_barrier(monkeypatch):
+    if dist.is_initialized():
+        pytest.skip("there is a group")
+    transport = SharedMemoryTransport()
+    workspace = Workspace(transport, max_tokens=2, top_k=2, dim=16, num_experts=4)
+    transport.stream, met = FakeStream(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: transport.stream)
+    monkeypatch.setattr(transport, "barrier", lambda step, pad: met.append(step))
+    for capture in (0, 5, 5, 0, 0):
+        monkeypatch.setattr("mxep.comms.workspace.capture_of", lambda stream, capture=capture: capture)
+        workspace.begin("move")
+    assert met == ["move, move 1", "move, move 3", "move, move 4"]
+    transport.close()
+
+
 @distributed(2)
 def test_ranks_that_disagree_on_sizes_are_both_named(ctx: Context):
     transport = ctx.transport()

@@ -1,11 +1,17 @@
 """Dispatchers: who shares one, who is told of what was lost, and what becomes of their memory."""
 
+import copy
+import time
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from mxep.comms import Capacity
+from mxep.comms import Capacity, CapacityExceeded, PeersDisagree
+from mxep.ep import MoE
 from mxep.ep.dispatchers import find_dispatcher, make_dispatcher
-from mxep.ep.dispatchers.base import TokenDispatcher
+from mxep.ep.dispatchers.base import Routing, TokenDispatcher
+from mxep.integration.verify import FixedRouting
 from ranks import Context, distributed
 
 
@@ -13,9 +19,9 @@ def symmetric(ctx: Context, **options) -> TokenDispatcher:
     return make_dispatcher("symmetric", **{"num_experts": 4, "dim": 32, "group": ctx.group} | options)
 
 
-def send(dispatcher: TokenDispatcher, ctx: Context, ids: list[list[int]]) -> object:
-    """One byte a token to the experts."""
-    table = torch.tensor(ids, dtype=torch.int32, device=ctx.device)
+def send(dispatcher: TokenDispatcher, ctx: Context, ids: list[list[int]], dtype: torch.dtype = torch.int32) -> Routing:
+    """A few bytes a token to the experts."""
+    table = torch.tensor(ids, dtype=dtype, device=ctx.device).view(len(ids), -1)
     parts = (torch.zeros(len(ids), 16, dtype=torch.uint8, device=ctx.device),)
     return dispatcher.send(parts, table, torch.ones(table.shape, device=ctx.device), multiple=1)[1]
 
@@ -56,3 +62,241 @@ def test_a_destroyed_groups_name_finds_no_dispatcher_of_the_new_group(ctx: Conte
 def test_no_group_is_the_default_group_of_when_the_layer_was_made(ctx: Context) -> None:
     assert symmetric(ctx, group=None) is symmetric(ctx, group=dist.group.WORLD)
     assert symmetric(ctx, group=None).group is dist.group.WORLD
+
+
+@distributed(2, 3)
+def test_every_rank_is_told_in_the_step_in_which_one_overflows(ctx: Context) -> None:
+    everything_to_rank_1 = [[2], [3], [3], [3]]
+    options = {"max_tokens": 4, "num_experts": 2 * ctx.world_size}
+    dispatcher = symmetric(ctx, capacity=Capacity.factor(1.0), **options)
+    for _ in range(2):
+        send(dispatcher, ctx, [[2 * ctx.rank]])  # fits everywhere
+        routing = send(dispatcher, ctx, everything_to_rank_1)
+        dropped = 4 * ctx.world_size - 4
+        assert int(dispatcher.counts()["dropped"]) == int(routing.stats()["dropped"]) == dropped
+        said = rf": {dropped} on rank 1, which needed {dropped + 4}; .*factor\({ctx.world_size}\) would"
+        with pytest.raises(CapacityExceeded, match=said):
+            dispatcher.check()
+        assert int(dispatcher.counts()["dropped"]) == 0
+        dispatcher.check()
+    enough = symmetric(ctx, capacity=Capacity.factor(ctx.world_size), **options)
+    send(enough, ctx, everything_to_rank_1)
+    enough.check()
+
+
+@distributed(2)
+def test_dropped_pairs_are_as_good_as_not_routed_and_no_error(ctx: Context) -> None:
+    """Expert 0 gets 60 tokens of each rank and has room for 90: rank 1's from the 30th on are left out there."""
+    ids = torch.tensor([0, 6]).repeat(60, 1)
+    ids[1::2, 1] = -1
+    kept = ids.clone()
+    kept[30 * (2 - ctx.rank) :, 0] = -1
+    generator = torch.Generator().manual_seed(ctx.rank)
+    weights = torch.rand(60, 2, generator=generator)
+    x, d_out = (torch.randn(60, 64, generator=generator).to(ctx.device, torch.bfloat16) for _ in range(2))
+    answers = []
+    for table, capacity in ((ids, Capacity.factor(0.75, overflow="drop")), (kept, None)):
+        torch.manual_seed(0)
+        router = FixedRouting(table.int().to(ctx.device), weights.clone().to(ctx.device))
+        options = {"recipe": "bf16", "router": router, "capacity": capacity, "max_tokens": 60}
+        moe = MoE(64, 32, 12, 2, group=ctx.group, device=ctx.device, **options)
+        leaf = x.clone().requires_grad_()
+        out = moe(leaf)
+        out.backward(d_out)
+        dropped = 30 if capacity else 0
+        assert int(moe.dispatcher.counts()["dropped"]) == int(moe.last_routing.stats()["dropped"]) == dropped
+        moe.check()
+        assert int(moe.dispatcher.counts()["dropped"]) == 0
+        answers.append((out, leaf.grad, router.weights.grad, *(p.grad for p in moe.experts.parameters())))
+    for got, wanted in zip(*answers):
+        assert torch.equal(*(t.to_local() if hasattr(t, "to_local") else t for t in (got, wanted)))
+    assert not answers[0][2][30 * (2 - ctx.rank) :, 0].any()
+
+
+@distributed(2, 3)
+def test_every_rank_is_told_of_ids_that_one_brings_and_are_none(ctx: Context) -> None:
+    for ids in ([[0], [9]], [[0], [2**32]]):
+        mine = ids if ctx.rank == 1 else [[0], [1]]
+        for kind in ("all_to_all", "symmetric"):
+            options = {"dim": 32, "group": ctx.group, "max_tokens": 2}
+            dispatcher = make_dispatcher(kind, 2 * ctx.world_size, **options)
+            if ctx.device.type == "cuda":
+                send(dispatcher, ctx, mine, torch.int64)
+                with pytest.raises(ValueError, match=f"1 expert ids outside -1..{2 * ctx.world_size - 1}"):
+                    dispatcher.check()
+                continue
+            peers_say = PeersDisagree if kind == "symmetric" and ctx.rank != 1 else ValueError
+            with pytest.raises(peers_say, match=r"1 on rank 1|rank 1 brought expert ids|expert ids: got"):
+                send(dispatcher, ctx, mine, torch.int64)
+            dist.barrier(ctx.group)
+
+
+@distributed(1)
+@pytest.mark.parametrize("kind", ["local", "all_to_all", "symmetric"])
+def test_an_id_past_int32_is_no_experts(ctx: Context, kind: str) -> None:
+    dispatcher = make_dispatcher(kind, 4, dim=32, group=ctx.group)
+    if ctx.device.type == "cuda":
+        routing = send(dispatcher, ctx, [[2**32], [3]], torch.int64)
+        assert int(routing.plan.group_sizes.sum()) == 1
+        assert int(routing.stats()["invalid"]) == int(dispatcher.counts()["invalid"]) == 1
+        with pytest.raises(ValueError, match=r"1 expert ids outside -1..3"):
+            dispatcher.check()
+        return
+    with pytest.raises(ValueError, match="expert ids"):
+        send(dispatcher, ctx, [[2**32], [3]], torch.int64)
+    router = FixedRouting(torch.tensor([[2**32], [3]]), torch.ones(2, 1))
+    moe = MoE(64, 32, 4, 1, dispatcher=kind, group=ctx.group, router=router)
+    with pytest.raises(ValueError, match="expert ids"):
+        moe(torch.ones(2, 64, dtype=torch.bfloat16))
+
+
+@distributed(2)
+def test_check_asks_the_transport_too(ctx: Context) -> None:
+    dispatcher = symmetric(ctx, max_tokens=2)
+    send(dispatcher, ctx, [[0]])
+    dispatcher.check()
+    (transport,) = dispatcher._opened.values()
+
+    def fail() -> None:
+        raise PeersDisagree("met peers in other moves")
+
+    transport.check = fail
+    with pytest.raises(PeersDisagree):
+        dispatcher.check()
+
+
+@distributed(1, 2)
+def test_layers_of_a_group_share_one_pair_of_buffers_and_compute_what_they_do_alone(ctx: Context) -> None:
+    """F F B B of layers that differ in all sizes."""
+    sizes = ((64, 32, 12, 3, 24), (32, 64, 4, 2, 40), (128, 32, 4, 1, 8))
+    generator = torch.Generator().manual_seed(ctx.rank)
+    batches = [torch.randn(T, D, generator=generator).to(ctx.device, torch.bfloat16) for D, _, _, _, T in sizes]
+    answers = []
+    for kind in ("symmetric", "all_to_all"):
+        torch.manual_seed(0)
+        options = {"group": ctx.group, "dispatcher": kind, "device": ctx.device}
+        layers = [MoE(*shape, max_tokens=T, **options) for *shape, T in sizes]
+        leaves = [x.clone().requires_grad_() for x in batches]
+        outs = [layer(x) for layer, x in zip(layers, leaves)]
+        for out in outs:
+            out.sum().backward()
+        answers.append((*outs, *(x.grad for x in leaves)))
+        if kind == "symmetric":
+            opened = {id(t): t for layer in layers for t in layer.dispatcher._opened.values()}
+            (transport,) = opened.values()
+            assert transport.arena.users == 3
+            assert transport.arena.moves == 4 * len(layers)
+            spaces = [w for layer in layers for w in layer.dispatcher._workspaces.values()]
+            assert transport.arena.buffers[0].local.numel() == max(w.layout.nbytes for w in spaces)
+    assert all(torch.equal(*pair) for pair in zip(*answers))
+
+
+@distributed(2)
+def test_the_last_layer_that_closes_gives_the_buffers_back(ctx: Context) -> None:
+    options = {"group": ctx.group, "max_tokens": 4, "device": ctx.device, "timeout": 50.0}
+    one, twin, other = (MoE(64, hidden, 4, 2, **options) for hidden in (32, 64, 96))
+    wider = MoE(128, 32, 4, 2, **options)
+    copied = copy.deepcopy(other)
+    assert one.dispatcher is twin.dispatcher is copied.dispatcher
+    x, wide = (torch.ones(4, dim, dtype=torch.bfloat16, device=ctx.device) for dim in (64, 128))
+    for layer in (one, wider):
+        layer(wide if layer is wider else x)
+    (transport,) = wider.dispatcher._opened.values()
+    assert transport.timeout == 50.0
+    for layer in (one, wider, other, twin):
+        layer.close()
+    before = copied(x)  # still open
+    copied.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        transport.check()
+    with pytest.raises(RuntimeError, match="closed"):
+        one(x)
+    again = MoE(64, 96, 4, 2, **options | {"timeout": 40.0})
+    again.load_state_dict(copied.state_dict())
+    assert torch.equal(again(x), before)
+    with pytest.raises(ValueError, match="timeout: got 30 s, wanted 40 s as other layers of the group have"):
+        MoE(64, 96, 4, 2, **options | {"timeout": 30.0})(x)
+
+
+@distributed(2)
+def test_an_empty_first_batch_sets_no_size(ctx: Context) -> None:
+    moe = MoE(64, 32, 4, 2, group=ctx.group, device=ctx.device)
+    outs = []
+    leaves = [torch.ones(n, 64, dtype=torch.bfloat16, device=ctx.device).requires_grad_() for n in (0, 5 * ctx.rank)]
+    outs = [moe(x) for x in leaves]
+    for out, x in zip(outs, leaves):
+        out.sum().backward()
+        assert x.grad.shape == x.shape
+    assert moe(leaves[1]).shape == leaves[1].shape
+    moe.check()
+
+
+@distributed(2)
+def test_a_batch_larger_than_the_first_is_said_on_all_ranks_at_once_and_new_layers_work(ctx: Context) -> None:
+    moe = MoE(64, 32, 4, 2, group=ctx.group, device=ctx.device)
+    x = torch.ones(9, 64, dtype=torch.bfloat16, device=ctx.device)
+    moe(x[:6])
+    dist.barrier(ctx.group)
+    started = time.monotonic()
+    if ctx.rank == 1:
+        with pytest.raises(ValueError, match="got 9 tokens, wanted at most max_tokens = 6: set max_tokens=9 or more"):
+            moe(x)
+    else:
+        with pytest.raises(PeersDisagree, match="rank 1 brought 9 tokens, more than max_tokens: set max_tokens=9"):
+            _ = moe(x[:6]), moe.check()
+    dist.barrier(ctx.group)
+    assert time.monotonic() - started < 30
+    again = MoE(64, 32, 4, 2, group=ctx.group, device=ctx.device, max_tokens=9)
+    assert again(x).shape == x.shape
+    again.check()
+
+
+@distributed(2, device="cuda")
+def test_every_rank_is_told_of_what_overflowed_in_a_replay(ctx: Context) -> None:
+    dispatcher = symmetric(ctx, max_tokens=4, capacity=Capacity.factor(1.0))
+    ids = torch.tensor([[0], [2], [1], [3]], dtype=torch.int32, device=ctx.device)
+    parts, weights = (torch.zeros(4, 16, dtype=torch.uint8, device=ctx.device),), torch.ones(4, 1, device=ctx.device)
+    for _ in range(2):
+        dispatcher.send(parts, ids, weights, multiple=1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dispatcher.send(parts, ids, weights, multiple=1)
+    graph.replay()
+    dispatcher.check()
+    ids.copy_(torch.tensor([[2], [2], [3], [3]]))
+    for _ in range(3):
+        graph.replay()
+    assert int(dispatcher.counts()["dropped"]) == 12
+    with pytest.raises(CapacityExceeded, match="4 on each rank: 12 on rank 1, which needed 8; "):
+        dispatcher.check()
+    dispatcher.check()
+
+
+@distributed(2, device="cuda")
+def test_layers_on_two_streams_compute_what_they_do_on_one(ctx: Context) -> None:
+    torch.manual_seed(0)
+    options = {"group": ctx.group, "device": ctx.device, "max_tokens": 512}
+    layers = [MoE(dim, 256, 8, 2, **options) for dim in (256, 512)]
+    batches = [torch.randn(512, layer.dim, dtype=torch.bfloat16, device=ctx.device) for layer in layers]
+    d_outs = [torch.randn_like(x) for x in batches]
+
+    def run(streams: list[torch.cuda.Stream]) -> list[torch.Tensor]:
+        leaves, outs = [x.clone().requires_grad_() for x in batches], []
+        torch.cuda.synchronize()
+        for layer, x, stream in zip(layers, leaves, streams):
+            with torch.cuda.stream(stream):
+                outs.append(layer(x))
+                torch.cuda._sleep(1_000_000 * (1 + ctx.rank))
+        for out, d_out, stream in zip(outs, d_outs, streams):
+            with torch.cuda.stream(stream):
+                out.backward(d_out)
+        torch.cuda.synchronize()
+        return [*outs, *(x.grad for x in leaves)]
+
+    one = torch.cuda.current_stream()
+    wanted = run([one, one])
+    for _ in range(3):
+        got = run([torch.cuda.Stream(), torch.cuda.Stream()])
+        assert all(torch.equal(*pair) for pair in zip(got, wanted))
+    layers[0].check()

@@ -71,8 +71,9 @@ class Verification:
         p, plan = self.problem, ours.plan
         weights, tokens = everyone(p.weights), torch.full((p.ranks,), p.shape.tokens, dtype=torch.int32)
         wanted = p.plan_of((p.all_ids.cpu(), weights.cpu(), tokens))
-        if int(plan.overflow) or int(plan.invalid):
-            self.wrong.append(f"plan: {int(plan.overflow)} rows too many, {int(plan.invalid)} ids that are none")
+        lost = int(plan.overflow.sum())
+        if lost or int(plan.invalid):
+            self.wrong.append(f"plan: {lost} rows too many, {int(plan.invalid)} ids that are none")
         for name in ("group_ends", "group_sizes", "slot_rows"):
             self._same(f"plan.{name}", getattr(plan, name).cpu(), getattr(wanted, name))
         live = torch.arange(wanted.max_rows) < wanted.group_ends[-1]

@@ -151,6 +151,8 @@ def start_return_rows(
     num_programs: as of :func:`start_send_rows`, and the same on all ranks.
     """
     expert_ids = checked_shape(workspace, expert_ids, len(expert_ids))
+    if expert_ids.device.type == "cpu":
+        check_ids(expert_ids, workspace.num_experts)
     _check_return(workspace, rows, plan, row_values)
     _check_num_programs(num_programs)
     # Of the current stream, which goes on with them.

@@ -59,7 +59,7 @@ class Workspace:
             chunks by it; None: all. Links need few: see the docs.
 
     Collective. Raises ValueError on every rank if the ranks' arguments differ, or if one makes no sense; RuntimeError
-    if it needs larger buffers while a CUDA graph is captured.
+    while a CUDA graph is captured.
     """
 
     def __init__(
@@ -74,6 +74,10 @@ class Workspace:
         direct_rows: int = 0,
         num_programs: int | None = None,
     ) -> None:
+        if transport.stream is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Workspace: made while a CUDA graph is captured, wanted one run of the layer before that"
+            )
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
         sizes |= {"num_experts": num_experts, "direct_rows": direct_rows}
@@ -136,7 +140,7 @@ class Workspace:
         if self.transport.stream is not None:
             stream = torch.cuda.current_stream(self.device)
             unknown = self._turn_is_unknown(capture_of(stream))
-            self.join()
+            self._join(stream)
             if arena.stream is not None and arena.stream != stream:
                 stream.wait_stream(arena.stream)  # after all that reads what earlier moves brought
             arena.stream = stream
@@ -155,25 +159,30 @@ class Workspace:
 
     @contextlib.contextmanager
     def aside(self, keep: object) -> Iterator[None]:
-        """Work on the transport's stream, after all that the current one has been given; ``join`` brings it back.
+        """Work on the transport's stream, after all that the one was given on which the move began; ``join`` brings it
+        back.
 
         keep: what that work uses, held until then.
         """
         self.arena.under_way = keep
-        stream = self.transport.stream
-        if stream is None:
+        stream, begun_on = self.transport.stream, self.arena.stream
+        if stream is None or begun_on is None:
             yield
             return
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_stream(begun_on)
         with torch.cuda.stream(stream):
             yield
         self.arena.done = stream.record_event()
 
     def join(self) -> None:
         """The current stream waits for the move that was last aside, if there is one; the host does not."""
+        self._join(None)
+
+    def _join(self, stream: torch.cuda.Stream | None) -> None:
+        """stream: the current one, if that is known: to ask costs 4 us."""
         arena = self.arena
         if arena.done is not None:
-            stream = torch.cuda.current_stream(self.device)
+            stream = stream or torch.cuda.current_stream(self.device)
             stream.wait_event(arena.done)
             if arena.under_way is not None and arena.stream is not None and arena.stream != stream:
                 arena.stream.wait_event(arena.done)  # it owns the memory that is let go now
@@ -184,11 +193,6 @@ class Workspace:
         arena, transport = self.arena, self.transport
         if arena.buffers and arena.buffers[0].local.numel() >= self.layout.nbytes:
             return
-        if transport.stream is not None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"Workspace: got {self.layout.nbytes} bytes to allocate while a CUDA graph is captured, "
-                "wanted one run of the layer before the capture"
-            )
         if arena.pad is None and transport.stream is not None:
             arena.pad = transport.allocate(pad_bytes(transport.world_size))
         old, arena.buffers = arena.buffers, tuple(transport.allocate(self.layout.nbytes) for _ in range(2))

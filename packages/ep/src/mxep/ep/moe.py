@@ -142,8 +142,8 @@ class MoE(nn.Module):
     def check(self) -> None:
         """Raise what went wrong on the device since the last check; call it once a step, before the optimizer.
 
-        Raises CapacityExceeded where rows did not fit the capacity, ValueError where expert ids were out of range.
-        It reads from the device.
+        Raises CapacityExceeded where rows did not fit the capacity, ValueError where expert ids were out of range: on
+        every rank alike, so that all may skip the step. It reads from the device.
         """
         self.dispatcher.check()
 
