@@ -17,7 +17,7 @@ from mxep.integration.reference import EXACT, Problem, Quantizers, Results, moe_
 from mxep.integration.verify import FixedRouting
 
 
-def local(x: Tensor) -> Tensor:
+def share(x: Tensor) -> Tensor:
     """This rank's share."""
     return x.to_local() if isinstance(x, DTensor) else x
 
@@ -59,13 +59,13 @@ class Ranks:
             **options,
         )
         with torch.no_grad():
-            local(moe.experts.gate_up_proj).copy_(p.gate_up_proj.chunk(ctx.world_size)[ctx.rank])
-            local(moe.experts.down_proj).copy_(p.down_proj.chunk(ctx.world_size)[ctx.rank])
+            share(moe.experts.gate_up_proj).copy_(p.gate_up_proj.chunk(ctx.world_size)[ctx.rank])
+            share(moe.experts.down_proj).copy_(p.down_proj.chunk(ctx.world_size)[ctx.rank])
         x = self.tokens_of(ctx).requires_grad_()
         out = moe(x)
         out.backward(p.d_out.split(self.tokens)[ctx.rank].to(out))
         moe.check()
-        results = (out, x.grad, moe.router.weights.grad, *(local(weight.grad) for weight in moe.experts.parameters()))
+        results = (out, x.grad, moe.router.weights.grad, *(share(weight.grad) for weight in moe.experts.parameters()))
         return Results(*(t.detach().float().cpu() for t in results))
 
 

@@ -4,6 +4,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
@@ -25,7 +29,7 @@ class Block(torch.nn.Module):
         return x + torch.nn.functional.silu(self.moe(x * 2))
 
 
-def results(block: Block, fn, ctx, tokens: int = TOKENS) -> list[torch.Tensor]:
+def results(block: torch.nn.Module, fn, ctx, tokens: int = TOKENS) -> list[torch.Tensor]:
     """Output and all gradients for this rank's tokens."""
     generator = torch.Generator().manual_seed(ctx.rank)
     x, d_out = (torch.randn(tokens, DIM, generator=generator).to(ctx.device, torch.bfloat16) for _ in range(2))
@@ -56,6 +60,53 @@ def test_it_is_one_graph_and_the_same_bits(ctx, recipe: str, sizes: dict) -> Non
         x = torch.ones(3, DIM, dtype=torch.bfloat16, device=ctx.device)
         assert torch.equal(compiled(x), block(x))
     block.moe.check()
+
+
+def blocks(ctx, count: int, **options) -> torch.nn.Sequential:
+    model = torch.nn.Sequential(*(Block(ctx, recipe="mxfp8", **options) for _ in range(count)))
+    for block in model:
+        block.moe.experts.down_proj.data.mul_(0.1)  # so that nothing overflows on the way through many
+    return model
+
+
+BATCHES = (TOKENS, TOKENS, 24, 56)
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("whole", [False, True])
+def test_ten_layers_of_a_kind_compile_once_for_a_batch_and_once_for_any(ctx, whole: bool) -> None:
+    model, plain = (blocks(ctx, 10, max_tokens=64) for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter) if whole else model
+    for block in () if whole else model:
+        block.compile(fullgraph=True, backend=counter)
+    for tokens in BATCHES:
+        assert_same(results(model, compiled, ctx, tokens), results(plain, plain, ctx, tokens))
+    assert counter.frame_count == 2
+
+
+@distributed(1, 2)
+def test_blocks_under_fsdp2_and_checkpointing_compile_once(ctx) -> None:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    counter = CompileCounterWithBackend("aot_eager")
+    runs = []
+    for compile_it in (False, True):
+        model = blocks(ctx, 3, dispatcher="local", dtype=torch.float32)  # as the router: FSDP wants one dtype
+        for block in model:
+            if compile_it:
+                block.compile(fullgraph=True, backend=counter)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+        def checkpointed(x: torch.Tensor, model: torch.nn.Module = model) -> torch.Tensor:
+            for block in model:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+        runs.append([results(model, fn, ctx) for fn in (model, model, checkpointed)])
+    for eager, compiled in zip(*runs):
+        assert_same(*([t.to_local() if isinstance(t, DTensor) else t for t in one] for one in (compiled, eager)))
+    assert counter.frame_count == 1
 
 
 @distributed(1, device="cpu")

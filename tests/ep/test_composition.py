@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ep.problem import local
+from ep.problem import share
 from mxep.ep import MoE, Router, clip_grad_norm_, data_parallel, parameter_groups
 from ranks import Context, distributed
 
@@ -310,11 +310,11 @@ def test_state_dicts_go_through_files_and_from_one_process_to_many(ctx: Context)
     torch.save(block.state_dict(), file)
     other = Block(ctx, group=ctx.group)
     for weight in other.parameters():
-        local(weight.detach()).zero_()
+        share(weight.detach()).zero_()
     file.seek(0)
     other.load_state_dict(torch.load(file))
     for weight in other.parameters():
-        local(weight.detach()).zero_()
+        share(weight.detach()).zero_()
     alone = Block(ctx, dispatcher="local", max_tokens=None)
     full = alone.state_dict() if ctx.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -352,9 +352,9 @@ def test_fsdp2_of_a_block_on_meta_draws_the_weights_that_one_process_draws(ctx: 
 
 @distributed(4)
 def test_an_expert_mesh_and_fsdp_that_know_nothing_of_each_other_are_refused(ctx: Context) -> None:
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "ep"))
     with pytest.raises((TypeError, ValueError, AssertionError)):  # by torch
         fully_shard(Block(ctx, group=ctx.group), mesh=DeviceMesh.from_group(ctx.group, ctx.device.type))
-    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "ep"))
     with pytest.raises(ValueError, match="1-D mesh"):
         Block(ctx, group=mesh)
     with pytest.raises(ValueError, match="serves 1 ranks, the mesh has 2"):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from ep.problem import Ranks, make_ranks
+from ep.problem import Ranks, make_ranks, share
 from mxep.comms import Capacity, CapacityExceeded
 from mxep.ep import CASES, SEVEN_CASES, ExpertParallel, MoE, Router, SymmetricDispatcher
 from mxep.gemm import Recipe
@@ -127,6 +127,62 @@ def test_layers_share_a_dispatcher_and_micro_batches_may_be_in_flight(ctx) -> No
         assert torch.equal(again, out)
         again.sum().backward()
     torch.testing.assert_close(alone.grad, x.grad)
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
+def test_weights_with_a_main_grad_get_their_gradients_there(ctx, recipe: str) -> None:
+    torch.manual_seed(0)
+    moe = MoE(64, 32, 12, 3, group=ctx.group, recipe=recipe, device=ctx.device, max_tokens=24)
+    x = make_ranks([16, 24][: ctx.world_size]).tokens_of(ctx)
+    moe(x).sum().backward()
+    wanted = [share(weight.grad).float() for weight in moe.experts.parameters()]
+    for weight in moe.experts.parameters():
+        weight.grad = None
+        weight.main_grad = torch.zeros(share(weight).shape, device=ctx.device)
+    if ctx.world_size > 1:  # a share, or a DTensor
+        weight.main_grad = DTensor.from_local(weight.main_grad, weight.device_mesh, weight.placements)
+    for _ in range(2):
+        moe(x).sum().backward()
+    for weight, once in zip(moe.experts.parameters(), wanted, strict=True):
+        assert weight.grad is None
+        assert (share(weight.main_grad) - 2 * once).norm() <= 2**-8 * 2 * once.norm()
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_micro_batches_and_offloaded_activations_change_no_bit(ctx, recipe: str) -> None:
+    ranks = make_ranks([16, 24][: ctx.world_size])
+    torch.manual_seed(0)
+    moe = MoE(64, 32, 12, 3, group=ctx.group, recipe=recipe, device=ctx.device, max_tokens=24)
+
+    def run(schedule: str, context=contextlib.nullcontext) -> list[torch.Tensor]:
+        """F: the forward of the next micro-batch, B: the backward of the first that had none."""
+        moe.zero_grad()
+        batches = [(ranks.tokens_of(ctx) * s).requires_grad_() for s in (1, 2, 3)]
+        ahead, outs = iter(batches), []
+        for step in schedule:
+            if step == "F":
+                with context():
+                    outs.append(moe(next(ahead)))
+            else:
+                outs.pop(0).float().square().sum().backward()
+        return [x.grad for x in batches] + [share(weight.grad) for weight in moe.parameters()]
+
+    wanted = run("FBFBFB")
+    for schedule, context in (("FFFBBB", contextlib.nullcontext), ("FFBFBB", torch.autograd.graph.save_on_cpu)):
+        for got, want in zip(run(schedule, context), wanted, strict=True):
+            assert torch.equal(got, want), schedule
+
+
+@distributed(1, 2)
+def test_weights_that_change_between_forward_and_backward_are_an_error(ctx) -> None:
+    moe = MoE(64, 32, 12, 3, group=ctx.group, device=ctx.device, max_tokens=8)
+    out = moe(torch.randn(8, 64, dtype=torch.bfloat16, device=ctx.device))
+    with torch.no_grad():
+        moe.experts.down_proj.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 @distributed(2)
@@ -316,6 +372,7 @@ def test_cached_weights_are_quantized_once_a_step() -> None:
         (lambda: MoE(64, 32, 8, 2, recipe="mxfp4"), "mxfp8"),
         (lambda: MoE(64, 32, 8, 2, dispatcher="carrier pigeon"), "one of local, all_to_all, symmetric"),
         (lambda: MoE(60, 32, 8, 2), "in 32s, got 60, 32"),
+        (lambda: MoE(64, 32, 8, 2, gradient_reduction="max"), "'mean' or 'sum', got 'max'"),
         (lambda: local()(torch.zeros(3, 65, dtype=torch.bfloat16)), r"\(T, 64\).*got \(3, 65\)"),
         (lambda: MoE(64, 32, 8, 2, dispatcher=SymmetricDispatcher(4, dim=64)), "serves 4 experts, the layer has 8"),
         (lambda: MoE(64, 32, 8, 2, dispatcher=local().dispatcher, max_tokens=3), "belong to the dispatcher"),

@@ -40,6 +40,43 @@ def test_sigmoid_scores_without_normalisation_are_the_weights() -> None:
     torch.testing.assert_close(weights, (x @ r.weight.t()).sigmoid().gather(1, ids.long()))
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("height", [-60.0, -95.0, -120.0, -1e4])
+def test_scores_that_underflow_have_weights_and_gradients(score: str, height: float) -> None:
+    r = router(score=score)
+    with torch.no_grad():
+        r.weight.zero_()
+        r.weight[:, 0] = height  # sigmoid of -104 and below is 0
+        r.weight[:, 1] = torch.arange(8.0)
+    x = torch.zeros(5, 16)
+    x[:, :2] = torch.tensor([1.0, 0.25])
+    x.requires_grad_()
+    ids, weights = r(x)
+    (weights * torch.tensor([40.0, -40.0])).sum().backward()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(5))
+    # Scores this small are e^logit, whose ratios are those of softmax.
+    chosen = (x @ r.weight.t()).gather(1, ids.long())
+    torch.testing.assert_close(weights, chosen.softmax(-1))
+    by_hand = 80 * weights.prod(-1) * (ids[:, 0] - ids[:, 1])  # d/dx[1] of 40 (w0 - w1), logits are x[1] * id + ...
+    torch.testing.assert_close(x.grad[:, 1], by_hand)
+    assert r.weight.grad.isfinite().all()
+
+
+def test_load_is_of_all_micro_batches_and_no_buffer_that_others_may_write() -> None:
+    r = router(balance=True)
+    batches = torch.randn(3, 5, 16)
+    ids = torch.cat([r(x)[0] for x in batches])
+    assert torch.equal(r.load, torch.bincount(ids.flatten(), minlength=8).float())
+    assert [name for name, _ in r.named_buffers()] == ["expert_bias"]
+    r.bfloat16()
+    assert r.load.dtype == r.expert_bias.dtype == torch.float32
+    assert r.load.sum() == 30
+    assert r.to("meta").load.is_meta
+    r.to_empty(device="cpu")
+    r.reset_parameters()
+    assert r.load.tolist() == r.expert_bias.tolist() == [0.0] * 8
+
+
 def test_group_limited_routing_stays_in_the_best_groups() -> None:
     r = router(num_groups=4, top_groups=1)
     x = torch.randn(50, 16)

@@ -1,5 +1,6 @@
 """What grouped_mm refuses, and that it says got, wanted and the way out."""
 
+import re
 from typing import Any
 
 import pytest
@@ -107,3 +108,43 @@ def test_auto_says_once_what_it_picked(caplog: pytest.LogCaptureFixture) -> None
         assert select("auto", CPU).name == "reference"
         select("auto", CPU)
     assert [record.getMessage() for record in caplog.records] == ["backend auto: reference on cpu"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "wanted", "said"),
+    [
+        ((9, 0), None, "hopper", "backend auto: hopper on cuda"),
+        ((9, 0), "6.4", "dequant", "not hopper: got an AMD GPU"),
+        ((10, 0), None, "dequant", r"not hopper: got compute capability (10, 0)"),
+        ((8, 9), None, "dequant", r"not hopper: got compute capability (8, 9)"),
+        ((8, 0), None, "dequant", r"not hopper: got compute capability (8, 0)"),
+        ((7, 0), None, "reference", "slow: it waits for the host; not hopper: .*; not dequant: .* 8.0 or newer"),
+    ],
+)
+def test_auto_always_ends_at_a_backend_that_runs_and_says_why(
+    capability: tuple[int, int],
+    hip: str | None,
+    wanted: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    select.__globals__["_log_choice"].cache_clear()
+    device = torch.device("cuda")
+    with caplog.at_level("INFO", logger="mxep.gemm"):
+        assert select("auto", device).why_not(device) is None
+        assert select("auto", device).name == wanted
+    (record,) = caplog.records
+    assert re.search(said.replace("(", r"\(").replace(")", r"\)"), record.getMessage())
+    assert (record.levelname == "WARNING") == (wanted == "reference")
+
+
+def test_no_error_of_a_backend_names_one_that_cannot_run_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    device = torch.device("cuda")
+    for backend in BACKENDS.values():
+        if (reason := backend.why_not(device)) is not None:
+            for cure in re.findall(r"'(\w+)'", reason.split("use backend")[1]):
+                assert select(cure, device).why_not(device) is None, reason

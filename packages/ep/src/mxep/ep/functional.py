@@ -14,12 +14,16 @@
 The routing weight multiplies inside SwiGLU (the down-projection is linear), so combine is a plain sum and its backward
 sends one unscaled copy. With a quantizing recipe rows, h and both gradients are MXTensors: nothing is quantized twice.
 
+Under torch.compile they break the graph, but `expert_mlp` and `swiglu` of a recipe that quantizes nothing.
+
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +37,24 @@ from mxep.quant import swiglu_backward, swiglu_backward_quantize, swiglu_quantiz
 from .dispatchers.base import Routing, TokenDispatcher
 from .wire import Wire
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+def _between_graphs(function: _Function) -> _Function:
+    """Called as it is by torch.compile, where it moves rows or gives an MXTensor a gradient: no graph can hold these."""
+    # The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+    eager = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def call(*tensors: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() and ("dispatcher" in options or options["recipe"].scaling != "none"):
+            return eager(*tensors, **options)
+        return function(*tensors, **options)
+
+    return cast(_Function, call)
+
+
+@_between_graphs
 def dispatch(
     x: Tensor, expert_ids: Tensor, weights: Tensor, *, dispatcher: TokenDispatcher, recipe: Recipe
 ) -> tuple[Tensor, Tensor, Routing]:
@@ -74,12 +95,14 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
     return expert_ids.clamp(-2, dispatcher.num_experts).int()
 
 
+@_between_graphs
 def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
     """Sum the experts' rows home: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums."""
     out: Tensor = _Combine.apply(y, routing, dispatcher, recipe)  # type: ignore[no-untyped-call]
     return out
 
 
+@_between_graphs
 def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, *, recipe: Recipe) -> Tensor:
     """``gate_up`` (R_max, 2F) x ``row_weight`` (R_max,) -> h (R_max, F), quantized by the recipe in the same pass.
 
@@ -89,6 +112,7 @@ def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, *, re
     return h
 
 
+@_between_graphs
 def expert_mlp(
     rows: Tensor,
     gate_up_proj: Tensor,

@@ -7,6 +7,8 @@ What that buys over the composed functions of `functional.py`, which it equals b
     weights are quantized while rows are under way, each way as it is needed: nothing of them is kept for backward
     dx goes home while the gradient of gate_up_proj computes
 
+Weight gradients that a backward does not want are left to a later one, which moves nothing and computes them alone.
+
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
@@ -23,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm import Recipe, WeightCache
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
+from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 
 from .dispatchers.base import Parts, Routing, TokenDispatcher
 from .functional import checked_tokens, hidden, hidden_backward
@@ -102,6 +105,8 @@ def check_weights(
 
 Sending = tuple[Callable[[], tuple[Parts, Routing]], Wire]
 """A send that has begun, and how to read what comes."""
+WgradOperands = dict[int, tuple[Tensor, Tensor]]
+"""Of gate_up_proj (0) and down_proj (1): the gradient of their rows and the rows, for a weight gradient to come."""
 
 
 class _Layer(torch.autograd.Function):
@@ -120,16 +125,34 @@ class _Layer(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:4]
         out, routing, saved = layer_forward(sending, gate_up_proj, down_proj, setup, backward, needs)
         ctx.save_for_backward(gate_up_proj, down_proj, *saved)
-        ctx.setup, ctx.routing = setup, routing
+        ctx.setup, ctx.routing, ctx.dtypes, ctx.kept = setup, routing, (gate_up_proj.dtype, down_proj.dtype), None
         return out, routing
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        needs, (gate_up_proj, down_proj, *saved) = ctx.needs_input_grad[2:4], ctx.saved_tensors
+        asked = [need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:4])]
+        needs, wanted = ctx.needs_input_grad[2:4], (asked[2], asked[3])
+        kept, retained = ctx.kept, graph_is_retained()
+        if not retained:
+            ctx.kept = None
+        if kept is not None and not any(asked[:2]) and kept.fits(d_out):
+            operands: WgradOperands = kept.operands
+            if all(i in operands for i in (0, 1) if wanted[i]):
+                ends, grads = ctx.routing.plan.group_ends, list[Tensor | None]((None, None))
+                for i, (dy, a) in operands.items():
+                    if wanted[i]:
+                        grads[i] = start_weight_gradient(i, ctx.dtypes[i], dy, a, ends, ctx.setup)()
+                return None, None, *grads, None, None, None, None
+        gate_up_proj, down_proj, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
-        grads = layer_backward(d_out, saved, gate_up_proj, down_proj, ctx.routing, ctx.setup, needs)
-        return *grads, None, None, None, None
+        left: WgradOperands | None = {} if retained else None
+        all_grads = layer_backward(
+            d_out, saved, gate_up_proj, down_proj, ctx.routing, ctx.setup, needs, wanted=wanted, left=left
+        )
+        if left:
+            ctx.kept = Kept.of(d_out, left)
+        return *all_grads, None, None, None, None
 
 
 @torch.no_grad()
@@ -173,28 +196,33 @@ def layer_backward(
     routing: Routing,
     setup: Setup,
     needs: tuple[bool, bool],
+    *,
+    wanted: tuple[bool, bool] = (True, True),
+    left: WgradOperands | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weights, gate_up_proj, down_proj.
 
-    saved: emptied, so that its memory serves the gradients of weights. needs: whether the two weights have any.
+    saved: emptied, so that its memory serves the gradients of weights. needs: whether the two weights have any. wanted:
+    whether those are computed now. left: takes the operands of those that are not, which nobody else holds.
     """
     dispatcher, recipe, backend, dtype = setup.dispatcher, setup.recipe, setup.backend, d_out.dtype
     plan, ends = routing.plan, routing.plan.group_ends
     rows, gate_up, h, magnitudes = Saved.of(saved, plan, recipe, needs, copied=dispatcher.borrows)
     saved.clear()
 
-    def start_weight_gradient(i: int, w: Tensor, dy: Tensor, a: Tensor | None) -> Callable[[], Tensor | None]:
-        if a is None:
-            return lambda: None
-        options: dict[str, Any] = {"recipe": recipe, "out_dtype": w.dtype, "scale": setup.wgrad_scale}
-        return backend.start_wgrad(dy, a, ends, to=setup.main_grads[i], **options)
+    def start(i: int, w: Tensor, dy: Tensor, a: Tensor | None) -> Callable[[], Tensor | None]:
+        if a is not None and wanted[i]:
+            return start_weight_gradient(i, w.dtype, dy, a, ends, setup)
+        if a is not None and left is not None:
+            left[i] = dy, a
+        return lambda: None
 
     parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
     coming = dispatcher.start_resend(parts, routing)
     w2, w13 = _cols(down_proj, magnitudes[1], setup), _cols(gate_up_proj, magnitudes[0], setup)
     # Borrowed until dx goes home: the gradient of down_proj comes before that, and before d_h, which takes memory.
-    d_y = wire.rows(coming(), plan, copy=False)
-    multiply = start_weight_gradient(1, down_proj, d_y, h)
+    d_y = wire.rows(coming(), plan, copy=left is not None and h is not None and not wanted[1] and dispatcher.borrows)
+    multiply = start(1, down_proj, d_y, h)
     del h, parts, coming
     d_down_proj = multiply()
     del multiply
@@ -206,11 +234,19 @@ def layer_backward(
     d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtype)
     del w13
     going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
-    multiply = start_weight_gradient(0, gate_up_proj, d_gate_up, rows)
+    multiply = start(0, gate_up_proj, d_gate_up, rows)
     del d_rows, d_gate_up, rows
     d_gate_up_proj = multiply()
     dx, d_weights = going_home()
     return dx, d_weights, d_gate_up_proj, d_down_proj
+
+
+def start_weight_gradient(
+    i: int, dtype: torch.dtype, dy: Tensor, a: Tensor, ends: Tensor, setup: Setup
+) -> Callable[[], Tensor | None]:
+    """Of gate_up_proj (0) or down_proj (1): what is returned multiplies dy and a, returning or adding the gradient."""
+    options: dict[str, Any] = {"recipe": setup.recipe, "out_dtype": dtype, "scale": setup.wgrad_scale}
+    return setup.backend.start_wgrad(dy, a, ends, to=setup.main_grads[i], **options)
 
 
 def _rows(w: Tensor, setup: Setup, backward: bool) -> tuple[Tensor, Tensor | None]:

@@ -63,12 +63,20 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: DTensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.spec = weight._spec
+        ctx.weight, ctx.version = weight, weight._version
         return weight._local_tensor.view_as(weight._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
-        return None if grad is None else DTensor(grad, ctx.spec, requires_grad=False)
+        weight: DTensor = ctx.weight
+        # Autograd's own check asks the local tensor, whose version in-place operations on a DTensor leave. (Optimizers'
+        # foreach and fused kernels leave the DTensor's, too.)
+        if weight._version != ctx.version:
+            raise RuntimeError(
+                f"an expert weight of shape {tuple(weight.shape)} has been modified by an inplace operation between "
+                f"forward and backward: got version {weight._version}, wanted {ctx.version}"
+            )
+        return None if grad is None else DTensor(grad, weight._spec, requires_grad=False)
 
 
 @torch.no_grad()

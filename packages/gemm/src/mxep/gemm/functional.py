@@ -60,8 +60,13 @@ def grouped_mm(
     the recipe's blocks, else dequantized and quantized.
     ValueError: wrong shapes, dtypes, devices or alignment, on the CPU also unordered, too long or unaligned group_ends.
     RuntimeError: the backend cannot run here.
+    Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
+        options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "weight_cache": weight_cache}
+        options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
+        return _between_graphs(a, w, group_ends, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     group_ends = group_ends.contiguous()  # torch's kernels, too, read it as packed
@@ -71,6 +76,12 @@ def grouped_mm(
         weight = weight_cache.get(w, recipe, chosen, cols=torch.is_grad_enabled() and a.requires_grad)
     out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)  # type: ignore[no-untyped-call]
     return out
+
+
+# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _between_graphs(*tensors: Tensor, **options: Any) -> Tensor:
+    return grouped_mm(*tensors, **options)
 
 
 class _GroupedMM(torch.autograd.Function):

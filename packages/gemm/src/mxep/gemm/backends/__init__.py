@@ -29,20 +29,18 @@ BACKENDS: Final[Mapping[str, Backend]] = {
 }
 """All backends by name."""
 
-AUTO: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("reference",), "cuda": ("hopper", "dequant")}
-"""What "auto" tries on a device type, best first; the first that can run is taken."""
+AUTO: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("reference",), "cuda": ("hopper", "dequant", "reference")}
+"""What "auto" tries on a device type, best first; the first that can run is taken. The last runs anywhere."""
 
 
 def select(backend: str | Backend, device: torch.device) -> Backend:
-    """The backend called so, or the best for `device` if "auto" (logged once per process); a Backend passes through.
+    """The backend called so, or the best for `device` if "auto" (logged once a process, with what stood against better
+    ones); a Backend passes through.
 
     ValueError for a name that is none; RuntimeError, with the reason, if it cannot run on `device`.
     """
     if backend == "auto":
-        candidates = AUTO.get(device.type, ("reference",))
-        backend = next((name for name in candidates if BACKENDS[name].why_not(device) is None), candidates[0])
-        if not torch.compiler.is_compiling():
-            _log_choice(backend, device.type)
+        return _best(device)
     if isinstance(backend, str):
         if backend not in BACKENDS:
             raise ValueError(f"backend: got {backend!r}, want auto, {', '.join(BACKENDS)} or a Backend")
@@ -52,6 +50,20 @@ def select(backend: str | Backend, device: torch.device) -> Backend:
     return backend
 
 
+def _best(device: torch.device) -> Backend:
+    against = ""
+    for name in AUTO.get(device.type, ("reference",)):
+        if (reason := BACKENDS[name].why_not(device)) is None:
+            break
+        against += f"; not {name}: {reason}"
+    if not torch.compiler.is_compiling():
+        _log_choice(name, device.type, against)
+    return BACKENDS[name]
+
+
 @functools.cache
-def _log_choice(name: str, device_type: str) -> None:
-    logging.getLogger("mxep.gemm").info("backend auto: %s on %s", name, device_type)
+def _log_choice(name: str, device_type: str, against: str) -> None:
+    slow = name == "reference" and device_type != "cpu"
+    level = logging.WARNING if slow else logging.INFO
+    note = ", slow: it waits for the host" if slow else ""
+    logging.getLogger("mxep.gemm").log(level, "backend auto: %s on %s%s%s", name, device_type, note, against)

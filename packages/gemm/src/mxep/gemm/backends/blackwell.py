@@ -39,7 +39,7 @@ class Blackwell(Backend):
         if device.type != "cuda" or torch.version.hip is not None:
             return f"want a CUDA device of compute capability 10.x, got {device.type}; use backend 'reference'"
         if (have := torch.cuda.get_device_capability(device))[0] != 10:
-            return f"torch's MX grouped mm wants compute capability 10.x, got {have}; use backend 'auto' or 'triton'"
+            return f"torch's MX grouped mm wants compute capability 10.x, got {have}; use backend 'auto'"
         if not hasattr(torch, "_scaled_grouped_mm"):
             return f"torch {torch.__version__} has no scaled grouped mm, want torch >= 2.11; use backend 'triton'"
         return None
@@ -63,7 +63,10 @@ class Blackwell(Backend):
     def forward(
         self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        out = multiply(*rows_operand(self._e4m3("a", a), group_ends), *weight_operand(self._e4m3("w", w)), group_ends)
+        a, w = self._e4m3("a", a), self._e4m3("w", w)
+        if not len(a):
+            return torch.empty((0, w.shape[1]), dtype=out_dtype, device=w.device)
+        out = multiply(*rows_operand(a, group_ends), *weight_operand(w), group_ends)
         out = in_dtype(out, out_dtype)
         return out if bias is None else in_dtype(out + bias[group_of_row(group_ends, len(out))], out_dtype)
 
@@ -82,10 +85,11 @@ class Blackwell(Backend):
     ) -> Tensor:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
             return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, scale=scale)
-        dy, a = (
-            requantize(self._e4m3(name, x), axis=-2, mode=recipe.mode, group_ends=group_ends)
-            for name, x in (("dy", dy), ("a", a))
-        )
+        dy, a = self._e4m3("dy", dy), self._e4m3("a", a)
+        if not len(dy):
+            shape = group_ends.shape[0], dy.shape[1], a.shape[1]
+            return torch.zeros(shape, dtype=out_dtype, device=dy.device)
+        dy, a = (requantize(x, axis=-2, mode=recipe.mode, group_ends=group_ends) for x in (dy, a))
         (y, y_scale), (x, x_scale) = tokens_operand(dy, group_ends), tokens_operand(a, group_ends)
         dw = multiply(y, y_scale, x.mT, x_scale, group_ends)
         if scale != 1:
@@ -106,9 +110,6 @@ class Blackwell(Backend):
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_ends: Tensor) -> Tensor:
     """torch's product of codes whose swizzled scales are e8m0, bf16: a (M, K) x b (G, K, N), or a (N, M) x b (M, K)."""
-    if 0 in a.shape:  # no rows at all
-        shape = (a.shape[0], b.shape[2]) if b.ndim == 3 else (len(group_ends), a.shape[0], b.shape[1])
-        return a.new_zeros(shape, dtype=torch.bfloat16)
     out: Tensor = torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=group_ends, out_dtype=torch.bfloat16)
     return out
 

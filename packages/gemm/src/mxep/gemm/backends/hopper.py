@@ -58,8 +58,10 @@ class Hopper(Backend):
     def why_not(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"got a {device.type} device, want a Hopper GPU; use backend 'reference'"
+        if torch.version.hip is not None:
+            return "got an AMD GPU, want a Hopper GPU; use backend 'auto'"
         if (have := torch.cuda.get_device_capability(device)) != (9, 0):
-            return f"got compute capability {have}, want (9, 0), as wgmma is Hopper's alone; use backend 'dequant'"
+            return f"got compute capability {have}, want (9, 0), as wgmma is Hopper's alone; use backend 'auto'"
         if not _has_gluon():
             return "Triton has no Gluon, want Triton >= 3.6; use backend 'dequant'"
         return None

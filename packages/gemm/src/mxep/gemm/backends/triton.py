@@ -39,8 +39,8 @@ class Triton(Backend):
 
     def why_not(self, device: torch.device) -> str | None:
         if device.type == "cuda":
-            if (have := torch.cuda.get_device_capability(device)) < OLDEST:
-                return f"got compute capability {have}, want {OLDEST} or newer for E4M3; use backend 'dequant'"
+            if torch.version.hip is None and (have := torch.cuda.get_device_capability(device)) < OLDEST:
+                return f"got compute capability {have}, want {OLDEST} or newer for E4M3; use backend 'auto'"
             return None
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
