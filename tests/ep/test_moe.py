@@ -1,5 +1,6 @@
 """The layer computes what a dense layer computes, whatever carries it, and says so when it cannot."""
 
+import contextlib
 import copy
 import dataclasses
 import os
