@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -36,30 +37,64 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("alone")
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_package_installs_alone_and_imports(name: str, folder: Path) -> None:
-    uv = shutil.which("uv")
-    if uv is None:
+def uv(folder: Path, *arguments: object, cwd: Path | None = None) -> None:
+    program = shutil.which("uv")
+    if program is None:
         pytest.skip("uv is not on PATH")
-    needed = {name} | siblings(name)
     if "VIRTUAL_ENV" not in os.environ and not (ROOT / ".venv").exists():
         pytest.skip("the workspace environment is not managed by uv")
-    run = {"check": True, "capture_output": True, "text": True, "cwd": folder}
+    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, cwd=cwd or folder)
+    assert done.returncode == 0, done.stderr
+
+
+def install(folder: Path, what: list[Path]) -> None:
+    """A new environment ``folder / "env"`` with these packages, and what they need of others."""
     shutil.rmtree(folder / "env", ignore_errors=True)
-    subprocess.run([uv, "venv", "-q", "--python", sys.executable, "env"], **run)
-    python = folder / "env/bin/python"
+    uv(folder, "venv", "-q", "--python", sys.executable, "env")
     # Hard links to uv's cache: the third-party wheels were fetched when the workspace was set up.
     constraints = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
     (folder / "constraints.txt").write_text("\n".join(constraints))
-    install = [uv, "pip", "install", "-q", "--python", str(python), "-c", "constraints.txt"]
-    subprocess.run([*install, *(str(PACKAGES[n]) for n in needed)], **run)
+    uv(folder, "pip", "install", "-q", "--python", folder / "env/bin/python", "-c", "constraints.txt", *what)
 
+
+def run(folder: Path, program: str, *arguments: str) -> str:
+    """What a program of the environment prints, with nothing of this checkout on its path."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+    environment.pop("PYTHONPATH", None)
+    command = [str(folder / "env/bin" / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_package_installs_alone_and_imports(name: str, folder: Path) -> None:
+    needed = {name} | siblings(name)
+    install(folder, [PACKAGES[n] for n in needed])
     code = f"import mxep.{name}, mxep; assert not hasattr(mxep, '__file__') or mxep.__file__ is None; " + "".join(
         f"import importlib.util as u; assert u.find_spec('mxep.{other}') is None, '{other} came along'; "
         for other in PACKAGES.keys() - needed
     )
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
-    subprocess.run([python, "-c", code], env=environment, **run)
+    run(folder, "python", "-c", code)
+
+
+def test_wheels_made_of_sdists_carry_licence_and_configs_and_train(folder: Path) -> None:
+    uv(folder, "build", "-q", "--all-packages", "-o", folder / "dist", cwd=ROOT)  # sdists, and wheels of those
+    wheels = {name: next((folder / "dist").glob(f"mxep_{name}-*.whl")) for name in PACKAGES}
+    for wheel in wheels.values():
+        with zipfile.ZipFile(wheel) as file:
+            (licence,) = (name for name in file.namelist() if name.endswith("dist-info/licenses/LICENSE"))
+            assert file.read(licence) == (ROOT / "LICENSE").read_bytes()
+    with zipfile.ZipFile(wheels["integration"]) as file:
+        carried = {name.partition("/configs/")[2]: file.read(name) for name in file.namelist() if "/configs/" in name}
+    assert carried == {
+        str(path.relative_to(ROOT / "configs")): path.read_bytes() for path in ROOT.glob("configs/**/*.yaml")
+    }
+    install(folder, list(wheels.values()))
+    small = ("model=tiny", "parallel=single", "data.max_bytes=100000", "data.batch=2", "train.valid_batches=1")
+    printed = run(folder, "mxep", *small, "train.steps=2", "train.compare=false", "hydra.run.dir=trained")
+    assert "held-out text" in printed
+    assert (folder / "trained/mxfp8/step-000002/model.safetensors").exists()
 
 
 def test_no_package_claims_the_namespace() -> None:

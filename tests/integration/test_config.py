@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
@@ -60,6 +60,15 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["train.steps=0"], "train.steps must be positive, got 0"),
         (["train.graph=true", "dispatcher=all_to_all"], "train.graph=true: the host must read no sizes"),
         (["train.graph=true", "dispatcher.capacity=exact"], "train.graph=true: the host must read no sizes"),
+        (["train.graph=true", "backend=reference"], "train.graph=true: the host must read no sizes"),
+        (["backend=abacus"], "backend: got 'abacus', wanted one of auto, reference"),
+        (["dispatcher.overflow=drop"], "nothing overflows worst_case; wanted dispatcher.capacity=factor"),
+        (
+            ["dispatcher.capacity=factor", "dispatcher.overflow=spill"],
+            "dispatcher.overflow: got 'spill', wanted one of",
+        ),
+        (["train.skip_bad_steps=-1"], "train.skip_bad_steps must be at least 0, got -1"),
+        (["verify.out=/no/such/file"], "verify.out: no such folder: /no/such"),
         (["verify.cases=[bf16/pigeon]"], "verify.cases: got 'bf16/pigeon'"),
         (["data.path=/no/such/file"], "data.path: no such file or folder: /no/such/file"),
     ],
@@ -100,13 +109,48 @@ def test_a_folder_without_a_checkpoint_cannot_be_resumed(mxep, tmp_path: Path):
 def test_a_saved_config_comes_back_but_for_what_the_command_line_names(make_config: Callable[..., Config]):
     saved = make_config("train.steps=7", "seed=3", "recipe=fp8")
     register()
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        given = ["recipe=bf16", "train.checkpoint_every=9", "dispatcher=all_to_all"]
-        restored = resolve(restore(compose("config", given), to_json(saved), given))
+    given = ["recipe=bf16", "train.checkpoint_every=9", "dispatcher=all_to_all"]
+    restored = resolve(restore(composed(*given), to_json(saved), given))
     assert (restored.train.steps, restored.seed, restored.model) == (7, 3, saved.model)
     assert (restored.recipe.name, restored.train.checkpoint_every) == ("bf16", 9)
 
 
-def test_a_saved_config_of_other_types_is_refused(make_config: Callable[..., Config]):
-    with pytest.raises(ConfigError, match="does not fit"):
-        restore(OmegaConf.create(), {**to_json(make_config()), "model": {"width": 3}}, [])
+def composed(*overrides: str) -> DictConfig:
+    register()
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def test_a_checkpoint_says_nothing_of_tasks_places_and_files_to_write(make_config: Callable[..., Config]):
+    saved = to_json(make_config())
+    here = to_json(resolve(composed()))
+    saved |= {
+        section: saved[section] | {"out": "/etc/passwd", "picture": "/etc/passwd"} for section in ("bench", "compare")
+    }
+    saved |= {"task": {"name": "bench"}, "parallel": {"ranks": 10_000}, "dispatcher": {"name": "local"}, "resume": "/"}
+    saved |= {"hydra": {"run": {"dir": "/etc"}}, "backend": "triton"}
+    restored = to_json(resolve(restore(composed(), saved, [])))
+    assert {key for key in here if restored[key] != here[key]} == {"model", "data", "optimizer", "train"}
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("model", {"width": 3}),
+        ("model", {"dim": "wide"}),
+        ("model", {"_target_": "os.system"}),
+        ("model", {"dim": {"deep": 1}}),
+        ("model", {"dim": "${model.experts}"}),
+        ("data", {"path": "${oc.env:HOME}"}),
+        ("data", {"path": "text-${now:%Y}"}),
+        ("data", {"path": "???"}),
+        ("data", {"path": ["a"]}),
+    ],
+)
+def test_a_saved_config_is_plain_values_of_known_keys(
+    make_config: Callable[..., Config], section: str, changes: dict[str, object]
+):
+    saved = to_json(make_config())
+    for broken in (saved | {section: saved[section] | changes}, saved | {section: [changes]}, {}):
+        with pytest.raises(ConfigError, match="the checkpoint's config does not fit"):
+            restore(composed(), broken, [])

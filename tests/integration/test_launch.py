@@ -34,7 +34,7 @@ def gone(pids: list[int], *, within: float = 5.0) -> bool:
 
 
 def read_pids(folder: Path, count: int) -> list[int]:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 150
     while len(files := list(folder.glob("pid-*"))) < count or not all(file.read_text() for file in files):
         assert time.monotonic() < limit, "the ranks did not start"
         time.sleep(0.01)
@@ -106,6 +106,21 @@ def be_killed(rank: Rank) -> None:
 def test_a_rank_that_dies_is_named_with_its_signal():
     with pytest.raises(RanksFailed, match=r"rank 0 was killed by SIGSEGV before it returned"):
         run_ranks(be_killed, world_size=2, timeout=60, device="cpu")
+
+
+def fork_and_be_killed(rank: Rank, folder: Path) -> None:
+    """Rank 0 dies, its child keeps what it inherited: the pipe to the caller among them."""
+    if rank.rank == 0 and (child := os.fork()):
+        (folder / "pid-0").write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(250)
+
+
+def test_a_rank_that_dies_is_noticed_though_a_child_that_it_forked_lives_on(tmp_path):
+    with pytest.raises(RanksFailed, match=r"rank 0 was killed by SIGKILL before it returned"):
+        run_ranks(fork_and_be_killed, (tmp_path,), world_size=2, timeout=100, device="cpu")
+    assert time.time() - (tmp_path / "pid-0").stat().st_mtime < 10
+    assert gone(read_pids(tmp_path, 1))
 
 
 def start_a_child_and_hang(rank: Rank, folder: Path) -> None:
@@ -197,26 +212,41 @@ def test_a_terminals_ctrl_c_reaches_only_the_caller(tmp_path):
 
 
 CALLER = """
-import sys
+import os, sys, threading, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_launch
+folder = Path(sys.argv[2])
+
+def fork():
+    test_launch.read_pids(folder, 2)
+    if os.fork() == 0:
+        (folder / "pid-forked").write_text(str(os.getpid()))
+        time.sleep(60)
+        os._exit(0)
+
 if __name__ == "__main__":
-    test_launch.run_ranks(test_launch.hang_deaf, (Path(sys.argv[2]),), world_size=2, timeout=60, device="cpu")
+    threading.Thread(target=fork, daemon=True).start()
+    test_launch.run_ranks(test_launch.hang_deaf, (folder,), world_size=2, timeout=60, device="cpu")
 """
 
 
-def test_ranks_end_when_the_caller_is_killed(tmp_path):
+def test_ranks_end_when_the_caller_is_killed_though_a_child_that_it_forked_lives_on(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
     here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": str(here.parent)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
     with subprocess.Popen([sys.executable, str(script), str(here), str(tmp_path)], env=env) as caller:
         try:
-            pids = read_pids(tmp_path, 2)
+            pids = read_pids(tmp_path, 3)
         finally:
             caller.kill()
-    assert gone(pids)
+    forked = int((tmp_path / "pid-forked").read_text())
+    try:
+        assert gone([pid for pid in pids if pid != forked])
+        assert alive(forked)
+    finally:
+        os.kill(forked, signal.SIGKILL)
 
 
 @distributed(1, 2)

@@ -1,19 +1,29 @@
 """Training: what a run leaves behind, that it resumes exactly, and that ranks add nothing but speed."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from mxep.comms import CapacityExceeded
-from mxep.integration import checkpoint
+from mxep.ep import MoE
+from mxep.integration import checkpoint, report
 from mxep.integration.data import read_text
 from mxep.integration.launch import Rank, StopFlag, run_ranks
 from mxep.integration.mesh import Mesh
+from mxep.integration.progress import show_backend
 from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Trainer, learning_rate, recipes, train
 
@@ -160,18 +170,18 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(make_config: Callable[
 
 
 def save_one(rank: Rank, config: Config, folder: Path) -> None:
-    _trainer(rank, config, folder).save()
+    make_trainer(rank, config, folder).save()
 
 
 def load_error(rank: Rank, config: Config, folder: Path) -> str:
     with pytest.raises(ValueError, match="safetensors") as error:
-        _trainer(rank, config, folder).load(checkpoint.find(folder)["bf16"])
+        make_trainer(rank, config, folder).load(checkpoint.find(folder)["bf16"])
     return str(error.value)
 
 
 def held_out_error(rank: Rank, config: Config, folder: Path) -> str:
     with pytest.raises(CapacityExceeded) as error:
-        _trainer(rank, config, folder).validate()
+        make_trainer(rank, config, folder).validate()
     return str(error.value)
 
 
@@ -181,9 +191,209 @@ def test_held_out_text_is_checked_too(make_config: Callable[..., Config], tmp_pa
     assert "rows did not fit" in message
 
 
-def _trainer(rank: Rank, config: Config, folder: Path) -> Trainer:
+def make_trainer(rank: Rank, config: Config, folder: Path) -> Trainer:
     text = read_text(config.data)
-    return Trainer(rank, config, recipes(config)[0], Mesh.make(1, rank.device), text, folder)
+    return Trainer(rank, config, recipes(config)[0], Mesh.make(config.ep, rank.device), text, folder)
+
+
+def break_steps(trainer: Trainer, steps: set[int], how: str) -> None:
+    """Make steps of a run bad on this rank: its gradients' norm overflows, its loss is NaN, or rows are lost."""
+    gradients, reduce, loss, check = trainer.gradients, trainer.gradients.reduce, trainer.model.loss, MoE.check
+    now = lambda: trainer.step + 1 in steps  # noqa: E731
+
+    def reduce_to_huge() -> None:
+        reduce()
+        if now():
+            gradients.experts.fill_(1e30)
+
+    def check_to_overflow(moe: MoE) -> None:
+        check(moe)
+        if now():
+            raise CapacityExceeded("7 rows did not fit")
+
+    if how == "norm":
+        gradients.reduce = reduce_to_huge
+    elif how == "loss":
+        trainer.model.loss = lambda *batch: loss(*batch) * (float("nan") if now() else 1.0)
+    else:
+        mock.patch.object(MoE, "check", check_to_overflow).start()
+
+
+def weights_of(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def run_with_bad_steps(rank: Rank, config: Config, folder: Path, steps: set[int], how: str) -> str:
+    """The error that a run ends with whose ``steps`` are bad on the last rank."""
+    trainer = make_trainer(rank, config, folder)
+    if rank.rank == rank.world_size - 1:
+        break_steps(trainer, steps, how)
+    with pytest.raises((FloatingPointError, CapacityExceeded)) as error:
+        trainer.run()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+BAD = {
+    "norm": r"FloatingPointError: bf16, step 3: the loss is \d.*, the gradient norm inf",
+    "loss": "FloatingPointError: bf16, step 3: the loss is nan, the gradient norm nan",
+    "rows": "CapacityExceeded: bf16, step 3: 7 rows did not fit",
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_bad_step_on_one_rank_ends_the_run_on_all_and_leaves_the_last_good_checkpoint(
+    make_config: Callable[..., Config], tmp_path: Path, how: str
+):
+    config = make_config("recipe=bf16", "parallel.ranks=2", "train.steps=5", "train.checkpoint_every=1")
+    messages = run_ranks(run_with_bad_steps, (config, tmp_path, {3}, how), world_size=2, timeout=60, device="cpu")
+    kept = tmp_path / "bf16" / "step-000002"
+    for message in messages:
+        assert re.fullmatch(BAD[how] + f"; it was not taken, and the last good checkpoint is {kept}", message)
+    assert checkpoint.find(tmp_path) == {"bf16": kept}
+    assert all(tensor.isfinite().all() for tensor in load_file(kept / "model.safetensors").values())
+
+
+def skip_one_step(rank: Rank, config: Config, folder: Path, how: str) -> tuple[bool, Outcome]:
+    """Whether weights stay as they are in a skipped step, and the run."""
+    trainer = make_trainer(rank, config, folder)
+    if rank.rank == rank.world_size - 1:
+        break_steps(trainer, {3}, how)
+    for _ in range(2):
+        trainer.train_step()
+    before = weights_of(trainer)
+    trainer.train_step()
+    same = all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
+    return same, Outcome([trainer.run()], "", 0.0)
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_bad_step_may_be_skipped_by_all_ranks(make_config: Callable[..., Config], tmp_path: Path, how: str):
+    config = make_config("recipe=bf16", "parallel.ranks=2", "train.steps=6", "train.skip_bad_steps=1")
+    (same, outcome), other = run_ranks(skip_one_step, (config, tmp_path, how), world_size=2, timeout=60, device="cpu")
+    assert same
+    assert other[0]
+    (run,) = outcome.runs
+    assert [bool(row["skipped"]) for row in run.metrics] == [False, False, True, False, False, False]
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
+    json.dumps(run.metrics, allow_nan=False)
+    assert report.summarize(outcome)["runs"][0]["skipped"] == 1
+    report.plot(outcome, tmp_path / "loss.png")
+
+
+def test_more_bad_steps_in_a_row_than_may_be_skipped_end_the_run(make_config: Callable[..., Config], tmp_path: Path):
+    config = make_config("recipe=bf16", "parallel.ranks=1", "train.steps=9", "train.skip_bad_steps=1")
+    steps = {2, 4, 5}
+    (message,) = run_ranks(
+        run_with_bad_steps, (config, tmp_path, steps, "norm"), world_size=1, timeout=60, device="cpu"
+    )
+    assert "step 5" in message
+    assert "there is no checkpoint" in message
+
+
+def save_with_a_nan(rank: Rank, config: Config, folder: Path) -> str:
+    trainer = make_trainer(rank, config, folder)
+    trainer.train_step()
+    trainer.save()
+    trainer.train_step()
+    if rank.rank == 1:
+        trainer.optimizer.state[trainer.model.blocks[0].moe.experts.down_proj]["exp_avg"].fill_(float("inf"))
+    with pytest.raises(FloatingPointError) as error:
+        trainer.save()
+    return str(error.value)
+
+
+def test_what_is_not_finite_on_any_rank_is_not_saved(make_config: Callable[..., Config], tmp_path: Path):
+    config = make_config("recipe=bf16", "parallel.ranks=2")
+    for message in run_ranks(save_with_a_nan, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
+        assert message == "bf16, step 2: first.blocks.0.moe.experts.down_proj is not finite: not saved"
+    assert checkpoint.find(tmp_path)["bf16"].name == "step-000001"
+
+
+def test_rows_over_the_capacity_may_be_dropped_and_are_counted(make_config: Callable[..., Config], tmp_path: Path):
+    drops = ("dispatcher.capacity=factor", "dispatcher.factor=0.5", "dispatcher.overflow=drop")
+    config = make_config("recipe=bf16", "parallel.ranks=2", "train.steps=3", *drops)
+    (outcome, _) = run_ranks(train, (config, str(tmp_path), {}), world_size=2, timeout=60, device="cpu")
+    for row in outcome.runs[0].metrics:
+        assert row["rows_dropped"] == row["rows_routed"] - (row["rows_live"] - row["rows_padding"]) > 0
+        assert not row["skipped"]
+    console = Console(record=True, width=200)
+    report.show(report.summarize(outcome), console)
+    assert "rows dropped" in console.export_text()
+
+
+def say_backends(rank: Rank, config: Config, folder: Path) -> tuple[str, set[str], str]:
+    """What is said of "auto" when it is asked for twice, the backends of a model's layers, and who cannot run here."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(2):
+            show_backend("auto", rank.device, shown=rank.rank == 0)
+    layers = {moe.backend for moe in make_trainer(rank, config, folder).model.moes}
+    with pytest.raises(RuntimeError) as error:
+        train(rank, dataclasses.replace(config, backend="hopper"), str(folder), {})
+    return said.getvalue(), layers, str(error.value)
+
+
+def test_a_config_picks_the_backend_and_what_auto_is_is_said_once(make_config: Callable[..., Config], tmp_path: Path):
+    config = make_config("recipe=bf16", "parallel.ranks=2", "backend=dequant")
+    results = run_ranks(say_backends, (config, tmp_path), world_size=2, timeout=60, device="cpu")
+    assert [said.count("\n") for said, *_ in results] == [1, 0]
+    assert "reference" in results[0][0]
+    for _, layers, error in results:
+        assert layers == {"dequant"}
+        assert "backend 'hopper' cannot run on cpu" in error
+
+
+class PowerFailure(Exception):
+    """At the chosen call of `sync`, `rename` or `rmtree`."""
+
+
+def save_until_the_power_fails(rank: Rank, config: Config, folder: Path) -> list[tuple[str, str]]:
+    """The calls that a save makes, in order, after saves that failed at each of them left a whole checkpoint."""
+    trainer = make_trainer(rank, config, folder)
+    trainer.train_step()
+    trainer.save()
+    trainer.train_step()
+    calls: list[tuple[str, str]] = []
+    allowed = 0
+
+    def watched(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def checked(path: Path, *rest: object, **options: object) -> object:
+            calls.append((name, Path(path).name))
+            if len(calls) > allowed:
+                raise PowerFailure
+            return call(path, *rest, **options)
+
+        return checked
+
+    with (
+        mock.patch.object(checkpoint, "_sync", watched("sync", checkpoint._sync)),
+        mock.patch.object(os, "rename", watched("rename", os.rename)),
+        mock.patch.object(shutil, "rmtree", watched("rmtree", shutil.rmtree)),
+    ):
+        for number in range(100):
+            allowed = number
+            calls.clear()
+            try:
+                trainer.save()
+            except PowerFailure:
+                found = checkpoint.find(folder)["bf16"]
+                assert checkpoint.read_state(found).step == int(found.name[-1])
+                checkpoint.load(found, model=trainer.model, optimizer=trainer.optimizer, mesh=trainer.mesh)
+                continue
+            return calls
+    raise AssertionError("a save that never ends")
+
+
+def test_the_power_may_fail_at_any_moment_of_a_save(make_config: Callable[..., Config], tmp_path: Path):
+    config = make_config("recipe=bf16", "parallel.ranks=1")
+    (calls,) = run_ranks(save_until_the_power_fails, (config, tmp_path), world_size=1, timeout=60, device="cpu")
+    # The last of them replaced the same step, which the one before had renamed but not deleted the older one.
+    files = ["metrics.jsonl", "model.safetensors", "optimizer.safetensors", "state.json"]
+    synced = [("sync", name) for name in [*files, ".step-000002.partial"]]
+    order = [calls.index(call) for call in synced]
+    renamed, durable = calls.index(("rename", ".step-000002.partial")), calls.index(("sync", "bf16"))
+    assert max(order) < renamed < durable < min(i for i, call in enumerate(calls) if call[1] == "step-000001")
+    assert checkpoint.find(tmp_path)["bf16"].name == "step-000002"
+    assert [path.name for path in (tmp_path / "bf16").iterdir()] == ["step-000002"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": 1}'])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,13 +22,18 @@ SMALL = ("verify.tokens=48", "verify.dim=64", "verify.hidden_dim=64", "verify.ex
 
 
 def test_all_cases_pass_on_two_ranks_and_the_table_is_written(mxep, tmp_path: Path):
-    finished = mxep("task=verify", *SMALL)
+    finished = mxep("task=verify", *SMALL, f"verify.out={tmp_path / 'out.json'}", "verify.commit=abc")
     assert finished.code == 0, finished.out + finished.err
-    results = json.loads((tmp_path / "run" / "verify.json").read_text())
+    report = json.loads((tmp_path / "run" / "verify.json").read_text())
+    assert json.loads((tmp_path / "out.json").read_text()) == report
+    assert (report["commit"], report["ranks"], report["backend"], report["dim"]) == ("abc", 2, "reference", 64)
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["command"].startswith("mxep task=verify")
+    results = report["cases"]
     assert [result["case"] for result in results] == list(CASES)
     assert all(result["passed"] for result in results)
     assert all(len(result["checks"]) == len(dataclasses.fields(Results)) for result in results)
-    assert finished.out.count("pass") == len(CASES)
+    assert len(re.findall(r"\bpass\b", finished.out)) == len(CASES)
 
 
 def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path, make_config):

@@ -6,7 +6,9 @@
                                  metrics.jsonl           one line a step so far
 
 Expert tensors are whole, (E, ...), whatever number of ranks wrote them; each rank that loads takes its own experts.
-Rank 0 writes into a hidden folder and renames it, so a folder that is there is complete.
+Rank 0 writes into a hidden folder, waits until the disk has it, renames it, waits for that, too, and only then
+deletes older checkpoints: whenever the power fails, the newest folder that is there is complete. What is not finite is
+not saved.
 
 E experts in all, e experts of this rank.
 """
@@ -14,6 +16,8 @@ E experts in all, e experts of this rank.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -26,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .mesh import Mesh
+from .mesh import Mesh, local
 from .model import Transformer
 
 FORMAT = 1
@@ -53,29 +57,44 @@ class State:
 def save(
     folder: Path, state: State, *, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh
 ) -> Path | None:
-    """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes, the others get None."""
-    weights, moments = _tensors(model), _moments(model, optimizer)
+    """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes, the others get None.
+
+    Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
+    """
+    weights, moments = _local(_tensors(model)), _local(_moments(model, optimizer))
+    _refuse_unless_finite({**weights, **moments}, state, mesh)
     if mesh.rank < dist.get_world_size(mesh.ep):  # the ranks that share experts with rank 0
         experts = model.expert_parameters()
         weights = _gathered(weights, experts, mesh)
         moments = _gathered(moments, {f"{moment}.{name}" for moment in MOMENTS for name in experts}, mesh)
     if mesh.rank != 0:
         return None
-    target = folder / f"step-{state.step:06d}"
-    partial = folder / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    about = {"format": FORMAT, "run": state.run, "step": state.step, "digest": state.digest, "config": state.config}
+    target = step_folder(folder, state.step)
+    partial, replaced = folder / f".{target.name}.partial", folder / f".{target.name}.replaced"
+    for left in (partial, replaced):
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file(weights, partial / "model.safetensors")
     save_file(moments, partial / "optimizer.safetensors")
     (partial / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in state.metrics))
-    about = {"format": FORMAT, "run": state.run, "step": state.step, "digest": state.digest, "config": state.config}
     (partial / "state.json").write_text(json.dumps(about, indent=1))
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-    for other in _steps(folder):
-        if other != target:
-            shutil.rmtree(other)
+    for written in (*sorted(partial.iterdir()), partial):
+        _sync(written)
+    if target.exists():
+        os.rename(target, replaced)
+    os.rename(partial, target)
+    for parent in (folder, folder.parent):
+        _sync(parent)
+    for old in (replaced, *_steps(folder)):
+        if old != target:
+            shutil.rmtree(old, ignore_errors=old == replaced)
     return target
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The checkpoint of ``step`` in a run's ``folder``."""
+    return folder / f"step-{step:06d}"
 
 
 def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
@@ -85,9 +104,9 @@ def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer, 
     """
     experts = model.expert_parameters()
     rank = dist.get_rank(mesh.ep)
-    _fill(folder / "model.safetensors", _tensors(model), experts, rank)
+    _fill(folder / "model.safetensors", _local(_tensors(model)), experts, rank)
     moments = _moments(model, optimizer)
-    _fill(folder / "optimizer.safetensors", moments, {f"{m}.{name}" for m in MOMENTS for name in experts}, rank)
+    _fill(folder / "optimizer.safetensors", _local(moments), {f"{m}.{name}" for m in MOMENTS for name in experts}, rank)
     step = torch.tensor(float(read_state(folder).step))
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
@@ -116,17 +135,43 @@ def read_state(folder: Path) -> State:
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         if about["format"] != FORMAT:
             raise ValueError(f"format: got {about['format']}, wanted {FORMAT}")
+        for key, kind in {"run": str, "step": int, "config": dict, "digest": str}.items():
+            if not isinstance(about[key], kind):
+                raise ValueError(f"{key}: got {about[key]!r}, wanted {kind.__name__}")
         return State(about["run"], about["step"], about["config"], about["digest"], metrics)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is not a checkpoint: {type(error).__name__}: {error}") from None
 
 
 def _steps(folder: Path) -> list[Path]:
-    return sorted(step for step in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", step.name))
+    found = (step for step in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", step.name))
+    return sorted(found, key=lambda step: int(step.name.removeprefix("step-")))
+
+
+def _sync(path: Path) -> None:
+    """Wait until the disk has a file's bytes, or a folder's names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _refuse_unless_finite(tensors: dict[str, Tensor], state: State, mesh: Mesh) -> None:
+    largest = torch.stack([tensor.abs().max() for tensor in tensors.values()]).float()
+    wrong = [name for name, value in zip(tensors, largest.tolist()) if not math.isfinite(value)]
+    everyones: list[list[str]] = [wrong] * mesh.ranks
+    dist.all_gather_object(everyones, wrong)
+    if names := list(dict.fromkeys(name for each in everyones for name in each)):
+        raise FloatingPointError(f"{state.run}, step {state.step}: {names[0]} is not finite: not saved")
 
 
 def _tensors(model: Transformer) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _local(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: local(tensor) for name, tensor in tensors.items()}
 
 
 def _moments(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mxep.gemm import Recipe
 
@@ -40,7 +41,8 @@ from .bench.tables import Section
 from .config import ConfigError, make_recipe, to_json
 from .data import read_text
 from .launch import Rank
-from .mesh import Mesh
+from .mesh import Mesh, local
+from .progress import show_backend
 from .schema import Config
 from .train import Run, Trainer
 
@@ -73,7 +75,7 @@ class Outcome:
 
 def check(config: Config) -> None:
     """ConfigError for what cannot be compared."""
-    seeds, out = config.compare.seeds, config.compare.out
+    seeds = config.compare.seeds
     if make_recipe(config).scaling == "none":
         raise ConfigError("task=compare puts a recipe beside bf16: recipe must be another one")
     if len(set(seeds)) < max(2, len(seeds)):
@@ -82,8 +84,6 @@ def check(config: Config) -> None:
         )
     if config.resume is not None:
         raise ConfigError("task=compare starts anew: resume must be null")
-    if out is not None and not Path(out).absolute().parent.is_dir():
-        raise ConfigError(f"compare.out: no such folder: {Path(out).parent}")
 
 
 def compare(rank: Rank, config: Config, folder: str) -> Outcome:
@@ -91,12 +91,13 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
 
     Raises what `train` raises.
     """
+    show_backend(config.backend, rank.device, shown=rank.rank == 0)
     text, mesh = read_text(config.data), Mesh.make(config.ep, rank.device)
     about = {"bytes": len(text.train) + len(text.valid), "sha256": text.digest, "unigram entropy": text.entropy}
     outcome = Outcome([], about)
-    without_checkpoints = dataclasses.replace(config.train, checkpoint_every=None)
+    clean_steps_only = dataclasses.replace(config.train, checkpoint_every=None, skip_bad_steps=0)
     for seed in config.compare.seeds:
-        seeded = dataclasses.replace(config, seed=seed, train=without_checkpoints)
+        seeded = dataclasses.replace(config, seed=seed, train=clean_steps_only)
         outcome.trials.append(Trial(seed, {}))
         for name, recipe in _runs(make_recipe(config), again=len(outcome.trials) == 1):
             if rank.rank == 0:
@@ -115,11 +116,14 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
 
 @torch.no_grad()
 def nudge(model: nn.Module, seed: int) -> None:
-    """Multiply each weight by its own number from 1 - NUDGE to 1 + NUDGE; what all ranks hold, by the same ones."""
+    """Multiply each weight by its own number from 1 - NUDGE to 1 + NUDGE, which is the same on any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         relative = 2 * torch.rand(parameter.shape, generator=generator) - 1
-        parameter.mul_((1 + NUDGE * relative).to(parameter.device))
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            relative = relative.chunk(mesh.size())[mesh.get_local_rank()]
+        local(parameter).mul_((1 + NUDGE * relative).to(parameter.device))
 
 
 def summarize(trials: Sequence[Trial]) -> dict[str, Any]:
@@ -163,6 +167,7 @@ def to_report(outcome: Outcome, config: Config, command: str) -> dict[str, Any]:
         **environment(),
         "commit": config.compare.commit or git_commit(),
         "command": command,
+        "backend": config.backend,
         "ranks": config.ranks,
         "ep": config.ep,
         "steps": config.train.steps,

@@ -10,18 +10,20 @@ not name.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, DISPATCHERS
-from mxep.gemm import Recipe
+from mxep.gemm import BACKENDS, Recipe
 from mxep.quant import ScaleMode
 
 from .bench import BENCHES
@@ -48,21 +50,41 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
     return config
 
 
-def restore(raw: DictConfig, saved: dict[str, Any], overrides: list[str]) -> DictConfig:
-    """A saved config with the keys that `overrides` names taken from `raw`: what `resume=...` runs on.
+RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
+"""What a checkpoint knows of its run: sections of names and numbers. All else, what is written and where it runs above
+all, is said anew. `data.path`, which is read, is the one path."""
 
-    Raises ConfigError if the saved config does not fit this version's types.
+
+def restore(raw: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
+    """`raw` with the RESTORED sections of a saved config, but for the keys that `overrides` names: what `resume=...`
+    runs on.
+
+    The saved config is data of unknown origin: plain values of known keys are taken, and none is interpolated. Raises
+    ConfigError for others.
     """
+    config = copy.deepcopy(raw)
+    given = {override_key(override) for override in overrides}
     try:
-        config = OmegaConf.merge(OmegaConf.structured(Config), saved)
-    except Exception as error:
+        for section in RESTORED:
+            value = saved[section]
+            values = (
+                {f"{section}.{key}": each for key, each in value.items()} if section != "seed" else {section: value}
+            )
+            for key, each in values.items():
+                if isinstance(each, str) and ("${" in each or each == "???"):
+                    raise ValueError(f"{key}: got {each!r}, wanted plain text")
+                if not isinstance(each, str | int | float | None):
+                    raise ValueError(f"{key}: got {each!r}, wanted text or a number")
+                if not given & {section, key}:
+                    OmegaConf.update(config, key, each)
+    except (ValueError, KeyError, AttributeError, OmegaConfBaseException) as error:
         raise ConfigError(f"the checkpoint's config does not fit: {str(error).splitlines()[0]}") from None
-    assert isinstance(config, DictConfig)
-    for override in overrides:
-        key = override.lstrip("+~").split("=")[0]
-        if not key.startswith("hydra"):
-            OmegaConf.update(config, key, OmegaConf.select(raw, key))
     return config
+
+
+def override_key(override: str) -> str:
+    """The key or group that an argument of the command line sets."""
+    return override.lstrip("+~").split("=")[0].split("@")[0]
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -86,12 +108,18 @@ def make_recipe(config: Config) -> Recipe:
 def make_capacity(config: Config) -> Capacity:
     """The bound on a rank's rows that the config asks for."""
     kind = _one_of("dispatcher.capacity", config.dispatcher.capacity, ("worst_case", "exact", "factor"))
-    return Capacity.factor(config.dispatcher.factor) if kind == "factor" else getattr(Capacity, kind)()
+    overflow = _one_of("dispatcher.overflow", config.dispatcher.overflow, ("raise", "drop"))
+    if kind == "factor":
+        return Capacity.factor(config.dispatcher.factor, overflow)
+    if overflow == "drop":
+        raise ConfigError(f"dispatcher.overflow=drop: nothing overflows {kind}; wanted dispatcher.capacity=factor")
+    return getattr(Capacity, kind)()  # type: ignore[no-any-return]
 
 
 def sizes_on_host(config: Config) -> bool:
     """Whether a layer waits for the host to read how many rows there are."""
-    return config.dispatcher.name == "all_to_all" or make_capacity(config) == Capacity.exact()
+    loops = config.backend == "reference"
+    return config.dispatcher.name == "all_to_all" or make_capacity(config) == Capacity.exact() or loops
 
 
 def _known_keys(raw: DictConfig, typed: Any, prefix: str = "") -> None:
@@ -127,19 +155,26 @@ def _check(config: Config) -> None:
         raise ConfigError(str(error)) from None
     _one_of("dispatcher.name", config.dispatcher.name, DISPATCHERS)
     _one_of("data.source", config.data.source, SOURCES)
+    _one_of("backend", config.backend, ("auto", *BACKENDS))
     _positive(config)
     for name in config.verify.cases or ():
         _one_of("verify.cases", name, CASES)
     _one_of("bench.name", config.bench.name, BENCHES)
-    if config.bench.out is not None and not Path(config.bench.out).absolute().parent.is_dir():
-        raise ConfigError(f"bench.out: no such folder: {Path(config.bench.out).parent}")
+    for section in ("bench", "compare", "verify"):
+        out = getattr(config, section).out
+        if out is not None and not Path(out).absolute().parent.is_dir():
+            raise ConfigError(f"{section}.out: no such folder: {Path(out).parent}")
+    if config.train.skip_bad_steps < 0:
+        raise ConfigError(f"train.skip_bad_steps must be at least 0, got {config.train.skip_bad_steps}")
     ranks, ep, model, data = config.ranks, config.ep, config.model, config.data
     _divides("parallel.ep", ep, "parallel.ranks", ranks)
     _divides("parallel.ranks", ranks, "data.batch", data.batch)
     if config.dispatcher.name == "local" and ep != 1:
         raise ConfigError(f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}")
     if config.train.graph and sizes_on_host(config):
-        raise ConfigError("train.graph=true: the host must read no sizes, as all_to_all and exact capacity make it")
+        raise ConfigError(
+            "train.graph=true: the host must read no sizes, as all_to_all, exact capacity and backend=reference make it"
+        )
     _divides("parallel.ep", ep, "model.experts", model.experts)
     _divides("model.heads", 2 * model.heads, "model.dim", model.dim)
     if not 1 <= model.top_k <= model.experts:
@@ -159,6 +194,7 @@ def _positive(config: Config) -> None:
         "train": ("steps", "valid_batches"),
         "verify": ("tokens", "dim", "hidden_dim", "experts", "top_k"),
         "optimizer": ("lr", "clip"),
+        "dispatcher": ("timeout",),
     }
     for section, keys in wanted.items():
         for key in keys:

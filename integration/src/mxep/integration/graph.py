@@ -18,11 +18,19 @@ WARM_UP = 2
 def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
     """`torch.cuda.graph` of a new graph, but what raises is the error itself. options: its."""
     graph = torch.cuda.CUDAGraph()
+    raised: BaseException | None = None
     try:
         with torch.cuda.graph(graph, **options):
-            yield graph
-    except Exception as error:  # the end of a capture that failed raises, too, and says less
-        raise error.__context__ or error from None
+            try:
+                yield graph
+            except BaseException as error:
+                raised = error
+                raise
+    except Exception:
+        if raised is None:
+            raise
+    if raised is not None:  # the end of a capture that failed raises, too, and says less
+        raise raised
 
 
 class Graphed:

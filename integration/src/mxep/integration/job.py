@@ -19,11 +19,11 @@ from rich.console import Console
 
 from . import checkpoint, report
 from .app import PRELOAD, STOPPED, reports, under_torchrun
-from .config import ConfigError, resolve, restore, to_json
+from .config import RESTORED, ConfigError, override_key, resolve, restore, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
 from .schema import Config, RecipeConfig
 from .train import Outcome, train
-from .verify import Result, verify
+from .verify import Result, to_report, verify
 from .verify import show as show_results
 from .verify import write as write_results
 
@@ -49,7 +49,8 @@ def run_job(raw: DictConfig) -> int:
 def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
     """The config to run, and the checkpoint folder of each run to start from.
 
-    A resumed job keeps its own config but for ``overrides``. Raises ConfigError, or ValueError for a bad checkpoint.
+    A resumed job takes from its checkpoint what `restore` says, but for ``overrides``. Raises ConfigError, or
+    ValueError for a bad checkpoint.
     """
     checkpoints: dict[str, Path] = {}
     if raw.resume is not None:
@@ -89,7 +90,7 @@ def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     if outcome.stopped:
         run = outcome.runs[-1]
         where = f"{run.name}, step {run.steps} of {config.train.steps}"
-        print(f"mxep: stopped ({where}); go on with: mxep resume={_shown(folder)}", file=sys.stderr)
+        print(f"mxep: stopped ({where}); go on with: {_go_on(folder)}", file=sys.stderr)
     else:
         report.show(summary, Console())
         print(f"run folder: {_shown(folder)}")
@@ -117,8 +118,10 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     results: list[Result] = _on_ranks(verify, (config,), config)[0]
     failed = sum(not result.passed for result in results)
     if reports():
-        write_results(results, folder / "verify.json")
+        files = [folder / "verify.json", *([Path(config.verify.out)] if config.verify.out else [])]
+        write_results(to_report(results, config, _command()), files)
         show_results(results, Console())
+        print(f"results: {', '.join(map(_shown, files))}")
         if failed:
             print(f"mxep: {failed} of {len(results)} cases failed", file=sys.stderr)
     return 1 if failed else 0
@@ -166,6 +169,13 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
 
 def _command() -> str:
     return shlex.join(["mxep", *sys.argv[1:]])
+
+
+def _go_on(folder: Path) -> str:
+    """The command that resumes this run as it ran: what its checkpoint does not say is said again."""
+    overrides = HydraConfig.get().overrides.task
+    again = [one for one in overrides if override_key(one).split(".")[0] not in (*RESTORED, "resume")]
+    return shlex.join(["mxep", f"resume={_shown(folder)}", *again])
 
 
 def _failed(message: str) -> int:

@@ -149,10 +149,13 @@ class _Process:
                 os.kill(self._pid, number)
 
     def receive(self) -> str | None:
-        """Take one message; an error text if the rank failed."""
+        """Take one message, or see that there will be none; an error text if the rank failed."""
+        dead = not self.process.is_alive()
+        if dead:  # what it said before is still in the pipe, perhaps a part of a message
+            os.set_blocking(self.connection.fileno(), False)
         try:
             kind, *content = pickle.loads(self.connection.recv_bytes())
-        except EOFError:
+        except (EOFError, BlockingIOError):
             self.finished = True
             self.process.join()
             code = self.process.exitcode or 0
@@ -188,11 +191,12 @@ def _collect(ranks: list[_Process], timeout: float | None, scratch: Path) -> Non
     """Read the ranks' messages until all have returned; raise RanksFailed on the first failure or at the limit."""
     limit = float("inf") if timeout is None else time.monotonic() + timeout
     errors: list[tuple[int, str]] = []
-    while running := {one.connection: one for one in ranks if not one.finished}:
+    while running := [one for one in ranks if not one.finished]:
         left = limit - time.monotonic()
-        heard = wait(list(running), timeout=None if left == float("inf") else max(left, 0.0))
-        for connection in heard:
-            one = running[connection]  # type: ignore[index]
+        # A dead rank's pipe has no end while a child that it forked lives: the fork server tells who has ended.
+        sources = {source: one for one in running for source in (one.connection, one.process.sentinel)}
+        heard = wait(list(sources), timeout=None if left == float("inf") else max(left, 0.0))
+        for one in dict.fromkeys(sources[source] for source in heard):  # type: ignore[index]
             if error := one.receive():
                 if not errors:
                     limit = min(limit, time.monotonic() + GRACE)

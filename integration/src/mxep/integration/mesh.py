@@ -2,10 +2,11 @@
 
     rank = dp_index * ep + ep_index
 
-The loss is the mean over all ranks' tokens. What every rank holds (attention, norms, router, shared experts) has a
-gradient from its own tokens: summed over all ranks, divided by their number. An expert's gradient already holds the
-tokens of all ranks of its ep group (they came to it): summed over the dp group, divided by the same number. Then one
-process with the whole batch would compute the same.
+The loss is the mean over all ranks' tokens. What every rank holds (attention, norms, router, shared experts) has the
+gradient of this rank's loss: averaged over all ranks. An expert's gradient is already that of the mean over its ep
+group, whose tokens came to it: averaged over the dp group. So all are what one process with the whole batch has.
+
+Experts are DTensors where several ranks share them, each of which holds its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from mxep.ep import clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,29 @@ class Mesh:
         return Mesh(dist.get_rank(), ranks, grid.get_group("ep"), grid.get_group("dp"))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``; no copy, no gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def share(own: Tensor, like: Tensor) -> Tensor:
+    """A tensor that is spread over ranks as ``like`` is, of which this one holds ``own``."""
+    if not isinstance(like, DTensor):
+        return own
+    return DTensor.from_local(own, like.device_mesh, like.placements, run_check=False)
+
+
 class Gradients:
     """The gradients of a model as two flat buffers, one for experts and one for the rest; each ``p.grad`` is a view.
 
-    So a step reduces, measures and scales each with one call. Makes every ``p.grad``: never set them to None.
+    So a step clears and reduces each with one call. Makes every ``p.grad``: never set them to None.
     """
 
     def __init__(self, model: nn.Module, expert_parameters: set[str], mesh: Mesh) -> None:
         self.mesh = mesh
         named = dict(model.named_parameters())
+        self.parameters = list(named.values())
         self.experts = _flat_gradients([p for name, p in named.items() if name in expert_parameters])
         self.rest = _flat_gradients([p for name, p in named.items() if name not in expert_parameters])
 
@@ -55,32 +73,22 @@ class Gradients:
 
     def reduce(self) -> None:
         """Make every gradient that of the mean loss over all ranks."""
-        if self.mesh.ranks == 1:
-            return
-        dist.all_reduce(self.rest)
-        if dist.get_world_size(self.mesh.dp) > 1:
-            dist.all_reduce(self.experts, group=self.mesh.dp)
-        self.rest /= self.mesh.ranks
-        self.experts /= self.mesh.ranks
+        for gradients, group in ((self.rest, dist.group.WORLD), (self.experts, self.mesh.dp)):
+            if (ranks := dist.get_world_size(group)) > 1:
+                dist.all_reduce(gradients, group=group)
+                gradients /= ranks
 
     def clip(self, limit: float) -> Tensor:
         """Scale all gradients so that their norm over all parameters of all ranks is at most ``limit``.
 
         Returns the norm before, 0-d fp32, the same on every rank. No host sync.
         """
-        squares = self.experts.square().sum()
-        if dist.get_world_size(self.mesh.ep) > 1:
-            dist.all_reduce(squares, group=self.mesh.ep)
-        norm = (squares + self.rest.square().sum()).sqrt()
-        scale = (limit / norm.clamp_min(1e-12)).clamp_max(1.0)
-        self.experts *= scale
-        self.rest *= scale
-        return norm
+        return clip_grad_norm_(self.parameters, limit)
 
 
 def _flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
-    device = parameters[0].device
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=device)
-    for p, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
-        p.grad = piece.view(p.shape)
+    own = [local(p) for p in parameters]
+    flat = torch.zeros(sum(p.numel() for p in own), dtype=torch.float32, device=own[0].device)
+    for p, mine, piece in zip(parameters, own, flat.split([p.numel() for p in own])):
+        p.grad = share(piece.view(mine.shape), p)
     return flat

@@ -67,9 +67,10 @@ class Transformer(nn.Module):
     """The model of the module's docstring.
 
     Args:
-        config: sizes. recipe: of the MoE layers.
+        config: sizes. recipe, backend: of the MoE layers.
         group: the ranks that share the experts. dispatcher: name of how tokens reach them; one for all layers.
-        capacity: bound on rows per rank. max_tokens: most tokens a rank brings to a step.
+        capacity: bound on rows per rank. max_tokens: most tokens a rank brings to a step. timeout: seconds that a rank
+            is waited for.
 
     Draws from the default generator: after one seed every rank has the same model and its share of the same experts.
     """
@@ -83,13 +84,21 @@ class Transformer(nn.Module):
         group: dist.ProcessGroup | None = None,
         capacity: Capacity | None = None,
         max_tokens: int | None = None,
+        timeout: float | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         dim = config.dim
         self.head_dim = dim // config.heads
         self.embedding = nn.Embedding(VOCABULARY, dim)
         shared = make_dispatcher(
-            dispatcher, config.experts, dim=dim, group=group, capacity=capacity, max_tokens=max_tokens
+            dispatcher,
+            config.experts,
+            dim=dim,
+            group=group,
+            capacity=capacity,
+            max_tokens=max_tokens,
+            timeout=timeout,
         )
         self.blocks = nn.ModuleList(
             Block(
@@ -101,6 +110,7 @@ class Transformer(nn.Module):
                     config.experts,
                     config.top_k,
                     recipe=recipe,
+                    backend=backend,
                     dispatcher=shared,
                     num_shared_experts=config.shared_experts,
                     router=Router(dim, config.experts, config.top_k, balance=True),

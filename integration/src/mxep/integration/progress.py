@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+from mxep.gemm.backends import select
 
 
 class Progress:
@@ -44,6 +48,19 @@ class Progress:
             self.console.print(f"{self.name:>6}  step {step}/{self.steps}  {values}", soft_wrap=True, highlight=False)
 
 
+def show_backend(name: str, device: torch.device, *, shown: bool) -> None:
+    """Say on stderr, if `shown`, what backend "auto" is on `device`. RuntimeError if `name` cannot run there."""
+    logger = logging.getLogger("mxep.gemm")
+    if shown and not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("mxep: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    select(name, device)
+
+
 def describe(row: dict[str, Any]) -> str:
     """A step's metrics in a few words; expert load is the busiest expert over the mean."""
+    if row.get("skipped"):
+        return f"skipped {row['skipped']}"
     return f"loss {row['loss']:.3f}  {row['tokens_per_s'] / 1e3:.1f}k tokens/s  expert load {row['expert_load']:.2f}x"

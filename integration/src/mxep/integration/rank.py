@@ -140,10 +140,21 @@ def _die_with_caller() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     caller = multiprocessing.parent_process()
     assert caller is not None
+    assert caller.pid is not None
+
+    pid = caller.pid
 
     def watch() -> None:
-        # The sentinel is a pipe whose other end the caller holds: it ends with the caller, however that ends.
-        wait([caller.sentinel])
+        # The sentinel is a pipe whose other end the caller holds, and every child that it forks later.
+        ends = [caller.sentinel]
+        try:
+            ends.append(os.pidfd_open(pid))
+        except ProcessLookupError:
+            ends = []  # gone
+        except OSError:
+            pass  # Linux before 5.3 has none
+        if ends:
+            wait(ends)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="caller watch", daemon=True).start()

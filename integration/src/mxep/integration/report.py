@@ -43,7 +43,7 @@ def plot(outcome: Outcome, file: Path) -> None:
         xlabel="step", ylabel="loss (nats a byte)", title=f"Training on {Path(outcome.text).name}"
     )
     for run, color in zip(outcome.runs, ("tab:blue", "tab:orange")):
-        steps, losses = [row["step"] for row in run.metrics], [row["loss"] for row in run.metrics]
+        steps, losses = [row["step"] for row in run.taken], [row["loss"] for row in run.taken]
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         axes.plot(steps, _smooth(losses), color=color, label=run.name)
     axes.axhline(outcome.entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy")
@@ -75,8 +75,14 @@ def show(summary: dict[str, Any], console: Console) -> None:
         f"training, last {LAST} steps": [f"{run['train_loss']:.4f}" for run in runs],
         "unigram entropy of the text": [f"{summary['unigram_entropy']:.4f}" for _ in runs],
         "steps": [str(run["steps"]) for run in runs],
+        **({"of them skipped": [str(run["skipped"]) for run in runs]} if any(run["skipped"] for run in runs) else {}),
         "rows routed (token, expert)": [f"{run['rows_routed']:,}" for run in runs],
         "rows sent (token, rank)": [f"{run['rows_sent']:,}" for run in runs],
+        **(
+            {"rows dropped": [f"{run['rows_dropped']:,}" for run in runs]}
+            if any(run["rows_dropped"] for run in runs)
+            else {}
+        ),
         "padding share of rows": [f"{run['padding_share']:.1%}" for run in runs],
         "expert load, busiest / mean": [f"{run['expert_load']:.2f}" for run in runs],
         "tokens/s": [f"{run['tokens_per_s']:,.0f}" for run in runs],
@@ -89,14 +95,14 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 def _summarize(run: Run) -> dict[str, Any]:
-    totals = {
-        key: sum(row[key] for row in run.metrics) for key in ("rows_routed", "rows_sent", "rows_live", "rows_padding")
-    }
-    last = run.metrics[-LAST:]
+    keys = ("rows_routed", "rows_sent", "rows_live", "rows_padding", "rows_dropped")
+    totals = {key: sum(row.get(key, 0) for row in run.metrics) for key in keys}
+    last = run.taken[-LAST:]
     tokens = sum(row["tokens_per_s"] * row["seconds"] for row in run.metrics)
     return {
         "name": run.name,
         "steps": run.steps,
+        "skipped": len(run.metrics) - len(run.taken),
         "stopped": run.stopped,
         "valid_loss": run.valid_loss,
         "train_loss": sum(row["loss"] for row in last) / max(1, len(last)),

@@ -60,11 +60,14 @@ class RecipeConfig:
 @dataclass
 class DispatcherConfig:
     """name: of a mxep.ep dispatcher. capacity: "worst_case", "exact", or "factor" (times `factor`, a multiple of the
-    balanced load)."""
+    balanced load). overflow: of rows over a factor: "raise" makes a bad step of them, "drop" leaves them out and counts
+    them. timeout: seconds that "symmetric" waits for a rank before it names it; others have their process group's."""
 
     name: str
     capacity: str
     factor: float
+    overflow: str
+    timeout: float
 
 
 @dataclass
@@ -96,13 +99,16 @@ class OptimizerConfig:
 class TrainConfig:
     """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
     for one at the end, null for none. valid_batches: batches of held-out text for the final loss. graph: whether on
-    GPUs loss and gradients are computed by a CUDA graph; null: where nothing on the way waits for the host."""
+    GPUs loss and gradients are computed by CUDA graphs; null: where nothing on the way waits for the host.
+    skip_bad_steps: how many steps in a row may be left out because loss or gradient norm is not finite or rows
+    overflowed the capacity; one more ends the run."""
 
     steps: int
     compare: bool
     checkpoint_every: int | None
     valid_batches: int
     graph: bool | None
+    skip_bad_steps: int
 
 
 @dataclass
@@ -117,7 +123,9 @@ class CompareConfig:
 
 @dataclass
 class VerifyConfig:
-    """The layer that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES, null for all."""
+    """The layer that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES, null for all. out: a file for
+    the results besides verify.json in the run folder. commit: what the results call the code's version; null: ask git.
+    """
 
     tokens: int
     dim: int
@@ -125,6 +133,8 @@ class VerifyConfig:
     experts: int
     top_k: int
     cases: list[str] | None
+    out: str | None
+    commit: str | None
 
 
 @dataclass
@@ -151,7 +161,8 @@ class BenchConfig:
 
 @dataclass
 class Config:
-    """Everything. seed decides weights and batches. resume: a run folder or a checkpoint folder to go on from."""
+    """Everything. backend: of mxep.gemm, for training and verification; "auto" is the best for the device. seed decides
+    weights and batches. resume: a run folder or a checkpoint folder to go on from."""
 
     task: TaskConfig
     model: ModelConfig
@@ -164,6 +175,7 @@ class Config:
     compare: CompareConfig
     verify: VerifyConfig
     bench: BenchConfig
+    backend: str
     seed: int
     resume: str | None
 
@@ -183,10 +195,8 @@ class Config:
 
 
 def configs_dir() -> Path:
-    """configs/ of the repository this file lies in, else the copy that the wheel carries."""
-    here = Path(__file__).resolve()
-    in_repo = here.parents[4] / "configs" if len(here.parents) > 4 else here
-    return in_repo if (in_repo / "config.yaml").is_file() else here.parent / "configs"
+    """configs/ beside this file: in the repository a link to the folder at its top, in sdists and wheels a copy."""
+    return Path(__file__).resolve().parent / "configs"
 
 
 def register() -> None:

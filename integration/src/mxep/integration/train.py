@@ -1,9 +1,12 @@
 """task=train on one rank: the same model trained once per recipe, from one seed on the same bytes.
 
-    for each recipe:   build -> (load) -> [ batch, gradients, check, step, measure, balance ] x steps
+    for each recipe:   build -> (load) -> [ batch, backward, check, reduce, measure, step, balance ] x steps
                        -> save -> loss on held-out text
 
-    gradients:         loss -> backward -> reduce -> clip; on GPUs one CUDA graph, if nothing waits for the host
+    On GPUs backward (loss and gradients) and reduce (and clip) are a CUDA graph each, if nothing waits for the host.
+
+A step is taken only if loss and gradient norm are finite and no row was lost, on all ranks. A bad one is left out, or
+ends the run, on all ranks alike (train.skip_bad_steps): no weight and no checkpoint ever sees it.
 
 Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and checkpoints into the run folder.
 """
@@ -24,7 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from mxep.comms import CapacityExceeded
 from mxep.gemm import Recipe
 
 from . import checkpoint
@@ -34,7 +39,7 @@ from .graph import Graphed
 from .launch import Rank
 from .mesh import Gradients, Mesh
 from .model import Transformer
-from .progress import Progress
+from .progress import Progress, show_backend
 from .schema import Config, OptimizerConfig
 
 
@@ -54,6 +59,11 @@ class Run:
     stopped: bool
     metrics: list[dict[str, Any]]
     valid_loss: float | None
+
+    @property
+    def taken(self) -> list[dict[str, Any]]:
+        """The metrics of the steps that were not skipped."""
+        return [row for row in self.metrics if not row.get("skipped")]
 
     @property
     def seconds(self) -> float:
@@ -79,9 +89,10 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
     Args:
         folder: the run folder. resume: checkpoint folders by run name; a run without one starts at step 0.
 
-    Raises ValueError for a checkpoint or a text that does not fit, CapacityExceeded, FloatingPointError on a loss
-    that is not finite.
+    Raises ValueError for a checkpoint or a text that does not fit; for a bad step, see the module's docstring,
+    CapacityExceeded or FloatingPointError, which name the step and the last good checkpoint.
     """
+    show_backend(config.backend, rank.device, shown=rank.rank == 0)
     text = read_text(config.data)
     mesh = Mesh.make(config.ep, rank.device)
     outcome = Outcome([], text.name, text.entropy)
@@ -122,12 +133,16 @@ class Trainer:
             group=mesh.ep,
             capacity=make_capacity(config),
             max_tokens=config.tokens_per_rank,
+            timeout=config.dispatcher.timeout,
+            backend=config.backend,
         ).to(rank.device)
         self.gradients = Gradients(self.model, self.model.expert_parameters(), mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        self.graph = Graphed(self._gradients) if _in_graph(config, rank.device) else None
+        captured = _in_graph(config, rank.device)
+        self.graphs = (Graphed(self._backward), Graphed(self._reduce)) if captured else None
         self.step = 0
-        self.saved: int | None = None
+        self.bad_steps = 0  # in a row
+        self.saved: Path | None = None  # the newest checkpoint of this run
         self.metrics: list[dict[str, Any]] = []
 
     def load(self, folder: Path) -> None:
@@ -140,7 +155,7 @@ class Trainer:
                 f"wanted {state.digest[:12]}): losses would not continue; name the text with data=..."
             )
         checkpoint.load(folder, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
-        self.step, self.metrics = state.step, state.metrics
+        self.step, self.metrics, self.saved = state.step, state.metrics, folder
 
     def run(self) -> Run:
         """The steps left, or those until a signal; then a checkpoint, unless checkpoint_every is None, and the loss on
@@ -149,9 +164,9 @@ class Trainer:
             with _deterministic(self.rank.device):
                 return self._run()
         finally:
-            if self.graph is not None:
-                self.graph.close()
-                self.graph = None  # which has a method of ours, and would keep us
+            for graph in self.graphs or ():
+                graph.close()
+            self.graphs = None  # which have methods of ours, and would keep us
 
     def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
@@ -163,56 +178,79 @@ class Trainer:
                 progress.advance(self.step, self.metrics[-1])
                 if every and self.step % every == 0:
                     self.save()
-            if every is not None and self.step and self.step != self.saved:
+            if every is not None and self.step and self.saved != self._checkpoint():
                 self.save()
             stopped = self.step < steps
             return Run(self.name, self.step, stopped, self.metrics, None if stopped else self.validate())
 
     def train_step(self) -> None:
-        """One optimizer step; appends its row to ``metrics``."""
+        """One optimizer step, or one left out; appends its row to ``metrics``."""
         begun = time.perf_counter()
         config = self.config
         batch = self._batch(self.text.train, config.seed, self.step)
-        loss, norm = self._gradients(*batch) if self.graph is None else self.graph(*batch)
-        self._check()
+        backward, reduce = self.graphs or (self._backward, self._reduce)
+        (loss,) = backward(*batch)
+        lost = self._lost_rows()  # before collectives, which wait for a rank that died without a limit
+        (norm,) = reduce()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        row, bad = self._measure(loss, norm, lost)
+        if bad is None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.bad_steps = 0
+        else:
+            self.bad_steps += 1
+            if self.bad_steps > config.train.skip_bad_steps:
+                raise type(bad)(f"{bad}; it was not taken, and {self._last_good()}")
         self.step += 1
-        row = {"run": self.name, "step": self.step, **self._measure(loss), "grad_norm": norm.item(), "lr": lr}
         for router in self.model.routers:
-            router.update_bias(config.model.balance_rate)
+            router.update_bias(config.model.balance_rate if bad is None else 0.0)
         seconds = time.perf_counter() - begun
         tokens = config.data.batch * config.data.length
-        self.metrics.append({**row, "seconds": seconds, "tokens_per_s": tokens / seconds})
+        about = {"run": self.name, "step": self.step, **row, "lr": lr, "skipped": None if bad is None else str(bad)}
+        self.metrics.append({**about, "seconds": seconds, "tokens_per_s": tokens / seconds})
 
-    def _gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of this rank's batch, 0-d, and the norm of all ranks' gradients, which are left clipped."""
+    def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor]:
+        """The loss of this rank's batch, 0-d, whose gradients are left behind."""
         self.gradients.zero()
         loss = self.model.loss(inputs, targets)
         loss.backward()
-        self.gradients.reduce()
-        return loss.detach(), self.gradients.clip(self.config.optimizer.clip)
+        return (loss.detach(),)
 
-    def _measure(self, loss: Tensor) -> dict[str, Any]:
-        """Mean loss, rows and expert load of the step, over all ranks and layers: one reduction, one copy home."""
+    def _reduce(self) -> tuple[Tensor]:
+        """The norm of all ranks' gradients, which are left reduced and clipped."""
+        self.gradients.reduce()
+        return (self.gradients.clip(self.config.optimizer.clip),)
+
+    def _measure(self, loss: Tensor, norm: Tensor, lost: Exception | None) -> tuple[dict[str, Any], Exception | None]:
+        """The step's metrics over all ranks and layers, and what is bad about it: one reduction, one copy home.
+
+        The same on all ranks. Numbers that are not finite are None.
+        """
         rows = [moe.last_routing.stats() for moe in self.model.moes if moe.last_routing is not None]
         keys = list(rows[0])
-        counts = [torch.stack([one[key] for one in rows]).sum() for key in keys]
+        counts = [torch.stack([one[key] for one in rows]).sum().double() for key in keys]
+        for known_to_all in (keys.index("dropped"), keys.index("invalid")):
+            counts[known_to_all] /= dist.get_world_size(self.mesh.ep)
         loads = torch.stack([router.load for router in self.model.routers if router.load is not None])
-        local = torch.stack([loss.double() / self.mesh.ranks, *(count.double() for count in counts)])
-        vector = torch.cat((local, loads.double().flatten()))
+        means = torch.stack((loss, norm, torch.full_like(norm, lost is not None))).double() / self.mesh.ranks
+        vector = torch.cat((means, torch.stack(counts), loads.double().flatten()))
         dist.all_reduce(vector)
-        mean_loss, *values = vector[: len(local)].tolist()
-        if not math.isfinite(mean_loss):
-            raise FloatingPointError(f"{self.name}: the loss of step {self.step} is {mean_loss}")
-        load = vector[len(local) :].view(loads.shape)
-        return {
-            "loss": mean_loss,
-            **{f"rows_{key}": int(value) for key, value in zip(keys, values)},
+        mean_loss, mean_norm, overflowed, *values = vector[: len(means) + len(counts)].tolist()
+        load = vector[len(means) + len(counts) :].view(loads.shape)
+        row = {
+            "loss": mean_loss if math.isfinite(mean_loss) else None,
+            **{f"rows_{key}": round(value) for key, value in zip(keys, values)},
             "expert_load": (load.max(1).values / load.mean(1)).max().item(),  # busiest over mean, worst layer
+            "grad_norm": mean_norm if math.isfinite(mean_norm) else None,
         }
+        step = f"{self.name}, step {self.step + 1}"
+        if overflowed:
+            return row, CapacityExceeded(f"{step}: {self._everyones(lost)}")
+        if None in (row["loss"], row["grad_norm"]):
+            return row, FloatingPointError(f"{step}: the loss is {mean_loss:.4g}, the gradient norm {mean_norm:.4g}")
+        return row, None
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -222,17 +260,34 @@ class Trainer:
         # Seed 0 whatever config.seed is, so that runs of several seeds are comparable.
         losses = [self.model.loss(*self._batch(self.text.valid, 0, i)) for i in range(batches)]
         mean = torch.stack(losses).mean()
-        self._check()
+        if lost := self._lost_rows():
+            raise lost
         dist.all_reduce(mean)
         loss = mean.item() / self.mesh.ranks
         if not math.isfinite(loss):
             raise FloatingPointError(f"{self.name}: the loss on held-out text is {loss}")
         return loss
 
-    def _check(self) -> None:
-        """Raise what went wrong on the device, in any layer, since the last time."""
-        for moe in self.model.moes:
-            moe.check()
+    def _lost_rows(self) -> CapacityExceeded | None:
+        """What overflowed in any layer since the last time. Raises whatever else went wrong on the device."""
+        lost = None
+        for moe in {moe.dispatcher: moe for moe in self.model.moes}.values():
+            try:
+                moe.check()
+            except CapacityExceeded as error:
+                lost = error
+        return lost
+
+    def _everyones(self, error: Exception | None) -> str:
+        """The messages of all ranks that have one. Collective."""
+        messages: list[str | None] = [None] * self.mesh.ranks
+        dist.all_gather_object(messages, None if error is None else str(error))
+        return "; ".join(dict.fromkeys(message for message in messages if message))
+
+    def _last_good(self) -> str:
+        if self.saved is None:
+            return "there is no checkpoint"
+        return f"the last good checkpoint is {self.saved}"
 
     def _batch(self, text: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
         data = self.config.data
@@ -248,10 +303,13 @@ class Trainer:
         return inputs.to(self.rank.device), targets.to(self.rank.device)
 
     def save(self) -> None:
-        """A checkpoint of the steps done so far."""
+        """A checkpoint of the steps done so far. Raises FloatingPointError, on all ranks, if it would hold a NaN."""
         state = checkpoint.State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
         checkpoint.save(self.folder / self.name, state, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
-        self.saved = self.step
+        self.saved = self._checkpoint()
+
+    def _checkpoint(self) -> Path:
+        return checkpoint.step_folder(self.folder / self.name, self.step)
 
     def _log(self) -> Any:
         """metrics.jsonl of the run folder, begun with what a resumed run did before; nowhere on ranks above 0."""
@@ -293,7 +351,10 @@ def make_optimizer(model: Transformer, config: OptimizerConfig) -> torch.optim.A
     named = list(model.named_parameters())
     decays = [p for name, p in named if p.dim() > 1 and not name.startswith("embedding")]
     rest = [p for name, p in named if p.dim() <= 1 or name.startswith("embedding")]
-    groups = [{"params": decays, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    # One kernel over a group's parameters takes no mix of plain tensors and DTensors.
+    kinds = [[p for p in decays if isinstance(p, DTensor) == spread] for spread in (True, False)]
+    groups = [{"params": kind, "weight_decay": config.weight_decay} for kind in kinds if kind]
+    groups.append({"params": rest, "weight_decay": 0.0})
     # Not fused: that does not count up parameters' versions (torch 2.13), by which caches of quantized weights notice.
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), foreach=True)
 

@@ -14,21 +14,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mxep.ep import CASES, Case, MoE
 from mxep.gemm import Recipe
+from mxep.gemm.backends import select
 
-from .launch import Rank
-from .mesh import Mesh
+from .config import to_json
+from .launch import Rank, resolve_device
+from .mesh import Mesh, local
+from .progress import show_backend
 from .reference import EXACT, Problem, Results, moe_layer, quantizers, snr
 from .schema import Config
 
@@ -77,15 +81,34 @@ class FixedRouting(nn.Module):
 
 def verify(rank: Rank, config: Config) -> list[Result]:
     """Check all cases on this rank; collective, and every rank returns the same: the worst rank of each check."""
+    show_backend(config.backend, rank.device, shown=rank.rank == 0)
     mesh = Mesh.make(rank.world_size, rank.device)
     names = config.verify.cases or list(CASES)
     return [_worst(name, _check_case(CASES[name], config, mesh, rank.device)) for name in names]
 
 
-def write(results: list[Result], file: Path) -> None:
-    """All checks as JSON."""
-    rows = [{**dataclasses.asdict(result), "passed": result.passed} for result in results]
-    file.write_text(json.dumps(rows, indent=1))
+def to_report(results: list[Result], config: Config, command: str) -> dict[str, Any]:
+    """All checks, with where and of what they were made."""
+    from .bench.report import environment, git_commit  # imports Triton, for which other tasks need not wait
+
+    sizes = to_json(config)["verify"]
+    device = torch.device(resolve_device(config.parallel.device, config.ranks))
+    return {
+        "what": "mxep task=verify: SNR in dB of every case against a dense fp32 layer, with its bound and worst rank",
+        **environment(),
+        "commit": config.verify.commit or git_commit(),
+        "command": command,
+        "ranks": config.ranks,
+        "backend": select(config.backend, device).name,
+        **{name: sizes[name] for name in ("tokens", "dim", "hidden_dim", "experts", "top_k")},
+        "cases": [{**dataclasses.asdict(result), "passed": result.passed} for result in results],
+    }
+
+
+def write(report: dict[str, Any], files: Sequence[Path]) -> None:
+    """As JSON."""
+    for file in files:
+        file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def show(results: list[Result], console: Console) -> None:
@@ -129,7 +152,7 @@ def compare(got: Results, exact: Results, quantized: Results, rank: int) -> list
     return checks
 
 
-def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device) -> Results:
+def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device, backend: str) -> Results:
     """The MoE layer on this rank's tokens; weight gradients of this rank's experts."""
     routing = FixedRouting(problem.expert_ids.int().to(device), problem.weights.to(device))
     moe = MoE(
@@ -142,12 +165,13 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device) ->
         dispatcher=case.dispatcher,
         router=routing,
         device=device,
+        backend=backend,
         gradient_reduction="sum",
     )
     first, last = _own_experts(moe)
     with torch.no_grad():
-        _local(moe.experts.gate_up_proj).copy_(problem.gate_up_proj[first:last])
-        _local(moe.experts.down_proj).copy_(problem.down_proj[first:last])
+        local(moe.experts.gate_up_proj).copy_(problem.gate_up_proj[first:last])
+        local(moe.experts.down_proj).copy_(problem.down_proj[first:last])
     x = problem.x.to(device, torch.bfloat16).requires_grad_()
     out = moe(x)
     out.backward(problem.d_out.to(out))
@@ -159,7 +183,7 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device) ->
 def _check_case(case: Case, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
     problems = [make_problem(config, rank) for rank in range(mesh.ranks)]
     own = problems[mesh.rank]
-    got = run_layer(own, case, mesh, device)
+    got = run_layer(own, case, mesh, device, config.backend)
     # Without expert parallelism a rank's experts see its own tokens only.
     seen, first_token = (own, 0) if case.dispatcher == "local" else _joined(problems, mesh.rank)
     tokens = slice(first_token, first_token + len(own.x))
@@ -193,11 +217,7 @@ def _share(results: Results, tokens: slice, experts: slice) -> Results:
 
 def _gradient(leaf: Tensor) -> Tensor:
     assert leaf.grad is not None
-    return _local(leaf.grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local(leaf.grad)
 
 
 def _own_experts(moe: MoE) -> tuple[int, int]:

@@ -23,13 +23,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, MoE
 from mxep.gemm import quantize_weights_once
 from mxep.gemm.backends import select
 
+from ..mesh import local, share
 from ..rank import Rank
 from ..reference import Results
 from ..verify import FixedRouting
@@ -145,15 +146,17 @@ class Ours:
             max_tokens=p.shape.tokens,
             router=self.router,
             backend=backend,  # type: ignore[arg-type,unused-ignore]
+            gradient_reduction="sum",  # as the standard layer's
             device=p.device,
         )
         experts = self.moe.experts
-        experts.gate_up_proj.data, experts.down_proj.data = p.w13, p.w2
+        experts.gate_up_proj = nn.Parameter(share(p.w13, experts.gate_up_proj))
+        experts.down_proj = nn.Parameter(share(p.w2, experts.down_proj))
         self.x = p.x.detach().requires_grad_()
         self.leaves = (self.x, self.router.weights, experts.gate_up_proj, experts.down_proj)
         self.main_grads: tuple[Tensor, ...] = ()
         if suffix == "main_grad":
-            self.main_grads = tuple(torch.zeros(w.shape, device=p.device) for w in self.leaves[2:])
+            self.main_grads = tuple(torch.zeros(w.shape, device=p.device) for w in (p.w13, p.w2))
             for weight, main_grad in zip(self.leaves[2:], self.main_grads):
                 weight.main_grad = main_grad  # type: ignore[attr-defined]
 
@@ -169,7 +172,7 @@ class Ours:
             if found[2] is not None or found[3] is not None:
                 raise NotImplementedError("this MoE knows no main_grad")
             found = (*found[:2], *self.main_grads)
-        return Results(out.detach(), *found)
+        return Results(out.detach(), *(local(each) for each in found))
 
     def reset(self) -> None:
         for main_grad in self.main_grads:
