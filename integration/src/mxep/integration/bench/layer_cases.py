@@ -182,8 +182,7 @@ class Ours:
         self.moe.check()
 
     def close(self) -> None:
-        if (transport := getattr(self.moe.dispatcher, "transport", None)) is not None:
-            transport.close()
+        self.moe.close()
 
     def _out(self) -> Tensor:
         out: Tensor = self.moe(self.x)
