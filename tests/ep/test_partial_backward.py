@@ -14,6 +14,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import select
 from mxep.gemm.backends.reference import Reference
 from ranks import distributed
+from schedules_of_torch import splits_functions
 
 
 class Counted:
@@ -56,7 +57,7 @@ class Case:
 
 
 @distributed(1, 2)
-@pytest.mark.parametrize("layer", ["composed", "in one"])
+@pytest.mark.parametrize("layer", [pytest.param("composed", marks=splits_functions), "in one"])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_dx_then_weights_is_one_backward_bit_for_bit_each_move_made_once(ctx, recipe: str, layer: str) -> None:
     ranks = make_ranks([70, 45][: ctx.world_size], seed=4)
@@ -83,7 +84,7 @@ def test_dx_then_weights_is_one_backward_bit_for_bit_each_move_made_once(ctx, re
 
 
 @distributed(1, 2)
-@pytest.mark.parametrize("layer", ["composed", "in one"])
+@pytest.mark.parametrize("layer", [pytest.param("composed", marks=splits_functions), "in one"])
 def test_main_grads_take_nothing_from_a_backward_for_dx_and_once_from_the_one_for_weights(ctx, layer: str) -> None:
     ranks = make_ranks([70, 45][: ctx.world_size], seed=5)
     one, case = (Case(ctx, ranks, layer=layer, recipe="mxfp8", main_grads=True) for _ in range(2))
@@ -114,6 +115,7 @@ def test_another_gradient_of_the_output_is_not_taken_for_the_first(ctx) -> None:
 
 
 @distributed(1, 2)
+@splits_functions
 def test_torchs_zero_bubble_schedule_on_a_model_of_two_layers(ctx) -> None:
     def model() -> torch.nn.ModuleList:
         torch.manual_seed(0)

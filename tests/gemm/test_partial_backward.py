@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from gemm.problem import problem
 from gemm.test_grouped_mm import Counting
 from mxep.gemm import grouped_mm
+from schedules_of_torch import splits_functions
 
 RECIPES = ("bf16", "mxfp8", "mxfp8_wgrad_bf16")
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -113,6 +114,7 @@ def test_under_checkpointing_the_gradients_are_the_same(reentrant: bool) -> None
     assert torch.equal(main_grad, one.main_grad)
 
 
+@splits_functions
 @every_recipe
 def test_torchs_zero_bubble_schedule_computes_each_part_once(recipe: str) -> None:
     one, case = (Case(recipe, main_grad=None) for _ in range(2))

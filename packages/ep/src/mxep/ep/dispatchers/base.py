@@ -125,7 +125,7 @@ class TokenDispatcher(ABC):
         self._room = (0, 0, 0, 0)
         """T_max, K, multiple and R_max of the largest plan."""
         facts: dict[str, object] = {"group": self.group and self.group.group_name, "world_size": self.world_size}
-        facts |= {"num_experts": num_experts, "capacity": self.capacity} | (sizes or {})
+        facts |= {"num_experts": num_experts, "capacity": repr(self.capacity)} | (sizes or {})
         kind = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
         # Another that lives and has the same shapes keeps its name: its moves go elsewhere.
         names = (kind if n == 1 else f"{kind} #{n}" for n in itertools.count(1))
