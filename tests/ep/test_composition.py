@@ -188,12 +188,13 @@ def test_sgd_with_clipping_on_all_ranks_is_that_of_one_process_on_the_whole_batc
             optimizer.zero_grad()
         return norms
 
-    alone = Block(ctx, "bf16", torch.float32, dispatcher="local", max_tokens=None)
+    exact = {"backend": "reference"}  # the one that multiplies in fp32 on GPUs, too
+    alone = Block(ctx, "bf16", torch.float32, dispatcher="local", max_tokens=None, **exact)
     start = copy.deepcopy(alone)
     wanted = train(alone, alone, torch.nn.utils.clip_grad_norm_, slice(None))
     assert min(wanted) > 0.05  # it does clip
     for dispatcher in ("symmetric", "all_to_all"):
-        block, model = globals()[how](ctx, dispatcher=dispatcher)
+        block, model = globals()[how](ctx, dispatcher=dispatcher, **exact)
         got = train(block, model, clip_grad_norm_, slice(ctx.rank, ctx.rank + 1))
         assert got == pytest.approx(wanted, rel=1e-5)
         for (name, a), b, before in zip(alone.named_parameters(), block.parameters(), start.parameters(), strict=True):

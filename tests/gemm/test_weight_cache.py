@@ -398,8 +398,7 @@ def captured(work: Callable[[], Any], stream: torch.cuda.Stream, **options: Any)
 def test_a_graph_of_micro_batches_and_the_optimizer_follows_the_weights() -> None:
     p = on()
     w, alone = weight(p), weight(p)
-    lr = torch.tensor(0.5, device="cuda")
-    optimizer, other = (torch.optim.SGD([each], lr=lr) for each in (w, alone))
+    optimizer, other = (torch.optim.SGD([each], lr=0.5) for each in (w, alone))
     stream, made = torch.cuda.Stream(), []
 
     def work() -> Tensor:
