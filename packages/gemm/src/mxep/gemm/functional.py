@@ -64,7 +64,8 @@ def grouped_mm(
     the recipe's blocks, else dequantized and quantized.
     ValueError: wrong shapes, dtypes, devices or alignment, on the CPU also unordered, too long or unaligned group_ends.
     RuntimeError: the backend cannot run here.
-    Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph.
+    Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph, so it
+    must not be made in there, which raises: give the plain tensor, whose codes are the same.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     check_tensors(a, w)
