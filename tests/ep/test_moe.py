@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 
 import pytest
@@ -151,7 +152,7 @@ def test_weights_with_a_main_grad_get_their_gradients_there(ctx, recipe: str) ->
 
 
 @distributed(1, 2)
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
 def test_micro_batches_and_offloaded_activations_change_no_bit(ctx, recipe: str) -> None:
     ranks = make_ranks([16, 24][: ctx.world_size])
     torch.manual_seed(0)
@@ -171,7 +172,9 @@ def test_micro_batches_and_offloaded_activations_change_no_bit(ctx, recipe: str)
         return [x.grad for x in batches] + [share(weight.grad) for weight in moe.parameters()]
 
     wanted = run("FBFBFB")
-    for schedule, context in (("FFFBBB", contextlib.nullcontext), ("FFBFBB", torch.autograd.graph.save_on_cpu)):
+    offload = torch.autograd.graph.save_on_cpu
+    pinned = functools.partial(offload, pin_memory=True)
+    for schedule, context in (("FFFBBB", contextlib.nullcontext), ("FFBFBB", offload), ("FBFFBB", pinned)):
         for got, want in zip(run(schedule, context), wanted, strict=True):
             assert torch.equal(got, want), schedule
 

@@ -314,6 +314,35 @@ def test_parameters_are_found_and_put_anew_by_name() -> None:
     assert torch.equal(experts(x, offs), before)
 
 
+class Fused(TitanExperts):
+    """Gate and up are joined for one product, by arguments with and without names."""
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        joined = torch.cat(tensors=(self.w1_EFD, self.w3_EFD), dim=1).bfloat16()
+        gate, up = torch._grouped_mm(x.bfloat16(), joined.transpose(-2, -1), offs=offs).chunk(2, -1)
+        down = torch.mul(input=self.w2_EDF, other=2.0).bfloat16()
+        return F.grouped_mm(mat_a=F.silu(gate) * up, mat_b=down.transpose(-2, -1), offs=offs).type_as(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_product_of_joined_weights_is_one_of_each(compiled: bool) -> None:
+    """None of them is missing, whose product it is."""
+    (x, offs), model = inputs(), convert(made(Fused), backend="reference", strict=True)
+    plain = train(made(Fused), x, offs)
+    results = train(torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model, x, offs)
+    assert {name.removeprefix("_orig_mod.") for name in results} == plain.keys()
+    assert not torch.equal(results["out"], plain["out"])
+
+
+def test_main_grads_of_joined_weights_are_told_to_get_nothing() -> None:
+    model = convert(made(Fused), backend="reference")
+    model.w1_EFD.main_grad, model.w3_EFD.main_grad = (torch.zeros(E, H, D) for _ in range(2))
+    with pytest.warns(UserWarning, match="main_grad gets nothing") as told:
+        train(model, *inputs())
+    assert [str(warning.message).split(":")[0] for warning in told] == ["w1_EFD", "w3_EFD"]
+    assert model.w3_EFD.grad.any()
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_converted_model_is_exported(strict: bool) -> None:
     model, (x, offs) = convert(made(), backend="reference", strict=True), inputs()

@@ -1,5 +1,6 @@
 """Laws of grouped_mm: what must be the same bit for bit, what must not be read, kept or computed, and its calculus."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -251,25 +252,56 @@ def kept_for_backward(recipe: str, a: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("recipe", [name for name in FROM_CODES if "32x32" not in name])
 def test_backward_keeps_codes_of_the_activation_and_none_of_the_weight(recipe: str) -> None:
     a = problem().a.requires_grad_()
-    codes, w, *magnitudes = kept_for_backward(recipe, a)
-    assert isinstance(codes, MXTensor)
-    assert codes.shape == a.shape
+    codes, scale, w, *magnitudes = kept_for_backward(recipe, a)
+    assert (codes.shape, codes.dtype.itemsize) == (a.shape, 1)
+    assert (len(scale), scale.dtype) == (len(a), torch.float8_e8m0fnu)
     assert torch.equal(w, problem().w)
     assert all(x.shape == w[:, 0].shape for x in magnitudes)  # a row less than a matrix
-    assert len(kept_for_backward(recipe, a.detach())) == 1
+    assert len(kept_for_backward(recipe, a.detach())) == 2
 
 
 def test_tiles_of_a_weight_are_quantized_once_and_kept() -> None:
     a = problem().a.requires_grad_()
-    _, tiles = kept_for_backward("mxfp8_32x32", a)
-    assert isinstance(tiles, MXTensor)
-    assert tiles.axis == (-2, -1)
+    *_, codes, scale = kept_for_backward("mxfp8_32x32", a)
+    groups, n, k = codes.shape
+    assert (codes.dtype.itemsize, scale.shape) == (1, (groups, n // 32, k // 32))
 
 
 def test_wgrad_bf16_keeps_a_plain_activation_but_no_copy_of_a_quantized_one() -> None:
     p = problem()
-    assert [type(x) for x in kept_for_backward("mxfp8_wgrad_bf16", p.a)] == [Tensor]
-    assert [type(x) for x in kept_for_backward("mxfp8_wgrad_bf16", quantize(p.a))] == [MXTensor]
+    assert [x.dtype for x in kept_for_backward("mxfp8_wgrad_bf16", p.a)] == [torch.bfloat16]
+    codes, scale = kept_for_backward("mxfp8_wgrad_bf16", quantize(p.a))
+    assert (codes.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("given", ["plain", "codes", "indexed codes", "all codes"])
+def test_offloaded_tensors_come_back_as_they_were(recipe: str, pin_memory: bool, given: str) -> None:
+    """With pin_memory torch copies into plain tensors: an MXTensor that is saved as such would come back as values, and
+    a weight gradient of these has other bits."""
+    named, p = Recipe.named(recipe), problem(unused=0)
+    if named.scaling == "none" and given != "plain":
+        pytest.skip("no codes")
+    spread = torch.exp2(torch.randint(-20, 20, p.a.shape, generator=torch.Generator().manual_seed(0)))
+    results = []
+    for offload in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)):
+        a, w = (p.a * spread).bfloat16().requires_grad_(), p.w.clone().requires_grad_()
+        weight, operand = None, a if given == "plain" else named.quantize_activation(a)
+        if given == "indexed codes":
+            index = torch.arange(len(a), dtype=torch.int32).flip(0)
+            operand = MXTensor.from_qdata_and_scales(
+                operand.qdata, operand.scale, operand.dtype, block=operand.block, row_index=index
+            ).requires_grad_()
+        if given == "all codes":
+            weight = quantize_weight(w, named)
+        with offload:
+            out = grouped_mm(operand, w, p.group_ends, recipe=named, quantized_weight=weight)
+        source = operand if given == "indexed codes" else a
+        results.append(torch.autograd.grad(out, (source, w), p.dy))
+    (da, dw), (da_offloaded, dw_offloaded) = results
+    assert torch.equal(da, da_offloaded)
+    assert torch.equal(dw, dw_offloaded)
 
 
 def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_its_codes_were_given() -> None:

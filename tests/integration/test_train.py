@@ -280,6 +280,24 @@ def test_a_bad_step_may_be_skipped_by_all_ranks(make_config: Callable[..., Confi
     report.plot(outcome, tmp_path / "loss.png")
 
 
+def skip_a_step_and_resume(rank: Rank, config: Config, folder: Path) -> tuple[list[float], list[float]]:
+    """The losses after a skipped step of a run, and of one that resumes right after that step."""
+    trainer, resumed = make_trainer(rank, config, folder), make_trainer(rank, config, folder)
+    break_steps(trainer, {1, 3}, "norm")
+    for _ in range(3):
+        trainer.train_step()
+    trainer.save()
+    resumed.load(checkpoint.step_folder(folder / trainer.name, 3))
+    return tuple([row["loss"] for row in each.run().metrics] for each in (trainer, resumed))
+
+
+def test_a_run_resumes_exactly_after_skipped_steps(make_config: Callable[..., Config], tmp_path: Path):
+    """AdamW's count of steps, which its bias corrections follow, is of those taken."""
+    config = make_config("recipe=bf16", "parallel.ranks=1", "train.steps=8", "train.skip_bad_steps=1")
+    whole, resumed = run_ranks(skip_a_step_and_resume, (config, tmp_path), world_size=1, timeout=60, device="cpu")[0]
+    assert resumed == whole
+
+
 def test_more_bad_steps_in_a_row_than_may_be_skipped_end_the_run(make_config: Callable[..., Config], tmp_path: Path):
     config = make_config("recipe=bf16", "parallel.ranks=1", "train.steps=9", "train.skip_bad_steps=1")
     steps = {2, 4, 5}

@@ -107,7 +107,8 @@ def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer, 
     _fill(folder / "model.safetensors", _local(_tensors(model)), experts, rank)
     moments = _moments(model, optimizer)
     _fill(folder / "optimizer.safetensors", _local(moments), {f"{m}.{name}" for m in MOMENTS for name in experts}, rank)
-    step = torch.tensor(float(read_state(folder).step))
+    # AdamW counts the steps that were taken.
+    step = torch.tensor(float(sum(not row.get("skipped") for row in read_state(folder).metrics)))
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
             "step": step.clone(),

@@ -244,8 +244,8 @@ class _Products(TorchFunctionMode):
         self.module, self.state, self.compiling = module, state, torch.compiler.is_compiling()
         self.names = list(state.weights)
         self.missing = list(state.weights)
-        self.tensors: list[tuple[Tensor, str]] = []
-        self.storages: dict[int, tuple[StorageWeakRef, str]] | None = None
+        self.tensors: list[tuple[Tensor, list[str]]] = []
+        self.storages: dict[int, tuple[StorageWeakRef, list[str]]] | None = None
         for how in state.weights.values():
             how._entered = True  # a side effect that compiled code has, too
 
@@ -253,45 +253,46 @@ class _Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _GROUPED_MM:
             return self.multiply(*args, **kwargs)
-        name = self.name_of(args)
+        names = self.names_of((*args, *kwargs.values()))
         out = func(*args, **kwargs)
-        if name is not None:
+        if names:
             for made in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(made, Tensor) and made.dim() > 2:
-                    self.know(made, name)
+                    self.know(made, names)
         return out
 
-    def name_of(self, x: Any) -> str | None:
-        """The weight that x is made of, or one of its items; None if of none."""
+    def names_of(self, x: Any) -> list[str]:
+        """The weights that x, or its items, are made of."""
         if isinstance(x, (tuple, list)):
+            names: list[str] = []
             for item in x:
-                if (name := self.name_of(item)) is not None:
-                    return name
-            return None
+                if isinstance(item, (Tensor, tuple, list)):
+                    names += [name for name in self.names_of(item) if name not in names]
+            return names
         if not isinstance(x, Tensor):
-            return None
+            return []
         if self.compiling:
             for name in self.names:
                 if x is _parameter(self.module, name):
-                    return name
-            for tensor, name in self.tensors:
+                    return [name]
+            for tensor, found in self.tensors:
                 if x is tensor:
-                    return name
-            return None
+                    return found
+            return []
         if self.storages is None:
             self.storages = {}
             for name in self.names:
                 if (parameter := _parameter(self.module, name)) is not None:
-                    self.know(parameter, name)
-        _, found = self.storages.get(_local(x).untyped_storage()._cdata, (None, None))
-        return found
+                    self.know(parameter, [name])
+        _, known = self.storages.get(_local(x).untyped_storage()._cdata, (None, []))
+        return known
 
-    def know(self, x: Tensor, name: str) -> None:
+    def know(self, x: Tensor, names: list[str]) -> None:
         if self.compiling:
-            self.tensors.append((x, name))
+            self.tensors.append((x, names))
         elif self.storages is not None:
             storage = StorageWeakRef(_local(x).untyped_storage())  # its address stays its own
-            self.storages.setdefault(storage.cdata, (storage, name))
+            self.storages.setdefault(storage.cdata, (storage, names))
 
     def multiply(
         self,
@@ -302,16 +303,16 @@ class _Products(TorchFunctionMode):
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """torch's grouped mm: input (M, K), mat2 (G, K, N), offs (G,) -> (M, N), ours; other cases are torch's own."""
-        name = self.name_of(mat2)
+        names = self.names_of(mat2)
         two_by_three = input.dim() == 2 and mat2.dim() == 3 and bias is None and not hasattr(mat2, "device_mesh")
-        if self.compiling and name is None and two_by_three:
-            name = self.guess()
-        if offs is None or name is None or not two_by_three:
+        if self.compiling and not names and two_by_three:
+            names = [self.guess()]
+        if offs is None or not names or not two_by_three:
             return _GROUPED_MM(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
-        if name in self.missing:
-            self.missing.remove(name)
-        how = self.state.weights[name]
-        main_grad = self.main_grad(name, mat2.mT)
+        self.missing = [name for name in self.missing if name not in names]
+        how = self.state.weights[names[0]]
+        main_grads = [self.main_grad(name, mat2.mT) for name in names]
+        main_grad = main_grads[0] if len(names) == 1 else None
         try:
             return _grouped_mm_any_size(input, mat2.mT, offs, how, main_grad, out_dtype)
         except ValueError as error:

@@ -14,6 +14,7 @@ An MXTensor is kept by reference: bytes borrowed from a receive slot must be cop
 M rows (capacity), N out features, K in features, G groups.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import Later, QuantizedWeight, rows_and_later
 from mxep.quant import MXTensor
+from mxep.quant.checks import Axis
 
 
 def grouped_mm(
@@ -62,7 +64,8 @@ def grouped_mm(
     the recipe's blocks, else dequantized and quantized.
     ValueError: wrong shapes, dtypes, devices or alignment, on the CPU also unordered, too long or unaligned group_ends.
     RuntimeError: the backend cannot run here.
-    Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph.
+    Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph, so it
+    must not be made in there, which raises: give the plain tensor, whose codes are the same.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     check_tensors(a, w)
@@ -109,7 +112,9 @@ class _GroupedMM(torch.autograd.Function):
             rows, later = rows_and_later(w, recipe, backend, later=need_a)
         else:
             rows, later = weight.rows, Later(w if weight.cols is None else weight.cols, None)
-        ctx.save_for_backward(group_ends, a_kept if need_w else None, *(later if need_a else ()))
+        a_parts, ctx.a_joins = _taken_apart(a_kept if need_w else None)
+        w_parts, ctx.w_joins = _taken_apart(later.weight if need_a else None)
+        ctx.save_for_backward(group_ends, *a_parts, *w_parts, later.magnitudes if need_a else None)
         ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
         ctx.kept = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
@@ -125,12 +130,13 @@ class _GroupedMM(torch.autograd.Function):
         if kept is not None and not need_a and kept.fits(dy):
             group_ends, codes, a = kept.operands
         else:
-            group_ends, a, *later = ctx.saved_tensors
+            group_ends, *parts, magnitudes = ctx.saved_tensors
+            a, w = _joined(parts[:3], ctx.a_joins), _joined(parts[3:], ctx.w_joins)
             codes = dy
             if need_a or (need_w and recipe.wgrad == "mx"):
                 codes = _gradient_codes(dy, recipe, backend)
         if need_a:
-            da = backend.dgrad(codes, Later(*later).cols(recipe, backend), group_ends, out_dtype=a_dtype)
+            da = backend.dgrad(codes, Later(w, magnitudes).cols(recipe, backend), group_ends, out_dtype=a_dtype)
         if not graph_is_retained():
             ctx.kept = None
         elif need_a and ctx.needs_input_grad[1] and not need_w:
@@ -145,6 +151,27 @@ class _GroupedMM(torch.autograd.Function):
         if need_bias:
             dbias = _group_sums(_plain(dy), group_ends).to(bias_dtype)
         return da, dw, dbias, *[None] * 7
+
+
+_Joins = tuple[Axis, int, torch.dtype] | None
+_Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _taken_apart(x: Tensor | None) -> tuple[_Parts, _Joins]:
+    """What to save of x, and what `_joined` needs to have it back: hooks on saved tensors, as `save_on_cpu` sets them,
+    copy into plain tensors, and get values of an MXTensor."""
+    if not isinstance(x, MXTensor):
+        return (x, None, None), None
+    parts = (x.qdata, x.scale) if x.axis != -2 else (x.qdata.mT, x.scale.mT)  # as they lie, which copies lose
+    return (*parts, x.row_index), (x.axis, x.block, x.dtype)
+
+
+def _joined(parts: Sequence[Tensor | None], joins: _Joins) -> Any:
+    codes, scale, row_index = parts
+    if joins is None or codes is None or scale is None:
+        return codes
+    codes, scale = (codes, scale) if joins[0] != -2 else (codes.mT, scale.mT)
+    return MXTensor(codes, scale, row_index, *joins, trusted=True)
 
 
 def _plain(x: Tensor) -> Tensor:

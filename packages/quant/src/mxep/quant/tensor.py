@@ -199,7 +199,8 @@ class MXTensor(Tensor):
     def __coerce_tangent_metadata__(self) -> Tensor:
         # AOTAutograd wants the gradient of a graph's output to have the output's own type; ours is a plain tensor.
         raise NotImplementedError(
-            "a compiled graph cannot return an MXTensor that requires grad: dequantize inside, or return mx.detach()"
+            "a compiled graph cannot return an MXTensor that requires grad: dequantize inside, or return mx.detach(); "
+            "at grouped_mm, which breaks the graph for one, give it the plain tensor"
         )
 
     @classmethod
