@@ -260,8 +260,8 @@ class Trainer:
         # Seed 0 whatever config.seed is, so that runs of several seeds are comparable.
         losses = [self.model.loss(*self._batch(self.text.valid, 0, i)) for i in range(batches)]
         mean = torch.stack(losses).mean()
-        if lost := self._lost_rows():
-            raise lost
+        if lost := self._everyones(self._lost_rows()):
+            raise CapacityExceeded(f"{self.name}, held-out text: {lost}")
         dist.all_reduce(mean)
         loss = mean.item() / self.mesh.ranks
         if not math.isfinite(loss):
@@ -355,7 +355,6 @@ def make_optimizer(model: Transformer, config: OptimizerConfig) -> torch.optim.A
     kinds = [[p for p in decays if isinstance(p, DTensor) == spread] for spread in (True, False)]
     groups = [{"params": kind, "weight_decay": config.weight_decay} for kind in kinds if kind]
     groups.append({"params": rest, "weight_decay": 0.0})
-    # Not fused: that does not count up parameters' versions (torch 2.13), by which caches of quantized weights notice.
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), foreach=True)
 
 

@@ -56,8 +56,9 @@ def grouped_mm(
     quantized_weight: w as `quantize_weight(w, recipe)` or, best, `backend.quantize_weight` gave it. Without one it is
         quantized at each call, or once within `quantize_weights_once`; without its cols these are, in backward.
     main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. One that does not
-        ask for that gradient, as torch.autograd.grad(out, a), adds nothing. Products of unquantized operands come
-        rounded to bf16 but from backend "reference"; all others are added in fp32.
+        ask for that gradient, as torch.autograd.grad(out, a), adds nothing, but under compiled autograd, where each
+        backward computes all gradients. Products of unquantized operands come rounded to bf16 but from backend
+        "reference"; all others are added in fp32.
     wgrad_scale: multiplies the gradient of w (not those of a and bias), before it is rounded or added.
 
     The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
