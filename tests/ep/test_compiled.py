@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
-from mxep.ep import MoE, combine, dispatch, expert_mlp, make_dispatcher, swiglu
+from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, swiglu
 from mxep.ep.compiled import _plan_of_shapes, forward_op
 from mxep.ep.layer import Setup, layer_forward, start_send
 from mxep.ep.saved import Saved
@@ -287,3 +287,15 @@ def test_a_step_with_a_compiled_layer_and_its_optimizer_replays_as_a_cuda_graph(
         block.moe.check()
         weights.append([p.detach().clone() for p in block.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*weights))
+
+
+@torch._inductor.config.patch(force_disable_caches=True)
+def test_a_compiled_layer_without_tokens_makes_its_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sends = []
+    send = LocalDispatcher.send
+    monkeypatch.setattr(LocalDispatcher, "send", lambda *args, **options: sends.append(0) or send(*args, **options))
+    moe = MoE(32, 32, 4, 2, recipe="bf16", dispatcher="local")
+    with torch.no_grad():
+        out = torch.compile(lambda x: x + moe(x))(torch.empty(0, 32, dtype=torch.bfloat16))
+    assert out.shape == (0, 32)
+    assert len(sends) == 1

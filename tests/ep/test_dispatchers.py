@@ -300,3 +300,15 @@ def test_layers_on_two_streams_compute_what_they_do_on_one(ctx: Context) -> None
         got = run([torch.cuda.Stream(), torch.cuda.Stream()])
         assert all(torch.equal(*pair) for pair in zip(got, wanted))
     layers[0].check()
+
+
+@distributed(2, device="cpu")
+def test_layers_made_again_after_a_refused_first_send_work_while_the_old_ones_live(ctx: Context) -> None:
+    old = symmetric(ctx, max_tokens=8)
+    with pytest.raises(ValueError if ctx.rank else PeersDisagree, match="expert ids"):
+        send(old, ctx, [[9 if ctx.rank else 0]])
+    again = symmetric(ctx, max_tokens=8)
+    assert again is not old
+    assert send(again, ctx, [[0], [3]]).plan.group_sizes.tolist() == ([2, 0] if ctx.rank == 0 else [0, 2])
+    again.close()
+    old.close()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from mxep.comms import RoutingPlan
 from mxep.comms.plan import PlanTensors, plan_rows
@@ -145,6 +146,9 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None,
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
+# Peers wait for the moves of a rank without tokens, too, whose empty results a compiler would not compute.
+for _op in (torch.ops.mxep.layer_forward.default, torch.ops.mxep.layer_backward.default):
+    has_side_effect(_op)
 
 
 def _setup(device: torch.device, dispatcher: str, recipe: str, backend: str, wgrad_scale: float) -> Setup:

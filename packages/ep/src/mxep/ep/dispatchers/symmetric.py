@@ -147,6 +147,7 @@ class SymmetricDispatcher(TokenDispatcher):
                 "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
                 "making the layer"
             )
+        self.used = True  # even if this send fails, so that layers made again get another
         with torch.inference_mode(False):  # it outlives the call that makes it
             transport = self._given or self._opened.get(device)
             if transport is None:
