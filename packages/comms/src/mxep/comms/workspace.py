@@ -208,12 +208,14 @@ class Workspace:
         capture: the one that this move is part of, 0 if none.
         """
         arena = self.arena
-        changed, arena.capture = capture != arena.capture, capture
+        changed = capture != arena.capture
         if changed and arena.under_way is not None:
+            if arena.capture:  # is over, and its events with it
+                arena.under_way = arena.done = arena.stream = None
             move = f"move {arena.moves - 1}"
             raise RuntimeError(f"{move}: under way while a capture starts or ends, wanted wait() before")
         if changed:
-            arena.done = arena.stream = None  # events do not cross
+            arena.capture, arena.done, arena.stream = capture, None, None  # events do not cross
         arena.was_captured |= capture != 0
         return arena.was_captured and (changed or capture == 0)
 
