@@ -307,4 +307,12 @@ def test_a_move_whose_turn_is_unknown_begins_with_a_barrier():
         pass
     with pytest.raises(RuntimeError, match="under way while a capture starts or ends, wanted wait"):
         workspace._turn_is_unknown(0)
+    assert workspace._turn_is_unknown(0)  # what was under way is gone with its capture
+    with workspace.aside(transport):
+        pass
+    for _ in range(2):  # outside of any it is there until someone waits
+        with pytest.raises(RuntimeError, match="wanted wait"):
+            workspace._turn_is_unknown(11)
+    workspace.join()
+    assert workspace._turn_is_unknown(11)
     transport.close()

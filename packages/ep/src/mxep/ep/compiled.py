@@ -5,7 +5,7 @@
 
 Both run `layer.py`; the compiler gets the shapes. What decides these is in the graph, as the dispatcher's key, the
 recipe's name and the backend's: graphs, and what inductor keeps of them on disk, serve all layers that agree in these,
-and no others.A dispatcher must know its sizes beforehand: the symmetric one with ``max_tokens``, the local one.
+and no others. A dispatcher must know its sizes beforehand: the symmetric one with ``max_tokens``, the local one.
 
 Moves have to happen in one order on all ranks: as graphs chain layers by their data, in forward and backward, they do.
 Layers that are checkpointed are not chained where they are computed again: compile each by itself, or bring tokens on
