@@ -120,7 +120,8 @@ def test_a_recomputed_forward_adds_nothing_to_the_load(use_reentrant: bool, comp
     r = router(balance=True)
     block = torch.compile(r, fullgraph=True, backend="aot_eager") if compiled else r
     x = torch.randn(5, 16, requires_grad=True)
-    ids, weights = checkpoint(block, x, use_reentrant=use_reentrant)
+    # With a GPU compiling sets CUDA up, which checkpoint refuses of a forward whose generators it is to preserve.
+    ids, weights = checkpoint(block, x, use_reentrant=use_reentrant, preserve_rng_state=False)
     weights.square().sum().backward()
     assert torch.equal(r.load, torch.bincount(ids.flatten(), minlength=8).float())
 

@@ -252,17 +252,17 @@ def weights_are_held() -> bool:
 def _once(way: str, make: Callable[..., _T], w: Tensor, recipe: Recipe, backend: "Backend", *args: Any) -> _T:
     """make(w, recipe, *args), or what an open `quantize_weights_once` holds of it."""
     once = None if torch.compiler.is_compiling() else _open
-    if once is None or recipe.scaling == "none" or type(w) not in (Tensor, nn.Parameter) or _in_graph_tree(w):
+    if once is None or recipe.scaling == "none" or type(w) not in (Tensor, nn.Parameter) or in_graph_tree(w.device):
         return make(w, recipe, *args)
     return once._get(way, make, w, recipe, backend, *args)
 
 
-def _in_graph_tree(w: Tensor) -> bool:
+def in_graph_tree(device: torch.device) -> bool:
     """Whether torch.compile's mode="reduce-overhead" may be at work: nothing but outputs may outlive its calls."""
-    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees") if w.is_cuda else None
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees") if device.type == "cuda" else None
     if trees is None or not (hasattr(trees.local, _TREES) or torch._C._is_key_in_tls(_TREES)):
         return False
-    manager = trees.get_manager(w.device.index, create_if_none_exists=False)
+    manager = trees.get_manager(device.index, create_if_none_exists=False)
     return manager is not None and (manager.in_warmup or manager.in_recording)
 
 

@@ -17,16 +17,19 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
+from mxep.gemm.weights import in_graph_tree
 
 Parts = tuple[Tensor, ...]
+_T = TypeVar("_T")
 
 _dispatchers: weakref.WeakValueDictionary[str, TokenDispatcher] = weakref.WeakValueDictionary()
 """Those that live, by ``key``."""
@@ -43,6 +46,26 @@ def find_dispatcher(key: str) -> TokenDispatcher:
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group itself, the default one for None; None for a process alone."""
     return (group or dist.group.WORLD) if dist.is_initialized() else None
+
+
+def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
+    """make(), whose tensors on the device outlive the call in which they are made.
+
+    What a thread allocates while torch.compile's mode="reduce-overhead" warms up or records belongs to graphs, which
+    raise if anything but outputs stays there. So another thread makes it then.
+    """
+
+    def aside() -> _T:
+        with torch.cuda.device(device):
+            made = make()
+            torch.cuda.current_stream().synchronize()  # nobody waits for this thread's stream
+        return made
+
+    with torch.inference_mode(False):
+        if not in_graph_tree(device):
+            return make()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(aside).result()
 
 
 @dataclass(frozen=True)
@@ -278,8 +301,8 @@ class TokenDispatcher(ABC):
     def _count(self, counts: Tensor) -> None:
         total = self._counts.get(counts.device)
         if total is None:
-            with torch.inference_mode(False):
-                total = self._counts[counts.device] = torch.zeros_like(counts)
+            zeros = made_to_stay(counts.device, lambda: torch.zeros_like(counts))
+            total = self._counts[counts.device] = zeros
         owners = len(counts) // 2
         total[owners:].add_(counts[owners:])
         needed = total[:owners]

@@ -15,7 +15,7 @@ from torch import Tensor
 from mxep.comms import Capacity, Transport, Workspace, return_rows, send_rows, start_return_rows, start_send_rows
 from mxep.comms.plan import narrow_ids
 
-from .base import Parts, Routing, TokenDispatcher
+from .base import Parts, Routing, TokenDispatcher, made_to_stay
 from .shared import close_transport, open_transport
 
 BESIDE = 32
@@ -148,11 +148,12 @@ class SymmetricDispatcher(TokenDispatcher):
                 "making the layer"
             )
         self.used = True  # even if this send fails, so that layers made again get another
-        with torch.inference_mode(False):  # it outlives the call that makes it
+
+        def make() -> Workspace:
             transport = self._given or self._opened.get(device)
             if transport is None:
                 transport = self._opened[device] = open_transport(self.group, device, self.timeout)
-            self._workspaces[device, max_tokens, top_k] = Workspace(
+            return Workspace(
                 transport,
                 max_tokens=max_tokens,
                 top_k=top_k,
@@ -160,4 +161,6 @@ class SymmetricDispatcher(TokenDispatcher):
                 row_bytes=self.dim * self.row_dtype.itemsize,
                 num_experts=self.num_experts,
             )
-        return self._workspaces[device, max_tokens, top_k]
+
+        made = self._workspaces[device, max_tokens, top_k] = made_to_stay(device, make)
+        return made
