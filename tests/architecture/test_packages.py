@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
@@ -107,6 +108,17 @@ def test_every_package_is_versioned_typed_and_documented() -> None:
         assert (path / f"src/mxep/{name}/py.typed").exists()
         assert project(name)["version"] in (path / "CHANGELOG.md").read_text()
         assert "```python" in (path / "README.md").read_text()
+        pythons = {c for c in project(name)["classifiers"] if c.startswith("Programming Language")}
+        assert project(name)["requires-python"] == ">=3.11,<3.14"
+        assert pythons == {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)}
+        cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+        assert (cited["version"], cited["license"]) == (project(name)["version"], project(name)["license"])
+
+
+def test_commits_are_checked_as_ci_checks_before_its_tests() -> None:
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    ci = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("uv run ")]
+    assert [*(hook["entry"] for hook in local["hooks"]), "uv run pytest"] == ci
 
 
 @pytest.mark.parametrize("name", sorted(PACKAGES.keys() - {"integration"}))  # which is a command
