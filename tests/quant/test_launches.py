@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import triton
 
 from ahead_of_time import report, table
 
@@ -39,17 +40,25 @@ IN_GROUPS = tuple(
     for kernel in ("pad_index", "gather_swizzled", "split_fold")
 )
 
+NEWER_SPILL = {(3, 8): {"split_fold": 8}, (3, 9): {"requantize gathered": 16}}
+"""Bytes that a thread keeps in local memory by these versions of Triton. Older ones spill nothing."""
 
-def test_no_kernel_spills():
-    names = set(runpy.run_path(str(LAUNCHES))["LAUNCHES"])
-    rows = []
-    for target, tested in ((90, TESTED), (100, ON_BLACKWELL), (89, ON_ADA)):
-        tested += IN_GROUPS if target == 90 else ()
-        assert names >= set(tested)
-        compiled = report(LAUNCHES, [f"={name}" for name in tested], [target])
-        assert {row["launch"] for row in compiled} == set(tested)
-        rows += compiled
-    spilled = [row for row in rows if row["spills"]]
+
+@pytest.mark.parametrize(
+    ("target", "tested"),
+    [
+        pytest.param(90, TESTED, id="Hopper"),
+        pytest.param(90, IN_GROUPS, id="Hopper, in groups"),
+        pytest.param(100, ON_BLACKWELL, id="Blackwell"),
+        pytest.param(89, ON_ADA, id="Ada"),
+    ],
+)
+def test_no_kernel_spills(target: int, tested: tuple[str, ...]):
+    assert set(runpy.run_path(str(LAUNCHES))["LAUNCHES"]) >= set(tested)
+    rows = report(LAUNCHES, [f"={name}" for name in tested], [target])
+    assert {row["launch"] for row in rows} == set(tested)
+    known = NEWER_SPILL.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
+    spilled = [row for row in rows if row["spills"] > known.get(row["launch"], 0)]
     assert not spilled, "\n" + table(spilled)
 
 
