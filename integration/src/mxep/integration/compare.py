@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -176,12 +175,6 @@ def to_report(outcome: Outcome, config: Config, command: str) -> dict[str, Any]:
         "text": outcome.text,
         **summarize(outcome.trials),
     }
-
-
-def write(report: dict[str, Any], files: Sequence[Path]) -> None:
-    """As JSON."""
-    for file in files:
-        file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def show(report: dict[str, Any], console: Console) -> None:

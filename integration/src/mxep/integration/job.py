@@ -25,7 +25,6 @@ from .schema import Config, RecipeConfig
 from .train import Outcome, train
 from .verify import Result, to_report, verify
 from .verify import show as show_results
-from .verify import write as write_results
 
 
 def run_job(raw: DictConfig) -> int:
@@ -108,7 +107,7 @@ def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     if reports():
         results = compare.to_report(outcome, config, _command())
         files = [folder / "compare.json", *([Path(config.compare.out)] if config.compare.out else [])]
-        compare.write(results, files)
+        _write(results, files)
         compare.show(results, Console())
         print(f"results: {', '.join(map(_shown, files))}")
     return 0
@@ -119,7 +118,7 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     failed = sum(not result.passed for result in results)
     if reports():
         files = [folder / "verify.json", *([Path(config.verify.out)] if config.verify.out else [])]
-        write_results(to_report(results, config, _command()), files)
+        _write(to_report(results, config, _command()), files)
         show_results(results, Console())
         print(f"results: {', '.join(map(_shown, files))}")
         if failed:
@@ -169,6 +168,11 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
 
 def _command() -> str:
     return shlex.join(["mxep", *sys.argv[1:]])
+
+
+def _write(report: dict[str, Any], files: list[Path]) -> None:
+    for file in files:
+        file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _go_on(folder: Path) -> str:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from mxep.ep import clip_grad_norm_
+from mxep.ep.shares import local_tensor
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Mesh:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``; no copy, no gradient."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor).detach()
 
 
 def share(own: Tensor, like: Tensor) -> Tensor:

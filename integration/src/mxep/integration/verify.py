@@ -13,10 +13,7 @@ chance.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,12 +100,6 @@ def to_report(results: list[Result], config: Config, command: str) -> dict[str, 
         **{name: sizes[name] for name in ("tokens", "dim", "hidden_dim", "experts", "top_k")},
         "cases": [{**dataclasses.asdict(result), "passed": result.passed} for result in results],
     }
-
-
-def write(report: dict[str, Any], files: Sequence[Path]) -> None:
-    """As JSON."""
-    for file in files:
-        file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def show(results: list[Result], console: Console) -> None:

@@ -161,12 +161,13 @@ class Ours:
                 weight.main_grad = main_grad  # type: ignore[attr-defined]
 
     def forward(self) -> Tensor:
-        return self._out().detach()
+        out: Tensor = self.moe(self.x)
+        return out.detach()
 
     def step(self) -> Results:
         with quantize_weights_once() if self.micro_batches > 1 else contextlib.nullcontext():
             for _ in range(self.micro_batches):
-                out = self._out()
+                out = self.moe(self.x)
                 found = torch.autograd.grad(out, self.leaves, self.p.d_out, allow_unused=True)
         if self.main_grads:
             if found[2] is not None or found[3] is not None:
@@ -183,10 +184,6 @@ class Ours:
 
     def close(self) -> None:
         self.moe.close()
-
-    def _out(self) -> Tensor:
-        out: Tensor = self.moe(self.x)
-        return out
 
 
 class Standard:

@@ -122,8 +122,7 @@ class NvshmemTransport(PutMoves):
     def close(self) -> None:
         self._closed = True
         for buffer in self._buffers:
-            buffer.peers.clear()
-        self._buffers = []
+            self.free(buffer)
 
     def _put(self, move: Move, source: Tensor, destinations: Tensor, *, groups: int = 1) -> None:
         from .kernels.nvshmem import put

@@ -115,8 +115,7 @@ class SharedMemoryTransport(PlainMoves):
         self._unusable = "closed"
         self._words, self._signatures = [], []
         for buffer in self._buffers:
-            buffer.peers.clear()
-        self._buffers = []
+            self.free(buffer)
 
     def _all_here(self) -> bool:
         return bool((self._words[self.rank] >= self._counter).all())

@@ -115,18 +115,16 @@ class SymmetricMemoryTransport(KernelMoves):
     def close(self) -> None:
         self._closed = True
         for buffer in self._buffers:
-            buffer.peers.clear()
-        self._buffers = []
+            self.free(buffer)
 
     def _map(self, nbytes: int) -> SymmetricBuffer:
         """Zeroed before any peer can store to it: rendezvous ends when all have come, and they come with zeroes."""
-        if self.group is None or self.world_size == 1:
-            alone = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            torch.cuda.synchronize(self.device)
-            return SymmetricBuffer(0, [alone], torch.tensor([alone.data_ptr()], device=self.device))
-        mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
+        group = None if self.world_size == 1 else self.group  # a process alone needs nobody's memory
+        mine = (torch if group is None else symm_mem).empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
         torch.cuda.synchronize(self.device)  # the zeroes are there, not only on their way; all earlier moves are over
-        handle = symm_mem.rendezvous(mine, self.group)
+        if group is None:
+            return SymmetricBuffer(0, [mine], torch.tensor([mine.data_ptr()], device=self.device))
+        handle = symm_mem.rendezvous(mine, group)
         # get_remote_tensor, not get_buffer: torch may have cut the tensor from a larger segment, and only the former
         # adds the tensor's place in it.
         peers = [
