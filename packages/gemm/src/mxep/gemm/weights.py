@@ -263,7 +263,8 @@ def in_graph_tree(device: torch.device) -> bool:
     if trees is None or not (hasattr(trees.local, _TREES) or torch._C._is_key_in_tls(_TREES)):
         return False
     manager = trees.get_manager(device.index, create_if_none_exists=False)
-    return manager is not None and (manager.in_warmup or manager.in_recording)
+    # A manager says that it records only when the first recording is over.
+    return manager is not None and (manager.in_warmup or torch.cuda.is_current_stream_capturing())
 
 
 _TREES = "tree_manager_containers"
