@@ -268,8 +268,8 @@ def test_dot_scaled_multiplies_blocks_of_32_by_their_powers_of_two():
     a, b = torch.randint(-4, 5, (128, 64)).float(), torch.randint(-4, 5, (64, 16)).float()
     a_scale, b_scale = (torch.randint(124, 131, (rows, 2), dtype=torch.uint8) for rows in (128, 16))
     out = torch.empty(128, 16, device=DEVICE)
-    codes = a.to(FP8[0]).to(DEVICE), a_scale.to(DEVICE), b.to(FP8[1]).to(DEVICE), b_scale.to(DEVICE)
-    _dot_scaled_kernel[(1,)](*codes, out, 64)
+    qdata = a.to(FP8[0]).to(DEVICE), a_scale.to(DEVICE), b.to(FP8[1]).to(DEVICE), b_scale.to(DEVICE)
+    _dot_scaled_kernel[(1,)](*qdata, out, 64)
     a, b = (x * torch.exp2(s - 127.0).repeat_interleave(32, 1) for x, s in ((a, a_scale), (b.T, b_scale)))
     assert torch.equal(out.cpu(), a @ b.T)
 

@@ -70,7 +70,7 @@ FP8 = {"fp8e4nv": (3, 7, 0x7E), "fp8e5": (2, 15, 0x7B)}
 
 
 def _table(name: str, *, special: bool = True) -> np.ndarray:
-    """The values of the 256 codes, fp32; special: those above the largest finite one are Inf and NaN."""
+    """The values of the 256 qdata, fp32; special: those above the largest finite one are Inf and NaN."""
     mantissa, bias, largest = FP8[name]
     code = np.arange(256)
     exponent, fraction = (code & 0x7F) >> mantissa, code & ((1 << mantissa) - 1)

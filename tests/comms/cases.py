@@ -27,15 +27,15 @@ CASES = (
 class Sent:
     """What one rank brings to a move: parts (T, n_i), ids (T, K), weights (T, K), all on the CPU."""
 
-    parts: tuple[Tensor, ...]
+    payload: tuple[Tensor, ...]
     ids: Tensor
     weights: Tensor
 
     def to(self, device: torch.device) -> "Sent":
-        return Sent(tuple(part.to(device) for part in self.parts), self.ids.to(device), self.weights.to(device))
+        return Sent(tuple(part.to(device) for part in self.payload), self.ids.to(device), self.weights.to(device))
 
 
-def payload(rank: int, tokens: int, width: int, salt: int = 0) -> Tensor:
+def content(rank: int, tokens: int, width: int, salt: int = 0) -> Tensor:
     """(tokens, width) uint8: bytes that no other (rank, token) has in the same columns."""
     token, column = torch.arange(tokens)[:, None], torch.arange(width)
     return ((rank * 97 + token * 13 + column * 7 + (token + 1) * (column + 1) + salt * 29) % 251).to(torch.uint8)
@@ -62,8 +62,8 @@ def bring(case: str, rank: int, *, max_tokens: int, top_k: int, num_experts: int
     elif case == "duplicates":
         ids[:, -1] = ids[:, 0]
     weights = torch.rand(ids.shape, generator=generator)
-    parts = (payload(rank, tokens, 24, seed), payload(rank, tokens, 3, seed + 1))
-    return Sent(parts, ids.int(), weights)
+    payload = (content(rank, tokens, 24, seed), content(rank, tokens, 3, seed + 1))
+    return Sent(payload, ids.int(), weights)
 
 
 def gather(group: dist.ProcessGroup, mine: Sent) -> list[Sent]:
@@ -78,18 +78,18 @@ class Expected:
     """The plan as python sees it. pairs: per live or padding row (rank, token, k) or None."""
 
     pairs: list[tuple[int, int, int] | None]
-    group_ends: list[int]
+    offs: list[int]
     group_sizes: list[int]
     overflow: int
 
     def rows(self, everyone: list[Sent], part: int) -> Tensor:
         """The expert-major rows of a part, zero on padding."""
-        zero = torch.zeros(everyone[0].parts[part].shape[1], dtype=torch.uint8)
-        rows = [zero if pair is None else everyone[pair[0]].parts[part][pair[1]] for pair in self.pairs]
+        zero = torch.zeros(everyone[0].payload[part].shape[1], dtype=torch.uint8)
+        rows = [zero if pair is None else everyone[pair[0]].payload[part][pair[1]] for pair in self.pairs]
         return torch.stack(rows) if rows else zero[None][:0]
 
 
-def expected_plan(everyone: list[Sent], experts: range, multiple: int, max_rows: int) -> Expected:
+def expected_plan(everyone: list[Sent], experts: range, alignment: int, max_rows: int) -> Expected:
     pairs: list[tuple[int, int, int] | None] = []
     ends, sizes = [], []
     for expert in experts:
@@ -100,7 +100,7 @@ def expected_plan(everyone: list[Sent], experts: range, multiple: int, max_rows:
             for k, chosen in enumerate(row)
             if chosen == expert
         ]
-        pairs += mine + [None] * (-len(mine) % multiple)
+        pairs += mine + [None] * (-len(mine) % alignment)
         ends.append(min(len(pairs), max_rows))
         sizes.append(len(mine))
     overflow = sum(pair is not None for pair in pairs[max_rows:])

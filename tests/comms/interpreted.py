@@ -17,7 +17,7 @@ class InterpretedTransport(KernelMoves, SharedMemoryTransport):
         super().__init__(*args, timeout=timeout, **kwargs)
         self.clock = False
         sums.CHUNK_BYTES = 1024  # so that few tokens make many chunks
-        self.max_programs = PROGRAMS
+        self.max_sms = PROGRAMS
         self.record = Record(self.world_size, pinned=False)
         self.state = torch.tensor([0, int(timeout * 1e9), self.record.words.data_ptr()])
 

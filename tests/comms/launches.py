@@ -22,15 +22,15 @@ def tables(T: int, top_k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 def make_plan(experts: int) -> None:
     """Of several sizes: kernels are compiled once for all."""
-    for T, multiple in ((1, 1), (128, 32), (8192, 48)):
-        plan.make_plan(*tables(T), experts, experts, multiple, W * T * K, 4 * experts)
+    for T, alignment in ((1, 1), (128, 32), (8192, 48)):
+        plan.make_plan(*tables(T), experts, experts, alignment, W * T * K, 4 * experts)
     plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 4 * (experts - 1))
 
 
 def plan_destinations(experts: int) -> None:
-    for T, multiple, rank in ((1, 1, 1), (128, 32, 0), (8192, 48, 3)):
+    for T, alignment, rank in ((1, 1, 1), (128, 32, 0), (8192, 48, 3)):
         ids, _, num_tokens = tables(T)
-        plan.plan_destinations(ids, num_tokens, rank, T, experts // W, multiple, W * T, experts)
+        plan.plan_destinations(ids, num_tokens, rank, T, experts // W, alignment, W * T, experts)
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -43,8 +43,8 @@ def launch(step: str) -> Launch:
 
 
 def put_mxfp8() -> None:
-    parts = [torch.empty(T, width, dtype=torch.uint8) for width in (D, D // 32)]
-    put.put_rows(launch("put_rows"), parts, ints(T, K), 32)
+    payload = [torch.empty(T, width, dtype=torch.uint8) for width in (D, D // 32)]
+    put.put_rows(launch("put_rows"), payload, ints(T, K), 32)
 
 
 def return_sums() -> None:

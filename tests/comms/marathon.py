@@ -68,34 +68,34 @@ class Lane:
         """Send and plan; check rows, order and sizes of groups."""
         workspace, rank = self.workspace, self.workspace.transport.rank
         token = torch.arange(ids.shape[1], device=salt.device)[:, None]
-        parts = (self.bytes_of(torch.full_like(token, rank), token, salt),)
+        payload = (self.bytes_of(torch.full_like(token, rank), token, salt),)
         weights = self.mine(ids).float() + 0.5
-        sending = start_send_rows(workspace, parts, self.mine(ids), weights)
+        sending = start_send_rows(workspace, payload, self.mine(ids), weights)
         assert sending.tables is not None
         e = workspace.num_local_experts
         plan = make_plan(
             *sending.tables,
             first_expert=rank * e,
             num_local_experts=e,
-            multiple=MULTIPLE,
+            alignment=MULTIPLE,
             capacity=Capacity.worst_case(),
             num_experts=workspace.num_experts,
         )
-        self.check_rows(sending.wait().parts, plan, salt)
+        self.check_rows(sending.wait().payload, plan, salt)
         flat = ids.flatten().long() - rank * e
         here = (flat >= 0) & (flat < e)
         sizes = torch.zeros(e + 1, dtype=torch.int64, device=salt.device)
         sizes.scatter_add_(0, torch.where(here, flat, e), torch.ones_like(flat))
         self.wrong += (plan.group_sizes != sizes[:-1]).sum() + plan.overflow.sum() + plan.invalid
-        expert = torch.searchsorted(plan.group_ends, torch.arange(plan.max_rows, device=salt.device), right=True)
-        live = plan.row_source >= 0
+        expert = torch.searchsorted(plan.offs, torch.arange(plan.max_rows, device=salt.device), right=True)
+        valid = plan.row_source >= 0
         pair = plan.row_source.clamp_min(0).long()
-        self.wrong += (live & (flat[pair] != expert)).sum() + (live.sum() - here.sum()).abs()
-        self.wrong += (live & (plan.row_weight != ids.flatten()[pair] + 0.5)).sum()
+        self.wrong += (valid & (flat[pair] != expert)).sum() + (valid.sum() - here.sum()).abs()
+        self.wrong += (valid & (plan.row_weight != ids.flatten()[pair] + 0.5)).sum()
         return plan
 
-    def check_rows(self, parts: tuple[Tensor, ...], plan: RoutingPlan, salt: Tensor) -> None:
-        rows = gather_rows(parts, plan.row_slot)[0]
+    def check_rows(self, payload: tuple[Tensor, ...], plan: RoutingPlan, salt: Tensor) -> None:
+        rows = gather_rows(payload, plan.row_slot)[0]
         slot = plan.row_slot.clamp_min(0)[:, None]
         tokens = self.workspace.max_tokens
         wanted = self.bytes_of(slot // tokens, slot % tokens, salt) * (plan.row_slot >= 0)[:, None]
@@ -106,7 +106,7 @@ class Lane:
         rank = self.workspace.transport.rank
         token = torch.arange(ids.shape[1], device=salt.device)[:, None]
         part = self.bytes_of(torch.full_like(token, rank), token, salt)
-        self.check_rows(send_rows(self.workspace, (part,), self.mine(ids)).parts, plan, salt)
+        self.check_rows(send_rows(self.workspace, (part,), self.mine(ids)).payload, plan, salt)
 
     def home(self, ids: Tensor, plan: RoutingPlan, salt: Tensor) -> None:
         """Rows whose values tell where they belong; NaN wherever nothing may be read."""

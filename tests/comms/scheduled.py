@@ -64,7 +64,7 @@ class ScheduledTransport(KernelMoves):
     """One rank's. A wait has no limit: if nothing can come any more the schedule says so."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.rank, self.world_size, self.max_programs = rank, ranks.world_size, ranks.programs
+        self.rank, self.world_size, self.max_sms = rank, ranks.world_size, ranks.programs
         self.device, self.group, self.stream, self.clock = torch.device("cpu"), None, None, False
         self.record = Record(self.world_size, pinned=False)
         self.state = torch.tensor([0, 2**62, self.record.words.data_ptr()])

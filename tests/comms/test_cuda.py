@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comms.cases import payload
+from comms.cases import content
 from comms.test_exchange import bring_to, make_workspace, plan_slots
 from mxep.comms import (
     PeersDisagree,
@@ -35,27 +35,27 @@ def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
     workspace, direct = make_workspace(ctx), make_workspace(ctx, direct_rows=80)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
 
-    def moves(parts, ids, weights):
-        slots = send_rows(workspace, parts, ids, weights)
+    def moves(payload, ids, weights):
+        slots = send_rows(workspace, payload, ids, weights)
         plan = plan_slots(workspace, slots)
-        rows = gather_rows(slots.parts, plan.row_slot)[0]
+        rows = gather_rows(slots.payload, plan.row_slot)[0]
         y = rows[:, :20].float() * plan.row_weight[:, None]
         out, values = return_rows(workspace, y, plan, ids, row_values=y[:, 0])
-        grouped = send_rows_to_groups(direct, parts, ids, weights, multiple=4)
-        live = torch.arange(len(rows), device=ctx.device) < plan.group_ends[-1]
-        same = ((rows == grouped.parts[0][: len(rows)]) | ~live[:, None]).all()
+        grouped = send_rows_to_groups(direct, payload, ids, weights, alignment=4)
+        valid = torch.arange(len(rows), device=ctx.device) < plan.offs[-1]
+        same = ((rows == grouped.payload[0][: len(rows)]) | ~valid[:, None]).all()
         return out.clone(), values.clone(), same
 
     for _ in range(2):
-        moves(mine.parts, mine.ids, mine.weights)
+        moves(mine.payload, mine.ids, mine.weights)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = moves(mine.parts, mine.ids, mine.weights)
+        captured = moves(mine.payload, mine.ids, mine.weights)
     for seed in range(1, 6):
         other = bring_to(workspace, "full", ctx.rank, seed).to(ctx.device)
-        wanted = moves(other.parts, other.ids, other.weights)
-        for static, new in zip((*mine.parts, mine.ids, mine.weights), (*other.parts, other.ids, other.weights)):
+        wanted = moves(other.payload, other.ids, other.weights)
+        for static, new in zip((*mine.payload, mine.ids, mine.weights), (*other.payload, other.ids, other.weights)):
             static.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
@@ -74,7 +74,7 @@ def test_a_graph_of_one_move_may_be_replayed_again_at_once(ctx: Context):
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
 
     def move():
-        arrived = send_rows(workspace, (part,), ids).parts[0][(1 - ctx.rank) * 64 :][:64]
+        arrived = send_rows(workspace, (part,), ids).payload[0][(1 - ctx.rank) * 64 :][:64]
         if ctx.rank == 1:
             torch.cuda._sleep(2_000_000)
         wrong.add_((arrived != part).sum())
@@ -103,7 +103,7 @@ def test_returns_of_two_workspaces_never_keep_each_other_out(ctx: Context):
     workspaces = [Workspace(transport, **sizes) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     ids = torch.arange(2048, device=ctx.device)[:, None] % 2
-    part, weights = payload(ctx.rank, 2048, 16).to(ctx.device), torch.ones(2048, 1, device=ctx.device)
+    part, weights = content(ctx.rank, 2048, 16).to(ctx.device), torch.ones(2048, 1, device=ctx.device)
     plans = [plan_slots(workspace, send_rows(workspace, (part,), ids, weights)) for workspace in workspaces]
     rows = torch.ones(plans[0].max_rows, 512, dtype=torch.bfloat16, device=ctx.device)
     for workspace, plan in zip(workspaces, plans):
@@ -139,7 +139,7 @@ def test_moves_on_two_streams_take_turns(ctx: Context):
         workspace = workspaces[number % 2]
         with torch.cuda.stream(streams[number // 3 % 2]):
             part = torch.full((48, 64), number, dtype=torch.uint8, device=ctx.device)
-            (arrived,) = send_rows(workspace, (part,), ids).parts
+            (arrived,) = send_rows(workspace, (part,), ids).payload
             torch.cuda._sleep(2_000_000 * (1 + ctx.rank))
             wrong.append((arrived[peer * workspace.max_tokens :][:48] != number).sum())
     torch.cuda.synchronize()
@@ -162,7 +162,7 @@ def test_what_was_waited_for_has_come(ctx: Context):
         if ctx.rank == 1:
             torch.cuda._sleep(20_000_000)
         sending = start_send_rows(workspace, (part + number,), ids)
-        arrived = sending.wait().parts[0][peer * workspace.max_tokens :][:4].clone()
+        arrived = sending.wait().payload[0][peer * workspace.max_tokens :][:4].clone()
         if ctx.rank == 0:
             torch.cuda._sleep(20_000_000)
         returning = start_return_rows(workspace, rows + number, plan, ids)
@@ -182,7 +182,7 @@ def test_a_graph_goes_on_with_the_buffers_that_it_was_captured_on(ctx: Context):
     part = torch.zeros(16, 64, dtype=torch.uint8, device=ctx.device)
 
     def move(workspace: Workspace) -> torch.Tensor:
-        return send_rows(workspace, (part,), ids).parts[0][peer * workspace.max_tokens :][:16].clone()
+        return send_rows(workspace, (part,), ids).payload[0][peer * workspace.max_tokens :][:16].clone()
 
     move(small)
     torch.cuda.synchronize()
@@ -217,7 +217,7 @@ def test_one_gpu_alone_needs_no_process_group():
     def there_and_back() -> torch.Tensor:
         slots = send_rows(workspace, (x.view(torch.uint8),), ids, weights)
         plan = plan_slots(workspace, slots)
-        (rows,) = gather_rows(slots.parts, plan.row_slot)
+        (rows,) = gather_rows(slots.payload, plan.row_slot)
         return return_rows(workspace, rows.view(torch.float32), plan, ids)[0]
 
     there_and_back()
@@ -237,7 +237,7 @@ def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
 
     def moves():
-        plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+        plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
         return_rows(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
 
     moves()
@@ -254,21 +254,21 @@ def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
 def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
     workspace = make_workspace(ctx, timeout=LIMIT)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    send_rows(workspace, mine.parts, mine.ids, mine.weights)
+    send_rows(workspace, mine.payload, mine.ids, mine.weights)
     torch.cuda.synchronize()
     workspace.transport.check()
     dist.barrier(ctx.group)
     if ctx.rank != 1:
         started = time.monotonic()
-        send_rows(workspace, mine.parts, mine.ids)
-        send_rows(workspace, mine.parts, mine.ids)  # nothing is known yet; its wait ends at once
+        send_rows(workspace, mine.payload, mine.ids)
+        send_rows(workspace, mine.payload, mine.ids)  # nothing is known yet; its wait ends at once
         torch.cuda.synchronize()
         assert LIMIT - 0.2 < time.monotonic() - started < LIMIT + 2
         with pytest.raises(PeerTimeout, match=r"at put_rows, barrier 1, for rank 1 \(last seen at barrier 0\)") as info:
             workspace.transport.check()
         assert info.value.missing == (1,)
         with pytest.raises(PeerTimeout):
-            send_rows(workspace, mine.parts, mine.ids)
+            send_rows(workspace, mine.payload, mine.ids)
     dist.barrier(ctx.group)
 
 
@@ -276,9 +276,9 @@ def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
 def test_ranks_in_other_moves_are_told(ctx: Context):
     workspace = make_workspace(ctx, timeout=LIMIT)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+    plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
     if ctx.rank == 0:
-        send_rows(workspace, mine.parts, mine.ids)
+        send_rows(workspace, mine.payload, mine.ids)
     else:
         return_rows(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
     torch.cuda.synchronize()
@@ -294,7 +294,7 @@ def die(rank: int, world_size: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     transport = SymmetricMemoryTransport(timeout=LIMIT)
     workspace = Workspace(transport, max_tokens=4, top_k=1, dim=16, num_experts=2 * world_size)
-    part = payload(rank, 4, 16).to(transport.device)
+    part = content(rank, 4, 16).to(transport.device)
     ids = torch.arange(4, device=transport.device)[:, None] % (2 * world_size)
     send_rows(workspace, (part,), ids)
     torch.cuda.synchronize()
@@ -321,11 +321,11 @@ def test_survivors_of_a_killed_rank_are_told_who_it_was_and_exit(tmp_path):
         for rank in range(world_size)
     ]
     try:
-        codes = [rank.wait(timeout=120) for rank in ranks]
+        qdata = [rank.wait(timeout=120) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert codes == [0 if rank != 1 else -signal.SIGKILL for rank in range(world_size)]
+    assert qdata == [0 if rank != 1 else -signal.SIGKILL for rank in range(world_size)]
     for rank in range(world_size):
         if rank != 1:
             told = (tmp_path / f"told-{rank}").read_text()

@@ -13,8 +13,8 @@ from ranks import Context, distributed
 
 def assert_same_plan(got: RoutingPlan, wanted: RoutingPlan) -> None:
     for field in dataclasses.fields(RoutingPlan):
-        if field.name == "multiple":
-            assert got.multiple == wanted.multiple
+        if field.name == "alignment":
+            assert got.alignment == wanted.alignment
         else:
             assert_bitwise(getattr(got, field.name), getattr(wanted, field.name), field.name)
 
@@ -30,17 +30,17 @@ def check_direct(ctx: Context, kind: type | None, cases: tuple[str, ...]) -> Non
         everyone = gather(ctx.group, bring_to(direct_workspace, case, ctx.rank, seed))
         for capacity in (Capacity.worst_case(), Capacity.factor(0.5)):
             mine = bring_to(direct_workspace, case, ctx.rank, seed).to(ctx.device)
-            slots = send_rows(slots_workspace, mine.parts, mine.ids, mine.weights)
+            slots = send_rows(slots_workspace, mine.payload, mine.ids, mine.weights)
             plan = plan_slots(slots_workspace, slots, capacity=capacity)
             grouped = send_rows_to_groups(
-                direct_workspace, mine.parts, mine.ids, mine.weights, multiple=4, capacity=capacity
+                direct_workspace, mine.payload, mine.ids, mine.weights, alignment=4, capacity=capacity
             )
             assert_same_plan(grouped.plan, plan)
-            live = int(plan.group_ends[-1])
-            wanted = gather_rows(slots.parts, plan.row_slot)
-            for part, (rows, of_slots) in enumerate(zip(grouped.parts, wanted)):
+            valid = int(plan.offs[-1])
+            wanted = gather_rows(slots.payload, plan.row_slot)
+            for part, (rows, of_slots) in enumerate(zip(grouped.payload, wanted)):
                 assert rows.shape == of_slots.shape
-                assert_bitwise(rows[:live], of_slots[:live], f"{case}, {capacity}, part {part}")
+                assert_bitwise(rows[:valid], of_slots[:valid], f"{case}, {capacity}, part {part}")
             check_return(ctx, direct_workspace, grouped.plan, everyone, torch.bfloat16, seed, case)
 
 
@@ -49,7 +49,7 @@ def test_a_workspace_without_room_for_the_rows_is_refused(ctx: Context):
     workspace = make_workspace(ctx, direct_rows=8)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
     with pytest.raises(ValueError, match="direct_rows: got 8 in the workspace, wanted at least 48"):
-        send_rows_to_groups(workspace, mine.parts, mine.ids, mine.weights, multiple=4)
+        send_rows_to_groups(workspace, mine.payload, mine.ids, mine.weights, alignment=4)
     with pytest.raises(ValueError, match=r"capacity: got Capacity.exact\(\), wanted a bound that all ranks know"):
-        send_rows_to_groups(workspace, mine.parts, mine.ids, mine.weights, multiple=4, capacity=Capacity.exact())
+        send_rows_to_groups(workspace, mine.payload, mine.ids, mine.weights, alignment=4, capacity=Capacity.exact())
     assert workspace.moves == 0

@@ -11,11 +11,11 @@ from comms.cases import (
     Sent,
     assert_bitwise,
     bring,
+    content,
     expected_plan,
     expected_return,
     expert_outputs,
     gather,
-    payload,
 )
 from mxep.comms import (
     Capacity,
@@ -60,7 +60,7 @@ def bring_to(workspace: Workspace, case: str, rank: int, seed: int) -> Sent:
     return bring(case, rank, world_size=workspace.transport.world_size, seed=seed, **sizes)
 
 
-def plan_slots(workspace: Workspace, slots: Slots, *, multiple: int = 4, capacity: Capacity | None = None):
+def plan_slots(workspace: Workspace, slots: Slots, *, alignment: int = 4, capacity: Capacity | None = None):
     assert slots.expert_ids is not None
     e = workspace.num_local_experts
     return make_plan(
@@ -69,7 +69,7 @@ def plan_slots(workspace: Workspace, slots: Slots, *, multiple: int = 4, capacit
         slots.num_tokens,
         first_expert=workspace.transport.rank * e,
         num_local_experts=e,
-        multiple=multiple,
+        alignment=alignment,
         capacity=capacity,
         num_experts=workspace.num_experts,
     )
@@ -81,11 +81,11 @@ def my_experts(workspace: Workspace, rank: int) -> range:
 
 def check_arrived(slots: Slots, plan: RoutingPlan, everyone: list[Sent], experts: range, what: str) -> None:
     """Every live and padding row of every part, gathered from the slots, is what loops make of what was sent."""
-    wanted = expected_plan(everyone, experts, plan.multiple, plan.max_rows)
-    assert plan.group_ends.tolist() == wanted.group_ends, what
+    wanted = expected_plan(everyone, experts, plan.alignment, plan.max_rows)
+    assert plan.offs.tolist() == wanted.offs, what
     assert plan.group_sizes.tolist() == wanted.group_sizes, what
     assert int(plan.overflow[experts.start // len(experts)]) == wanted.overflow, what
-    for part, rows in enumerate(gather_rows(slots.parts, plan.row_slot)):
+    for part, rows in enumerate(gather_rows(slots.payload, plan.row_slot)):
         assert_bitwise(rows[: len(wanted.pairs)], wanted.rows(everyone, part), f"{what}, part {part}")
     pairs = [None if pair is None else everyone[pair[0]].weights[pair[1], pair[2]] for pair in wanted.pairs]
     weights = torch.tensor([0.0 if weight is None else float(weight) for weight in pairs])
@@ -105,11 +105,11 @@ def expert_rows(workspace: Workspace, plan: RoutingPlan, everyone: list[Sent], d
     return rows.to(workspace.device), values.to(workspace.device)
 
 
-def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, multiple: int, max_rows: int) -> set:
+def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, alignment: int, max_rows: int) -> set:
     """(token, k) of this rank that did not fit the capacity of the rank they went to."""
     lost = set()
     for owner in range(workspace.transport.world_size):
-        everything = expected_plan(everyone, my_experts(workspace, owner), multiple, 10**9).pairs
+        everything = expected_plan(everyone, my_experts(workspace, owner), alignment, 10**9).pairs
         lost |= {pair[1:] for pair in everything[max_rows:] if pair is not None and pair[0] == rank}
     return lost
 
@@ -118,7 +118,7 @@ def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed
     mine = everyone[ctx.rank]
     rows, values = expert_rows(workspace, plan, everyone, dtype, seed)
     out, back = return_rows(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values)
-    lost = set() if fits else lost_pairs(workspace, everyone, ctx.rank, plan.multiple, plan.max_rows)
+    lost = set() if fits else lost_pairs(workspace, everyone, ctx.rank, plan.alignment, plan.max_rows)
     sizes = {"experts_per_rank": workspace.num_local_experts, "world_size": ctx.world_size}
     outputs = expert_outputs(mine, ctx.rank, workspace.dim, dtype, seed)
     wanted, wanted_values = expected_return(mine, *outputs, lost, **sizes)
@@ -137,17 +137,17 @@ def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> N
         mine = bring_to(workspace, case, ctx.rank, seed)
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
-        slots = send_rows(workspace, here.parts, here.ids, here.weights)
+        slots = send_rows(workspace, here.payload, here.ids, here.weights)
         plan = plan_slots(workspace, slots)
         check_arrived(slots, plan, everyone, experts, case)
         for dtype in (torch.bfloat16, torch.float32):
             check_return(ctx, workspace, plan, everyone, dtype, seed, f"{case}, {dtype}")
 
         # Once more along the same plan, other bytes and no tables, as a backward does.
-        again = [payload(rank, len(sent.ids), 30, salt=50) for rank, sent in enumerate(everyone)]
+        again = [content(rank, len(sent.ids), 30, salt=50) for rank, sent in enumerate(everyone)]
         repeat = send_rows(workspace, (again[ctx.rank].to(ctx.device),), here.ids.long())
         assert repeat.expert_ids is repeat.weights is repeat.num_tokens is None
-        sent_again = [dataclasses.replace(sent, parts=(bytes_,)) for sent, bytes_ in zip(everyone, again)]
+        sent_again = [dataclasses.replace(sent, payload=(bytes_,)) for sent, bytes_ in zip(everyone, again)]
         check_arrived(repeat, plan, sent_again, experts, f"{case}, again")
         out, nothing = return_rows(
             workspace, torch.zeros(plan.max_rows, workspace.dim, device=ctx.device), plan, here.ids
@@ -168,14 +168,14 @@ def check_over_capacity(ctx: Context, workspace: Workspace, cases: tuple[str, ..
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
         for capacity in (Capacity.factor(0.2), Capacity.factor(1.0), Capacity.exact()):
-            slots = send_rows(workspace, here.parts, here.ids, here.weights)
-            plan = plan_slots(workspace, slots, multiple=2, capacity=capacity)
+            slots = send_rows(workspace, here.payload, here.ids, here.weights)
+            plan = plan_slots(workspace, slots, alignment=2, capacity=capacity)
             what = f"{case}, {capacity}"
             check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), what)
             check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, what, capacity == Capacity.exact())
             if capacity == Capacity.exact():
                 assert not plan.overflow.any()
-                assert plan.max_rows == int(plan.group_ends[-1])
+                assert plan.max_rows == int(plan.offs[-1])
             alike = [plan.overflow.tolist()] * ctx.world_size
             dist.all_gather_object(alike, plan.overflow.tolist(), group=ctx.group)
             assert all(each == alike[0] for each in alike), "every rank knows of every rank"
@@ -200,7 +200,7 @@ def check_other_sizes(ctx: Context, kind: type | None, cases: tuple[str, ...]) -
         for workspace in (one, other):
             mine = bring_to(workspace, case, ctx.rank, seed)
             everyone, here = gather(ctx.group, mine), mine.to(ctx.device)
-            slots = send_rows(workspace, here.parts, here.ids, here.weights)
+            slots = send_rows(workspace, here.payload, here.ids, here.weights)
             plan = plan_slots(workspace, slots)
             check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), case)
             sent.append((plan, everyone))
@@ -216,13 +216,13 @@ def test_one_token_in_parts_of_one_wider_row(ctx: Context):
 
 
 def check_one_token(ctx: Context, workspace: Workspace) -> None:
-    wide = payload(ctx.rank, 1, 27).to(ctx.device)
+    wide = content(ctx.rank, 1, 27).to(ctx.device)
     ids = torch.full((1, TOP_K), -1, device=ctx.device)
     ids[0, 0] = 0
     slots = send_rows(workspace, (wide[:, :24], wide[:, 24:]), ids)
     if ctx.rank == 0:
         for rank in range(2):
-            for part, wanted in zip(slots.parts, payload(rank, 1, 27).split((24, 3), 1)):
+            for part, wanted in zip(slots.payload, content(rank, 1, 27).split((24, 3), 1)):
                 assert_bitwise(part[rank * MAX_TOKENS : rank * MAX_TOKENS + 1], wanted, f"from rank {rank}")
 
 
@@ -230,8 +230,8 @@ def check_one_token(ctx: Context, workspace: Workspace) -> None:
 def test_a_nan_stays_in_its_token(ctx: Context):
     workspace = make_workspace(ctx, top_k=2)
     ids = torch.tensor([[0, 3], [3, 0], [1, -1]], device=ctx.device)
-    parts = (payload(ctx.rank, 3, 8).to(ctx.device),)
-    plan = plan_slots(workspace, send_rows(workspace, parts, ids, torch.ones(3, 2, device=ctx.device)))
+    payload = (content(ctx.rank, 3, 8).to(ctx.device),)
+    plan = plan_slots(workspace, send_rows(workspace, payload, ids, torch.ones(3, 2, device=ctx.device)))
     rows = torch.ones(plan.max_rows, DIM, device=ctx.device)
     token_zero_of_rank_one = plan.row_slot == MAX_TOKENS
     out, _ = return_rows(workspace, rows.masked_fill(token_zero_of_rank_one[:, None], float("nan")), plan, ids)
@@ -245,15 +245,15 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
     workspace = make_workspace(ctx, top_k=2)
     wrong = workspace.num_experts
     ids = torch.tensor([[0, wrong], [-5, 2**40]], device=ctx.device)
-    parts, weights = (payload(ctx.rank, 2, 8).to(ctx.device),), torch.ones(2, 2, device=ctx.device)
+    payload, weights = (content(ctx.rank, 2, 8).to(ctx.device),), torch.ones(2, 2, device=ctx.device)
     if ctx.device.type == "cpu":
         with pytest.raises(ValueError, match=rf"expert ids: got \[-5, {wrong}, {2**40}\], wanted -1 \(not routed\) to"):
-            send_rows(workspace, parts, ids, weights)
+            send_rows(workspace, payload, ids, weights)
         with pytest.raises(ValueError, match="expert ids: got"):
-            send_rows(workspace, parts, ids)
+            send_rows(workspace, payload, ids)
         assert workspace.moves == (0 if ctx.world_size == 1 else 1), "which refused"
         return
-    plan = plan_slots(workspace, send_rows(workspace, parts, ids, weights))
+    plan = plan_slots(workspace, send_rows(workspace, payload, ids, weights))
     assert int(plan.invalid) == 3 * ctx.world_size
     assert int(plan.group_sizes.sum()) == (ctx.world_size if ctx.rank == 0 else 0)
     out, _ = return_rows(workspace, torch.ones(plan.max_rows, DIM, device=ctx.device), plan, ids)
@@ -264,35 +264,38 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
 def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     workspace = make_workspace(ctx)
     good = bring_to(workspace, "full", 0, 0).to(ctx.device)
-    plan = plan_slots(workspace, send_rows(workspace, good.parts, good.ids, good.weights))
+    plan = plan_slots(workspace, send_rows(workspace, good.payload, good.ids, good.weights))
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     wide, seven = torch.zeros(6, 81, dtype=torch.uint8, device=ctx.device), torch.zeros(7, 3, device=ctx.device)
     refused = [
-        (lambda: send_rows(workspace, (seven,), good.ids), r"parts: got torch.float32 \(7, 3\), wanted torch.uint8"),
+        (lambda: send_rows(workspace, (seven,), good.ids), r"payload: got torch.float32 \(7, 3\), wanted torch.uint8"),
         (
             lambda: send_rows(workspace, (wide[:, :0], wide[:, :8]), good.ids),
-            r"parts: .* \(6, 0\), .* at least one byte",
+            r"payload: .* \(6, 0\), .* at least one byte",
         ),
-        (lambda: send_rows(workspace, (wide,), good.ids), "parts: got 81 bytes a row, wanted 1 to 80"),
+        (lambda: send_rows(workspace, (wide,), good.ids), "payload: got 81 bytes a row, wanted 1 to 80"),
         (
-            lambda: send_rows(workspace, (good.parts[0], wide[:5]), good.ids),
-            r"parts: .* \(5, 81\), wanted .* \(6, bytes",
+            lambda: send_rows(workspace, (good.payload[0], wide[:5]), good.ids),
+            r"payload: .* \(5, 81\), wanted .* \(6, bytes",
         ),
         (
             lambda: send_rows(workspace, (seven.byte(),), seven.int()),
-            "parts: got 7 tokens, wanted at most max_tokens = 6",
+            "payload: got 7 tokens, wanted at most max_tokens = 6",
         ),
         (
-            lambda: start_send_rows(workspace, good.parts, good.ids, num_programs=0),
-            "num_programs: got 0, wanted at least 1",
+            lambda: start_send_rows(workspace, good.payload, good.ids, num_sms=0),
+            "num_sms: got 0, wanted at least 1",
         ),
         (
-            lambda: start_return_rows(workspace, rows, plan, good.ids, num_programs=-1),
-            "num_programs: got -1, wanted at least 1",
+            lambda: start_return_rows(workspace, rows, plan, good.ids, num_sms=-1),
+            "num_sms: got -1, wanted at least 1",
         ),
-        (lambda: send_rows(workspace, good.parts, good.ids.float()), r"expert_ids: got torch.float32 \(6, 3\), wanted"),
-        (lambda: send_rows(workspace, good.parts, good.ids[:, :2]), r"expert_ids: .* \(6, 2\), wanted .* \(6, 3\)"),
-        (lambda: send_rows(workspace, good.parts, good.ids, good.weights.bfloat16()), r"weights: got torch.bfloat16"),
+        (
+            lambda: send_rows(workspace, good.payload, good.ids.float()),
+            r"expert_ids: got torch.float32 \(6, 3\), wanted",
+        ),
+        (lambda: send_rows(workspace, good.payload, good.ids[:, :2]), r"expert_ids: .* \(6, 2\), wanted .* \(6, 3\)"),
+        (lambda: send_rows(workspace, good.payload, good.ids, good.weights.bfloat16()), r"weights: got torch.bfloat16"),
         (
             lambda: return_rows(workspace, rows[1:], plan, good.ids),
             "rows: got torch.float32 .*, wanted torch.bfloat16 or",
@@ -319,7 +322,7 @@ def short_plan(plan: RoutingPlan) -> RoutingPlan:
 def test_a_row_too_wide_for_the_workspace_is_refused_on_the_way_home(ctx: Context):
     workspace = make_workspace(ctx, row_bytes=None)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+    plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     with pytest.raises(ValueError, match=r"rows: got 80 bytes a row, wanted at most 48 \(row_bytes\)"):
         return_rows(workspace, rows, plan, mine.ids)
@@ -334,7 +337,7 @@ def test_moves_wait_for_no_device_read(ctx: Context):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+        plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
         rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
         return_rows(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
     finally:

@@ -41,20 +41,20 @@ def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Conte
 
 @distributed(2, device="cpu")
 def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
-    check_over_capacity(ctx, make_workspace(ctx, InterpretedTransport, num_programs=2), ("one rank",))
+    check_over_capacity(ctx, make_workspace(ctx, InterpretedTransport, num_sms=2), ("one rank",))
 
 
 @distributed(2, device="cpu")
 def test_a_bound_on_one_moves_programs_changes_no_bit(ctx: Context):
-    workspace = make_workspace(ctx, InterpretedTransport, num_programs=2)
+    workspace = make_workspace(ctx, InterpretedTransport, num_sms=2)
     sent = bring_to(workspace, "full", ctx.rank, 0)
     results = []
     for bound in (None, 1, 5):
-        slots = start_send_rows(workspace, sent.parts, sent.ids, sent.weights, num_programs=bound).wait()
+        slots = start_send_rows(workspace, sent.payload, sent.ids, sent.weights, num_sms=bound).wait()
         plan = plan_slots(workspace, slots)
-        (rows,) = gather_rows(slots.parts[:1], plan.row_slot)
+        (rows,) = gather_rows(slots.payload[:1], plan.row_slot)
         rows = torch.nn.functional.pad(rows.float(), (0, workspace.dim))[:, : workspace.dim]
-        results.append(start_return_rows(workspace, rows, plan, sent.ids, num_programs=bound).wait()[0].clone())
+        results.append(start_return_rows(workspace, rows, plan, sent.ids, num_sms=bound).wait()[0].clone())
     assert results[0].any()
     assert torch.equal(results[1], results[0])
     assert torch.equal(results[2], results[0])
@@ -107,9 +107,9 @@ def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
     workspace = make_workspace(ctx, InterpretedTransport, timeout=0.02)
     mine = bring_to(workspace, "full", ctx.rank, 0)
     if ctx.rank != 1:
-        send_rows(workspace, mine.parts, mine.ids, mine.weights)  # ends, whatever it brought
+        send_rows(workspace, mine.payload, mine.ids, mine.weights)  # ends, whatever it brought
         with pytest.raises(PeerTimeout, match=r"waited 0.02 s at put_rows, barrier 1, for rank 1 \(last seen at barr"):
-            send_rows(workspace, mine.parts, mine.ids)
+            send_rows(workspace, mine.payload, mine.ids)
     dist.barrier(ctx.group)
 
 
@@ -117,7 +117,7 @@ def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
 def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
     workspace = make_workspace(ctx, InterpretedTransport)
     mine = bring_to(workspace, "full", ctx.rank, 0)
-    send_rows(workspace, mine.parts[: 1 + ctx.rank], mine.ids)
+    send_rows(workspace, mine.payload[: 1 + ctx.rank], mine.ids)
     got = "rank 0 at put_rows with rows of 24 bytes, rank 1 at put_rows with rows of 27 bytes"
     with pytest.raises(PeersDisagree, match=got):
         workspace.transport.check()

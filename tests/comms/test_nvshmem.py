@@ -76,7 +76,7 @@ def test_one_token_in_parts_of_one_wider_row(ctx: Context):
 @distributed(2)
 def test_long_rows_are_put_in_pieces(ctx: Context):
     """Rows of 40000 bytes on the way out, tables of 3 pieces, two programs that share all puts."""
-    sizes = {"max_tokens": 1100, "top_k": 9, "dim": 12, "row_bytes": 40016, "num_programs": 2}
+    sizes = {"max_tokens": 1100, "top_k": 9, "dim": 12, "row_bytes": 40016, "num_sms": 2}
     workspace = make_workspace(ctx, kind_of(ctx), num_experts=18, **sizes)
     payload = torch.arange(3 * 40001, dtype=torch.int32).to(torch.uint8).view(3, -1) + ctx.rank
     ids, weights = torch.full((3, 9), -1), torch.rand(3, 9)
@@ -84,10 +84,10 @@ def test_long_rows_are_put_in_pieces(ctx: Context):
     here = [tensor.to(ctx.device) for tensor in (payload, ids, weights)]
     slots = send_rows(workspace, here[:1], *here[1:])
     other = (1 - ctx.rank) * 1100
-    assert_bitwise(slots.parts[0][other : other + 3], payload - ctx.rank + (1 - ctx.rank), "rows")
+    assert_bitwise(slots.payload[0][other : other + 3], payload - ctx.rank + (1 - ctx.rank), "rows")
     assert_bitwise(slots.expert_ids[ctx.rank, :3], ids.int(), "own ids")
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    slots = send_rows(workspace, [part[:, :8] for part in mine.parts], mine.ids, mine.weights)
+    slots = send_rows(workspace, [part[:, :8] for part in mine.payload], mine.ids, mine.weights)
     for rank in range(2):
         theirs = bring_to(workspace, "full", rank, 0)
         assert_bitwise(slots.expert_ids[rank, : len(theirs.ids)], theirs.ids.int(), f"ids of rank {rank}")
@@ -105,7 +105,7 @@ def test_a_captured_graph_replays_with_new_routing(ctx: Context):
         slots = send_rows(workspace, (rows,), ids, weights)
         plan = plan_slots(workspace, slots)
         back, _ = return_rows(workspace, torch.ones(plan.max_rows, workspace.dim, device=ctx.device), plan, ids)
-        return slots.parts[0].clone(), slots.expert_ids.clone(), back
+        return slots.payload[0].clone(), slots.expert_ids.clone(), back
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -144,7 +144,7 @@ def test_moves_wait_for_no_device_read(ctx: Context):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = plan_slots(workspace, send_rows(workspace, mine.parts, mine.ids, mine.weights))
+        plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
         rows = torch.zeros(plan.max_rows, workspace.dim, device=ctx.device)
         return_rows(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
     finally:
@@ -156,10 +156,10 @@ def test_a_rank_that_never_comes_is_named(ctx: Context):
     workspace = make_workspace(ctx, kind_of(ctx), timeout=0.5)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
     if ctx.rank != 1:
-        send_rows(workspace, mine.parts, mine.ids)
+        send_rows(workspace, mine.payload, mine.ids)
         torch.cuda.synchronize()
         with pytest.raises(PeerTimeout, match=r"waited 0.5 s at put_rows, barrier 1, for rank 1 \(last seen at barr"):
-            send_rows(workspace, mine.parts, mine.ids)
+            send_rows(workspace, mine.payload, mine.ids)
     dist.barrier(ctx.group)
 
 
@@ -167,7 +167,7 @@ def test_a_rank_that_never_comes_is_named(ctx: Context):
 def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
     workspace = make_workspace(ctx, kind_of(ctx))
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    send_rows(workspace, mine.parts[: 1 + ctx.rank], mine.ids)
+    send_rows(workspace, mine.payload[: 1 + ctx.rank], mine.ids)
     torch.cuda.synchronize()
     with pytest.raises(
         PeersDisagree, match="rank 0 at put_rows with rows of 24 bytes, rank 1 at put_rows with rows of"

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from comms.cases import assert_bitwise, payload
+from comms.cases import assert_bitwise, content
 from mxep.comms import gather_rows, plan, rows, sum_slots
 from mxep.comms.kernels import gather, sums
 from mxep.comms.layout import CHANNELS, OWN_WORDS, Layout
@@ -14,15 +14,15 @@ IDS = torch.tensor([[0, 3], [-1, 1], [2, 2]], dtype=torch.int32)
 SLOT_ROWS = torch.tensor([[0, 3], [-1, 1], [2, -2], [-2, -2], [-1, -1], [4, 5]], dtype=torch.int32)
 
 
-def parts() -> list[torch.Tensor]:
-    return [payload(0, 3, 20), payload(1, 3, 5)]
+def payload() -> list[torch.Tensor]:
+    return [content(0, 3, 20), content(1, 3, 5)]
 
 
 def calls():
     tables = IDS[None].repeat(2, 1, 1), torch.rand(2, 3, 2), torch.tensor([3, 1], dtype=torch.int32)
     return {
         "make_plan": (plan.plan_rows, (*tables, 2, 2, 4, 16, 4)),
-        "gather_rows": (rows.gather_parts, (parts(), torch.tensor([2, -1, 0, 0], dtype=torch.int32), None)),
+        "gather_rows": (rows.gather_parts, (payload(), torch.tensor([2, -1, 0, 0], dtype=torch.int32), None)),
         "sum_slots": (rows.add_rows, (torch.randn(8, 5).bfloat16(), SLOT_ROWS)),
     }
 
@@ -48,19 +48,19 @@ def test_a_reference_never_reads_from_the_device(name):
 
 
 def test_gather_makes_zero_rows_where_there_is_no_row():
-    source = payload(3, 4, 6)
+    source = content(3, 4, 6)
     (rows_of_index,) = gather_rows((source,), torch.tensor([2, -1, 0, -2, 2], dtype=torch.int32))
     zero = torch.zeros(6, dtype=torch.uint8)
     assert_bitwise(rows_of_index, torch.stack((source[2], zero, source[0], zero, source[2])), "rows")
 
 
 def test_gather_without_an_index_makes_dense_copies():
-    wide = payload(3, 4, 6).to("cuda" if torch.cuda.is_available() else "cpu")
+    wide = content(3, 4, 6).to("cuda" if torch.cuda.is_available() else "cpu")
     (copy,) = gather_rows((wide[:, 1:4],), None)
     assert copy.is_contiguous()
     assert_bitwise(copy, wide[:, 1:4], "rows")
     copy.zero_()
-    assert_bitwise(wide.cpu(), payload(3, 4, 6), "source")
+    assert_bitwise(wide.cpu(), content(3, 4, 6), "source")
 
 
 def test_gather_from_nothing_makes_zero_rows():
@@ -100,12 +100,12 @@ def test_the_kernels_equal_their_references_whatever_the_strides(name):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     index = torch.tensor([[2, 9, 3], [-1, 9, 1], [0, 9, -2], [-2, 9, -1]], dtype=torch.int32, device=device)[:, ::2]
     if name == "gather_rows":
-        wide = payload(0, 4, 40).to(device)
-        parts = [wide[:, 3:11], wide[:, 8:32], wide[:, :0], torch.randn(4, 20, device=device)]
+        wide = content(0, 4, 40).to(device)
+        payload = [wide[:, 3:11], wide[:, 8:32], wide[:, :0], torch.randn(4, 20, device=device)]
         pairs = [
             pair
             for which in (index[:, 0], None)
-            for pair in zip(gather.gather_rows(parts, which, None), rows.gather_parts._init_fn(parts, which, None))
+            for pair in zip(gather.gather_rows(payload, which, None), rows.gather_parts._init_fn(payload, which, None))
         ]
     else:
         summands = torch.randn(4, 37, device=device).bfloat16()[:, :21]

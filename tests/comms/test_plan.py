@@ -22,7 +22,7 @@ def tables(everyone: list[Sent], max_tokens: int, *, poison: int = 0) -> tuple[t
 
 def check_plan(plan: RoutingPlan, everyone: list[Sent], max_tokens: int, experts: range, *, exact: bool) -> None:
     top_k = everyone[0].ids.shape[1]
-    wanted = expected_plan(everyone, experts, plan.multiple, plan.max_rows)
+    wanted = expected_plan(everyone, experts, plan.alignment, plan.max_rows)
     padding = [None] * (plan.max_rows - len(wanted.pairs))
     sources, slots, weights = [], [], []
     slot_rows = torch.full((len(everyone) * max_tokens, top_k), -1, dtype=torch.int32)
@@ -42,16 +42,16 @@ def check_plan(plan: RoutingPlan, everyone: list[Sent], max_tokens: int, experts
     assert_bitwise(plan.row_slot, torch.tensor(slots, dtype=torch.int32), "row_slot")
     assert_bitwise(plan.row_weight, torch.tensor(weights), "row_weight")
     assert_bitwise(plan.slot_rows, slot_rows, "slot_rows")
-    assert_bitwise(plan.group_ends, torch.tensor(wanted.group_ends, dtype=torch.int32), "group_ends")
+    assert_bitwise(plan.offs, torch.tensor(wanted.offs, dtype=torch.int32), "offs")
     assert_bitwise(plan.group_sizes, torch.tensor(wanted.group_sizes, dtype=torch.int32), "group_sizes")
     assert int(plan.invalid) == 0
     # Of all owners, where the plan knows who they are; with exact capacity R_max is this one's alone.
     owners = len(plan.overflow)
     for owner in range(owners):
         of = experts if owners == 1 else range(owner * len(experts), (owner + 1) * len(experts))
-        theirs = expected_plan(everyone, of, plan.multiple, 10**9)
-        assert int(plan.needed[owner]) == theirs.group_ends[-1], owner
-        lost = 0 if exact else expected_plan(everyone, of, plan.multiple, plan.max_rows).overflow
+        theirs = expected_plan(everyone, of, plan.alignment, 10**9)
+        assert int(plan.needed[owner]) == theirs.offs[-1], owner
+        lost = 0 if exact else expected_plan(everyone, of, plan.alignment, plan.max_rows).overflow
         assert int(plan.overflow[owner]) == lost, owner
 
 
@@ -63,14 +63,14 @@ def test_the_example_of_the_docstring():
         torch.tensor([2, 1], dtype=torch.int32),
         first_expert=0,
         num_local_experts=2,
-        multiple=4,
+        alignment=4,
     )
     assert plan.max_rows == 16
     assert plan.row_source.tolist() == [1, 4, -1, -1, 0, 3, -1, -1] + 8 * [-1]
     assert plan.row_slot.tolist() == [0, 2, -1, -1, 0, 1, -1, -1] + 8 * [-1]
     assert plan.row_weight.tolist() == [1, 4, 0, 0, 0, 3, 0, 0] + 8 * [0]
     assert plan.slot_rows.tolist() == [[4, 0], [-1, 5], [1, -1], [-1, -1]]
-    assert plan.group_ends.tolist() == [4, 8]
+    assert plan.offs.tolist() == [4, 8]
     assert plan.group_sizes.tolist() == [2, 2]
 
 
@@ -79,8 +79,8 @@ CAPACITIES = (Capacity.worst_case(), Capacity.factor(0.5), Capacity.factor(1.5),
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
-@pytest.mark.parametrize("multiple", [1, 16])
-def test_a_plan_is_what_loops_make(case, capacity, multiple):
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_a_plan_is_what_loops_make(case, capacity, alignment):
     world, max_tokens, top_k, num_experts = 3, 7, 3, 12
     sizes = {"max_tokens": max_tokens, "top_k": top_k, "num_experts": num_experts, "world_size": world}
     everyone = [bring(case, rank, seed=4, **sizes) for rank in range(world)]
@@ -90,7 +90,7 @@ def test_a_plan_is_what_loops_make(case, capacity, multiple):
             *tables(everyone, max_tokens, poison=experts[0]),
             first_expert=experts[0],
             num_local_experts=len(experts),
-            multiple=multiple,
+            alignment=alignment,
             capacity=capacity,
             num_experts=num_experts,
         )
@@ -102,7 +102,7 @@ def test_a_plan_is_what_loops_make(case, capacity, multiple):
 def test_a_plan_of_any_shape_is_what_loops_make(data):
     world, e, top_k = (data.draw(st.integers(1, 4)) for _ in range(3))
     max_tokens = data.draw(st.integers(0, 6))
-    multiple = data.draw(st.sampled_from([1, 2, 3, 32]))
+    alignment = data.draw(st.sampled_from([1, 2, 3, 32]))
     identifier = st.integers(-1, world * e - 1)
     everyone = []
     for _ in range(world):
@@ -112,7 +112,7 @@ def test_a_plan_of_any_shape_is_what_loops_make(data):
         everyone.append(Sent((), ids_of_rank, torch.rand(tokens, top_k)))
     rank = data.draw(st.integers(0, world - 1))
     capacity = data.draw(st.sampled_from(CAPACITIES))
-    options = {"first_expert": rank * e, "num_local_experts": e, "multiple": multiple, "capacity": capacity}
+    options = {"first_expert": rank * e, "num_local_experts": e, "alignment": alignment, "capacity": capacity}
     options["num_experts"] = data.draw(st.sampled_from([None, world * e]))
     plan = make_plan(*tables(everyone, max_tokens), **options)
     exact = capacity == Capacity.exact()
@@ -120,7 +120,7 @@ def test_a_plan_of_any_shape_is_what_loops_make(data):
 
 
 def test_the_worst_case_holds_whatever_distinct_experts_ask():
-    for top_k, e, multiple in ((2, 4, 32), (4, 2, 16), (1, 1, 32), (3, 3, 1)):
+    for top_k, e, alignment in ((2, 4, 32), (4, 2, 16), (1, 1, 32), (3, 3, 1)):
         ids = torch.arange(top_k, dtype=torch.int32).expand(2, 5, top_k).contiguous()
         plan = make_plan(
             ids,
@@ -128,16 +128,16 @@ def test_the_worst_case_holds_whatever_distinct_experts_ask():
             torch.full((2,), 5, dtype=torch.int32),
             first_expert=0,
             num_local_experts=e,
-            multiple=multiple,
+            alignment=alignment,
         )
         assert int(plan.overflow) == 0
-        assert plan.max_rows % multiple == 0
+        assert plan.max_rows % alignment == 0
         assert int(plan.group_sizes.sum()) == 10 * min(top_k, e)
 
 
 def test_capacities_have_the_sizes_they_promise():
     def rows(capacity: Capacity) -> int:
-        options = {"num_local_experts": 2, "multiple": 32, "needed": lambda: torch.tensor(96)}
+        options = {"num_local_experts": 2, "alignment": 32, "needed": lambda: torch.tensor(96)}
         return capacity.rows(4, 100, 3, **options)
 
     assert rows(Capacity.worst_case()) == 864  # 400 * min(3, 2) + 2 * 31 = 862
@@ -154,7 +154,7 @@ def test_capacities_have_the_sizes_they_promise():
 
 
 def test_the_factor_that_would_have_been_enough_is_and_the_one_below_is_not():
-    sizes = {"num_local_experts": 2, "multiple": 32}
+    sizes = {"num_local_experts": 2, "alignment": 32}
     for needed in (64, 96, 384, 448, 864):
         enough = Capacity.enough(needed, 100, 3, **sizes)
         assert Capacity.factor(enough).rows(4, 100, 3, **sizes) >= needed
@@ -165,12 +165,12 @@ def test_the_factor_that_would_have_been_enough_is_and_the_one_below_is_not():
 def test_rows_that_do_not_fit_are_counted_and_marked():
     ids = torch.zeros(1, 10, 1, dtype=torch.int32)
     tables_of_one = ids, torch.ones(ids.shape), torch.tensor([10], dtype=torch.int32)
-    options = {"first_expert": 0, "num_local_experts": 2, "multiple": 2}
+    options = {"first_expert": 0, "num_local_experts": 2, "alignment": 2}
     plan = make_plan(*tables_of_one, capacity=Capacity.factor(0.3), **options)
     assert plan.max_rows == 6  # 3 + 2 * 1 of padding, rounded up
     assert int(plan.overflow) == 4
     assert plan.slot_rows.flatten().tolist() == [0, 1, 2, 3, 4, 5] + 4 * [DROPPED]
-    assert plan.group_ends.tolist() == [6, 6]
+    assert plan.offs.tolist() == [6, 6]
     assert plan.group_sizes.tolist() == [10, 0]
 
 
@@ -191,19 +191,19 @@ def test_bad_tables_are_refused(index, table, message):
     bad = list(good_tables())
     bad[index] = table
     with pytest.raises(ValueError, match=message):
-        make_plan(*bad, first_expert=0, num_local_experts=4, multiple=1, num_experts=8)
+        make_plan(*bad, first_expert=0, num_local_experts=4, alignment=1, num_experts=8)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"multiple": 0}, "multiple: got 0, wanted at least 1"),
+        ({"alignment": 0}, "alignment: got 0, wanted at least 1"),
         ({"num_local_experts": 0}, "num_local_experts: got 0, wanted at least 1"),
         ({"num_experts": 3}, "experts 0 to 3: got 3 in all"),
     ],
 )
 def test_bad_sizes_are_refused(change, message):
-    options = {"first_expert": 0, "num_local_experts": 4, "multiple": 1} | change
+    options = {"first_expert": 0, "num_local_experts": 4, "alignment": 1} | change
     with pytest.raises(ValueError, match=message):
         make_plan(*good_tables(), **options)
 
@@ -217,7 +217,7 @@ def test_what_lies_past_a_senders_tokens_is_not_looked_at():
         torch.tensor([1, 0], dtype=torch.int32),
         first_expert=0,
         num_local_experts=2,
-        multiple=1,
+        alignment=1,
         num_experts=2,
     )
     assert plan.row_source.tolist()[:3] == [0, 1, -1]

@@ -17,7 +17,7 @@ from mxep.comms import plan
 from mxep.comms.kernels import plan as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FIELDS = ("row_source", "row_slot", "row_weight", "slot_rows", "group_ends", "group_sizes", "counts")
+FIELDS = ("row_source", "row_slot", "row_weight", "slot_rows", "offs", "group_sizes", "counts")
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
@@ -42,7 +42,7 @@ class Case:
     K: int
     E: int
     e: int
-    multiple: int = 32
+    alignment: int = 32
     room: float = 1.0
     """R_max as a part of what everything would need."""
     full: bool = False
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def max_rows(self) -> int:
-        return int(self.room * (self.W * self.T * self.K + self.e * (self.multiple - 1)))
+        return int(self.room * (self.W * self.T * self.K + self.e * (self.alignment - 1)))
 
     def tables(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         random = torch.Generator().manual_seed(seed)
@@ -70,10 +70,10 @@ class Case:
         return ids, weights, torch.randint(0, self.T + 1, (self.W,), generator=random, dtype=torch.int32)
 
     def plan(self, tables: Sequence[Tensor]) -> tuple[Any, ...]:
-        return *tables, self.first, self.e, self.multiple, self.max_rows, self.E
+        return *tables, self.first, self.e, self.alignment, self.max_rows, self.E
 
     def destinations(self, tables: Sequence[Tensor], rank: int, tokens: int) -> tuple[Any, ...]:
-        return tables[0], tables[2], rank, tokens, self.e, self.multiple, self.max_rows, self.E
+        return tables[0], tables[2], rank, tokens, self.e, self.alignment, self.max_rows, self.E
 
 
 CASES = {
@@ -83,17 +83,17 @@ CASES = {
     "one of 16 experts": Case(2, 1100, 1, 16, 8),
     "one expert here": Case(3, 40, 2, 3, 1),
     "one expert in all": Case(1, 300, 1, 1, 1),
-    "experts not a power of two": Case(3, 70, 6, 99, 33, multiple=24),
-    "multiple 1": Case(3, 33, 5, 30, 10, multiple=1),
+    "experts not a power of two": Case(3, 70, 6, 99, 33, alignment=24),
+    "multiple 1": Case(3, 33, 5, 30, 10, alignment=1),
     "half the room": Case(4, 100, 8, 64, 16, room=0.13),
     "no room": Case(2, 20, 2, 8, 4, room=0),
     "no tokens": Case(2, 0, 2, 8, 4),
     "600 experts": Case(1, 50, 8, 600, 600, full=True),
-    "more ranks than programs": Case(2, 5, 3, 40, 2, multiple=8, room=0.2),
+    "more ranks than programs": Case(2, 5, 3, 40, 2, alignment=8, room=0.2),
     "600 experts of 50 ranks": Case(3, 50, 4, 600, 12, room=0.05),
 }
 LARGE = {
-    "300 ranks": Case(300, 1, 1, 300, 1, multiple=4),
+    "300 ranks": Case(300, 1, 1, 300, 1, alignment=4),
     "4 x 8192 x 8": Case(4, 8192, 8, 128, 32, full=True),
     "4 x 8192 x 8, 1.25 x balanced": Case(4, 8192, 8, 128, 32, room=0.3125, full=True),
     "4 x 128 x 8": Case(4, 128, 8, 128, 32, full=True),

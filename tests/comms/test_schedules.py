@@ -44,13 +44,13 @@ def rounds(ctx: ScheduledContext, cases: tuple[str, ...] = ("random", "full")) -
     for seed, case in enumerate(cases):
         everyone = [bring_to(workspace, case, rank, seed) for rank in range(ctx.world_size)]
         mine, experts = everyone[ctx.rank], my_experts(workspace, ctx.rank)
-        slots = send_rows(workspace, mine.parts, mine.ids, mine.weights)
-        ctx.read(*slots.parts, slots.expert_ids, slots.weights, slots.num_tokens)
+        slots = send_rows(workspace, mine.payload, mine.ids, mine.weights)
+        ctx.read(*slots.payload, slots.expert_ids, slots.weights, slots.num_tokens)
         plan = plan_slots(workspace, slots)
         check_arrived(slots, plan, everyone, experts, case)
         check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, case)
-        again = send_rows(workspace, mine.parts, mine.ids)
-        ctx.read(*again.parts)
+        again = send_rows(workspace, mine.payload, mine.ids)
+        ctx.read(*again.payload)
         check_arrived(again, plan, everyone, experts, f"{case}, again")
     check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, f"{case}, again")
 
@@ -58,13 +58,13 @@ def rounds(ctx: ScheduledContext, cases: tuple[str, ...] = ("random", "full")) -
 def direct(ctx: ScheduledContext) -> None:
     slots_workspace, workspace = make_workspace(ctx), make_workspace(ctx, direct_rows=80)
     mine = bring_to(workspace, "full", ctx.rank, 0)
-    slots = send_rows(slots_workspace, mine.parts, mine.ids, mine.weights)
+    slots = send_rows(slots_workspace, mine.payload, mine.ids, mine.weights)
     plan = plan_slots(slots_workspace, slots)
-    grouped = send_rows_to_groups(workspace, mine.parts, mine.ids, mine.weights, multiple=4)
-    live = int(plan.group_ends[-1])
-    for rows, wanted in zip(grouped.parts, gather_rows(slots.parts, plan.row_slot)):
+    grouped = send_rows_to_groups(workspace, mine.payload, mine.ids, mine.weights, alignment=4)
+    valid = int(plan.offs[-1])
+    for rows, wanted in zip(grouped.payload, gather_rows(slots.payload, plan.row_slot)):
         ctx.read(rows)
-        assert_bitwise(rows[:live], wanted[:live], "rows")
+        assert_bitwise(rows[:valid], wanted[:valid], "rows")
 
 
 def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
@@ -75,7 +75,7 @@ def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
     for _ in range(3):
         if barriers:
             workspace.transport.barrier("between")
-        ctx.read(*send_rows(workspace, mine.parts, mine.ids).parts)
+        ctx.read(*send_rows(workspace, mine.payload, mine.ids).payload)
 
 
 def wild_ids(ctx: ScheduledContext) -> None:

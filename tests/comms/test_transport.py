@@ -64,13 +64,13 @@ def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
 @distributed(3, device="cpu")
 def test_peers_of_a_rank_with_ids_that_are_none_are_told_so(ctx: Context):
     workspace = Workspace(ctx.transport(), max_tokens=2, top_k=1, dim=16, num_experts=3)
-    parts, ids = (torch.zeros(2, 8, dtype=torch.uint8),), torch.tensor([[0], [1 + 7 * (ctx.rank == 1)]])
+    payload, ids = (torch.zeros(2, 8, dtype=torch.uint8),), torch.tensor([[0], [1 + 7 * (ctx.rank == 1)]])
     if ctx.rank == 1:
         with pytest.raises(ValueError, match=r"expert ids: got \[8\], wanted -1 \(not routed\) to 2"):
-            send_rows(workspace, parts, ids, torch.ones(2, 1))
+            send_rows(workspace, payload, ids, torch.ones(2, 1))
     else:
         with pytest.raises(PeersDisagree, match="refused to send: rank 1 brought expert ids that are none"):
-            send_rows(workspace, parts, ids, torch.ones(2, 1))
+            send_rows(workspace, payload, ids, torch.ones(2, 1))
     dist.barrier(ctx.group)
     for buffer in workspace.buffers:
         assert not workspace.layout.num_tokens(buffer.local)[1], "nothing moved from rank 1"
@@ -121,7 +121,7 @@ def check_other_moves(ctx: Context, said: str, *, home: bool = False, width: int
     part, ids = torch.zeros(2, width, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
     slots = send_rows(one, (part[:, :8],), ids, torch.ones(2, 1))
     tables = slots.expert_ids, slots.weights, slots.num_tokens
-    plan = make_plan(*tables, first_expert=ctx.rank, num_local_experts=1, multiple=1)
+    plan = make_plan(*tables, first_expert=ctx.rank, num_local_experts=1, alignment=1)
     rows = torch.zeros(plan.max_rows, 16)
     with pytest.raises(PeersDisagree, match=f"rank {ctx.rank} met peers in other moves: rank 0 at put_rows .*{said}"):
         _ = return_rows(one, rows, plan, ids) if home else send_rows(other if larger else one, (part,), ids)
@@ -137,14 +137,14 @@ def test_smaller_buffers_make_room_for_larger_ones_and_their_views_stay(ctx: Con
     old = small.buffers
     part = torch.full((2, 16), 7 + ctx.rank, dtype=torch.uint8, device=ctx.device)
     ids = torch.full((2, 1), ctx.world_size - 1, dtype=torch.int32, device=ctx.device)
-    (arrived,) = send_rows(small, (part,), ids).parts
+    (arrived,) = send_rows(small, (part,), ids).payload
     before = arrived.clone()
     larger = Workspace(transport, max_tokens=4, **sizes)
     assert larger.buffers is small.buffers is not old
     assert Workspace(transport, max_tokens=3, **sizes).buffers is larger.buffers
     for _ in range(3):
         send_rows(larger, (part + 1,), ids)
-        (again,) = send_rows(small, (part,), ids).parts
+        (again,) = send_rows(small, (part,), ids).payload
         assert torch.equal(again, before) or ctx.rank < ctx.world_size - 1
     assert torch.equal(arrived, before)
     assert small.moves == larger.moves == 7
@@ -204,8 +204,8 @@ def test_ranks_that_disagree_on_sizes_are_both_named(ctx: Context):
     sizes = {"max_tokens": 4, "top_k": 2, "dim": 16, "num_experts": 4}
     with pytest.raises(ValueError, match="ranks disagree on top_k: got 3 on rank 1, wanted 2 as on rank 0"):
         Workspace(transport, **{**sizes, "top_k": 2 + ctx.rank})
-    with pytest.raises(ValueError, match="ranks disagree on num_programs: got 9 on rank 1, wanted 8 as on rank 0"):
-        Workspace(transport, **sizes, num_programs=8 + ctx.rank)
+    with pytest.raises(ValueError, match="ranks disagree on num_sms: got 9 on rank 1, wanted 8 as on rank 0"):
+        Workspace(transport, **sizes, num_sms=8 + ctx.rank)
     with pytest.raises(ValueError, match="allocate: ranks disagree on nbytes: got 1 on rank 1, wanted 0 as on rank 0"):
         transport.allocate(ctx.rank)
     with pytest.raises(ValueError, match="num_experts: got 5, wanted a multiple of 2 ranks"):

@@ -177,12 +177,12 @@ def test_composed_functions_break_the_graph_and_keep_their_bits(ctx, recipe: str
 
     def in_two(x, weights, proj, down):
         rows, row_weight, routing = dispatch(x * 2, ids, weights, **carried)
-        y = expert_mlp(rows, proj, down, routing.plan.group_ends, row_weight=row_weight, **of)
+        y = expert_mlp(rows, proj, down, routing.plan.offs, row_weight=row_weight, **of)
         return combine(y, routing, **carried) + 1
 
     def in_four(x, weights, proj, down):
         rows, row_weight, routing = dispatch(x * 2, ids, weights, **carried)
-        ends = routing.plan.group_ends
+        ends = routing.plan.offs
         gate_up = grouped_mm(rows, proj, ends, out_dtype=torch.bfloat16, **of)
         h = swiglu(gate_up, row_weight, ends, **of)
         return combine(grouped_mm(h, down, ends, out_dtype=torch.bfloat16, **of), routing, **carried) + 1

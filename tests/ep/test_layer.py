@@ -32,7 +32,7 @@ def inputs(ranks, ctx) -> tuple[torch.Tensor, ...]:
 
 def composed(x, ids, weights, proj, down, *, dispatcher, recipe, main_grads=(None, None)) -> torch.Tensor:
     rows, row_weight, routing = dispatch(x, ids, weights, dispatcher=dispatcher, recipe=recipe)
-    ends = routing.plan.group_ends
+    ends = routing.plan.offs
     y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, recipe=recipe, main_grads=main_grads)
     return combine(y, routing, dispatcher=dispatcher, recipe=recipe)
 
@@ -118,7 +118,7 @@ def test_a_frozen_weight_keeps_nothing_for_its_gradient_and_changes_no_other(ctx
         wanted = [t for t in (x, weights, proj, down) if t.requires_grad]
         grads[trained] = dict(zip(map(id, wanted), torch.autograd.grad(out, wanted, d_out)))
     all_kept, all_grads = kept[True, True], grads[True, True]
-    parts = 1 if recipe == "bf16" else 2  # rows or h; codes and scales
+    parts = 1 if recipe == "bf16" else 2  # rows or h; qdata and scales
     assert kept == {trained: all_kept - parts * trained.count(False) for trained in kept}
     for some in grads.values():
         assert all(torch.equal(grad, all_grads[which]) for which, grad in some.items())

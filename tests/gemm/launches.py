@@ -25,12 +25,12 @@ def rows(m: int = M, k: int = K, dtype: torch.dtype = E4M3) -> Operand:
 def slots() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes and scales side by side in the rows of a receive buffer, and the index that picks them."""
     buffer = torch.empty(M, K + K // 32, dtype=torch.uint8)
-    codes, scale = buffer[:, :K].view(E4M3), buffer[:, K:].view(torch.float8_e8m0fnu)
-    return codes, scale, torch.empty(M, dtype=torch.int32)
+    qdata, scale = buffer[:, :K].view(E4M3), buffer[:, K:].view(torch.float8_e8m0fnu)
+    return qdata, scale, torch.empty(M, dtype=torch.int32)
 
 
 def weight(n: int = N, k: int = K, dtype: torch.dtype = E4M3) -> Operand:
-    """As `quantize_both` stores its rows: scales turned."""
+    """As `quantize_both` stores its rows: scales transposed."""
     return torch.empty(G, n, k, dtype=dtype), torch.empty(G, k // 32, n, dtype=torch.float8_e8m0fnu).mT
 
 
@@ -57,14 +57,14 @@ def flag() -> torch.Tensor:
 
 
 def mm(a: tuple[torch.Tensor, ...], w: Operand, **options: torch.Tensor | None) -> None:
-    codes, scale, *index = a
+    qdata, scale, *index = a
     bias = options.pop("bias", None)
     dot_scaled.grouped_mm(
-        codes, scale, index[0] if index else None, *w, ends(), bias, torch.bfloat16, run_if=options.pop("run_if", None)
+        qdata, scale, index[0] if index else None, *w, ends(), bias, torch.bfloat16, run_if=options.pop("run_if", None)
     )
 
 
-def turned(operand: Operand) -> Operand:
+def transposed(operand: Operand) -> Operand:
     return operand[0].mT, operand[1].mT
 
 
@@ -83,7 +83,7 @@ LAUNCHES = {
     "forward odd blocks": lambda: mm(rows(k=1440), weight(k=1440)),
     "dgrad": lambda: mm(rows(k=N), weight_cols()),
     "dgrad E5M2": lambda: mm(rows(k=N, dtype=E5M2), weight_cols()),
-    "dgrad tiles": lambda: mm(rows(k=N), turned(tiles())),
+    "dgrad tiles": lambda: mm(rows(k=N), transposed(tiles())),
     "wgrad": wgrad,
     "wgrad add": lambda: wgrad(add=True),
     "wgrad E5M2": lambda: wgrad(E5M2),

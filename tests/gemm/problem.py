@@ -20,7 +20,7 @@ QUANTIZED = RECIPES[1:]
 
 @dataclass(frozen=True)
 class Result:
-    """out (R, N), da (R, K) of the live rows, dw (G, N, K)."""
+    """out (R, N), da (R, K) of the valid rows, dw (G, N, K)."""
 
     out: Tensor
     da: Tensor
@@ -36,25 +36,25 @@ class Result:
 
 @dataclass(frozen=True)
 class Problem:
-    """a (M, K), w (G, N, K), dy (M, N) bf16, group_ends (G,); the first R rows are live."""
+    """a (M, K), w (G, N, K), dy (M, N) bf16, offs (G,); the first R rows are live."""
 
     a: Tensor
     w: Tensor
     dy: Tensor
-    group_ends: Tensor
+    offs: Tensor
 
     @property
-    def live(self) -> int:
-        return int(self.group_ends[-1])
+    def valid(self) -> int:
+        return int(self.offs[-1])
 
     def groups(self) -> list[tuple[int, slice]]:
-        ends = self.group_ends.tolist()
+        ends = self.offs.tolist()
         return [(g, slice(start, end)) for g, (start, end) in enumerate(zip([0, *ends], ends))]
 
     def product(self, a: Tensor, w: Tensor, dy: Tensor) -> Result:
         """The three products of these operands, in float64."""
         a, w, dy = a.double(), w.double(), dy.double()
-        out, da, dw = dy.new_zeros(self.live, w.shape[1]), dy.new_zeros(self.live, w.shape[2]), torch.zeros_like(w)
+        out, da, dw = dy.new_zeros(self.valid, w.shape[1]), dy.new_zeros(self.valid, w.shape[2]), torch.zeros_like(w)
         for g, rows in self.groups():
             out[rows], da[rows], dw[g] = a[rows] @ w[g].mT, dy[rows] @ w[g], dy[rows].mT @ a[rows]
         return Result(out, da, dw)
@@ -74,11 +74,11 @@ class Problem:
         """grouped_mm forward and backward, with `a` and `dy` replaced by what is given."""
         a = (self.a if a is None else a).detach().requires_grad_()
         w = self.w.detach().clone().requires_grad_()
-        out = grouped_mm(a, w, self.group_ends, recipe=recipe, **options)
+        out = grouped_mm(a, w, self.offs, recipe=recipe, **options)
         torch.autograd.backward(out, self.dy.to(out.dtype) if dy is None else dy)
         assert a.grad is not None
         assert w.grad is not None
-        return Result(out.detach()[: self.live], a.grad[: self.live], w.grad)
+        return Result(out.detach()[: self.valid], a.grad[: self.valid], w.grad)
 
 
 def problem(
@@ -102,10 +102,10 @@ def snr(exact: Tensor, x: Tensor) -> float:
     return float(20 * torch.log10(exact.norm() / (exact - x.double()).norm()))
 
 
-def indexed(mx: MXTensor, *, live: int, seed: int = 1, poison: int = -1) -> MXTensor:
+def indexed(mx: MXTensor, *, valid: int, seed: int = 1, poison: int = -1) -> MXTensor:
     """The rows of `mx` out of order in a larger buffer of wider rows, under a row index that puts them right.
 
-    Every fifth live row that holds only zeros is found by -1. Index entries past `live` are `poison`.
+    Every fifth valid row that holds only zeros is found by -1. Index entries past `valid` are `poison`.
     """
     random = torch.Generator().manual_seed(seed)
     num_rows = mx.shape[0]
@@ -117,9 +117,9 @@ def indexed(mx: MXTensor, *, live: int, seed: int = 1, poison: int = -1) -> MXTe
         return wide[:, : part.shape[1]].view(part.dtype)
 
     index = slots.int()
-    index[live:] = poison
-    zero = (mx.qdata.view(torch.uint8)[:live] == 0).all(1)
-    index[:live][zero] = -1
+    index[valid:] = poison
+    zero = (mx.qdata.view(torch.uint8)[:valid] == 0).all(1)
+    index[:valid][zero] = -1
     return MXTensor.from_qdata_and_scales(
-        scatter(mx.qdata), scatter(mx.scale), mx.dtype, block=mx.block, row_index=index
+        scatter(mx.qdata), scatter(mx.scale), mx.dtype, block_size=mx.block_size, row_index=index
     )

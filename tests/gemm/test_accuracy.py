@@ -1,4 +1,4 @@
-"""How close the products are: to float64, to each other, and to the product of their own codes."""
+"""How close the products are: to float64, to each other, and to the product of their own qdata."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_quantized_products_of_gaussian_data_reach_their_snr(
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_dequant_differs_from_reference_by_rounding_alone(recipe: str, out_dtype: torch.dtype) -> None:
-    # Same codes, sums in another order, and one rounding to bf16 more in each result (two roundings of the same value
+    # Same qdata, sums in another order, and one rounding to bf16 more in each result (two roundings of the same value
     # differ by at most 2 * 2**-8 of it). Codes are at most 1 + 2**-3 times their values: 1.3 covers two of them.
     p = problem()
     reference, dequant = (p.run(recipe, backend=backend, out_dtype=out_dtype) for backend in BACKENDS)
@@ -64,15 +64,15 @@ def test_dequant_differs_from_reference_by_rounding_alone(recipe: str, out_dtype
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradients_contract_operands_requantized_along_tokens(backend: str) -> None:
-    # Of every other token a is 2^16 smaller and dy as much larger: it counts as much, but along tokens its codes are
-    # subnormal. Gaussian tokens' codes do not change, and show nothing.
+    # Of every other token a is 2^16 smaller and dy as much larger: it counts as much, but along tokens its qdata are
+    # subnormal. Gaussian tokens' qdata do not change, and show nothing.
     p, recipe = problem((64, 0, 96), n=96, k=128), Recipe.mxfp8()
     factor = torch.where(torch.arange(len(p.a)) % 2 == 0, 1.0, 2.0**-16).view(-1, 1)
-    p = Problem(p.a * factor, p.w, p.dy / factor, p.group_ends)
-    rows = [recipe.quantize_rows(x[: p.live], recipe.fmt) for x in (p.dy, p.a)]
-    dy, a = (dense(recipe.along_tokens(x, p.group_ends)) for x in rows)
+    p = Problem(p.a * factor, p.w, p.dy / factor, p.offs)
+    rows = [recipe.quantize_rows(x[: p.valid], recipe.fmt) for x in (p.dy, p.a)]
+    dy, a = (dense(recipe.along_tokens(x, p.offs)) for x in rows)
     want, other = p.product(a, p.w, dy).dw, p.product(dense(rows[1]), p.w, dense(rows[0])).dw
-    p = Problem(p.a, p.w.float(), p.dy, p.group_ends)
+    p = Problem(p.a, p.w.float(), p.dy, p.offs)
     got = p.run(recipe, backend=backend).dw
     assert snr(want, got) > 50  # one rounding to bf16 at most
     assert snr(other, got) < 20
@@ -100,9 +100,9 @@ def test_reference_is_the_product_of_its_codes(sizes: list[int], n: int, k: int,
     elif r.scaling == "row":
         wgrad = forward
     else:
-        live = slice(0, p.live)
+        valid = slice(0, p.valid)
         wgrad = p.product(
-            dense(quantize(a[live], axis=-2, fmt=r.fmt)), p.w, dense(quantize(dy[live], axis=-2, fmt=r.grad_fmt))
+            dense(quantize(a[valid], axis=-2, fmt=r.fmt)), p.w, dense(quantize(dy[valid], axis=-2, fmt=r.grad_fmt))
         )
     want = Result(forward.out, dgrad.da, wgrad.dw)
     assert got.out.dtype == got.da.dtype == torch.float32

@@ -21,8 +21,8 @@ BACKEND: Any = BACKENDS["blackwell"]
 IS_BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
 
 
-def up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def up(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
 
 
 def offsets(rows: int, cols: int) -> Tensor:
@@ -75,10 +75,10 @@ def test_the_layout_is_that_of_torchs_own_helper() -> None:
 def test_rows_and_weights_have_the_published_layout_group_by_group() -> None:
     p = problem((64, 0, 160, 32), n=96, k=160)
     a, w = quantize(p.a), quantize(p.w)
-    codes, scale = rows_operand(a, p.group_ends)
+    qdata, scale = rows_operand(a, p.offs)
     want = torch.cat([published(a.scale[rows]) for _, rows in p.groups() if rows.stop > rows.start])
     assert torch.equal(scale.view(torch.uint8).flatten()[: len(want)], want)
-    assert codes.data_ptr() == a.qdata.data_ptr()  # no copy of what lies there already
+    assert qdata.data_ptr() == a.qdata.data_ptr()  # no copy of what lies there already
     _, w_scale = weight_operand(w)
     assert torch.equal(w_scale.view(torch.uint8), torch.stack([published(part) for part in w.scale]))
 
@@ -89,14 +89,14 @@ def test_torch_accepts_dtypes_shapes_and_strides() -> None:
     recipe = Recipe.mxfp8()
     weight = BACKEND.quantize_weight(p.w, recipe, cols=True)
     for x, w, n in ((p.a, weight.rows, 96), (p.dy, weight.cols.mT, 160)):
-        a, a_scale = rows_operand(quantize(x), p.group_ends)
+        a, a_scale = rows_operand(quantize(x), p.offs)
         b, b_scale = weight_operand(w)
-        assert scaled_grouped_mm_of_meta(a, b, a_scale, b_scale, p.group_ends).shape == (len(p.a), n)
-    dy, a = (recipe.along_tokens(quantize(x), p.group_ends) for x in (p.dy, p.a))
+        assert scaled_grouped_mm_of_meta(a, b, a_scale, b_scale, p.offs).shape == (len(p.a), n)
+    dy, a = (recipe.along_tokens(quantize(x), p.offs) for x in (p.dy, p.a))
     assert isinstance(dy, MXTensor)
     assert isinstance(a, MXTensor)
-    (y, y_scale), (x, x_scale) = tokens_operand(dy, p.group_ends), tokens_operand(a, p.group_ends)
-    assert scaled_grouped_mm_of_meta(y, x.mT, y_scale, x_scale, p.group_ends).shape == (4, 96, 160)
+    (y, y_scale), (x, x_scale) = tokens_operand(dy, p.offs), tokens_operand(a, p.offs)
+    assert scaled_grouped_mm_of_meta(y, x.mT, y_scale, x_scale, p.offs).shape == (4, 96, 160)
     # Checks of torch's CUDA code that the ones above leave out: room for the scales of all rows.
     assert y_scale.shape[0] >= y.shape[0]
     assert x_scale.shape[0] >= x.shape[0]
@@ -108,15 +108,15 @@ def scaled_grouped_mm_of_meta(*operands: Tensor) -> Tensor:
     return out
 
 
-def decoded_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_ends: Tensor) -> Tensor:
+def decoded_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
     """What `multiply` asks of torch, from the bytes as published: values in fp64, the product rounded to bf16."""
-    ends = group_ends.tolist()
+    ends = offs.tolist()
     groups = list(enumerate(zip([0, *ends], ends)))
 
-    def values(codes: Tensor, scale: Tensor) -> Tensor:
-        """codes (rows, cols) whose swizzled scales `scale` starts with."""
-        byte = scale[offsets(codes.shape[0], codes.shape[1] // 32)]
-        return codes.double() * torch.exp2(byte.double() - 127).repeat_interleave(32, 1)
+    def values(qdata: Tensor, scale: Tensor) -> Tensor:
+        """qdata (rows, cols) whose swizzled scales `scale` starts with."""
+        byte = scale[offsets(qdata.shape[0], qdata.shape[1] // 32)]
+        return qdata.double() * torch.exp2(byte.double() - 127).repeat_interleave(32, 1)
 
     a_bytes, b_bytes = (x.view(torch.uint8).reshape(-1) for x in (a_scale, b_scale))
     if b.ndim == 3:
@@ -155,7 +155,7 @@ def test_operands_read_as_published_give_the_products_of_the_reference(sizes: tu
 @pytest.mark.usefixtures("decoded")
 def test_operands_under_an_index_too() -> None:
     p = problem((64, 0, 160, 32), n=96, k=160)
-    a, dy = (indexed(quantize(x), live=p.live, poison=2**30) for x in (p.a, p.dy))
+    a, dy = (indexed(quantize(x), valid=p.valid, poison=2**30) for x in (p.a, p.dy))
     assert_products_of_reference(p, "mxfp8", a=a, dy=dy)
 
 
@@ -170,7 +170,7 @@ def assert_products_of_reference(p: Problem, recipe: str, **operands: Tensor) ->
 def test_bias_is_added_to_its_groups_rows() -> None:
     p, bias = problem(n=96, k=160), torch.randn(4, 96)
     plain, biased = (
-        grouped_mm(p.a, p.w, p.group_ends, recipe="mxfp8", backend="blackwell", bias=b, out_dtype=torch.float32)
+        grouped_mm(p.a, p.w, p.offs, recipe="mxfp8", backend="blackwell", bias=b, out_dtype=torch.float32)
         for b in (None, bias)
     )
     for g, rows in p.groups():
@@ -183,16 +183,16 @@ def test_without_rows_no_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
     a, dy = quantize(p.a), quantize(p.dy)
     for name in ("gather_swizzled", "pad_groups", "requantize", "swizzle_scales", "multiply"):
         monkeypatch.setattr(blackwell, name, None)
-    assert BACKEND.forward(a, weight.rows, p.group_ends, bias=None, out_dtype=torch.bfloat16).shape == (0, 96)
-    assert BACKEND.dgrad(dy, weight.cols, p.group_ends, out_dtype=torch.bfloat16).shape == (0, 128)
-    dw = BACKEND.wgrad(dy, a, p.group_ends, recipe=recipe, out_dtype=torch.float32)
+    assert BACKEND.forward(a, weight.rows, p.offs, bias=None, out_dtype=torch.bfloat16).shape == (0, 96)
+    assert BACKEND.dgrad(dy, weight.cols, p.offs, out_dtype=torch.bfloat16).shape == (0, 128)
+    dw = BACKEND.wgrad(dy, a, p.offs, recipe=recipe, out_dtype=torch.float32)
     assert torch.equal(dw, torch.zeros(2, 96, 128))
 
 
 def test_what_torchs_kernel_cannot_do_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem()
     with pytest.raises(RuntimeError, match=r"'blackwell' cannot run on cpu: want a CUDA device of compute .* 10\.x"):
-        grouped_mm(p.a, p.w, p.group_ends, recipe="mxfp8", backend="blackwell")
+        grouped_mm(p.a, p.w, p.offs, recipe="mxfp8", backend="blackwell")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert "wants compute capability 10.x, got (9, 0); use backend" in str(BACKEND.why_not(torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
@@ -200,9 +200,9 @@ def test_what_torchs_kernel_cannot_do_is_refused_with_a_way_out(monkeypatch: pyt
     w = BACKEND.quantize_weight(p.w, Recipe.mxfp8(), cols=False).rows
     how: dict[str, Any] = {"bias": None, "out_dtype": torch.bfloat16}
     with pytest.raises(ValueError, match=r"'blackwell': a: got MXTensor\(.*E5M2.*want E4M3.*backend 'triton'"):
-        BACKEND.forward(quantize(p.a, fmt=E5M2), w, p.group_ends, **how)
+        BACKEND.forward(quantize(p.a, fmt=E5M2), w, p.offs, **how)
     with pytest.raises(ValueError, match=r"'blackwell': a: got a plain tensor .*backend 'dequant'"):
-        BACKEND.forward(p.a, w, p.group_ends, **how)
+        BACKEND.forward(p.a, w, p.offs, **how)
 
 
 @pytest.mark.skipif(not IS_BLACKWELL, reason="no GPU of compute capability 10.x")
@@ -210,4 +210,4 @@ def test_what_torchs_kernel_cannot_do_is_refused_with_a_way_out(monkeypatch: pyt
 @pytest.mark.parametrize("sizes", [(64, 0, 160, 32), (0, 0, 128)], ids=str)
 def test_on_blackwell_products_are_those_of_the_reference(sizes: tuple[int, ...], recipe: str) -> None:
     p = problem(sizes, n=96, k=160)
-    assert_products_of_reference(Problem(*(x.cuda() for x in (p.a, p.w, p.dy, p.group_ends))), recipe)
+    assert_products_of_reference(Problem(*(x.cuda() for x in (p.a, p.w, p.dy, p.offs))), recipe)

@@ -1,4 +1,4 @@
-"""Whatever group_ends holds, no kernel reads or writes outside its buffers."""
+"""Whatever offs holds, no kernel reads or writes outside its buffers."""
 
 from collections.abc import Callable
 

@@ -78,13 +78,13 @@ def inputs(sizes: Sequence[int] = SIZES, rows: int = 37) -> tuple[Tensor, Tensor
 def train(model: nn.Module, x: Tensor, offs: Tensor) -> dict[str, Tensor]:
     """Output, gradient of x and of all parameters of one forward and backward; rows in no group left out."""
     x = x.detach().requires_grad_()
-    live = int(offs[-1])
+    valid = int(offs[-1])
     model.zero_grad()
-    out = model(x, offs)[:live]
+    out = model(x, offs)[:valid]
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out))
     assert x.grad is not None
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), "x": x.grad[:live], **grads}
+    return {"out": out.detach(), "x": x.grad[:valid], **grads}
 
 
 def same(results: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
@@ -93,8 +93,8 @@ def same(results: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 
 def ours(x: Tensor, w: Tensor, offs: Tensor, recipe: str = "mxfp8") -> Tensor:
     """x (M, K), w (G, N, K): padded, multiplied and unpadded by hand."""
-    padded = pad_groups(x, offs.diff(prepend=offs.new_zeros(1)), multiple=32)
-    return unpad_groups(grouped_mm(padded.rows, w, padded.group_ends, recipe=recipe), padded.row_index, num_rows=len(x))
+    padded = pad_groups(x, offs.diff(prepend=offs.new_zeros(1)), alignment=32)
+    return unpad_groups(grouped_mm(padded.rows, w, padded.offs, recipe=recipe), padded.row_index, num_rows=len(x))
 
 
 @pytest.mark.parametrize(
@@ -583,7 +583,7 @@ def test_errors_of_a_product_name_the_parameter() -> None:
     x, offs = inputs()
     with pytest.raises(ValueError, match=r"^gate_up_proj: K: got 40, want a multiple of 32"):
         model(x[:, :40], offs)
-    with pytest.raises(ValueError, match=r"^gate_up_proj: group_ends: got torch.int32 \(2,\), want torch.int32 \(G,\)"):
+    with pytest.raises(ValueError, match=r"^gate_up_proj: offs: got torch.int32 \(2,\), want torch.int32 \(G,\)"):
         model(x, offs[:2])
 
 

@@ -18,7 +18,7 @@ SIZES = (64, 0, 160, 32, 0)
 
 
 def on_gpu(p: Problem) -> Problem:
-    return Problem(*(x.cuda() for x in (p.a, p.w, p.dy, p.group_ends)))
+    return Problem(*(x.cuda() for x in (p.a, p.w, p.dy, p.offs)))
 
 
 @pytest.mark.parametrize("backend", ["reference", "dequant"])
@@ -31,8 +31,8 @@ def test_results_are_those_of_the_cpu(recipe: str, backend: str) -> None:
         assert ((got.cpu().double() - want.double()).abs() <= bound).all()
 
 
-def step(a: Tensor, w: Tensor, bias: Tensor, group_ends: Tensor, dy: Tensor, recipe: Recipe) -> list[Tensor]:
-    out = grouped_mm(a, w, group_ends, recipe=recipe, bias=bias)
+def step(a: Tensor, w: Tensor, bias: Tensor, offs: Tensor, dy: Tensor, recipe: Recipe) -> list[Tensor]:
+    out = grouped_mm(a, w, offs, recipe=recipe, bias=bias)
     return [out.detach(), *torch.autograd.grad(out, (a, w, bias), dy)]
 
 
@@ -41,10 +41,10 @@ def arguments(p: Problem, recipe: str, *, coded: bool) -> list[Any]:
     r, q = Recipe.named(recipe), on_gpu(p)
     a, dy = p.a, p.dy
     if coded:
-        a, dy = (indexed(x, live=p.live).to("cuda") for x in (r.quantize_activation(a), r.quantize_gradient(dy)))
+        a, dy = (indexed(x, valid=p.valid).to("cuda") for x in (r.quantize_activation(a), r.quantize_gradient(dy)))
     bias = torch.ones(q.w.shape[:2], device="cuda")
     a, w, b = (x.detach().requires_grad_() for x in (a.cuda(), q.w, bias))
-    return [a, w, b, q.group_ends, dy.cuda(), r]
+    return [a, w, b, q.offs, dy.cuda(), r]
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -58,8 +58,8 @@ def test_the_host_waits_for_nothing(recipe: str, coded: bool) -> None:
         got = step(*given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    live = slice(0, sum(SIZES))
-    assert all(torch.equal(x[live], y[live]) for x, y in zip(want, got))
+    valid = slice(0, sum(SIZES))
+    assert all(torch.equal(x[valid], y[valid]) for x, y in zip(want, got))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -77,9 +77,9 @@ def test_a_captured_graph_follows_new_groups(recipe: str) -> None:
         ends = torch.tensor(sizes).cumsum(0).int()
         given[3].copy_(ends)
         graph.replay()
-        q = replace(p, group_ends=ends)
+        q = replace(p, offs=ends)
         want = step(*arguments(q, recipe, coded=False))
-        assert all(torch.equal(x[: q.live], y[: q.live]) for x, y in zip(want[:2], got[:2]))
+        assert all(torch.equal(x[: q.valid], y[: q.valid]) for x, y in zip(want[:2], got[:2]))
         assert all(torch.equal(x, y) for x, y in zip(want[2:], got[2:]))
         assert all(not got[2][g].any() for g, size in enumerate(sizes) if not size)
 

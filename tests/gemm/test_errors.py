@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def refuse(match: str, **changes: Any) -> None:
     p = problem()
-    given = {"a": p.a, "w": p.w, "group_ends": p.group_ends, "recipe": "mxfp8"} | changes
+    given = {"a": p.a, "w": p.w, "offs": p.offs, "recipe": "mxfp8"} | changes
     with pytest.raises(ValueError, match=match):
         grouped_mm(**given)
 
@@ -29,7 +29,7 @@ def ends(*values: int) -> Tensor:
 def test_shapes() -> None:
     refuse(r"got a \(128,\), w \(4, 96, 128\), want a \(M, K\) and w \(G, N, K\)", a=problem().a[0])
     refuse(r"got a \(320, 64\), w \(4, 96, 128\)", a=problem().a[:, :64])
-    refuse(r"w: got shape \(0, 96, 128\), want .*at least one group", w=problem().w[:0], group_ends=ends())
+    refuse(r"w: got shape \(0, 96, 128\), want .*at least one group", w=problem().w[:0], offs=ends())
     refuse(r"bias: got torch.float32 \(96,\), want floating point \(G, N\) = \(4, 96\)", bias=torch.zeros(96))
 
 
@@ -37,7 +37,7 @@ def test_dtypes() -> None:
     p = problem()
     refuse(r"a: got torch.float8_e4m3fn, .*from_qdata_and_scales", a=quantize(p.a).qdata)
     mx = quantize(p.a)
-    refuse(r"a: got a tuple, want a tensor: MXTensor.from_qdata_and_scales\(codes, scales\)", a=(mx.qdata, mx.scale))
+    refuse(r"a: got a tuple, want a tensor: MXTensor.from_qdata_and_scales\(qdata, scales\)", a=(mx.qdata, mx.scale))
     refuse(r"w: got a tuple, want a tensor", w=(p.w, p.w))
     refuse(r"a: got torch.float64, want one of", a=p.a.double())
     refuse(r"a: got torch.float16, want one of", a=p.a.half(), recipe="bf16")
@@ -45,13 +45,13 @@ def test_dtypes() -> None:
     refuse(r"w: got MXTensor.*the recipe quantizes it", w=quantize(p.w))
     refuse(r"out_dtype: got torch.float16, want one of", out_dtype=torch.float16)
     refuse(r"bias: got torch.int64", bias=torch.zeros(4, 96, dtype=torch.long))
-    refuse(r"group_ends: got torch.int64 \(4,\), want torch.int32.*cumsum", group_ends=p.group_ends.long())
+    refuse(r"offs: got torch.int64 \(4,\), want torch.int32.*cumsum", offs=p.offs.long())
 
 
 def test_blocks_that_do_not_fit_the_recipe() -> None:
     a = problem().a
     refuse(r"a: got MXTensor.*axis=-2.*want axis -1.*each 32 elements along K.*dequantize", a=quantize(a, axis=-2))
-    refuse(r"a: got MXTensor.*block=128.*want axis -1", a=quantize(a, block=None))
+    refuse(r"a: got MXTensor.*block_size=128.*want axis -1", a=quantize(a, block_size=None))
     refuse(r"a: got MXTensor.*one scale for each row for recipe fp8", a=quantize(a), recipe="fp8")
     refuse(r"a: got MXTensor.*want a plain tensor for recipe bf16: call .dequantize", a=quantize(a), recipe="bf16")
 
@@ -63,22 +63,22 @@ def test_alignment() -> None:
     refuse(r"N: got 90, want a multiple of 16 for recipe fp8", w=p.w[:, :90], recipe="fp8")
     refuse(r"M: got 310 rows, want a multiple of 32 for recipe mxfp8: pad the groups", a=p.a[:310])
     refuse(r"dequant.*N=90, K=128, want multiples of 8", w=p.w[:, :90], recipe="bf16", backend="dequant")
-    grouped_mm(p.a[:310, :101], p.w[:, :90, :101], p.group_ends, recipe="bf16", backend="reference")
+    grouped_mm(p.a[:310, :101], p.w[:, :90, :101], p.offs, recipe="bf16", backend="reference")
 
 
 def test_group_ends() -> None:
-    refuse(r"group_ends: got torch.int32 \(3,\), want torch.int32 \(G,\) = \(4,\)", group_ends=ends(32, 64, 96))
-    refuse(r"group_ends: got \[64, 32, 96, 128\], want ascending", group_ends=ends(64, 32, 96, 128))
-    refuse(r"group_ends: got \[-32, 32, 96, 128\], want ascending ends from 0", group_ends=ends(-32, 32, 96, 128))
-    refuse(r"group_ends: got \[32, 64, 96, 352\], past the 320 rows", group_ends=ends(32, 64, 96, 352))
-    refuse(r"got \[32, 48, 96, 128\], want multiples of 32 .*pad_groups", group_ends=ends(32, 48, 96, 128))
-    refuse(r"got \[8, 48, 96, 128\], want multiples of 16", group_ends=ends(8, 48, 96, 128), recipe="fp8")
+    refuse(r"offs: got torch.int32 \(3,\), want torch.int32 \(G,\) = \(4,\)", offs=ends(32, 64, 96))
+    refuse(r"offs: got \[64, 32, 96, 128\], want ascending", offs=ends(64, 32, 96, 128))
+    refuse(r"offs: got \[-32, 32, 96, 128\], want ascending ends from 0", offs=ends(-32, 32, 96, 128))
+    refuse(r"offs: got \[32, 64, 96, 352\], past the 320 rows", offs=ends(32, 64, 96, 352))
+    refuse(r"got \[32, 48, 96, 128\], want multiples of 32 .*pad_groups", offs=ends(32, 48, 96, 128))
+    refuse(r"got \[8, 48, 96, 128\], want multiples of 16", offs=ends(8, 48, 96, 128), recipe="fp8")
 
 
 def test_devices() -> None:
     p = problem()
     refuse("w: got device meta, want cpu, where a is", w=p.w.to("meta"))
-    refuse("group_ends: got device meta", group_ends=p.group_ends.to("meta"))
+    refuse("offs: got device meta", offs=p.offs.to("meta"))
     refuse("bias: got device meta", bias=torch.zeros(4, 96, device="meta"))
 
 
@@ -95,7 +95,7 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delattr(torch, "_grouped_mm")
     p = problem()
     with pytest.raises(RuntimeError, match=r"'dequant' cannot run on cpu: torch .* has no grouped mm"):
-        grouped_mm(p.a, p.w, p.group_ends, recipe=Recipe.bf16(), backend="dequant")
+        grouped_mm(p.a, p.w, p.offs, recipe=Recipe.bf16(), backend="dequant")
 
 
 def test_dequant_uses_the_older_name_where_there_is_no_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:

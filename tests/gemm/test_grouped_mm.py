@@ -52,13 +52,13 @@ def test_rows_under_an_index_equal_materialized_rows(recipe: str, backend: str) 
     assert isinstance(a, MXTensor)
     assert isinstance(dy, MXTensor)
     here = p.run(recipe, a=a, dy=dy, backend=backend)
-    there = p.run(recipe, a=indexed(a, live=p.live), dy=indexed(dy, live=p.live, seed=2), backend=backend)
+    there = p.run(recipe, a=indexed(a, valid=p.valid), dy=indexed(dy, valid=p.valid, seed=2), backend=backend)
     assert here.same_as(there)
 
 
 def test_reference_reads_no_index_past_the_last_group() -> None:
     p = problem()
-    a, dy = (indexed(quantize(x), live=p.live, poison=2**30) for x in (p.a, p.dy))
+    a, dy = (indexed(quantize(x), valid=p.valid, poison=2**30) for x in (p.a, p.dy))
     assert p.run("mxfp8").same_as(p.run("mxfp8", a=a, dy=dy, backend="reference"))
 
 
@@ -86,7 +86,7 @@ def test_nan_stays_with_its_token_and_its_expert(recipe: str, backend: str) -> N
     p.a[70, 3] = torch.nan
     p.dy[130, 5] = torch.nan
     got = p.run(recipe, backend=backend)
-    others = torch.arange(p.live)
+    others = torch.arange(p.valid)
     assert got.out[70].isnan().all()
     assert torch.equal(got.out[others != 70], clean.out[others != 70])
     assert got.da[130].isnan().all()
@@ -146,7 +146,7 @@ def test_a_gradient_that_arrives_in_codes_is_used_as_it_is(fmt: Any, backend: st
 
 def test_a_gradient_in_other_blocks_is_quantized_again() -> None:
     p = problem()
-    row_scaled = quantize(p.dy, block=None)
+    row_scaled = quantize(p.dy, block_size=None)
     assert p.run("mxfp8", dy=row_scaled).same_as(p.run("mxfp8", dy=row_scaled.dequantize()))
     assert p.run("bf16", dy=row_scaled).same_as(p.run("bf16", dy=row_scaled.dequantize()))
 
@@ -155,8 +155,8 @@ def test_an_expanded_gradient_is_fine() -> None:
     p = problem(unused=0)
     for recipe in RECIPES:
         for backend in BACKENDS:
-            dense = p.run(recipe, dy=torch.ones(p.live, 96, dtype=torch.bfloat16), backend=backend)
-            expanded = p.run(recipe, dy=torch.ones((), dtype=torch.bfloat16).expand(p.live, 96), backend=backend)
+            dense = p.run(recipe, dy=torch.ones(p.valid, 96, dtype=torch.bfloat16), backend=backend)
+            expanded = p.run(recipe, dy=torch.ones((), dtype=torch.bfloat16).expand(p.valid, 96), backend=backend)
             assert dense.same_as(expanded)
 
 
@@ -167,14 +167,14 @@ def test_gradients_have_the_dtypes_of_their_tensors(recipe: str, backend: str) -
     a = p.a.float().requires_grad_()
     w = p.w.detach().requires_grad_()
     bias = torch.zeros(4, 96, requires_grad=True)
-    out = grouped_mm(a, w, p.group_ends, recipe=recipe, backend=backend, bias=bias, out_dtype=torch.bfloat16)
+    out = grouped_mm(a, w, p.offs, recipe=recipe, backend=backend, bias=bias, out_dtype=torch.bfloat16)
     assert out.dtype == torch.bfloat16
     out.backward(p.dy)
     for x in (a, w, bias):
         assert x.grad is not None
         assert (x.grad.dtype, x.grad.shape) == (x.dtype, x.shape)
-    assert grouped_mm(a, w, p.group_ends, recipe=recipe, backend=backend).dtype == torch.float32
-    assert grouped_mm(p.a, w, p.group_ends, recipe=recipe, out_dtype=torch.float32).dtype == torch.float32
+    assert grouped_mm(a, w, p.offs, recipe=recipe, backend=backend).dtype == torch.float32
+    assert grouped_mm(p.a, w, p.offs, recipe=recipe, out_dtype=torch.float32).dtype == torch.float32
 
 
 @every_backend
@@ -183,8 +183,8 @@ def test_bias_adds_to_its_group_and_gets_the_sum_of_its_rows(recipe: str, backen
     p = problem()
     bias = torch.randn(4, 96).requires_grad_()
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": torch.float32}
-    out = grouped_mm(p.a, p.w, p.group_ends, bias=bias, **options)
-    without = grouped_mm(p.a, p.w, p.group_ends, **options)
+    out = grouped_mm(p.a, p.w, p.offs, bias=bias, **options)
+    without = grouped_mm(p.a, p.w, p.offs, **options)
     out.backward(p.dy.float())
     assert bias.grad is not None
     for g, rows in p.groups():
@@ -195,11 +195,11 @@ def test_bias_adds_to_its_group_and_gets_the_sum_of_its_rows(recipe: str, backen
 
 def test_gradcheck() -> None:
     torch.manual_seed(0)
-    group_ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
     a, w, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (3, 4, 3), (3, 4)))
 
     def product(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        return grouped_mm(a, w, group_ends, recipe="bf16", bias=bias)
+        return grouped_mm(a, w, offs, recipe="bf16", bias=bias)
 
     assert torch.autograd.gradcheck(product, (a, w, bias))
 
@@ -228,7 +228,7 @@ def test_only_gradients_that_are_needed_are_computed(wanted: tuple[str, ...], re
     inputs = {"a": p.a.clone(), "w": p.w.clone(), "bias": torch.zeros(4, 96)}
     for name in wanted:
         inputs[name].requires_grad_()
-    out = grouped_mm(**inputs, group_ends=p.group_ends, recipe=recipe, backend=backend)
+    out = grouped_mm(**inputs, offs=p.offs, recipe=recipe, backend=backend)
     assert out.requires_grad == bool(wanted)
     if wanted:
         out.backward(p.dy)
@@ -245,59 +245,59 @@ def kept_for_backward(recipe: str, a: Tensor) -> list[Tensor]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        grouped_mm(a, p.w.detach().requires_grad_(), p.group_ends, recipe=recipe)
+        grouped_mm(a, p.w.detach().requires_grad_(), p.offs, recipe=recipe)
     return [x for x in kept if x is not None and x.dtype != torch.int32]
 
 
 @pytest.mark.parametrize("recipe", [name for name in FROM_CODES if "32x32" not in name])
 def test_backward_keeps_codes_of_the_activation_and_none_of_the_weight(recipe: str) -> None:
     a = problem().a.requires_grad_()
-    codes, scale, w, *magnitudes = kept_for_backward(recipe, a)
-    assert (codes.shape, codes.dtype.itemsize) == (a.shape, 1)
+    qdata, scale, w, *amax = kept_for_backward(recipe, a)
+    assert (qdata.shape, qdata.dtype.itemsize) == (a.shape, 1)
     assert (len(scale), scale.dtype) == (len(a), torch.float8_e8m0fnu)
     assert torch.equal(w, problem().w)
-    assert all(x.shape == w[:, 0].shape for x in magnitudes)  # a row less than a matrix
+    assert all(x.shape == w[:, 0].shape for x in amax)  # a row less than a matrix
     assert len(kept_for_backward(recipe, a.detach())) == 2
 
 
 def test_tiles_of_a_weight_are_quantized_once_and_kept() -> None:
     a = problem().a.requires_grad_()
-    *_, codes, scale = kept_for_backward("mxfp8_32x32", a)
-    groups, n, k = codes.shape
-    assert (codes.dtype.itemsize, scale.shape) == (1, (groups, n // 32, k // 32))
+    *_, qdata, scale = kept_for_backward("mxfp8_32x32", a)
+    groups, n, k = qdata.shape
+    assert (qdata.dtype.itemsize, scale.shape) == (1, (groups, n // 32, k // 32))
 
 
 def test_wgrad_bf16_keeps_a_plain_activation_but_no_copy_of_a_quantized_one() -> None:
     p = problem()
     assert [x.dtype for x in kept_for_backward("mxfp8_wgrad_bf16", p.a)] == [torch.bfloat16]
-    codes, scale = kept_for_backward("mxfp8_wgrad_bf16", quantize(p.a))
-    assert (codes.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+    qdata, scale = kept_for_backward("mxfp8_wgrad_bf16", quantize(p.a))
+    assert (qdata.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("pin_memory", [False, True])
-@pytest.mark.parametrize("given", ["plain", "codes", "indexed codes", "all codes"])
+@pytest.mark.parametrize("given", ["plain", "qdata", "indexed qdata", "all qdata"])
 def test_offloaded_tensors_come_back_as_they_were(recipe: str, pin_memory: bool, given: str) -> None:
     """With pin_memory torch copies into plain tensors: an MXTensor that is saved as such would come back as values, and
     a weight gradient of these has other bits."""
     named, p = Recipe.named(recipe), problem(unused=0)
     if named.scaling == "none" and given != "plain":
-        pytest.skip("no codes")
+        pytest.skip("no qdata")
     spread = torch.exp2(torch.randint(-20, 20, p.a.shape, generator=torch.Generator().manual_seed(0)))
     results = []
     for offload in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)):
         a, w = (p.a * spread).bfloat16().requires_grad_(), p.w.clone().requires_grad_()
         weight, operand = None, a if given == "plain" else named.quantize_activation(a)
-        if given == "indexed codes":
+        if given == "indexed qdata":
             index = torch.arange(len(a), dtype=torch.int32).flip(0)
             operand = MXTensor.from_qdata_and_scales(
-                operand.qdata, operand.scale, operand.dtype, block=operand.block, row_index=index
+                operand.qdata, operand.scale, operand.dtype, block_size=operand.block_size, row_index=index
             ).requires_grad_()
-        if given == "all codes":
+        if given == "all qdata":
             weight = quantize_weight(w, named)
         with offload:
-            out = grouped_mm(operand, w, p.group_ends, recipe=named, quantized_weight=weight)
-        source = operand if given == "indexed codes" else a
+            out = grouped_mm(operand, w, p.offs, recipe=named, quantized_weight=weight)
+        source = operand if given == "indexed qdata" else a
         results.append(torch.autograd.grad(out, (source, w), p.dy))
     (da, dw), (da_offloaded, dw_offloaded) = results
     assert torch.equal(da, da_offloaded)
@@ -309,7 +309,7 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_its_cod
     for recipe, given in (("bf16", False), ("mxfp8", False), ("mxfp8", True)):
         a, w = p.a.clone().requires_grad_(), p.w.clone()
         quantized = quantize_weight(w, Recipe.named(recipe)) if given else None
-        out = grouped_mm(a, w, p.group_ends, recipe=recipe, quantized_weight=quantized)
+        out = grouped_mm(a, w, p.offs, recipe=recipe, quantized_weight=quantized)
         w.zero_()
         if not given:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -317,13 +317,13 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed_unless_its_cod
         else:
             out.backward(p.dy)
             assert a.grad is not None
-            assert torch.equal(a.grad[: p.live], p.run(recipe).da)
+            assert torch.equal(a.grad[: p.valid], p.run(recipe).da)
 
 
 def test_a_second_derivative_raises() -> None:
     p = problem(unused=0)
     a, dy = p.a.requires_grad_(), p.dy.requires_grad_()
-    (da,) = torch.autograd.grad(grouped_mm(a, p.w, p.group_ends, recipe="mxfp8"), a, dy, create_graph=True)
+    (da,) = torch.autograd.grad(grouped_mm(a, p.w, p.offs, recipe="mxfp8"), a, dy, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         da.sum().backward()
 
@@ -335,7 +335,7 @@ def test_compiles_in_one_graph(recipe: str, backend: str) -> None:
     torch._dynamo.reset()
 
     def run(a: Tensor, w: Tensor) -> Tensor:
-        return grouped_mm(a, w, p.group_ends, recipe=r, backend=backend)
+        return grouped_mm(a, w, p.offs, recipe=r, backend=backend)
 
     results = []
     for product in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
@@ -352,15 +352,15 @@ def test_compiles_in_one_graph(recipe: str, backend: str) -> None:
 
 def test_ops_pass_opcheck() -> None:
     p = problem(unused=0)
-    a, w, dy = quantize(p.a), quantize(p.w), indexed(quantize(p.dy), live=p.live)
+    a, w, dy = quantize(p.a), quantize(p.w), indexed(quantize(p.dy), valid=p.valid)
     forward, wgrad = grouped_mm_reference, grouped_wgrad_reference
-    torch.library.opcheck(forward, (p.a, None, None, p.w, None, p.group_ends, torch.zeros(4, 96), torch.float32))
-    torch.library.opcheck(wgrad, (p.dy, None, None, p.a, None, None, p.group_ends, torch.float32))
+    torch.library.opcheck(forward, (p.a, None, None, p.w, None, p.offs, torch.zeros(4, 96), torch.float32))
+    torch.library.opcheck(wgrad, (p.dy, None, None, p.a, None, None, p.offs, torch.float32))
     # test_schema compares inputs by allclose, which fp8 has not
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    parts = (a.qdata, a.scale, None, w.qdata, w.scale, p.group_ends, None, torch.bfloat16)
+    parts = (a.qdata, a.scale, None, w.qdata, w.scale, p.offs, None, torch.bfloat16)
     torch.library.opcheck(forward, parts, test_utils=tests)
-    parts = (dy.qdata, dy.scale, dy.row_index, a.qdata, a.scale, None, p.group_ends, torch.bfloat16)
+    parts = (dy.qdata, dy.scale, dy.row_index, a.qdata, a.scale, None, p.offs, torch.bfloat16)
     torch.library.opcheck(wgrad, parts, test_utils=tests)
 
 
@@ -371,7 +371,7 @@ def test_main_grad_takes_the_sum_and_w_gets_none(recipe: str, backend: str) -> N
     want = p.run(recipe, backend=backend).dw
     w, main_grad = p.w.float().requires_grad_(), torch.ones_like(p.w, dtype=torch.float32)
     for _ in range(2):
-        out = grouped_mm(p.a, w, p.group_ends, recipe=recipe, backend=backend, main_grad=main_grad)
+        out = grouped_mm(p.a, w, p.offs, recipe=recipe, backend=backend, main_grad=main_grad)
         torch.autograd.backward(out, p.dy)
     assert w.grad is None
     torch.testing.assert_close(main_grad, 1 + 2 * want.float(), rtol=2**-7, atol=2**-7)
@@ -398,8 +398,8 @@ def test_weights_stored_the_other_way_round_are_multiplied_as_they_lie(backend: 
     want = p.run("bf16", backend=backend)
     a, w = p.a.clone().requires_grad_(), stored.mT.requires_grad_()
     with Copies(w.numel()) as copies:
-        out = grouped_mm(a, w, p.group_ends, recipe="bf16", backend=backend)
+        out = grouped_mm(a, w, p.offs, recipe="bf16", backend=backend)
         (da,) = torch.autograd.grad(out, a, p.dy)
     assert copies.count == 0
-    assert torch.equal(out[: p.live], want.out)
-    assert torch.equal(da[: p.live], want.da)
+    assert torch.equal(out[: p.valid], want.out)
+    assert torch.equal(da[: p.valid], want.da)

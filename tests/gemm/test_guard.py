@@ -79,9 +79,9 @@ class Folded:
         a = a.clone()
         a[ends[-1] :] = torch.nan
         self.ends = ends
-        self.a = quantize(a) if not slots else indexed(quantize(a), live=int(ends[-1]))
+        self.a = quantize(a) if not slots else indexed(quantize(a), valid=int(ends[-1]))
         self.w = quantize(w)
-        self.a_folded, a_stats = fold_with_stats(self.a, group_ends=ends)
+        self.a_folded, a_stats = fold_with_stats(self.a, offs=ends)
         self.w_folded, w_stats = fold_with_stats(self.w)
         self.spread_a, self.spread_w = a_stats.spread.clone(), w_stats.spread
         self.spread_a[ends[-1] :] = 99
@@ -96,7 +96,7 @@ class Folded:
         return moved
 
     def predicted(self) -> Tensor:
-        """dB of each live row."""
+        """dB of each valid row."""
         return predicted_snr(self.a, self.a_folded, self.w, self.w_folded, self.ends)[: self.ends[-1]].double()
 
     def products(self) -> Iterator[Tensor]:
@@ -113,7 +113,7 @@ def db(signal: Tensor, noise: Tensor) -> Tensor:
 
 @functools.cache
 def measured(name: str) -> tuple[Folded, Tensor, Tensor, Tensor]:
-    """DATA[name] folded; of each live row: the signal, the noise of folding, and the dB predicted."""
+    """DATA[name] folded; of each valid row: the signal, the noise of folding, and the dB predicted."""
     folded = Folded(DATA[name]())
     exact, got = folded.products()
     return folded, exact.square().sum(1), (got - exact).square().sum(1), folded.predicted()
@@ -180,8 +180,8 @@ def test_dgrad_takes_the_weight_blocked_along_n_and_tiles_go_too() -> None:
     folded, stats = fold_with_stats(cols)
     dy_mx = quantize(dy)
     dy_folded, dy_stats = fold_with_stats(dy_mx)
-    turned = predicted_snr(dy_mx, dy_folded, cols.mT, folded.mT, ENDS)
-    assert torch.equal(predicted_snr(dy_mx, dy_folded, cols, folded, ENDS)[:LIVE], turned[:LIVE])
+    transposed = predicted_snr(dy_mx, dy_folded, cols.mT, folded.mT, ENDS)
+    assert torch.equal(predicted_snr(dy_mx, dy_folded, cols, folded, ENDS)[:LIVE], transposed[:LIVE])
     assert Guard().inspect(dy_mx, dy_folded, dy_stats.spread, cols, folded, stats.spread, ENDS) == 0
     f, tiles = Folded(operands()), quantize(w, axis=(-2, -1))
     tiles_folded, _ = fold_with_stats(tiles.along(-1))
@@ -192,7 +192,7 @@ def test_dgrad_takes_the_weight_blocked_along_n_and_tiles_go_too() -> None:
 @pytest.mark.parametrize("binades", [10, 14])
 def test_a_weight_that_never_was_mx_is_judged_by_its_steps(binades: int) -> None:
     a, w = scaled(2.0**binades, 2.0**-binades)
-    f, row_scaled = Folded((a, w)), quantize(w, block=None)
+    f, row_scaled = Folded((a, w)), quantize(w, block_size=None)
     predicted = predicted_snr(f.a, f.a_folded, row_scaled, row_scaled, ENDS)[:LIVE].double()
     x, y = f.a.dequantize(torch.float32).double(), row_scaled.dequantize(torch.float32).double()
     x_folded, y_exact = f.a_folded.dequantize(torch.float32).double(), f.w.dequantize(torch.float32).double()
@@ -206,7 +206,7 @@ def test_a_weight_that_never_was_mx_is_judged_by_its_steps(binades: int) -> None
     guard = Guard()
     assert guard.inspect(f.a, f.a_folded, f.spread_a, row_scaled, row_scaled, None, ENDS) == (binades > 12)
     ordinary = Folded(operands())
-    row_scaled = quantize(operands()[1], block=None)
+    row_scaled = quantize(operands()[1], block_size=None)
     assert guard.inspect(ordinary.a, ordinary.a_folded, None, row_scaled, row_scaled, None, ENDS) == 0
     assert guard.read().triggered == 2
 
@@ -228,7 +228,7 @@ def test_zero_rows_zero_experts_and_no_rows_at_all_are_fine() -> None:
     a[:16], w[2] = 0, 0
     guard = Guard()
     assert guard.inspect(*Folded((a, w)).arguments) == 0
-    row_scaled = quantize(w, block=None), quantize(a, block=None)
+    row_scaled = quantize(w, block_size=None), quantize(a, block_size=None)
     assert guard.inspect(row_scaled[1], row_scaled[1], None, row_scaled[0], row_scaled[0], None, ENDS) == 0
     assert guard.inspect(*Folded((a, w), torch.zeros(3, dtype=torch.int32)).arguments) == 0
     assert (guard.read().calls, guard.read().failed_rows) == (3, 0)
@@ -271,14 +271,17 @@ def test_bad_input_names_got_and_wanted() -> None:
     with pytest.raises(ValueError, match="min_snr_db: got inf"):
         Guard(min_snr_db=torch.inf)
     for arguments, message in (
-        ((a, a, spread_a, w, w_folded, spread_w, ends), r"a_folded: got MXTensor.*block=32.*one scale a row: fold"),
+        (
+            (a, a, spread_a, w, w_folded, spread_w, ends),
+            r"a_folded: got MXTensor.*block_size=32.*one scale a row: fold",
+        ),
         ((a, a_folded, spread_a, w, a_folded, spread_w, ends), r"w_folded: got.*want shape \(3, 96, 512\)"),
         (
             (a, a_folded, spread_a[:4], w, w_folded, spread_w, ends),
             r"spread_a: got torch.int32 \(4,\).*\(160,\) or None",
         ),
         ((a, a_folded, spread_a, w, w_folded, spread_w.long(), ends), r"spread_w: got torch.int64"),
-        ((a, a_folded, spread_a, w, w_folded, spread_w, ends[:2]), r"group_ends \(2,\).*want .*\(G,\)"),
+        ((a, a_folded, spread_a, w, w_folded, spread_w, ends[:2]), r"offs \(2,\).*want .*\(G,\)"),
         ((a.dequantize(), a_folded, spread_a, w, w_folded, spread_w, ends), "got a Tensor, want MXTensors"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -305,8 +308,8 @@ def kernels_equal_the_reference(folded: Folded, *, spread: bool = True) -> None:
     device_parts = moved.a.qdata, moved.a.scale, moved.a.row_index, moved.a_folded.scale
     want_flag, want = check_op(*parts, moments, ends, fired.fill_(1), counters, 1e-4)
     flag, got = kernels.check(*device_parts, moments.to(DEVICE), moved.ends, device_fired, device_counters, 1e-4)
-    live = int(ends[-1])
-    torch.testing.assert_close(got.cpu()[:, :live], want[:, :live], rtol=1e-3, atol=0)
+    valid = int(ends[-1])
+    torch.testing.assert_close(got.cpu()[:, :valid], want[:, :valid], rtol=1e-3, atol=0)
     assert torch.equal(flag.cpu(), want_flag)
     assert torch.equal(device_counters.cpu()[:4], counters[:4])
     worst, want_worst = (c[4].int().view(torch.float32) for c in (device_counters.cpu(), counters))
@@ -326,11 +329,11 @@ def test_the_kernels_equal_the_reference_on_slots_odd_widths_nan_and_zeros() -> 
         a[2, 3], w[0, 3, 3], a[17], w[1, 4] = torch.nan, torch.inf, 0, 0
         f = Folded((a, w), ends, slots=True)
         kernels_equal_the_reference(f)
-        f.a, f.w = indexed(quantize(a, fmt=fmt), live=48), quantize(w, fmt=fmt)
-        (f.a_folded, _), (f.w_folded, _) = fold_with_stats(f.a, group_ends=ends), fold_with_stats(f.w)
+        f.a, f.w = indexed(quantize(a, fmt=fmt), valid=48), quantize(w, fmt=fmt)
+        (f.a_folded, _), (f.w_folded, _) = fold_with_stats(f.a, offs=ends), fold_with_stats(f.w)
         kernels_equal_the_reference(f, spread=False)
-        f.a = f.a_folded = quantize(a, fmt=fmt, block=None)
-        f.w = f.w_folded = quantize(w, fmt=fmt, block=None)
+        f.a = f.a_folded = quantize(a, fmt=fmt, block_size=None)
+        f.w = f.w_folded = quantize(w, fmt=fmt, block_size=None)
         kernels_equal_the_reference(f, spread=False)
 
 

@@ -11,7 +11,7 @@ from gemm.problem import Problem, Result, indexed, problem, snr
 from mxep.gemm import BACKENDS, Guard, Recipe, grouped_mm, quantize_weights_once
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.hopper import STEP, fp8_grouped_mm, fp8_grouped_wgrad, fp8_grouped_wgrad_add
-from mxep.quant import MXTensor, quantize, split_fold
+from mxep.quant import MXTensor, fold_for_wgrad, quantize
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if ON_HOPPER else "cpu")
@@ -32,7 +32,7 @@ BACKEND = Anywhere()
 
 
 def here(p: Problem) -> Problem:
-    return Problem(*(x.to(DEVICE) for x in (p.a, p.w, p.dy, p.group_ends)))
+    return Problem(*(x.to(DEVICE) for x in (p.a, p.w, p.dy, p.offs)))
 
 
 def run(p: Problem, recipe: str = "mxfp8", **options: Any) -> Result:
@@ -42,10 +42,10 @@ def run(p: Problem, recipe: str = "mxfp8", **options: Any) -> Result:
 
 
 def products_of_codes(p: Problem, recipe: str) -> Result:
-    """float64 products of the operands as the recipe quantizes them; the weight gradient of the rows' own codes."""
+    """float64 products of the operands as the recipe quantizes them; the weight gradient of the rows' own qdata."""
     r = Recipe.named(recipe)
-    live = slice(0, p.live)
-    a, dy = (_dense(q(x[live])) for q, x in ((r.quantize_activation, p.a), (r.quantize_gradient, p.dy)))
+    valid = slice(0, p.valid)
+    a, dy = (_dense(q(x[valid])) for q, x in ((r.quantize_activation, p.a), (r.quantize_gradient, p.dy)))
     w = BACKENDS["reference"].quantize_weight(p.w, r, cols=True)
     assert w.cols is not None
     forward, dgrad = p.product(a, _dense(w.rows), dy), p.product(a, _dense(w.cols), dy)
@@ -80,7 +80,7 @@ def test_operands_under_an_index_equal_materialized_ones() -> None:
     p = problem()
     p.a[70:75], p.dy[70:75] = 0, 0
     a, dy = (quantize(x) for x in (p.a, p.dy))
-    in_slots = [indexed(x, live=p.live) for x in (a, dy)]
+    in_slots = [indexed(x, valid=p.valid) for x in (a, dy)]
     p = here(p)
     dense = run(p, a=a.to(DEVICE), dy=dy.to(DEVICE), out_dtype=torch.bfloat16)
     assert dense.same_as(run(p, a=in_slots[0].to(DEVICE), dy=in_slots[1].to(DEVICE), out_dtype=torch.bfloat16))
@@ -101,7 +101,7 @@ def test_bias_is_added_in_fp32_and_main_grad_takes_the_sum() -> None:
     plain = run(p)
     main_grad = torch.ones_like(p.w, dtype=torch.float32)
     out = grouped_mm(
-        *(p.a, p.w.clone().requires_grad_(), p.group_ends),
+        *(p.a, p.w.clone().requires_grad_(), p.offs),
         recipe="mxfp8",
         backend=BACKEND,
         bias=bias,
@@ -119,7 +119,7 @@ def test_nan_stays_in_its_rows_and_in_its_groups_weight_gradient() -> None:
     clean = run(p)
     p.a[70, 5] = torch.nan
     got = run(p)
-    others = torch.arange(p.live, device=DEVICE) != 70
+    others = torch.arange(p.valid, device=DEVICE) != 70
     assert got.out[70].isnan().all()
     assert torch.equal(got.out[others], clean.out[others])
     assert torch.equal(got.da, clean.da)
@@ -148,10 +148,10 @@ def test_a_weight_quantized_once_is_held_folded_both_ways() -> None:
     with quantize_weights_once() as once:
         for _ in range(2):
             a = p.a.clone().requires_grad_()
-            grouped_mm(a, w, p.group_ends, recipe="mxfp8", backend=BACKEND).backward(p.dy)
+            grouped_mm(a, w, p.offs, recipe="mxfp8", backend=BACKEND).backward(p.dy)
         assert once.quantizations == 2
-        codes = 2 * w.numel() + w.shape[0] * (w.shape[1] + w.shape[2])
-        assert codes < once.nbytes <= codes + 4 * w.shape[0] * w.shape[2], "and the columns' magnitudes"
+        qdata = 2 * w.numel() + w.shape[0] * (w.shape[1] + w.shape[2])
+        assert qdata < once.nbytes <= qdata + 4 * w.shape[0] * w.shape[2], "and the columns' magnitudes"
 
 
 def anti_aligned() -> Problem:
@@ -189,24 +189,24 @@ def test_compiles_in_one_graph(recipe: str) -> None:
         return grouped_mm(a, w, ends, recipe=r, backend=BACKEND)
 
     a, w = (x.clone().requires_grad_() for x in (p.a, p.w))
-    out = product(a, w, p.group_ends)
+    out = product(a, w, p.offs)
     out.backward(p.dy)
     want = p.run(recipe, backend=BACKEND)
-    assert torch.equal(out[: p.live], want.out)
+    assert torch.equal(out[: p.valid], want.out)
     assert a.grad is not None
-    assert torch.equal(a.grad[: p.live], want.da)
+    assert torch.equal(a.grad[: p.valid], want.da)
 
 
 def test_where_there_is_no_hopper_gpu_it_says_so() -> None:
     p = problem()
     with pytest.raises(RuntimeError, match="'hopper' cannot run on cpu: got a cpu device, want a Hopper GPU"):
-        grouped_mm(p.a, p.w, p.group_ends, recipe="mxfp8", backend="hopper")
+        grouped_mm(p.a, p.w, p.offs, recipe="mxfp8", backend="hopper")
 
 
 def test_ops_pass_opcheck() -> None:
     p = here(problem((64, 0, 96), n=32, k=64))
-    a, w = quantize(p.a, block=None), quantize(p.w, block=None)
-    split = split_fold(a, quantize(p.dy), p.group_ends, align=STEP)
+    a, w = quantize(p.a, block_size=None), quantize(p.w, block_size=None)
+    split = fold_for_wgrad(a, quantize(p.dy), p.offs, align=STEP)
     args = split.y_t, split.x_t, split.exponent, split.ends
     utils = ("test_faketensor", "test_aot_dispatch_dynamic")  # test_schema multiplies inputs, which fp8 cannot
     torch.library.opcheck(fp8_grouped_wgrad_add, (torch.zeros(3, 32, 64, device=DEVICE), *args), test_utils=utils)
@@ -215,7 +215,7 @@ def test_ops_pass_opcheck() -> None:
     bias = torch.randn(3, 32, device=DEVICE)
     torch.library.opcheck(
         fp8_grouped_mm,
-        (a.qdata[:160], a.scale[:160], w.qdata, w.scale, p.group_ends, bias, torch.float32),
+        (a.qdata[:160], a.scale[:160], w.qdata, w.scale, p.offs, bias, torch.float32),
         test_utils=utils,
     )
 
@@ -241,15 +241,15 @@ def test_kernels_give_the_products_of_their_codes(
     bound = 4e-4 if out_dtype == torch.float32 else 4e-3
     options = {"programs": programs, "interval": interval, "band": band}
     p = here(problem(sizes, n=n, k=k, unused=64, seed=sum(sizes)))
-    a, w, dy = (quantize(x, block=None) for x in (p.a, p.w, p.dy))
+    a, w, dy = (quantize(x, block_size=None) for x in (p.a, p.w, p.dy))
     bias = torch.randn(p.w.shape[:2], device=DEVICE)
-    live = slice(0, p.live)
+    valid = slice(0, p.valid)
     want = p.product(a.dequantize(torch.float32), w.dequantize(torch.float32), dy.dequantize(torch.float32))
     torch.full((p.a.shape[0] * n,), torch.nan, device=DEVICE, dtype=out_dtype)  # what empty memory may hold
-    out = hopper.grouped_mm(a.qdata, a.scale, w.qdata, w.scale, p.group_ends, bias, out_dtype, **options)
-    group = torch.searchsorted(p.group_ends, torch.arange(p.live, device=DEVICE), right=True)
-    assert error(out[live], want.out + bias.double()[group]) < bound
-    split = split_fold(a, dy, p.group_ends, align=STEP)
+    out = hopper.grouped_mm(a.qdata, a.scale, w.qdata, w.scale, p.offs, bias, out_dtype, **options)
+    group = torch.searchsorted(p.offs, torch.arange(p.valid, device=DEVICE), right=True)
+    assert error(out[valid], want.out + bias.double()[group]) < bound
+    split = fold_for_wgrad(a, dy, p.offs, align=STEP)
     args = split.y_t, split.x_t, split.exponent, split.ends
     torch.full((p.w.numel(),), torch.nan, device=DEVICE, dtype=out_dtype)
     dw = hopper.grouped_wgrad(*args, out_dtype, **options)
@@ -313,11 +313,11 @@ def odd(x: Tensor) -> Tensor:
 @needs_hopper
 def test_kernels_take_codes_at_odd_addresses() -> None:
     p = here(problem())
-    a, w = quantize(p.a, block=None), quantize(p.w, block=None)
-    args = p.group_ends, None, torch.float32
+    a, w = quantize(p.a, block_size=None), quantize(p.w, block_size=None)
+    args = p.offs, None, torch.float32
     want = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, *args)
     got = fp8_grouped_mm(odd(a.qdata), odd(a.scale), odd(w.qdata), odd(w.scale), *args)
-    assert torch.equal(got[: p.live], want[: p.live])
+    assert torch.equal(got[: p.valid], want[: p.valid])
 
 
 @needs_hopper
@@ -325,13 +325,13 @@ def test_kernels_take_codes_at_odd_addresses() -> None:
 def test_every_group_has_its_own_exponent_and_its_own_bias(out_dtype: torch.dtype) -> None:
     """Groups 2^24 apart, so that another's exponent or bias shows."""
     p = problem((64, 32, 160, 32), n=272, k=288)
-    group = torch.searchsorted(p.group_ends, torch.arange(len(p.a)), right=True).clamp(max=3)
+    group = torch.searchsorted(p.offs, torch.arange(len(p.a)), right=True).clamp(max=3)
     p = here(replace(p, a=p.a * 2.0 ** (24 * group.view(-1, 1) - 40)))
-    a, w, dy = (quantize(x, block=None) for x in (p.a, p.w, p.dy))
+    a, w, dy = (quantize(x, block_size=None) for x in (p.a, p.w, p.dy))
     bias = torch.randn(p.w.shape[:2], device=DEVICE) * 2.0 ** (24 * torch.arange(4, device=DEVICE).view(-1, 1) - 36)
     want = p.product(*(x.dequantize(torch.float32) for x in (a, w, dy)))
-    out = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, p.group_ends, bias, out_dtype)
-    split = split_fold(a, dy, p.group_ends, align=STEP)
+    out = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, p.offs, bias, out_dtype)
+    split = fold_for_wgrad(a, dy, p.offs, align=STEP)
     args = split.y_t, split.x_t, split.exponent, split.ends
     assert len(set(split.exponent.tolist())) == 4
     dw, total = fp8_grouped_wgrad(*args, out_dtype, 0.5), torch.zeros(p.w.shape, device=DEVICE)
@@ -344,14 +344,14 @@ def test_every_group_has_its_own_exponent_and_its_own_bias(out_dtype: torch.dtyp
 
 @needs_hopper
 def test_scales_at_opposite_ends_do_not_overflow_on_the_way() -> None:
-    codes = torch.full((64, 128), 1.5, device=DEVICE).to(torch.float8_e4m3fn)
+    qdata = torch.full((64, 128), 1.5, device=DEVICE).to(torch.float8_e4m3fn)
     ends = torch.tensor([64], device=DEVICE, dtype=torch.int32)
 
     def scales(byte: int, *shape: int) -> Tensor:
         return torch.full(shape, byte, device=DEVICE, dtype=torch.uint8).view(torch.float8_e8m0fnu)
 
     for row, column in ((254, 0), (0, 254), (254, 1), (1, 254), (230, 100), (127, 127), (240, 130), (20, 80)):
-        args = codes, scales(row, 64, 1), codes[None, :32], scales(column, 1, 32, 1)
+        args = qdata, scales(row, 64, 1), qdata[None, :32], scales(column, 1, 32, 1)
         out = fp8_grouped_mm(*args, ends, None, torch.float32)
         want = torch.tensor(128 * 1.5**2, dtype=torch.float64) * 2.0 ** (row + column - 254)
         assert torch.equal(out.cpu().double(), want.float().double().expand(64, 32)), (row, column)

@@ -34,15 +34,15 @@ def test_no_kernel_spills(compiled: tuple[list[dict[str, Any]], list[str]]) -> N
 def test_dot_scaled_multiplies_with_its_scales_in_blackwells_tensor_cores(
     compiled: tuple[list[dict[str, Any]], list[str]],
 ) -> None:
-    codes = [code for code in compiled[1] if re.search(r"\.entry grouped", code)]
-    blackwell, hopper = ([code for code in codes if f".target sm_{sm}a" in code] for sm in (100, 90))
+    qdata = [code for code in compiled[1] if re.search(r"\.entry grouped", code)]
+    blackwell, hopper = ([code for code in qdata if f".target sm_{sm}a" in code] for sm in (100, 90))
     assert (len(blackwell), len(hopper)) == (2, 2)
     assert all(re.search(r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale", code) for code in blackwell)
     assert all("wgmma.mma_async" in code for code in hopper)
 
 
 @pytest.mark.parametrize(
-    ("launch", "codes"),
+    ("launch", "qdata"),
     [
         ("forward", "E4M3.E4M3"),
         ("wgrad E5M2", "E5M2.E4M3"),
@@ -50,7 +50,7 @@ def test_dot_scaled_multiplies_with_its_scales_in_blackwells_tensor_cores(
         ("wgrad add", "E4M3.E4M3"),
     ],
 )
-def test_hopper_kernels_keep_their_sums_in_registers_where_they_multiply(launch: str, codes: str) -> None:
+def test_hopper_kernels_keep_their_sums_in_registers_where_they_multiply(launch: str, qdata: str) -> None:
     """Some scalars of a tile are spilled; nothing is within the loop over the contraction."""
     file = LAUNCHES.with_name("hopper_launches.py")
     command = [sys.executable, ahead_of_time.__file__, str(file), f"={launch}", "--target", "90", "--sass", "grouped"]
@@ -64,7 +64,7 @@ def test_hopper_kernels_keep_their_sums_in_registers_where_they_multiply(launch:
             if any("QGMMA" in line for line in body):
                 loops.append(body)
     inner = sorted(loops, key=len)[:2]  # of both warpgroups
-    assert [sum(f"QGMMA.64x128x32.F32.{codes}" in line for line in body) for body in inner] == [16, 16]
+    assert [sum(f"QGMMA.64x128x32.F32.{qdata}" in line for line in body) for body in inner] == [16, 16]
     assert not [line for body in inner for line in body if re.match(r"LDL|STL", line)]
 
 

@@ -25,7 +25,7 @@ class Case:
         self.main_grad = torch.zeros(self.w.shape)
         options = {"recipe": recipe, "backend": self.backend, "main_grad": self.main_grad} | options
         a, w = (self.x, self.w) if leaf else (self.x * 1, self.w * 1)
-        self.out = grouped_mm(a, w, self.p.group_ends, **options)
+        self.out = grouped_mm(a, w, self.p.offs, **options)
         self.dy = self.p.dy.clone()
         self.backend.asked.clear()
 
@@ -102,7 +102,7 @@ def test_under_checkpointing_the_gradients_are_the_same(reentrant: bool) -> None
     x, w = p.a.clone().requires_grad_(), p.w.clone().requires_grad_()
 
     def run(x: Tensor) -> Tensor:
-        return grouped_mm(x, w, p.group_ends, recipe="mxfp8", main_grad=main_grad)
+        return grouped_mm(x, w, p.offs, recipe="mxfp8", main_grad=main_grad)
 
     if not reentrant:  # torch refuses torch.autograd.grad otherwise
         torch.autograd.grad(checkpoint(run, x, use_reentrant=False), x, p.dy)

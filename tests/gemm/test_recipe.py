@@ -49,8 +49,8 @@ def test_wrong_fields_are_named() -> None:
 
 def test_multiples_come_from_one_table() -> None:
     assert GROUP_MULTIPLE == {"none": 1, "row": 16, "mx": 32}
-    assert [Recipe.named(name).group_multiple for name in ("bf16", "fp8", "mxfp8")] == [1, 16, 32]
-    assert [Recipe.named(name).block for name in ("bf16", "fp8", "mxfp8")] == [None, None, 32]
+    assert [Recipe.named(name).group_alignment for name in ("bf16", "fp8", "mxfp8")] == [1, 16, 32]
+    assert [Recipe.named(name).block_size for name in ("bf16", "fp8", "mxfp8")] == [None, None, 32]
 
 
 def test_activations_and_gradients_are_quantized_by_the_recipe() -> None:
@@ -66,7 +66,7 @@ def test_activations_and_gradients_are_quantized_by_the_recipe() -> None:
         assert not Recipe.bf16().fits(got)
     row = Recipe.fp8().quantize_activation(x)
     assert isinstance(row, MXTensor)
-    assert row.block == 64
+    assert row.block_size == 64
     assert Recipe.fp8().fits(row)
     assert not r.fits(row)
     assert not r.fits(quantize(torch.randn(32, 64), axis=-2))

@@ -25,7 +25,7 @@ def column(x: Tensor) -> Tensor:
 def here(backend: str) -> Problem:
     p, device = problem(n=96, k=160), torch.device("cpu") if backend == "blackwell" else DEVICE
     p.a[70:75], p.dy[70:75] = 0, 0
-    return Problem(*(x.to(device) for x in (p.a, p.w, p.dy, p.group_ends)))
+    return Problem(*(x.to(device) for x in (p.a, p.w, p.dy, p.offs)))
 
 
 @pytest.mark.usefixtures("decoded")
@@ -34,31 +34,31 @@ def test_ends_and_bias_and_index_may_be_strided(backend: str) -> None:
     p = here(backend)
     chosen = HOPPER if backend == "hopper" else BACKENDS[backend]
     bias = torch.randn(p.w.shape[:2], device=p.a.device)
-    a, dy = (indexed(quantize(x.cpu()), live=p.live).to(p.a.device) for x in (p.a, p.dy))
+    a, dy = (indexed(quantize(x.cpu()), valid=p.valid).to(p.a.device) for x in (p.a, p.dy))
     assert isinstance(a, MXTensor)
     assert isinstance(dy, MXTensor)
-    packed = Problem(a, p.w, dy, p.group_ends)
-    strided = Problem(with_column(a), p.w, with_column(dy), column(p.group_ends))
+    packed = Problem(a, p.w, dy, p.offs)
+    strided = Problem(with_column(a), p.w, with_column(dy), column(p.offs))
     results = []
     for q, b in ((packed, bias), (strided, column(bias))):
         w = q.w.clone().requires_grad_()
         x = q.a.detach().requires_grad_()
-        out = grouped_mm(x, w, q.group_ends, recipe="mxfp8", backend=chosen, bias=b)
-        results.append([out[: p.live], *torch.autograd.grad(out, (x, w), q.dy)])
-        results[-1][1] = results[-1][1][: p.live]
+        out = grouped_mm(x, w, q.offs, recipe="mxfp8", backend=chosen, bias=b)
+        results.append([out[: p.valid], *torch.autograd.grad(out, (x, w), q.dy)])
+        results[-1][1] = results[-1][1][: p.valid]
     assert all(torch.equal(x, y) for x, y in zip(*results))
 
 
 def with_column(x: MXTensor) -> MXTensor:
     assert x.row_index is not None
-    options: dict[str, Any] = {"block": x.block, "row_index": column(x.row_index)}
+    options: dict[str, Any] = {"block_size": x.block_size, "row_index": column(x.row_index)}
     return MXTensor.from_qdata_and_scales(x.qdata, x.scale, x.dtype, **options)
 
 
 def test_the_launchers_of_dot_scaled_take_strided_vectors() -> None:
     p = here("triton")
     a, dy, w = quantize(p.a), quantize(p.dy), quantize_weight(p.w, Recipe.mxfp8()).rows
-    y, x = (Recipe.mxfp8().along_tokens(each, p.group_ends) for each in (dy, a))
+    y, x = (Recipe.mxfp8().along_tokens(each, p.offs) for each in (dy, a))
     assert isinstance(w, MXTensor)
     assert isinstance(x, MXTensor)
     assert isinstance(y, MXTensor)
@@ -66,10 +66,10 @@ def test_the_launchers_of_dot_scaled_take_strided_vectors() -> None:
     for products in zip(
         *(
             (
-                dot_scaled.grouped_mm(
-                    a.qdata, a.scale, of(index), w.qdata, w.scale, of(p.group_ends), None, torch.float32
-                )[: p.live],
-                dot_scaled.grouped_wgrad(y.qdata, y.scale, x.qdata, x.scale, of(p.group_ends), torch.float32),
+                dot_scaled.grouped_mm(a.qdata, a.scale, of(index), w.qdata, w.scale, of(p.offs), None, torch.float32)[
+                    : p.valid
+                ],
+                dot_scaled.grouped_wgrad(y.qdata, y.scale, x.qdata, x.scale, of(p.offs), torch.float32),
             )
             for of in (lambda v: v, column)
         )

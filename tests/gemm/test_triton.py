@@ -1,4 +1,4 @@
-"""The triton backend computes the product of the codes: on a GPU, or interpreted without one."""
+"""The triton backend computes the product of the qdata: on a GPU, or interpreted without one."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
 
 def here(sizes: tuple[int, ...] = (64, 0, 160, 32), **options: Any) -> Problem:
     p = problem(sizes, **({"n": 96, "k": 160} | options))
-    return Problem(*(x.to(DEVICE) for x in (p.a, p.w, p.dy, p.group_ends)))
+    return Problem(*(x.to(DEVICE) for x in (p.a, p.w, p.dy, p.offs)))
 
 
 def bounds(p: Problem) -> list[Tensor]:
-    """How far two fp32 sums of the same codes may be apart: two errors of a sum; a code is at most 1 + 2**-2 (E5M2)
+    """How far two fp32 sums of the same qdata may be apart: two errors of a sum; a code is at most 1 + 2**-2 (E5M2)
     times its value, a product of two 1.6 times."""
     return [2 * 1.6 * sum_error for sum_error in bound_of_sum(p)]
 
@@ -52,7 +52,7 @@ def test_operands_under_an_index_equal_materialized_ones() -> None:
     p = here()
     p.a[70:75], p.dy[70:75] = 0, 0
     a, dy = quantize(p.a), quantize(p.dy)
-    in_slots = (indexed(x.to("cpu"), live=p.live, poison=2**30).to(DEVICE) for x in (a, dy))
+    in_slots = (indexed(x.to("cpu"), valid=p.valid, poison=2**30).to(DEVICE) for x in (a, dy))
     a_in_slots, dy_in_slots = in_slots
     dense = p.run("mxfp8", a=a, dy=dy, backend="triton")
     assert dense.same_as(p.run("mxfp8", a=a_in_slots, dy=dy_in_slots, backend="triton"))
@@ -77,7 +77,7 @@ def test_bias_is_added_before_the_rounding() -> None:
     p = here()
     bias = torch.randn(4, 96, device=DEVICE)
     got, want = (
-        grouped_mm(p.a, p.w, p.group_ends, recipe="mxfp8", backend=name, bias=bias, out_dtype=torch.float32)[: p.live]
+        grouped_mm(p.a, p.w, p.offs, recipe="mxfp8", backend=name, bias=bias, out_dtype=torch.float32)[: p.valid]
         for name in ("triton", "reference")
     )
     assert ((got - want).abs() <= bounds(p)[0] + 2.0**-22 * bias.abs().max()).all()
@@ -88,29 +88,29 @@ def test_main_grad_is_added_to_and_empty_groups_are_left_alone() -> None:
     main_grad = torch.randn(p.w.shape, device=DEVICE)
     main_grad[1] = -0.0  # an empty group's is not written: -0 + 0 would be +0
     before, a, w = main_grad.clone(), p.a.clone().requires_grad_(), p.w.clone().requires_grad_()
-    grouped_mm(a, w, p.group_ends, recipe="mxfp8", backend="triton", main_grad=main_grad).backward(p.dy)
+    grouped_mm(a, w, p.offs, recipe="mxfp8", backend="triton", main_grad=main_grad).backward(p.dy)
     dw = p.run("mxfp8", backend="triton").dw
-    live = torch.tensor([0, 2, 3], device=DEVICE)
+    valid = torch.tensor([0, 2, 3], device=DEVICE)
     assert torch.equal(main_grad[1].view(torch.int32), before[1].view(torch.int32))
-    error = (main_grad - before - dw.float())[live].abs()
-    assert (error <= 2.0**-7 * dw[live].float().abs() + 2.0**-22 * (before[live].abs() + 1)).all()
+    error = (main_grad - before - dw.float())[valid].abs()
+    assert (error <= 2.0**-7 * dw[valid].float().abs() + 2.0**-22 * (before[valid].abs() + 1)).all()
 
 
 def test_main_grad_may_be_strided() -> None:
     p, recipe = here((32,)), Recipe.mxfp8()
     dy, a = quantize(p.dy), quantize(p.a)
-    dense, turned = torch.zeros(1, 96, 160, device=DEVICE), torch.zeros(1, 160, 96, device=DEVICE).mT
-    for to in (dense, turned):
-        BACKEND.add_wgrad(dy, a, p.group_ends, recipe=recipe, to=to)
+    dense, transposed = torch.zeros(1, 96, 160, device=DEVICE), torch.zeros(1, 160, 96, device=DEVICE).mT
+    for to in (dense, transposed):
+        BACKEND.add_wgrad(dy, a, p.offs, recipe=recipe, to=to)
     assert dense.any()
-    assert torch.equal(dense, turned)
+    assert torch.equal(dense, transposed)
 
 
 def test_a_nan_stays_in_its_row_and_its_group() -> None:
     p, clean = here((64, 64)), here((64, 64)).run("mxfp8", backend="triton")
     p.a[70, 3] = p.dy[100, 5] = torch.nan
     got = p.run("mxfp8", backend="triton")
-    others = torch.arange(p.live, device=DEVICE) != 70
+    others = torch.arange(p.valid, device=DEVICE) != 70
     assert got.out[70].isnan().all()
     assert torch.equal(got.out[others], clean.out[others])
     assert got.da[100].isnan().all()
@@ -136,20 +136,20 @@ def test_every_tile_of_every_group_is_computed_once_in_bands_and_out_of_order() 
     # 13 row tiles in groups of 3, 0, 6, 1, 3 and 4 column tiles; BAND 2 leaves a narrower band in odd groups.
     p = here((96, 0, 192, 32, 96), n=128, k=64)
     a, w = operands(p)
-    args = a.qdata, a.scale, None, w.qdata, w.scale, p.group_ends, None, torch.float32
+    args = a.qdata, a.scale, None, w.qdata, w.scale, p.offs, None, torch.float32
     out = torch.full((len(p.a), 128), 7.0, device=DEVICE)
     assert dot_scaled.grouped_mm(*args, out=out, **SMALL) is out
-    want = BACKENDS["reference"].forward(a, w, p.group_ends, bias=None, out_dtype=torch.float32)[: p.live]
-    assert ((out[: p.live] - want).abs() <= bounds(p)[0]).all()
-    assert (out[p.live :] == 7).all()  # rows past the last group are not written
+    want = BACKENDS["reference"].forward(a, w, p.offs, bias=None, out_dtype=torch.float32)[: p.valid]
+    assert ((out[: p.valid] - want).abs() <= bounds(p)[0]).all()
+    assert (out[p.valid :] == 7).all()  # rows past the last group are not written
 
 
 def test_weight_gradients_in_many_tiles() -> None:
     p, recipe = here((96, 0, 160), n=96, k=64), Recipe.mxfp8()
     dy, a = quantize(p.dy), quantize(p.a)
-    x, y = (recipe.along_tokens(each, p.group_ends) for each in (dy, a))
-    args = x.qdata, x.scale, y.qdata, y.scale, p.group_ends, torch.float32
-    want = BACKENDS["reference"].wgrad(dy, a, p.group_ends, recipe=recipe, out_dtype=torch.float32)
+    x, y = (recipe.along_tokens(each, p.offs) for each in (dy, a))
+    args = x.qdata, x.scale, y.qdata, y.scale, p.offs, torch.float32
+    want = BACKENDS["reference"].wgrad(dy, a, p.offs, recipe=recipe, out_dtype=torch.float32)
     assert ((dot_scaled.grouped_wgrad(*args, **SMALL) - want).abs() <= bounds(p)[2]).all()
 
 
@@ -161,15 +161,15 @@ def test_run_if_zero_leaves_the_output_alone(flag: int) -> None:
     run_if = torch.tensor(flag, dtype=torch.int32, device=DEVICE)
     out, dw = torch.full((len(p.a), 32), 7.0, device=DEVICE), torch.full(p.w.shape, 7.0, device=DEVICE)
     how = {"out_dtype": torch.float32, "run_if": run_if}
-    assert BACKEND.forward(a, w, p.group_ends, bias=None, out=out, **how) is out
-    assert BACKEND.wgrad(dy, a, p.group_ends, recipe=recipe, out=dw, **how) is dw
+    assert BACKEND.forward(a, w, p.offs, bias=None, out=out, **how) is out
+    assert BACKEND.wgrad(dy, a, p.offs, recipe=recipe, out=dw, **how) is dw
     if flag == 0:
         assert (out == 7).all()
         assert (dw == 7).all()
     else:
-        plain = BACKEND.forward(a, w, p.group_ends, bias=None, out_dtype=torch.float32)
-        assert torch.equal(out[: p.live], plain[: p.live])
-        assert torch.equal(dw, BACKEND.wgrad(dy, a, p.group_ends, recipe=recipe, out_dtype=torch.float32))
+        plain = BACKEND.forward(a, w, p.offs, bias=None, out_dtype=torch.float32)
+        assert torch.equal(out[: p.valid], plain[: p.valid])
+        assert torch.equal(dw, BACKEND.wgrad(dy, a, p.offs, recipe=recipe, out_dtype=torch.float32))
 
 
 def test_operands_may_lie_more_than_2_to_the_31_bytes_apart() -> None:
@@ -185,12 +185,12 @@ def test_operands_may_lie_more_than_2_to_the_31_bytes_apart() -> None:
         moved = torch.empty(far + 2**20, dtype=torch.uint8, device=DEVICE).as_strided(x.shape, strides)
         return moved.copy_(x.view(torch.uint8)).view(x.dtype)
 
-    args = a.scale, None, w.qdata, w.scale, p.group_ends, None, torch.float32
+    args = a.scale, None, w.qdata, w.scale, p.offs, None, torch.float32
     near = dot_scaled.grouped_mm(a.qdata, *args, **SMALL)
     assert torch.equal(near, dot_scaled.grouped_mm(apart(a.qdata, 0), *args, **SMALL))
     w_far = apart(w.qdata, 0)
     assert torch.equal(
-        near, dot_scaled.grouped_mm(a.qdata, a.scale, None, w_far, w.scale, p.group_ends, None, near.dtype, **SMALL)
+        near, dot_scaled.grouped_mm(a.qdata, a.scale, None, w_far, w.scale, p.offs, None, near.dtype, **SMALL)
     )
 
 
@@ -198,8 +198,8 @@ def test_operands_may_lie_more_than_2_to_the_31_bytes_apart() -> None:
 def test_results_may_lie_more_than_2_to_the_31_elements_apart() -> None:
     p = here((0,) * 4099 + (32,), n=512, k=1024)
     dy, a, recipe = quantize(p.dy), quantize(p.a), Recipe.mxfp8()
-    got = BACKEND.wgrad(dy, a, p.group_ends, recipe=recipe, out_dtype=torch.bfloat16)
-    want = BACKEND.wgrad(dy, a, p.group_ends[-1:], recipe=recipe, out_dtype=torch.bfloat16)
+    got = BACKEND.wgrad(dy, a, p.offs, recipe=recipe, out_dtype=torch.bfloat16)
+    want = BACKEND.wgrad(dy, a, p.offs[-1:], recipe=recipe, out_dtype=torch.bfloat16)
     assert torch.equal(got[-1:], want)
     assert not got[:-1].any()
 
@@ -208,11 +208,11 @@ def test_the_ops_declare_what_they_do() -> None:
     p = here((32, 32), n=32, k=32, unused=0)  # rows past the last group differ from run to run
     a, w = operands(p)
     dy, recipe, run_if = quantize(p.dy), Recipe.mxfp8(), torch.ones((), dtype=torch.int32, device=DEVICE)
-    x, y = (recipe.along_tokens(each, p.group_ends) for each in (dy, a))
+    x, y = (recipe.along_tokens(each, p.offs) for each in (dy, a))
     out, dw = torch.zeros(len(p.a), 32, device=DEVICE), torch.zeros(p.w.shape, device=DEVICE)
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    product = a.qdata, a.scale, None, w.qdata, w.scale, p.group_ends, None
-    parts = x.qdata, x.scale, y.qdata, y.scale, p.group_ends
+    product = a.qdata, a.scale, None, w.qdata, w.scale, p.offs, None
+    parts = x.qdata, x.scale, y.qdata, y.scale, p.offs
     torch.library.opcheck(ops.grouped_mm_dot_scaled, (*product, torch.bfloat16), test_utils=utils)
     torch.library.opcheck(ops.grouped_wgrad_dot_scaled, (*parts, torch.bfloat16), test_utils=utils)
     torch.library.opcheck(ops.grouped_mm_dot_scaled_into, (out, *product, run_if), test_utils=utils)
@@ -222,34 +222,34 @@ def test_the_ops_declare_what_they_do() -> None:
 def test_a_compiled_graph_has_no_breaks() -> None:
     p, recipe = here((32, 32), n=32, k=32), Recipe.mxfp8()
 
-    def product(a: Tensor, w: Tensor, group_ends: Tensor) -> Tensor:
-        return grouped_mm(a, w, group_ends, recipe=recipe, backend="triton")
+    def product(a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        return grouped_mm(a, w, offs, recipe=recipe, backend="triton")
 
     results = []
     for run in (product, torch.compile(product, fullgraph=True, backend="aot_eager")):
         a, w = p.a.clone().requires_grad_(), p.w.clone().requires_grad_()
-        out = run(a, w, p.group_ends)
+        out = run(a, w, p.offs)
         da, dw = torch.autograd.grad(out, (a, w), p.dy)
-        results.append(Result(out.detach()[: p.live], da[: p.live], dw))
+        results.append(Result(out.detach()[: p.valid], da[: p.valid], dw))
     assert results[0].same_as(results[1])
 
 
 def test_other_recipes_are_refused_with_a_way_out() -> None:
     p = here()
-    for recipe, got in (("bf16", r"a plain tensor of torch.bfloat16"), ("fp8", r"MXTensor\(.*block=160")):
+    for recipe, got in (("bf16", r"a plain tensor of torch.bfloat16"), ("fp8", r"MXTensor\(.*block_size=160")):
         with pytest.raises(
             ValueError, match=rf"backend 'triton': a: got {got}.*use a recipe 'mxfp8.*backend 'dequant'"
         ):
-            grouped_mm(p.a, p.w, p.group_ends, recipe=recipe, backend="triton")
+            grouped_mm(p.a, p.w, p.offs, recipe=recipe, backend="triton")
     with pytest.raises(ValueError, match=r"backend 'triton': a: got MXTensor\(.*E4M3, axis=-2"):
-        BACKEND.forward(quantize(p.a, axis=-2), operands(p)[1], p.group_ends, bias=None, out_dtype=torch.float32)
+        BACKEND.forward(quantize(p.a, axis=-2), operands(p)[1], p.offs, bias=None, out_dtype=torch.float32)
 
 
 def test_without_gpu_and_interpreter_it_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     p = problem((32,))
     with pytest.raises(RuntimeError, match=r"'triton' cannot run on cpu: want a CUDA device, or TRITON_INTERPRET=1"):
-        grouped_mm(p.a, p.w, p.group_ends, recipe="mxfp8", backend="triton")
+        grouped_mm(p.a, p.w, p.offs, recipe="mxfp8", backend="triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "got compute capability (8, 0), want (8, 9)" in str(BACKEND.why_not(torch.device("cuda")))
 
@@ -257,9 +257,9 @@ def test_without_gpu_and_interpreter_it_says_why_not(monkeypatch: pytest.MonkeyP
 def step(p: Problem, given: list[Tensor], main_grad: Tensor) -> list[Tensor]:
     a, w, dy = given
     options: dict[str, Any] = {"recipe": "mxfp8_e5m2", "backend": "triton"}
-    out = grouped_mm(a, w, p.group_ends, **options)
+    out = grouped_mm(a, w, p.offs, **options)
     da, dw = torch.autograd.grad(out, (a, w), dy)
-    again = grouped_mm(a.detach(), w, p.group_ends, main_grad=main_grad, **options)
+    again = grouped_mm(a.detach(), w, p.offs, main_grad=main_grad, **options)
     again.backward(dy)
     return [out.detach()[: len(a)], da, dw]
 
@@ -282,9 +282,9 @@ def test_the_host_waits_for_nothing_and_a_captured_graph_follows_new_groups() ->
     with torch.cuda.graph(graph):
         got = step(p, given, main_grad)
     for sizes in ((0, 32, 0, 64, 160), (256, 0, 0, 0, 0), (0, 0, 0, 0, 0)):
-        p.group_ends.copy_(torch.tensor(sizes).cumsum(0).int())
-        live = sum(sizes)
+        p.offs.copy_(torch.tensor(sizes).cumsum(0).int())
+        valid = sum(sizes)
         graph.replay()
         want = step(p, given, main_grad)
-        assert all(torch.equal(x[:live], y[:live]) for x, y in zip(got[:2], want[:2]))
+        assert all(torch.equal(x[:valid], y[:valid]) for x, y in zip(got[:2], want[:2]))
         assert torch.equal(got[2], want[2])

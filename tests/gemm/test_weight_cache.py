@@ -24,7 +24,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CU
 
 def forward(p: Problem, w: Tensor, recipe: Recipe = MX, **options: Any) -> tuple[Tensor, Tensor]:
     a = p.a.detach().requires_grad_()
-    return a, grouped_mm(a, w, p.group_ends, recipe=recipe, **options)
+    return a, grouped_mm(a, w, p.offs, recipe=recipe, **options)
 
 
 def step(p: Problem, w: Tensor, recipe: Recipe = MX, **options: Any) -> Tensor:
@@ -36,13 +36,13 @@ def step(p: Problem, w: Tensor, recipe: Recipe = MX, **options: Any) -> Tensor:
 
 def both(p: Problem, a: Tensor, out: Tensor) -> Tensor:
     assert a.grad is not None
-    live = len(a) if a.is_cuda else p.live  # no host sync
-    return torch.cat((out.detach()[:live], a.grad[:live]), 1)
+    valid = len(a) if a.is_cuda else p.valid  # no host sync
+    return torch.cat((out.detach()[:valid], a.grad[:valid]), 1)
 
 
 def on(device: Any = "cuda", **options: Any) -> Problem:
     p = problem(**({"unused": 0} | options))
-    return Problem(*(x.to(device) for x in (p.a, p.w, p.dy, p.group_ends)))
+    return Problem(*(x.to(device) for x in (p.a, p.w, p.dy, p.offs)))
 
 
 def weight(p: Problem) -> nn.Parameter:
@@ -83,7 +83,7 @@ def test_a_forward_within_backward_shares_it(reentrant: bool) -> None:
     with quantize_weights_once() as once:
         for _ in range(2):
             a = p.a.detach().requires_grad_()
-            product = functools.partial(grouped_mm, group_ends=p.group_ends, recipe=MX)
+            product = functools.partial(grouped_mm, offs=p.offs, recipe=MX)
             out = checkpoint(lambda a: product(a, w), a, use_reentrant=reentrant)  # noqa: B023
             out.backward(p.dy)
             assert torch.equal(both(p, a, out), wanted)
@@ -202,7 +202,7 @@ def test_each_recipe_and_backend_has_its_own() -> None:
             assert torch.equal(step(p, p.w, Recipe.named(name)), alone)
         made = once.quantizations
         step(p, p.w, Recipe.named("mxfp8_wgrad_bf16_e5m2"))
-        assert once.quantizations == made, "wgrad and the gradient's format have no part in a weight's codes"
+        assert once.quantizations == made, "wgrad and the gradient's format have no part in a weight's qdata"
         assert torch.equal(step(p, p.w, backend=Doubling()), step(p, 2 * p.w))
 
 
@@ -212,8 +212,8 @@ class Doubling(Reference):
     def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         return super().quantize_weight_rows(2 * w, recipe)
 
-    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
-        return super().quantize_weight_cols(2 * w, recipe, magnitudes)
+    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
+        return super().quantize_weight_cols(2 * w, recipe, amax)
 
 
 def test_memory_is_visible_and_freed_with_the_weight_and_at_the_end() -> None:
@@ -221,7 +221,7 @@ def test_memory_is_visible_and_freed_with_the_weight_and_at_the_end() -> None:
     way = p.w.numel() * 33 // 32
     with quantize_weights_once() as once:
         with torch.no_grad():
-            grouped_mm(p.a, p.w, p.group_ends, recipe=MX)
+            grouped_mm(p.a, p.w, p.offs, recipe=MX)
         assert once.nbytes == way, "forward alone wants no cols"
         step(p, p.w)
         assert once.nbytes == 2 * way
@@ -240,9 +240,9 @@ def test_what_inference_quantized_serves_training() -> None:
         wanted = step(p, w, recipe)
         with quantize_weights_once() as once:
             with torch.inference_mode():
-                grouped_mm(p.a, w, p.group_ends, recipe=recipe)
+                grouped_mm(p.a, w, p.offs, recipe=recipe)
                 own = p.w.clone()
-                grouped_mm(p.a, own, p.group_ends, recipe=recipe)
+                grouped_mm(p.a, own, p.offs, recipe=recipe)
             made = once.quantizations
             assert torch.equal(step(p, w, recipe), wanted)
             assert once.quantizations - made == (0 if recipe.weight_block == "32x32" else 1)
@@ -288,13 +288,11 @@ def test_nobody_listens_to_optimizers_afterwards() -> None:
 def test_what_torch_compile_traces_quantizes_at_each_call() -> None:
     p = problem(unused=0)
     w = weight(p)
-    compiled = torch.compile(
-        lambda a, w: grouped_mm(a, w, p.group_ends, recipe=MX), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda a, w: grouped_mm(a, w, p.offs, recipe=MX), fullgraph=True, backend="aot_eager")
     with quantize_weights_once() as once:
         for value in (p.w, -p.w):
             w.data = value
-            assert torch.equal(compiled(p.a, w), grouped_mm(p.a, value, p.group_ends, recipe=MX))
+            assert torch.equal(compiled(p.a, w), grouped_mm(p.a, value, p.offs, recipe=MX))
         assert once.quantizations == 2
 
 
@@ -333,7 +331,7 @@ def test_what_fsdp2_gathers_again_is_quantized_once_a_step(ctx: Any, reshard: bo
             self.w = nn.Parameter(p.w.clone())
 
         def forward(self, a: Tensor) -> Tensor:
-            return grouped_mm(a, self.w, p.group_ends, recipe=MX)
+            return grouped_mm(a, self.w, p.offs, recipe=MX)
 
     model, wanted = Layer(), Layer()
     fully_shard(model, mesh=DeviceMesh.from_group(ctx.group, ctx.device.type), reshard_after_forward=reshard)
@@ -342,7 +340,7 @@ def test_what_fsdp2_gathers_again_is_quantized_once_a_step(ctx: Any, reshard: bo
         with quantize_weights_once() as once:
             for _ in range(3):
                 outs = [m(p.a) for m in (model, wanted)]
-                assert torch.equal(outs[0][: p.live], outs[1][: p.live])
+                assert torch.equal(outs[0][: p.valid], outs[1][: p.valid])
                 for out in outs:
                     out.backward(p.dy)
             assert once.quantizations == 2, "rows alone: a wants no gradient"

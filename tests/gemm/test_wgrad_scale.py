@@ -26,10 +26,10 @@ def run(p: Problem, backend: str, recipe: str, scale: float, main_grad: Tensor |
     bias = torch.ones(p.w.shape[:2], device=p.a.device, requires_grad=True)
     chosen = HOPPER if backend == "hopper" else BACKENDS[backend]
     how = {"main_grad": main_grad, "wgrad_scale": scale}
-    out = grouped_mm(a, w, p.group_ends, recipe=recipe, backend=chosen, bias=bias, **how)
+    out = grouped_mm(a, w, p.offs, recipe=recipe, backend=chosen, bias=bias, **how)
     out.backward(p.dy)
     assert a.grad is not None
-    return {"out": out[: p.live], "da": a.grad[: p.live], "dbias": bias.grad, "dw": w.grad}
+    return {"out": out[: p.valid], "da": a.grad[: p.valid], "dbias": bias.grad, "dw": w.grad}
 
 
 @pytest.mark.usefixtures("decoded")
@@ -37,7 +37,7 @@ def run(p: Problem, backend: str, recipe: str, scale: float, main_grad: Tensor |
 def test_the_weights_gradient_is_scaled_and_no_other(backend: str, recipe: str) -> None:
     device = torch.device("cpu") if backend == "blackwell" else DEVICE
     q = problem(n=96, k=160)
-    p = Problem(*(x.to(device) for x in (q.a, q.w, q.dy, q.group_ends)))
+    p = Problem(*(x.to(device) for x in (q.a, q.w, q.dy, q.offs)))
     plain, quarter, third = (run(p, backend, recipe, scale) for scale in (1.0, 0.25, 1 / 3))
     assert torch.equal(quarter["dw"], plain["dw"] / 4)
     assert snr(plain["dw"].double() / 3, third["dw"]) > 48  # one or two roundings to bf16
@@ -57,7 +57,7 @@ def test_the_weights_gradient_is_scaled_and_no_other(backend: str, recipe: str) 
 @pytest.mark.parametrize("strided", [False, True])
 def test_what_main_grad_takes_was_not_rounded_before(backend: str, recipe: str, strided: bool) -> None:
     q = problem(n=96, k=160)
-    p = Problem(*(x.to(DEVICE) for x in (q.a, q.w.float(), q.dy, q.group_ends)))
+    p = Problem(*(x.to(DEVICE) for x in (q.a, q.w.float(), q.dy, q.offs)))
     plain = run(p, backend, recipe, 1.0)["dw"]
     shape = (4, 160, 96) if strided else (4, 96, 160)
     main_grad = torch.zeros(shape, device=DEVICE)

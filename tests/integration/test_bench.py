@@ -17,7 +17,7 @@ from mxep.integration.bench.quant_cases import CASES, GROUPS, Inputs, Plain, pad
 from mxep.integration.bench.report import Ceiling, Line, Report
 from mxep.integration.config import ConfigError
 from mxep.integration.schema import Config, configs_dir
-from mxep.quant.split_fold import columns_of
+from mxep.quant.fold_for_wgrad import columns_of
 
 SHAPES = {"rows": (96, 64), "weights": (2, 32, 192)}
 
@@ -37,7 +37,7 @@ def tensors(*values: object) -> list[Tensor]:
 def unmoved(name: str) -> int:
     """Bytes of tensors that a case need not move: rows of padding, columns past what groups take, where these end."""
     rows, width = SHAPES["rows"]
-    if name == "split_fold":
+    if name == "fold_for_wgrad":
         return 2 * width * (columns_of(rows, GROUPS, 128) - rows) + 4 * GROUPS
     return 2 * width * (padded(rows) - rows) if name == "unpad" else 0
 
@@ -62,8 +62,8 @@ def test_what_torch_compile_gets_computes_the_same_bytes(name: str):
 
 def test_inputs_are_what_the_module_says():
     inputs = Inputs((4096, 64), torch.Generator().manual_seed(0))
-    codes, scale, index = inputs.slots()
-    assert codes.stride() == scale.stride() == (80, 1)  # 64 + 2, rounded up to 16
+    qdata, scale, index = inputs.slots()
+    assert qdata.stride() == scale.stride() == (80, 1)  # 64 + 2, rounded up to 16
     assert torch.equal(index.sort().values, torch.arange(4096, dtype=torch.int32))
     ends = inputs.ends()
     assert (ends.dtype, ends.shape, int(ends[-1])) == (torch.int32, (32,), 4096)

@@ -110,8 +110,8 @@ def test_stages_are_those_of_the_backend_and_move_the_bytes_of_their_results(bac
     found = gemm_cases.stages(BACKENDS[backend], p)
     assert ("split fold" in found) == (backend == "hopper")
     if backend == "hopper":
-        codes = found["quantize a"][0]()
-        assert found["quantize a"][1] == p.a.nbytes + codes.qdata.nbytes + codes.scale.nbytes
+        qdata = found["quantize a"][0]()
+        assert found["quantize a"][1] == p.a.nbytes + qdata.qdata.nbytes + qdata.scale.nbytes
         weight = found["quantize w, both ways"][0]()
         assert found["quantize w, both ways"][1] == p.w.nbytes + weight.nbytes
     assert {name for name, (_, moved) in found.items() if moved == 0} == set(PRODUCTS)

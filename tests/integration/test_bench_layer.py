@@ -87,7 +87,7 @@ def test_the_standard_layer_is_the_dense_layer(ranks: int):
 
 
 def test_groups_lie_as_the_docstring_says():
-    groups = Groups.of(torch.tensor([[1, 2], [2, 0]]), 5, 8, [], [], multiple=4)
+    groups = Groups.of(torch.tensor([[1, 2], [2, 0]]), 5, 8, [], [], alignment=4)
     assert groups.index.tolist() == [0, 3, 4, -1, 1, 2, -1, -1]
     assert groups.position.tolist() == [0, 4, 5, 1, 2]
     assert groups.ends.tolist() == [4, 8]

@@ -39,14 +39,14 @@ def value_of_code(name: str, code: int) -> float:
 
 
 def code_values(fmt: MXFormat) -> Floats:
-    """Values of the 256 codes."""
+    """Values of the 256 qdata."""
     return np.array([value_of_code(fmt.name, code) for code in range(256)])
 
 
-def values(fmt: MXFormat, codes: Bytes, byte: Bytes) -> Floats:
-    """Values (..., n) of codes (..., n) whose scale bytes are `byte` (..., 1); exact."""
+def values(fmt: MXFormat, qdata: Bytes, byte: Bytes) -> Floats:
+    """Values (..., n) of qdata (..., n) whose scale bytes are `byte` (..., 1); exact."""
     scale = np.where(byte == 255, np.nan, 2.0 ** (byte.astype(np.float64) - 127))
-    return code_values(fmt)[codes] * scale
+    return code_values(fmt)[qdata] * scale
 
 
 def nearest_codes(fmt: MXFormat, x: Floats) -> Bytes:
@@ -100,11 +100,11 @@ def quantize_blocks(fmt: MXFormat, mode: ScaleMode, x: Floats) -> tuple[Bytes, B
     return np.where(bad, 0x7F, nearest_codes(fmt, scaled)).astype(np.uint8), byte
 
 
-def quantize_rows(fmt: MXFormat, mode: ScaleMode, x: Tensor, block: int = 32) -> tuple[Bytes, Bytes]:
+def quantize_rows(fmt: MXFormat, mode: ScaleMode, x: Tensor, block_size: int = 32) -> tuple[Bytes, Bytes]:
     """Codes (..., K) and scale bytes (..., K/block) of a bf16, fp16 or fp32 tensor x (..., K)."""
-    blocks = x.detach().double().numpy().reshape(*x.shape[:-1], -1, block)
-    codes, byte = quantize_blocks(fmt, mode, blocks)
-    return codes.reshape(x.shape), byte[..., 0]
+    blocks = x.detach().double().numpy().reshape(*x.shape[:-1], -1, block_size)
+    qdata, byte = quantize_blocks(fmt, mode, blocks)
+    return qdata.reshape(x.shape), byte[..., 0]
 
 
 def raw(x: Tensor) -> Bytes:
@@ -129,9 +129,9 @@ def hostile_rows() -> Tensor:
     nan, inf, tiny = float("nan"), float("inf"), 2.0**-149
 
     def one(value: float, rest: Tensor | float = 0.0) -> Tensor:
-        block = torch.zeros(32) + rest
-        block[5] = value
-        return block
+        block_size = torch.zeros(32) + rest
+        block_size[5] = value
+        return block_size
 
     rows = [
         torch.zeros(32),

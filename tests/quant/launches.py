@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from mxep.quant.kernels import columns, fold, gather, requantize, rows, split_fold, swiglu, whole
+from mxep.quant.kernels import columns, fold, fold_for_wgrad, gather, requantize, rows, swiglu, whole
 
 T, D = 8192, 4096
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
@@ -55,7 +55,9 @@ def in_groups(groups: int) -> dict[str, Callable[[], object]]:
         f"pad_index {groups} groups": lambda: gather.pad_index(ends(groups), T, 32),
         f"quantize_swizzled {groups} groups": lambda: gather.quantize_swizzled(x(), index(), ends(groups), E4M3, MODE),
         f"gather_swizzled {groups} groups": lambda: gather.gather_swizzled(*mx(), index(), ends(groups)),
-        f"split_fold {groups} groups": lambda: split_fold.split_fold(*mx(), None, *mx(), None, ends(groups), 128),
+        f"fold_for_wgrad {groups} groups": lambda: fold_for_wgrad.fold_for_wgrad(
+            *mx(), None, *mx(), None, ends(groups), 128
+        ),
     }
 
 
@@ -95,9 +97,11 @@ LAUNCHES = {
     "quantize_swizzled in groups": lambda: gather.quantize_swizzled(x(), index(), ends(), E4M3, MODE),
     "gather_swizzled": lambda: gather.gather_swizzled(*mx(), index(), ends()),
     "swizzle_scales": lambda: gather.swizzle_scales(mx()[1], None),
-    "split_fold": lambda: split_fold.split_fold(*slots(7168), index(), *mx(), None, ends(), 128),
+    "fold_for_wgrad": lambda: fold_for_wgrad.fold_for_wgrad(*slots(7168), index(), *mx(), None, ends(), 128),
     **{name: launch for groups in (1, 32, 256, 512, 1024) for name, launch in in_groups(groups).items()},
-    "split_fold E5M2": lambda: split_fold.split_fold(*mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1),
+    "fold_for_wgrad E5M2": lambda: fold_for_wgrad.fold_for_wgrad(
+        *mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1
+    ),
     "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048)),
     "swiglu_quantize 2048": swiglu_quantize(2048, 32, False),
     "swiglu_quantize 14336 whole": swiglu_quantize(14336, 14336, False),

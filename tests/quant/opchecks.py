@@ -1,4 +1,4 @@
-"""opcheck for ops that read codes and scales: its schema test does arithmetic on inputs, which these dtypes lack."""
+"""opcheck for ops that read qdata and scales: its schema test does arithmetic on inputs, which these dtypes lack."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whatever group_ends holds, no kernel writes outside its buffers."""
+"""Whatever offs holds, no kernel writes outside its buffers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from fences import fenced
 from fences import fences as fences
 from mxep.quant import E4M3, quantize
-from mxep.quant.kernels import fold, gather, requantize, split_fold, swiglu
+from mxep.quant.kernels import fold, fold_for_wgrad, gather, requantize, swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 R, D = 64, 64
@@ -27,17 +27,19 @@ def values() -> Tensor:
     return fenced(torch.ones(R, D, device=DEVICE, dtype=torch.bfloat16))
 
 
-def index(live: int = R) -> Tensor:
-    """Behind the live rows it points far outside, which reading would show."""
+def index(valid: int = R) -> Tensor:
+    """Behind the valid rows it points far outside, which reading would show."""
     rows = torch.arange(R, device=DEVICE, dtype=torch.int32)
-    return fenced(torch.where(rows < live, rows, 1 << 30))
+    return fenced(torch.where(rows < valid, rows, 1 << 30))
 
 
 KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "fold": lambda ends: fold.fold(*mx(), index(), ends, 32, D),
     "fold_with_stats": lambda ends: fold.fold_with_stats(*mx(), None, ends, 32, D),
-    "split_fold": lambda ends: split_fold.split_fold(*mx(), index(), *mx(), None, ends, 1, **SMALL),
-    "split_fold aligned": lambda ends: split_fold.split_fold(*mx(), index(), *mx(), None, ends, 32, **SMALL),
+    "fold_for_wgrad": lambda ends: fold_for_wgrad.fold_for_wgrad(*mx(), index(), *mx(), None, ends, 1, **SMALL),
+    "fold_for_wgrad aligned": lambda ends: fold_for_wgrad.fold_for_wgrad(
+        *mx(), index(), *mx(), None, ends, 32, **SMALL
+    ),
     "requantize": lambda ends: requantize.requantize(*mx(), 1, 32, index(), ends, *TO),
     "swiglu": lambda ends: swiglu.swiglu(values(), None, ends),
     "swiglu_quantize": lambda ends: swiglu.swiglu_quantize(values(), None, ends, *TO, 32, False),
@@ -49,7 +51,7 @@ KERNELS: dict[str, Callable[[Tensor], Any]] = {
 
 READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "fold": lambda index, ends: fold.fold(*mx(), index, ends, 32, D),
-    "split_fold": lambda index, ends: split_fold.split_fold(*mx(), index, *mx(), index, ends, 32, **SMALL),
+    "fold_for_wgrad": lambda index, ends: fold_for_wgrad.fold_for_wgrad(*mx(), index, *mx(), index, ends, 32, **SMALL),
     "requantize": lambda index, ends: requantize.requantize(*mx(), 1, 32, index, ends, *TO),
     "gather_swizzled": lambda index, ends: gather.gather_swizzled(*mx(), index, ends),
     "quantize_swizzled indexed": lambda index, ends: gather.quantize_swizzled(values(), index, ends, *TO),
@@ -66,7 +68,9 @@ def test_no_group_ends_make_a_kernel_write_outside_its_buffers(
 
 
 @pytest.mark.parametrize("last", [32, 33, 39, 63])
-@pytest.mark.parametrize("kernel", ["fold", "split_fold", "requantize", "gather_swizzled", "quantize_swizzled indexed"])
+@pytest.mark.parametrize(
+    "kernel", ["fold", "fold_for_wgrad", "requantize", "gather_swizzled", "quantize_swizzled indexed"]
+)
 def test_no_kernel_reads_the_index_behind_the_last_group(kernel: str, last: int) -> None:
     ends = torch.tensor([5, 5, last], dtype=torch.int32, device=DEVICE)
     READERS[kernel](index(last), ends)

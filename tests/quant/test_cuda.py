@@ -66,10 +66,10 @@ def test_quantize_has_the_same_bytes_on_a_gpu(fmt: MXFormat, mode: ScaleMode) ->
     for x in inputs():
         for axis in (-1, -2, TILES):
             on_both(lambda x, axis=axis: quantize(x, fmt=fmt, mode=mode, axis=axis), x)
-        on_both(lambda x: quantize(x, fmt=fmt, mode=mode, block=None), x)
+        on_both(lambda x: quantize(x, fmt=fmt, mode=mode, block_size=None), x)
         on_both(lambda x: quantize_both(x, fmt=fmt, mode=mode)[1], x)
         for i in (0, 1):
-            on_both(lambda x, i=i: quantize_both(x, fmt=fmt, mode=mode, block=None)[i], x)
+            on_both(lambda x, i=i: quantize_both(x, fmt=fmt, mode=mode, block_size=None)[i], x)
 
 
 @both_formats
@@ -93,7 +93,7 @@ def indexed(x: Tensor) -> MXTensor:
         lambda x: indexed(x).materialize(),
         lambda x: indexed(x).dequantize(torch.float32),
         lambda x: requantize(indexed(x)),
-        lambda x: requantize(indexed(x), group_ends=torch.full((1,), 32, dtype=torch.int32, device=x.device)),
+        lambda x: requantize(indexed(x), offs=torch.full((1,), 32, dtype=torch.int32, device=x.device)),
     ],
 )
 def test_the_rest_has_the_same_bytes_on_a_gpu(fn: Callable[[Tensor], MXTensor | Tensor]) -> None:
@@ -122,10 +122,10 @@ def test_it_moves_to_a_gpu_and_back() -> None:
 
 def test_one_compiled_graph_serves_every_row_count() -> None:
     def step(x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-        h = swiglu_quantize(x, weight, group_ends=ends)
-        folded, turned = fold(h, group_ends=ends), requantize(h, group_ends=ends)
+        h = swiglu_quantize(x, weight, offs=ends)
+        folded, transposed = fold(h, offs=ends), requantize(h, offs=ends)
         both = quantize_both(x)
-        return tuple(part for mx in (h, folded, turned, *both) for part in (mx.qdata, mx.scale))
+        return tuple(part for mx in (h, folded, transposed, *both) for part in (mx.qdata, mx.scale))
 
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
@@ -142,11 +142,11 @@ def test_a_new_row_count_compiles_no_kernel_again() -> None:
     def step(rows: int) -> None:
         x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
         ends = torch.tensor([32, rows], dtype=torch.int32, device="cuda")
-        h = swiglu_quantize(x, torch.rand(rows, device="cuda"), group_ends=ends)
-        fold(h, group_ends=ends)
-        requantize(quantize(x), group_ends=ends)
+        h = swiglu_quantize(x, torch.rand(rows, device="cuda"), offs=ends)
+        fold(h, offs=ends)
+        requantize(quantize(x), offs=ends)
         quantize_both(x)
-        quantize_swizzled(x, group_ends=ends)
+        quantize_swizzled(x, offs=ends)
         pad_quantize(x, torch.tensor([5, rows - 5], device="cuda"))
 
     step(64)
@@ -178,8 +178,8 @@ def test_whole_rows_and_columns_of_more_elements_than_31_bits_count() -> None:
     """A later batch is beyond 2^31; weights of two models' sizes keep every byte."""
     for shape in ((513, 1024, 4096), (2, 4096, 7168), (3, 7168, 2048)):
         x = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
-        for got, axis in zip(quantize_both(x, block=None), (-1, -2)):
+        for got, axis in zip(quantize_both(x, block_size=None), (-1, -2)):
             for batch in (0, -1):
-                want = quantize(x[batch], axis=axis, block=None)
+                want = quantize(x[batch], axis=axis, block_size=None)
                 for one, other in ((got.qdata[batch], want.qdata), (got.scale[batch], want.scale)):
                     assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -13,10 +13,10 @@ from mxep.quant import (
     E5M2,
     MXTensor,
     fold,
+    fold_for_wgrad,
     fold_with_stats,
     pad_groups,
     quantize,
-    split_fold,
     swiglu,
     swiglu_backward,
     swiglu_backward_quantize,
@@ -40,7 +40,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def row_scaled(seed: int, width: int, **how: Any) -> MXTensor:
-    return quantize(gaussian(ROWS, width, seed=seed) * torch.logspace(-5, 5, ROWS)[:, None], block=None, **how)
+    return quantize(gaussian(ROWS, width, seed=seed) * torch.logspace(-5, 5, ROWS)[:, None], block_size=None, **how)
 
 
 @contextmanager
@@ -52,8 +52,8 @@ def no_host_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def live(part: Tensor) -> Tensor:
-    """What may be looked at: rows (or, for the turned results of split_fold, columns) of the groups."""
+def valid(part: Tensor) -> Tensor:
+    """What may be looked at: rows (or, for the transposed results of fold_for_wgrad, columns) of the groups."""
     if part.ndim and part.shape[0] == ROWS:
         part = part[:LIVE]
     elif part.ndim == 2 and part.shape[1] == ROWS:
@@ -68,35 +68,35 @@ gate_up, weight, d_h = (
     gaussian(ROWS, 128, seed=2).bfloat16(),
 )
 index = torch.randint(-1, ROWS, (ROWS,), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
-codes = quantize(x)
-indexed = MXTensor.from_qdata_and_scales(codes.qdata, codes.scale, row_index=index)
+qdata = quantize(x)
+indexed = MXTensor.from_qdata_and_scales(qdata.qdata, qdata.scale, row_index=index)
 noise = torch.randint(0, 256, (384, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "sigmoid": (sigmoid_pair, (torch.cat([gaussian(100_000) * 30, torch.tensor([torch.inf, -torch.inf, 0.0])]),)),
-    "fold": (lambda mx, ends: fold(mx, group_ends=ends), (codes, ENDS)),
-    "fold per 128": (lambda mx, ends: fold(mx, block=128, group_ends=ends), (indexed, ENDS)),
+    "fold": (lambda mx, ends: fold(mx, offs=ends), (qdata, ENDS)),
+    "fold per 128": (lambda mx, ends: fold(mx, block_size=128, offs=ends), (indexed, ENDS)),
     "fold E5M2": (lambda mx: fold(mx), (quantize(x, fmt=E5M2),)),
-    "fold_with_stats": (lambda mx, ends: fold_with_stats(mx, group_ends=ends), (indexed, ENDS)),
-    "split_fold": (split_fold, (row_scaled(5, 64), row_scaled(6, 96, fmt=E5M2), ENDS)),
-    "split_fold of slots": (split_fold, (indexed, quantize(gaussian(ROWS, 96, seed=7), fmt=E5M2), ENDS)),
-    "swiglu": (lambda *a: swiglu(a[0], a[1], group_ends=a[2]), (gate_up, weight, ENDS)),
-    "swiglu_quantize": (lambda *a: swiglu_quantize(a[0], a[1], group_ends=a[2]), (gate_up, weight, ENDS)),
-    "swiglu_backward": (lambda *a: swiglu_backward(*a[:3], group_ends=a[3]), (d_h, gate_up, weight, ENDS)),
+    "fold_with_stats": (lambda mx, ends: fold_with_stats(mx, offs=ends), (indexed, ENDS)),
+    "fold_for_wgrad": (fold_for_wgrad, (row_scaled(5, 64), row_scaled(6, 96, fmt=E5M2), ENDS)),
+    "fold_for_wgrad of slots": (fold_for_wgrad, (indexed, quantize(gaussian(ROWS, 96, seed=7), fmt=E5M2), ENDS)),
+    "swiglu": (lambda *a: swiglu(a[0], a[1], offs=a[2]), (gate_up, weight, ENDS)),
+    "swiglu_quantize": (lambda *a: swiglu_quantize(a[0], a[1], offs=a[2]), (gate_up, weight, ENDS)),
+    "swiglu_backward": (lambda *a: swiglu_backward(*a[:3], offs=a[3]), (d_h, gate_up, weight, ENDS)),
     "swiglu_backward_quantize": (
-        lambda *a: swiglu_backward_quantize(*a[:3], group_ends=a[3]),
+        lambda *a: swiglu_backward_quantize(*a[:3], offs=a[3]),
         (d_h, gate_up, weight, ENDS),
     ),
     "swiglu_backward_quantize, overwriting": (
-        lambda d, *a: swiglu_backward_quantize(d.clone(), *a[:2], group_ends=a[2], folded=True, overwrite=True),
+        lambda d, *a: swiglu_backward_quantize(d.clone(), *a[:2], offs=a[2], folded=True, overwrite=True),
         (d_h, gate_up, weight, ENDS),
     ),
     "swizzle": (swizzle_scales, (noise[:ROWS],)),
     "unswizzle": (
-        lambda s, ends: unswizzle_scales(s, rows=ROWS, cols=8, group_ends=ends),
-        (swizzle_scales(noise[:ROWS], group_ends=ENDS), ENDS),
+        lambda s, ends: unswizzle_scales(s, rows=ROWS, cols=8, offs=ends),
+        (swizzle_scales(noise[:ROWS], offs=ENDS), ENDS),
     ),
-    "pad_groups": (lambda x, sizes: pad_groups(x, sizes, multiple=32), (x, torch.tensor([30, 0, 70]))),
+    "pad_groups": (lambda x, sizes: pad_groups(x, sizes, alignment=32), (x, torch.tensor([30, 0, 70]))),
     "unpad_groups": (lambda y, index: unpad_groups(y, index, num_rows=ROWS), (x, torch.arange(ROWS).int().flip(0))),
 }
 
@@ -113,4 +113,4 @@ def test_a_gpu_gives_the_bytes_of_the_cpu_and_does_not_wait(case: str) -> None:
     assert len(got) == len(want) == len(tree_leaves(got))
     for a, b in zip(got, want):
         assert a.device.type == "cuda"
-        assert torch.equal(live(a), live(b))
+        assert torch.equal(valid(a), valid(b))

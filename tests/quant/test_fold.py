@@ -1,4 +1,4 @@
-"""Folding, against a float64 derivation: value * 2^-d rounded to the nearest code, over all codes and all shifts."""
+"""Folding, against a float64 derivation: value * 2^-d rounded to the nearest code, over all qdata and all shifts."""
 
 import numpy as np
 import pytest
@@ -20,51 +20,51 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def tensor_of(codes: Bytes, scale: Bytes, fmt: MXFormat = E4M3, **changes: object) -> MXTensor:
-    qdata = torch.from_numpy(codes.copy()).view(fmt.dtype)
+def tensor_of(raw: Bytes, scale: Bytes, fmt: MXFormat = E4M3, **changes: object) -> MXTensor:
+    qdata = torch.from_numpy(raw.copy()).view(fmt.dtype)
     return MXTensor.from_qdata_and_scales(qdata, torch.from_numpy(scale.copy()), **changes)  # type: ignore[arg-type]
 
 
 def hostile(fmt: MXFormat, rows: int, blocks: int, seed: int, spread: int = 24, block: int = 32) -> MXTensor:
-    """Random codes, NaN and Inf among them, with random scales, zero blocks (byte 0 or any) and a few NaN blocks."""
+    """Random qdata, NaN and Inf among them, with random scales, zero blocks (byte 0 or any) and a few NaN blocks."""
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 256, (rows, blocks, block), dtype=np.uint8)
-    codes = np.where((codes & 0x7F) > 0x7A, codes & 0x8F, codes)  # specials in a few places only
-    codes = np.where(rng.random(codes.shape) < 0.002, 0x7F, codes).astype(np.uint8)
+    qdata = rng.integers(0, 256, (rows, blocks, block), dtype=np.uint8)
+    qdata = np.where((qdata & 0x7F) > 0x7A, qdata & 0x8F, qdata)  # specials in a few places only
+    qdata = np.where(rng.random(qdata.shape) < 0.002, 0x7F, qdata).astype(np.uint8)
     scale = rng.integers(max(0, 120 - spread), 120, (rows, blocks), dtype=np.uint8)
     zero = rng.random((rows, blocks)) < 0.2
-    codes[zero] = rng.choice([0x00, 0x80], (int(zero.sum()), block))
+    qdata[zero] = rng.choice([0x00, 0x80], (int(zero.sum()), block))
     scale[zero & (rng.random(zero.shape) < 0.8)] = 0
     scale[zero & (rng.random(zero.shape) < 0.1)] = 200
     scale[rng.random((rows, blocks)) < 0.02] = NAN
     scale[rng.random((rows, blocks)) < 0.02] = 0
-    return tensor_of(codes.reshape(rows, blocks * block), scale, fmt, block=block)
+    return tensor_of(qdata.reshape(rows, blocks * block), scale, fmt, block_size=block)
 
 
 def codes_of(fmt: MXFormat, moved: Floats) -> Bytes:
     """Codes of the values `moved`: NaN and Inf are 0x7f."""
-    codes = np.full(moved.shape, 0x7F, np.uint8)
+    qdata = np.full(moved.shape, 0x7F, np.uint8)
     finite = np.isfinite(moved)
-    codes[finite] = nearest_codes(fmt, moved[finite])
-    return codes
+    qdata[finite] = nearest_codes(fmt, moved[finite])
+    return qdata
 
 
 def folded_in_float64(mx: MXTensor, block: int) -> tuple[Bytes, Bytes]:
     """Codes and scales of `fold`, span by span, from the definition."""
     table = code_values(mx.format)
-    codes, scale = raw(mx.qdata).copy(), raw(mx.scale)
-    out_scale = np.zeros((codes.shape[0], codes.shape[1] // block), np.uint8)
+    qdata, scale = raw(mx.qdata).copy(), raw(mx.scale)
+    out_scale = np.zeros((qdata.shape[0], qdata.shape[1] // block), np.uint8)
     for r, c in np.ndindex(*out_scale.shape):
-        span = codes[r, c * block : (c + 1) * block].reshape(-1, mx.block)
-        byte = scale[r, c * block // mx.block : (c + 1) * block // mx.block].astype(int)
+        span = qdata[r, c * block : (c + 1) * block].reshape(-1, mx.block_size)
+        byte = scale[r, c * block // mx.block_size : (c + 1) * block // mx.block_size].astype(int)
         if (byte == NAN).any():
             span[:], out_scale[r, c] = 0x7F, NAN
             continue
-        live = (span & 0x7F).any(1)
-        out_scale[r, c] = byte[live].max(initial=0)
-        for i in np.flatnonzero(live):
+        valid = (span & 0x7F).any(1)
+        out_scale[r, c] = byte[valid].max(initial=0)
+        for i in np.flatnonzero(valid):
             span[i] = codes_of(mx.format, table[span[i]] * 2.0 ** (byte[i] - int(out_scale[r, c])))
-    return codes, out_scale
+    return qdata, out_scale
 
 
 @both_formats
@@ -74,7 +74,7 @@ def test_every_code_under_every_shift_is_the_nearest_code(fmt: MXFormat) -> None
     row = np.concatenate([every, one])
     shifts = np.arange(0, 128)
     wanted = [np.concatenate([codes_of(fmt, code_values(fmt) * 2.0**-d), one]) for d in shifts]
-    for low in (0, 1, 126):  # the byte of the 256 codes; that of the top block lies d above
+    for low in (0, 1, 126):  # the byte of the 256 qdata; that of the top block lies d above
         scale = np.full((len(shifts), 9), low, np.uint8)
         scale[:, 8] = low + shifts
         folded = fold(tensor_of(np.tile(row, (len(shifts), 1)), scale, fmt))
@@ -83,8 +83,8 @@ def test_every_code_under_every_shift_is_the_nearest_code(fmt: MXFormat) -> None
 
 
 def test_the_example_of_shift_codes() -> None:
-    codes = torch.full((4,), 0x41, dtype=torch.uint8).view(E4M3.dtype)
-    assert raw(shift_codes(codes, torch.tensor([0, 1, 9, 19]))).tolist() == [0x41, 0x39, 0x02, 0x00]
+    qdata = torch.full((4,), 0x41, dtype=torch.uint8).view(E4M3.dtype)
+    assert raw(shift_codes(qdata, torch.tensor([0, 1, 9, 19]))).tolist() == [0x41, 0x39, 0x02, 0x00]
 
 
 @both_formats
@@ -112,35 +112,35 @@ def test_fold_equals_the_float64_derivation(
 ) -> None:
     mx = hostile(fmt, rows, spans * per_span, seed, spread)
     block = mx.shape[1] if whole else per_span * 32
-    folded = fold(mx, block=None if whole else block)
-    codes, scale = folded_in_float64(mx, block)
-    assert_bytes(folded.qdata, codes)
+    folded = fold(mx, block_size=None if whole else block)
+    qdata, scale = folded_in_float64(mx, block)
+    assert_bytes(folded.qdata, qdata)
     assert_bytes(folded.scale, scale)
-    assert (folded.block, folded.axis, folded.dtype) == (block, -1, mx.dtype)
+    assert (folded.block_size, folded.axis, folded.dtype) == (block, -1, mx.dtype)
 
 
 def test_a_zero_block_does_not_count_whatever_its_byte() -> None:
-    codes = np.zeros((1, 96), np.uint8)
-    codes[0, 32:64] = 0x01
-    codes[0, 64:] = 0x80  # -0
-    folded = fold(tensor_of(codes, np.array([[0, 100, 254]], np.uint8)))
+    qdata = np.zeros((1, 96), np.uint8)
+    qdata[0, 32:64] = 0x01
+    qdata[0, 64:] = 0x80  # -0
+    folded = fold(tensor_of(qdata, np.array([[0, 100, 254]], np.uint8)))
     assert_bytes(folded.scale, np.array([[100]], np.uint8))
-    assert_bytes(folded.qdata, codes)
+    assert_bytes(folded.qdata, qdata)
 
 
 def test_a_block_with_byte_0_that_is_not_zero_counts() -> None:
-    codes = np.zeros((1, 64), np.uint8)
-    codes[0, 0] = 0x38
-    folded = fold(tensor_of(codes, np.array([[0, 9]], np.uint8)))
+    qdata = np.zeros((1, 64), np.uint8)
+    qdata[0, 0] = 0x38
+    folded = fold(tensor_of(qdata, np.array([[0, 9]], np.uint8)))
     assert_bytes(folded.scale, np.array([[0]], np.uint8))
-    assert_bytes(folded.qdata, codes)
+    assert_bytes(folded.qdata, qdata)
 
 
 def test_a_nan_block_makes_nan_of_what_shares_its_scale_only() -> None:
-    codes = np.full((2, 256), 0x38, np.uint8)
+    qdata = np.full((2, 256), 0x38, np.uint8)
     scale = np.full((2, 8), 127, np.uint8)
     scale[0, 6] = NAN
-    whole, spans = fold(tensor_of(codes, scale)), fold(tensor_of(codes, scale), block=128)
+    whole, spans = fold(tensor_of(qdata, scale)), fold(tensor_of(qdata, scale), block_size=128)
     assert raw(whole.scale).tolist() == [[NAN], [127]]
     assert raw(spans.scale).tolist() == [[127, NAN], [127, 127]]
     assert (raw(whole.qdata)[0] == 0x7F).all()
@@ -152,20 +152,20 @@ def test_a_nan_block_makes_nan_of_what_shares_its_scale_only() -> None:
 def test_folding_along_columns_is_folding_the_turned_tensor() -> None:
     w = gaussian(3, 64, 96) * torch.logspace(-6, 6, 64).view(1, 64, 1)
     columns = fold(quantize(w, axis=-2))
-    turned = fold(quantize(w.mT.contiguous()))
+    transposed = fold(quantize(w.mT.contiguous()))
     assert columns.axis == -2
     assert columns.shape == w.shape
     assert columns.scale.shape == (3, 1, 96)
     assert columns.qdata.mT.is_contiguous()
-    assert_bytes(columns.qdata.mT, raw(turned.qdata))
-    assert_bytes(columns.scale.mT, raw(turned.scale))
+    assert_bytes(columns.qdata.mT, raw(transposed.qdata))
+    assert_bytes(columns.scale.mT, raw(transposed.scale))
 
 
 def test_folding_weights_is_folding_each() -> None:
     w = quantize(gaussian(3, 8, 128) * torch.logspace(-9, 9, 128))
-    folded = fold(w, block=64)
+    folded = fold(w, block_size=64)
     for g in range(3):
-        assert_bytes(folded.qdata[g], raw(fold(w[g], block=64).qdata))  # type: ignore[arg-type]
+        assert_bytes(folded.qdata[g], raw(fold(w[g], block_size=64).qdata))  # type: ignore[arg-type]
 
 
 @both_formats
@@ -194,31 +194,31 @@ def test_the_row_index_is_applied_and_minus_one_is_a_zero_row() -> None:
 @pytest.mark.parametrize("indexed", [False, True])
 def test_rows_past_the_last_group_do_not_matter(ends: list[int], indexed: bool) -> None:
     mx = quantize(gaussian(8, 128) * torch.logspace(-4, 4, 128))
-    live = ends[-1]
+    valid = ends[-1]
     index = torch.randperm(8, generator=torch.Generator().manual_seed(0)).int() if indexed else None
     source = MXTensor.from_qdata_and_scales(mx.qdata, mx.scale, mx.dtype, row_index=index)
-    wanted, stats = fold_with_stats(source[:live])  # type: ignore[arg-type]
+    wanted, stats = fold_with_stats(source[:valid])  # type: ignore[arg-type]
     qdata, scale = (part.view(torch.uint8).clone() for part in (mx.qdata, mx.scale))
     if index is None:
-        qdata[live:], scale[live:] = 0x7F, NAN
+        qdata[valid:], scale[valid:] = 0x7F, NAN
     else:
         index = index.clone()
-        index[live:] = 10**9
+        index[valid:] = 10**9
     poisoned = MXTensor.from_qdata_and_scales(qdata.view(E4M3.dtype), scale, mx.dtype, row_index=index)
-    group_ends = torch.tensor(ends, dtype=torch.int32)
-    folded, got = fold_with_stats(poisoned, group_ends=group_ends)
+    offs = torch.tensor(ends, dtype=torch.int32)
+    folded, got = fold_with_stats(poisoned, offs=offs)
     assert folded.shape == (8, 128)
-    assert_bytes(folded.qdata[:live], raw(wanted.qdata))
-    assert_bytes(folded.scale[:live], raw(wanted.scale))
+    assert_bytes(folded.qdata[:valid], raw(wanted.qdata))
+    assert_bytes(folded.scale[:valid], raw(wanted.scale))
     assert (got.changed, got.flushed) == (stats.changed, stats.flushed)
-    assert torch.equal(got.spread[:live], stats.spread)
+    assert torch.equal(got.spread[:valid], stats.spread)
 
 
 @both_formats
 def test_folding_is_exact_within_the_range_that_the_docs_name_and_close_beyond(fmt: MXFormat) -> None:
     exact_binades, bottom = {"E4M3": (13.8, -9), "E5M2": (28.8, -16)}[fmt.name]
-    magnitudes = torch.logspace(0, -45, 4096, base=2.0)
-    rows = gaussian(16, 4096).sign() * magnitudes * torch.logspace(0, 5, 16, base=2.0).view(-1, 1)
+    amax = torch.logspace(0, -45, 4096, base=2.0)
+    rows = gaussian(16, 4096).sign() * amax * torch.logspace(0, 5, 16, base=2.0).view(-1, 1)
     mx = quantize(rows, fmt=fmt)
     before, folded = mx.dequantize(torch.float32), fold(mx)
     after = folded.dequantize(torch.float32)
@@ -231,21 +231,23 @@ def test_folding_is_exact_within_the_range_that_the_docs_name_and_close_beyond(f
 
 def test_folded_mx_is_row_scaled_fp8_but_for_subnormals() -> None:
     x = gaussian(256, 4096)
-    folded, row_scaled = fold(quantize(x)), quantize(x, block=None)
+    folded, row_scaled = fold(quantize(x)), quantize(x, block_size=None)
     assert_bytes(folded.scale, raw(row_scaled.scale))
     differ = (raw(folded.qdata) != raw(row_scaled.qdata)).mean()
     assert differ < 1e-4  # 2.6e-5 in NUMERICS.md
 
 
 @both_formats
-@pytest.mark.parametrize("block", [None, 64])
-def test_stats_count_what_changed_what_flushed_and_how_far_blocks_are_apart(fmt: MXFormat, block: int | None) -> None:
+@pytest.mark.parametrize("block_size", [None, 64])
+def test_stats_count_what_changed_what_flushed_and_how_far_blocks_are_apart(
+    fmt: MXFormat, block_size: int | None
+) -> None:
     mx = hostile(fmt, 40, 4, seed=3, spread=60)
-    folded, stats = fold_with_stats(mx, block=block)
-    plain = fold(mx, block=block)
+    folded, stats = fold_with_stats(mx, block_size=block_size)
+    plain = fold(mx, block_size=block_size)
     assert_bytes(folded.qdata, raw(plain.qdata))
     assert_bytes(folded.scale, raw(plain.scale))
-    width = folded.block
+    width = folded.block_size
     with np.errstate(invalid="ignore"):
         before = values(fmt, raw(mx.qdata).reshape(40, -1, 32), raw(mx.scale)[..., None]).reshape(40, -1)
         after = values(fmt, raw(folded.qdata).reshape(40, -1, width), raw(folded.scale)[..., None]).reshape(40, -1)
@@ -279,8 +281,8 @@ def test_fold_ops_pass_opcheck() -> None:
     index = torch.tensor([3, -1, 1, 0], dtype=torch.int32)
     ends = torch.tensor([1, 3], dtype=torch.int32)
     for op in (torch.ops.mxep.fold, torch.ops.mxep.fold_with_stats):
-        for row_index, group_ends in ((None, ends), (index, ends)):
-            check_op(op, mx.qdata, mx.scale, row_index, group_ends, 32, 128)
+        for row_index, offs in ((None, ends), (index, ends)):
+            check_op(op, mx.qdata, mx.scale, row_index, offs, 32, 128)
     w = quantize(gaussian(2, 4, 64), fmt=E5M2)
     check_op(torch.ops.mxep.fold, w.qdata, w.scale, None, None, 32, 64)
 
@@ -292,14 +294,14 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
     with pytest.raises(ValueError, match=r"got tiles, want .*along"):
         fold(quantize(gaussian(64, 64), axis=(-2, -1)))
     with pytest.raises(ValueError, match="multiple of the block, 96"):
-        fold(mx, block=96)
+        fold(mx, block_size=96)
     with pytest.raises(ValueError, match="got block 16, want a multiple of the blocks there are, 32"):
-        fold(mx, block=16)
+        fold(mx, block_size=16)
     with pytest.raises(ValueError, match=r"got torch\.int64 .*want int32"):
-        fold(mx, group_ends=torch.tensor([64]))
-    with pytest.raises(ValueError, match="got group_ends for axis -2, want axis -1"):
-        fold_with_stats(quantize(gaussian(64, 32), axis=-2), group_ends=torch.tensor([64], dtype=torch.int32))
+        fold(mx, offs=torch.tensor([64]))
+    with pytest.raises(ValueError, match="got offs for axis -2, want axis -1"):
+        fold_with_stats(quantize(gaussian(64, 32), axis=-2), offs=torch.tensor([64], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"got shape \(2, 4, 32\), want \(rows, columns\)"):
-        fold(quantize(gaussian(2, 4, 32)), group_ends=torch.tensor([4], dtype=torch.int32))
+        fold(quantize(gaussian(2, 4, 32)), offs=torch.tensor([4], dtype=torch.int32))
     with pytest.raises(ValueError, match="got 65, want 0 to 64"):
-        fold(mx, group_ends=torch.tensor([65], dtype=torch.int32))
+        fold(mx, offs=torch.tensor([65], dtype=torch.int32))

@@ -20,25 +20,25 @@ Arguments = tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int]
 def hostile(
     fmt: MXFormat, shape: tuple[int, ...], block: int = 32, seed: int = 0, spread: int = 24
 ) -> tuple[Tensor, Tensor]:
-    """Any codes, with scales `spread` binades apart, zero blocks of byte 0 or not, and a few NaN blocks."""
+    """Any qdata, with scales `spread` binades apart, zero blocks of byte 0 or not, and a few NaN blocks."""
     rng = np.random.default_rng(seed)
     *rest, d = shape
-    codes = rng.integers(0, 256, (*rest, d // block, block), dtype=np.uint8)
-    scale = rng.integers(120 - spread, 120, codes.shape[:-1], dtype=np.uint8)
+    qdata = rng.integers(0, 256, (*rest, d // block, block), dtype=np.uint8)
+    scale = rng.integers(120 - spread, 120, qdata.shape[:-1], dtype=np.uint8)
     zero = rng.random(scale.shape) < 0.2
-    codes[zero] &= 0x80
+    qdata[zero] &= 0x80
     scale[zero & (rng.random(scale.shape) < 0.5)] = 0
     scale[zero & (rng.random(scale.shape) < 0.3)] = 200
-    scale[rng.random(scale.shape) < 0.3 / codes.shape[-2]] = 255
-    return torch.from_numpy(codes.reshape(shape)).view(fmt.dtype), torch.from_numpy(scale).view(torch.float8_e8m0fnu)
+    scale[rng.random(scale.shape) < 0.3 / qdata.shape[-2]] = 255
+    return torch.from_numpy(qdata.reshape(shape)).view(fmt.dtype), torch.from_numpy(scale).view(torch.float8_e8m0fnu)
 
 
-def slots(codes: Tensor, scale: Tensor, spare: int = 16) -> tuple[Tensor, Tensor]:
-    """The same rows, codes and scales side by side in rows of one buffer, as an exchange receives them."""
-    d, n = codes.shape[1], scale.shape[1]
-    buffer = torch.full((codes.shape[0], d + n + spare), 0x5A, dtype=torch.uint8)
-    buffer[:, :d], buffer[:, d : d + n] = codes.view(torch.uint8), scale.view(torch.uint8)
-    return buffer[:, :d].view(codes.dtype), buffer[:, d : d + n].view(scale.dtype)
+def slots(qdata: Tensor, scale: Tensor, spare: int = 16) -> tuple[Tensor, Tensor]:
+    """The same rows, qdata and scales side by side in rows of one buffer, as an exchange receives them."""
+    d, n = qdata.shape[1], scale.shape[1]
+    buffer = torch.full((qdata.shape[0], d + n + spare), 0x5A, dtype=torch.uint8)
+    buffer[:, :d], buffer[:, d : d + n] = qdata.view(torch.uint8), scale.view(torch.uint8)
+    return buffer[:, :d].view(qdata.dtype), buffer[:, d : d + n].view(scale.dtype)
 
 
 def to_device(x: Tensor) -> Tensor:
@@ -53,17 +53,17 @@ def to_device(x: Tensor) -> Tensor:
 
 
 def check(*args: Any, **tuning: int) -> None:
-    """The kernels' results on DEVICE against the ops' on the CPU: live rows bit for bit."""
-    group_ends = args[3]
-    live = None if group_ends is None else int(group_ends[-1])
+    """The kernels' results on DEVICE against the ops' on the CPU: valid rows bit for bit."""
+    offs = args[3]
+    valid = None if offs is None else int(offs[-1])
     want = torch.ops.mxep.fold_with_stats(*args)
     moved = [to_device(arg) if isinstance(arg, Tensor) else arg for arg in args]
     got = kernels.fold_with_stats(*moved, **tuning)  # type: ignore[arg-type]
     plain = kernels.fold(*moved, **tuning)  # type: ignore[arg-type]
     for a, b in zip((*got[:2], got[4], *plain, *got[2:4]), (*want[:2], want[4], *want[:2], *want[2:4])):
         assert (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True)
-        if a.ndim and live is not None:
-            a, b = a[:live], b[:live]
+        if a.ndim and valid is not None:
+            a, b = a[:valid], b[:valid]
         if a.dtype.itemsize == 1:
             a, b = a.view(torch.uint8), b.view(torch.uint8)
         assert torch.equal(a.cpu(), b)
@@ -77,8 +77,8 @@ def test_every_code_under_every_shift(fmt: MXFormat) -> None:
     for low in (0, 1, 126):
         scale = torch.full((len(shifts), 16), low, dtype=torch.uint8)
         scale[:, 8:] = (low + shifts)[:, None]
-        codes = torch.cat([every, one], 1).view(fmt.dtype)
-        check(codes, scale.view(torch.float8_e8m0fnu), None, None, 32, 512)
+        qdata = torch.cat([every, one], 1).view(fmt.dtype)
+        check(qdata, scale.view(torch.float8_e8m0fnu), None, None, 32, 512)
 
 
 @both_formats
@@ -88,9 +88,11 @@ def test_one_scale_a_span_of_any_length(fmt: MXFormat, to: int) -> None:
         check(*hostile(fmt, (13, 576), seed=seed, spread=40), None, None, 32, to)
 
 
-@pytest.mark.parametrize(("block", "to"), [(64, 128), (96, 192), (128, 128), (384, 384), (24, 48), (10, 30), (7, 21)])
-def test_blocks_of_any_length(block: int, to: int) -> None:
-    check(*hostile(FORMATS[0], (9, 2 * to), block), None, None, block, to)
+@pytest.mark.parametrize(
+    ("block_size", "to"), [(64, 128), (96, 192), (128, 128), (384, 384), (24, 48), (10, 30), (7, 21)]
+)
+def test_blocks_of_any_length(block_size: int, to: int) -> None:
+    check(*hostile(FORMATS[0], (9, 2 * to), block_size), None, None, block_size, to)
 
 
 @both_formats
@@ -99,52 +101,52 @@ def test_indexed_slots_in_groups(fmt: MXFormat, ends: list[int]) -> None:
     index = torch.randint(-1, 20, (57,), generator=torch.Generator().manual_seed(0)).int()
     index[3] = -1
     index[ends[-1] :] = 10**9  # neither read nor written
-    codes, scale = slots(*hostile(fmt, (20, 224)))
-    check(codes, scale, index, torch.tensor(ends, dtype=torch.int32), 32, 224)
-    check(codes, scale, index[: ends[-1]], None, 32, 32)
+    qdata, scale = slots(*hostile(fmt, (20, 224)))
+    check(qdata, scale, index, torch.tensor(ends, dtype=torch.int32), 32, 224)
+    check(qdata, scale, index[: ends[-1]], None, 32, 32)
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2, 3, 4, 16])
 def test_rows_at_any_address(spare: int) -> None:
-    codes, scale = slots(*hostile(FORMATS[0], (6, 224)), spare)
-    check(codes, scale, None, None, 32, 224)
-    check(codes[:, 32:], scale[:, 1:], None, None, 32, 192)
+    qdata, scale = slots(*hostile(FORMATS[0], (6, 224)), spare)
+    check(qdata, scale, None, None, 32, 224)
+    check(qdata[:, 32:], scale[:, 1:], None, None, 32, 192)
 
 
 @pytest.mark.parametrize("tuning", [(512, 256, 1), (512, 512, 2), (256, 64, 64), (4096, 512, 3)])
 def test_any_tile_and_any_number_of_programs(tuning: tuple[int, int, int]) -> None:
     names = ("tile_elements", "warp_elements", "programs_per_sm")
-    codes, scale = hostile(FORMATS[0], (37, 256))
+    qdata, scale = hostile(FORMATS[0], (37, 256))
     ends = torch.tensor([8, 31], dtype=torch.int32)
-    check(codes, scale, None, ends, 32, 128, **dict(zip(names, tuning)))
+    check(qdata, scale, None, ends, 32, 128, **dict(zip(names, tuning)))
 
 
 def test_weights_and_what_is_stored_turned() -> None:
     check(*hostile(E5M2, (3, 5, 64)), None, None, 32, 64)
-    codes, scale = hostile(E5M2, (3, 64, 64), 64)
-    check(codes.mT, scale.expand(3, 64, 2).contiguous(), None, None, 32, 64)
-    check(codes[:, :5], scale.expand(3, 64, 2).contiguous()[:, :5], None, None, 32, 64)
+    qdata, scale = hostile(E5M2, (3, 64, 64), 64)
+    check(qdata.mT, scale.expand(3, 64, 2).contiguous(), None, None, 32, 64)
+    check(qdata[:, :5], scale.expand(3, 64, 2).contiguous()[:, :5], None, None, 32, 64)
 
 
 def test_nothing_to_fold() -> None:
-    codes, scale = hostile(FORMATS[0], (4, 64))
+    qdata, scale = hostile(FORMATS[0], (4, 64))
     none = torch.zeros(0, dtype=torch.int32)
-    check(codes[:0], scale[:0], None, None, 32, 64)
-    check(codes, scale, none, None, 32, 64)
-    check(codes[:0], scale[:0], torch.full((3,), -1, dtype=torch.int32), None, 32, 64)
+    check(qdata[:0], scale[:0], None, None, 32, 64)
+    check(qdata, scale, none, None, 32, 64)
+    check(qdata[:0], scale[:0], torch.full((3,), -1, dtype=torch.int32), None, 32, 64)
 
 
 def test_rows_far_apart() -> None:
     """Offsets beyond 2**31 bytes, where a GPU has the memory."""
     if DEVICE == "cpu":
         pytest.skip("needs 3 GB")
-    codes, scale = hostile(FORMATS[0], (8, 64))
+    qdata, scale = hostile(FORMATS[0], (8, 64))
     buffer = torch.empty(8, 3 * 2**28, dtype=torch.uint8, device=DEVICE)
-    buffer[:, :64], buffer[:, 64:66] = codes.view(torch.uint8).to(DEVICE), scale.view(torch.uint8).to(DEVICE)
+    buffer[:, :64], buffer[:, 64:66] = qdata.view(torch.uint8).to(DEVICE), scale.view(torch.uint8).to(DEVICE)
     index = torch.tensor([7, 0, 5], dtype=torch.int32)
     folded, byte = kernels.fold(
-        buffer[:, :64].view(codes.dtype), buffer[:, 64:66].view(scale.dtype), index.to(DEVICE), None, 32, 64
+        buffer[:, :64].view(qdata.dtype), buffer[:, 64:66].view(scale.dtype), index.to(DEVICE), None, 32, 64
     )
-    want, want_byte = torch.ops.mxep.fold(codes, scale, index, None, 32, 64)
+    want, want_byte = torch.ops.mxep.fold(qdata, scale, index, None, 32, 64)
     assert torch.equal(folded.view(torch.uint8).cpu(), want.view(torch.uint8))
     assert torch.equal(byte.view(torch.uint8).cpu(), want_byte.view(torch.uint8))

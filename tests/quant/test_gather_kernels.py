@@ -32,21 +32,21 @@ def assert_same_in_groups(got: tuple[Tensor, ...], want: tuple[Tensor, ...], end
     """Codes up to the last group's end, scales up to its last tile of 128 rows; what follows is unspecified."""
     sizes = ends.diff(prepend=ends.new_zeros(1))
     tiles = int(((sizes + 127) // 128).sum())
-    codes, scale = ((parts[0][: int(ends[-1])], parts[1][: 128 * tiles]) for parts in (got, want))
-    assert_same(codes, scale)
+    qdata, scale = ((parts[0][: int(ends[-1])], parts[1][: 128 * tiles]) for parts in (got, want))
+    assert_same(qdata, scale)
 
 
 @pytest.mark.parametrize("columns", [32, 96, 1056])
 def test_materialize_picks_codes_and_scales(columns: int) -> None:
-    codes, scale = ops.quantize_rows(numbers(20, columns), *HOW, 32)
+    qdata, scale = ops.quantize_rows(numbers(20, columns), *HOW, 32)
     index = index_of(37, 20)
-    assert_same(kernels.materialize(*on_device(codes, scale, index)), ops.materialize(codes, scale, index))
+    assert_same(kernels.materialize(*on_device(qdata, scale, index)), ops.materialize(qdata, scale, index))
 
 
 def test_materialize_picks_rows_with_one_scale_and_rows_of_a_buffer() -> None:
-    codes, scale = ops.quantize_rows(numbers(20, 96), *HOW, 96)
+    qdata, scale = ops.quantize_rows(numbers(20, 96), *HOW, 96)
     index = index_of(37, 20)
-    assert_same(kernels.materialize(*on_device(codes, scale, index)), ops.materialize(codes, scale, index))
+    assert_same(kernels.materialize(*on_device(qdata, scale, index)), ops.materialize(qdata, scale, index))
     slots = torch.randint(0, 256, (20, 144), dtype=torch.uint8)
     moved = slots.to(DEVICE)
     got, want = (
@@ -70,11 +70,11 @@ def test_pad_and_unpad_move_rows_of_any_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0], [5], [130, 1, 0, 40], MANY], ids=len)
-@pytest.mark.parametrize("multiple", [1, 32])
+@pytest.mark.parametrize("alignment", [1, 32])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_pad_index_spreads_groups(sizes: list[int], multiple: int, dtype: torch.dtype) -> None:
+def test_pad_index_spreads_groups(sizes: list[int], alignment: int, dtype: torch.dtype) -> None:
     group_sizes = torch.tensor(sizes, dtype=dtype)
-    args = group_sizes, sum(sizes) + 3, multiple
+    args = group_sizes, sum(sizes) + 3, alignment
     got, want = kernels.pad_index(*on_device(*args)), groups._pad_index(*args)
     assert_same(tuple(x.view(torch.uint8) for x in got), tuple(x.view(torch.uint8) for x in want))
 
@@ -90,9 +90,9 @@ def test_pad_quantize(dtype: torch.dtype) -> None:
 def test_scales_are_swizzled(shape: tuple[int, ...]) -> None:
     scale = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert_same((kernels.swizzle_scales(scale.to(DEVICE), None),), (swizzle._swizzle(scale, None),))
-    turned = scale.mT
+    transposed = scale.mT
     got = kernels.swizzle_scales(scale.to(DEVICE).mT, None)
-    assert_same((got,), (swizzle._swizzle(turned, None),))
+    assert_same((got,), (swizzle._swizzle(transposed, None),))
 
 
 def test_scales_are_swizzled_group_by_group() -> None:
@@ -115,26 +115,26 @@ def test_quantize_swizzled(fmt: object) -> None:
 
 
 def test_gather_swizzled() -> None:
-    codes, scale = ops.quantize_rows(numbers(50, 160), *HOW, 32)
-    args = codes, scale, index_of(140, 50), None
+    qdata, scale = ops.quantize_rows(numbers(50, 160), *HOW, 32)
+    args = qdata, scale, index_of(140, 50), None
     assert_same(kernels.gather_swizzled(*on_device(*args)), swizzle._gather_swizzled(*args))
-    args = codes, scale, None, None
+    args = qdata, scale, None, None
     assert_same(kernels.gather_swizzled(*on_device(*args)), swizzle._gather_swizzled(*args))
     ends = ends_of(0, 160, 192)
-    args = codes, scale, index_of(256, 50, dead=64), ends
+    args = qdata, scale, index_of(256, 50, dead=64), ends
     got, want = kernels.gather_swizzled(*on_device(*args)), swizzle._gather_swizzled(*args)
     assert_same_in_groups(got, want, ends)
 
 
 def test_nothing_to_pick() -> None:
-    codes, scale = ops.quantize_rows(numbers(8, 32)[:0], *HOW, 32)
+    qdata, scale = ops.quantize_rows(numbers(8, 32)[:0], *HOW, 32)
     none = torch.empty(0, dtype=torch.int32)
     for shape in ((0, 4), (2, 0, 5), (0, 3, 5), (3, 0)):
         nothing = torch.zeros(shape, dtype=torch.uint8)
         assert_same((kernels.swizzle_scales(nothing.to(DEVICE), None),), (swizzle._swizzle(nothing, None),))
     for empty in (kernels.swizzle_scales(*on_device(scale, ends_of(0, 0))), *kernels.gather_swizzled(
-        *on_device(codes, scale, none, ends_of(0))
+        *on_device(qdata, scale, none, ends_of(0))
     )):  # fmt: skip
         assert empty.shape[0] in (0, 128, 256)
-    assert_same(kernels.materialize(*on_device(codes, scale, none)), ops.materialize(codes, scale, none))
+    assert_same(kernels.materialize(*on_device(qdata, scale, none)), ops.materialize(qdata, scale, none))
     assert kernels.pad_rows(*on_device(torch.empty(0, 4), index_of(3, 1) * 0 - 1)).cpu().equal(torch.zeros(3, 4))

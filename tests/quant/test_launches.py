@@ -24,7 +24,7 @@ TESTED = (
     "pad_quantize",
     "gather_swizzled",
     "quantize_swizzled in groups",
-    "split_fold",
+    "fold_for_wgrad",
     "swiglu_quantize 14336 folded",
     "swiglu_backward 14336",
     "swiglu_backward_quantize 8192 whole",
@@ -32,15 +32,22 @@ TESTED = (
     "swiglu_backward_quantize 8192 folded",
 )
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
-ON_BLACKWELL = ("requantize gathered", "fold 16384", "quantize_swizzled in groups", "split_fold")
-ON_ADA = ("quantize_both", "quantize_tiles", "requantize gathered", "fold 7168", "split_fold", "swiglu_quantize 2048")
+ON_BLACKWELL = ("requantize gathered", "fold 16384", "quantize_swizzled in groups", "fold_for_wgrad")
+ON_ADA = (
+    "quantize_both",
+    "quantize_tiles",
+    "requantize gathered",
+    "fold 7168",
+    "fold_for_wgrad",
+    "swiglu_quantize 2048",
+)
 IN_GROUPS = tuple(
     f"{kernel} {groups} groups"
     for groups in (1, 32, 256, 512, 1024)
-    for kernel in ("pad_index", "gather_swizzled", "split_fold")
+    for kernel in ("pad_index", "gather_swizzled", "fold_for_wgrad")
 )
 
-NEWER_SPILL = {(3, 8): {"split_fold": 8}, (3, 9): {"requantize gathered": 16}}
+NEWER_SPILL = {(3, 8): {"fold_for_wgrad": 8}, (3, 9): {"requantize gathered": 16}}
 """Bytes that a thread keeps in local memory by these versions of Triton. Older ones spill nothing."""
 
 
@@ -62,7 +69,7 @@ def test_no_kernel_spills(target: int, tested: tuple[str, ...]):
     assert not spilled, "\n" + table(spilled)
 
 
-@pytest.mark.parametrize("launch", ["quantize_rows", "fold 7168", "split_fold"])
+@pytest.mark.parametrize("launch", ["quantize_rows", "fold 7168", "fold_for_wgrad"])
 def test_before_ada_triton_has_no_e4m3(launch: str):
     """Why `mxep.quant.kernels.runs_on` wants capability 8.9."""
     with pytest.raises(RuntimeError, match="fp8e4nv not supported in this architecture"):

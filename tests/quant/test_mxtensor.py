@@ -20,13 +20,13 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_same(a: MXTensor, b: MXTensor) -> None:
-    """Same codes, scales, axis, block and outer dtype."""
-    assert (a.axis, a.block, a.dtype, a.shape) == (b.axis, b.block, b.dtype, b.shape)
+    """Same qdata, scales, axis, block and outer dtype."""
+    assert (a.axis, a.block_size, a.dtype, a.shape) == (b.axis, b.block_size, b.dtype, b.shape)
     assert_bytes(a.qdata, raw(b.qdata))
     assert_bytes(a.scale, raw(b.scale))
 
 
-def codes(*shape: int) -> Tensor:
+def random_qdata(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
@@ -41,7 +41,13 @@ def index(*rows: int) -> Tensor:
 def test_it_looks_like_what_was_quantized() -> None:
     mx = quantize(gaussian(4, 64), fmt=E5M2)
     assert isinstance(mx, Tensor)
-    assert (mx.shape, mx.dtype, mx.device, mx.axis, mx.block) == ((4, 64), torch.bfloat16, torch.device("cpu"), -1, 32)
+    assert (mx.shape, mx.dtype, mx.device, mx.axis, mx.block_size) == (
+        (4, 64),
+        torch.bfloat16,
+        torch.device("cpu"),
+        -1,
+        32,
+    )
     assert mx.format is E5M2
     assert mx.row_index is None
     assert (mx.qdata.dtype, mx.qdata.shape) == (torch.float8_e5m2, (4, 64))
@@ -49,8 +55,10 @@ def test_it_looks_like_what_was_quantized() -> None:
 
 
 def test_repr_tells_all_but_the_values() -> None:
-    mx = MXTensor.from_qdata_and_scales(codes(8, 64), scales(8, 2), row_index=index(0, 0, -1))
-    assert repr(mx) == ("MXTensor(shape=(3, 64), E4M3, axis=-1, block=32, rows of 8, dtype=torch.bfloat16, device=cpu)")
+    mx = MXTensor.from_qdata_and_scales(random_qdata(8, 64), scales(8, 2), row_index=index(0, 0, -1))
+    assert repr(mx) == (
+        "MXTensor(shape=(3, 64), E4M3, axis=-1, block_size=32, rows of 8, dtype=torch.bfloat16, device=cpu)"
+    )
     assert "axis=(-2, -1)" in repr(quantize(gaussian(32, 32), axis=TILES))
     assert "requires_grad=True" in repr(mx.detach().requires_grad_())
     assert "device=meta" in repr(mx.to("meta"))
@@ -69,7 +77,7 @@ def test_from_qdata_and_scales_takes_apart_and_puts_together(axis: int, as_bytes
 
 @pytest.mark.parametrize("orig_dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_the_original_dtype_is_the_outer_one(orig_dtype: torch.dtype) -> None:
-    mx = MXTensor.from_qdata_and_scales(codes(2, 32), scales(2, 1), orig_dtype)
+    mx = MXTensor.from_qdata_and_scales(random_qdata(2, 32), scales(2, 1), orig_dtype)
     assert mx.dtype == mx.dequantize().dtype == orig_dtype
 
 
@@ -77,24 +85,39 @@ def test_the_original_dtype_is_the_outer_one(orig_dtype: torch.dtype) -> None:
     ("qdata", "scale", "options", "message"),
     [
         (torch.zeros(2, 32), scales(2, 1), {}, r"torch.float32: want torch.float8_e4m3fn"),
-        (codes(32), scales(1), {}, r"\(32,\).*two axes"),
-        (codes(2, 48), scales(2, 1), {}, r"\(2, 48\).*multiple of the block, 32"),
-        (codes(2, 64), scales(2, 1), {}, r"scales: got shape \(2, 1\), want \(2, 2\)"),
-        (codes(2, 64), scales(1, 2), {}, r"scales: got shape \(1, 2\), want \(2, 2\)"),
-        (codes(2, 64), scales(2, 2, 1), {}, r"scales: got shape \(2, 2, 1\), want \(2, 2\)"),
-        (codes(64, 32), scales(64, 1), {"axis": -2}, r"scales: got shape \(64, 1\), want \(2, 32\)"),
-        (codes(64, 32), scales(64, 1), {"axis": TILES}, r"want \(2, 1\)"),
-        (codes(2, 64), scales(2, 2), {"block": None}, r"scales: got shape \(2, 2\), want \(2, 1\)"),
-        (codes(2, 32), torch.ones(2, 1), {}, r"scales: got dtype torch.float32, want torch.float8_e8m0fnu"),
-        (codes(2, 32), scales(2, 1).to("meta"), {}, r"scales: got device meta, want cpu"),
-        (codes(2, 32), scales(2, 1), {"orig_dtype": torch.float64}, r"orig_dtype: got torch.float64"),
-        (codes(2, 32), scales(2, 1), {"axis": 3}, r"axis: got 3"),
-        (codes(2, 32), scales(2, 1), {"block": 0}, r"block: got 0"),
-        (codes(2, 32), scales(2, 1), {"row_index": torch.zeros(1).long()}, r"row_index: got torch.int64"),
-        (codes(2, 32), scales(2, 1), {"row_index": index(0)[None]}, r"row_index: got torch.int32 of shape \(1, 1\)"),
-        (codes(2, 32), scales(2, 1), {"row_index": index(0).to("meta")}, r"row_index: got device meta, want cpu"),
-        (codes(1, 2, 32), scales(1, 2, 1), {"row_index": index(0)}, r"row_index: got qdata of shape \(1, 2, 32\)"),
-        (codes(32, 2), scales(1, 2), {"row_index": index(0), "axis": -2}, r"blocked along -2, want.*along -1"),
+        (random_qdata(32), scales(1), {}, r"\(32,\).*two axes"),
+        (random_qdata(2, 48), scales(2, 1), {}, r"\(2, 48\).*multiple of the block, 32"),
+        (random_qdata(2, 64), scales(2, 1), {}, r"scales: got shape \(2, 1\), want \(2, 2\)"),
+        (random_qdata(2, 64), scales(1, 2), {}, r"scales: got shape \(1, 2\), want \(2, 2\)"),
+        (random_qdata(2, 64), scales(2, 2, 1), {}, r"scales: got shape \(2, 2, 1\), want \(2, 2\)"),
+        (random_qdata(64, 32), scales(64, 1), {"axis": -2}, r"scales: got shape \(64, 1\), want \(2, 32\)"),
+        (random_qdata(64, 32), scales(64, 1), {"axis": TILES}, r"want \(2, 1\)"),
+        (random_qdata(2, 64), scales(2, 2), {"block_size": None}, r"scales: got shape \(2, 2\), want \(2, 1\)"),
+        (random_qdata(2, 32), torch.ones(2, 1), {}, r"scales: got dtype torch.float32, want torch.float8_e8m0fnu"),
+        (random_qdata(2, 32), scales(2, 1).to("meta"), {}, r"scales: got device meta, want cpu"),
+        (random_qdata(2, 32), scales(2, 1), {"orig_dtype": torch.float64}, r"orig_dtype: got torch.float64"),
+        (random_qdata(2, 32), scales(2, 1), {"axis": 3}, r"axis: got 3"),
+        (random_qdata(2, 32), scales(2, 1), {"block_size": 0}, r"block_size: got 0"),
+        (random_qdata(2, 32), scales(2, 1), {"row_index": torch.zeros(1).long()}, r"row_index: got torch.int64"),
+        (
+            random_qdata(2, 32),
+            scales(2, 1),
+            {"row_index": index(0)[None]},
+            r"row_index: got torch.int32 of shape \(1, 1\)",
+        ),
+        (
+            random_qdata(2, 32),
+            scales(2, 1),
+            {"row_index": index(0).to("meta")},
+            r"row_index: got device meta, want cpu",
+        ),
+        (
+            random_qdata(1, 2, 32),
+            scales(1, 2, 1),
+            {"row_index": index(0)},
+            r"row_index: got qdata of shape \(1, 2, 32\)",
+        ),
+        (random_qdata(32, 2), scales(1, 2), {"row_index": index(0), "axis": -2}, r"blocked along -2, want.*along -1"),
     ],
 )
 def test_from_qdata_and_scales_names_got_and_wanted(
@@ -108,23 +131,23 @@ def test_from_qdata_and_scales_names_got_and_wanted(
     ("parts", "message"),
     [
         ((torch.zeros(2, 32), scales(2, 1), None, -1, 32), r"qdata: got torch.float32: want torch.float8_e4m3fn"),
-        ((codes(2, 64), scales(2, 1), None, -1, 32), r"scales: got shape \(2, 1\), want \(2, 2\)"),
-        ((codes(2, 64), scales(2, 2).view(torch.uint8), None, -1, 32), r"scales: got dtype torch.uint8"),
-        ((codes(2, 64), scales(2, 2).to("meta"), None, -1, 32), r"scales: got device meta, want cpu"),
-        ((codes(2, 64), None, None, -1, 32), r"scales: got a NoneType, want a tensor"),
-        ((codes(2, 64), scales(2, 2), None, 1, 32), r"axis: got 1, want -1, -2 or \(-2, -1\)"),
-        ((codes(2, 48), scales(2, 1), None, -1, 32), r"\(2, 48\).*multiple of the block, 32"),
-        ((codes(2, 64), scales(2, 1), None, -1, None), r"block: got None"),
-        ((codes(2, 64), scales(2, 2), index(0).long(), -1, 32), r"row_index: got torch.int64"),
-        ((codes(64, 64), scales(2, 64), index(0), -2, 32), r"blocked along -2, want.*along -1"),
-        ((codes(64), scales(2), None, -1, 32), r"qdata: got shape \(64,\), want two axes"),
+        ((random_qdata(2, 64), scales(2, 1), None, -1, 32), r"scales: got shape \(2, 1\), want \(2, 2\)"),
+        ((random_qdata(2, 64), scales(2, 2).view(torch.uint8), None, -1, 32), r"scales: got dtype torch.uint8"),
+        ((random_qdata(2, 64), scales(2, 2).to("meta"), None, -1, 32), r"scales: got device meta, want cpu"),
+        ((random_qdata(2, 64), None, None, -1, 32), r"scales: got a NoneType, want a tensor"),
+        ((random_qdata(2, 64), scales(2, 2), None, 1, 32), r"axis: got 1, want -1, -2 or \(-2, -1\)"),
+        ((random_qdata(2, 48), scales(2, 1), None, -1, 32), r"\(2, 48\).*multiple of the block, 32"),
+        ((random_qdata(2, 64), scales(2, 1), None, -1, None), r"block_size: got None"),
+        ((random_qdata(2, 64), scales(2, 2), index(0).long(), -1, 32), r"row_index: got torch.int64"),
+        ((random_qdata(64, 64), scales(2, 64), index(0), -2, 32), r"blocked along -2, want.*along -1"),
+        ((random_qdata(64), scales(2), None, -1, 32), r"qdata: got shape \(64,\), want two axes"),
     ],
 )
 def test_the_constructor_checks_what_it_is_given(parts: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MXTensor(*parts, torch.bfloat16)
     with pytest.raises(ValueError, match=r"orig_dtype: got torch.float64"):
-        MXTensor(codes(2, 64), scales(2, 2), None, -1, 32, torch.float64)
+        MXTensor(random_qdata(2, 64), scales(2, 2), None, -1, 32, torch.float64)
 
 
 def test_strided_row_views_of_a_slot_buffer_are_read_in_place() -> None:
@@ -166,7 +189,7 @@ def test_a_row_of_zeros_is_zero_even_beside_nan_slots() -> None:
 
 
 def test_an_index_into_no_slots_gives_zero_rows() -> None:
-    picked = MXTensor.from_qdata_and_scales(codes(0, 32), scales(0, 1), row_index=index(-1, -1))
+    picked = MXTensor.from_qdata_and_scales(random_qdata(0, 32), scales(0, 1), row_index=index(-1, -1))
     assert torch.equal(picked.dequantize(), torch.zeros(2, 32))
     assert picked[:0].dequantize().shape == (0, 32)
     assert picked.materialize().shape == (2, 32)
@@ -187,17 +210,17 @@ def test_materialize_copies_only_where_needed_and_stores_along_the_blocks(axis: 
 @axes
 def test_turning_is_the_transpose_and_turns_back(axis: int) -> None:
     mx = quantize(gaussian(2, 64, 96), axis=axis)
-    turned = mx.mT
-    assert turned.shape == (2, 96, 64)
-    assert turned.axis == {-1: -2, -2: -1}.get(axis, TILES)
-    assert torch.equal(turned.dequantize(), mx.dequantize().mT)
-    assert turned.qdata.data_ptr() == mx.qdata.data_ptr()
-    assert_same(turned.mT, mx)
+    transposed = mx.mT
+    assert transposed.shape == (2, 96, 64)
+    assert transposed.axis == {-1: -2, -2: -1}.get(axis, TILES)
+    assert torch.equal(transposed.dequantize(), mx.dequantize().mT)
+    assert transposed.qdata.data_ptr() == mx.qdata.data_ptr()
+    assert_same(transposed.mT, mx)
     for other in (mx.transpose(-1, -2), mx.transpose(1, 2), mx.transpose(2, -2), mx.permute(0, 2, 1)):
-        assert_same(other, turned)
+        assert_same(other, transposed)
     matrix = mx[0]
     for other in (matrix.t(), matrix.T, matrix.mT, matrix.transpose(0, 1)):
-        assert_same(other, turned[0])
+        assert_same(other, transposed[0])
 
 
 def test_only_the_last_two_axes_turn() -> None:
@@ -205,8 +228,8 @@ def test_only_the_last_two_axes_turn() -> None:
     for turn in (lambda: mx.transpose(0, 1), lambda: mx.permute(1, 0, 2), lambda: mx.permute(0, 1, 2)):
         with pytest.raises(NotImplementedError, match=r"aten\.(transpose|permute).*only its last two axes"):
             turn()
-    indexed = MXTensor.from_qdata_and_scales(codes(2, 32), scales(2, 1), row_index=index(1))
-    with pytest.raises(NotImplementedError, match=r"row index cannot be turned: call .materialize\(\)"):
+    indexed = MXTensor.from_qdata_and_scales(random_qdata(2, 32), scales(2, 1), row_index=index(1))
+    with pytest.raises(NotImplementedError, match=r"row index cannot be transposed: call .materialize\(\)"):
         indexed.t()
 
 
@@ -247,13 +270,13 @@ def test_narrow_and_batches_select_and_slice() -> None:
 
 def test_tiles_serve_both_orientations() -> None:
     w = gaussian(64, 96)
-    tiles, turned = quantize(w, axis=TILES), quantize(w.mT.contiguous(), axis=TILES)
+    tiles, transposed = quantize(w, axis=TILES), quantize(w.mT.contiguous(), axis=TILES)
     rows, columns = tiles.along(-1), tiles.along(-2)
     assert (rows.axis, rows.scale.shape) == (-1, (64, 3))
     assert (columns.axis, columns.scale.shape) == (-2, (2, 96))
     assert rows.qdata.data_ptr() == columns.qdata.data_ptr() == tiles.qdata.data_ptr()
-    assert_same(columns, turned.along(-1).mT)
-    assert_same(rows, turned.along(-2).mT)
+    assert_same(columns, transposed.along(-1).mT)
+    assert_same(rows, transposed.along(-2).mT)
     for view in (rows, columns, tiles.along(1), tiles.along(0)):
         assert torch.equal(view.dequantize(), tiles.dequantize())
     assert_same(tiles.along(0), columns)
@@ -286,7 +309,7 @@ def test_copies_and_aliases_keep_everything(axis: int) -> None:
 
 
 def test_copies_keep_the_row_index() -> None:
-    picked = MXTensor.from_qdata_and_scales(codes(4, 32), scales(4, 1), row_index=index(3, -1))
+    picked = MXTensor.from_qdata_and_scales(random_qdata(4, 32), scales(4, 1), row_index=index(3, -1))
     copy = picked.clone()
     assert copy.row_index.tolist() == [3, -1]
     assert copy.row_index.data_ptr() != picked.row_index.data_ptr()
@@ -314,8 +337,8 @@ def test_dequantize_gives_what_was_asked_for() -> None:
 
 def test_dequantize_rounds_once_to_the_nearest() -> None:
     """2**-133 is the smallest bf16: values below its half vanish, above it round."""
-    codes = torch.tensor([[32, 40, 48, 49] + [0] * 28], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    mx = MXTensor.from_qdata_and_scales(codes, torch.zeros(1, 1, dtype=torch.uint8))
+    bytes_ = torch.tensor([[32, 40, 48, 49] + [0] * 28], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    mx = MXTensor.from_qdata_and_scales(bytes_, torch.zeros(1, 1, dtype=torch.uint8))
     values = exact.values(mx.format, raw(mx.qdata), raw(mx.scale))
     want = torch.from_numpy(values).to(torch.float32).to(torch.bfloat16)
     assert torch.equal(mx.dequantize(), want)

@@ -23,8 +23,8 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_same(a: MXTensor, b: MXTensor) -> None:
-    """Same codes, scales, index, axis, block and outer dtype."""
-    assert (a.axis, a.block, a.dtype, a.shape) == (b.axis, b.block, b.dtype, b.shape)
+    """Same qdata, scales, index, axis, block and outer dtype."""
+    assert (a.axis, a.block_size, a.dtype, a.shape) == (b.axis, b.block_size, b.dtype, b.shape)
     assert_bytes(a.qdata, raw(b.qdata))
     assert_bytes(a.scale, raw(b.scale))
     assert (a.row_index is None) == (b.row_index is None)
@@ -37,7 +37,7 @@ def indexed(mx: MXTensor, *rows: int) -> MXTensor:
 
 
 class Product(torch.autograd.Function):
-    """x @ w with x an MXTensor, as a GEMM of this kind is written: codes are saved, the gradient is plain."""
+    """x @ w with x an MXTensor, as a GEMM of this kind is written: qdata are saved, the gradient is plain."""
 
     @staticmethod
     def forward(ctx: Any, x: MXTensor, w: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def test_it_saves_and_loads_without_executing_code(axis: int) -> None:
 def test_saving_keeps_the_index_the_block_and_requires_grad() -> None:
     picked = indexed(quantize(gaussian(8, 64)), 3, -1, 3)
     assert_same(saved_and_loaded(picked), picked)
-    row_scaled = quantize(gaussian(8, 40).float(), block=None).requires_grad_()
+    row_scaled = quantize(gaussian(8, 40).float(), block_size=None).requires_grad_()
     again = saved_and_loaded(row_scaled)
     assert_same(again, row_scaled)
     assert again.requires_grad

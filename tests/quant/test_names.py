@@ -19,7 +19,7 @@ def x(columns: int = 64) -> Tensor:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "quantize": lambda **how: quant.quantize(x(), **how),
     "quantize_both": lambda **how: quant.quantize_both(x(), **how),
-    "quantize_with_magnitudes": lambda **how: quant.quantize_with_magnitudes(x(), **how),
+    "quantize_with_amax": lambda **how: quant.quantize_with_amax(x(), **how),
     "requantize": lambda **how: quant.requantize(quant.quantize(x()), **how),
     "quantize_swizzled": lambda **how: quant.quantize_swizzled(x(), **how),
     "pad_quantize": lambda **how: quant.pad_quantize(x(), torch.tensor([3, 61]), **how),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantize, quantize_both, quantize_with_magnitudes
+from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantize, quantize_both, quantize_with_amax
 from quant import exact
 from quant.exact import FORMATS, MODES, assert_bytes, raw
 from quant.opchecks import check_op
@@ -19,7 +19,7 @@ all_modes = pytest.mark.parametrize("mode", MODES)
 
 
 def assert_same(a: MXTensor, b: MXTensor) -> None:
-    """Same codes, scales and axis."""
+    """Same qdata, scales and axis."""
     assert a.axis == b.axis
     assert_bytes(a.qdata, raw(b.qdata))
     assert_bytes(a.scale, raw(b.scale))
@@ -82,10 +82,10 @@ def test_nan_or_inf_makes_its_block_nan_and_no_other(
 @all_modes
 def test_hostile_blocks_match_float64(fmt: MXFormat, mode: ScaleMode) -> None:
     x = exact.hostile_rows()
-    codes, byte = exact.quantize_rows(fmt, mode, x)
+    qdata, byte = exact.quantize_rows(fmt, mode, x)
     for mx in (quantize(x, fmt=fmt, mode=mode), quantize(x.mT, fmt=fmt, mode=mode, axis=-2).mT):
         assert_bytes(mx.scale, byte)
-        assert_bytes(mx.qdata, codes)
+        assert_bytes(mx.qdata, qdata)
 
 
 @both_formats
@@ -99,15 +99,15 @@ def test_random_bits_match_float64(fmt: MXFormat, mode: ScaleMode, dtype: torch.
     assert spread.any()
     assert not spread.all()
     mx = quantize(x, fmt=fmt, mode=mode)
-    codes, byte = exact.quantize_rows(fmt, mode, x)
+    qdata, byte = exact.quantize_rows(fmt, mode, x)
     assert_bytes(mx.scale, byte)
-    assert_bytes(mx.qdata, codes)
+    assert_bytes(mx.qdata, qdata)
 
 
 @both_formats
 @all_modes
 def test_every_pair_of_codes_in_a_block_matches_float64(fmt: MXFormat, mode: ScaleMode) -> None:
-    """All 128 magnitudes as the largest element beside all 256 codes, smaller and larger, and halves between codes."""
+    """All 128 magnitudes as the largest element beside all 256 qdata, smaller and larger, and halves between qdata."""
     table = torch.from_numpy(exact.code_values(fmt)).float()
     table = table[table.isfinite()]
     between = (table[1:] + table[:-1]) / 2
@@ -117,13 +117,13 @@ def test_every_pair_of_codes_in_a_block_matches_float64(fmt: MXFormat, mode: Sca
     blocks = torch.cat([anchors.view(-1, 1, 1).expand(-1, others.shape[1], 1), others.expand(len(anchors), -1, 31)], -1)
     x = blocks.reshape(-1, 32)
     mx = quantize(x, fmt=fmt, mode=mode)
-    codes, byte = exact.quantize_rows(fmt, mode, x)
+    qdata, byte = exact.quantize_rows(fmt, mode, x)
     assert_bytes(mx.scale, byte)
-    assert_bytes(mx.qdata, codes)
+    assert_bytes(mx.qdata, qdata)
 
 
 def all_codes_and_scales(fmt: MXFormat) -> MXTensor:
-    """(256, 256): row b holds the 256 codes with scale byte b."""
+    """(256, 256): row b holds the 256 qdata with scale byte b."""
     return MXTensor.from_qdata_and_scales(
         ALL_CODES.repeat(256, 1).view(fmt.dtype), ALL_CODES.view(256, 1).repeat(1, 8), torch.float32
     )
@@ -158,9 +158,9 @@ def test_every_code_and_scale_that_fp32_holds_survives_a_round_trip(fmt: MXForma
 def test_any_block_matches_float64(block: list[float], fmt: MXFormat, mode: ScaleMode) -> None:
     x = torch.tensor([block])
     mx = quantize(x, fmt=fmt, mode=mode)
-    codes, byte = exact.quantize_rows(fmt, mode, x)
+    qdata, byte = exact.quantize_rows(fmt, mode, x)
     assert_bytes(mx.scale, byte)
-    assert_bytes(mx.qdata, codes)
+    assert_bytes(mx.qdata, qdata)
 
 
 shapes = st.tuples(
@@ -183,10 +183,10 @@ def test_the_axes_agree_for_any_shape(shape: tuple[int, ...], fmt: MXFormat, mod
     for together, alone in zip(quantize_both(x, fmt=fmt, mode=mode), (rows, columns)):
         assert_same(together, alone)
     if x.shape[-2] and x.shape[-1]:
-        for axis, together in zip((-1, -2), quantize_both(x, fmt=fmt, mode=mode, block=None)):
-            alone = quantize(x, fmt=fmt, mode=mode, axis=axis, block=None)
+        for axis, together in zip((-1, -2), quantize_both(x, fmt=fmt, mode=mode, block_size=None)):
+            alone = quantize(x, fmt=fmt, mode=mode, axis=axis, block_size=None)
             assert_same(together, alone)
-            assert together.block == alone.block
+            assert together.block_size == alone.block_size
             if x.numel():  # where nothing lies has no meaning
                 assert together.qdata.stride() == alone.qdata.stride()
                 assert together.scale.stride() == alone.scale.stride()
@@ -233,9 +233,9 @@ def test_a_tile_shares_the_scale_of_its_largest_element(fmt: MXFormat, mode: Sca
     w[40, 70] = float("nan")
     tiles = quantize(w, fmt=fmt, mode=mode, axis=TILES)
     flat = w.view(2, 32, 3, 32).transpose(1, 2).reshape(6, 1024)
-    codes, byte = exact.quantize_rows(fmt, mode, flat, block=1024)
+    qdata, byte = exact.quantize_rows(fmt, mode, flat, block_size=1024)
     assert_bytes(tiles.scale, byte.reshape(2, 3))
-    assert_bytes(tiles.qdata, codes.reshape(2, 3, 32, 32).transpose(0, 2, 1, 3).reshape(64, 96))
+    assert_bytes(tiles.qdata, qdata.reshape(2, 3, 32, 32).transpose(0, 2, 1, 3).reshape(64, 96))
 
 
 def test_one_quantization_of_tiles_serves_the_weight_and_its_transpose() -> None:
@@ -248,33 +248,33 @@ def test_one_quantization_of_tiles_serves_the_weight_and_its_transpose() -> None
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_without_blocks_a_whole_row_or_column_has_one_scale(fmt: MXFormat, mode: ScaleMode, axis: int) -> None:
     x = gaussian(40, 24)
-    mx = quantize(x, fmt=fmt, mode=mode, axis=axis, block=None)
-    codes, byte = exact.quantize_rows(fmt, mode, x if axis == -1 else x.mT.contiguous(), block=x.shape[axis])
-    assert mx.block == x.shape[axis]
-    assert_bytes(mx.qdata if axis == -1 else mx.qdata.mT, codes)
+    mx = quantize(x, fmt=fmt, mode=mode, axis=axis, block_size=None)
+    qdata, byte = exact.quantize_rows(fmt, mode, x if axis == -1 else x.mT.contiguous(), block_size=x.shape[axis])
+    assert mx.block_size == x.shape[axis]
+    assert_bytes(mx.qdata if axis == -1 else mx.qdata.mT, qdata)
     assert_bytes(mx.scale if axis == -1 else mx.scale.mT, byte)
 
 
 @pytest.mark.parametrize("mode", list(ScaleMode))
 def test_columns_may_come_later_than_rows(mode: ScaleMode) -> None:
     x = gaussian(3, 40, 24, dtype=torch.bfloat16)
-    rows, magnitudes = quantize_with_magnitudes(x, mode=mode)
-    assert torch.equal(magnitudes, x.float().abs().amax(-2))
-    assert_same(rows, quantize(x, mode=mode, block=None))
-    columns = quantize(x, mode=mode, axis=-2, block=None, magnitudes=magnitudes)
-    assert_same(columns, quantize(x, mode=mode, axis=-2, block=None))
-    for options in ({"axis": -1, "block": None}, {"axis": -2, "block": 8}):
-        with pytest.raises(ValueError, match=r"magnitudes: got axis .*want axis -2 and block None"):
-            quantize(x, mode=mode, magnitudes=magnitudes, **options)
-    for wrong in (magnitudes[0], magnitudes[:, :1], magnitudes.bfloat16(), magnitudes.to("meta")):
-        with pytest.raises(ValueError, match=r"magnitudes: got .*want torch.float32 \(3, 24\) on cpu"):
-            quantize(x, mode=mode, axis=-2, block=None, magnitudes=wrong)
+    rows, amax = quantize_with_amax(x, mode=mode)
+    assert torch.equal(amax, x.float().abs().amax(-2))
+    assert_same(rows, quantize(x, mode=mode, block_size=None))
+    columns = quantize(x, mode=mode, axis=-2, block_size=None, amax=amax)
+    assert_same(columns, quantize(x, mode=mode, axis=-2, block_size=None))
+    for options in ({"axis": -1, "block_size": None}, {"axis": -2, "block_size": 8}):
+        with pytest.raises(ValueError, match=r"amax: got axis .*want axis -2 and block None"):
+            quantize(x, mode=mode, amax=amax, **options)
+    for wrong in (amax[0], amax[:, :1], amax.bfloat16(), amax.to("meta")):
+        with pytest.raises(ValueError, match=r"amax: got .*want torch.float32 \(3, 24\) on cpu"):
+            quantize(x, mode=mode, axis=-2, block_size=None, amax=wrong)
 
 
 def test_a_nan_takes_its_whole_row_and_column_and_no_more() -> None:
     x = gaussian(3, 40, 24, dtype=torch.bfloat16)
     x[1, 5, 7] = float("nan")
-    rows, columns = (mx.dequantize().isnan() for mx in quantize_both(x, block=None))
+    rows, columns = (mx.dequantize().isnan() for mx in quantize_both(x, block_size=None))
     assert rows[1, 5].all()
     assert columns[1, :, 7].all()
     assert (rows.sum(), columns.sum()) == (24, 40)
@@ -282,15 +282,15 @@ def test_a_nan_takes_its_whole_row_and_column_and_no_more() -> None:
 
 def test_blocks_may_have_another_length() -> None:
     x = gaussian(8, 256)
-    codes, byte = exact.quantize_rows(E4M3, ScaleMode.RCEIL, x, block=128)
-    mx = quantize(x, block=128)
-    assert_bytes(mx.qdata, codes)
+    qdata, byte = exact.quantize_rows(E4M3, ScaleMode.RCEIL, x, block_size=128)
+    mx = quantize(x, block_size=128)
+    assert_bytes(mx.qdata, qdata)
     assert_bytes(mx.scale, byte)
 
 
 def test_rceil_and_e4m3_are_the_defaults() -> None:
     x = gaussian(4, 64)
-    assert_same(quantize(x), quantize(x, fmt=E4M3, mode=ScaleMode.RCEIL, axis=-1, block=32))
+    assert_same(quantize(x), quantize(x, fmt=E4M3, mode=ScaleMode.RCEIL, axis=-1, block_size=32))
     for got, want in zip(
         quantize_both(gaussian(32, 32)), quantize_both(gaussian(32, 32), fmt=E4M3, mode=ScaleMode.RCEIL)
     ):
@@ -309,10 +309,10 @@ def test_the_gradient_passes_unchanged_in_the_dtype_of_x(axis: int, dtype: torch
     assert torch.equal(x.grad, weight)
 
 
-@pytest.mark.parametrize("block", [32, None])
-def test_the_gradients_of_both_orientations_add_up(block: int | None) -> None:
+@pytest.mark.parametrize("block_size", [32, None])
+def test_the_gradients_of_both_orientations_add_up(block_size: int | None) -> None:
     x = gaussian(32, 64).requires_grad_()
-    rows, columns = quantize_both(x, block=block)
+    rows, columns = quantize_both(x, block_size=block_size)
     (rows.dequantize() + 2 * columns.dequantize()).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
@@ -327,10 +327,10 @@ def test_the_gradients_of_both_orientations_add_up(block: int | None) -> None:
         (torch.zeros(2, 32, 32), {"axis": 0}, r"axis: got 0.*last two axes"),
         (torch.zeros(32, 32), {"axis": 2}, r"axis: got 2"),
         (torch.zeros(32, 32), {"axis": (-1, -1)}, r"axis: got \(-1, -1\)"),
-        (torch.zeros(32, 32), {"axis": TILES, "block": None}, r"block: got None for tiles"),
-        (torch.zeros(32, 32), {"block": 0}, r"block: got 0"),
-        (torch.zeros(32, 32), {"block": -32}, r"block: got -32"),
-        (torch.zeros(32, 0), {"block": None}, r"block: got 0.*\(32, 0\)"),
+        (torch.zeros(32, 32), {"axis": TILES, "block_size": None}, r"block_size: got None for tiles"),
+        (torch.zeros(32, 32), {"block_size": 0}, r"block_size: got 0"),
+        (torch.zeros(32, 32), {"block_size": -32}, r"block_size: got -32"),
+        (torch.zeros(32, 0), {"block_size": None}, r"block_size: got 0.*\(32, 0\)"),
         (torch.zeros(32, 32, dtype=torch.int32), {}, r"got dtype torch.int32.*bfloat16"),
         (torch.zeros(32, 32, dtype=torch.float64), {}, r"got dtype torch.float64"),
         (torch.zeros(32, 32, dtype=torch.uint8).view(torch.float8_e4m3fn), {}, r"got dtype torch.float8_e4m3fn"),
@@ -349,9 +349,9 @@ def test_quantizing_twice_or_both_ways_of_ragged_columns_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"got shape \(33, 32\).*axis -2"):
         quantize_both(torch.zeros(33, 32))
     with pytest.raises(ValueError, match=r"got block 64, want 32 or None.*quantize"):
-        quantize_both(torch.zeros(64, 64), block=64)
-    with pytest.raises(ValueError, match=r"block: got 0 for shape \(0, 32\)"):
-        quantize_both(torch.zeros(0, 32), block=None)
+        quantize_both(torch.zeros(64, 64), block_size=64)
+    with pytest.raises(ValueError, match=r"block_size: got 0 for shape \(0, 32\)"):
+        quantize_both(torch.zeros(0, 32), block_size=None)
 
 
 OPS = torch.ops.mxep

@@ -46,8 +46,8 @@ def test_every_mode_and_format_on_hostile_blocks(fmt: MXFormat, mode: ScaleMode)
     how = fmt.dtype, mode.value, BLOCK
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
     assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
-    turned = x.mT.contiguous()
-    assert_same(columns.quantize_columns(turned.to(DEVICE), *how), ops.quantize_columns(turned, *how))
+    transposed = x.mT.contiguous()
+    assert_same(columns.quantize_columns(transposed.to(DEVICE), *how), ops.quantize_columns(transposed, *how))
     assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
 
 
@@ -62,10 +62,10 @@ def test_shapes_that_fill_no_tile(shape: tuple[int, ...], dtype: torch.dtype) ->
     assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
 
 
-@pytest.mark.parametrize("block", [1, 16, 48, 64, 96, 192])
-def test_blocks_of_any_length(block: int) -> None:
-    x = numbers(48, 48) if block == 1 else numbers(192, 192)
-    how = E4M3.dtype, "rceil", block
+@pytest.mark.parametrize("block_size", [1, 16, 48, 64, 96, 192])
+def test_blocks_of_any_length(block_size: int) -> None:
+    x = numbers(48, 48) if block_size == 1 else numbers(192, 192)
+    how = E4M3.dtype, "rceil", block_size
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
     assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
     assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
@@ -79,11 +79,11 @@ def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
 
 def assert_whole(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str, **options: int) -> None:
     """Rows with magnitudes, and columns of these, of x and of what lies on DEVICE."""
-    *want, magnitudes = ops.quantize_rows_whole(x, dtype, mode)
+    *want, amax = ops.quantize_rows_whole(x, dtype, mode)
     *got, found = whole.quantize_rows_whole(moved, dtype, mode, **options)
     assert_same(got, want)
-    torch.testing.assert_close(found.cpu(), magnitudes, rtol=0, atol=0, equal_nan=True)
-    want = ops.quantize_columns_whole(x, magnitudes, dtype, mode)
+    torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0, equal_nan=True)
+    want = ops.quantize_columns_whole(x, amax, dtype, mode)
     assert_same(want, ops.quantize_columns(x, dtype, mode, x.shape[-2]) if x.numel() else want)
     assert_same(whole.quantize_columns_whole(moved, found, dtype, mode), want)
 
@@ -124,10 +124,10 @@ def test_columns_of_an_odd_length() -> None:
     assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
 
 
-@pytest.mark.parametrize("block", [16, 64, 128])
-def test_square_tiles(block: int) -> None:
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_square_tiles(block_size: int) -> None:
     x = numbers(256, 384)
-    how = E4M3.dtype, "rceil", block
+    how = E4M3.dtype, "rceil", block_size
     assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
 
 
@@ -155,15 +155,15 @@ def test_empty_inputs(shape: tuple[int, ...]) -> None:
     assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
 
 
-def requantized(mx_parts: tuple[Tensor, Tensor], *args: object, live: int | None = None) -> None:
-    """The kernel equals the reference on codes and scale of `mx_parts`, in the first `live` rows."""
+def requantized(mx_parts: tuple[Tensor, Tensor], *args: object, valid: int | None = None) -> None:
+    """The kernel equals the reference on qdata and scale of `mx_parts`, in the first `valid` rows."""
     want = requantize_op(*mx_parts, *args)
     moved = [part.to(DEVICE) if isinstance(part, Tensor) else part for part in (*mx_parts, *args)]
     for part, original in zip(moved, mx_parts):  # .to() keeps strides only of dense tensors
         assert part.stride() == original.stride()
     got = requantize.requantize(*moved)  # type: ignore[arg-type]
-    if live is not None:
-        got, want = ((codes[:, :live].contiguous(), scale[: live // 32]) for codes, scale in (got, want))
+    if valid is not None:
+        got, want = ((qdata[:, :valid].contiguous(), scale[: valid // 32]) for qdata, scale in (got, want))
     assert_same(got, want)
 
 
@@ -171,8 +171,8 @@ def test_requantize_from_every_way() -> None:
     x = numbers(160, 96)
     for dtype, to in ((E4M3.dtype, E4M3.dtype), (E4M3.dtype, E5M2.dtype), (E5M2.dtype, E4M3.dtype)):
         along_rows = ops.quantize_rows(x, dtype, "rceil", BLOCK)
-        turned, scale = ops.quantize_columns(x, dtype, "floor", BLOCK)
-        along_columns = turned.mT, scale
+        transposed, scale = ops.quantize_columns(x, dtype, "floor", BLOCK)
+        along_columns = transposed.mT, scale
         requantized(along_rows, 1, 32, None, None, to, "rceil")
         requantized(along_columns, 32, 1, None, None, to, "even")
         requantized(ops.quantize_tiles(x, dtype, "rceil", BLOCK), 32, 32, None, None, to, "rceil")
@@ -186,15 +186,15 @@ def test_requantize_in_a_batch() -> None:
 
 
 def test_requantize_gathers_rows_and_stops_after_the_last_group() -> None:
-    codes, scale = ops.quantize_rows(numbers(50, 96), E4M3.dtype, "rceil", BLOCK)
+    qdata, scale = ops.quantize_rows(numbers(50, 96), E4M3.dtype, "rceil", BLOCK)
     index = torch.randint(-1, 50, (320,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     index[200:] = 1 << 30  # where nobody may look
     ends = torch.tensor([64, 64, 192], dtype=torch.int32)
-    requantized((codes, scale), 1, 32, index, ends, E4M3.dtype, "rceil", live=192)
+    requantized((qdata, scale), 1, 32, index, ends, E4M3.dtype, "rceil", valid=192)
 
 
 @pytest.mark.parametrize("dtype", [E4M3.dtype, E5M2.dtype], ids=str)
 def test_requantize_takes_every_code_under_every_scale(dtype: torch.dtype) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(256, 1)
+    qdata = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(256, 1)
     scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)[:, None].expand(256, 8).contiguous()
-    requantized((codes, scale), 1, 32, None, None, E4M3.dtype, "rceil")
+    requantized((qdata, scale), 1, 32, None, None, E4M3.dtype, "rceil")

@@ -15,7 +15,7 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(examples) == 1
     exec(compile(examples[0], str(README), "exec"), {})
     printed = capsys.readouterr().out
-    assert "MXTensor(shape=(64, 128), E4M3, axis=-1, block=32, dtype=torch.bfloat16, device=cpu" in printed
+    assert "MXTensor(shape=(64, 128), E4M3, axis=-1, block_size=32, dtype=torch.bfloat16, device=cpu" in printed
 
 
 def test_the_readme_names_everything_public() -> None:

@@ -19,7 +19,7 @@ all_modes = pytest.mark.parametrize("mode", MODES)
 
 
 def assert_same(a: MXTensor, b: MXTensor) -> None:
-    """Same codes, scales and axis."""
+    """Same qdata, scales and axis."""
     assert a.axis == b.axis
     assert_bytes(a.qdata, raw(b.qdata))
     assert_bytes(a.scale, raw(b.scale))
@@ -30,27 +30,27 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def random_bytes(fmt: MXFormat, rows: int, columns: int, *, scales: tuple[int, int]) -> MXTensor:
-    """Random codes, NaN and Inf among them, with random scale bytes in [scales)."""
+    """Random qdata, NaN and Inf among them, with random scale bytes in [scales)."""
     generator = torch.Generator().manual_seed(5)
-    codes = torch.randint(0, 256, (rows, columns), generator=generator).to(torch.uint8)
+    qdata = torch.randint(0, 256, (rows, columns), generator=generator).to(torch.uint8)
     byte = torch.randint(*scales, (rows, columns // 32), generator=generator).to(torch.uint8)
-    return MXTensor.from_qdata_and_scales(codes.view(fmt.dtype), byte)
+    return MXTensor.from_qdata_and_scales(qdata.view(fmt.dtype), byte)
 
 
 def exact_values(mx: MXTensor) -> exact.Floats:
-    """Values (R, D) of row-blocked codes as fp32 has them: what it cannot hold is Inf."""
-    codes = raw(mx.qdata).reshape(mx.shape[0], -1, 32)
-    values = exact.values(mx.format, codes, raw(mx.scale)[..., None]).reshape(mx.shape)
+    """Values (R, D) of row-blocked qdata as fp32 has them: what it cannot hold is Inf."""
+    qdata = raw(mx.qdata).reshape(mx.shape[0], -1, 32)
+    values = exact.values(mx.format, qdata, raw(mx.scale)[..., None]).reshape(mx.shape)
     with np.errstate(over="ignore"):
         return values.astype(np.float32).astype(np.float64)
 
 
 def assert_requantized(mx: MXTensor, fmt: MXFormat, mode: ScaleMode) -> None:
     values = exact_values(mx).T
-    codes, byte = exact.quantize_blocks(fmt, mode, values.reshape(len(values), -1, 32))
+    qdata, byte = exact.quantize_blocks(fmt, mode, values.reshape(len(values), -1, 32))
     got = requantize(mx, fmt=fmt, mode=mode).mT
     assert_bytes(got.scale, byte[..., 0])
-    assert_bytes(got.qdata, codes.reshape(values.shape))
+    assert_bytes(got.qdata, qdata.reshape(values.shape))
 
 
 @both_formats
@@ -71,7 +71,7 @@ def test_requantize_into_the_other_format_matches_float64(source: MXFormat, targ
 
 
 def all_codes_and_scales(fmt: MXFormat) -> MXTensor:
-    """(256, 256): row b holds the 256 codes with scale byte b."""
+    """(256, 256): row b holds the 256 qdata with scale byte b."""
     return MXTensor.from_qdata_and_scales(ALL_CODES.repeat(256, 1).view(fmt.dtype), ALL_CODES.view(256, 1).repeat(1, 8))
 
 
@@ -113,11 +113,11 @@ def test_requantize_is_quantizing_the_dequantized_values(
     got = requantize(mx, mode=mode)
     assert_same(got, quantize(mx.dequantize(torch.float32), axis=-2, mode=mode))
     assert got.dtype == torch.bfloat16
-    assert got.block == 32
+    assert got.block_size == 32
 
 
 def test_row_scaled_codes_can_be_requantized() -> None:
-    mx = quantize(gaussian(64, 96), block=None)
+    mx = quantize(gaussian(64, 96), block_size=None)
     assert_same(requantize(mx), quantize(mx.dequantize(torch.float32), axis=-2))
 
 
@@ -140,18 +140,18 @@ def test_a_row_index_is_gathered_on_the_way() -> None:
 @pytest.mark.parametrize("indexed", [False, True])
 def test_rows_past_the_last_group_are_not_read(ends: list[int], indexed: bool) -> None:
     mx = quantize(gaussian(160, 64))
-    live = ends[-1]
-    want = requantize(mx[:live])
+    valid = ends[-1]
+    want = requantize(mx[:valid])
     if indexed:
         index = torch.arange(160, dtype=torch.int32)
-        index[live:] = 10**9
+        index[valid:] = 10**9
         mx = MXTensor.from_qdata_and_scales(mx.qdata, mx.scale, row_index=index)
     else:
-        mx.qdata.view(torch.uint8)[live:] = 0x7F
-        mx.scale.view(torch.uint8)[live:] = 255
-    got = requantize(mx, group_ends=torch.tensor(ends, dtype=torch.int32))
+        mx.qdata.view(torch.uint8)[valid:] = 0x7F
+        mx.scale.view(torch.uint8)[valid:] = 255
+    got = requantize(mx, offs=torch.tensor(ends, dtype=torch.int32))
     assert got.shape == (160, 64)
-    assert_same(got[:live], want)
+    assert_same(got[:valid], want)
 
 
 def test_the_gradient_passes_unchanged() -> None:
@@ -173,12 +173,12 @@ def test_bad_input_names_got_and_wanted() -> None:
         requantize(mx, fmt=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"mode: got 'up'"):
         requantize(mx, mode="up")
-    with pytest.raises(ValueError, match=r"group_ends: got torch.int64"):
-        requantize(mx, group_ends=torch.tensor([32]))
-    with pytest.raises(ValueError, match=r"group_ends\[-1\].* 41"):
-        requantize(mx, group_ends=torch.tensor([41], dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"group_ends\[-1\] 31.*multiple of 32"):
-        requantize(mx, group_ends=torch.tensor([31], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"offs: got torch.int64"):
+        requantize(mx, offs=torch.tensor([32]))
+    with pytest.raises(ValueError, match=r"offs\[-1\].* 41"):
+        requantize(mx, offs=torch.tensor([41], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"offs\[-1\] 31.*multiple of 32"):
+        requantize(mx, offs=torch.tensor([31], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("index", [None, torch.arange(-1, 63, dtype=torch.int32)])

@@ -85,9 +85,9 @@ def test_the_reciprocal_is_within_its_bound_for_every_mantissa() -> None:
 def test_the_sigmoid_of_minus_x_is_the_other_one_of_the_pair() -> None:
     x = torch.cat([gaussian(1000) * 20, torch.tensor([0.0, 1e-40, 86.0, 88.0, 1e30, INF])])
     s, one_minus_s = sigmoid_pair(x)
-    turned, one_minus_turned = sigmoid_pair(-x)
+    transposed, one_minus_turned = sigmoid_pair(-x)
     assert_same_bits(s, one_minus_turned)
-    assert_same_bits(one_minus_s, turned)
+    assert_same_bits(one_minus_s, transposed)
 
 
 def test_the_sigmoid_saturates_at_finite_limits_and_keeps_nan() -> None:
@@ -218,31 +218,33 @@ def test_a_nan_stays_in_its_element_or_its_block() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 @pytest.mark.parametrize("mode", ScaleMode)
-@pytest.mark.parametrize("block", [32, None])
-def test_quantized_results_are_the_fp32_results_quantized(fmt: MXFormat, mode: ScaleMode, block: int | None) -> None:
+@pytest.mark.parametrize("block_size", [32, None])
+def test_quantized_results_are_the_fp32_results_quantized(
+    fmt: MXFormat, mode: ScaleMode, block_size: int | None
+) -> None:
     gate_up, w = gaussian(6, 128, dtype=torch.bfloat16), gaussian(6, seed=1)
     d_h = gaussian(6, 64, seed=2, dtype=torch.bfloat16)
     wide = gate_up.float()
-    h = swiglu_quantize(gate_up, w, fmt=fmt, mode=mode, block=block)
-    d_gate_up, d_w = swiglu_backward_quantize(d_h, gate_up, w, fmt=fmt, mode=mode, block=block)
+    h = swiglu_quantize(gate_up, w, fmt=fmt, mode=mode, block_size=block_size)
+    d_gate_up, d_w = swiglu_backward_quantize(d_h, gate_up, w, fmt=fmt, mode=mode, block_size=block_size)
     wide_d, wide_w = swiglu_backward(d_h, wide, w)
     for got, values in ((h, swiglu(wide, w)), (d_gate_up, wide_d)):
-        want = quantize(values, fmt=fmt, mode=mode, block=block)
+        want = quantize(values, fmt=fmt, mode=mode, block_size=block_size)
         assert_bytes(got.qdata, raw(want.qdata))
         assert_bytes(got.scale, raw(want.scale))
-        assert (got.dtype, got.axis, got.block) == (torch.bfloat16, -1, want.block)
+        assert (got.dtype, got.axis, got.block_size) == (torch.bfloat16, -1, want.block_size)
     assert_same_bits(d_w, wide_w)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 @pytest.mark.parametrize("mode", ScaleMode)
-@pytest.mark.parametrize("block", [32, 64, None])
-def test_folded_results_are_the_quantized_ones_folded(fmt: MXFormat, mode: ScaleMode, block: int | None) -> None:
+@pytest.mark.parametrize("block_size", [32, 64, None])
+def test_folded_results_are_the_quantized_ones_folded(fmt: MXFormat, mode: ScaleMode, block_size: int | None) -> None:
     gate_up, w, d_h = gaussian(6, 256), gaussian(6, seed=1), gaussian(6, 128, seed=2)
     gate_up[:, 128:] *= torch.exp2(torch.arange(4) * -5.0 - 100.0).repeat_interleave(32)
     gate_up[1, 160:] = 0.0
     gate_up[2, 170] = NAN
-    how: dict[str, Any] = {"fmt": fmt, "mode": mode, "block": block}
+    how: dict[str, Any] = {"fmt": fmt, "mode": mode, "block_size": block_size}
     d_gate_up, d_w = swiglu_backward_quantize(d_h, gate_up, w, **how)
     folded_d, folded_w = swiglu_backward_quantize(d_h, gate_up, w, folded=True, **how)
     assert_same_bits(folded_w.nan_to_num(), d_w.nan_to_num())
@@ -253,10 +255,10 @@ def test_folded_results_are_the_quantized_ones_folded(fmt: MXFormat, mode: Scale
         want = fold(mx)
         assert_bytes(got.qdata, raw(want.qdata))
         assert_bytes(got.scale, raw(want.scale))
-        assert (got.dtype, got.axis, got.block) == (torch.float32, -1, want.shape[1])
+        assert (got.dtype, got.axis, got.block_size) == (torch.float32, -1, want.shape[1])
 
 
-@pytest.mark.parametrize("how", [{"folded": True}, {"block": None, "fmt": E5M2}], ids=str)
+@pytest.mark.parametrize("how", [{"folded": True}, {"block_size": None, "fmt": E5M2}], ids=str)
 def test_codes_with_one_scale_a_row_may_take_the_gradients_memory(how: dict[str, Any]) -> None:
     gate_up, w, d_h = gaussian(6, 256), gaussian(6, seed=1), gaussian(6, 128, seed=2, dtype=torch.bfloat16)
     want, want_w = swiglu_backward_quantize(d_h, gate_up, w, **how)
@@ -285,23 +287,23 @@ def test_codes_take_no_memory_that_does_not_suit_them() -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 0), (3, 0, 2), (8,)])
 def test_rows_past_the_last_group_do_not_matter(sizes: tuple[int, ...]) -> None:
-    live, ends = sum(sizes), ends_of(*sizes)
+    valid, ends = sum(sizes), ends_of(*sizes)
     gate_up, w, d_h = gaussian(8, 128), gaussian(8, seed=1), gaussian(8, 64, seed=2)
-    args = gate_up[:live].clone(), w[:live].clone()
+    args = gate_up[:valid].clone(), w[:valid].clone()
     wanted = [swiglu(*args), swiglu_quantize(*args)]
-    wanted += [*swiglu_backward(d_h[:live].clone(), *args), *swiglu_backward_quantize(d_h[:live].clone(), *args)]
+    wanted += [*swiglu_backward(d_h[:valid].clone(), *args), *swiglu_backward_quantize(d_h[:valid].clone(), *args)]
     for part in (gate_up, w, d_h):
-        part[live:] = NAN
-    got = [swiglu(gate_up, w, group_ends=ends), swiglu_quantize(gate_up, w, group_ends=ends)]
-    got += [*swiglu_backward(d_h, gate_up, w, group_ends=ends)]
-    got += [*swiglu_backward_quantize(d_h, gate_up, w, group_ends=ends)]
+        part[valid:] = NAN
+    got = [swiglu(gate_up, w, offs=ends), swiglu_quantize(gate_up, w, offs=ends)]
+    got += [*swiglu_backward(d_h, gate_up, w, offs=ends)]
+    got += [*swiglu_backward_quantize(d_h, gate_up, w, offs=ends)]
     for a, b in zip(got, wanted):
         assert a.shape == (8, *b.shape[1:])
         if isinstance(a, MXTensor) and isinstance(b, MXTensor):
-            assert_bytes(a.qdata[:live], raw(b.qdata))
-            assert_bytes(a.scale[:live], raw(b.scale))
+            assert_bytes(a.qdata[:valid], raw(b.qdata))
+            assert_bytes(a.scale[:valid], raw(b.scale))
         else:
-            assert_same_bits(a[:live], b)
+            assert_same_bits(a[:valid], b)
 
 
 def test_a_zero_row_with_weight_zero_stays_zero() -> None:
@@ -344,9 +346,9 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
     with pytest.raises(ValueError, match="want axis -1 a multiple of the block, 32"):
         swiglu_quantize(gaussian(4, 80), fmt=E4M3)
     with pytest.raises(ValueError, match="want axis -1 a multiple of the block, 48"):
-        swiglu_backward_quantize(gaussian(4, 32), gate_up, fmt=E5M2, block=48)
+        swiglu_backward_quantize(gaussian(4, 32), gate_up, fmt=E5M2, block_size=48)
     with pytest.raises(ValueError, match="got 5, want 0 to 4"):
-        swiglu(gate_up, group_ends=ends_of(5))
+        swiglu(gate_up, offs=ends_of(5))
 
 
 def test_the_reference_is_close_to_torchs_own_swiglu() -> None:

@@ -66,18 +66,18 @@ def check(
 ) -> None:
     """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written."""
     d_h, gate_up, row_weight = problem
-    live = gate_up.shape[0] if ends is None else int(ends[-1])
+    valid = gate_up.shape[0] if ends is None else int(ends[-1])
     name = "swiglu" + "_backward" * backward + "_quantize" * bool(quantized)
     inputs = ((d_h,) if backward else ()) + (gate_up, row_weight)
     want = getattr(torch.ops.mxep, name)(*inputs, ends, *quantized)
     moved = [part if part is None else part.to(DEVICE, copy=True) for part in (*inputs, ends)]
     for part in moved[:-1]:
         if part is not None:
-            part[live:] = NAN
+            part[valid:] = NAN
     got = getattr(kernels, name)(*moved, *quantized, **tuning)
     for a, b in zip((got,) if isinstance(got, Tensor) else got, (want,) if isinstance(want, Tensor) else want):
-        same(a[:live], b[:live])
-        assert (a.shape, (a[live:].view(torch.uint8) == POISON).all()) == (b.shape, True)
+        same(a[:valid], b[:valid])
+        assert (a.shape, (a[valid:].view(torch.uint8) == POISON).all()) == (b.shape, True)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -131,11 +131,11 @@ def test_every_format_and_mode(fmt: MXFormat, mode: ScaleMode, folded: bool) -> 
         check(problem(8, 192 if block < 256 else 128, seed=block), fmt.dtype, mode.value, block, folded)
 
 
-@pytest.mark.parametrize("block", [1, 16, 128, 256])
+@pytest.mark.parametrize("block_size", [1, 16, 128, 256])
 @pytest.mark.parametrize("folded", [False, True])
-def test_other_blocks_and_chunks_of_at_least_a_block(block: int, folded: bool) -> None:
+def test_other_blocks_and_chunks_of_at_least_a_block(block_size: int, folded: bool) -> None:
     for backward in (False, True):
-        check(problem(3, 768), E4M3, "rceil", block, folded, backward=backward, thread_elements=2)
+        check(problem(3, 768), E4M3, "rceil", block_size, folded, backward=backward, thread_elements=2)
 
 
 @pytest.mark.parametrize("F", [32, 48])
@@ -144,13 +144,15 @@ def test_one_scale_for_gate_and_one_for_up(F: int) -> None:
         check(problem(6, F), E4M3, "rceil", F, False)
     else:
         with pytest.raises(
-            ValueError, match="block: got 48, want the whole row, 96, or a power of two that divides 48"
+            ValueError, match="block_size: got 48, want the whole row, 96, or a power of two that divides 48"
         ):
             check(problem(6, F), E4M3, "rceil", F, False)
 
 
 def test_blocks_across_the_border_of_gate_and_up_are_refused_on_cuda() -> None:
-    with pytest.raises(ValueError, match="block: got 32, want the whole row, 96, or a power of two that divides 48"):
+    with pytest.raises(
+        ValueError, match="block_size: got 32, want the whole row, 96, or a power of two that divides 48"
+    ):
         check(problem(6, 48), E4M3, "rceil", 32, False)
 
 

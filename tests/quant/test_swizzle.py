@@ -18,8 +18,8 @@ def ends_of(*sizes: int) -> Tensor:
     return torch.tensor(sizes).cumsum(0).int()
 
 
-def padded(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def padded(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
 
 
 def offset(r: int, c: int, cols: int) -> int:
@@ -61,15 +61,15 @@ def test_unswizzle_takes_swizzle_back(shape: tuple[int, int], batch: list[int]) 
 @settings(deadline=None, max_examples=40)
 @given(sizes=st.lists(st.integers(0, 200), min_size=1, max_size=5), cols=st.integers(1, 9), spare=st.integers(0, 140))
 def test_per_group_is_each_group_alone_one_after_another(sizes: list[int], cols: int, spare: int) -> None:
-    live = sum(sizes)
-    scale, ends = noise(live + spare, cols), ends_of(*sizes)
-    alone = [swizzle_scales(part).flatten() for part in scale[:live].split(sizes)]
-    swizzled = swizzle_scales(scale, group_ends=ends)
-    assert swizzled.shape == (padded(live + spare + 127 * len(sizes), 128), padded(cols, 4))
+    valid = sum(sizes)
+    scale, ends = noise(valid + spare, cols), ends_of(*sizes)
+    alone = [swizzle_scales(part).flatten() for part in scale[:valid].split(sizes)]
+    swizzled = swizzle_scales(scale, offs=ends)
+    assert swizzled.shape == (padded(valid + spare + 127 * len(sizes), 128), padded(cols, 4))
     used = sum(len(part) for part in alone)
     assert torch.equal(swizzled.flatten()[:used], torch.cat(alone))
-    back = unswizzle_scales(swizzled, rows=live + spare, cols=cols, group_ends=ends)
-    assert torch.equal(back[:live], scale[:live])
+    back = unswizzle_scales(swizzled, rows=valid + spare, cols=cols, offs=ends)
+    assert torch.equal(back[:valid], scale[:valid])
 
 
 def test_rows_past_the_last_group_do_not_matter() -> None:
@@ -77,10 +77,10 @@ def test_rows_past_the_last_group_do_not_matter() -> None:
     poisoned = scale.clone()
     poisoned[200:] = 255
     used = (128 + 256) * 8
-    swizzled = swizzle_scales(poisoned, group_ends=ends)
-    assert torch.equal(swizzled.flatten()[:used], swizzle_scales(scale, group_ends=ends).flatten()[:used])
+    swizzled = swizzle_scales(poisoned, offs=ends)
+    assert torch.equal(swizzled.flatten()[:used], swizzle_scales(scale, offs=ends).flatten()[:used])
     swizzled.flatten()[used:] = 255
-    assert torch.equal(unswizzle_scales(swizzled, rows=300, cols=5, group_ends=ends)[:200], scale[:200])
+    assert torch.equal(unswizzle_scales(swizzled, rows=300, cols=5, offs=ends)[:200], scale[:200])
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -107,10 +107,10 @@ def test_scales_of_an_mxtensor_go_in_as_they_are_columns_too() -> None:
 def test_quantize_swizzled_is_quantize_then_swizzle() -> None:
     x = torch.randn(160, 96, generator=torch.Generator().manual_seed(0))
     mx = quantize(x)
-    codes, scale = quantize_swizzled(x)
-    assert torch.equal(codes.view(torch.uint8), mx.qdata.view(torch.uint8))
+    qdata, scale = quantize_swizzled(x)
+    assert torch.equal(qdata.view(torch.uint8), mx.qdata.view(torch.uint8))
     assert torch.equal(scale.view(torch.uint8), swizzle_scales(mx.scale).view(torch.uint8))
-    for one, other in zip(gather_swizzled(mx), (codes, scale)):
+    for one, other in zip(gather_swizzled(mx), (qdata, scale)):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -118,32 +118,32 @@ def test_rows_are_picked_and_swizzled_group_by_group() -> None:
     x = torch.randn(50, 96, generator=torch.Generator().manual_seed(0))
     index = torch.randint(-1, 50, (256,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     index[192:] = 1 << 30  # past the last group: not read
-    ends, live = ends_of(32, 0, 160), 192
-    mx = quantize(torch.where(index[:live, None] >= 0, x[index[:live].clamp(min=0).long()], 0))
-    want = swizzle_scales(mx.scale, group_ends=ends)[: 128 * 3]
+    ends, valid = ends_of(32, 0, 160), 192
+    mx = quantize(torch.where(index[:valid, None] >= 0, x[index[:valid].clamp(min=0).long()], 0))
+    want = swizzle_scales(mx.scale, offs=ends)[: 128 * 3]
     indexed = MXTensor.from_qdata_and_scales(
         *(getattr(quantize(x), part) for part in ("qdata", "scale")), row_index=index
     )
-    for codes, scale in (
-        quantize_swizzled(x, row_index=index, group_ends=ends),
-        gather_swizzled(indexed, group_ends=ends),
+    for qdata, scale in (
+        quantize_swizzled(x, row_index=index, offs=ends),
+        gather_swizzled(indexed, offs=ends),
     ):
-        assert torch.equal(codes[:live].view(torch.uint8), mx.qdata.view(torch.uint8))
+        assert torch.equal(qdata[:valid].view(torch.uint8), mx.qdata.view(torch.uint8))
         assert torch.equal(scale[: 128 * 3].view(torch.uint8), want.view(torch.uint8))
 
 
 def test_swizzle_ops_pass_opcheck() -> None:
     scale, ends = noise(130, 5), ends_of(40, 60)
-    for group_ends in (None, ends):
-        check_op(torch.ops.mxep.swizzle_scales, scale, group_ends)
-        check_op(torch.ops.mxep.unswizzle_scales, swizzle_scales(scale, group_ends=group_ends), 130, 5, group_ends)
+    for offs in (None, ends):
+        check_op(torch.ops.mxep.swizzle_scales, scale, offs)
+        check_op(torch.ops.mxep.unswizzle_scales, swizzle_scales(scale, offs=offs), 130, 5, offs)
     check_op(torch.ops.mxep.swizzle_scales, scale.clamp(max=254).view(torch.float8_e8m0fnu), None)
     x = torch.randn(130, 64)
     mx, index = quantize(x), torch.arange(-1, 99, dtype=torch.int32)
     for row_index in (None, index):
-        for group_ends in (None, ends):
-            check_op(torch.ops.mxep.quantize_swizzled, x, row_index, group_ends, torch.float8_e4m3fn, "rceil")
-            check_op(torch.ops.mxep.gather_swizzled, mx.qdata, mx.scale, row_index, group_ends)
+        for offs in (None, ends):
+            check_op(torch.ops.mxep.quantize_swizzled, x, row_index, offs, torch.float8_e4m3fn, "rceil")
+            check_op(torch.ops.mxep.gather_swizzled, mx.qdata, mx.scale, row_index, offs)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
@@ -153,9 +153,9 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
     with pytest.raises(ValueError, match=r"got shape \(128,\), want \(\.\.\., rows, cols\)"):
         swizzle_scales(scale[:, 0])
     with pytest.raises(ValueError, match=r"got shape \(2, 64, 4\), want \(rows, columns\)"):
-        swizzle_scales(scale.view(2, 64, 4), group_ends=ends_of(64))
+        swizzle_scales(scale.view(2, 64, 4), offs=ends_of(64))
     with pytest.raises(ValueError, match="got 129, want 0 to 128"):
-        swizzle_scales(scale, group_ends=ends_of(129))
+        swizzle_scales(scale, offs=ends_of(129))
     with pytest.raises(ValueError, match=r"swizzled: got shape \(128, 4\).*want \(\.\.\., 256, 4\)"):
         unswizzle_scales(scale, rows=129, cols=4)
     with pytest.raises(ValueError, match="contiguous"):

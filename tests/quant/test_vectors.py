@@ -1,4 +1,4 @@
-"""Vectors (row_index, group_ends, row_weight ...) reach the kernels packed and of the right dtype, from every op."""
+"""Vectors (row_index, offs, row_weight ...) reach the kernels packed and of the right dtype, from every op."""
 
 import contextlib
 from typing import Any
@@ -48,7 +48,7 @@ CASES: dict[str, Any] = {
     "materialize": lambda: (*mx(), index()),
     "fold": lambda: (*mx(), index(), ends(), 32, D),
     "fold_with_stats": lambda: (*mx(), index(), ends(), 32, D),
-    "split_fold": lambda: (*mx(), index(), *mx(), index(), ends(), 32),
+    "fold_for_wgrad": lambda: (*mx(), index(), *mx(), index(), ends(), 32),
     "requantize": lambda: (*mx(), 1, 32, index(), ends(), *HOW),
     "swizzle_scales": lambda: (mx()[1], ends()),
     "quantize_swizzled": lambda: (values(), index(), ends(), *HOW),
@@ -126,7 +126,7 @@ def test_indices_of_64_bits_are_refused(name: str) -> None:
         arg.long() if isinstance(arg, Tensor) and arg.ndim == 1 and arg.dtype == torch.int32 else arg
         for arg in CASES[name]()
     ]
-    with pytest.raises(ValueError, match=r"(index|ends): got torch.int64, want torch.int32"):
+    with pytest.raises(ValueError, match=r"(index|offs): got torch.int64, want torch.int32"):
         launch(name, *args)
 
 
@@ -141,7 +141,7 @@ def test_every_other_row_of_an_indexed_tensor() -> None:
         lambda mx: quant.fold(mx),
         lambda mx: quant.requantize(mx),
         lambda mx: quant.gather_swizzled(mx),
-        lambda mx: quant.split_fold(mx, mx, ends() // 2),
+        lambda mx: quant.fold_for_wgrad(mx, mx, ends() // 2),
     ):
         assert_same(parts(use(part)), parts(use(dense)))
 
@@ -167,13 +167,13 @@ def test_a_gpu_without_e4m3_runs_the_reference_and_says_so_once(
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_the_reference_reads_no_row_that_is_not_there_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot know where the live rows end; the index behind them may hold anything."""
+    """It cannot know where the valid rows end; the index behind them may hold anything."""
     monkeypatch.setattr(kernels, "runs_on", lambda device: False)
-    wild, live = index(), ends() // 2
-    wild[int(live[-1]) :] = 1 << 30
+    wild, valid = index(), ends() // 2
+    wild[int(valid[-1]) :] = 1 << 30
     for name in ("fold", "requantize", "quantize_swizzled", "gather_swizzled"):
         args = [wild if getattr(x, "shape", ()) == (R,) else x for x in CASES[name]()]
-        launch(name, *[live if getattr(x, "shape", ()) == (3,) else x for x in args])
+        launch(name, *[valid if getattr(x, "shape", ()) == (3,) else x for x in args])
     torch.cuda.synchronize()
 
 

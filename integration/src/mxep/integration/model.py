@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: ``x`` (b, H, S, d) with its halves turned by the angles (S, d / 2) of their position."""
+    """Rotary positions: ``x`` (b, H, S, d) with its halves transposed by the angles (S, d / 2) of their position."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 

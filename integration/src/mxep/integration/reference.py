@@ -82,12 +82,14 @@ def quantizers(recipe: Recipe) -> Quantizers:
         return EXACT
 
     def rounding(fmt: MXFormat, axis: int = -1) -> Quantizer:
-        return lambda x: quantize(x, fmt=fmt, mode=recipe.mode, axis=axis, block=recipe.block).dequantize(torch.float32)
+        return lambda x: quantize(x, fmt=fmt, mode=recipe.mode, axis=axis, block_size=recipe.block_size).dequantize(
+            torch.float32
+        )
 
     def along_tokens(fmt: MXFormat) -> Quantizer:
-        if recipe.scaling == "row":  # the row-scaled codes are multiplied as they are
+        if recipe.scaling == "row":  # the row-scaled qdata are multiplied as they are
             return _same
-        return lambda x: rounding(fmt, axis=-2)(F.pad(x, (0, 0, 0, -len(x) % recipe.group_multiple)))
+        return lambda x: rounding(fmt, axis=-2)(F.pad(x, (0, 0, 0, -len(x) % recipe.group_alignment)))
 
     return Quantizers(
         activation=rounding(recipe.fmt),

@@ -140,13 +140,13 @@ def _alternatives(bench: Bench, transport: Transport, section: str, shape: Shape
     verification = Verification(problem)
 
     def ours(programs: int | None) -> Ours:
-        made = Ours(problem, num_programs=programs, direct=direct and programs is None)
+        made = Ours(problem, num_sms=programs, direct=direct and programs is None)
         verification.moves(made, direct=direct and programs is None)
         return made
 
-    def collective(parts: list[torch.Tensor], dtype: torch.dtype) -> Collective:
-        made = Collective(problem, parts, dtype)
-        verification.collective(made, parts)
+    def collective(payload: list[torch.Tensor], dtype: torch.dtype) -> Collective:
+        made = Collective(problem, payload, dtype)
+        verification.collective(made, payload)
         return made
 
     all_programs = together(lambda: ours(None))

@@ -4,7 +4,7 @@
     collective  all_to_all_single, one row for each (token, expert) pair: split sizes known on the host beforehand, rows
                 permuted already, nothing unpermuted after: its best case
 
-T tokens a rank, D elements of a row, E experts, K experts a token, W ranks. A row of MXFP8 is D codes and D/32 scales.
+T tokens a rank, D elements of a row, E experts, K experts a token, W ranks. A row of MXFP8 is D qdata and D/32 scales.
 What goes from rank s to rank r: tokens[s][r] rows of ours, a row for each token that r needs; pairs[s][r] rows of the
 collective. Payload counts, tables and signals do not.
 """
@@ -120,20 +120,20 @@ class Problem:
             *tables,
             first_expert=self.first_expert,
             num_local_experts=self.local_experts,
-            multiple=BLOCK,
+            alignment=BLOCK,
             capacity=self.capacity,
             num_experts=self.shape.experts,
         )
 
 
 class Ours:
-    """Moves of mxep.comms on a workspace of their own. Collective. num_programs: see Workspace."""
+    """Moves of mxep.comms on a workspace of their own. Collective. num_sms: see Workspace."""
 
-    def __init__(self, problem: Problem, *, num_programs: int | None = None, direct: bool = False) -> None:
+    def __init__(self, problem: Problem, *, num_sms: int | None = None, direct: bool = False) -> None:
         self.problem = problem
         tokens, dim, experts, top_k = problem.shape
         rows = problem.capacity.rows(
-            problem.ranks, tokens, top_k, num_local_experts=problem.local_experts, multiple=BLOCK
+            problem.ranks, tokens, top_k, num_local_experts=problem.local_experts, alignment=BLOCK
         )
         self.workspace = Workspace(
             problem.transport,
@@ -142,7 +142,7 @@ class Ours:
             dim=dim,
             num_experts=experts,
             direct_rows=rows if direct else 0,
-            num_programs=num_programs,
+            num_sms=num_sms,
         )
         sending = start_send_rows(self.workspace, problem.mxfp8, problem.ids, problem.weights)
         assert sending.tables is not None
@@ -154,16 +154,16 @@ class Ours:
         self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **options)
         self.values = torch.rand(rows, **options)
 
-    def dispatch(self, parts: Sequence[Tensor]) -> tuple[Slots, RoutingPlan]:
+    def dispatch(self, payload: Sequence[Tensor]) -> tuple[Slots, RoutingPlan]:
         """Everything that a first move needs: the plan is made while rows travel."""
-        sending = start_send_rows(self.workspace, parts, self.problem.ids, self.problem.weights)
+        sending = start_send_rows(self.workspace, payload, self.problem.ids, self.problem.weights)
         assert sending.tables is not None
         plan = self.problem.plan_of(sending.tables)
         return sending.wait(), plan
 
-    def again(self, parts: Sequence[Tensor]) -> Slots:
+    def again(self, payload: Sequence[Tensor]) -> Slots:
         """A move whose plan is there."""
-        return send_rows(self.workspace, parts, self.problem.ids)
+        return send_rows(self.workspace, payload, self.problem.ids)
 
     def make_plan(self) -> RoutingPlan:
         return self.problem.plan_of(self.tables)
@@ -173,22 +173,22 @@ class Ours:
 
     def direct(self) -> GroupedRows:
         p = self.problem
-        return send_rows_to_groups(self.workspace, p.mxfp8, p.ids, p.weights, multiple=BLOCK, capacity=p.capacity)
+        return send_rows_to_groups(self.workspace, p.mxfp8, p.ids, p.weights, alignment=BLOCK, capacity=p.capacity)
 
     def grouped(self) -> tuple[Tensor, ...]:
         """What direct brings, by slots and a gather."""
         slots, plan = self.dispatch(self.problem.mxfp8)
-        return gather_rows(slots.parts, plan.row_slot, plan.group_ends)
+        return gather_rows(slots.payload, plan.row_slot, plan.offs)
 
 
 class Collective:
-    """Rows of `parts`, side by side, of each (token, expert) pair to the expert's rank and home again."""
+    """Rows of `payload`, side by side, of each (token, expert) pair to the expert's rank and home again."""
 
-    def __init__(self, problem: Problem, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, problem: Problem, payload: Sequence[Tensor], dtype: torch.dtype) -> None:
         p = problem
         self.sends, self.receives = p.traffic.pairs[p.rank], [row[p.rank] for row in p.traffic.pairs]
         tokens = pairs_by_owner(p.ids, p.local_experts)
-        self.sent = torch.cat([part[tokens] for part in parts], 1).view(dtype)
+        self.sent = torch.cat([part[tokens] for part in payload], 1).view(dtype)
         self.received = self.sent.new_empty(sum(self.receives), self.sent.shape[1])
 
     def out(self) -> Tensor:

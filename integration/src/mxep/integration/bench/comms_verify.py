@@ -40,25 +40,25 @@ class Verification:
         p = self.problem
         self._plan(ours)
         here = (p.all_ids.div(p.local_experts, rounding_mode="floor") == p.rank).any(2).flatten()
-        for name, parts in (("mxfp8", p.mxfp8), ("bf16", p.bf16)):
-            wanted = [everyone(part).flatten(0, 1) for part in parts]
-            slots, plan = ours.dispatch(parts)
-            self._same_parts(f"dispatch {name}", slots.parts, wanted, here)
+        for name, payload in (("mxfp8", p.mxfp8), ("bf16", p.bf16)):
+            wanted = [everyone(part).flatten(0, 1) for part in payload]
+            slots, plan = ours.dispatch(payload)
+            self._same_parts(f"dispatch {name}", slots.payload, wanted, here)
             self._same("dispatch's plan", plan.slot_rows, ours.plan.slot_rows)
-            self._same_parts(f"dispatch {name}, again", ours.again(parts).parts, wanted, here)
+            self._same_parts(f"dispatch {name}, again", ours.again(payload).payload, wanted, here)
             if direct and name == "mxfp8":
-                live = torch.arange(plan.max_rows, device=p.device) < plan.group_ends[-1]
+                valid = torch.arange(plan.max_rows, device=p.device) < plan.offs[-1]
                 rows = [_take(part, plan.row_slot) for part in wanted]
-                self._same_parts("direct", ours.direct().parts, rows, live)
-                self._same_parts("slots + gather", ours.grouped(), rows, live)
+                self._same_parts("direct", ours.direct().payload, rows, valid)
+                self._same_parts("slots + gather", ours.grouped(), rows, valid)
         self._return(ours)
 
-    def collective(self, collective: Collective, parts: Sequence[Tensor]) -> None:
+    def collective(self, collective: Collective, payload: Sequence[Tensor]) -> None:
         """It brings the rows of this rank's experts, by source and token, and takes them home again."""
         p = self.problem
         before = collective.sent.clone()
         got = collective.out().view(torch.uint8)
-        rows = everyone(torch.cat(list(parts), 1))
+        rows = everyone(torch.cat(list(payload), 1))
         wanted = []
         for theirs, ids, sizes in zip(rows, p.all_ids, p.traffic.pairs):
             start = sum(sizes[: p.rank])
@@ -74,11 +74,11 @@ class Verification:
         lost = int(plan.overflow.sum())
         if lost or int(plan.invalid):
             self.wrong.append(f"plan: {lost} rows too many, {int(plan.invalid)} ids that are none")
-        for name in ("group_ends", "group_sizes", "slot_rows"):
+        for name in ("offs", "group_sizes", "slot_rows"):
             self._same(f"plan.{name}", getattr(plan, name).cpu(), getattr(wanted, name))
-        live = torch.arange(wanted.max_rows) < wanted.group_ends[-1]
+        valid = torch.arange(wanted.max_rows) < wanted.offs[-1]
         for name in ("row_source", "row_slot", "row_weight"):
-            self._same(f"plan.{name}", getattr(plan, name).cpu(), getattr(wanted, name), live)
+            self._same(f"plan.{name}", getattr(plan, name).cpu(), getattr(wanted, name), valid)
 
     def _return(self, ours: Ours) -> None:
         p, slot_rows = self.problem, ours.plan.slot_rows
@@ -103,18 +103,18 @@ class Verification:
         dist.all_to_all_single(there, mine)
         return there.view(self.problem.ranks, self.problem.shape.tokens, -1)
 
-    def _same_parts(self, what: str, got: Sequence[Tensor], wanted: Sequence[Tensor], live: Tensor) -> None:
+    def _same_parts(self, what: str, got: Sequence[Tensor], wanted: Sequence[Tensor], valid: Tensor) -> None:
         for i, (one, other) in enumerate(zip(got, wanted)):
-            self._same(f"{what}, part {i}", one, other, live)
+            self._same(f"{what}, part {i}", one, other, valid)
 
-    def _same(self, what: str, got: Tensor, wanted: Tensor, live: Tensor | None = None) -> None:
+    def _same(self, what: str, got: Tensor, wanted: Tensor, valid: Tensor | None = None) -> None:
         """live: (n,) bool, rows to look at."""
         if got.shape != wanted.shape:
             self.wrong.append(f"{what}: got shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}")
             return
         differs = _bits(got) != _bits(wanted)
-        if live is not None:
-            differs &= live.view(-1, *(1 for _ in range(differs.dim() - 1)))
+        if valid is not None:
+            differs &= valid.view(-1, *(1 for _ in range(differs.dim() - 1)))
         if count := int(differs.sum()):
             place = tuple(differs.nonzero()[0].tolist())
             self.wrong.append(f"{what}: at {place} got {got[place]}, wanted {wanted[place]}; {count} in all")

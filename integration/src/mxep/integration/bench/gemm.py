@@ -141,11 +141,11 @@ def ceilings(device: torch.device) -> dict[str, float]:
     """TB/s of a copy on a GPU, TF of square dense products."""
     size = DENSE if device.type == "cuda" else BLOCK
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
-    codes, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device=device)
+    qdata, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device=device)
     alternatives: dict[str, Callable[[], list[Call]]] = {
         "dense bf16 TF": lambda: [lambda: a @ b.mT],
         "dense fp8 TF": lambda: [
-            lambda: torch._scaled_mm(codes[0], codes[1].mT, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            lambda: torch._scaled_mm(qdata[0], qdata[1].mT, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
         ],
     }
     timings = round_robin(alternatives, device).items()

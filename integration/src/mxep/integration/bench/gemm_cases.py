@@ -1,6 +1,6 @@
 """What bench=gemm compares: the three products of ragged groups, whole steps and their stages, by ours and by peers.
 
-    forward  out = a w^T    dgrad  da = dy w    wgrad  dw = dy^T a     2 M N K flop each, of live rows
+    forward  out = a w^T    dgrad  da = dy w    wgrad  dw = dy^T a     2 M N K flop each, of valid rows
     step     all three from bf16 operands, every quantization included, the weights' too
 
 An alternative is a function of a Problem that makes everything ready and returns the call to be timed. It raises
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mxep.gemm import Backend, Guard, Hopper, Recipe, grouped_mm
 from mxep.gemm.backends.hopper import STEP, fp8_grouped_wgrad
-from mxep.quant import BLOCK, MXTensor, quantize, split_fold
+from mxep.quant import BLOCK, MXTensor, fold_for_wgrad, quantize
 
 from .timing import Call, describe
 
@@ -39,15 +39,15 @@ SKEWS: Mapping[str, Callable[[int], list[float]]] = {
 """How groups share the rows: their weights."""
 
 
-def group_sizes(weights: Sequence[float], rows: int, multiple: int = BLOCK) -> list[int]:
-    """Multiples of `multiple` that sum up to `rows` (one, too), shared out by weight; what rounding leaves, from the
+def group_sizes(weights: Sequence[float], rows: int, alignment: int = BLOCK) -> list[int]:
+    """Multiples of `alignment` that sum up to `rows` (one, too), shared out by weight; what rounding leaves, from the
     first group on. Example: weights 1, 1/2, 1/3 and 96 rows: 64, 32, 0."""
-    units = rows // multiple
+    units = rows // alignment
     sizes = [int(units * weight / sum(weights)) for weight in weights]
     some = [g for g, weight in enumerate(weights) if weight]
     for i in range(units - sum(sizes)):
         sizes[some[i % len(some)]] += 1
-    return [size * multiple for size in sizes]
+    return [size * alignment for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Problem:
 
     def least_bytes(self, product: str, element: int) -> int:
         """That a product must move: operands of `element` bytes read once, bf16 results written once."""
-        live = sum(self.sizes)
-        a, dy, w = live * self.a.shape[1], live * self.dy.shape[1], self.w.numel()
+        valid = sum(self.sizes)
+        a, dy, w = valid * self.a.shape[1], valid * self.dy.shape[1], self.w.numel()
         read, written = {"forward": (a + w, dy), "dgrad": (dy + w, a), "wgrad": (dy + a, w)}[product]
         return element * read + 2 * written
 
@@ -114,11 +114,11 @@ def _row_scaled(product: str, p: Problem) -> tuple[Tensor, Tensor, Tensor, Tenso
     left: Tensor
     right: Tensor
     if product == "forward":
-        left, right = quantize(p.a, block=None), quantize(p.w, block=None).mT
+        left, right = quantize(p.a, block_size=None), quantize(p.w, block_size=None).mT
     elif product == "dgrad":
-        left, right = quantize(p.dy, block=None), quantize(p.w, axis=-2, block=None)
+        left, right = quantize(p.dy, block_size=None), quantize(p.w, axis=-2, block_size=None)
     else:
-        left, right = quantize(p.dy, axis=-2, block=None).mT, quantize(p.a, axis=-2, block=None)
+        left, right = quantize(p.dy, axis=-2, block_size=None).mT, quantize(p.a, axis=-2, block_size=None)
     assert isinstance(left, MXTensor)
     assert isinstance(right, MXTensor)
     return left.qdata, right.qdata, left.scale.float().squeeze(-1), right.scale.float().squeeze(-2)
@@ -147,7 +147,7 @@ def dense_product(product: str, rows: bool, p: Problem) -> Call:
 
 
 def our_product(product: str, backend: Backend, p: Problem) -> Call:
-    """Of operands that are as the backend wants them; for wgrad on Hopper: folded and turned."""
+    """Of operands that are as the backend wants them; for wgrad on Hopper: folded and transposed."""
     return _stages(backend, p)[product]
 
 
@@ -173,8 +173,8 @@ def _stages(backend: Backend, p: Problem) -> dict[str, Call]:
     if backend.name != "hopper":
         calls["wgrad"] = functools.partial(backend.wgrad, dy, a, p.ends, recipe=recipe, out_dtype=out_dtype)
         return calls
-    calls["split fold"] = functools.partial(split_fold, a, dy, p.ends, align=STEP)
-    split = split_fold(a, dy, p.ends, align=STEP)
+    calls["split fold"] = functools.partial(fold_for_wgrad, a, dy, p.ends, align=STEP)
+    split = fold_for_wgrad(a, dy, p.ends, align=STEP)
     operands = split.y_t, split.x_t, split.exponent, split.ends
     calls["wgrad"] = functools.partial(fp8_grouped_wgrad, *operands, out_dtype)
     return calls
@@ -183,7 +183,7 @@ def _stages(backend: Backend, p: Problem) -> dict[str, Call]:
 def stages(backend: Backend, p: Problem) -> dict[str, tuple[Call, int]]:
     """What a step of ours consists of, in order, with the bytes that a stage must move, 0 for products."""
     m, n, k, weights = sum(p.sizes), p.dy.shape[1], p.a.shape[1], p.w.numel()
-    moved = {  # bf16 in, codes and scales out; a scale a row, and for weights also a column
+    moved = {  # bf16 in, qdata and scales out; a scale a row, and for weights also a column
         "quantize a": 3 * m * k + m,
         "quantize w, both ways": 4 * weights + len(p.sizes) * (n + k),
         "quantize dy": 3 * m * n + m,

@@ -88,8 +88,8 @@ def exact_mx(p: Problem, recipe: Recipe) -> Products:
     a, dy = recipe.quantize_activation(p.a), recipe.quantize_gradient(p.dy)
     w = quantize_weight(p.w, recipe)
     assert w.cols is not None
-    turned = recipe.along_tokens(dy, p.ends), recipe.along_tokens(a, p.ends)
-    values = [_values(x) for x in (a, w.rows, dy, w.cols, *turned)]
+    transposed = recipe.along_tokens(dy, p.ends), recipe.along_tokens(a, p.ends)
+    values = [_values(x) for x in (a, w.rows, dy, w.cols, *transposed)]
     return products(p, (values[0], values[1]), (values[2], values[3]), (values[4], values[5]))
 
 
@@ -136,7 +136,10 @@ def compare(data: str, shape: Sequence[int], backend: Backend, generator: torch.
 def accumulation(data: str, shape: Sequence[int], generator: torch.Generator) -> Iterator[Row]:
     """A row for each way to sum the same FP8 products: SNR and bias against float64, which has no other error."""
     p = problem(data, shape, generator)
-    a, w = quantize(p.a, block=None).qdata, quantize(p.w[0], block=None).qdata  # multiplied as they are, scales 1
+    a, w = (
+        quantize(p.a, block_size=None).qdata,
+        quantize(p.w[0], block_size=None).qdata,
+    )  # multiplied as they are, scales 1
     exact = a.double() @ w.double().mT
     for name, sums in _SUMS.items():
         row: Row = {"data": data, "what": name}

@@ -7,7 +7,7 @@
 
 ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's (layer_timing)
 x bf16         how many times as fast as the standard bf16 layer; in JSON also x fwd, forward alone
-TF             flops of live rows over ms (layer_counts)
+TF             flops of valid rows over ms (layer_counts)
 peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
 floor ms       least time, of which the formula is in layer_counts; of floor: floor over ms
 dB             of the output and the gradients against the standard bf16 layer's, the least of all tensors and ranks,

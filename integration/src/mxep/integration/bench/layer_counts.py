@@ -2,11 +2,11 @@
 
 floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, one after the other, of which
 
-    flops    18 R D F: three products, 2 flop each, of w13 (2F x D) and w2 (D x F), for the R live rows (no padding) of
+    flops    18 R D F: three products, 2 flop each, of w13 (2F x D) and w2 (D x F), for the R valid rows (no padding) of
              the rank that has most. Dense rate: of a square product in the same run, FP8 (for recipe bf16: bf16)
     wire     of the rank that sends most: a row for each token and rank that needs it, out in forward and in backward,
              in the recipe's format, and as many sums home, twice, in bf16. Ids, weights and signals do not count
-    memory   what no fusion can avoid: x and d_out read, out and dx written; weights read (kept: as codes) and their
+    memory   what no fusion can avoid: x and d_out read, out and dx written; weights read (kept: as qdata) and their
              gradients written, all bf16: 8 T D + 12 e D F bytes (kept: 9 e D F). Copy rate: of the same run
 
 TF of a row: 18 T K D F flops over its time, what a rank does on average.

@@ -11,7 +11,7 @@
 A kernel's stage follows from its name, by the first pattern of STAGES that it has; what has none is "other", and the
 row says which. The profiler looks at few steps, at higher clocks than sustained ones: shares count, not sums.
 
-R live rows of the rank that has most, N = T K pairs, S rows on the wire; the rest as in layer_counts.
+R valid rows of the rank that has most, N = T K pairs, S rows on the wire; the rest as in layer_counts.
 """
 
 from __future__ import annotations
@@ -157,15 +157,15 @@ def _our_work(p: Problem, case: Case, out: int, home: int) -> dict[str, Work]:
         "GEMMs": ("flop", _flop(p)),
         "push": ("wire bytes", out),
         "return": ("wire bytes", home),
-        # x and d_out: bf16 read, codes and scales written.
+        # x and d_out: bf16 read, qdata and scales written.
         "quantize": ("bytes", 2 * p.x.numel() * (3 + 1 / BLOCK)),
-        # Rows of x and of d_out: codes and scales read, codes written.
+        # Rows of x and of d_out: qdata and scales read, qdata written.
         "gather + fold": ("bytes", 2 * rows * dim * (2 + 1 / BLOCK)),
-        # Forward: gate and up read, codes written; backward: these and d_h read, codes of both gradients written.
+        # Forward: gate and up read, qdata written; backward: these and d_h read, qdata of both gradients written.
         "SwiGLU": ("bytes", 13 * rows * hidden),
         # Codes of both operands of both weight gradients, read and written.
         "split fold": ("bytes", 2 * rows * (2 * dim + 3 * hidden)),
-        # bf16 read twice, since a column's scale needs all its rows first; codes of both orientations written.
+        # bf16 read twice, since a column's scale needs all its rows first; qdata of both orientations written.
         "quantize weights": ("bytes", weights * 6 / (4 if case.kept else 1)),
     }
     return {stage: each for stage, each in found.items() if each[1]}

@@ -5,7 +5,7 @@ A case calls ops by name, from one of two places: `torch.ops.mxep`, whose CUDA k
 scales, indices and group ends included. What a kernel reads twice, or leaves for the next one to read, does not count.
 
 Rows are Gaussian, E4M3, RCEIL, blocks of 32. A gathered case takes every stored row once, in random order, from slots
-where codes and scales lie side by side. Groups are of random size, some empty; all rows are live.
+where qdata and scales lie side by side. Groups are of random size, some empty; all rows are live.
 
 r rows, k width (of gate and up together, for SwiGLU), e experts, n rows of an expert, c rows once they are padded.
 """
@@ -31,8 +31,8 @@ def _plain(op: str) -> Any:
 
 
 def _both_whole(ops: Any, x: Tensor) -> tuple[Tensor, ...]:
-    *rows, magnitudes = ops.quantize_rows_whole(x, *HOW)
-    return *rows, *ops.quantize_columns_whole(x, magnitudes, *HOW)
+    *rows, amax = ops.quantize_rows_whole(x, *HOW)
+    return *rows, *ops.quantize_columns_whole(x, amax, *HOW)
 
 
 class Plain:
@@ -46,7 +46,7 @@ class Plain:
     quantize_tiles = _plain("quantize_tiles")
     requantize = _plain("requantize")
     fold = _plain("fold")
-    split_fold = _plain("split_fold")
+    fold_for_wgrad = _plain("fold_for_wgrad")
     pad_rows = _plain("pad_rows")
     unpad_rows = _plain("unpad_rows")
     pad_quantize = _plain("pad_quantize")
@@ -58,16 +58,16 @@ class Plain:
     @staticmethod
     def swiglu_quantize(*args: Any) -> tuple[Tensor, ...]:
         *same, folded = args
-        codes, scale = Plain.unfolded_swiglu(*same, False)
-        return Plain.fold(codes, scale, None, None, BLOCK, codes.shape[1]) if folded else (codes, scale)
+        qdata, scale = Plain.unfolded_swiglu(*same, False)
+        return Plain.fold(qdata, scale, None, None, BLOCK, qdata.shape[1]) if folded else (qdata, scale)
 
     @staticmethod
     def swiglu_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
         *same, folded = args
-        codes, scale, d_row_weight = Plain.unfolded_swiglu_backward(*same, False)
+        qdata, scale, d_row_weight = Plain.unfolded_swiglu_backward(*same, False)
         if folded:
-            codes, scale = Plain.fold(codes, scale, None, None, BLOCK, codes.shape[1])
-        return codes, scale, d_row_weight
+            qdata, scale = Plain.fold(qdata, scale, None, None, BLOCK, qdata.shape[1])
+        return qdata, scale, d_row_weight
 
 
 @dataclass(frozen=True)
@@ -91,23 +91,23 @@ class Inputs:
 
     def mx(self) -> tuple[Tensor, Tensor]:
         """Codes and scales of values, blocked along rows."""
-        codes, scale = torch.ops.mxep.quantize_rows(self.values(), *HOW, BLOCK)
-        return codes, scale
+        qdata, scale = torch.ops.mxep.quantize_rows(self.values(), *HOW, BLOCK)
+        return qdata, scale
 
     def slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """Codes and scales side by side in rows of 16-byte multiples, and an index of all rows in random order."""
-        codes, scale = self.mx()
-        k, scales = codes.shape[1], scale.shape[1]
-        buffer = codes.new_empty((self.rows, round_up(k + scales, 16)), dtype=torch.uint8)
+        qdata, scale = self.mx()
+        k, scales = qdata.shape[1], scale.shape[1]
+        buffer = qdata.new_empty((self.rows, round_up(k + scales, 16)), dtype=torch.uint8)
         slot_codes, slot_scale = buffer[:, :k], buffer[:, k : k + scales]
-        slot_codes.copy_(codes.view(torch.uint8))
+        slot_codes.copy_(qdata.view(torch.uint8))
         slot_scale.copy_(scale.view(torch.uint8))
         index = torch.randperm(self.rows, dtype=torch.int32, **self._where)
-        return slot_codes.view(codes.dtype), slot_scale.view(scale.dtype), index
+        return slot_codes.view(qdata.dtype), slot_scale.view(scale.dtype), index
 
-    def ends(self, multiple: int = BLOCK) -> Tensor:
-        """Ends of GROUPS groups over all rows, in multiples of `multiple`."""
-        cuts = torch.randint(0, self.rows // multiple + 1, (GROUPS - 1,), **self._where).sort().values * multiple
+    def ends(self, alignment: int = BLOCK) -> Tensor:
+        """Ends of GROUPS groups over all rows, in multiples of `alignment`."""
+        cuts = torch.randint(0, self.rows // alignment + 1, (GROUPS - 1,), **self._where).sort().values * alignment
         return torch.nn.functional.pad(cuts, (0, 1), value=self.rows).int()
 
     def weight(self) -> Tensor:
@@ -140,7 +140,7 @@ def bf16(elements: int) -> int:
 
 
 def mx(elements: int) -> int:
-    """Bytes of codes and their scales."""
+    """Bytes of qdata and their scales."""
     return elements + elements // BLOCK
 
 
@@ -149,8 +149,8 @@ def words(*counts: int) -> int:
     return 4 * sum(counts)
 
 
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def round_up(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
 
 
 def padded(rows: int) -> int:
@@ -210,25 +210,25 @@ CASES = {
         "rows", 0.85,
         lambda r, k: 2 * mx(r * k),
         lambda i: i.mx(),
-        lambda ops, codes, scale: ops.requantize(codes, scale, 1, BLOCK, None, None, *HOW),
+        lambda ops, qdata, scale: ops.requantize(qdata, scale, 1, BLOCK, None, None, *HOW),
     ),
     "requantize_gathered": Case(
         "rows", 0.85,
         lambda r, k: 2 * mx(r * k) + words(r, GROUPS),
         lambda i: (*i.slots(), i.ends()),
-        lambda ops, codes, scale, index, ends: ops.requantize(codes, scale, 1, BLOCK, index, ends, *HOW),
+        lambda ops, qdata, scale, index, ends: ops.requantize(qdata, scale, 1, BLOCK, index, ends, *HOW),
     ),
     "fold": Case(
         "rows", 0.93,
         lambda r, k: mx(r * k) + words(r, GROUPS) + r * k + r,
         lambda i: (*i.slots(), i.ends()),
-        lambda ops, codes, scale, index, ends: ops.fold(codes, scale, index, ends, BLOCK, codes.shape[1]),
+        lambda ops, qdata, scale, index, ends: ops.fold(qdata, scale, index, ends, BLOCK, qdata.shape[1]),
     ),
-    "split_fold": Case(
+    "fold_for_wgrad": Case(
         "rows", 0.85,
         lambda r, k: 2 * (mx(r * k) + words(r) + r * k) + words(GROUPS, GROUPS),
         lambda i: (*i.slots(), *i.slots(), i.ends()),
-        lambda ops, *args: ops.split_fold(*args, 128),
+        lambda ops, *args: ops.fold_for_wgrad(*args, 128),
     ),
     "swiglu": Case(
         "rows", 0.90,
@@ -282,7 +282,7 @@ CASES = {
         "rows", 0.90,
         lambda r, k: mx(r * k) + words(r) + r * k + swizzled(r, k),
         lambda i: i.slots(),
-        lambda ops, codes, scale, index: ops.gather_swizzled(codes, scale, index, None),
+        lambda ops, qdata, scale, index: ops.gather_swizzled(qdata, scale, index, None),
     ),
     "cast": Case(  # torch's own cast, without a scale: what a small shape takes at least
         "rows", None,

@@ -159,11 +159,11 @@ class Groups:
 
     @staticmethod
     def of(
-        counts: Tensor, pairs: int, rows: int, sent: list[int], arrived: list[int], *, multiple: int = PAD
+        counts: Tensor, pairs: int, rows: int, sent: list[int], arrived: list[int], *, alignment: int = PAD
     ) -> Groups:
         """counts: (W, e), pairs from each rank for each expert."""
         sizes = counts.sum(0)
-        padded = (sizes + multiple - 1) // multiple * multiple
+        padded = (sizes + alignment - 1) // alignment * alignment
         ends = padded.cumsum(0)
         lies = counts.flatten().cumsum(0) - counts.flatten()
         goes = (ends - padded + counts.cumsum(0) - counts).flatten()

@@ -56,27 +56,27 @@ class Capacity:
         top_k: int,
         *,
         num_local_experts: int,
-        multiple: int,
+        alignment: int,
         needed: Callable[[], Tensor] | None = None,
     ) -> int:
-        """R_max, a multiple of ``multiple``.
+        """R_max, a multiple of ``alignment``.
 
         needed: gives () int, the padded rows of this step; asked and read only by ``exact``, which cannot do without.
         """
         if self.kind == "exact":
             assert needed is not None
             return int(needed())
-        padding = num_local_experts * (multiple - 1)
-        worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, multiple)
+        padding = num_local_experts * (alignment - 1)
+        worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, alignment)
         if self.kind == "worst_case":
             return worst
         balanced = math.ceil(self.load * max_tokens * top_k)
-        return min(worst, round_up(balanced + padding, multiple))
+        return min(worst, round_up(balanced + padding, alignment))
 
     @staticmethod
-    def enough(needed: int, max_tokens: int, top_k: int, *, num_local_experts: int, multiple: int) -> float:
+    def enough(needed: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> float:
         """The least factor, to two digits, with room for ``needed`` padded rows."""
-        unpadded = needed - (num_local_experts + 1) * (multiple - 1)  # as R_max is rounded up to a multiple
+        unpadded = needed - (num_local_experts + 1) * (alignment - 1)  # as R_max is rounded up to a multiple
         return max(1, math.ceil(100 * unpadded / max(1, max_tokens * top_k))) / 100
 
     def __str__(self) -> str:

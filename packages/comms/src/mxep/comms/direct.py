@@ -25,22 +25,22 @@ class GroupedRows:
     """What arrived, expert-major.
 
     Attributes:
-        parts: uint8 (R_max, n_i) strided views into the workspace, borrowed until its next move. Padding rows are zero,
-            rows past the last group hold anything.
+        payload: uint8 (R_max, n_i) strided views into the workspace, borrowed until its next move. Padding rows are
+            zero, rows past the last group hold anything.
         plan: where they came from; :func:`return_rows` takes it.
     """
 
-    parts: tuple[Tensor, ...]
+    payload: tuple[Tensor, ...]
     plan: RoutingPlan
 
 
 def send_rows_to_groups(
     workspace: Workspace,
-    parts: Sequence[Tensor],
+    payload: Sequence[Tensor],
     expert_ids: Tensor,
     weights: Tensor,
     *,
-    multiple: int,
+    alignment: int,
     capacity: Capacity | None = None,
 ) -> GroupedRows:
     """Send tokens to their rows in the expert-major, padded order of the experts' ranks. Collective; two moves.
@@ -48,7 +48,7 @@ def send_rows_to_groups(
     Args and errors as :func:`send_rows` and :func:`make_plan` have them. The workspace's ``direct_rows`` must hold the
     capacity's R_max, and ``Capacity.exact`` will not do: senders cannot know another rank's size (ValueError).
     """
-    expert_ids, checked = checked_tokens(workspace, parts, expert_ids, weights)
+    expert_ids, checked = checked_tokens(workspace, payload, expert_ids, weights)
     assert checked is not None
     transport, layout, e = workspace.transport, workspace.layout, workspace.num_local_experts
     capacity = Capacity.worst_case() if capacity is None else capacity
@@ -57,7 +57,7 @@ def send_rows_to_groups(
             "capacity: got Capacity.exact(), wanted a bound that all ranks know: worst_case() or factor(c)"
         )
     tokens = layout.world_size, layout.max_tokens, layout.top_k
-    max_rows = capacity.rows(*tokens, num_local_experts=e, multiple=multiple)
+    max_rows = capacity.rows(*tokens, num_local_experts=e, alignment=alignment)
     if max_rows > workspace.direct_rows:
         raise ValueError(f"direct_rows: got {workspace.direct_rows} in the workspace, wanted at least {max_rows}")
 
@@ -71,14 +71,14 @@ def send_rows_to_groups(
         num_tokens,
         first_expert=transport.rank * e,
         num_local_experts=e,
-        multiple=multiple,
+        alignment=alignment,
         capacity=capacity,
         num_experts=workspace.num_experts,
     )
     rows = plan_destinations(
-        ids, num_tokens, transport.rank, len(expert_ids), e, multiple, max_rows, workspace.num_experts
+        ids, num_tokens, transport.rank, len(expert_ids), e, alignment, max_rows, workspace.num_experts
     )
     move = workspace.begin("send_rows_to_groups, rows")
     # After it: every row of this rank's experts lies at its place, and padding is zero.
-    transport.put_rows_to_groups(move, parts, expert_ids, rows, plan)
-    return GroupedRows(split_parts(layout.rows(move.buffer.local)[:max_rows], parts), plan)
+    transport.put_rows_to_groups(move, payload, expert_ids, rows, plan)
+    return GroupedRows(split_parts(layout.rows(move.buffer.local)[:max_rows], payload), plan)

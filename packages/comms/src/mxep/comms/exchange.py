@@ -30,14 +30,14 @@ class Slots:
     """What arrived. Slot s = (source rank, token), s = rank * T_max + token.
 
     Attributes:
-        parts: uint8 (S, n_i) strided views into the workspace. Slots that no table leads to hold anything.
+        payload: uint8 (S, n_i) strided views into the workspace. Slots that no table leads to hold anything.
         expert_ids: (W, T_max, K) int32, weights: (W, T_max, K) fp32, num_tokens: (W,) int32: the senders' tables; rows
             past num_tokens hold anything. None where the move was sent without weights.
 
     All are borrowed until the workspace's next move.
     """
 
-    parts: tuple[Tensor, ...]
+    payload: tuple[Tensor, ...]
     expert_ids: Tensor | None
     weights: Tensor | None
     num_tokens: Tensor | None
@@ -71,12 +71,12 @@ class Returning:
 
 
 def send_rows(
-    workspace: Workspace, parts: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None = None
+    workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None = None
 ) -> Slots:
     """Send each token once to every rank that owns one of its experts. Collective.
 
     Args:
-        parts: uint8 (T, n_i) each; they travel side by side in one row.
+        payload: uint8 (T, n_i) each; they travel side by side in one row.
         expert_ids: (T, K) int32 or int64, -1 is not routed.
         weights: (T, K) fp32. None repeats a move that is planned already, with the same ids: tables stay home.
 
@@ -85,31 +85,31 @@ def send_rows(
     by ``workspace.transport.check()``). Peers of a rank with more tokens than max_tokens, or with ids that are none,
     get PeersDisagree that says so; the transport is of no use then.
     """
-    return start_send_rows(workspace, parts, expert_ids, weights).wait()
+    return start_send_rows(workspace, payload, expert_ids, weights).wait()
 
 
 def start_send_rows(
     workspace: Workspace,
-    parts: Sequence[Tensor],
+    payload: Sequence[Tensor],
     expert_ids: Tensor,
     weights: Tensor | None = None,
     *,
-    num_programs: int | None = None,
+    num_sms: int | None = None,
 ) -> Sending:
     """As :func:`send_rows`; make the plan of ``.tables`` while the rows are under way, then ``.wait()``.
 
-    num_programs: how many multiprocessors the rows may take, at most the workspace's; None: as many as it has. Bound it
+    num_sms: how many multiprocessors the rows may take, at most the workspace's; None: as many as it has. Bound it
     where work runs beside them: on H200s no other kernel was seen to start on a multiprocessor that a move was on.
     """
-    _check_num_programs(num_programs)
-    expert_ids, weights = checked_tokens(workspace, parts, expert_ids, weights)
+    _check_num_programs(num_sms)
+    expert_ids, weights = checked_tokens(workspace, payload, expert_ids, weights)
     transport, layout = workspace.transport, workspace.layout
     move = workspace.begin("send_rows")
-    with workspace.aside((parts, expert_ids)):
+    with workspace.aside((payload, expert_ids)):
         # After it: every rank's tokens for this rank lie in its slots.
-        transport.put_rows(_bound(move, num_programs), parts, expert_ids)
+        transport.put_rows(_bound(move, num_sms), payload, expert_ids)
     local = move.buffer.local
-    arrived = split_parts(layout.rows(local)[: layout.num_slots], parts)
+    arrived = split_parts(layout.rows(local)[: layout.num_slots], payload)
     if weights is None:
         return Sending(workspace, Slots(arrived, None, None, None))
     # After it: the tables of all W ranks lie here.
@@ -144,39 +144,39 @@ def start_return_rows(
     expert_ids: Tensor,
     *,
     row_values: Tensor | None = None,
-    num_programs: int | None = None,
+    num_sms: int | None = None,
 ) -> Returning:
     """As :func:`return_rows`; what does not need the sums may be computed before ``.wait()``.
 
-    num_programs: as of :func:`start_send_rows`, and the same on all ranks.
+    num_sms: as of :func:`start_send_rows`, and the same on all ranks.
     """
     expert_ids = checked_shape(workspace, expert_ids, len(expert_ids))
     if expert_ids.device.type == "cpu":
         check_ids(expert_ids, workspace.num_experts)
     _check_return(workspace, rows, plan, row_values)
-    _check_num_programs(num_programs)
+    _check_num_programs(num_sms)
     # Of the current stream, which goes on with them.
     out = rows.new_empty(len(expert_ids), rows.shape[1])
     values = None if row_values is None else row_values.new_empty(expert_ids.shape)
     move = workspace.begin("return_rows")
     with workspace.aside((rows, plan, expert_ids, row_values, out, values)):
         # Every rank that got one of our tokens puts its sum into our slots (that rank, token), and we sum over ranks.
-        workspace.transport.return_sums(_bound(move, num_programs), rows, row_values, plan, expert_ids, out, values)
+        workspace.transport.return_sums(_bound(move, num_sms), rows, row_values, plan, expert_ids, out, values)
     return Returning(workspace, out, values)
 
 
 # ── pieces that the moves share ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _bound(move: Move, num_programs: int | None) -> Move:
-    if num_programs is None:
+def _bound(move: Move, num_sms: int | None) -> Move:
+    if num_sms is None:
         return move
-    return dataclasses.replace(move, num_programs=min(num_programs, move.num_programs or num_programs))
+    return dataclasses.replace(move, num_sms=min(num_sms, move.num_sms or num_sms))
 
 
-def _check_num_programs(num_programs: int | None) -> None:
-    if num_programs is not None and num_programs < 1:
-        raise ValueError(f"num_programs: got {num_programs}, wanted at least 1, or None")
+def _check_num_programs(num_sms: int | None) -> None:
+    if num_sms is not None and num_sms < 1:
+        raise ValueError(f"num_sms: got {num_sms}, wanted at least 1, or None")
 
 
 def split_parts(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -190,28 +190,28 @@ def tables(layout: Layout, local: Tensor) -> Tables:
     return layout.ids(local), layout.values(local), layout.num_tokens(local)
 
 
-def check_parts(workspace: Workspace, parts: Sequence[Tensor]) -> None:
-    for part in parts:
-        if part.dtype != torch.uint8 or part.dim() != 2 or len(part) != len(parts[0]) or not part.shape[1]:
+def check_parts(workspace: Workspace, payload: Sequence[Tensor]) -> None:
+    for part in payload:
+        if part.dtype != torch.uint8 or part.dim() != 2 or len(part) != len(payload[0]) or not part.shape[1]:
             got = f"{part.dtype} {tuple(part.shape)}"
-            raise ValueError(f"parts: got {got}, wanted torch.uint8 ({len(parts[0])}, bytes), at least one byte")
-        _check_device("parts", part, workspace)
-    width = sum(part.shape[1] for part in parts)
+            raise ValueError(f"payload: got {got}, wanted torch.uint8 ({len(payload[0])}, bytes), at least one byte")
+        _check_device("payload", part, workspace)
+    width = sum(part.shape[1] for part in payload)
     if not 0 < width <= workspace.layout.row_bytes:
         raise ValueError(
-            f"parts: got {width} bytes a row, wanted 1 to {workspace.layout.row_bytes} as the workspace has"
+            f"payload: got {width} bytes a row, wanted 1 to {workspace.layout.row_bytes} as the workspace has"
         )
 
 
 def checked_tokens(
-    workspace: Workspace, parts: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None
+    workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Contiguous ids (T, K) and weights. What only this rank can know to be wrong, its peers are told."""
-    check_parts(workspace, parts)
-    tokens = len(parts[0])
+    check_parts(workspace, payload)
+    tokens = len(payload[0])
     if tokens > workspace.max_tokens:
         most = f"at most max_tokens = {workspace.max_tokens}"
-        why = f"parts: got {tokens} tokens, wanted {most}: set max_tokens={tokens} or more, on all ranks"
+        why = f"payload: got {tokens} tokens, wanted {most}: set max_tokens={tokens} or more, on all ranks"
         workspace.refuse(why, tokens=tokens)
         raise ValueError(why)
     expert_ids = checked_shape(workspace, expert_ids, tokens)

@@ -26,8 +26,8 @@ OWN_WORDS = 2 + CHANNELS + 2
 """How often tables and rows have moved; programs that arrived at each signal, and at the end; tiles handed out."""
 
 
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def round_up(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
 
 
 @dataclass(frozen=True)

@@ -61,14 +61,14 @@ class Move:
 
     Attributes:
         buffer: whose peers are stored to. layout: of the buffer. experts_per_rank: e.
-        name: for errors, "send_rows, move 3". num_programs: bound on programs, None: what the device has.
+        name: for errors, "send_rows, move 3". num_sms: bound on programs, None: what the device has.
     """
 
     buffer: SymmetricBuffer
     layout: Layout
     experts_per_rank: int
     name: str
-    num_programs: int | None = None
+    num_sms: int | None = None
 
     def signature(self, step: str, number: int) -> int:
         return signature(step, number, self.layout.mark)
@@ -98,19 +98,19 @@ class PlainMoves:
             layout.num_tokens(peer)[self.rank] = len(expert_ids)
         self.barrier(move.name, signature=move.signature("put_tables", layout.top_k))
 
-    def put_rows(self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor) -> None:
-        packed = _pack(parts)
+    def put_rows(self, move: Move, payload: Sequence[Tensor], expert_ids: Tensor) -> None:
+        packed = _pack(payload)
         slot = self.rank * move.layout.max_tokens + torch.arange(len(packed))
         owner = owners(expert_ids, move.experts_per_rank)
         for destination, peer in enumerate(move.buffer.peers):
             needed = (owner == destination).any(1)
             _store(move.layout, peer, slot[needed], packed[needed])
-        self.barrier(move.name, signature=move.signature("put_rows", width_of(parts)))
+        self.barrier(move.name, signature=move.signature("put_rows", width_of(payload)))
 
     def put_rows_to_groups(
-        self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
+        self, move: Move, payload: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
     ) -> None:
-        packed = _pack(parts)
+        packed = _pack(payload)
         owner = owners(expert_ids, move.experts_per_rank)
         for destination, peer in enumerate(move.buffer.peers):
             for chosen, row in zip(owner.unbind(1), rows.unbind(1)):
@@ -119,7 +119,7 @@ class PlainMoves:
         # Padding is nobody's but ours.
         own = move.layout.rows(move.buffer.local)[: plan.max_rows, : packed.shape[1]]
         own.masked_fill_(plan.row_source[:, None] < 0, 0)
-        self.barrier(move.name, signature=move.signature("put_rows_to_groups", width_of(parts)))
+        self.barrier(move.name, signature=move.signature("put_rows_to_groups", width_of(payload)))
 
     def return_sums(
         self,
@@ -159,14 +159,14 @@ class KernelMoves:
 
     Attributes:
         state: (3,) int64 on the device, see `kernels/signals.py`. clock: whether kernels have a GPU's clock, that is,
-            run on one. max_programs: how many can run at once.
+            run on one. max_sms: how many can run at once.
     """
 
     rank: int
     device: torch.device
     state: Tensor
     clock: bool
-    max_programs: int
+    max_sms: int
 
     def refuse(self, move: Move, tokens: int) -> None:
         from .kernels.signals import refuse
@@ -180,20 +180,20 @@ class KernelMoves:
         with self._launch(move, "put_tables") as launch:
             put_tables(launch, expert_ids, weights, move.experts_per_rank)
 
-    def put_rows(self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor) -> None:
+    def put_rows(self, move: Move, payload: Sequence[Tensor], expert_ids: Tensor) -> None:
         from .kernels.put import put_rows
 
         with self._launch(move, "put_rows") as launch:
-            put_rows(launch, parts, expert_ids, move.experts_per_rank)
+            put_rows(launch, payload, expert_ids, move.experts_per_rank)
 
     def put_rows_to_groups(
-        self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
+        self, move: Move, payload: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
     ) -> None:
         from .kernels.put import put_rows
 
         with self._launch(move, "put_rows_to_groups") as launch:
-            groups = {"rows": rows, "group_ends": plan.group_ends, "group_sizes": plan.group_sizes}
-            put_rows(launch, parts, expert_ids, move.experts_per_rank, **groups)
+            groups = {"rows": rows, "offs": plan.offs, "group_sizes": plan.group_sizes}
+            put_rows(launch, payload, expert_ids, move.experts_per_rank, **groups)
 
     def return_sums(
         self,
@@ -215,15 +215,15 @@ class KernelMoves:
     def _launch(self, move: Move, step: str) -> "Iterator[Launch]":
         from .kernels.launch import Launch
 
-        programs = min(move.num_programs or self.max_programs, self.max_programs)
+        programs = min(move.num_sms or self.max_sms, self.max_sms)
         where = move.layout, self.rank, move.buffer.pointers, self.state
         with torch.cuda.device(self.device) if self.clock else contextlib.nullcontext():
             yield Launch(*where, step, programs, self.clock)
 
 
-def width_of(parts: Sequence[Tensor]) -> int:
+def width_of(payload: Sequence[Tensor]) -> int:
     """Bytes of a row."""
-    return sum(part.shape[1] for part in parts)
+    return sum(part.shape[1] for part in payload)
 
 
 def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:
@@ -239,11 +239,11 @@ def home_slots(layout: Layout, expert_ids: Tensor, experts_per_rank: int) -> Ten
     return torch.where(was_there, ranks * layout.max_tokens + token[:, None], -1)
 
 
-def _pack(parts: Sequence[Tensor]) -> Tensor:
+def _pack(payload: Sequence[Tensor]) -> Tensor:
     """Parts (N, n_i) uint8 -> (N, n) uint8, side by side, n rounded up to 16 bytes."""
-    width = width_of(parts)
-    gap = parts[0].new_zeros(len(parts[0]), round_up(width, ALIGNMENT) - width)
-    return torch.cat((*parts, gap), 1)
+    width = width_of(payload)
+    gap = payload[0].new_zeros(len(payload[0]), round_up(width, ALIGNMENT) - width)
+    return torch.cat((*payload, gap), 1)
 
 
 def _store(layout: Layout, peer: Tensor, index: Tensor, packed: Tensor) -> None:

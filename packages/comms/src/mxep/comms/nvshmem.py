@@ -127,7 +127,7 @@ class NvshmemTransport(PutMoves):
     def _put(self, move: Move, source: Tensor, destinations: Tensor, *, groups: int = 1) -> None:
         from .kernels.nvshmem import put
 
-        programs = min(move.num_programs or self.max_programs, self.max_programs)
+        programs = min(move.num_sms or self.max_sms, self.max_sms)
         # A program takes every so-manieth put: it should not always be to the same rank.
         while math.gcd(programs, max(destinations.shape[1], groups)) > 1:
             programs -= 1
@@ -155,7 +155,7 @@ class NvshmemTransport(PutMoves):
             self._meet_kernel = compile_meet(library, self.world_size)
         check_versions(device_version(self._meet_kernel.asm["ptx"]), host_version(), library)
         # Two programs a multiprocessor.
-        self.max_programs = 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.max_sms = 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
         choose_backend(self.device)
 
     def _empty(self, nbytes: int) -> Tensor:

@@ -10,7 +10,7 @@ Two ranks of T_max = 2 send to this one, which owns experts 0 and 1; K = 2, grou
     row_source   1   4  -1  -1 | 0   3  -1  -1     flat index: slot * K + k, -1 is padding
     row_slot     0   2  -1  -1 | 0   1  -1  -1     slot = source rank * T_max + token
     slot_rows    [4, 0]  [-1, 5]  [0, -1]  [-1, -1]
-    group_ends   4   8            group_sizes  2  2
+    offs   4   8            group_sizes  2  2
 
 Rows of an expert are ordered by (source rank, token, place in the token's list): the order of the flat index.
 """
@@ -40,23 +40,23 @@ class RoutingPlan:
         row_slot: (R_max,) int32 the row's slot, -1 on padding.
         row_weight: (R_max,) fp32 routing weight, 0 on padding.
         slot_rows: (S, K) int32 row of each pair; -1: not for this rank, -2 (DROPPED): for this rank, but did not fit.
-        group_ends: (e,) int32 inclusive cumulative sum of the padded group sizes, at most R_max.
+        offs: (e,) int32 inclusive cumulative sum of the padded group sizes, at most R_max.
         group_sizes: (e,) int32 rows of each expert, without padding and before any were dropped.
         counts: (2 O + 1,) int64 what every rank finds alike, as it has the tables of all senders: of the O owners of
             experts in turn the padded rows that they need, then the rows that did not fit R_max; then invalid ids.
         num_tokens: (W,) int32 live tokens of each sender.
-        multiple: what the groups are padded to.
+        alignment: what the groups are padded to.
     """
 
     row_source: Tensor
     row_slot: Tensor
     row_weight: Tensor
     slot_rows: Tensor
-    group_ends: Tensor
+    offs: Tensor
     group_sizes: Tensor
     counts: Tensor
     num_tokens: Tensor
-    multiple: int
+    alignment: int
 
     @property
     def needed(self) -> Tensor:
@@ -86,7 +86,7 @@ def make_plan(
     *,
     first_expert: int,
     num_local_experts: int,
-    multiple: int,
+    alignment: int,
     capacity: Capacity | None = None,
     num_experts: int | None = None,
 ) -> RoutingPlan:
@@ -96,7 +96,7 @@ def make_plan(
         expert_ids: (W, T_max, K) int32, the tables of W senders; -1 is not routed, other ranks' experts are left out.
         weights: (W, T_max, K) fp32.
         num_tokens: (W,) int32, live tokens of each sender; what lies past them in the tables is not looked at.
-        multiple: every group is padded to it; an expert without rows takes none.
+        alignment: every group is padded to it; an expert without rows takes none.
         capacity: bound on rows, default :meth:`Capacity.worst_case`. Only ``exact`` reads from the device.
         num_experts: E, the bound that makes an id invalid; None checks only for ids below -1. A multiple of
             num_local_experts, where owners have equal shares: then overflow is counted for all of them.
@@ -104,7 +104,7 @@ def make_plan(
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """
     _check_tables(expert_ids, weights, num_tokens)
-    for name, value in (("multiple", multiple), ("num_local_experts", num_local_experts)):
+    for name, value in (("alignment", alignment), ("num_local_experts", num_local_experts)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, wanted at least 1")
     if num_experts is not None and first_expert + num_local_experts > num_experts:
@@ -115,13 +115,13 @@ def make_plan(
 
     def needed() -> Tensor:
         local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
-        return _round_up(_group_sizes(local, num_local_experts), multiple).sum()
+        return _round_up(_group_sizes(local, num_local_experts), alignment).sum()
 
     capacity = Capacity.worst_case() if capacity is None else capacity
-    max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, multiple=multiple, needed=needed)
+    max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, alignment=alignment, needed=needed)
     tables = (expert_ids, weights, num_tokens)
-    fields: PlanTensors = plan_rows(*tables, first_expert, num_local_experts, multiple, max_rows, bound)
-    plan = RoutingPlan(*fields, num_tokens=num_tokens.clone(), multiple=multiple)
+    fields: PlanTensors = plan_rows(*tables, first_expert, num_local_experts, alignment, max_rows, bound)
+    plan = RoutingPlan(*fields, num_tokens=num_tokens.clone(), alignment=alignment)
     if capacity.kind == "exact":
         plan.overflow.zero_()  # whose R_max is not ours
     return plan
@@ -152,7 +152,7 @@ def plan_rows(
     num_tokens: Tensor,
     first_expert: int,
     num_local_experts: int,
-    multiple: int,
+    alignment: int,
     max_rows: int,
     num_experts: int,
 ) -> PlanTensors:
@@ -161,7 +161,7 @@ def plan_rows(
     pairs = expert_ids.numel()
     local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
     sizes = _group_sizes(local, num_local_experts)
-    padded = _round_up(sizes, multiple)
+    padded = _round_up(sizes, alignment)
     ends = padded.cumsum(0)
     row_of_pair = _rows_of_pairs(local, sizes, ends - padded)
     dropped = row_of_pair >= max_rows
@@ -179,7 +179,7 @@ def plan_rows(
     owners = owners_of(num_experts, num_local_experts)
     first, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
     sizes_of = _group_sizes(_local_ids(expert_ids, num_tokens, first, counted), counted).view(owners, -1)
-    padded_of = _round_up(sizes_of, multiple)
+    padded_of = _round_up(sizes_of, alignment)
     live_ends = padded_of.cumsum(1) - padded_of + sizes_of
     overflow = torch.minimum((live_ends - max_rows).clamp_min(0), sizes_of).sum(1)
     return (
@@ -200,7 +200,7 @@ def _(
     num_tokens: Tensor,
     first_expert: int,
     num_local_experts: int,
-    multiple: int,
+    alignment: int,
     max_rows: int,
     num_experts: int,
 ) -> PlanTensors:
@@ -223,7 +223,7 @@ def plan_destinations(
     rank: int,
     num_tokens_here: int,
     experts_per_rank: int,
-    multiple: int,
+    alignment: int,
     max_rows: int,
     num_experts: int,
 ) -> Tensor:
@@ -235,7 +235,7 @@ def plan_destinations(
     """
     local = _local_ids(expert_ids, num_tokens, 0, num_experts)
     sizes = _group_sizes(local, num_experts)
-    padded = _round_up(sizes, multiple).view(-1, experts_per_rank)
+    padded = _round_up(sizes, alignment).view(-1, experts_per_rank)
     row_of_pair = _rows_of_pairs(local, sizes, (padded.cumsum(1) - padded).flatten())
     rows = torch.where(row_of_pair >= max_rows, DROPPED, row_of_pair).int().view(expert_ids.shape)
     return rows[rank, :num_tokens_here].clone()
@@ -248,7 +248,7 @@ def _(
     rank: int,
     num_tokens_here: int,
     experts_per_rank: int,
-    multiple: int,
+    alignment: int,
     max_rows: int,
     num_experts: int,
 ) -> Tensor:
@@ -288,8 +288,8 @@ def _rows_of_pairs(local: Tensor, sizes: Tensor, starts: Tensor) -> Tensor:
     return torch.full_like(local, -1).scatter_(0, order, torch.where(expert < experts, place + shift[expert], -1))
 
 
-def _round_up(sizes: Tensor, multiple: int) -> Tensor:
-    return (sizes + multiple - 1).div(multiple, rounding_mode="floor") * multiple
+def _round_up(sizes: Tensor, alignment: int) -> Tensor:
+    return (sizes + alignment - 1).div(alignment, rounding_mode="floor") * alignment
 
 
 def _check_tables(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor) -> None:

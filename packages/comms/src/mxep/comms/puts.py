@@ -83,30 +83,30 @@ class PutMoves:
             self._put(move, table.view(torch.uint8).view(1, -1), elsewhere[None])
         self._meet(move, TABLES, move.signature("put_tables", layout.top_k))
 
-    def put_rows(self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor) -> None:
+    def put_rows(self, move: Move, payload: Sequence[Tensor], expert_ids: Tensor) -> None:
         layout = move.layout
         owner = _owners(move, expert_ids)
         ranks = torch.arange(layout.world_size, device=owner.device)
         needed = (owner[:, :, None] == ranks).any(1)
         slot = self.rank * layout.max_tokens + torch.arange(len(owner), device=owner.device)
         there = torch.where(needed, self.bases + layout.rows_start + slot[:, None] * layout.row_bytes, -1)
-        self._put(move, _stage(move, parts), there)
-        self._meet(move, ROWS, move.signature("put_rows", width_of(parts)))
+        self._put(move, _stage(move, payload), there)
+        self._meet(move, ROWS, move.signature("put_rows", width_of(payload)))
 
     def put_rows_to_groups(
-        self, move: Move, parts: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
+        self, move: Move, payload: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
     ) -> None:
         from .kernels.staged import zero_padding
 
         owner = _owners(move, expert_ids)
         byte = move.layout.rows_start + rows.long() * move.layout.row_bytes
         there = torch.where((owner >= 0) & (rows >= 0), self.bases[owner.clamp_min(0)] + byte, -1)
-        source = _stage(move, parts)
+        source = _stage(move, payload)
         self._put(move, source, there)
         # Padding is nobody's but ours.
         own = move.layout.rows(move.buffer.local)[: plan.max_rows, : source.shape[1]]
-        zero_padding(own.view(torch.int64), plan.group_ends, plan.group_sizes)
-        self._meet(move, ROWS, move.signature("put_rows_to_groups", width_of(parts)))
+        zero_padding(own.view(torch.int64), plan.offs, plan.group_sizes)
+        self._meet(move, ROWS, move.signature("put_rows_to_groups", width_of(payload)))
 
     def return_sums(
         self,
@@ -146,11 +146,11 @@ def _staging(move: Move) -> Tensor:
     return move.buffer.staging
 
 
-def _stage(move: Move, parts: Sequence[Tensor]) -> Tensor:
+def _stage(move: Move, payload: Sequence[Tensor]) -> Tensor:
     """Parts (T, n_i) side by side in the staging -> (T, n), n rounded up to 16 bytes; what fills it up is anything."""
-    staged = move.layout.rows(_staging(move))[: len(parts[0]), : round_up(width_of(parts), ALIGNMENT)]
+    staged = move.layout.rows(_staging(move))[: len(payload[0]), : round_up(width_of(payload), ALIGNMENT)]
     offset = 0
-    for part in parts:
+    for part in payload:
         width = part.shape[1]
         flat = part.contiguous().view(-1)  # in words: one row is contiguous whatever its stride
         word = torch.int64 if math.gcd(8, offset, width, flat.storage_offset()) == 8 else torch.uint8

@@ -8,16 +8,14 @@ from torch import Tensor
 from .kernels import on_cuda
 
 
-def gather_rows(
-    parts: Sequence[Tensor], row_index: Tensor | None, group_ends: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None = None) -> tuple[Tensor, ...]:
     """Row i of a result is row ``row_index[i]`` of its part, a zero row where the index is negative.
 
-    parts: (S, n_i) each, any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32; None: all rows as
-    they are, whose dense copies these are, at the speed of a copy where rows of bytes lie apart. group_ends: (e,)
+    payload: (S, n_i) each, any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32; None: all rows as
+    they are, whose dense copies these are, at the speed of a copy where rows of bytes lie apart. offs: (e,)
     int32; rows past the last are neither read nor, on CUDA, written. Results: (R, n_i).
     """
-    return tuple(gather_parts(list(parts), row_index, group_ends))
+    return tuple(gather_parts(list(payload), row_index, offs))
 
 
 def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
@@ -31,16 +29,16 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("mxep::gather_rows", mutates_args=())
-def gather_parts(parts: list[Tensor], row_index: Tensor | None, group_ends: Tensor | None) -> list[Tensor]:
+def gather_parts(payload: list[Tensor], row_index: Tensor | None, offs: Tensor | None) -> list[Tensor]:
     return [
         part.clone(memory_format=torch.contiguous_format) if row_index is None else _gather(part, row_index)
-        for part in parts
+        for part in payload
     ]
 
 
 @gather_parts.register_fake
-def _(parts: list[Tensor], row_index: Tensor | None, group_ends: Tensor | None) -> list[Tensor]:
-    return [part.new_empty(len(part if row_index is None else row_index), part.shape[1]) for part in parts]
+def _(payload: list[Tensor], row_index: Tensor | None, offs: Tensor | None) -> list[Tensor]:
+    return [part.new_empty(len(part if row_index is None else row_index), part.shape[1]) for part in payload]
 
 
 @torch.library.custom_op("mxep::sum_slots", mutates_args=())

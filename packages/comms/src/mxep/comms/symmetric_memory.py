@@ -79,7 +79,7 @@ class SymmetricMemoryTransport(KernelMoves):
         self.clock = True
         # The least of all: ranks must cut the rows that go home into the same chunks.
         here = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.max_programs = min(gather_objects(here, self.group))
+        self.max_sms = min(gather_objects(here, self.group))
         # First come, first served would put a move's few programs behind all of what runs beside it.
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
         # Read by torch when it maps a buffer; cuMulticastCreate must never be called.

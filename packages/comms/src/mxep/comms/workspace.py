@@ -55,7 +55,7 @@ class Workspace:
         row_bytes: bytes of the widest row in either direction; None is 2 * dim (bf16 home, bf16 or MXFP8 out).
         num_experts: E, a multiple of W; rank r owns experts r * E/W .. (r + 1) * E/W - 1.
         direct_rows: R_max of the direct variant, 0 where it is not used.
-        num_programs: how many multiprocessors of the device a move may take, the same on all ranks, which cut rows into
+        num_sms: how many multiprocessors of the device a move may take, the same on all ranks, which cut rows into
             chunks by it; None: all. Links need few: see the docs.
 
     Collective. Raises ValueError on every rank if the ranks' arguments differ, or if one makes no sense; RuntimeError
@@ -72,7 +72,7 @@ class Workspace:
         row_bytes: int | None = None,
         num_experts: int,
         direct_rows: int = 0,
-        num_programs: int | None = None,
+        num_sms: int | None = None,
     ) -> None:
         if transport.stream is not None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -81,14 +81,14 @@ class Workspace:
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
         sizes |= {"num_experts": num_experts, "direct_rows": direct_rows}
-        agreed = {**sizes, "num_programs": num_programs, "moves made before": transport.arena.moves}
+        agreed = {**sizes, "num_sms": num_sms, "moves made before": transport.arena.moves}
         check_agreement("Workspace", agreed, transport.group)
         for name, size in sizes.items():
             least = 0 if name in ("max_tokens", "direct_rows") else 1
             if size < least:
                 raise ValueError(f"Workspace: {name}: got {size}, wanted at least {least}")
-        if num_programs is not None and num_programs < 1:
-            raise ValueError(f"Workspace: num_programs: got {num_programs}, wanted at least 1")
+        if num_sms is not None and num_sms < 1:
+            raise ValueError(f"Workspace: num_sms: got {num_sms}, wanted at least 1")
         if num_experts % transport.world_size:
             raise ValueError(f"num_experts: got {num_experts}, wanted a multiple of {transport.world_size} ranks")
         if row_bytes >= 2**24:
@@ -105,7 +105,7 @@ class Workspace:
         self.num_experts = num_experts
         self.direct_rows = direct_rows
         self.layout = Layout(transport.world_size, max_tokens, top_k, round_up(row_bytes, ALIGNMENT), num_rows)
-        self.num_programs = num_programs
+        self.num_sms = num_sms
         self._make_room()
 
     @property
@@ -149,7 +149,7 @@ class Workspace:
             self.transport.barrier(name, arena.pad)
         buffer = arena.buffers[arena.moves % 2]
         arena.moves += 1
-        return Move(buffer, self.layout, self.num_local_experts, name, self.num_programs)
+        return Move(buffer, self.layout, self.num_local_experts, name, self.num_sms)
 
     def refuse(self, why: str, *, tokens: int = 0) -> None:
         """Do not come to the next move, and tell the peers: they raise PeersDisagree. A rank alone just goes on."""

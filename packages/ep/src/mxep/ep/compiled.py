@@ -34,7 +34,7 @@ from .functional import checked_tokens
 from .layer import Setup, check_weights, layer_backward, layer_forward, start_send
 from .saved import Saved, num_parts
 
-PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "multiple")
+PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
 
 
 def compiles(dispatcher: TokenDispatcher, recipe: Recipe, backend: str | Backend) -> bool:
@@ -120,7 +120,7 @@ def backward_op(
 ) -> list[Tensor]:
     setup = _setup(d_out.device, dispatcher, recipe, backend, wgrad_scale)
     saved, fields = saved[: -len(PLAN)], dict(zip(PLAN, saved[-len(PLAN) :]))
-    plan = RoutingPlan(**fields, multiple=setup.recipe.group_multiple)
+    plan = RoutingPlan(**fields, alignment=setup.recipe.group_alignment)
     routing = Routing(plan, expert_ids, setup.dispatcher.num_local_experts)
     grads = layer_backward(d_out, saved, gate_up_proj, down_proj, routing, setup, (needs[0], needs[1]))
     return [grad for grad in grads if grad is not None]
@@ -167,10 +167,10 @@ def _tensors(plan: RoutingPlan) -> list[Tensor]:
 
 def _plan_of_shapes(expert_ids: Tensor, weights: Tensor, setup: Setup) -> RoutingPlan:
     """What `send` would plan, from fake tensors."""
-    dispatcher, multiple, top_k = setup.dispatcher, setup.recipe.group_multiple, expert_ids.shape[1]
+    dispatcher, alignment, top_k = setup.dispatcher, setup.recipe.group_alignment, expert_ids.shape[1]
     e, sizes = dispatcher.num_local_experts, dispatcher.static_tokens(expert_ids.shape[0])
     assert sizes is not None
-    max_rows = dispatcher.capacity.rows(*sizes, top_k, num_local_experts=e, multiple=multiple)
+    max_rows = dispatcher.capacity.rows(*sizes, top_k, num_local_experts=e, alignment=alignment)
     tables = expert_ids.new_empty(*sizes, top_k), weights.new_empty(*sizes, top_k), expert_ids.new_empty(sizes[0])
-    fields: PlanTensors = plan_rows(*tables, 0, e, multiple, max_rows, dispatcher.num_experts)
-    return RoutingPlan(*fields, num_tokens=tables[2], multiple=multiple)
+    fields: PlanTensors = plan_rows(*tables, 0, e, alignment, max_rows, dispatcher.num_experts)
+    return RoutingPlan(*fields, num_tokens=tables[2], alignment=alignment)

@@ -125,7 +125,7 @@ def _run(
         setup = Setup(dispatcher, recipe, select(backend, x.device), main_grads, wgrad_scale)
         return route_through_experts(x, expert_ids, weights, proj, down, setup=setup)
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
-    ends = routing.plan.group_ends
+    ends = routing.plan.offs
     options: dict[str, Any] = {"recipe": recipe, "backend": backend}
     options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
     y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, **options)

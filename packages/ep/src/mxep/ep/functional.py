@@ -67,7 +67,7 @@ def dispatch(
 
     Returns:
         rows (R_max, D) in expert-major order (MXTensor under an index, or plain), row_weight (R_max,) fp32, and the
-        routing that :func:`expert_mlp` reads its ``group_ends`` from and :func:`combine` goes home by.
+        routing that :func:`expert_mlp` reads its ``offs`` from and :func:`combine` goes home by.
 
     Raises ValueError on wrong shapes or dtypes, and on the CPU for expert ids outside -1 .. E-1.
     """
@@ -103,12 +103,12 @@ def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe:
 
 
 @_between_graphs
-def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, *, recipe: Recipe) -> Tensor:
+def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, *, recipe: Recipe) -> Tensor:
     """``gate_up`` (R_max, 2F) x ``row_weight`` (R_max,) -> h (R_max, F), quantized by the recipe in the same pass.
 
     The gradient of ``gate_up`` leaves as an MXTensor where the recipe quantizes.
     """
-    h: Tensor = _SwiGLU.apply(gate_up, row_weight, group_ends, recipe)  # type: ignore[no-untyped-call]
+    h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, recipe)  # type: ignore[no-untyped-call]
     return h
 
 
@@ -117,7 +117,7 @@ def expert_mlp(
     rows: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     *,
     row_weight: Tensor | None = None,
     recipe: Recipe,
@@ -130,7 +130,7 @@ def expert_mlp(
     Args:
         rows: (R_max, D), plain or MXTensor.
         gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F).
-        group_ends: (e,) int32, inclusive cumulative padded group sizes; rows past the last are not read.
+        offs: (e,) int32, inclusive cumulative padded group sizes; rows past the last are not read.
         row_weight: (R_max,) fp32 that scales h, or None.
         main_grads: fp32, of the weights' shapes, or None each: weight gradients are added there and not returned.
         wgrad_scale: factor of weight gradients: 1 / W makes sums over the tokens of W ranks those of a mean of losses.
@@ -138,9 +138,9 @@ def expert_mlp(
     Returns y (R_max, D) in the rows' dtype.
     """
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "wgrad_scale": wgrad_scale}
-    gate_up = grouped_mm(rows, gate_up_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
-    h = swiglu(gate_up, row_weight, group_ends, recipe=recipe)
-    return grouped_mm(h, down_proj, group_ends, out_dtype=rows.dtype, main_grad=main_grads[1], **options)
+    gate_up = grouped_mm(rows, gate_up_proj, offs, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
+    h = swiglu(gate_up, row_weight, offs, recipe=recipe)
+    return grouped_mm(h, down_proj, offs, out_dtype=rows.dtype, main_grad=main_grads[1], **options)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -149,7 +149,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, x: Tensor, weights: Tensor, expert_ids: Tensor, dispatcher: TokenDispatcher, recipe: Recipe
     ) -> tuple[Tensor, Tensor, Routing]:
         parts, wire = Wire.pack(recipe.quantize_activation(x))
-        slots, routing = dispatcher.send(parts, expert_ids, weights, multiple=recipe.group_multiple)
+        slots, routing = dispatcher.send(parts, expert_ids, weights, alignment=recipe.group_alignment)
         ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
         # Detached: the output gets a grad_fn, and the plan that this node keeps must not point back at it.
         rows = wire.rows(slots, routing.plan, copy=dispatcher.borrows)
@@ -179,35 +179,33 @@ class _Combine(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, recipe: Recipe) -> Tensor:
-        ctx.save_for_backward(gate_up, row_weight, group_ends)
+    def forward(ctx: Any, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, recipe: Recipe) -> Tensor:
+        ctx.save_for_backward(gate_up, row_weight, offs)
         ctx.recipe = recipe
-        return hidden(gate_up, row_weight, group_ends, recipe)
+        return hidden(gate_up, row_weight, offs, recipe)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, row_weight, group_ends = ctx.saved_tensors
-        d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, row_weight, group_ends, ctx.recipe)
+        gate_up, row_weight, offs = ctx.saved_tensors
+        d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, row_weight, offs, ctx.recipe)
         return d_gate_up, d_row_weight if row_weight is not None else None, None, None
 
 
-def hidden(
-    gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor, recipe: Recipe, *, folded: bool = False
-) -> Tensor:
+def hidden(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, recipe: Recipe, *, folded: bool = False) -> Tensor:
     """:func:`swiglu` without autograd. folded: MX rows with one scale each, for a backend that `folds`."""
     if recipe.scaling == "none":
-        return plain_swiglu(gate_up, row_weight, group_ends=group_ends)
-    options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block": recipe.block}
+        return plain_swiglu(gate_up, row_weight, offs=offs)
+    options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
     folded = folded and recipe.scaling == "mx"
-    return swiglu_quantize(gate_up, row_weight, group_ends=group_ends, folded=folded, **options)
+    return swiglu_quantize(gate_up, row_weight, offs=offs, folded=folded, **options)
 
 
 def hidden_backward(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor,
+    offs: Tensor,
     recipe: Recipe,
     *,
     folded: bool = False,
@@ -218,11 +216,11 @@ def hidden_backward(
     overwrite: d_h is not needed any more.
     """
     if recipe.scaling == "none":
-        return swiglu_backward(d_h, gate_up, row_weight, group_ends=group_ends)
-    options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block": recipe.block}
+        return swiglu_backward(d_h, gate_up, row_weight, offs=offs)
+    options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block_size": recipe.block_size}
     folded = folded and recipe.scaling == "mx"
     d_gate_up: Tensor
     d_gate_up, d_row_weight = swiglu_backward_quantize(
-        d_h, gate_up, row_weight, group_ends=group_ends, folded=folded, overwrite=overwrite, **options
+        d_h, gate_up, row_weight, offs=offs, folded=folded, overwrite=overwrite, **options
     )
     return d_gate_up, d_row_weight

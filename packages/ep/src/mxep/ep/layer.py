@@ -139,7 +139,7 @@ class _Layer(torch.autograd.Function):
         if kept is not None and not any(asked[:2]) and kept.fits(d_out):
             operands: WgradOperands = kept.operands
             if all(i in operands for i in (0, 1) if wanted[i]):
-                ends, grads = ctx.routing.plan.group_ends, list[Tensor | None]((None, None))
+                ends, grads = ctx.routing.plan.offs, list[Tensor | None]((None, None))
                 for i, (dy, a) in operands.items():
                     if wanted[i]:
                         grads[i] = start_weight_gradient(i, ctx.dtypes[i], dy, a, ends, ctx.setup)()
@@ -159,7 +159,7 @@ class _Layer(torch.autograd.Function):
 def start_send(x: Tensor, weights: Tensor, expert_ids: Tensor, setup: Setup) -> Sending:
     """Begin to send x (T, D), quantized if the recipe says so, to the experts."""
     parts, wire = Wire.pack(setup.recipe.quantize_activation(x))
-    return setup.dispatcher.start_send(parts, expert_ids, weights, multiple=setup.recipe.group_multiple), wire
+    return setup.dispatcher.start_send(parts, expert_ids, weights, alignment=setup.recipe.group_alignment), wire
 
 
 def layer_forward(
@@ -180,9 +180,9 @@ def layer_forward(
     plan = routing.plan
     # The next move takes the slots back, which the gradient of gate_up_proj needs.
     rows = wire.rows(slots, plan, copy=backward and needs[0] and dispatcher.borrows)
-    gate_up = backend.forward(rows, w13, plan.group_ends, bias=None, out_dtype=dtype)
-    h = hidden(gate_up, plan.row_weight, plan.group_ends, recipe, folded=backend.folds)
-    y = backend.forward(h, w2, plan.group_ends, bias=None, out_dtype=dtype)
+    gate_up = backend.forward(rows, w13, plan.offs, bias=None, out_dtype=dtype)
+    h = hidden(gate_up, plan.row_weight, plan.offs, recipe, folded=backend.folds)
+    y = backend.forward(h, w2, plan.offs, bias=None, out_dtype=dtype)
     out, _ = dispatcher.give_back(y, routing)
     if not backward:
         return out, routing, []
@@ -208,7 +208,7 @@ def layer_backward(
     whether those are computed now. left: takes the operands of those that are not, which nobody else holds.
     """
     dispatcher, recipe, backend, dtype = setup.dispatcher, setup.recipe, setup.backend, d_out.dtype
-    plan, ends = routing.plan, routing.plan.group_ends
+    plan, ends = routing.plan, routing.plan.offs
     experts = gate_up_proj, down_proj
     rows, gate_up, h, (later13, later2) = Saved.of(saved, plan, experts, recipe, needs, copied=dispatcher.borrows)
     saved.clear()

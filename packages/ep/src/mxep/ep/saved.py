@@ -6,7 +6,7 @@
     later     of both weights, what helps to make their columns: their magnitudes (e, D) and (e, F) fp32 for a backend
               that wants one scale a column, tiles, which serve both ways, or nothing
 
-rows, h and tiles are codes and scales, two tensors; with a recipe that quantizes nothing rows and h are one, in x's
+rows, h and tiles are qdata and scales, two tensors; with a recipe that quantizes nothing rows and h are one, in x's
 dtype. Slots lie under the plan's index. All of it follows from the recipe, the backend, what has gradients, and sizes:
 nobody remembers what a list holds, and a compiler learns its shapes without running anything.
 
@@ -77,15 +77,15 @@ class Saved(NamedTuple):
         dim, hidden_dim = weights[1].shape[1:]
         slots = recipe.scaling != "none" and not keeps_rows(plan, copied=copied)
 
-        def rows(count: int, width: int, block: int | None) -> list[Tensor]:
+        def rows(count: int, width: int, block_size: int | None) -> list[Tensor]:
             if recipe.scaling == "none":
                 return [x.new_empty(count, width)]
-            codes = x.new_empty(count, width, dtype=recipe.fmt.dtype)
-            return [codes, x.new_empty(count, width // (block or width), dtype=torch.float8_e8m0fnu)]
+            qdata = x.new_empty(count, width, dtype=recipe.fmt.dtype)
+            return [qdata, x.new_empty(count, width // (block_size or width), dtype=torch.float8_e8m0fnu)]
 
-        flat = rows(plan.slot_rows.shape[0] if slots else plan.max_rows, dim, recipe.block) if needs[0] else []
+        flat = rows(plan.slot_rows.shape[0] if slots else plan.max_rows, dim, recipe.block_size) if needs[0] else []
         flat.append(x.new_empty(plan.max_rows, 2 * hidden_dim))
-        flat += rows(plan.max_rows, hidden_dim, None if backend.folds else recipe.block) if needs[1] else []
+        flat += rows(plan.max_rows, hidden_dim, None if backend.folds else recipe.block_size) if needs[1] else []
         for w in weights:
             flat += _of_weight(rows_and_later(w, recipe, backend, later=True)[1])
         return flat
@@ -111,18 +111,18 @@ def _parts(x: Tensor | None) -> list[Tensor]:
 def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None = None) -> Tensor | None:
     if len(parts) < 2:
         return parts[0] if parts else None
-    codes, scale = parts
-    return MXTensor(codes, scale, index, -1, codes.shape[1] // scale.shape[1], dtype, trusted=True)
+    qdata, scale = parts
+    return MXTensor(qdata, scale, index, -1, qdata.shape[1] // scale.shape[1], dtype, trusted=True)
 
 
 def _of_weight(later: Later) -> list[Tensor]:
-    return _parts(later.weight) if isinstance(later.weight, MXTensor) else _parts(later.magnitudes)
+    return _parts(later.weight) if isinstance(later.weight, MXTensor) else _parts(later.amax)
 
 
 def _later(w: Tensor, parts: list[Tensor]) -> Later:
     if len(parts) < 2:
         return Later(w, parts[0] if parts else None)
-    codes, scale = parts
+    qdata, scale = parts
     return Later(
-        MXTensor(codes, scale, None, (-2, -1), codes.shape[-1] // scale.shape[-1], w.dtype, trusted=True), None
+        MXTensor(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], w.dtype, trusted=True), None
     )

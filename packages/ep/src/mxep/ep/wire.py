@@ -1,7 +1,7 @@
 """What a row is on the wire: its bytes, cut into parts that travel side by side.
 
     bf16 (T, D)           -> one part  (T, 2 D)
-    MXTensor (T, D)       -> two parts (T, D) codes and (T, D / block) scale bytes
+    MXTensor (T, D)       -> two parts (T, D) qdata and (T, D / block) scale bytes
 
 comms moves the parts without knowing what they mean; `Wire.rows` gives them their meaning back on the other side.
 """
@@ -27,19 +27,19 @@ class Wire:
 
     Attributes:
         dtype: the rows' (outer) dtype.
-        codes: dtype of the codes, or None where rows travel unquantized.
-        block: elements per scale; unused without codes.
+        qdata: dtype of the qdata, or None where rows travel unquantized.
+        block_size: elements per scale; unused without qdata.
     """
 
     dtype: torch.dtype
-    codes: torch.dtype | None = None
-    block: int = 0
+    qdata: torch.dtype | None = None
+    block_size: int = 0
 
     @staticmethod
     def pack(rows: Tensor) -> tuple[Parts, Wire]:
         """``rows`` (T, D), plain or MXTensor blocked along D -> uint8 parts and how to read them."""
         if isinstance(rows, MXTensor):
-            return (_bytes(rows.qdata), _bytes(rows.scale)), Wire(rows.dtype, rows.qdata.dtype, rows.block)
+            return (_bytes(rows.qdata), _bytes(rows.scale)), Wire(rows.dtype, rows.qdata.dtype, rows.block_size)
         return (_bytes(rows),), Wire(rows.dtype)
 
     def rows(self, slots: Parts, plan: RoutingPlan, *, copy: bool) -> Tensor:
@@ -49,20 +49,20 @@ class Wire:
         next move, they are copied: the slots, or the rows, as `keeps_rows` says. Plain rows are gathered here, which
         copies them anyway. Padding is zero.
         """
-        if self.codes is None:
-            (gathered,) = gather_rows(slots, plan.row_slot, plan.group_ends)
+        if self.qdata is None:
+            (gathered,) = gather_rows(slots, plan.row_slot, plan.offs)
             return gathered.view(self.dtype)
         index: Tensor | None = plan.row_slot
         if keeps_rows(plan, copied=copy):
-            slots, index = gather_rows(slots, index, plan.group_ends), None
+            slots, index = gather_rows(slots, index, plan.offs), None
         elif copy:
             slots = gather_rows(slots, None)
-        codes, scale = slots
+        qdata, scale = slots
         return MXTensor.from_qdata_and_scales(
-            codes.view(self.codes),
+            qdata.view(self.qdata),
             scale.view(torch.float8_e8m0fnu),
             self.dtype,
-            block=self.block,
+            block_size=self.block_size,
             row_index=index,
         )
 

@@ -1,7 +1,7 @@
 """Grouped matrix multiplication over bf16, row-scaled FP8 and MXFP8, differentiable, one file per backend.
 
     from mxep.gemm import grouped_mm
-    out = grouped_mm(rows, weights, group_ends, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
+    out = grouped_mm(rows, weights, offs, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
 
 `functional` has the product and its calculus, `recipe` what is quantized and how, `weights` how long
 quantized weights are kept, `backends` who multiplies, `convert` puts all of it under a model that calls torch's

@@ -12,21 +12,21 @@ def check_tensors(a: object, w: object) -> None:
     """Codes and scales by themselves are no operand."""
     for name, x in (("a", a), ("w", w)):
         if not isinstance(x, Tensor):
-            cure = "MXTensor.from_qdata_and_scales(codes, scales) makes one tensor of codes and scales"
+            cure = "MXTensor.from_qdata_and_scales(qdata, scales) makes one tensor of qdata and scales"
             raise ValueError(f"{name}: got a {type(x).__name__}, want a tensor: {cure}")
 
 
 def check_operands(
     a: Tensor,
     w: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     *,
     recipe: Recipe,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     main_grad: Tensor | None,
 ) -> None:
-    """Shapes, dtypes, devices and alignment; on the CPU also the values of group_ends."""
+    """Shapes, dtypes, devices and alignment; on the CPU also the values of offs."""
     if a.dim() != 2 or w.dim() != 3 or a.shape[1] != w.shape[2]:
         raise ValueError(f"shapes: got a {tuple(a.shape)}, w {tuple(w.shape)}, want a (M, K) and w (G, N, K)")
     num_groups, n, _ = w.shape
@@ -34,22 +34,22 @@ def check_operands(
     check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
     if bias is not None and (bias.shape != (num_groups, n) or not bias.is_floating_point()):
         raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point (G, N) = {num_groups, n}")
-    for name, x in (("group_ends", group_ends), ("bias", bias)):
+    for name, x in (("offs", offs), ("bias", bias)):
         if x is not None and x.device != a.device:
             raise ValueError(f"{name}: got device {x.device}, want {a.device}, where a is")
-    multiple = recipe.group_multiple
-    if a.shape[0] % multiple:
+    alignment = recipe.group_alignment
+    if a.shape[0] % alignment:
         raise ValueError(
-            f"M: got {a.shape[0]} rows, want a multiple of {multiple} for recipe {recipe.name}: pad the groups "
+            f"M: got {a.shape[0]} rows, want a multiple of {alignment} for recipe {recipe.name}: pad the groups "
             f"(mxep.quant.pad_groups) or append unused rows"
         )
-    if group_ends.dtype != torch.int32 or group_ends.shape != (num_groups,):
+    if offs.dtype != torch.int32 or offs.shape != (num_groups,):
         raise ValueError(
-            f"group_ends: got {group_ends.dtype} {tuple(group_ends.shape)}, want torch.int32 (G,) = ({num_groups},), "
+            f"offs: got {offs.dtype} {tuple(offs.shape)}, want torch.int32 (G,) = ({num_groups},), "
             "the inclusive cumulative group sizes: sizes.cumsum(0, dtype=torch.int32)"
         )
-    if group_ends.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_group_ends(group_ends.tolist(), a.shape[0], recipe)
+    if offs.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_group_ends(offs.tolist(), a.shape[0], recipe)
 
 
 def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w") -> None:
@@ -69,9 +69,9 @@ def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: 
         if x is not None and x.device != device:
             raise ValueError(f"{what}: got device {x.device}, want {device}, where a is")
     for axis, size in (("K", w.shape[2]), ("N", w.shape[1])):
-        if size % recipe.group_multiple:
+        if size % recipe.group_alignment:
             raise ValueError(
-                f"{axis}: got {size}, want a multiple of {recipe.group_multiple} for recipe {recipe.name}: pad it or "
+                f"{axis}: got {size}, want a multiple of {recipe.group_alignment} for recipe {recipe.name}: pad it or "
                 "use recipe bf16"
             )
 
@@ -102,12 +102,12 @@ def _check_values(a: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
     if not isinstance(a, MXTensor):
         if a.dtype not in floats:
             raise ValueError(
-                f"a: got {a.dtype}, want one of {floats} or an MXTensor (MXTensor.from_qdata_and_scales wraps codes)"
+                f"a: got {a.dtype}, want one of {floats} or an MXTensor (MXTensor.from_qdata_and_scales wraps qdata)"
             )
     elif recipe.scaling == "none":
         raise ValueError(f"a: got {_describe(a)}, want a plain tensor for recipe {recipe.name}: call .dequantize()")
     elif not recipe.fits(a):
-        wanted = f"one scale for each {recipe.block or 'row'}" + (" elements along K" if recipe.block else "")
+        wanted = f"one scale for each {recipe.block_size or 'row'}" + (" elements along K" if recipe.block_size else "")
         raise ValueError(
             f"a: got {_describe(a)}, want axis -1 and {wanted} for recipe {recipe.name}: "
             ".dequantize() and let the recipe quantize"
@@ -118,12 +118,12 @@ def _check_values(a: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
 
 def _check_group_ends(ends: list[int], num_rows: int, recipe: Recipe) -> None:
     if any(end < start for start, end in zip([0, *ends], ends)):
-        raise ValueError(f"group_ends: got {ends}, want ascending ends from 0 on")
+        raise ValueError(f"offs: got {ends}, want ascending ends from 0 on")
     if ends[-1] > num_rows:
-        raise ValueError(f"group_ends: got {ends}, past the {num_rows} rows of a: want ends up to {num_rows}")
-    if any(end % recipe.group_multiple for end in ends):
+        raise ValueError(f"offs: got {ends}, past the {num_rows} rows of a: want ends up to {num_rows}")
+    if any(end % recipe.group_alignment for end in ends):
         raise ValueError(
-            f"group_ends: got {ends}, want multiples of {recipe.group_multiple} for recipe {recipe.name}: "
+            f"offs: got {ends}, want multiples of {recipe.group_alignment} for recipe {recipe.name}: "
             "mxep.quant.pad_groups pads every group with zero rows"
         )
 

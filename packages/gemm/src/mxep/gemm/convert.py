@@ -395,16 +395,16 @@ def _grouped_mm_any_size(
     x: Tensor, w: Tensor, ends: Tensor, how: Converted, main_grad: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
     """grouped_mm of groups of any size: x (M, K), w (G, N, K), ends int32 (G,) -> (M, N); rows in no group are zero."""
-    multiple = how.recipe.group_multiple
+    alignment = how.recipe.group_alignment
     options: dict[str, Any] = {
         "recipe": how.recipe,
         "backend": how.backend,
         "main_grad": main_grad,
         "out_dtype": out_dtype,
     }
-    if multiple == 1:
+    if alignment == 1:
         return grouped_mm(x, w, ends, **options)
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    padded = pad_groups(x, sizes, multiple=multiple)
-    rows = grouped_mm(padded.rows, w, padded.group_ends, **options)
+    padded = pad_groups(x, sizes, alignment=alignment)
+    rows = grouped_mm(padded.rows, w, padded.offs, **options)
     return unpad_groups(rows, padded.row_index, num_rows=x.shape[0])

@@ -4,11 +4,11 @@
     a (M, K)  bf16, or MXTensor as it comes   dy (M, N)  bf16, or MXTensor as it comes
       quantize along K unless it is             quantize along N unless it is
     out = a w^T, w quantized along K          da = dy w, w quantized along N
-      kept for backward: the codes of a       dw = dy^T a, both from their codes (wgrad "mx")
+      kept for backward: the qdata of a       dw = dy^T a, both from their qdata (wgrad "mx")
 
-A weight is kept as it is, not its codes along N: these are made in backward, unless they are given or held by
+A weight is kept as it is, not its qdata along N: these are made in backward, unless they are given or held by
 `quantize_weights_once`.
-What backward keeps of `a` are codes and scales, 1/2 of the bytes of bf16; only wgrad "bf16" keeps a plain `a`.
+What backward keeps of `a` are qdata and scales, 1/2 of the bytes of bf16; only wgrad "bf16" keeps a plain `a`.
 An MXTensor is kept by reference: bytes borrowed from a receive slot must be copied by whoever lends them.
 
 M rows (capacity), N out features, K in features, G groups.
@@ -33,7 +33,7 @@ from mxep.quant.checks import Axis
 def grouped_mm(
     a: Tensor,
     w: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     *,
     recipe: Recipe | str,
     backend: str | Backend = "auto",
@@ -48,8 +48,8 @@ def grouped_mm(
     a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K (row_index or not, strided rows or not).
         Recipe "bf16" also takes fp64, on backend "reference".
     w: (G, N, K) bf16 or fp32. Its gradient has its dtype; an empty group's is zero.
-    group_ends: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_multiple. Rows at or past
-        group_ends[-1] are not read; in the result, and in the gradient of a, they are unspecified.
+    offs: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_alignment. Rows at or past
+        offs[-1] are not read; in the result, and in the gradient of a, they are unspecified.
     recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
     bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
     out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
@@ -63,25 +63,25 @@ def grouped_mm(
 
     The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
     the recipe's blocks, else dequantized and quantized.
-    ValueError: wrong shapes, dtypes, devices or alignment, on the CPU also unordered, too long or unaligned group_ends.
+    ValueError: wrong shapes, dtypes, devices or alignment, on the CPU also unordered, too long or unaligned offs.
     RuntimeError: the backend cannot run here.
     Under torch.compile it is part of the graph, but for an MXTensor that has a gradient: that breaks the graph, so it
-    must not be made in there, which raises: give the plain tensor, whose codes are the same.
+    must not be made in there, which raises: give the plain tensor, whose qdata are the same.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     check_tensors(a, w)
     if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
         options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "quantized_weight": quantized_weight}
         options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
-        return _between_graphs(a, w, group_ends, recipe=recipe, backend=backend, **options)
+        return _between_graphs(a, w, offs, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
-    check_operands(a, w, group_ends, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
-    group_ends = group_ends.contiguous()  # torch's kernels, too, read it as packed
+    check_operands(a, w, offs, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
+    offs = offs.contiguous()  # torch's kernels, too, read it as packed
     chosen = select(backend, a.device)
     if quantized_weight is not None:
         check_quantized_weight(quantized_weight, w, recipe)
     how = quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale
-    out: Tensor = _GroupedMM.apply(a, w, bias, group_ends, *how)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedMM.apply(a, w, bias, offs, *how)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -98,7 +98,7 @@ class _GroupedMM(torch.autograd.Function):
         a: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        group_ends: Tensor,
+        offs: Tensor,
         weight: QuantizedWeight | None,
         recipe: Recipe,
         backend: Backend,
@@ -106,20 +106,20 @@ class _GroupedMM(torch.autograd.Function):
         main_grad: Tensor | None,
         wgrad_scale: float,
     ) -> Tensor:
-        codes = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
+        qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
         need_a, need_w, *_ = ctx.needs_input_grad
-        a_kept = codes if recipe.wgrad == "mx" else a
+        a_kept = qdata if recipe.wgrad == "mx" else a
         if weight is None:
             rows, later = rows_and_later(w, recipe, backend, later=need_a)
         else:
             rows, later = weight.rows, Later(w if weight.cols is None else weight.cols, None)
         a_parts, ctx.a_joins = _taken_apart(a_kept if need_w else None)
         w_parts, ctx.w_joins = _taken_apart(later.weight if need_a else None)
-        ctx.save_for_backward(group_ends, *a_parts, *w_parts, later.magnitudes if need_a else None)
+        ctx.save_for_backward(offs, *a_parts, *w_parts, later.amax if need_a else None)
         ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
         ctx.kept = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
-        return backend.forward(codes, rows, group_ends, bias=bias, out_dtype=out_dtype)
+        return backend.forward(qdata, rows, offs, bias=bias, out_dtype=out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -129,28 +129,28 @@ class _GroupedMM(torch.autograd.Function):
         a_dtype, w_dtype, bias_dtype = ctx.dtypes
         da = dw = dbias = None
         if kept is not None and not need_a and kept.fits(dy):
-            group_ends, codes, a = kept.operands
+            offs, qdata, a = kept.operands
         else:
-            group_ends, *parts, magnitudes = ctx.saved_tensors
+            offs, *parts, amax = ctx.saved_tensors
             a, w = _joined(parts[:3], ctx.a_joins), _joined(parts[3:], ctx.w_joins)
-            codes = dy
+            qdata = dy
             if need_a or (need_w and recipe.wgrad == "mx"):
-                codes = _gradient_codes(dy, recipe, backend)
+                qdata = _gradient_codes(dy, recipe, backend)
         if need_a:
-            da = backend.dgrad(codes, Later(w, magnitudes).cols(recipe, backend), group_ends, out_dtype=a_dtype)
+            da = backend.dgrad(qdata, Later(w, amax).cols(recipe, backend), offs, out_dtype=a_dtype)
         if not graph_is_retained():
             ctx.kept = None
         elif need_a and ctx.needs_input_grad[1] and not need_w:
-            ctx.kept = Kept.of(dy, (group_ends, codes, a))
+            ctx.kept = Kept.of(dy, (offs, qdata, a))
         if need_w:
             how = {"recipe": recipe, "scale": ctx.wgrad_scale}
-            operands = (codes, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
+            operands = (qdata, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
             if ctx.main_grad is None:
-                dw = backend.wgrad(*operands, group_ends, out_dtype=w_dtype, **how)
+                dw = backend.wgrad(*operands, offs, out_dtype=w_dtype, **how)
             else:
-                backend.add_wgrad(*operands, group_ends, to=ctx.main_grad, **how)
+                backend.add_wgrad(*operands, offs, to=ctx.main_grad, **how)
         if need_bias:
-            dbias = _group_sums(_plain(dy), group_ends).to(bias_dtype)
+            dbias = _group_sums(_plain(dy), offs).to(bias_dtype)
         return da, dw, dbias, *[None] * 7
 
 
@@ -164,15 +164,15 @@ def _taken_apart(x: Tensor | None) -> tuple[_Parts, _Joins]:
     if not isinstance(x, MXTensor):
         return (x, None, None), None
     parts = (x.qdata, x.scale) if x.axis != -2 else (x.qdata.mT, x.scale.mT)  # as they lie, which copies lose
-    return (*parts, x.row_index), (x.axis, x.block, x.dtype)
+    return (*parts, x.row_index), (x.axis, x.block_size, x.dtype)
 
 
 def _joined(parts: Sequence[Tensor | None], joins: _Joins) -> Any:
-    codes, scale, row_index = parts
-    if joins is None or codes is None or scale is None:
-        return codes
-    codes, scale = (codes, scale) if joins[0] != -2 else (codes.mT, scale.mT)
-    return MXTensor(codes, scale, row_index, *joins, trusted=True)
+    qdata, scale, row_index = parts
+    if joins is None or qdata is None or scale is None:
+        return qdata
+    qdata, scale = (qdata, scale) if joins[0] != -2 else (qdata.mT, scale.mT)
+    return MXTensor(qdata, scale, row_index, *joins, trusted=True)
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def _gradient_codes(dy: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
     return backend.quantize_rows(_plain(dy), recipe.grad_fmt, recipe)
 
 
-def _group_sums(x: Tensor, group_ends: Tensor) -> Tensor:
+def _group_sums(x: Tensor, offs: Tensor) -> Tensor:
     """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of x (M, N), in order; no host sync."""
-    offsets = torch.cat((group_ends.new_zeros(1), group_ends))
+    offsets = torch.cat((offs.new_zeros(1), offs))
     x = x if x.dtype == torch.float64 else x.float()
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)

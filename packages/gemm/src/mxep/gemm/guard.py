@@ -80,7 +80,7 @@ class Guard:
         w: MXTensor,
         w_folded: MXTensor,
         spread_w: Tensor | None,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         product: str = "forward",
         moments: Tensor | None = None,
@@ -88,26 +88,26 @@ class Guard:
         """() int32 on the device: 1 if a row of the product is predicted below min_snr_db, else 0. No host sync.
 
         a: (M, K) blocked along -1, a row index or not; a_folded: what `fold` makes of it, (M, K), one scale a row.
-        w: (G, N, K) blocked along K, or tiles; w_folded the same folded. Blocked along -2 both are turned: dgrad's
+        w: (G, N, K) blocked along K, or tiles; w_folded the same folded. Blocked along -2 both are transposed: dgrad's
             w (G, N, K), contracted along N.
         spread_a (M,), spread_w (G, N): int32, as `fold_with_stats` gives them; None: unknown, so look at any rate.
-        group_ends: (G,) int32, multiples of 16. product: whom to name. moments: what `weight_moments` gave for w.
+        offs: (G,) int32, multiples of 16. product: whom to name. moments: what `weight_moments` gave for w.
         ValueError: operands that do not fit each other.
         """
         a, a_folded, w, w_folded = (_along_rows(x) for x in (a, a_folded, w, w_folded))
-        _check(a, a_folded, spread_a, w, w_folded, spread_w, group_ends, moments)
-        place = product, group_ends.device
+        _check(a, a_folded, spread_a, w, w_folded, spread_w, offs, moments)
+        place = product, offs.device
         if self.action == "warn":
             self._poll(place)
         if place not in self._counters:
-            self._counters[place] = torch.zeros(5, dtype=torch.int64, device=group_ends.device)
+            self._counters[place] = torch.zeros(5, dtype=torch.int64, device=offs.device)
         counters = self._counters[place]
-        fired = trigger_op(spread_a, spread_w, group_ends, counters, SPREAD_LIMIT)
+        fired = trigger_op(spread_a, spread_w, offs, counters, SPREAD_LIMIT)
         if moments is None:
             moments = moments_op(w.qdata, w.scale, w_folded.scale, fired)
         flag: Tensor
         flag, _ = check_op(
-            *(a.qdata, a.scale, a.row_index, a_folded.scale, moments, group_ends, fired, counters),
+            *(a.qdata, a.scale, a.row_index, a_folded.scale, moments, offs, fired, counters),
             10 ** (-self.min_snr_db / 10),
         )
         if self.action == "warn":
@@ -178,18 +178,16 @@ def weight_moments(w: MXTensor, w_folded: MXTensor) -> Tensor:
     return moments
 
 
-def predicted_snr(a: MXTensor, a_folded: MXTensor, w: MXTensor, w_folded: MXTensor, group_ends: Tensor) -> Tensor:
+def predicted_snr(a: MXTensor, a_folded: MXTensor, w: MXTensor, w_folded: MXTensor, offs: Tensor) -> Tensor:
     """(M,) fp32, dB: the SNR predicted for each row; Inf where nothing is lost; unspecified past the last group.
 
     Arguments as for `Guard.inspect`, whatever the spreads.
     """
     a, a_folded = _along_rows(a), _along_rows(a_folded)
-    _check(a, a_folded, None, _along_rows(w), _along_rows(w_folded), None, group_ends, None)
-    fired, counters = group_ends.new_ones(()), group_ends.new_zeros(5, dtype=torch.int64)
+    _check(a, a_folded, None, _along_rows(w), _along_rows(w_folded), None, offs, None)
+    fired, counters = offs.new_ones(()), offs.new_zeros(5, dtype=torch.int64)
     moments = weight_moments(w, w_folded)
-    _, (noise, signal) = check_op(
-        a.qdata, a.scale, a.row_index, a_folded.scale, moments, group_ends, fired, counters, 1.0
-    )
+    _, (noise, signal) = check_op(a.qdata, a.scale, a.row_index, a_folded.scale, moments, offs, fired, counters, 1.0)
     return _db(torch.where(signal > 0, noise / signal, 0.0))
 
 
@@ -199,7 +197,7 @@ def _db(ratio: Tensor) -> Tensor:
 
 
 def _along_rows(x: MXTensor) -> MXTensor:
-    """x blocked along its last axis: tiles expanded, columns turned. Detached."""
+    """x blocked along its last axis: tiles expanded, columns transposed. Detached."""
     if not isinstance(x, MXTensor):
         raise ValueError(
             f"guard: got a {type(x).__name__}, want MXTensors, as folded and before: there is nothing to guard"
@@ -207,8 +205,8 @@ def _along_rows(x: MXTensor) -> MXTensor:
     along: Any = x.detach()
     if not isinstance(x.axis, int):
         along = along.along(-1)
-    turned: MXTensor = along if along.axis == -1 else along.mT
-    return turned
+    transposed: MXTensor = along if along.axis == -1 else along.mT
+    return transposed
 
 
 def _check(
@@ -218,19 +216,19 @@ def _check(
     w: MXTensor,
     w_folded: MXTensor,
     spread_w: Tensor | None,
-    group_ends: Tensor,
+    offs: Tensor,
     moments: Tensor | None,
 ) -> None:
-    if a.ndim != 2 or w.ndim != 3 or a.shape[1] != w.shape[2] or group_ends.shape != w.shape[:1]:
+    if a.ndim != 2 or w.ndim != 3 or a.shape[1] != w.shape[2] or offs.shape != w.shape[:1]:
         raise ValueError(
-            f"guard: got a {tuple(a.shape)}, w {tuple(w.shape)}, group_ends {tuple(group_ends.shape)}, "
+            f"guard: got a {tuple(a.shape)}, w {tuple(w.shape)}, offs {tuple(offs.shape)}, "
             "want (M, K), (G, N, K) and (G,), K contracted: for dgrad give w as it is, blocked along N"
         )
     k = a.shape[1]
     for name, x, folded in (("a", a, a_folded), ("w", w, w_folded)):
-        if folded.shape != x.shape or folded.block != k:
+        if folded.shape != x.shape or folded.block_size != k:
             raise ValueError(f"{name}_folded: got {folded}, want shape {tuple(x.shape)} and one scale a row: fold(...)")
-        if x.block not in (32, k):
+        if x.block_size not in (32, k):
             raise ValueError(f"{name}: got {x}, want blocks of 32, or one scale a row")
     wanted = (
         ("spread_a", spread_a, a.shape[:1]),
@@ -241,6 +239,6 @@ def _check(
         dtype = torch.float32 if name == "moments" else torch.int32
         if given is not None and (given.shape != shape or given.dtype != dtype):
             raise ValueError(f"{name}: got {given.dtype} {tuple(given.shape)}, want {dtype} {tuple(shape)} or None")
-    for name, other in (("w", w), ("group_ends", group_ends), ("spread_a", spread_a), ("spread_w", spread_w)):
+    for name, other in (("w", w), ("offs", offs), ("spread_a", spread_a), ("spread_w", spread_w)):
         if other is not None and other.device != a.device:
             raise ValueError(f"{name}: got device {other.device}, want {a.device}, where a is")

@@ -2,7 +2,7 @@
 
     forward  out = a  w^T     contracts K   a quantized along K (rows), w along K
     dgrad    da  = dy w       contracts N   dy quantized along N (rows), w along N
-    wgrad    dw  = dy^T a     contracts M   the rows' codes again: requantized along tokens, or as `wgrad` says
+    wgrad    dw  = dy^T a     contracts M   the rows' qdata again: requantized along tokens, or as `wgrad` says
 
 scaling "none" multiplies what it is given ("bf16"), "row" has one power-of-two scale a row ("fp8"), "mx" one for every
 32 elements ("mxfp8"). A contraction axis, tokens of a group included, is a multiple of GROUP_MULTIPLE[scaling].
@@ -40,8 +40,8 @@ class Recipe:
     mode: how a scale follows from the largest magnitude it covers.
     weight_block: "1x32", blocks along the contraction, two quantizations of a weight; "32x32", tiles: one quantization
         serves w and w^T (scaling "mx" only).
-    wgrad: "mx" makes the weight gradient from the codes of both operands (scaling "mx": requantized along tokens, no
-        bf16 in between; "row": their dequantized product) and keeps only codes for backward; "bf16" keeps the
+    wgrad: "mx" makes the weight gradient from the qdata of both operands (scaling "mx": requantized along tokens, no
+        bf16 in between; "row": their dequantized product) and keeps only qdata for backward; "bf16" keeps the
         unquantized activation where there is one and multiplies unquantized operands.
 
     ValueError for other values, and for tiles without MX scales.
@@ -104,21 +104,21 @@ class Recipe:
         return "_".join((base, *changes))
 
     @property
-    def group_multiple(self) -> int:
+    def group_alignment(self) -> int:
         """Rows that every group is padded to a multiple of."""
         return GROUP_MULTIPLE[self.scaling]
 
     @property
-    def block(self) -> int | None:
+    def block_size(self) -> int | None:
         """Elements a scale covers along a row: 32 for "mx", None (the whole row) for "row"; "none" has no scales."""
         return BLOCK if self.scaling == "mx" else None
 
     def fits(self, x: MXTensor) -> bool:
         """Whether the blocks of `x` are the ones that this recipe gives an activation or a gradient (M, K).
 
-        The element format is not compared: codes carry their own.
+        The element format is not compared: qdata carry their own.
         """
-        return self.scaling != "none" and x.axis == -1 and x.block == (self.block or x.shape[-1])
+        return self.scaling != "none" and x.axis == -1 and x.block_size == (self.block_size or x.shape[-1])
 
     def quantize_activation(self, x: Tensor) -> Tensor:
         """x (..., K) bf16 or fp32 -> MXTensor along K; x itself if scaling is "none". Gradients pass unchanged."""
@@ -128,17 +128,17 @@ class Recipe:
         """dy (..., N) bf16 or fp32 -> MXTensor along N; dy itself if scaling is "none"."""
         return self.quantize_rows(dy, self.grad_fmt)
 
-    def along_tokens(self, x: Tensor, group_ends: Tensor) -> Tensor:
+    def along_tokens(self, x: Tensor, offs: Tensor) -> Tensor:
         """An operand of wgrad (M, D), blocked along D (maybe indexed), blocked along M instead, in its own format.
 
         Only what wgrad "mx" of MX scales contracts is requantized; anything else is returned as it is.
         """
         if self.scaling != "mx" or not isinstance(x, MXTensor):
             return x
-        return requantize(x, mode=self.mode, group_ends=group_ends)
+        return requantize(x, mode=self.mode, offs=offs)
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat) -> Tensor:
         """x (..., D) bf16 or fp32 -> MXTensor of `fmt` along D; x itself if scaling is "none"."""
         if self.scaling == "none":
             return x
-        return quantize(x, fmt=fmt, mode=self.mode, block=self.block)
+        return quantize(x, fmt=fmt, mode=self.mode, block_size=self.block_size)

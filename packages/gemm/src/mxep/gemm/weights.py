@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, quantize, quantize_both, quantize_with_magnitudes
+from mxep.quant import MXTensor, quantize, quantize_both, quantize_with_amax
 
 if TYPE_CHECKING:
     from mxep.gemm.backends.base import Backend
@@ -43,7 +43,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes of qdata and scales."""
         parts = {id(mx): mx.qdata.nbytes + mx.scale.nbytes for mx in (self.rows, self.cols) if isinstance(mx, MXTensor)}
         return sum(parts.values())
 
@@ -56,52 +56,52 @@ def quantize_weight(w: Tensor, recipe: Recipe, *, cols: bool = True, whole: bool
     w_ = w.detach()
     if recipe.scaling == "none":
         return QuantizedWeight(w, w)
-    fmt, mode, block = recipe.fmt, recipe.mode, None if whole else recipe.block
+    fmt, mode, block_size = recipe.fmt, recipe.mode, None if whole else recipe.block_size
     if recipe.weight_block == "32x32" and not whole:
         tiles = quantize(w_, fmt=fmt, mode=mode, axis=(-2, -1))
         return QuantizedWeight(tiles, tiles)
     if cols:
-        return QuantizedWeight(*quantize_both(w_, fmt=fmt, mode=mode, block=block))
-    return QuantizedWeight(quantize(w_, fmt=fmt, mode=mode, block=block), None)
+        return QuantizedWeight(*quantize_both(w_, fmt=fmt, mode=mode, block_size=block_size))
+    return QuantizedWeight(quantize(w_, fmt=fmt, mode=mode, block_size=block_size), None)
 
 
 def quantize_weight_rows(w: Tensor, recipe: Recipe, *, whole: bool = False) -> tuple[Tensor, Tensor | None]:
     """`quantize_weight`'s rows, and what saves `quantize_weight_cols` a read: whole rows alone know such a thing."""
     if recipe.scaling == "row" or (whole and recipe.scaling == "mx"):
-        return quantize_with_magnitudes(w.detach(), fmt=recipe.fmt, mode=recipe.mode)
+        return quantize_with_amax(w.detach(), fmt=recipe.fmt, mode=recipe.mode)
     return quantize_weight(w, recipe, cols=False).rows, None
 
 
-def quantize_weight_cols(w: Tensor, recipe: Recipe, magnitudes: Tensor | None, *, whole: bool = False) -> Tensor:
+def quantize_weight_cols(w: Tensor, recipe: Recipe, amax: Tensor | None, *, whole: bool = False) -> Tensor:
     """`quantize_weight`'s cols, later. magnitudes: what `quantize_weight_rows` said."""
     if recipe.scaling == "none" or (recipe.weight_block == "32x32" and not whole):
         return quantize_weight(w, recipe, cols=False).rows
-    block = None if whole else recipe.block
-    return quantize(w.detach(), fmt=recipe.fmt, mode=recipe.mode, axis=-2, block=block, magnitudes=magnitudes)
+    block_size = None if whole else recipe.block_size
+    return quantize(w.detach(), fmt=recipe.fmt, mode=recipe.mode, axis=-2, block_size=block_size, amax=amax)
 
 
 class Later(NamedTuple):
-    """What a forward keeps of a weight to make cols of in backward, so that no codes wait in between.
+    """What a forward keeps of a weight to make cols of in backward, so that no qdata wait in between.
 
     weight: the weight itself, or its cols, where they are there already. magnitudes: of its columns, or None.
     """
 
     weight: Tensor
-    magnitudes: Tensor | None
+    amax: Tensor | None
 
     def cols(self, recipe: Recipe, backend: "Backend") -> Tensor:
         if isinstance(self.weight, MXTensor):
             return self.weight
-        return _once("cols", backend.quantize_weight_cols, self.weight, recipe, backend, self.magnitudes)
+        return _once("cols", backend.quantize_weight_cols, self.weight, recipe, backend, self.amax)
 
 
 def rows_and_later(w: Tensor, recipe: Recipe, backend: "Backend", *, later: bool) -> tuple[Tensor, Later]:
     """A weight's rows, and what to keep if dgrad comes later."""
     # What is held serves others, who may have a dgrad.
     make = backend.quantize_weight_rows if later or weights_are_held() else functools.partial(_rows_alone, backend)
-    rows, magnitudes = _once("rows", make, w, recipe, backend)
+    rows, amax = _once("rows", make, w, recipe, backend)
     tiles = isinstance(rows, MXTensor) and rows.axis == (-2, -1)  # serve both ways
-    return rows, Later(rows if tiles else w, magnitudes)
+    return rows, Later(rows if tiles else w, amax)
 
 
 def _rows_alone(backend: "Backend", w: Tensor, recipe: Recipe) -> tuple[Tensor, None]:
@@ -130,8 +130,8 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
     mode="reduce-overhead", and tensor subclasses; compiled MoE layers share as others do. Open it outside of what is
     compiled.
 
-    CUDA graphs: codes made in a capture are for captures alone, and made again by each replay. Open it within a
-    capture, or around captures of first and further micro-batches: then the memory of the codes belongs to the pool
+    CUDA graphs: qdata made in a capture are for captures alone, and made again by each replay. Open it within a
+    capture, or around captures of first and further micro-batches: then the memory of the qdata belongs to the pool
     of the graph that quantizes, which must live and be replayed before the others, and after closing nothing else
     may be captured into that pool.
     """
@@ -160,7 +160,7 @@ class QuantizedOnce:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales held now."""
+        """Bytes of qdata and scales held now."""
         return sum(part.nbytes for held in list(self._held.values()) for part in held.plain())
 
     def _get(

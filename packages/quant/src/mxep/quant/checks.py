@@ -27,7 +27,7 @@ def check_values(name: str, x: Tensor) -> None:
 
 
 def check_format(fmt: MXFormat | str) -> torch.dtype:
-    """The dtype of the codes of `fmt`, an MXFormat or its name."""
+    """The dtype of the qdata of `fmt`, an MXFormat or its name."""
     if isinstance(fmt, str):
         fmt = _FORMATS.get(fmt, fmt)
     if not isinstance(fmt, MXFormat):
@@ -47,37 +47,37 @@ def check_axis(axis: Axis, x: Tensor) -> Axis:
     if x.ndim < 2:
         raise ValueError(f"got shape {tuple(x.shape)}, want two axes or more, (..., N, K)")
     given = (axis,) if isinstance(axis, int) else tuple(axis)
-    turned = tuple(sorted(a - x.ndim if a >= 0 else a for a in given))
-    if turned == TILES:
+    transposed = tuple(sorted(a - x.ndim if a >= 0 else a for a in given))
+    if transposed == TILES:
         return TILES
-    if turned in ((-1,), (-2,)):
-        return turned[0]
+    if transposed in ((-1,), (-2,)):
+        return transposed[0]
     raise ValueError(f"axis: got {axis} for shape {tuple(x.shape)}, want one of the last two axes, or both for tiles")
 
 
-def check_block(block: int | None, axis: Axis, x: Tensor) -> int:
-    """Elements a scale covers: `block`, which must divide every blocked axis of `x`; None is the whole axis."""
+def check_block(block_size: int | None, axis: Axis, x: Tensor) -> int:
+    """Elements a scale covers: `block_size`, which must divide every blocked axis of `x`; None is the whole axis."""
     axes = (axis,) if isinstance(axis, int) else axis
-    if block is None:
+    if block_size is None:
         if len(axes) > 1:
-            raise ValueError("block: got None for tiles, want a number of elements")
-        block = x.shape[axes[0]]
-    if block < 1:
-        raise ValueError(f"block: got {block} for shape {tuple(x.shape)}, want a positive number of elements")
+            raise ValueError("block_size: got None for tiles, want a number of elements")
+        block_size = x.shape[axes[0]]
+    if block_size < 1:
+        raise ValueError(f"block_size: got {block_size} for shape {tuple(x.shape)}, want a positive number of elements")
     for a in axes:
-        if x.shape[a] % block:
-            raise ValueError(f"got shape {tuple(x.shape)}, want axis {a} a multiple of the block, {block}")
-    return block
+        if x.shape[a] % block_size:
+            raise ValueError(f"got shape {tuple(x.shape)}, want axis {a} a multiple of the block, {block_size}")
+    return block_size
 
 
-def scale_shape(shape: torch.Size, axis: Axis, block: int) -> torch.Size:
-    """The shape of the scales of codes of `shape`."""
+def scale_shape(shape: torch.Size, axis: Axis, block_size: int) -> torch.Size:
+    """The shape of the scales of qdata of `shape`."""
     n, k = shape[-2:]
-    return torch.Size((*shape[:-2], n if axis == -1 else n // block, k if axis == -2 else k // block))
+    return torch.Size((*shape[:-2], n if axis == -1 else n // block_size, k if axis == -2 else k // block_size))
 
 
 def check_parts(
-    qdata: Tensor, scale: Tensor, row_index: Tensor | None, axis: Axis, block: int, orig_dtype: torch.dtype
+    qdata: Tensor, scale: Tensor, row_index: Tensor | None, axis: Axis, block_size: int, orig_dtype: torch.dtype
 ) -> None:
     """What an MXTensor may be made of."""
     for name, part in (("qdata", qdata), ("scales", scale), ("row_index", row_index)):
@@ -85,24 +85,24 @@ def check_parts(
             raise ValueError(f"{name}: got a {type(part).__name__}, want a tensor")
     if qdata.dtype not in (E4M3.dtype, E5M2.dtype):
         raise ValueError(
-            f"qdata: got {qdata.dtype}: want {E4M3.dtype} or {E5M2.dtype}; mxep.quant.quantize makes codes"
+            f"qdata: got {qdata.dtype}: want {E4M3.dtype} or {E5M2.dtype}; mxep.quant.quantize makes qdata"
         )
     if axis not in (-1, -2, TILES):
         raise ValueError(f"axis: got {axis!r}, want -1, -2 or {TILES}")
     if qdata.ndim < 2:
         raise ValueError(f"qdata: got shape {tuple(qdata.shape)}, want two axes or more, (..., N, K)")
-    if not isinstance(block, (int, torch.SymInt)):
-        raise ValueError(f"block: got {block!r}, want a number of elements")
-    check_block(block, axis, qdata)
+    if not isinstance(block_size, (int, torch.SymInt)):
+        raise ValueError(f"block_size: got {block_size!r}, want a number of elements")
+    check_block(block_size, axis, qdata)
     if orig_dtype not in VALUE_DTYPES:
         raise ValueError(f"orig_dtype: got {orig_dtype}, want one of {VALUE_DTYPES}")
     if scale.dtype != SCALE_DTYPE:
         raise ValueError(f"scales: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
-    wanted = scale_shape(qdata.shape, axis, block)
+    wanted = scale_shape(qdata.shape, axis, block_size)
     if scale.shape != wanted:
         raise ValueError(
             f"scales: got shape {tuple(scale.shape)}, want {tuple(wanted)} "
-            f"for qdata {tuple(qdata.shape)} in blocks of {block} along axis {axis}"
+            f"for qdata {tuple(qdata.shape)} in blocks of {block_size} along axis {axis}"
         )
     if scale.device != qdata.device:
         raise ValueError(f"scales: got device {scale.device}, want {qdata.device}, where qdata is")

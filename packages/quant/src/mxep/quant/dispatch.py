@@ -1,4 +1,4 @@
-"""The aten ops an MXTensor knows: those that move, turn, slice, join or copy codes and scales together. No arithmetic.
+"""The aten ops an MXTensor knows: those that move, turn, slice, join or copy qdata and scales together. No arithmetic.
 
 Every handler takes (func, args, kwargs) as `__torch_dispatch__` gets them, args[0] being the MXTensor, if not said.
 """
@@ -48,7 +48,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return func(to, source.dequantize(), *args[2:], **kwargs)  # type: ignore[no-any-return]
     if not hasattr(source, "qdata"):
         raise NotImplementedError(f"{func} of a plain tensor into an MXTensor: quantize it first")
-    kinds = [(mx.shape, mx.format, mx.axis, mx.block, mx.row_index is None, mx.qdata.shape) for mx in (to, source)]
+    kinds = [(mx.shape, mx.format, mx.axis, mx.block_size, mx.row_index is None, mx.qdata.shape) for mx in (to, source)]
     if kinds[0] != kinds[1]:
         raise NotImplementedError(f"{func} into {to!r} from {source!r}: want shape, format, axis, block and rows alike")
     for name in to.__tensor_flatten__()[0]:
@@ -79,7 +79,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTen
 
 def _turned(mx: "MXTensor") -> "MXTensor":
     if mx.row_index is not None:
-        raise NotImplementedError("an MXTensor with a row index cannot be turned: call .materialize() first")
+        raise NotImplementedError("an MXTensor with a row index cannot be transposed: call .materialize() first")
     axis = -3 - mx.axis if isinstance(mx.axis, int) else mx.axis
     return mx.with_parts(mx.qdata.mT, mx.scale.mT, None, axis)
 
@@ -92,7 +92,7 @@ def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXT
     mx: MXTensor = args[0]
     dims = args[1:]
     if sorted(dim % mx.ndim for dim in dims) != [mx.ndim - 2, mx.ndim - 1]:
-        raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be turned")
+        raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be transposed")
     return _turned(mx)
 
 
@@ -101,7 +101,7 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTen
     dims = args[1]
     *rest, a, b = range(mx.ndim)
     if [dim % mx.ndim for dim in dims] != [*rest, b, a]:
-        raise NotImplementedError(f"{func} of an MXTensor to {dims}: only its last two axes can be turned")
+        raise NotImplementedError(f"{func} of an MXTensor to {dims}: only its last two axes can be transposed")
     return _turned(mx)
 
 
@@ -122,13 +122,13 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTenso
     if dim not in axes:
         return mx.with_parts(func(mx.qdata, dim, start, end, step), func(mx.scale, dim, start, end, step), mx.row_index)
     first, last, _ = slice(start, end).indices(mx.shape[dim])
-    if first % mx.block or last % mx.block or step != 1:
+    if first % mx.block_size or last % mx.block_size or step != 1:
         raise ValueError(
             f"slice of an MXTensor along its blocked axis {dim}: got [{first}:{last}:{step}], "
-            f"want multiples of its block, {mx.block}"
+            f"want multiples of its block, {mx.block_size}"
         )
     qdata = func(mx.qdata, dim, first, last)
-    return mx.with_parts(qdata, func(mx.scale, dim, first // mx.block, last // mx.block), mx.row_index)
+    return mx.with_parts(qdata, func(mx.scale, dim, first // mx.block_size, last // mx.block_size), mx.row_index)
 
 
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list["MXTensor"]:
@@ -149,7 +149,7 @@ def _bytewise(fn: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
     """MXTensors of one format, axis, block and dtype, along any axis; a row index is applied."""
     tensors, dim = args[0], (args[1] if len(args) > 1 else 0)
-    kinds = {(mx.format, mx.axis, mx.block, mx.dtype, mx.ndim) if hasattr(mx, "qdata") else None for mx in tensors}
+    kinds = {(mx.format, mx.axis, mx.block_size, mx.dtype, mx.ndim) if hasattr(mx, "qdata") else None for mx in tensors}
     if len(kinds) > 1 or None in kinds:
         got = ", ".join(repr(mx) if hasattr(mx, "qdata") else f"a {type(mx).__name__}" for mx in tensors)
         raise NotImplementedError(f"{func} of {got}: want MXTensors of one format, axis, block and dtype")

@@ -1,6 +1,6 @@
 """MX number formats (OCP Microscaling v1.0): an 8-bit element format and how a block of 32 elements gets its scale.
 
-An MX block is 32 codes of an element format and one scale byte in e8m0: byte b means 2**(b - 127), 255 means NaN.
+An MX block is 32 qdata of an element format and one scale byte in e8m0: byte b means 2**(b - 127), 255 means NaN.
 A value is `code * 2**(byte - 127)`. `MXFormat` is the single home of what is known about an element format.
 """
 
@@ -21,7 +21,7 @@ class MXFormat:
     """An element format of MX.
 
     name: "E4M3" or "E5M2".
-    dtype: torch's dtype of the codes, 1 byte an element.
+    dtype: torch's dtype of the qdata, 1 byte an element.
     max: largest finite magnitude (448 or 57344).
     max_exponent: floor(log2(max)) (8 or 15).
     mantissa_bits: explicit mantissa bits (3 or 2).
@@ -42,11 +42,11 @@ E5M2 = MXFormat("E5M2", torch.float8_e5m2, 57344.0, 15, 2)
 
 
 def format_of(dtype: torch.dtype) -> MXFormat:
-    """The format whose codes are stored as `dtype`; ValueError if no MX format is."""
+    """The format whose qdata are stored as `dtype`; ValueError if no MX format is."""
     for fmt in (E4M3, E5M2):
         if fmt.dtype == dtype:
             return fmt
-    raise ValueError(f"no MX format stores its codes as {dtype}: want {E4M3.dtype} or {E5M2.dtype}")
+    raise ValueError(f"no MX format stores its qdata as {dtype}: want {E4M3.dtype} or {E5M2.dtype}")
 
 
 class ScaleMode(StrEnum):

@@ -1,10 +1,10 @@
 """Groups of rows: how many rows are live, and padding each group to the multiple a GEMM asks for.
 
 What moves: M rows that already lie group after group are spread out, so that every group starts and ends at a multiple
-of `multiple`; the gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and multiple 4:
+of `alignment`; the gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and multiple 4:
 
     x          a b c | | d e            M = 5 rows
-    rows       a b c 0 | | d e 0 0      group_ends 4, 4, 8
+    rows       a b c 0 | | d e 0 0      offs 4, 4, 8
     row_index  0 1 2 -1   3 4 -1 -1     then -1 up to the capacity of 16 rows
 
 Sizes live on the device and nobody reads them on the host, so the result has a static capacity:
@@ -30,63 +30,61 @@ from mxep.quant.tensor import MXTensor
 class PaddedGroups:
     """Rows in groups padded to a multiple, with the map back.
 
-    rows:       (C, D), dtype of the input; rows from group_ends[-1] on are unspecified. An MXTensor comes back as an
+    rows:       (C, D), dtype of the input; rows from offs[-1] on are unspecified. An MXTensor comes back as an
                 MXTensor over the same bytes with `row_index` set (nothing is copied).
-    group_ends: (G,) int32, inclusive cumulative padded sizes (`offs` of torch's grouped GEMMs).
+    offs: (G,) int32, inclusive cumulative padded sizes (`offs` of torch's grouped GEMMs).
     row_index:  (C,) int32, the row of x in each place, -1 where there is none.
     """
 
     rows: Tensor
-    group_ends: Tensor
+    offs: Tensor
     row_index: Tensor
 
 
-def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least n (n >= 0); also fine for symbolic n."""
-    return (n + multiple - 1) // multiple * multiple
+def round_up(n: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is at least n (n >= 0); also fine for symbolic n."""
+    return (n + alignment - 1) // alignment * alignment
 
 
-def live_rows(group_ends: Tensor | None, capacity: int) -> int:
-    """Rows that a reference must compute: int(group_ends[-1]) on the CPU; all of `capacity` without group_ends, or on
+def valid_rows(offs: Tensor | None, capacity: int) -> int:
+    """Rows that a reference must compute: int(offs[-1]) on the CPU; all of `capacity` without offs, or on
     another device, where reading the number would stop the host. ValueError if the groups do not fit the capacity."""
-    if group_ends is None or group_ends.device.type != "cpu":
+    if offs is None or offs.device.type != "cpu":
         return capacity
-    live = int(group_ends[-1])
-    if not 0 <= live <= capacity:
-        raise ValueError(f"group_ends[-1]: got {live}, want 0 to {capacity}, the rows of the buffer")
-    return live
+    valid = int(offs[-1])
+    if not 0 <= valid <= capacity:
+        raise ValueError(f"offs[-1]: got {valid}, want 0 to {capacity}, the rows of the buffer")
+    return valid
 
 
-def check_group_ends(group_ends: Tensor | None, *tensors: Tensor) -> None:
-    """ValueError unless group_ends is None or (G,) int32, G >= 1, on the device of the 2-D `tensors`."""
-    if group_ends is None:
+def check_group_ends(offs: Tensor | None, *tensors: Tensor) -> None:
+    """ValueError unless offs is None or (G,) int32, G >= 1, on the device of the 2-D `tensors`."""
+    if offs is None:
         return
-    if group_ends.dtype != torch.int32 or group_ends.ndim != 1 or group_ends.shape[0] == 0:
-        raise ValueError(
-            f"group_ends: got {group_ends.dtype} of shape {tuple(group_ends.shape)}, want int32 of shape (G,), G >= 1"
-        )
+    if offs.dtype != torch.int32 or offs.ndim != 1 or offs.shape[0] == 0:
+        raise ValueError(f"offs: got {offs.dtype} of shape {tuple(offs.shape)}, want int32 of shape (G,), G >= 1")
     for tensor in tensors:
         if tensor.ndim != 2:
             raise ValueError(f"rows in groups: got shape {tuple(tensor.shape)}, want (rows, columns)")
-        if tensor.device != group_ends.device:
-            raise ValueError(f"group_ends: got device {group_ends.device}, want {tensor.device}, that of the rows")
+        if tensor.device != offs.device:
+            raise ValueError(f"offs: got device {offs.device}, want {tensor.device}, that of the rows")
 
 
-def fill_rows(live: Tensor, capacity: int) -> Tensor:
+def fill_rows(valid: Tensor, capacity: int) -> Tensor:
     """live (..., n, D) followed by zero rows: (..., capacity, D). What lies there is for nobody to read; zeros make two
     runs of a reference equal in every byte."""
-    dead = capacity - live.shape[-2]
-    return torch.nn.functional.pad(live, (0, 0, 0, dead)) if dead else live
+    dead = capacity - valid.shape[-2]
+    return torch.nn.functional.pad(valid, (0, 0, 0, dead)) if dead else valid
 
 
-def group_of_rows(group_ends: Tensor, num_rows: int) -> Tensor:
-    """(num_rows,) int64: the group of each row; G for rows at or past group_ends[-1]."""
-    rows = torch.arange(num_rows, dtype=torch.int32, device=group_ends.device)
-    return torch.searchsorted(group_ends, rows, right=True)
+def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
+    """(num_rows,) int64: the group of each row; G for rows at or past offs[-1]."""
+    rows = torch.arange(num_rows, dtype=torch.int32, device=offs.device)
+    return torch.searchsorted(offs, rows, right=True)
 
 
-def pad_groups(x: Tensor, group_sizes: Tensor, *, multiple: int) -> PaddedGroups:
-    """Pads each group of rows with zero rows to a multiple of `multiple`.
+def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroups:
+    """Pads each group of rows with zero rows to a multiple of `alignment`.
 
     x:           (M, D), any dtype, or an MXTensor blocked along its rows; group g is the `group_sizes[g]` rows after
                  group g - 1. Rows of x past the last group are left behind.
@@ -96,18 +94,18 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, multiple: int) -> PaddedGroups
     ValueError: wrong shape, dtype, device or multiple; on the CPU also negative sizes and sizes that sum to more than M
     (other devices cannot look: there nothing is read past row M).
     """
-    group_ends, row_index = _index_of_groups(x, group_sizes, multiple)
+    offs, row_index = _index_of_groups(x, group_sizes, alignment)
     if isinstance(x, MXTensor):
-        return PaddedGroups(_reindex(x, row_index), group_ends, row_index)
+        return PaddedGroups(_reindex(x, row_index), offs, row_index)
     rows: Tensor = _PadRows.apply(x, row_index)  # type: ignore[no-untyped-call]
-    return PaddedGroups(rows, group_ends, row_index)
+    return PaddedGroups(rows, offs, row_index)
 
 
 def pad_quantize(
     x: Tensor,
     group_sizes: Tensor,
     *,
-    multiple: int = BLOCK,
+    alignment: int = BLOCK,
     fmt: MXFormat | str = E4M3,
     mode: ScaleMode | str = ScaleMode.RCEIL,
 ) -> PaddedGroups:
@@ -117,17 +115,17 @@ def pad_quantize(
     scattered.) Bitwise `quantize(pad_groups(x, ...).rows)`. No autograd. Arguments and errors else as for `pad_groups`.
     """
     check_values("pad_quantize", x)
-    group_ends, row_index = _index_of_groups(x, group_sizes, multiple)
+    offs, row_index = _index_of_groups(x, group_sizes, alignment)
     check_block(BLOCK, -1, x)
-    codes, scale = _pad_quantize(x.detach(), row_index, check_format(fmt), check_mode(mode))
-    return PaddedGroups(MXTensor(codes, scale, None, -1, BLOCK, x.dtype, trusted=True), group_ends, row_index)
+    qdata, scale = _pad_quantize(x.detach(), row_index, check_format(fmt), check_mode(mode))
+    return PaddedGroups(MXTensor(qdata, scale, None, -1, BLOCK, x.dtype, trusted=True), offs, row_index)
 
 
-def _index_of_groups(x: Tensor, group_sizes: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+def _index_of_groups(x: Tensor, group_sizes: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
     if x.ndim != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, want (M, D)")
-    if multiple < 1:
-        raise ValueError(f"multiple: got {multiple}, want at least 1")
+    if alignment < 1:
+        raise ValueError(f"alignment: got {alignment}, want at least 1")
     if group_sizes.ndim != 1 or group_sizes.dtype not in (torch.int32, torch.int64) or group_sizes.shape[0] == 0:
         raise ValueError(
             f"group_sizes: got {group_sizes.dtype} of shape {tuple(group_sizes.shape)}, "
@@ -135,8 +133,8 @@ def _index_of_groups(x: Tensor, group_sizes: Tensor, multiple: int) -> tuple[Ten
         )
     if group_sizes.device != x.device:
         raise ValueError(f"group_sizes: got device {group_sizes.device}, want {x.device}, that of x")
-    group_ends, row_index = _pad_index(group_sizes, x.shape[0], multiple)
-    return group_ends, row_index
+    offs, row_index = _pad_index(group_sizes, x.shape[0], alignment)
+    return offs, row_index
 
 
 def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
@@ -166,12 +164,12 @@ def gather(x: Tensor, row_index: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("mxep::pad_index", mutates_args=())
-def _pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor]:
+def _pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
     sizes = group_sizes.long()
     if sizes.device.type == "cpu" and (int(sizes.min()) < 0 or int(sizes.sum()) > num_rows):
         raise ValueError(f"group_sizes: got {sizes.tolist()}, want sizes >= 0 that sum to at most {num_rows} rows")
-    capacity = round_up(num_rows + sizes.shape[0] * (multiple - 1), multiple)
-    padded = (sizes + multiple - 1) // multiple * multiple
+    capacity = round_up(num_rows + sizes.shape[0] * (alignment - 1), alignment)
+    padded = (sizes + alignment - 1) // alignment * alignment
     ends = padded.cumsum(0).clamp(max=capacity).int()
     place = torch.arange(capacity, device=sizes.device)
     group = group_of_rows(ends, capacity).clamp(max=sizes.shape[0] - 1)
@@ -182,8 +180,8 @@ def _pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tenso
 
 
 @_pad_index.register_fake
-def _(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor]:
-    capacity = round_up(num_rows + group_sizes.shape[0] * (multiple - 1), multiple)
+def _(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
+    capacity = round_up(num_rows + group_sizes.shape[0] * (alignment - 1), alignment)
     return torch.empty_like(group_sizes, dtype=torch.int32), group_sizes.new_empty(capacity, dtype=torch.int32)
 
 
@@ -199,7 +197,7 @@ def _(x: Tensor, row_index: Tensor) -> Tensor:
 
 @torch.library.custom_op("mxep::pad_quantize", mutates_args=())
 def _pad_quantize(x: Tensor, row_index: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """x (M, D) values, row_index int32 (C,) -> codes (C, D), scale (C, D/32)."""
+    """x (M, D) values, row_index int32 (C,) -> qdata (C, D), scale (C, D/32)."""
     return ops.encode_rows(gather(x, row_index), dtype, mode, BLOCK)
 
 

@@ -2,11 +2,12 @@
 
     quantize                  x -> blocks along rows, columns or square tiles
     quantize_both             x -> blocks along rows and blocks along columns, of fewer reads
-    quantize_with_magnitudes  x -> one scale a row, and what makes one scale a column cheaper, later
+    quantize_with_amax  x -> one scale a row, and what makes one scale a column cheaper, later
 
 The numerics (element rule, scale bytes) are those of `mxep.quant.ops` and `mxep.quant.scales`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
-A view `y.mT` of contiguous y, as weights stored (E, K, N) are, is read as it lies: y quantized the other way, turned.
+A view `y.mT` of contiguous y, as weights stored (E, K, N) are, is read as it lies: y quantized the other way,
+transposed.
 """
 
 import torch
@@ -24,49 +25,50 @@ def quantize(
     fmt: MXFormat | str = E4M3,
     mode: ScaleMode | str = ScaleMode.RCEIL,
     axis: Axis = -1,
-    block: int | None = BLOCK,
-    magnitudes: Tensor | None = None,
+    block_size: int | None = BLOCK,
+    amax: Tensor | None = None,
 ) -> MXTensor:
-    """Quantize x (..., N, K) bf16 | fp32 | fp16 to codes with power-of-two scales; shape and outer dtype stay x's.
+    """Quantize x (..., N, K) bf16 | fp32 | fp16 to qdata with power-of-two scales; shape and outer dtype stay x's.
 
-    axis: which way the blocks lie: -1 (rows: a scale per `block` elements of a row), -2 (columns), their positive
+    axis: which way the blocks lie: -1 (rows: a scale per `block_size` elements of a row), -2 (columns), their positive
         twins, or (-2, -1): square tiles, one scale per block x block elements, good for W and W^T alike.
-    block: elements a scale; None for one scale over the whole axis ("row-scaled FP8").
-    magnitudes: of x, by :func:`quantize_with_magnitudes`, for axis -2 and block None: one read less.
+    block_size: elements a scale; None for one scale over the whole axis ("row-scaled FP8").
+    amax: of x, by :func:`quantize_with_amax`, for axis -2 and block None: one read less.
     A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
-    Differentiable (straight through). ValueError for other dtypes or axes, or an axis that `block` does not divide.
+    Differentiable (straight through). ValueError for other dtypes or axes, or an axis that `block_size` does not
+    divide.
     """
     check_values("quantize", x)
     axis = check_axis(axis, x)
-    block = check_block(block, axis, x)
-    how = check_format(fmt), check_mode(mode), block
-    source, turned = _as_stored(x.detach())
-    if magnitudes is not None:
-        if axis != -2 or block != x.shape[-2]:
-            raise ValueError(f"magnitudes: got axis {axis}, block {block}, want axis -2 and block None, whose they are")
+    block_size = check_block(block_size, axis, x)
+    how = check_format(fmt), check_mode(mode), block_size
+    source, transposed = _as_stored(x.detach())
+    if amax is not None:
+        if axis != -2 or block_size != x.shape[-2]:
+            raise ValueError(f"amax: got axis {axis}, block {block_size}, want axis -2 and block None, whose they are")
         wanted = (*x.shape[:-2], x.shape[-1])
-        if (magnitudes.shape, magnitudes.dtype, magnitudes.device) != (wanted, torch.float32, x.device):
-            got = f"{magnitudes.dtype} {tuple(magnitudes.shape)} on {magnitudes.device}"
-            raise ValueError(f"magnitudes: got {got}, want torch.float32 {wanted} on {x.device}")
+        if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, x.device):
+            got = f"{amax.dtype} {tuple(amax.shape)} on {amax.device}"
+            raise ValueError(f"amax: got {got}, want torch.float32 {wanted} on {x.device}")
     if axis == TILES:
-        codes, scale = ops.quantize_tiles(source, *how)
-    elif (axis == -1) != turned:
-        codes, scale = ops.quantize_rows(source, *how)
+        qdata, scale = ops.quantize_tiles(source, *how)
+    elif (axis == -1) != transposed:
+        qdata, scale = ops.quantize_rows(source, *how)
     else:
-        if magnitudes is None or turned:
-            codes, scale = ops.quantize_columns(source, *how)
+        if amax is None or transposed:
+            qdata, scale = ops.quantize_columns(source, *how)
         else:
-            codes, scale = ops.quantize_columns_whole(source, magnitudes, *how[:2])
-        codes = codes.mT
-    if turned:
-        codes, scale = codes.mT, scale.mT
-    return wrap(x, codes, scale, None, axis, block, x.dtype)
+            qdata, scale = ops.quantize_columns_whole(source, amax, *how[:2])
+        qdata = qdata.mT
+    if transposed:
+        qdata, scale = qdata.mT, scale.mT
+    return wrap(x, qdata, scale, None, axis, block_size, x.dtype)
 
 
 def quantize_both(
-    x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL, block: int | None = BLOCK
+    x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL, block_size: int | None = BLOCK
 ) -> tuple[MXTensor, MXTensor]:
-    """`quantize(x, axis=-1, block=block), quantize(x, axis=-2, block=block)`, bit for bit, of fewer reads.
+    """`quantize(x, axis=-1, block_size=block), quantize(x, axis=-2, block_size=block)`, bit for bit, of fewer reads.
 
     x: (..., N, K). block: 32, N and K multiples of it: one read; None: a scale for each row and for each column: two.
     The gradients of both results add up. ValueError as for `quantize`, and for other blocks.
@@ -74,43 +76,43 @@ def quantize_both(
     check_values("quantize_both", x)
     check_axis(TILES, x)
     how = check_format(fmt), check_mode(mode)
-    source, turned = _as_stored(x.detach())
-    if block is None:
+    source, transposed = _as_stored(x.detach())
+    if block_size is None:
         n, k = check_block(None, -2, x), check_block(None, -1, x)
-        rows, row_scale, magnitudes = ops.quantize_rows_whole(source, *how)
-        columns, column_scale = ops.quantize_columns_whole(source, magnitudes, *how)
-    elif block == BLOCK:
-        n = k = check_block(block, TILES, x)
-        rows, row_scale, columns, column_scale = ops.quantize_both(source, *how, block)
+        rows, row_scale, amax = ops.quantize_rows_whole(source, *how)
+        columns, column_scale = ops.quantize_columns_whole(source, amax, *how)
+    elif block_size == BLOCK:
+        n = k = check_block(block_size, TILES, x)
+        rows, row_scale, columns, column_scale = ops.quantize_both(source, *how, block_size)
         row_scale = row_scale.mT
     else:
-        raise ValueError(f"quantize_both: got block {block}, want {BLOCK} or None: call quantize for each axis")
+        raise ValueError(f"quantize_both: got block {block_size}, want {BLOCK} or None: call quantize for each axis")
     by_row, by_column = (rows, row_scale), (columns.mT, column_scale)
-    if turned:
+    if transposed:
         by_row, by_column = (columns, column_scale.mT), (rows.mT, row_scale.mT)
     return wrap(x, *by_row, None, -1, k, x.dtype), wrap(x, *by_column, None, -2, n, x.dtype)
 
 
-def quantize_with_magnitudes(
+def quantize_with_amax(
     x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> tuple[MXTensor, Tensor]:
-    """`quantize(x, block=None)`, and the largest magnitude of each column, of the same read.
+    """`quantize(x, block_size=None)`, and the largest magnitude of each column, of the same read.
 
-    x: (..., N, K). Magnitudes: (..., K) fp32, NaN where a column has one: for `quantize(x, axis=-2, block=None)`.
+    x: (..., N, K). Magnitudes: (..., K) fp32, NaN where a column has one: for `quantize(x, axis=-2, block_size=None)`.
     ValueError as for `quantize`, and for a matrix without elements.
     """
-    check_values("quantize_with_magnitudes", x)
+    check_values("quantize_with_amax", x)
     check_axis(TILES, x)
     check_block(None, -2, x)
-    block = check_block(None, -1, x)
+    block_size = check_block(None, -1, x)
     how = check_format(fmt), check_mode(mode)
-    source, turned = _as_stored(x.detach())
-    if turned:  # columns will be rows of what lies there, and need no magnitudes; but a caller may look at them
-        rows, scale = ops.quantize_columns(source, *how, block)
-        magnitudes = torch.linalg.vector_norm(source, torch.inf, -1, dtype=torch.float32)
-        return wrap(x, rows, scale.mT, None, -1, block, x.dtype), magnitudes
-    rows, scale, magnitudes = ops.quantize_rows_whole(source, *how)
-    return wrap(x, rows, scale, None, -1, block, x.dtype), magnitudes
+    source, transposed = _as_stored(x.detach())
+    if transposed:  # columns will be rows of what lies there, and need no magnitudes; but a caller may look at them
+        rows, scale = ops.quantize_columns(source, *how, block_size)
+        amax = torch.linalg.vector_norm(source, torch.inf, -1, dtype=torch.float32)
+        return wrap(x, rows, scale.mT, None, -1, block_size, x.dtype), amax
+    rows, scale, amax = ops.quantize_rows_whole(source, *how)
+    return wrap(x, rows, scale, None, -1, block_size, x.dtype), amax
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:

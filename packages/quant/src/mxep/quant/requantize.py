@@ -1,12 +1,12 @@
-"""Requantization: codes blocked along rows become codes blocked along columns, in one pass, with no bf16 in between.
+"""Requantization: qdata blocked along rows become qdata blocked along columns, in one pass, with no bf16 in between.
 
-    codes, scale (R, D) blocked along D, in slots or expert-major
+    qdata, scale (R, D) blocked along D, in slots or expert-major
       | rows picked by the index, if any
       v
     values in fp32 (registers of a kernel), exact: a code times a power of two
       | new blocks of 32, scale bytes and elements by the rules of `quantize`
       v
-    codes (D, R), scale (R/32, D) blocked along R       what a wgrad contracts over
+    qdata (D, R), scale (R/32, D) blocked along R       what a wgrad contracts over
 
 So it equals quantizing the dequantized fp32 values, bit for bit, those past fp32's range included: they dequantize to
 Inf, and a block that holds one becomes NaN. (Codes reach that from E4M3's byte 247 on, `quantize` only for values next
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mxep.quant.checks import check_block, check_format, check_mode
 from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, ScaleMode
-from mxep.quant.groups import check_group_ends, fill_rows, live_rows, round_up
+from mxep.quant.groups import check_group_ends, fill_rows, round_up, valid_rows
 from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import decode, encode_columns
 from mxep.quant.tensor import MXTensor, wrap
@@ -31,72 +31,72 @@ def requantize(
     *,
     fmt: MXFormat | str | None = None,
     mode: ScaleMode | str = ScaleMode.RCEIL,
-    group_ends: Tensor | None = None,
+    offs: Tensor | None = None,
 ) -> MXTensor:
     """`mx` (..., N, K), blocked in any way, indexed or not, blocked anew: 32 elements along N, no row index left.
 
     The result has axis -2; its bytes are contiguous along N, as from `quantize(x, axis=-2)`.
     fmt: element format of the result; default: the same. mode: scale mode of the result.
-    group_ends: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, multiples of 32. Rows
-        from group_ends[-1] on are not read; what the result holds there is unspecified.
+    offs: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, multiples of 32. Rows
+        from offs[-1] on are not read; what the result holds there is unspecified.
     A new block with NaN or Inf in it becomes NaN as a whole. Differentiable: the gradient passes unchanged.
-    ValueError if N is no multiple of 32, and for a wrong group_ends.
+    ValueError if N is no multiple of 32, and for a wrong offs.
     """
     if not isinstance(mx, MXTensor):
         raise ValueError(f"requantize: got a {type(mx).__name__}, want an MXTensor: quantize it")
     check_block(BLOCK, -2, mx)
-    check_group_ends(group_ends, mx)
+    check_group_ends(offs, mx)
     dtype = mx.qdata.dtype if fmt is None else check_format(fmt)
-    codes, scale = requantize_op(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, group_ends, dtype, check_mode(mode))
-    return wrap(mx, codes.mT, scale, None, -2, BLOCK, mx.dtype)
+    qdata, scale = requantize_op(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, offs, dtype, check_mode(mode))
+    return wrap(mx, qdata.mT, scale, None, -2, BLOCK, mx.dtype)
 
 
 @torch.library.custom_op("mxep::requantize", mutates_args=())
 def requantize_op(
-    codes: Tensor,
+    qdata: Tensor,
     scale: Tensor,
     block_rows: int,
     block_columns: int,
     row_index: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
 ) -> tuple[Tensor, Tensor]:
-    """codes (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index int32 (R,) or None (then R is N)
-    -> codes (..., K, R) `dtype`, scale (..., R/32, K)."""
-    capacity = codes.shape[-2] if row_index is None else row_index.shape[0]
-    live = live_rows(group_ends, capacity)
-    if live % BLOCK:
-        raise ValueError(f"requantize: got group_ends[-1] {live}, want a multiple of {BLOCK}")
+    """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index int32 (R,) or None (then R is N)
+    -> qdata (..., K, R) `dtype`, scale (..., R/32, K)."""
+    capacity = qdata.shape[-2] if row_index is None else row_index.shape[0]
+    valid = valid_rows(offs, capacity)
+    if valid % BLOCK:
+        raise ValueError(f"requantize: got offs[-1] {valid}, want a multiple of {BLOCK}")
     if row_index is None:
-        read = round_up(live, block_rows)
-        codes, scale = codes[..., :read, :], scale[..., : read // block_rows, :]
+        read = round_up(valid, block_rows)
+        qdata, scale = qdata[..., :read, :], scale[..., : read // block_rows, :]
     else:
-        row_index = row_index[:live]
-    values = decode(codes, scale, (block_rows, block_columns), row_index)[..., :live, :]
-    turned, byte = encode_columns(values, dtype, mode, BLOCK)
-    dead = capacity - live
+        row_index = row_index[:valid]
+    values = decode(qdata, scale, (block_rows, block_columns), row_index)[..., :valid, :]
+    transposed, byte = encode_columns(values, dtype, mode, BLOCK)
+    dead = capacity - valid
     if not dead:
-        return turned, byte
-    filled = torch.nn.functional.pad(turned.view(torch.uint8), (0, dead))
+        return transposed, byte
+    filled = torch.nn.functional.pad(transposed.view(torch.uint8), (0, dead))
     return filled.view(dtype), fill_rows(byte.view(torch.uint8), capacity // BLOCK).view(SCALE_DTYPE)
 
 
 @requantize_op.register_fake
 def _(
-    codes: Tensor,
+    qdata: Tensor,
     scale: Tensor,
     block_rows: int,
     block_columns: int,
     row_index: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
 ) -> tuple[Tensor, Tensor]:
-    capacity = codes.shape[-2] if row_index is None else row_index.shape[0]
-    *rest, _, k = codes.shape
+    capacity = qdata.shape[-2] if row_index is None else row_index.shape[0]
+    *rest, _, k = qdata.shape
     scale_shape = *rest, capacity // BLOCK, k
-    return codes.new_empty((*rest, k, capacity), dtype=dtype), codes.new_empty(scale_shape, dtype=SCALE_DTYPE)
+    return qdata.new_empty((*rest, k, capacity), dtype=dtype), qdata.new_empty(scale_shape, dtype=SCALE_DTYPE)
 
 
 on_cuda(requantize_op, "requantize", "requantize")

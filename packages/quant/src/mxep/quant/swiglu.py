@@ -14,7 +14,7 @@ sum over a row. All is fp32, every operation separate and in the order written, 
 at any position and any R.
 
 Limits: gate = -inf gives a silu and a slope of -3.9e-36, as -86 does; +inf gives inf and a slope of 1. A NaN stays in
-its element (and its row's d_row_weight), quantized in its block. Rows from group_ends[-1] on are not read.
+its element (and its row's d_row_weight), quantized in its block. Rows from offs[-1] on are not read.
 
 R rows (capacity), F hidden width, G groups.
 """
@@ -24,23 +24,23 @@ from torch import Tensor
 
 from mxep.quant.checks import VALUE_DTYPES, check_block, check_format, check_mode
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
-from mxep.quant.groups import check_group_ends, fill_rows, live_rows
+from mxep.quant.groups import check_group_ends, fill_rows, valid_rows
 from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import encode_rows
 from mxep.quant.sigmoid import LIMIT, sigmoid_pair
 from mxep.quant.tensor import MXTensor
 
 
-def swiglu(gate_up: Tensor, row_weight: Tensor | None = None, *, group_ends: Tensor | None = None) -> Tensor:
+def swiglu(gate_up: Tensor, row_weight: Tensor | None = None, *, offs: Tensor | None = None) -> Tensor:
     """silu(gate) * up * row_weight, (R, F) in gate_up's dtype.
 
     gate_up: (R, 2F) bf16 | fp32 | fp16, gate first. row_weight: (R,) fp32, or None for 1.
-    group_ends: (G,) int32 inclusive ends of the row groups of a capacity buffer; rows from group_ends[-1] on are not
+    offs: (G,) int32 inclusive ends of the row groups of a capacity buffer; rows from offs[-1] on are not
         read, and unspecified in the result.
     No autograd: `swiglu_backward` is its derivative. ValueError for other shapes, dtypes, devices.
     """
-    _check(gate_up, row_weight, group_ends)
-    h: Tensor = _swiglu(gate_up, row_weight, group_ends)
+    _check(gate_up, row_weight, offs)
+    h: Tensor = _swiglu(gate_up, row_weight, offs)
     return h
 
 
@@ -48,36 +48,37 @@ def swiglu_quantize(
     gate_up: Tensor,
     row_weight: Tensor | None = None,
     *,
-    group_ends: Tensor | None = None,
+    offs: Tensor | None = None,
     fmt: MXFormat | str = E4M3,
     mode: ScaleMode | str = ScaleMode.RCEIL,
-    block: int | None = BLOCK,
+    block_size: int | None = BLOCK,
     folded: bool = False,
 ) -> MXTensor:
     """`swiglu` quantized from its fp32 value: MXTensor (R, F), outer dtype gate_up's, blocked along F.
 
-    Bitwise `quantize(h_fp32, fmt=fmt, mode=mode, block=block)` (block=None: one scale a row), where h_fp32 is `swiglu`
-    of gate_up.float(); and `fold` of that, one scale a row, if `folded`. Other arguments and errors as for `swiglu`;
-    ValueError if F is no multiple of `block`, and on CUDA for a block that is neither a power of two nor the row.
+    Bitwise `quantize(h_fp32, fmt=fmt, mode=mode, block_size=block)` (block_size=None: one scale a row), where h_fp32 is
+    `swiglu` of gate_up.float(); and `fold` of that, one scale a row, if `folded`. Other arguments and errors as for
+    `swiglu`; ValueError if F is no multiple of `block_size`, and on CUDA for a block that is neither a power of two nor
+    the row.
     """
-    _check(gate_up, row_weight, group_ends)
+    _check(gate_up, row_weight, offs)
     width = gate_up.shape[1] // 2
-    block = check_block(block, -1, gate_up[:, :width])
-    how = check_format(fmt), check_mode(mode), block, folded
-    codes, scale = _swiglu_quantize(gate_up, row_weight, group_ends, *how)
-    return MXTensor(codes, scale, None, -1, width if folded else block, gate_up.dtype, trusted=True)
+    block_size = check_block(block_size, -1, gate_up[:, :width])
+    how = check_format(fmt), check_mode(mode), block_size, folded
+    qdata, scale = _swiglu_quantize(gate_up, row_weight, offs, *how)
+    return MXTensor(qdata, scale, None, -1, width if folded else block_size, gate_up.dtype, trusted=True)
 
 
 def swiglu_backward(
-    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None = None, *, group_ends: Tensor | None = None
+    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None = None, *, offs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32).
 
     d_h: (R, F) bf16 | fp32 | fp16, the gradient of h. Without row_weight, d_row_weight is that of a weight of 1.
     Other arguments and errors as for `swiglu`.
     """
-    _check(gate_up, row_weight, group_ends, d_h)
-    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, group_ends)
+    _check(gate_up, row_weight, offs, d_h)
+    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, offs)
     return d_gate_up, d_row_weight
 
 
@@ -86,37 +87,37 @@ def swiglu_backward_quantize(
     gate_up: Tensor,
     row_weight: Tensor | None = None,
     *,
-    group_ends: Tensor | None = None,
+    offs: Tensor | None = None,
     fmt: MXFormat | str = E4M3,
     mode: ScaleMode | str = ScaleMode.RCEIL,
-    block: int | None = BLOCK,
+    block_size: int | None = BLOCK,
     folded: bool = False,
     overwrite: bool = False,
 ) -> tuple[MXTensor, Tensor]:
     """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32).
 
-    Blocked along 2F (block=None: one scale over gate and up), outer dtype gate_up's, then `fold`ed to one scale over
-    gate and up if `folded`. overwrite: d_h is not needed any more; with one scale a row, codes take its memory if it is
-    contiguous, has 16 bits an element and requires no grad. Other arguments and errors as for `swiglu_backward`;
-    ValueError if 2F is no multiple of `block`, and on CUDA for a block that is neither the row nor a power of two that
-    divides F.
+    Blocked along 2F (block_size=None: one scale over gate and up), outer dtype gate_up's, then `fold`ed to one scale
+    over gate and up if `folded`. overwrite: d_h is not needed any more; with one scale a row, qdata take its memory if
+    it is contiguous, has 16 bits an element and requires no grad. Other arguments and errors as for `swiglu_backward`;
+    ValueError if 2F is no multiple of `block_size`, and on CUDA for a block that is neither the row nor a power of two
+    that divides F.
     """
-    _check(gate_up, row_weight, group_ends, d_h)
-    block = check_block(block, -1, gate_up)
+    _check(gate_up, row_weight, offs, d_h)
+    block_size = check_block(block_size, -1, gate_up)
     dtype = check_format(fmt)
-    args = d_h, gate_up, row_weight, group_ends, dtype, check_mode(mode), block, folded
-    # A row's codes are written once all of it has been read only where they share a scale.
+    args = d_h, gate_up, row_weight, offs, dtype, check_mode(mode), block_size, folded
+    # A row's qdata are written once all of it has been read only where they share a scale.
     fits = d_h.itemsize == 2 and d_h.is_contiguous() and d_h.stride(-1) == 1 and not d_h.requires_grad
-    if overwrite and fits and (folded or block == gate_up.shape[1]):
+    if overwrite and fits and (folded or block_size == gate_up.shape[1]):
         scale, d_row_weight = _swiglu_backward_overwrite(*args)
-        codes = d_h.view(dtype)
+        qdata = d_h.view(dtype)
     else:
-        codes, scale, d_row_weight = _swiglu_backward_quantize(*args)
-    block = gate_up.shape[1] if folded else block
-    return MXTensor(codes, scale, None, -1, block, gate_up.dtype, trusted=True), d_row_weight
+        qdata, scale, d_row_weight = _swiglu_backward_quantize(*args)
+    block_size = gate_up.shape[1] if folded else block_size
+    return MXTensor(qdata, scale, None, -1, block_size, gate_up.dtype, trusted=True), d_row_weight
 
 
-def _check(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, d_h: Tensor | None = None) -> None:
+def _check(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, d_h: Tensor | None = None) -> None:
     if gate_up.ndim != 2 or gate_up.shape[1] == 0 or gate_up.shape[1] % 2 or gate_up.dtype not in VALUE_DTYPES:
         raise ValueError(
             f"gate_up: got {gate_up.dtype} of shape {tuple(gate_up.shape)}, want (R, 2F) of one of {VALUE_DTYPES}"
@@ -133,26 +134,26 @@ def _check(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None
     for name, other in (("row_weight", row_weight), ("d_h", d_h)):
         if other is not None and other.device != gate_up.device:
             raise ValueError(f"{name}: got device {other.device}, want {gate_up.device}, where gate_up is")
-    check_group_ends(group_ends, gate_up)
+    check_group_ends(offs, gate_up)
 
 
-def _forward(gate_up: Tensor, row_weight: Tensor | None, live: int) -> Tensor:
+def _forward(gate_up: Tensor, row_weight: Tensor | None, valid: int) -> Tensor:
     """h (live, F) fp32."""
-    gate, up = gate_up[:live].float().chunk(2, dim=1)
+    gate, up = gate_up[:valid].float().chunk(2, dim=1)
     s, _ = sigmoid_pair(gate)
     h = _silu(gate, s).mul_(up)
-    return h if row_weight is None else h.mul_(row_weight[:live, None])
+    return h if row_weight is None else h.mul_(row_weight[:valid, None])
 
 
-def _backward(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, live: int) -> tuple[Tensor, Tensor]:
+def _backward(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, valid: int) -> tuple[Tensor, Tensor]:
     """d_gate_up (live, 2F), d_row_weight (live,), both fp32."""
-    gate, up = gate_up[:live].float().chunk(2, dim=1)
-    d = d_h[:live].float()
+    gate, up = gate_up[:valid].float().chunk(2, dim=1)
+    d = d_h[:valid].float()
     s, one_minus_s = sigmoid_pair(gate)
     silu = _silu(gate, s)
     d_row_weight = tree_sum(d * (silu * up))
     if row_weight is not None:
-        d = d * row_weight[:live, None]
+        d = d * row_weight[:valid, None]
     slope = gate.clamp(-LIMIT, LIMIT).mul_(one_minus_s).add_(1.0).mul_(s)
     return torch.cat([(d * up).mul_(slope), silu.mul_(d)], dim=1), d_row_weight
 
@@ -180,13 +181,13 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("mxep::swiglu", mutates_args=())
-def _swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None) -> Tensor:
+def _swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None) -> Tensor:
     rows = gate_up.shape[0]
-    return fill_rows(_forward(gate_up, row_weight, live_rows(group_ends, rows)).to(gate_up.dtype), rows)
+    return fill_rows(_forward(gate_up, row_weight, valid_rows(offs, rows)).to(gate_up.dtype), rows)
 
 
 @_swiglu.register_fake
-def _(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None) -> Tensor:
+def _(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None) -> Tensor:
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
@@ -194,41 +195,41 @@ def _(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None) -> 
 def _swiglu_quantize(
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     folded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """-> codes (R, F) `dtype`, scale (R, F/block) or, folded, (R, 1) e8m0."""
+    """-> qdata (R, F) `dtype`, scale (R, F/block) or, folded, (R, 1) e8m0."""
     rows = gate_up.shape[0]
-    return _encode(_forward(gate_up, row_weight, live_rows(group_ends, rows)), rows, dtype, mode, block, folded)
+    return _encode(_forward(gate_up, row_weight, valid_rows(offs, rows)), rows, dtype, mode, block_size, folded)
 
 
 @_swiglu_quantize.register_fake
 def _(
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     folded: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _empty(gate_up, gate_up.shape[1] // 2, dtype, block, folded)
+    return _empty(gate_up, gate_up.shape[1] // 2, dtype, block_size, folded)
 
 
 @torch.library.custom_op("mxep::swiglu_backward", mutates_args=())
 def _swiglu_backward(
-    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None
+    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows = gate_up.shape[0]
-    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, live_rows(group_ends, rows))
+    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid_rows(offs, rows))
     return fill_rows(d_gate_up.to(gate_up.dtype), rows), fill_rows(d_row_weight.unsqueeze(-1), rows).squeeze(-1)
 
 
 @_swiglu_backward.register_fake
-def _(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate_up.new_empty(gate_up.shape), gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
 
 
@@ -237,17 +238,17 @@ def _swiglu_backward_quantize(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     folded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> codes (R, 2F) `dtype`, scale (R, 2F/block) or, folded, (R, 1) e8m0, d_row_weight (R,)."""
+    """-> qdata (R, 2F) `dtype`, scale (R, 2F/block) or, folded, (R, 1) e8m0, d_row_weight (R,)."""
     rows = gate_up.shape[0]
-    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, live_rows(group_ends, rows))
-    codes, scale = _encode(d_gate_up, rows, dtype, mode, block, folded)
-    return codes, scale, fill_rows(d_row_weight.unsqueeze(-1), rows).squeeze(-1)
+    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid_rows(offs, rows))
+    qdata, scale = _encode(d_gate_up, rows, dtype, mode, block_size, folded)
+    return qdata, scale, fill_rows(d_row_weight.unsqueeze(-1), rows).squeeze(-1)
 
 
 @_swiglu_backward_quantize.register_fake
@@ -255,14 +256,14 @@ def _(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     folded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scale = _empty(gate_up, gate_up.shape[1], dtype, block, folded)
-    return codes, scale, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
+    qdata, scale = _empty(gate_up, gate_up.shape[1], dtype, block_size, folded)
+    return qdata, scale, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("mxep::swiglu_backward_overwrite", mutates_args=("d_h",))
@@ -270,16 +271,16 @@ def _swiglu_backward_overwrite(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     scale_mode: str,
-    block: int,
+    block_size: int,
     folded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`swiglu_backward_quantize` -> scale, d_row_weight; d_h (R, F), 16 bits an element, becomes the codes (R, 2F)."""
-    args = d_h, gate_up, row_weight, group_ends, dtype, scale_mode, block, folded
-    codes, scale, d_row_weight = _swiglu_backward_quantize(*args)
-    d_h.view(dtype).copy_(codes)
+    """`swiglu_backward_quantize` -> scale, d_row_weight; d_h (R, F), 16 bits an element, becomes the qdata (R, 2F)."""
+    args = d_h, gate_up, row_weight, offs, dtype, scale_mode, block_size, folded
+    qdata, scale, d_row_weight = _swiglu_backward_quantize(*args)
+    d_h.view(dtype).copy_(qdata)
     return scale, d_row_weight
 
 
@@ -288,28 +289,30 @@ def _(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     scale_mode: str,
-    block: int,
+    block_size: int,
     folded: bool,
 ) -> tuple[Tensor, Tensor]:
-    _, scale = _empty(gate_up, gate_up.shape[1], dtype, block, folded)
+    _, scale = _empty(gate_up, gate_up.shape[1], dtype, block_size, folded)
     return scale, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
 
 
-def _encode(live: Tensor, rows: int, dtype: torch.dtype, mode: str, block: int, folded: bool) -> tuple[Tensor, Tensor]:
-    codes, scale = encode_rows(live, dtype, mode, block)
+def _encode(
+    valid: Tensor, rows: int, dtype: torch.dtype, mode: str, block_size: int, folded: bool
+) -> tuple[Tensor, Tensor]:
+    qdata, scale = encode_rows(valid, dtype, mode, block_size)
     if folded:
-        codes, scale = torch.ops.mxep.fold(codes, scale, None, None, block, live.shape[1])
+        qdata, scale = torch.ops.mxep.fold(qdata, scale, None, None, block_size, valid.shape[1])
     return (
-        fill_rows(codes.view(torch.uint8), rows).view(dtype),
+        fill_rows(qdata.view(torch.uint8), rows).view(dtype),
         fill_rows(scale.view(torch.uint8), rows).view(SCALE_DTYPE),
     )
 
 
-def _empty(like: Tensor, width: int, dtype: torch.dtype, block: int, folded: bool) -> tuple[Tensor, Tensor]:
-    rows, scales = like.shape[0], 1 if folded else width // block
+def _empty(like: Tensor, width: int, dtype: torch.dtype, block_size: int, folded: bool) -> tuple[Tensor, Tensor]:
+    rows, scales = like.shape[0], 1 if folded else width // block_size
     return like.new_empty((rows, width), dtype=dtype), like.new_empty((rows, scales), dtype=SCALE_DTYPE)
 
 

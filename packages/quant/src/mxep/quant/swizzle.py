@@ -15,7 +15,7 @@ sizes are on the device, the capacity is static: round_up(rows + G * 127, 128) r
     swizzle_scales   (..., rows, cols) -> (..., rows up to 128, cols up to 4)   (rows, cols) -> (capacity, cols up to 4)
     unswizzle_scales the way back
 
-`quantize_swizzled` and `gather_swizzled` write that layout at once, beside the codes of rows they quantize or pick.
+`quantize_swizzled` and `gather_swizzled` write that layout at once, beside the qdata of rows they quantize or pick.
 
 G groups. The shape of a swizzled tensor counts its bytes (torch's scaled GEMMs check it); its order is not row-major.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 from mxep.quant import ops
 from mxep.quant.checks import check_axis, check_block, check_format, check_mode, check_row_index, check_values
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
-from mxep.quant.groups import check_group_ends, fill_rows, gather, group_of_rows, live_rows, round_up
+from mxep.quant.groups import check_group_ends, fill_rows, gather, group_of_rows, round_up, valid_rows
 from mxep.quant.kernels import on_cuda
 from mxep.quant.tensor import MXTensor
 
@@ -34,39 +34,39 @@ ROWS, COLS = 128, 4
 """Scales in a tile."""
 
 
-def swizzle_scales(scale: Tensor, *, group_ends: Tensor | None = None) -> Tensor:
+def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:
     """Scales in the 128 x 4 blocked layout, of the whole matrix or of each group alone.
 
-    scale: (..., rows, cols) e8m0 or uint8, any strides; with group_ends (rows, cols).
-    group_ends: (G,) int32, inclusive ends of the row groups; rows from group_ends[-1] on are not read.
-    Returns a contiguous tensor of scale's dtype: (..., round_up(rows, 128), round_up(cols, 4)), or with group_ends
+    scale: (..., rows, cols) e8m0 or uint8, any strides; with offs (rows, cols).
+    offs: (G,) int32, inclusive ends of the row groups; rows from offs[-1] on are not read.
+    Returns a contiguous tensor of scale's dtype: (..., round_up(rows, 128), round_up(cols, 4)), or with offs
     (round_up(rows + G * 127, 128), round_up(cols, 4)), where what lies past the last group is unspecified. Padding
-    bytes are 0. ValueError for other dtypes, fewer than two axes, a wrong group_ends.
+    bytes are 0. ValueError for other dtypes, fewer than two axes, a wrong offs.
     """
     _check_scale("scale", scale)
     if scale.ndim < 2:
         raise ValueError(f"scale: got shape {tuple(scale.shape)}, want (..., rows, cols)")
-    check_group_ends(group_ends, scale)
-    swizzled: Tensor = _swizzle(scale, group_ends)
+    check_group_ends(offs, scale)
+    swizzled: Tensor = _swizzle(scale, offs)
     return swizzled
 
 
-def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, group_ends: Tensor | None = None) -> Tensor:
+def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, offs: Tensor | None = None) -> Tensor:
     """The way back: scales (..., rows, cols), contiguous, of what `swizzle_scales` made of them.
 
-    swizzled: (..., round_up(rows, 128), round_up(cols, 4)) e8m0 or uint8, contiguous; with group_ends
-        (round_up(rows + G * 127, 128), round_up(cols, 4)). Rows of the result from group_ends[-1] on are unspecified.
-    ValueError for other dtypes or shapes, or a wrong group_ends.
+    swizzled: (..., round_up(rows, 128), round_up(cols, 4)) e8m0 or uint8, contiguous; with offs
+        (round_up(rows + G * 127, 128), round_up(cols, 4)). Rows of the result from offs[-1] on are unspecified.
+    ValueError for other dtypes or shapes, or a wrong offs.
     """
     _check_scale("swizzled", swizzled)
-    check_group_ends(group_ends, swizzled)
-    wanted = swizzled_shape(rows, cols, group_ends)
+    check_group_ends(offs, swizzled)
+    wanted = swizzled_shape(rows, cols, offs)
     if tuple(swizzled.shape[-2:]) != wanted or not swizzled.is_contiguous():
         raise ValueError(
             f"swizzled: got shape {tuple(swizzled.shape)} with strides {swizzled.stride()}, "
             f"want (..., {wanted[0]}, {wanted[1]}) contiguous for {rows} rows and {cols} cols"
         )
-    scale: Tensor = _unswizzle(swizzled, rows, cols, group_ends)
+    scale: Tensor = _unswizzle(swizzled, rows, cols, offs)
     return scale
 
 
@@ -74,140 +74,138 @@ def quantize_swizzled(
     x: Tensor,
     *,
     row_index: Tensor | None = None,
-    group_ends: Tensor | None = None,
+    offs: Tensor | None = None,
     fmt: MXFormat | str = E4M3,
     mode: ScaleMode | str = ScaleMode.RCEIL,
 ) -> tuple[Tensor, Tensor]:
-    """What a block-scaled GEMM takes, of one read: codes (R, K) and their scales in the 128 x 4 layout.
+    """What a block-scaled GEMM takes, of one read: qdata (R, K) and their scales in the 128 x 4 layout.
 
     x: (R, K) bf16 | fp32 | fp16, K a multiple of 32; or (S, K) with row_index int32 (R,), -1 for a row of zeros.
-    group_ends: (G,) int32, inclusive ends of the row groups, each swizzled alone, as `swizzle_scales` does.
-        Rows from group_ends[-1] on are not read; what codes and scales hold there is unspecified.
-    Bitwise the codes and `swizzle_scales` of `quantize`. No autograd. ValueError for other shapes, dtypes, devices.
+    offs: (G,) int32, inclusive ends of the row groups, each swizzled alone, as `swizzle_scales` does.
+        Rows from offs[-1] on are not read; what qdata and scales hold there is unspecified.
+    Bitwise the qdata and `swizzle_scales` of `quantize`. No autograd. ValueError for other shapes, dtypes, devices.
     """
     check_values("quantize_swizzled", x)
-    _check_rows(x, row_index, group_ends)
+    _check_rows(x, row_index, offs)
     check_block(BLOCK, check_axis(-1, x), x)
-    codes, scale = _quantize_swizzled(x.detach(), row_index, group_ends, check_format(fmt), check_mode(mode))
-    return codes, scale
+    qdata, scale = _quantize_swizzled(x.detach(), row_index, offs, check_format(fmt), check_mode(mode))
+    return qdata, scale
 
 
-def gather_swizzled(mx: MXTensor, *, group_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same of rows that are MX already, picked by their row index if they have one: codes (R, K), swizzled scales.
+def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The same of rows that are MX already, picked by their row index if they have one: qdata (R, K), swizzled scales.
 
     mx: (R, K) in blocks of 32 along its rows. Other arguments and errors as for `quantize_swizzled`.
     """
-    if not isinstance(mx, MXTensor) or mx.axis != -1 or mx.block != BLOCK or mx.ndim != 2:
+    if not isinstance(mx, MXTensor) or mx.axis != -1 or mx.block_size != BLOCK or mx.ndim != 2:
         raise ValueError(f"gather_swizzled: got {mx!r}, want an MXTensor (R, K) in blocks of {BLOCK} along its rows")
-    check_group_ends(group_ends, mx)
-    codes, scale = _gather_swizzled(mx.qdata, mx.scale, mx.row_index, group_ends)
-    return codes, scale
+    check_group_ends(offs, mx)
+    qdata, scale = _gather_swizzled(mx.qdata, mx.scale, mx.row_index, offs)
+    return qdata, scale
 
 
-def _check_rows(x: Tensor, row_index: Tensor | None, group_ends: Tensor | None) -> None:
+def _check_rows(x: Tensor, row_index: Tensor | None, offs: Tensor | None) -> None:
     if x.ndim != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, want (rows, K)")
     if row_index is not None:
         check_row_index(row_index, x, -1)
-    check_group_ends(group_ends, x)
+    check_group_ends(offs, x)
 
 
 @torch.library.custom_op("mxep::quantize_swizzled", mutates_args=())
 def _quantize_swizzled(
-    x: Tensor, row_index: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str
+    x: Tensor, row_index: Tensor | None, offs: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """x (S, K) values -> codes (R, K), scale in the 128 x 4 layout."""
+    """x (S, K) values -> qdata (R, K), scale in the 128 x 4 layout."""
     rows = x.shape[0] if row_index is None else row_index.shape[0]
-    live = live_rows(group_ends, rows)
-    picked = x[:live] if row_index is None else gather(x, row_index[:live])
-    codes, scale = ops.encode_rows(picked, dtype, mode, BLOCK)
-    codes = fill_rows(codes.view(torch.uint8), rows).view(dtype)
-    return codes, _blocked(fill_rows(scale.view(torch.uint8), rows).view(SCALE_DTYPE), group_ends)
+    valid = valid_rows(offs, rows)
+    picked = x[:valid] if row_index is None else gather(x, row_index[:valid])
+    qdata, scale = ops.encode_rows(picked, dtype, mode, BLOCK)
+    qdata = fill_rows(qdata.view(torch.uint8), rows).view(dtype)
+    return qdata, _blocked(fill_rows(scale.view(torch.uint8), rows).view(SCALE_DTYPE), offs)
 
 
 @_quantize_swizzled.register_fake
-def _(
-    x: Tensor, row_index: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, row_index: Tensor | None, offs: Tensor | None, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
     rows = x.shape[0] if row_index is None else row_index.shape[0]
-    shape = swizzled_shape(rows, x.shape[1] // BLOCK, group_ends)
+    shape = swizzled_shape(rows, x.shape[1] // BLOCK, offs)
     return x.new_empty((rows, x.shape[1]), dtype=dtype), x.new_empty(shape, dtype=SCALE_DTYPE)
 
 
 @torch.library.custom_op("mxep::gather_swizzled", mutates_args=())
 def _gather_swizzled(
-    codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None
+    qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """codes (S, K), scale (S, K/32) -> codes (R, K), scale in the 128 x 4 layout."""
-    rows = codes.shape[0] if row_index is None else row_index.shape[0]
-    live = live_rows(group_ends, rows)
-    parts = [part.view(torch.uint8) for part in (codes, scale)]
-    parts = [part[:live] if row_index is None else ops.pick_rows(part, row_index[:live]) for part in parts]
+    """qdata (S, K), scale (S, K/32) -> qdata (R, K), scale in the 128 x 4 layout."""
+    rows = qdata.shape[0] if row_index is None else row_index.shape[0]
+    valid = valid_rows(offs, rows)
+    parts = [part.view(torch.uint8) for part in (qdata, scale)]
+    parts = [part[:valid] if row_index is None else ops.pick_rows(part, row_index[:valid]) for part in parts]
     picked, byte = (fill_rows(part, rows) for part in parts)
-    return picked.clone().view(codes.dtype), _blocked(byte.view(SCALE_DTYPE), group_ends)
+    return picked.clone().view(qdata.dtype), _blocked(byte.view(SCALE_DTYPE), offs)
 
 
 @_gather_swizzled.register_fake
-def _(codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows = codes.shape[0] if row_index is None else row_index.shape[0]
-    return codes.new_empty((rows, codes.shape[1])), scale.new_empty(swizzled_shape(rows, scale.shape[1], group_ends))
+def _(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows = qdata.shape[0] if row_index is None else row_index.shape[0]
+    return qdata.new_empty((rows, qdata.shape[1])), scale.new_empty(swizzled_shape(rows, scale.shape[1], offs))
 
 
 @torch.library.custom_op("mxep::swizzle_scales", mutates_args=())
-def _swizzle(scale: Tensor, group_ends: Tensor | None) -> Tensor:
-    return _blocked(scale, group_ends)
+def _swizzle(scale: Tensor, offs: Tensor | None) -> Tensor:
+    return _blocked(scale, offs)
 
 
 @_swizzle.register_fake
-def _(scale: Tensor, group_ends: Tensor | None) -> Tensor:
+def _(scale: Tensor, offs: Tensor | None) -> Tensor:
     *rest, rows, cols = scale.shape
-    return scale.new_empty((*rest, *swizzled_shape(rows, cols, group_ends)))
+    return scale.new_empty((*rest, *swizzled_shape(rows, cols, offs)))
 
 
 @torch.library.custom_op("mxep::unswizzle_scales", mutates_args=())
-def _unswizzle(swizzled: Tensor, rows: int, cols: int, group_ends: Tensor | None) -> Tensor:
+def _unswizzle(swizzled: Tensor, rows: int, cols: int, offs: Tensor | None) -> Tensor:
     *rest, height, width = swizzled.shape
     tiles = swizzled.view(torch.uint8).reshape(*rest, height // ROWS, width // COLS, 32, 4, COLS)
     plain = tiles.transpose(-4, -2).reshape(*rest, height, width)
-    if group_ends is not None:
-        live = live_rows(group_ends, rows)
-        plain = fill_rows(gather(plain, _places(group_ends, live, nowhere=-1)), rows)
+    if offs is not None:
+        valid = valid_rows(offs, rows)
+        plain = fill_rows(gather(plain, _places(offs, valid, nowhere=-1)), rows)
     return plain[..., :rows, :cols].clone(memory_format=torch.contiguous_format).view(swizzled.dtype)
 
 
 @_unswizzle.register_fake
-def _(swizzled: Tensor, rows: int, cols: int, group_ends: Tensor | None) -> Tensor:
+def _(swizzled: Tensor, rows: int, cols: int, offs: Tensor | None) -> Tensor:
     return swizzled.new_empty((*swizzled.shape[:-2], rows, cols))
 
 
-def _blocked(scale: Tensor, group_ends: Tensor | None) -> Tensor:
+def _blocked(scale: Tensor, offs: Tensor | None) -> Tensor:
     plain = scale.view(torch.uint8)
     *rest, rows, cols = plain.shape
-    height, width = swizzled_shape(rows, cols, group_ends)
-    if group_ends is not None:
-        live = live_rows(group_ends, rows)
-        place = _places(group_ends, live, nowhere=height)
-        plain = plain.new_zeros(height + 1, cols).index_copy_(0, place, plain[:live])[:height]
+    height, width = swizzled_shape(rows, cols, offs)
+    if offs is not None:
+        valid = valid_rows(offs, rows)
+        place = _places(offs, valid, nowhere=height)
+        plain = plain.new_zeros(height + 1, cols).index_copy_(0, place, plain[:valid])[:height]
     padded = torch.nn.functional.pad(plain, (0, width - cols, 0, height - plain.shape[-2]))
     # (tile row, quarter, row in the quarter, tile column, column) -> (tile row, tile column, row, quarter, column)
     tiles = padded.reshape(*rest, height // ROWS, 4, 32, width // COLS, COLS).transpose(-4, -2)
     return tiles.reshape(*rest, height, width).clone().view(scale.dtype)
 
 
-def swizzled_shape(rows: int, cols: int, group_ends: Tensor | None) -> tuple[int, int]:
+def swizzled_shape(rows: int, cols: int, offs: Tensor | None) -> tuple[int, int]:
     """Shape of the swizzled scales of a matrix of (rows, cols) of them, or of its groups."""
-    padding = 0 if group_ends is None else group_ends.shape[0] * (ROWS - 1)
+    padding = 0 if offs is None else offs.shape[0] * (ROWS - 1)
     return round_up(rows + padding, ROWS), round_up(cols, COLS)
 
 
-def _places(group_ends: Tensor, num_rows: int, *, nowhere: int) -> Tensor:
+def _places(offs: Tensor, num_rows: int, *, nowhere: int) -> Tensor:
     """(num_rows,) int64: where rows go when every group starts at a multiple of 128; `nowhere` past the groups."""
-    ends = group_ends.long()
+    ends = offs.long()
     starts = torch.nn.functional.pad(ends, (1, 0))  # (G + 1,): dead rows have a start, too
     room = (starts.diff() + ROWS - 1) // ROWS * ROWS
     new_starts = torch.nn.functional.pad(room.cumsum(0), (1, 0))
-    group = group_of_rows(group_ends, num_rows)
-    row = torch.arange(num_rows, device=group_ends.device)
+    group = group_of_rows(offs, num_rows)
+    row = torch.arange(num_rows, device=offs.device)
     return torch.where(group < ends.shape[0], row - starts[group] + new_starts[group], nowhere)
 
 

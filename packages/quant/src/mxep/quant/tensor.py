@@ -1,9 +1,9 @@
-"""MXTensor: codes and scales that travel through autograd, compile and checkpoints as one bf16-looking tensor.
+"""MXTensor: qdata and scales that travel through autograd, compile and checkpoints as one bf16-looking tensor.
 
 Outside it has the dtype of what was quantized (bf16 by default), so autograd gives it gradients of that dtype; a raw
 fp8 tensor on an autograd edge would have its gradient cast to fp8. Inside are two or three plain tensors:
 
-    qdata      codes, 1 byte an element        (..., N, K)
+    qdata      qdata, 1 byte an element        (..., N, K)
     scale      e8m0, 1 byte a block            axis -1: (..., N, K/block)   axis -2: (..., N/block, K)
                                                axis (-2, -1): (..., N/block, K/block)
     row_index  int32 (R,) or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
@@ -35,19 +35,19 @@ class MXTensor(Tensor):
 
     qdata, scale, row_index: the plain tensors inside. dtype: what it looks like outside.
     axis: the blocked axis, -1 or -2, or (-2, -1) for square tiles.
-    block: elements a scale covers along each blocked axis; the whole axis for row-scaled FP8.
+    block_size: elements a scale covers along each blocked axis; the whole axis for row-scaled FP8.
 
-    Made by `quantize` and `from_qdata_and_scales`. The constructor takes codes, scales as e8m0 and a normalized axis,
+    Made by `quantize` and `from_qdata_and_scales`. The constructor takes qdata, scales as e8m0 and a normalized axis,
     and checks them (ValueError) unless they are `trusted`: parts that the caller has from an op of this package or from
-    another MXTensor. It can be detached, cloned, turned, sliced, picked, joined, copied, pinned, moved and saved; it
-    does no arithmetic: other aten ops raise NotImplementedError.
+    another MXTensor. It can be detached, cloned, transposed, sliced, picked, joined, copied, pinned, moved and saved;
+    it does no arithmetic: other aten ops raise NotImplementedError.
     """
 
     qdata: Tensor
     scale: Tensor
     row_index: Tensor | None
     axis: Axis
-    block: int
+    block_size: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -58,13 +58,13 @@ class MXTensor(Tensor):
         scale: Tensor,
         row_index: Tensor | None,
         axis: Axis,
-        block: int,
+        block_size: int,
         orig_dtype: torch.dtype,
         *,
         trusted: bool = False,
     ) -> "MXTensor":
         if not trusted:
-            check_parts(qdata, scale, row_index, axis, block, orig_dtype)
+            check_parts(qdata, scale, row_index, axis, block_size, orig_dtype)
         shape, strides = qdata.shape, qdata.stride()
         if row_index is not None:
             shape, strides = torch.Size((row_index.shape[0], qdata.shape[1])), (qdata.shape[1], 1)
@@ -76,7 +76,7 @@ class MXTensor(Tensor):
         scale: Tensor,
         row_index: Tensor | None,
         axis: Axis,
-        block: int,
+        block_size: int,
         orig_dtype: torch.dtype,
         *,
         trusted: bool = False,
@@ -85,7 +85,7 @@ class MXTensor(Tensor):
         self.scale = scale
         self.row_index = row_index
         self.axis = axis
-        self.block = block
+        self.block_size = block_size
 
     @staticmethod
     def from_qdata_and_scales(
@@ -94,13 +94,13 @@ class MXTensor(Tensor):
         orig_dtype: torch.dtype = torch.bfloat16,
         *,
         axis: Axis = -1,
-        block: int | None = BLOCK,
+        block_size: int | None = BLOCK,
         row_index: Tensor | None = None,
     ) -> "MXTensor":
         """An MXTensor of given bytes, no copy.
 
         qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides.
-        scales: float8_e8m0fnu, or its bytes as uint8; the shape of qdata with the blocked axis divided by `block`.
+        scales: float8_e8m0fnu, or its bytes as uint8; the shape of qdata with the blocked axis divided by `block_size`.
         orig_dtype: bf16, fp32 or fp16, the outer dtype and the dtype of gradients.
         axis: -1, -2, their positive twins, or (-2, -1). block: elements a scale, None for the whole axis.
         row_index: int32 (R,) of rows of qdata (S, K), -1 for a row of zeros; needs axis -1.
@@ -108,20 +108,20 @@ class MXTensor(Tensor):
         """
         format_of(qdata.dtype)
         axis = check_axis(axis, qdata)
-        block = check_block(block, axis, qdata)
+        block_size = check_block(block_size, axis, qdata)
         if scales.dtype == torch.uint8:
             scales = scales.view(SCALE_DTYPE)
-        return MXTensor(qdata, scales, row_index, axis, block, orig_dtype)
+        return MXTensor(qdata, scales, row_index, axis, block_size, orig_dtype)
 
     @property
     def format(self) -> MXFormat:
-        """The element format of the codes (inside torch.compile: `format_of(mx.qdata.dtype)`)."""
+        """The element format of the qdata (inside torch.compile: `format_of(mx.qdata.dtype)`)."""
         return format_of(self.qdata.dtype)
 
     @property
     def block_shape(self) -> tuple[int, int]:
         """(rows, columns) of elements that one scale covers."""
-        return 1 if self.axis == -1 else self.block, 1 if self.axis == -2 else self.block
+        return 1 if self.axis == -1 else self.block_size, 1 if self.axis == -2 else self.block_size
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, (..., N, K) contiguous in `dtype` (default: the outer dtype), the row index applied.
@@ -136,7 +136,7 @@ class MXTensor(Tensor):
         return values
 
     def materialize(self) -> "MXTensor":
-        """The same tensor without a row index, dense, its codes contiguous along the blocked axis (tiles: by rows).
+        """The same tensor without a row index, dense, its qdata contiguous along the blocked axis (tiles: by rows).
 
         A copy only where needed. A row of zeros (-1) gets code 0 and scale byte 0. Gradients pass unchanged.
         """
@@ -146,10 +146,10 @@ class MXTensor(Tensor):
         if self.row_index is None and self.qdata.is_contiguous() and dense_scale:
             return self
         qdata, scale = ops.materialize(self.qdata, self.scale, self.row_index)
-        return wrap(self, qdata, scale, None, self.axis, self.block, self.dtype)
+        return wrap(self, qdata, scale, None, self.axis, self.block_size, self.dtype)
 
     def along(self, axis: int) -> "MXTensor":
-        """Tiles seen as blocks along one axis: the same codes, each tile's scale repeated for its 32 rows or columns.
+        """Tiles seen as blocks along one axis: the same qdata, each tile's scale repeated for its 32 rows or columns.
 
         axis: -1 or -2 (or positive). So one quantization of a weight W (N, K) serves W (along K) and W^T (along N):
         `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. Codes keep their strides: along(-2) of tiles stored by
@@ -163,14 +163,14 @@ class MXTensor(Tensor):
             raise ValueError(f"along: got a tensor blocked along {self.axis}, want tiles or axis {axis}: requantize it")
         if axis_ == -2:
             return self._turned().along(-1)._turned()
-        scale = ops.expand_scale(self.scale, self.block)
-        return wrap(self, self.qdata, scale, None, -1, self.block, self.dtype)
+        scale = ops.expand_scale(self.scale, self.block_size)
+        return wrap(self, self.qdata, scale, None, -1, self.block_size, self.dtype)
 
     def _turned(self) -> "MXTensor":
         return self.transpose(-2, -1)  # type: ignore[return-value]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        parts = [f"shape={tuple(self.shape)}", str(self.format), f"axis={self.axis}", f"block={self.block}"]
+        parts = [f"shape={tuple(self.shape)}", str(self.format), f"axis={self.axis}", f"block_size={self.block_size}"]
         if self.row_index is not None:
             parts.append(f"rows of {self.qdata.shape[0]}")
         parts += [f"dtype={self.dtype}", f"device={self.device}"]
@@ -184,11 +184,11 @@ class MXTensor(Tensor):
         """An MXTensor of other bytes, and perhaps another axis, with this one's block and outer dtype. No autograd, and
         no checks: the parts must fit."""
         axis = self.axis if axis is None else axis
-        return MXTensor(qdata, scale, row_index, axis, self.block, self.dtype, trusted=True)
+        return MXTensor(qdata, scale, row_index, axis, self.block_size, self.dtype, trusted=True)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Axis, int, torch.dtype]]:
         names = ["qdata", "scale"] if self.row_index is None else ["qdata", "scale", "row_index"]
-        return names, (self.axis, self.block, self.dtype)
+        return names, (self.axis, self.block_size, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -224,24 +224,24 @@ class MXTensor(Tensor):
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "MXTensor"], tuple[Any, ...]]:
         # Bytes: torch's plain pickles of 8-bit floats cannot be read back.
         parts = self.qdata.view(torch.uint8), self.scale.view(torch.uint8), self.row_index
-        how = self.qdata.dtype, self.axis, self.block, self.dtype
+        how = self.qdata.dtype, self.axis, self.block_size, self.dtype
         return rebuild_mxtensor, (*parts, *how, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
 
 def rebuild_mxtensor(
-    codes: Tensor,
+    raw: Tensor,
     scale: Tensor,
     row_index: Tensor | None,
     dtype: torch.dtype,
     axis: Axis,
-    block: int,
+    block_size: int,
     orig_dtype: torch.dtype,
     requires_grad: bool,
     is_parameter: bool,
 ) -> MXTensor:
     """What `torch.load(weights_only=True)` calls: checks the bytes of a file like those of any caller."""
-    qdata = codes.view(dtype)
-    mx = MXTensor.from_qdata_and_scales(qdata, scale, orig_dtype, axis=axis, block=block, row_index=row_index)
+    qdata = raw.view(dtype)
+    mx = MXTensor.from_qdata_and_scales(qdata, scale, orig_dtype, axis=axis, block_size=block_size, row_index=row_index)
     if is_parameter:
         return torch.nn.Parameter(mx, requires_grad)  # type: ignore[return-value]
     return mx.requires_grad_(requires_grad)  # type: ignore[return-value]
@@ -271,10 +271,10 @@ class _Wrap(torch.autograd.Function):
         scale: Tensor,
         row_index: Tensor | None,
         axis: Axis,
-        block: int,
+        block_size: int,
         dtype: torch.dtype,
     ) -> MXTensor:
-        return MXTensor(qdata, scale, row_index, axis, block, dtype, trusted=True)
+        return MXTensor(qdata, scale, row_index, axis, block_size, dtype, trusted=True)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -287,9 +287,10 @@ def wrap(
     scale: Tensor,
     row_index: Tensor | None,
     axis: Axis,
-    block: int,
+    block_size: int,
     dtype: torch.dtype,
 ) -> MXTensor:
     """An MXTensor of these parts whose gradient passes unchanged (straight through) to `source`, same shape."""
-    mx: MXTensor = _Wrap.apply(source, qdata, scale, row_index, axis, block, dtype)  # type: ignore[no-untyped-call]
+    args = source, qdata, scale, row_index, axis, block_size, dtype
+    mx: MXTensor = _Wrap.apply(*args)  # type: ignore[no-untyped-call]
     return mx

@@ -1,4 +1,4 @@
-"""Rows by an index, in words as wide as rows and their places allow. Programs past the last live row end at once."""
+"""Rows by an index, in words as wide as rows and their places allow. Programs past the last valid row end at once."""
 
 import math
 from collections.abc import Sequence
@@ -19,28 +19,28 @@ def gather_kernel(
     part_ptr, index_ptr, ends_ptr, out_ptr, stride, rows, groups,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, NT: tl.constexpr,
 ):  # fmt: skip
-    live = rows
+    valid = rows
     if ends_ptr is not None:
-        live = tl.minimum(rows, tl.load(ends_ptr + groups - 1))
+        valid = tl.minimum(rows, tl.load(ends_ptr + groups - 1))
     first = tl.program_id(0) * NT
-    if first >= live:
+    if first >= valid:
         return
     row = first + tl.arange(0, NT)
-    source = tl.where(row < live, row, -1)
+    source = tl.where(row < valid, row, -1)
     if index_ptr is not None:
-        source = tl.load(index_ptr + row, mask=row < live, other=-1)
+        source = tl.load(index_ptr + row, mask=row < valid, other=-1)
     column = tl.arange(0, BLOCK)[None, :]
     place = tl.maximum(source, 0).to(tl.int64)[:, None] * stride + column
     x = tl.load(part_ptr + place, mask=(source >= 0)[:, None] & (column < WIDTH), other=0)
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * WIDTH + column, x, mask=(row < live)[:, None] & (column < WIDTH))
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * WIDTH + column, x, mask=(row < valid)[:, None] & (column < WIDTH))
 
 
-def gather_rows(parts: Sequence[Tensor], row_index: Tensor | None, group_ends: Tensor | None) -> list[Tensor]:
+def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None) -> list[Tensor]:
     """mxep::gather_rows."""
-    return [_gather(part, row_index, group_ends) for part in parts]
+    return [_gather(part, row_index, offs) for part in payload]
 
 
-def _gather(part: Tensor, row_index: Tensor | None, group_ends: Tensor | None) -> Tensor:
+def _gather(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tensor:
     rows = len(part if row_index is None else row_index)
     out = torch.empty(rows, part.shape[1], dtype=part.dtype, device=part.device)
     if not out.numel():
@@ -54,7 +54,7 @@ def _gather(part: Tensor, row_index: Tensor | None, group_ends: Tensor | None) -
     block = triton.next_power_of_2(width)
     at_once = max(1, TILE_BYTES // (block * word))
     gather_kernel[(triton.cdiv(len(out), at_once),)](
-        source, None if row_index is None else row_index.contiguous(), group_ends, target, source.stride(0), len(out),
-        0 if group_ends is None else len(group_ends), WIDTH=width, BLOCK=block, NT=at_once, num_warps=NUM_WARPS,
+        source, None if row_index is None else row_index.contiguous(), offs, target, source.stride(0), len(out),
+        0 if offs is None else len(offs), WIDTH=width, BLOCK=block, NT=at_once, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ class Launch:
     Attributes:
         layout: of the buffer. rank: ours. pointers: (W,) int64, the buffer's address on each rank.
         state: (3,) int64, see `signals.py`. step: the move's kind, of ``STEPS``.
-        max_programs: how many multiprocessors may be used.
+        max_sms: how many multiprocessors may be used.
         clock: whether there is a GPU's clock to wait by.
     """
 
@@ -25,7 +25,7 @@ class Launch:
     pointers: Tensor
     state: Tensor
     step: str
-    max_programs: int
+    max_sms: int
     clock: bool
 
     def signature(self, number: int) -> int:

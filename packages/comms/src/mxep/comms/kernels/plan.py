@@ -5,7 +5,7 @@
                                                        ids, tile by tile -> rows -> row_source, slot_rows, ...
 
 Every `place` program sums all counts of earlier chunks by itself, which saves a launch that scans them: there are at
-most 256 chunks (128 of many experts) unless there are more senders. Only `place` writes live rows, each program its
+most 256 chunks (128 of many experts) unless there are more senders. Only `place` writes valid rows, each program its
 own, and `count` has filled all rows by then, so padding needs no pass of its own. The rows of other ranks' experts are
 counted as well: program o sums what rank o needs and what does not fit there, so every rank knows who overflows.
 
@@ -125,7 +125,7 @@ def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constex
 @triton.jit(
     do_not_specialize=[
         "max_tokens", "pairs", "chunk", "chunks", "chunks_of_source", "first_source", "first_counted", "counted",
-        "first_expert", "experts", "experts_per_rank", "owners", "multiple", "max_rows",
+        "first_expert", "experts", "experts_per_rank", "owners", "alignment", "max_rows",
     ]
 )  # fmt: skip
 def place_kernel(
@@ -153,7 +153,7 @@ def place_kernel(
     experts,
     experts_per_rank,
     owners,
-    multiple,
+    alignment,
     max_rows,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -170,7 +170,7 @@ def place_kernel(
     expert = tl.arange(0, EXPERTS)
     here_ptr = counts_ptr + (first_expert - first_counted)
     sizes, earlier = _sizes(here_ptr, counted, experts, chunks, this_chunk, EXPERTS, CHUNKS)
-    padded = (sizes + multiple - 1) // multiple * multiple
+    padded = (sizes + alignment - 1) // alignment * alignment
     ends = tl.cumsum(padded, 0)
     start = ends - padded
     if row_source_ptr is None:
@@ -186,7 +186,7 @@ def place_kernel(
             tl.store(totals_ptr + 2 * owners, tl.sum(wrong, 0).to(tl.int64))
         for owner in range(this_chunk, owners, chunks):
             of_owner, _ = _sizes(counts_ptr + owner * experts, counted, experts, chunks, 0, EXPERTS, CHUNKS)
-            needed = (of_owner + multiple - 1) // multiple * multiple
+            needed = (of_owner + alignment - 1) // alignment * alignment
             past = tl.cumsum(needed, 0) - needed + of_owner - max_rows
             tl.store(totals_ptr + owner, tl.sum(needed, 0).to(tl.int64))
             dropped = tl.minimum(tl.maximum(past, 0), of_owner)
@@ -195,12 +195,12 @@ def place_kernel(
     TILE: tl.constexpr = SEGMENTS * SEGMENT
     lane = tl.arange(0, TILE)
     flat0 = source * max_tokens * TOP_K
-    live = tl.minimum(_live_pairs(num_tokens_ptr, source, max_tokens, TOP_K), pairs)
+    valid = tl.minimum(_live_pairs(num_tokens_ptr, source, max_tokens, TOP_K), pairs)
     begin = tl.program_id(0) * chunk
     next_row = start + earlier
     for first in range(begin, tl.minimum(begin + chunk, pairs), TILE):
         pair = first + lane
-        local = tl.load(ids_ptr + flat0 + pair, mask=pair < live, other=-1) - first_expert
+        local = tl.load(ids_ptr + flat0 + pair, mask=pair < valid, other=-1) - first_expert
         mine = (local >= 0) & (local < experts)
         local = tl.where(mine, local, -1)
         place, of_segment = _order(local, SEGMENTS, SEGMENT, EXPERTS)
@@ -224,7 +224,7 @@ def make_plan(
     num_tokens: Tensor,
     first_expert: int,
     num_local_experts: int,
-    multiple: int,
+    alignment: int,
     max_rows: int,
     num_experts: int,
 ) -> PlanTensors:
@@ -235,7 +235,7 @@ def make_plan(
     row_source, row_slot = (torch.empty(max_rows, dtype=torch.int32, device=device) for _ in range(2))
     row_weight = torch.empty(max_rows, dtype=torch.float32, device=device)
     slot_rows = torch.empty((sources * max_tokens, top_k), dtype=torch.int32, device=device)
-    group_ends, group_sizes = (torch.empty(num_local_experts, dtype=torch.int32, device=device) for _ in range(2))
+    offs, group_sizes = (torch.empty(num_local_experts, dtype=torch.int32, device=device) for _ in range(2))
     owners = owners_of(num_experts, num_local_experts)
     first_counted, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
     totals = torch.empty(2 * owners + 1, dtype=torch.int64, device=device)
@@ -249,12 +249,12 @@ def make_plan(
         **options,
     )  # fmt: skip
     place_kernel[(chunks, sources)](
-        expert_ids, weights, num_tokens, counts, wrong, row_source, row_slot, row_weight, slot_rows, group_ends,
+        expert_ids, weights, num_tokens, counts, wrong, row_source, row_slot, row_weight, slot_rows, offs,
         group_sizes, totals, max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
-        first_expert, num_local_experts, num_local_experts, owners, multiple, max_rows,
+        first_expert, num_local_experts, num_local_experts, owners, alignment, max_rows,
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
-    return row_source, row_slot, row_weight, slot_rows, group_ends, group_sizes, totals
+    return row_source, row_slot, row_weight, slot_rows, offs, group_sizes, totals
 
 
 def plan_destinations(
@@ -263,7 +263,7 @@ def plan_destinations(
     rank: int,
     num_tokens_here: int,
     experts_per_rank: int,
-    multiple: int,
+    alignment: int,
     max_rows: int,
     num_experts: int,
 ) -> Tensor:
@@ -283,7 +283,7 @@ def plan_destinations(
     place_kernel[(triton.cdiv(pair_rows.numel(), chunk), 1)](
         expert_ids, None, num_tokens, counts, None, None, None, None, pair_rows, None, None, None,
         max_tokens, pair_rows.numel(), chunk, sources * chunks, chunks, rank, 0, num_experts, 0, num_experts,
-        experts_per_rank, 0, multiple, max_rows,
+        experts_per_rank, 0, alignment, max_rows,
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
     return pair_rows

@@ -174,26 +174,26 @@ def put_tables_kernel(
 
 def put_rows(
     launch: Launch,
-    parts: Sequence[Tensor],
+    payload: Sequence[Tensor],
     expert_ids: Tensor,
     experts_per_rank: int,
     *,
     rows: Tensor | None = None,
-    group_ends: Tensor | None = None,
+    offs: Tensor | None = None,
     group_sizes: Tensor | None = None,
 ) -> None:
     """Tokens to slots; with ``rows`` (T, K) int32 to expert-major rows, and zeroes on the padding of the own groups."""
     layout = launch.layout
-    words, widths, offsets = _in_words(parts)
+    words, widths, offsets = _in_words(payload)
     blocks = [triton.next_power_of_2(width) for width in widths]
-    tile_bytes = TILE_BYTES * (4 if launch.max_programs <= FEW_PROGRAMS else 1)
-    at_once = rows_at_once(tile_bytes, blocks[0] * words[0].itemsize, len(expert_ids), launch.max_programs)
-    programs = max(1, min(triton.cdiv(len(expert_ids), at_once), launch.max_programs))
+    tile_bytes = TILE_BYTES * (4 if launch.max_sms <= FEW_PROGRAMS else 1)
+    at_once = rows_at_once(tile_bytes, blocks[0] * words[0].itemsize, len(expert_ids), launch.max_sms)
+    programs = max(1, min(triton.cdiv(len(expert_ids), at_once), launch.max_sms))
     put_rows_kernel[(programs,)](
-        expert_ids, rows, group_ends, group_sizes, words[0],
+        expert_ids, rows, offs, group_sizes, words[0],
         words[1] if len(words) > 1 else None, launch.pointers, launch.state, len(expert_ids), layout.max_tokens,
         launch.rank, experts_per_rank,
-        0 if group_ends is None else len(group_ends), launch.signature(offsets[-1]), layout.signals_start,
+        0 if offs is None else len(offs), launch.signature(offsets[-1]), layout.signals_start,
         layout.own_start, layout.rows_start,
         W=layout.world_size, WP=triton.next_power_of_2(layout.world_size), K=layout.top_k,
         KP=triton.next_power_of_2(layout.top_k), ROW_BYTES=layout.row_bytes, WIDTH0=widths[0], BLOCK0=blocks[0],
@@ -204,7 +204,7 @@ def put_rows(
 
 def put_tables(launch: Launch, expert_ids: Tensor, weights: Tensor, experts_per_rank: int) -> None:
     layout = launch.layout
-    programs = max(1, min(triton.cdiv(expert_ids.numel(), TABLE_PAIRS), launch.max_programs))
+    programs = max(1, min(triton.cdiv(expert_ids.numel(), TABLE_PAIRS), launch.max_sms))
     put_tables_kernel[(programs,)](
         expert_ids, weights, launch.pointers, launch.state, len(expert_ids), layout.max_tokens, launch.rank,
         experts_per_rank, launch.signature(layout.top_k), layout.ids_start, layout.values_start,
@@ -214,12 +214,12 @@ def put_tables(launch: Launch, expert_ids: Tensor, weights: Tensor, experts_per_
     )  # fmt: skip
 
 
-def _in_words(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
+def _in_words(payload: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
     """Parts as words, their widths in words, and where each starts in a row, in bytes; last, where the row ends."""
-    if len(parts) > MOST_PARTS:
-        parts = [torch.cat(tuple(parts), 1)]
+    if len(payload) > MOST_PARTS:
+        payload = [torch.cat(tuple(payload), 1)]
     words, widths, offsets = [], [], [0]
-    for part in parts:
+    for part in payload:
         width = part.shape[1]
         # Flat: one row is contiguous to torch whatever its stride, which a view as wider words would not take.
         part = part.contiguous().view(-1)

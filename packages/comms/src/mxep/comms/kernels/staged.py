@@ -103,11 +103,11 @@ def sum_home(
         )  # fmt: skip
 
 
-def zero_padding(rows: Tensor, group_ends: Tensor, group_sizes: Tensor) -> None:
-    """Zeroes on rows (R_max, words) int64 between the last live row and the end of each group (e,)."""
+def zero_padding(rows: Tensor, offs: Tensor, group_sizes: Tensor) -> None:
+    """Zeroes on rows (R_max, words) int64 between the last valid row and the end of each group (e,)."""
     words = rows.shape[1]
     block = min(PADDING_WORDS, triton.next_power_of_2(words))
     with torch.cuda.device_of(rows):
-        zero_padding_kernel[(len(group_ends),)](
-            rows, group_ends, group_sizes, rows.stride(0), WORDS=words, BLOCK=block, num_warps=4
+        zero_padding_kernel[(len(offs),)](
+            rows, offs, group_sizes, rows.stride(0), WORDS=words, BLOCK=block, num_warps=4
         )

@@ -219,7 +219,7 @@ def return_sums(
     layout = launch.layout
     dim = rows.shape[1]
     block = triton.next_power_of_2(dim)
-    programs = PER_SM * launch.max_programs
+    programs = PER_SM * launch.max_sms
     at_once = rows_at_once(TILE_BYTES, block * rows.itemsize, layout.max_tokens, programs)
     tiles = max(1, triton.cdiv(layout.max_tokens, at_once))
     tile_bytes = at_once * min(layout.top_k, layout.world_size) * dim * rows.itemsize

@@ -43,7 +43,7 @@ class AllToAllRouting(Routing):
 class AllToAllDispatcher(TokenDispatcher):
     """See :class:`TokenDispatcher`. Buffers have the exact size of each step, so ``capacity`` is not consulted."""
 
-    def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
+    def send(self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int) -> tuple[Parts, Routing]:
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         wrong = (expert_ids < -1) | (expert_ids >= self.num_experts)
         found = expert_ids[wrong].unique().tolist() if expert_ids.device.type == "cpu" else []
@@ -58,23 +58,23 @@ class AllToAllDispatcher(TokenDispatcher):
         order = rank.argsort(stable=True)[: sum(sent)]
 
         token = order.div(expert_ids.shape[1], rounding_mode="floor")
-        outgoing = [part[token] for part in parts]
+        outgoing = [part[token] for part in payload]
         outgoing += [table.reshape(-1, 1)[order].view(torch.uint8) for table in (expert_ids, weights)]
         *slots, ids, weight = self._move(outgoing, sent, received)
         plan = self._plan(
             ids.view(torch.int32)[None],
             weight.view(torch.float32)[None],
             torch.full((1,), len(ids), dtype=torch.int32, device=ids.device),
-            multiple=multiple,
+            alignment=alignment,
             capacity=Capacity.exact(),
             invalid=sum(invalid),
         )
         return tuple(slots), AllToAllRouting(plan, expert_ids, self.num_local_experts, order, sent, received)
 
-    def resend(self, parts: Parts, routing: Routing) -> Parts:
+    def resend(self, payload: Parts, routing: Routing) -> Parts:
         assert isinstance(routing, AllToAllRouting)
         token = routing.order.div(routing.expert_ids.shape[1], rounding_mode="floor")
-        return self._move([part[token] for part in parts], routing.sent, routing.received)
+        return self._move([part[token] for part in payload], routing.sent, routing.received)
 
     def give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
@@ -114,12 +114,12 @@ class AllToAllDispatcher(TokenDispatcher):
         sent, received, invalid = torch.stack((counts, *incoming.unbind(1))).tolist()
         return sent, received, invalid
 
-    def _move(self, parts: list[Tensor], sent: list[int], received: list[int]) -> Parts:
+    def _move(self, payload: list[Tensor], sent: list[int], received: list[int]) -> Parts:
         """Rows (sum(sent), n_i) bytes -> (sum(received), n_i), in one collective."""
         if self.world_size == 1:
-            return tuple(parts)
-        outgoing = torch.cat(parts, 1)
+            return tuple(payload)
+        outgoing = torch.cat(payload, 1)
         incoming = outgoing.new_empty(sum(received), outgoing.shape[1])
         dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
-        arrived = incoming.split([part.shape[1] for part in parts], 1)
+        arrived = incoming.split([part.shape[1] for part in payload], 1)
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in arrived)

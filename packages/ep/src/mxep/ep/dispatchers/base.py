@@ -86,16 +86,16 @@ class Routing:
         """Counts as 0-d int64 tensors on the device, no host sync.
 
         ``routed``: (token, expert) pairs of this rank's tokens. ``sent``: rows this rank's tokens put on the wire,
-        those to itself included. ``live``: rows this rank's experts compute, padding included. ``padding``: of these.
+        those to itself included. ``valid``: rows this rank's experts compute, padding included. ``padding``: of these.
         ``dropped``: rows of all ranks' experts that did not fit the capacity. ``invalid``: ids of all ranks' tokens out
         of range. These two are the same on all ranks.
         """
-        live = self.plan.group_ends[-1].long()
+        valid = self.plan.offs[-1].long()
         return {
             "routed": (self.expert_ids >= 0).sum(),
             "sent": self.wire_rows(),
-            "live": live,
-            "padding": live - (self.plan.row_slot >= 0).sum(),
+            "live": valid,
+            "padding": valid - (self.plan.row_slot >= 0).sum(),
             "dropped": self.plan.overflow.sum(),
             "invalid": self.plan.invalid,
         }
@@ -182,31 +182,31 @@ class TokenDispatcher(ABC):
         return None
 
     @abstractmethod
-    def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
+    def send(self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int) -> tuple[Parts, Routing]:
         """Tokens to their experts' ranks.
 
         Args:
-            parts: uint8 (T, n_i) each, the bytes of a row cut in parts.
+            payload: uint8 (T, n_i) each, the bytes of a row cut in parts.
             expert_ids: (T, K) int32. weights: (T, K) fp32.
-            multiple: groups are padded to it.
+            alignment: groups are padded to it.
 
         Returns the parts as slots (S, n_i), until the next move if the dispatcher ``borrows``, and the routing.
         """
 
     def start_send(
-        self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int
+        self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int
     ) -> Callable[[], tuple[Parts, Routing]]:
         """:meth:`send`, begun; what it returns waits for it. Where moves can run aside, they do meanwhile."""
-        result = self.send(parts, expert_ids, weights, multiple=multiple)
+        result = self.send(payload, expert_ids, weights, alignment=alignment)
         return lambda: result
 
     @abstractmethod
-    def resend(self, parts: Parts, routing: Routing) -> Parts:
+    def resend(self, payload: Parts, routing: Routing) -> Parts:
         """The same move for other bytes, no planning: (T, n_i) each -> slots (S, n_i), as of send."""
 
-    def start_resend(self, parts: Parts, routing: Routing) -> Callable[[], Parts]:
+    def start_resend(self, payload: Parts, routing: Routing) -> Callable[[], Parts]:
         """:meth:`resend`, begun, as `start_send` begins `send`."""
-        result = self.resend(parts, routing)
+        result = self.resend(payload, routing)
         return lambda: result
 
     @abstractmethod
@@ -259,13 +259,13 @@ class TokenDispatcher(ABC):
         return ()
 
     def _what_did_not_fit(self, needed: list[int], overflow: list[int]) -> str:
-        max_tokens, top_k, multiple, max_rows = self._room
+        max_tokens, top_k, alignment, max_rows = self._room
         lost = ", ".join(
             f"{rows} on rank {rank}, which needed {needed[rank]}" for rank, rows in enumerate(overflow) if rows
         )
         cure = "a token names an expert twice"
         if self.capacity.kind == "factor":
-            sizes = {"num_local_experts": self.num_local_experts, "multiple": multiple}
+            sizes = {"num_local_experts": self.num_local_experts, "alignment": alignment}
             enough = Capacity.enough(max(needed), max_tokens, top_k, **sizes)
             cure = f"Capacity.factor({enough:g}) would have been enough"
         return f"rows did not fit {self.capacity}, {max_rows} on each rank: {lost}; the step is not usable, {cure}"
@@ -276,7 +276,7 @@ class TokenDispatcher(ABC):
         weights: Tensor,
         num_tokens: Tensor,
         *,
-        multiple: int,
+        alignment: int,
         capacity: Capacity,
         invalid: int = 0,
     ) -> RoutingPlan:
@@ -288,13 +288,13 @@ class TokenDispatcher(ABC):
             num_tokens,
             first_expert=self.rank * self.num_local_experts,
             num_local_experts=self.num_local_experts,
-            multiple=multiple,
+            alignment=alignment,
             capacity=capacity,
             num_experts=self.num_experts,
         )
         if invalid:
             plan.counts[-1] += invalid
-        self._room = max(self._room, (ids.shape[1], ids.shape[2], multiple, plan.max_rows))
+        self._room = max(self._room, (ids.shape[1], ids.shape[2], alignment, plan.max_rows))
         self._count(plan.counts)
         return plan
 

@@ -19,14 +19,14 @@ class LocalDispatcher(TokenDispatcher):
     def static_tokens(self, num_tokens: int) -> tuple[int, int]:
         return 1, num_tokens
 
-    def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
+    def send(self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int) -> tuple[Parts, Routing]:
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         num_tokens = torch.full((1,), len(expert_ids), dtype=torch.int32, device=expert_ids.device)
-        plan = self._plan(expert_ids[None], weights[None], num_tokens, multiple=multiple, capacity=self.capacity)
-        return parts, Routing(plan, expert_ids, self.num_local_experts)
+        plan = self._plan(expert_ids[None], weights[None], num_tokens, alignment=alignment, capacity=self.capacity)
+        return payload, Routing(plan, expert_ids, self.num_local_experts)
 
-    def resend(self, parts: Parts, routing: Routing) -> Parts:
-        return parts
+    def resend(self, payload: Parts, routing: Routing) -> Parts:
+        return payload
 
     def give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None

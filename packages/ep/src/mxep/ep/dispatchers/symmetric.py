@@ -67,31 +67,31 @@ class SymmetricDispatcher(TokenDispatcher):
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         return None if self.max_tokens is None else (self.world_size, self.max_tokens)
 
-    def send(self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int) -> tuple[Parts, Routing]:
-        return self._send(parts, expert_ids, weights, multiple, None)()
+    def send(self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int) -> tuple[Parts, Routing]:
+        return self._send(payload, expert_ids, weights, alignment, None)()
 
     def start_send(
-        self, parts: Parts, expert_ids: Tensor, weights: Tensor, *, multiple: int
+        self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int
     ) -> Callable[[], tuple[Parts, Routing]]:
-        return self._send(parts, expert_ids, weights, multiple, BESIDE)
+        return self._send(payload, expert_ids, weights, alignment, BESIDE)
 
     def _send(
-        self, parts: Parts, expert_ids: Tensor, weights: Tensor, multiple: int, num_programs: int | None
+        self, payload: Parts, expert_ids: Tensor, weights: Tensor, alignment: int, num_sms: int | None
     ) -> Callable[[], tuple[Parts, Routing]]:
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         workspace = self._workspace(expert_ids)
-        sending = start_send_rows(workspace, parts, expert_ids, weights, num_programs=num_programs)
+        sending = start_send_rows(workspace, payload, expert_ids, weights, num_sms=num_sms)
         assert sending.tables is not None
-        plan = self._plan(*sending.tables, multiple=multiple, capacity=self.capacity)  # while rows are under way
+        plan = self._plan(*sending.tables, alignment=alignment, capacity=self.capacity)  # while rows are under way
         routing = Routing(plan, expert_ids, self.num_local_experts)
-        return lambda: (sending.wait().parts, routing)
+        return lambda: (sending.wait().payload, routing)
 
-    def resend(self, parts: Parts, routing: Routing) -> Parts:
-        return send_rows(self._workspace_of(routing), parts, routing.expert_ids).parts
+    def resend(self, payload: Parts, routing: Routing) -> Parts:
+        return send_rows(self._workspace_of(routing), payload, routing.expert_ids).payload
 
-    def start_resend(self, parts: Parts, routing: Routing) -> Callable[[], Parts]:
-        sending = start_send_rows(self._workspace_of(routing), parts, routing.expert_ids, num_programs=BESIDE)
-        return lambda: sending.wait().parts
+    def start_resend(self, payload: Parts, routing: Routing) -> Callable[[], Parts]:
+        sending = start_send_rows(self._workspace_of(routing), payload, routing.expert_ids, num_sms=BESIDE)
+        return lambda: sending.wait().payload
 
     def give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None

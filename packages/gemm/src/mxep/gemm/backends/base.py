@@ -14,11 +14,11 @@ __all__ = ["Backend"]
 
 
 class Backend(Protocol):
-    """Three products over ragged groups of rows: rows group_ends[g-1] .. group_ends[g] - 1 are of group g.
+    """Three products over ragged groups of rows: rows offs[g-1] .. offs[g] - 1 are of group g.
 
     Operands are quantized as the recipe says: MXTensor, or plain bf16 / fp32. Activations and gradients are blocked
     along their rows (maybe indexed: bytes still in receive slots); weights as `quantize_weight` made them.
-    Rows past group_ends[-1] (int32, on the device) are not read; in results they are unspecified.
+    Rows past offs[-1] (int32, on the device) are not read; in results they are unspecified.
     Only reference waits for the host. Derive from this class to inherit what is defined here.
     """
 
@@ -51,20 +51,18 @@ class Backend(Protocol):
         """Its rows alone, and columns' magnitudes or None, to be kept until `quantize_weight_cols`."""
         return quantize_weight_rows(w, recipe)
 
-    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
+    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
         """Its cols alone: in backward, where they are needed, so that nobody keeps them until then."""
-        return quantize_weight_cols(w, recipe, magnitudes)
+        return quantize_weight_cols(w, recipe, amax)
 
-    def forward(
-        self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
+    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         """a (M, K), w (G, N, K) the rows of its quantization -> (M, N): a[rows of g] @ w[g].T + bias[g].
 
         bias: (G, N) or None.
         """
         ...
 
-    def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         """dy (M, N), w (G, N, K) the cols of its quantization -> (M, K): dy[rows of g] @ w[g].
 
         The result has memory of its own, which the caller may write over and the next call must not.
@@ -75,7 +73,7 @@ class Backend(Protocol):
         self,
         dy: Tensor,
         a: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         recipe: Recipe,
         out_dtype: torch.dtype,
@@ -84,7 +82,7 @@ class Backend(Protocol):
         """dy (M, N), a (M, K), both blocked along their rows -> (G, N, K): scale * dy[rows of g].T @ a[rows of g], 0 if
         empty.
 
-        How row-blocked codes become operands that contract over rows is the backend's business; `recipe.along_tokens`
+        How row-blocked qdata become operands that contract over rows is the backend's business; `recipe.along_tokens`
         is the definition.
         """
         ...
@@ -93,7 +91,7 @@ class Backend(Protocol):
         self,
         dy: Tensor,
         a: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         recipe: Recipe,
         out_dtype: torch.dtype,
@@ -102,14 +100,12 @@ class Backend(Protocol):
     ) -> Callable[[], Tensor | None]:
         """`wgrad`, or with `to` `add_wgrad`, in two steps: what is returned multiplies.
 
-        Where operands are turned first, they are now, and dy and a may go before the gradient takes its memory.
+        Where operands are transposed first, they are now, and dy and a may go before the gradient takes its memory.
         """
         if to is None:
-            return lambda: self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, scale=scale)
-        return lambda: self.add_wgrad(dy, a, group_ends, recipe=recipe, to=to, scale=scale)
+            return lambda: self.wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, scale=scale)
+        return lambda: self.add_wgrad(dy, a, offs, recipe=recipe, to=to, scale=scale)
 
-    def add_wgrad(
-        self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0
-    ) -> None:
+    def add_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0) -> None:
         """`wgrad` added into `to`, (G, N, K) fp32."""
-        to.add_(self.wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype), alpha=scale)
+        to.add_(self.wgrad(dy, a, offs, recipe=recipe, out_dtype=to.dtype), alpha=scale)

@@ -1,8 +1,8 @@
 """The blackwell backend: torch's scaled grouped mm (CUTLASS) with MX scales in the layout of Blackwell's tensor cores.
 
-    a       codes (M, K), gathered if indexed     scales swizzled group by group, each group's rows padded to 128
-    w       codes (G, N, K)                       scales swizzled matrix by matrix                -> out (M, N), and da
-    dy, a   codes (N, M), (K, M), requantized     scales swizzled group by group, each group's blocks of tokens padded
+    a       qdata (M, K), gathered if indexed     scales swizzled group by group, each group's rows padded to 128
+    w       qdata (G, N, K)                       scales swizzled matrix by matrix                -> out (M, N), and da
+    dy, a   qdata (N, M), (K, M), requantized     scales swizzled group by group, each group's blocks of tokens padded
             along tokens                          to 4: `swizzle_along_tokens`                    -> dw (G, N, K)
 
 A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`), so groups need no more than MX's own multiple of 32 rows: what
@@ -11,7 +11,7 @@ formula, operands against torch's own checks of shapes and strides; no product h
 
 What torch offers sets the limits: compute capability 10.x, E4M3 for both operands, bf16 results. So there is one more
 rounding to bf16 where out_dtype is fp32 and before a bias or main_grad is added, and E5M2 gradients are refused.
-Weights' scales (1/32 of their codes) are swizzled at each call. Tiles (32x32) are kept as two copies of the codes.
+Weights' scales (1/32 of their qdata) are swizzled at each call. Tiles (32x32) are kept as two copies of the qdata.
 """
 
 import torch
@@ -55,47 +55,45 @@ class Blackwell(Backend):
     def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         return self.quantize_weight(w, recipe, cols=False).rows, None
 
-    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
-        cols = super().quantize_weight_cols(w, recipe, magnitudes)
+    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
+        cols = super().quantize_weight_cols(w, recipe, amax)
         tiles = isinstance(cols, MXTensor) and recipe.weight_block == "32x32"
         return cols.along(-2).materialize() if tiles else cols  # type: ignore[attr-defined]
 
-    def forward(
-        self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
+    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         a, w = self._e4m3("a", a), self._e4m3("w", w)
         if not len(a):
             return torch.empty((0, w.shape[1]), dtype=out_dtype, device=w.device)
-        out = multiply(*rows_operand(a, group_ends), *weight_operand(w), group_ends)
+        out = multiply(*rows_operand(a, offs), *weight_operand(w), offs)
         out = in_dtype(out, out_dtype)
-        return out if bias is None else in_dtype(out + bias[group_of_row(group_ends, len(out))], out_dtype)
+        return out if bias is None else in_dtype(out + bias[group_of_row(offs, len(out))], out_dtype)
 
-    def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-        return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype)
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
     def wgrad(
         self,
         dy: Tensor,
         a: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         recipe: Recipe,
         out_dtype: torch.dtype,
         scale: float = 1.0,
     ) -> Tensor:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
-            return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, scale=scale)
+            return Dequant().wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, scale=scale)
         dy, a = self._e4m3("dy", dy), self._e4m3("a", a)
         if not len(dy):
-            shape = group_ends.shape[0], dy.shape[1], a.shape[1]
+            shape = offs.shape[0], dy.shape[1], a.shape[1]
             return torch.zeros(shape, dtype=out_dtype, device=dy.device)
-        dy, a = (requantize(x, mode=recipe.mode, group_ends=group_ends) for x in (dy, a))
-        (y, y_scale), (x, x_scale) = tokens_operand(dy, group_ends), tokens_operand(a, group_ends)
-        dw = multiply(y, y_scale, x.mT, x_scale, group_ends)
+        dy, a = (requantize(x, mode=recipe.mode, offs=offs) for x in (dy, a))
+        (y, y_scale), (x, x_scale) = tokens_operand(dy, offs), tokens_operand(a, offs)
+        dw = multiply(y, y_scale, x.mT, x_scale, offs)
         if scale != 1:
-            dw.mul_(scale)  # codes cannot be
+            dw.mul_(scale)  # qdata cannot be
         # Whether the kernel writes empty groups is not documented.
-        empty = group_ends.diff(prepend=group_ends.new_zeros(1)) == 0
+        empty = offs.diff(prepend=offs.new_zeros(1)) == 0
         return in_dtype(dw.masked_fill_(empty.view(-1, 1, 1), 0), out_dtype)
 
     def _e4m3(self, name: str, x: Tensor) -> MXTensor:
@@ -108,45 +106,45 @@ class Blackwell(Backend):
         return mx
 
 
-def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_ends: Tensor) -> Tensor:
-    """torch's product of codes whose swizzled scales are e8m0, bf16: a (M, K) x b (G, K, N), or a (N, M) x b (M, K)."""
-    out: Tensor = torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=group_ends, out_dtype=torch.bfloat16)
+def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
+    """torch's product of qdata whose swizzled scales are e8m0, bf16: a (M, K) x b (G, K, N), or a (N, M) x b (M, K)."""
+    out: Tensor = torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=offs, out_dtype=torch.bfloat16)
     return out
 
 
-def rows_operand(a: MXTensor, group_ends: Tensor) -> Operand:
-    """a (M, K) along K -> codes (M, K) by rows, scales (round_up(M + G * 127, 128), round_up(K/32, 4))."""
+def rows_operand(a: MXTensor, offs: Tensor) -> Operand:
+    """a (M, K) along K -> qdata (M, K) by rows, scales (round_up(M + G * 127, 128), round_up(K/32, 4))."""
     if a.row_index is not None or not a.qdata.is_contiguous():
-        return gather_swizzled(a, group_ends=group_ends)
-    return a.qdata, swizzle_scales(a.scale, group_ends=group_ends)
+        return gather_swizzled(a, offs=offs)
+    return a.qdata, swizzle_scales(a.scale, offs=offs)
 
 
 def weight_operand(w: MXTensor) -> Operand:
-    """w (G, N, K) along K -> codes (G, K, N), K contiguous, scales (G, round_up(N, 128) * round_up(K/32, 4))."""
-    codes = w.qdata if w.qdata.is_contiguous() else w.qdata.contiguous()
-    return codes.mT, swizzle_scales(w.scale).flatten(1)
+    """w (G, N, K) along K -> qdata (G, K, N), K contiguous, scales (G, round_up(N, 128) * round_up(K/32, 4))."""
+    qdata = w.qdata if w.qdata.is_contiguous() else w.qdata.contiguous()
+    return qdata.mT, swizzle_scales(w.scale).flatten(1)
 
 
-def tokens_operand(x: MXTensor, group_ends: Tensor) -> Operand:
-    """x (M, N) along M, as `requantize` stores it -> codes (N, M) by rows, scales of `swizzle_along_tokens`."""
-    return x.qdata.mT, swizzle_along_tokens(x.scale, group_ends)
+def tokens_operand(x: MXTensor, offs: Tensor) -> Operand:
+    """x (M, N) along M, as `requantize` stores it -> qdata (N, M) by rows, scales of `swizzle_along_tokens`."""
+    return x.qdata.mT, swizzle_along_tokens(x.scale, offs)
 
 
-def swizzle_along_tokens(scale: Tensor, group_ends: Tensor) -> Tensor:
+def swizzle_along_tokens(scale: Tensor, offs: Tensor) -> Tensor:
     """Scales of operands that contract over the tokens of each group, every group's swizzled alone, one after another.
 
-    scale: (M/32, N) e8m0, blocks of 32 tokens; those from group_ends[-1] / 32 on are not read.
+    scale: (M/32, N) e8m0, blocks of 32 tokens; those from offs[-1] / 32 on are not read.
     Returns (round_up(N, 128), round_up(M/32 + 3 G, 4)): bytes in the order of `swizzle_scales(scale[blocks of g].mT)`
     for all g in a row, a group's blocks padded to 4 with zeros; what follows the last group is unspecified.
     Example: N 128, groups of 32 and 160 tokens: a tile of block 0, then two tiles of blocks 1 to 4 and 5.
     """
-    blocks = group_ends // BLOCK
+    blocks = offs // BLOCK
     sizes = blocks.diff(prepend=blocks.new_zeros(1))
-    padded = pad_groups(scale.view(torch.uint8), sizes, multiple=COLS)
+    padded = pad_groups(scale.view(torch.uint8), sizes, alignment=COLS)
     whole = swizzle_scales(padded.rows.mT)
     rows, columns = whole.shape[0] // ROWS, whole.shape[1] // COLS
     # Tiles of a group lie in row tile * width + column tile, those of the whole in row tile * columns + column tile.
-    last = padded.group_ends.long() // COLS
+    last = padded.offs.long() // COLS
     first = torch.nn.functional.pad(last[:-1], (1, 0))
     tile = torch.arange(rows * columns, device=scale.device)
     group = torch.searchsorted(last * rows, tile, right=True).clamp_(max=len(last) - 1)

@@ -1,11 +1,11 @@
 """The dequant backend: every operand becomes bf16, torch's grouped mm does the rest. Any device; no host sync on
 GPUs of compute capability 9 and 10 (on others torch's grouped mm is a loop that reads the ends).
 
-    codes * scale -> bf16 (exact: a code has at most 4 significant bits)   ->   grouped mm, fp32 inside, bf16 out
+    qdata * scale -> bf16 (exact: a code has at most 4 significant bits)   ->   grouped mm, fp32 inside, bf16 out
 
 Against `reference` a result has one more rounding to bf16 where out_dtype is fp32; fp32 operands of recipe "bf16"
 are rounded to bf16. Bias is added after the product's rounding. It saves the bytes of the wire and of what backward
-keeps, but multiplies at bf16 speed and dequantizes capacity, not only live rows (row indices past the last group must
+keeps, but multiplies at bf16 speed and dequantizes capacity, not only valid rows (row indices past the last group must
 be -1 or valid).
 """
 
@@ -35,38 +35,36 @@ class Dequant(Backend):
             return "torch's grouped mm wants compute capability 8.0 or newer; use backend 'reference'"
         return None
 
-    def forward(
-        self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
+    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         _check_alignment(*w.shape[1:])
-        out = _grouped_mm(_bf16(a), _bf16(w).mT, group_ends, out_dtype)
-        return out if bias is None else in_dtype(out + bias[group_of_row(group_ends, len(out))], out_dtype)
+        out = _grouped_mm(_bf16(a), _bf16(w).mT, offs, out_dtype)
+        return out if bias is None else in_dtype(out + bias[group_of_row(offs, len(out))], out_dtype)
 
-    def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         _check_alignment(*w.shape[1:])
-        return _grouped_mm(_bf16(dy), _bf16(w), group_ends, out_dtype)
+        return _grouped_mm(_bf16(dy), _bf16(w), offs, out_dtype)
 
     def wgrad(
         self,
         dy: Tensor,
         a: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         recipe: Recipe,
         out_dtype: torch.dtype,
         scale: float = 1.0,
     ) -> Tensor:
         _check_alignment(dy.shape[1], a.shape[1])
-        dy, a = recipe.along_tokens(dy, group_ends), recipe.along_tokens(a, group_ends)
+        dy, a = recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs)
         y, x = _bf16(dy), _bf16(a)
         if scale != 1:  # the narrower one: less to pass over than the product
             y, x = (y * scale, x) if y.shape[1] <= x.shape[1] else (y, x * scale)
-        return _grouped_mm(y.mT, x, group_ends, out_dtype)
+        return _grouped_mm(y.mT, x, offs, out_dtype)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, group_ends: Tensor, dtype: torch.dtype) -> Tensor:
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    return in_dtype(grouped_mm(a, b, offs=group_ends), dtype)
+    return in_dtype(grouped_mm(a, b, offs=offs), dtype)
 
 
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,8 +78,8 @@ def _bf16(x: Tensor) -> Tensor:
     if isinstance(x, MXTensor):
         return x.dequantize(torch.bfloat16)
     x = x.to(torch.bfloat16)
-    turned = x.ndim == 3 and x.mT.is_contiguous()  # weights stored (G, K, N), which torch takes as they lie
-    return x if turned else x.contiguous()
+    transposed = x.ndim == 3 and x.mT.is_contiguous()  # weights stored (G, K, N), which torch takes as they lie
+    return x if transposed else x.contiguous()
 
 
 def _check_alignment(n: int, k: int) -> None:
@@ -92,6 +90,6 @@ def _check_alignment(n: int, k: int) -> None:
         )
 
 
-def group_of_row(group_ends: Tensor, num_rows: int) -> Tensor:
+def group_of_row(offs: Tensor, num_rows: int) -> Tensor:
     """The group of every row, (M,); rows past the last group count as the last group's."""
-    return group_of_rows(group_ends, num_rows).clamp_(max=len(group_ends) - 1)
+    return group_of_rows(offs, num_rows).clamp_(max=len(offs) - 1)

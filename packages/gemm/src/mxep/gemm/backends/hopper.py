@@ -1,11 +1,12 @@
 """The hopper backend: MX operands folded to one scale a row, then FP8 tensor cores of Hopper, sums promoted to fp32.
 
-    forward  a MX (slots, index) --fold, gather--> codes, a scale a row --\\
+    forward  a MX (slots, index) --fold, gather--> qdata, a scale a row --\\
              w bf16 ----quantize, one scale a row------------------------- > wgmma, x scales, + bias -> out
     dgrad    dy in the same way                x w, one scale a column                               -> da
-    wgrad    dy, a (as they came) --split fold: turned, tokens contiguous-- > wgmma, x 2^e            -> dw, or += fp32
+    wgrad    dy, a (as they came) --split fold: transposed, tokens contiguous-- > wgmma, x 2^e            -> dw, or +=
+    fp32
 
-Folding moves exponents into codes (`mxep.quant.fold`): exact, but for elements 2^-14 or more below the largest of
+Folding moves exponents into qdata (`mxep.quant.fold`): exact, but for elements 2^-14 or more below the largest of
 their row. What is unquantized, weights in blocks or tiles too, is quantized to one scale a row at once, which is the
 same but for these elements, where it rounds once instead of twice. A `Guard` watches where that could matter; operands
 it watches are quantized to MX first.
@@ -30,7 +31,7 @@ from mxep.gemm.backends.triton import Triton
 from mxep.gemm.guard import Guard
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight, quantize_weight, quantize_weight_cols, quantize_weight_rows
-from mxep.quant import MXFormat, MXTensor, fold, fold_with_stats, quantize, split_fold
+from mxep.quant import MXFormat, MXTensor, fold, fold_for_wgrad, fold_with_stats, quantize
 from mxep.quant.kernels import on_cuda
 
 STEP = 128
@@ -69,7 +70,7 @@ class Hopper(Backend):
     def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
         if recipe.scaling == "none" or self.guard is not None:
             return recipe.quantize_rows(x, fmt)
-        return quantize(x, fmt=fmt, mode=recipe.mode, block=None)
+        return quantize(x, fmt=fmt, mode=recipe.mode, block_size=None)
 
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
         return quantize_weight(w, recipe, cols=cols, whole=self.folds)
@@ -77,43 +78,39 @@ class Hopper(Backend):
     def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         return quantize_weight_rows(w, recipe, whole=self.folds)
 
-    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, magnitudes: Tensor | None) -> Tensor:
-        return quantize_weight_cols(w, recipe, magnitudes, whole=self.folds)
+    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
+        return quantize_weight_cols(w, recipe, amax, whole=self.folds)
 
-    def forward(
-        self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
+    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if not isinstance(a, MXTensor):
-            return Dequant().forward(a, w, group_ends, bias=bias, out_dtype=out_dtype)
-        return self._product("forward", a, w, group_ends, bias, out_dtype)
+            return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
+        return self._product("forward", a, w, offs, bias, out_dtype)
 
-    def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         if not isinstance(dy, MXTensor):
-            return Dequant().dgrad(dy, w, group_ends, out_dtype=out_dtype)
-        return self._product("dgrad", dy, w.mT, group_ends, None, out_dtype)
+            return Dequant().dgrad(dy, w, offs, out_dtype=out_dtype)
+        return self._product("dgrad", dy, w.mT, offs, None, out_dtype)
 
     def wgrad(
         self,
         dy: Tensor,
         a: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         recipe: Recipe,
         out_dtype: torch.dtype,
         scale: float = 1.0,
     ) -> Tensor:
-        return cast(Tensor, self.start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, scale=scale)())
+        return cast(Tensor, self.start_wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, scale=scale)())
 
-    def add_wgrad(
-        self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0
-    ) -> None:
-        self.start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=to.dtype, to=to, scale=scale)()
+    def add_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0) -> None:
+        self.start_wgrad(dy, a, offs, recipe=recipe, out_dtype=to.dtype, to=to, scale=scale)()
 
     def start_wgrad(
         self,
         dy: Tensor,
         a: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         recipe: Recipe,
         out_dtype: torch.dtype,
@@ -121,29 +118,29 @@ class Hopper(Backend):
         scale: float = 1.0,
     ) -> Callable[[], Tensor | None]:
         if not isinstance(dy, MXTensor) or not isinstance(a, MXTensor):
-            return Dequant().start_wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, to=to, scale=scale)
-        split = split_fold(a, dy, group_ends, align=STEP)
-        turned = split.y_t, split.x_t, split.exponent, split.ends
+            return Dequant().start_wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, to=to, scale=scale)
+        split = fold_for_wgrad(a, dy, offs, align=STEP)
+        transposed = split.y_t, split.x_t, split.exponent, split.ends
         if to is None:
-            return lambda: fp8_grouped_wgrad(*turned, out_dtype, scale)
+            return lambda: fp8_grouped_wgrad(*transposed, out_dtype, scale)
         if not to.is_contiguous():
-            return lambda: to.add_(fp8_grouped_wgrad(*turned, to.dtype, scale))
-        return lambda: fp8_grouped_wgrad_add(to, *turned, scale)
+            return lambda: to.add_(fp8_grouped_wgrad(*transposed, to.dtype, scale))
+        return lambda: fp8_grouped_wgrad_add(to, *transposed, scale)
 
     def _product(
-        self, name: str, a: MXTensor, w: Tensor, group_ends: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+        self, name: str, a: MXTensor, w: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         """a (M, K) x w (G, N, K), both blocked along K or row-scaled."""
         assert isinstance(w, MXTensor)
-        if self.guard is None or w.block == w.shape[-1]:
-            return _multiply(_folded(a, group_ends), _folded(w), group_ends, bias, out_dtype)
+        if self.guard is None or w.block_size == w.shape[-1]:
+            return _multiply(_folded(a, offs), _folded(w), offs, bias, out_dtype)
         mx = w.along(-1) if w.axis != -1 else w
-        a_folded, a_stats = fold_with_stats(a, group_ends=group_ends)
+        a_folded, a_stats = fold_with_stats(a, offs=offs)
         w_folded, w_stats = fold_with_stats(mx)
-        flag = self.guard.inspect(a, a_folded, a_stats.spread, mx, w_folded, w_stats.spread, group_ends, product=name)
-        out = _multiply(a_folded, w_folded, group_ends, bias, out_dtype)
+        flag = self.guard.inspect(a, a_folded, a_stats.spread, mx, w_folded, w_stats.spread, offs, product=name)
+        out = _multiply(a_folded, w_folded, offs, bias, out_dtype)
         if self.guard.action == "exact":
-            Triton().forward(a, w, group_ends, bias=bias, out_dtype=out_dtype, out=out, run_if=flag)
+            Triton().forward(a, w, offs, bias=bias, out_dtype=out_dtype, out=out, run_if=flag)
         return out
 
 
@@ -155,19 +152,19 @@ def _has_gluon() -> bool:
         return False
 
 
-def _folded(x: Tensor, group_ends: Tensor | None = None) -> MXTensor:
+def _folded(x: Tensor, offs: Tensor | None = None) -> MXTensor:
     """x, an MXTensor, with one scale a row, its rows dense and multiples of 16 bytes apart."""
     assert isinstance(x, MXTensor)
     if x.axis != -1:
         x = x.along(-1)
     aligned = x.qdata.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.qdata.stride()[:-1])
-    if x.block == x.shape[-1] and x.row_index is None and aligned:
+    if x.block_size == x.shape[-1] and x.row_index is None and aligned:
         return x
-    return fold(x, group_ends=group_ends)
+    return fold(x, offs=offs)
 
 
-def _multiply(a: MXTensor, w: MXTensor, group_ends: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    out: Tensor = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, group_ends, bias, out_dtype)
+def _multiply(a: MXTensor, w: MXTensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    out: Tensor = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
     return out
 
 
@@ -177,12 +174,12 @@ def fp8_grouped_mm(
     a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), w_scale (G, N, 1), bias (G, N) or None -> (M, N) out_dtype."""
-    out: Tensor = grouped_mm_reference(a, a_scale, None, w, w_scale, group_ends, bias, out_dtype)
+    out: Tensor = grouped_mm_reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
     return out
 
 
@@ -192,7 +189,7 @@ def _(
     a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -203,7 +200,7 @@ def _(
 def fp8_grouped_wgrad(
     y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
-    """y_t (N, C), x_t (K, C) fp8, exponent and ends (G,) int32, as a SplitFold has them -> scale * (G, N, K)."""
+    """y_t (N, C), x_t (K, C) fp8, exponent and ends (G,) int32, as a WgradOperands has them -> scale * (G, N, K)."""
     dw = torch.zeros((ends.shape[0], y_t.shape[0], x_t.shape[0]), dtype=torch.float32, device=y_t.device)
     _add_wgrad_reference(dw, y_t, x_t, exponent, ends, scale)
     return dw.to(out_dtype)

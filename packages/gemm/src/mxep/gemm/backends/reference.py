@@ -3,10 +3,10 @@
     rows of g -> fp32 (K)   w[g] -> fp32 (N, K)   ->   rows @ w[g].T in fp32, + bias[g]   ->   rounded once to out_dtype
 
 fp32 holds every code times its scale exactly, so the only errors are those of the fp32 sum and the last rounding.
-With fp64 operands (recipe "bf16" only) everything is fp64. dgrad is the forward with w turned.
+With fp64 operands (recipe "bf16" only) everything is fp64. dgrad is the forward with w transposed.
 
-It reads group_ends on the host: on a CPU that is free, on a GPU it waits, so use it there to check others.
-The two ops take the parts of an MXTensor: codes and scale and row index, or a plain tensor and None, None.
+It reads offs on the host: on a CPU that is free, on a GPU it waits, so use it there to check others.
+The two ops take the parts of an MXTensor: qdata and scale and row index, or a plain tensor and None, None.
 """
 
 from collections.abc import Iterator
@@ -29,27 +29,25 @@ class Reference(Backend):
     def why_not(self, device: torch.device) -> str | None:
         return None
 
-    def forward(
-        self, a: Tensor, w: Tensor, group_ends: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        out: Tensor = grouped_mm_reference(*_parts(a), *_parts(w)[:2], group_ends, bias, out_dtype)
+    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        out: Tensor = grouped_mm_reference(*_parts(a), *_parts(w)[:2], offs, bias, out_dtype)
         return out
 
-    def dgrad(self, dy: Tensor, w: Tensor, group_ends: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-        return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype)
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
     def wgrad(
         self,
         dy: Tensor,
         a: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         recipe: Recipe,
         out_dtype: torch.dtype,
         scale: float = 1.0,
     ) -> Tensor:
-        dy, a = recipe.along_tokens(dy, group_ends), recipe.along_tokens(a, group_ends)
-        dw: Tensor = grouped_wgrad_reference(*_parts(dy), *_parts(a), group_ends, out_dtype, scale)
+        dy, a = recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs)
+        dw: Tensor = grouped_wgrad_reference(*_parts(dy), *_parts(a), offs, out_dtype, scale)
         return dw
 
 
@@ -64,14 +62,14 @@ def grouped_mm_reference(
     a_index: Tensor | None,
     w: Tensor,
     w_scale: Tensor | None,
-    group_ends: Tensor,
+    offs: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a (M, K), w (G, N, K), group_ends int32 (G,), bias (G, N) or None -> (M, N) out_dtype."""
+    """a (M, K), w (G, N, K), offs int32 (G,), bias (G, N) or None -> (M, N) out_dtype."""
     out = a.new_empty((_rows(a, a_index), w.shape[1]), dtype=out_dtype)
-    values = _values((a, a_scale, a_index), int(group_ends[-1]))
-    for g, rows in _groups(group_ends):
+    values = _values((a, a_scale, a_index), int(offs[-1]))
+    for g, rows in _groups(offs):
         w_g = _values((w[g], None if w_scale is None else w_scale[g], None), w.shape[1]).to(values.dtype)
         product = _product(values[rows], w_g.mT)
         out[rows] = product if bias is None else product + bias[g]
@@ -85,7 +83,7 @@ def _(
     a_index: Tensor | None,
     w: Tensor,
     w_scale: Tensor | None,
-    group_ends: Tensor,
+    offs: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -100,16 +98,16 @@ def grouped_wgrad_reference(
     a: Tensor,
     a_scale: Tensor | None,
     a_index: Tensor | None,
-    group_ends: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype,
     scale: float = 1.0,
 ) -> Tensor:
-    """dy (M, N), a (M, K), group_ends int32 (G,) -> scale * (G, N, K) out_dtype, zero where a group is empty."""
-    dw = a.new_zeros((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
-    live = int(group_ends[-1])
-    a_values = _values((a, a_scale, a_index), live)
-    dy_values = _values((dy, dy_scale, dy_index), live).to(a_values.dtype)
-    for g, rows in _groups(group_ends):
+    """dy (M, N), a (M, K), offs int32 (G,) -> scale * (G, N, K) out_dtype, zero where a group is empty."""
+    dw = a.new_zeros((offs.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
+    valid = int(offs[-1])
+    a_values = _values((a, a_scale, a_index), valid)
+    dy_values = _values((dy, dy_scale, dy_index), valid).to(a_values.dtype)
+    for g, rows in _groups(offs):
         dw[g] = _product(dy_values[rows].mT, a_values[rows]) * scale
     return dw
 
@@ -122,11 +120,11 @@ def _(
     a: Tensor,
     a_scale: Tensor | None,
     a_index: Tensor | None,
-    group_ends: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype,
     scale: float = 1.0,
 ) -> Tensor:
-    return a.new_empty((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
+    return a.new_empty((offs.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -138,10 +136,10 @@ def _rows(x: Tensor, index: Tensor | None) -> int:
     return x.shape[0] if index is None else index.shape[0]
 
 
-def _groups(group_ends: Tensor) -> Iterator[tuple[int, slice]]:
+def _groups(offs: Tensor) -> Iterator[tuple[int, slice]]:
     """(g, its rows) of every group that has rows."""
     start = 0
-    for g, end in enumerate(group_ends.tolist()):
+    for g, end in enumerate(offs.tolist()):
         if end > start:
             yield g, slice(start, end)
         start = end

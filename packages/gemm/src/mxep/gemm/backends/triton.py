@@ -1,10 +1,10 @@
 """The triton backend: MXFP8 products by `tl.dot_scaled`, one persistent kernel each, no host sync.
 
-    forward  a (codes as they come, gathered by their index inside the kernel) x w along K       -> out
+    forward  a (qdata as they come, gathered by their index inside the kernel) x w along K       -> out
     dgrad    dy (likewise)                                                     x w along N       -> da
     wgrad    dy, a requantized along tokens, one pass each                     x, group by group -> dw, or added to fp32
 
-The exact MX product: codes and scales as the recipe defines them, nothing folded, sums in fp32. On Blackwell (sm_100)
+The exact MX product: qdata and scales as the recipe defines them, nothing folded, sums in fp32. On Blackwell (sm_100)
 the tensor cores apply the scales; on other GPUs Triton upcasts to bf16, which is slow. On a CPU it runs
 under Triton's interpreter, for tests. Not run on Blackwell or CDNA4 hardware.
 
@@ -53,7 +53,7 @@ class Triton(Backend):
         self,
         a: Tensor,
         w: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         bias: Tensor | None,
         out_dtype: torch.dtype,
@@ -61,7 +61,7 @@ class Triton(Backend):
         run_if: Tensor | None = None,
     ) -> Tensor:
         a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
-        args = a.qdata, a.scale, a.row_index, w.qdata, w.scale, group_ends, bias
+        args = a.qdata, a.scale, a.row_index, w.qdata, w.scale, offs, bias
         if out is None and run_if is None:
             result: Tensor = grouped_mm_dot_scaled(*args, out_dtype)
             return result
@@ -74,19 +74,19 @@ class Triton(Backend):
         self,
         dy: Tensor,
         w: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         out_dtype: torch.dtype,
         out: Tensor | None = None,
         run_if: Tensor | None = None,
     ) -> Tensor:
-        return self.forward(dy, w.mT, group_ends, bias=None, out_dtype=out_dtype, out=out, run_if=run_if)
+        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype, out=out, run_if=run_if)
 
     def wgrad(
         self,
         dy: Tensor,
         a: Tensor,
-        group_ends: Tensor,
+        offs: Tensor,
         *,
         recipe: Recipe,
         out_dtype: torch.dtype,
@@ -95,37 +95,35 @@ class Triton(Backend):
         run_if: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor) and out is None and run_if is None:
-            return Dequant().wgrad(dy, a, group_ends, recipe=recipe, out_dtype=out_dtype, scale=scale)
+            return Dequant().wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, scale=scale)
         if out is None and run_if is None:
-            operands = _along_tokens(dy, a, group_ends, recipe)
-            result: Tensor = grouped_wgrad_dot_scaled(*operands, group_ends, out_dtype, scale)
+            operands = _along_tokens(dy, a, offs, recipe)
+            result: Tensor = grouped_wgrad_dot_scaled(*operands, offs, out_dtype, scale)
             return result
         if out is None:
-            out = group_ends.new_empty((group_ends.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
+            out = offs.new_empty((offs.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
         # No groups where nothing is to run, so that nothing is requantized either.
-        ends = group_ends if run_if is None else group_ends * (run_if != 0)
-        grouped_wgrad_dot_scaled_into(out, *_along_tokens(dy, a, ends, recipe), group_ends, False, run_if, scale)
+        ends = offs if run_if is None else offs * (run_if != 0)
+        grouped_wgrad_dot_scaled_into(out, *_along_tokens(dy, a, ends, recipe), offs, False, run_if, scale)
         return out
 
-    def add_wgrad(
-        self, dy: Tensor, a: Tensor, group_ends: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0
-    ) -> None:
+    def add_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0) -> None:
         if to.is_contiguous() and (isinstance(dy, MXTensor) or isinstance(a, MXTensor)):
-            grouped_wgrad_dot_scaled_into(to, *_along_tokens(dy, a, group_ends, recipe), group_ends, True, None, scale)
+            grouped_wgrad_dot_scaled_into(to, *_along_tokens(dy, a, offs, recipe), offs, True, None, scale)
         else:
-            super().add_wgrad(dy, a, group_ends, recipe=recipe, to=to, scale=scale)
+            super().add_wgrad(dy, a, offs, recipe=recipe, to=to, scale=scale)
 
 
-def _along_tokens(dy: Tensor, a: Tensor, group_ends: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
+def _along_tokens(dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
     """Codes and scales of dy and of a, requantized along the tokens of each group."""
     operands = check_mx(Triton.name, "dy", dy, -1), check_mx(Triton.name, "a", a, -1)
-    y, x = (requantize(each, mode=recipe.mode, group_ends=group_ends) for each in operands)
+    y, x = (requantize(each, mode=recipe.mode, offs=offs) for each in operands)
     return y.qdata, y.scale, x.qdata, x.scale
 
 
 def check_mx(backend: str, name: str, x: Tensor, *axes: Axis) -> MXTensor:
     """`x`, an MXTensor in blocks of 32 along one of `axes`; ValueError if it is none."""
-    if isinstance(x, MXTensor) and x.axis in axes and x.block == BLOCK:
+    if isinstance(x, MXTensor) and x.axis in axes and x.block_size == BLOCK:
         return x
     got = repr(x) if isinstance(x, MXTensor) else f"a plain tensor of {x.dtype}"
     raise ValueError(
@@ -141,7 +139,7 @@ def grouped_mm_dot_scaled(
     a_index: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -149,7 +147,7 @@ def grouped_mm_dot_scaled(
     from mxep.gemm.kernels import dot_scaled
 
     with _on(a.device):
-        return dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, group_ends, bias, out_dtype)
+        return dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype)
 
 
 @grouped_mm_dot_scaled.register_fake
@@ -159,7 +157,7 @@ def _(
     a_index: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -172,7 +170,7 @@ def grouped_wgrad_dot_scaled(
     x_scale: Tensor,
     y: Tensor,
     y_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype,
     scale: float = 1.0,
 ) -> Tensor:
@@ -180,7 +178,7 @@ def grouped_wgrad_dot_scaled(
     from mxep.gemm.kernels import dot_scaled
 
     with _on(x.device):
-        return dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, group_ends, out_dtype, factor=scale)
+        return dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, offs, out_dtype, factor=scale)
 
 
 @grouped_wgrad_dot_scaled.register_fake
@@ -189,11 +187,11 @@ def _(
     x_scale: Tensor,
     y: Tensor,
     y_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype,
     scale: float = 1.0,
 ) -> Tensor:
-    return x.new_empty((group_ends.shape[0], x.shape[1], y.shape[1]), dtype=out_dtype)
+    return x.new_empty((offs.shape[0], x.shape[1], y.shape[1]), dtype=out_dtype)
 
 
 @torch.library.custom_op("mxep::grouped_mm_dot_scaled_into", mutates_args=("out",))
@@ -204,7 +202,7 @@ def grouped_mm_dot_scaled_into(
     a_index: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     bias: Tensor | None,
     run_if: Tensor | None,
 ) -> None:
@@ -212,7 +210,7 @@ def grouped_mm_dot_scaled_into(
     from mxep.gemm.kernels import dot_scaled
 
     with _on(out.device):
-        dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, group_ends, bias, out.dtype, out=out, run_if=run_if)
+        dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out.dtype, out=out, run_if=run_if)
 
 
 @torch.library.custom_op("mxep::grouped_wgrad_dot_scaled_into", mutates_args=("out",))
@@ -222,7 +220,7 @@ def grouped_wgrad_dot_scaled_into(
     x_scale: Tensor,
     y: Tensor,
     y_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     add: bool,
     run_if: Tensor | None,
     scale: float = 1.0,
@@ -232,7 +230,7 @@ def grouped_wgrad_dot_scaled_into(
 
     with _on(out.device):
         options: dict[str, Any] = {"factor": scale, "out": out, "add": add, "run_if": run_if}
-        dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, group_ends, out.dtype, **options)
+        dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, offs, out.dtype, **options)
 
 
 @grouped_mm_dot_scaled_into.register_fake

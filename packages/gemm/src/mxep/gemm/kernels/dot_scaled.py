@@ -8,8 +8,8 @@ Each group starts a tile of its own, an empty one has none; within a group, band
 so that programs at work at once share rows of both operands in L2. Example: groups of 256, 0 and 32 rows, BM 128, two
 column tiles: tiles 0 to 3 are group 0's, 4 and 5 group 2's.
 
-A tile's loop takes BK = 128 codes a row and 4 scales. Codes and scales are masked (0 times 2**-127 is 0) past the
-group's rows and the contraction's end, so nothing there is read. Blackwell multiplies codes by their scales in its
+A tile's loop takes BK = 128 qdata a row and 4 scales. Codes and scales are masked (0 times 2**-127 is 0) past the
+group's rows and the contraction's end, so nothing there is read. Blackwell multiplies qdata by their scales in its
 tensor cores (tcgen05.mma.block_scale), other GPUs upcast to bf16 first; both accumulate in fp32.
 
 M rows (capacity), N, K sizes of w, G groups, C the contraction. Strides are in elements.
@@ -264,7 +264,7 @@ def grouped_mm(
     a_index: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     *,
@@ -284,11 +284,11 @@ def grouped_mm(
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
-    a_index, group_ends, bias = (x if x is None else x.contiguous() for x in (a_index, group_ends, bias))
+    a_index, offs, bias = (x if x is None else x.contiguous() for x in (a_index, offs, bias))
     how = launch_options() | options
     tiles = (triton.cdiv(m, how["BM"]) + groups) * triton.cdiv(n, how["BN"])
     grouped_mm_kernel[(_programs(tiles, a.device),)](
-        a, bytes_of(a_scale), a_index, w, bytes_of(w_scale), group_ends,
+        a, bytes_of(a_scale), a_index, w, bytes_of(w_scale), offs,
         bias, run_if, out, m, n, c, groups,
         *a.stride(), *a_scale.stride(), *w.stride(), *w_scale.stride(), out.stride(0),
         W_BLOCK=n // w_scale.shape[1], GROUPS=triton.next_power_of_2(groups), **how,
@@ -301,7 +301,7 @@ def grouped_wgrad(
     x_scale: Tensor,
     y: Tensor,
     y_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype,
     *,
     factor: float = 1.0,
@@ -312,10 +312,10 @@ def grouped_wgrad(
 ) -> Tensor:
     """x (M, N), scale (M/32, N); y (M, K), scale (M/32, K) -> out (G, N, K): factor * x[rows of g].T @ y[rows of g].
 
-    Any strides; loads are wide where codes lie along M. out: contiguous, allocated in out_dtype if None; an empty
+    Any strides; loads are wide where qdata lie along M. out: contiguous, allocated in out_dtype if None; an empty
     group's is zero. add: added to `out` instead, in fp32 before the rounding. run_if: as for `grouped_mm`.
     """
-    groups, n, k = group_ends.shape[0], x.shape[1], y.shape[1]
+    groups, n, k = offs.shape[0], x.shape[1], y.shape[1]
     if out is None:
         out = torch.empty((groups, n, k), dtype=out_dtype, device=x.device)
     if not out.numel():
@@ -324,7 +324,7 @@ def grouped_wgrad(
     tiles = groups * triton.cdiv(n, how["BM"]) * triton.cdiv(k, how["BN"])
     x, x_scale, y, y_scale = x.mT, bytes_of(x_scale).mT, y.mT, bytes_of(y_scale).mT
     grouped_wgrad_kernel[(_programs(tiles, x.device),)](
-        x, x_scale, y, y_scale, group_ends.contiguous(), run_if, out, x.shape[1], n, k, groups,
+        x, x_scale, y, y_scale, offs.contiguous(), run_if, out, x.shape[1], n, k, groups,
         *x.stride(), *x_scale.stride(), *y.stride(), *y_scale.stride(), factor,
         ADD=add, GROUPS=triton.next_power_of_2(groups), **how,
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """The guard on the device: three kernels, of which two return at once where the first found nothing.
 
 trigger   spreads of both operands' rows -> fired: is any of them too large to be harmless?
-moments   a weight's codes (G, N, K)     -> (4, G, K): mean and variance of each column, and of its fold's errors
-check     an activation's codes (M, K)   -> (2, M): noise and signal of each row's products; flag, counters
+moments   a weight's qdata (G, N, K)     -> (4, G, K): mean and variance of each column, and of its fold's errors
+check     an activation's qdata (M, K)   -> (2, M): noise and signal of each row's products; flag, counters
 
-The numbers are those of `mxep.gemm.guard_ops`, in fp32; `mxep.gemm.guard` has the formulas. Folded codes are not read:
+The numbers are those of `mxep.gemm.guard_ops`, in fp32; `mxep.gemm.guard` has the formulas. Folded qdata are not read:
 they follow from the exact ones and the row's scale, a byte an element instead of two. Sums have a fixed order, counters
 are integers: results are the same in every run. Programs of `check` take ROWS rows, all of one group.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.kernels.bounds import live_rows
+from mxep.quant.kernels.bounds import valid_rows
 from mxep.quant.kernels.fold import shifted
 from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
 
@@ -30,8 +30,8 @@ def trigger_kernel(
     spread_a_ptr, spread_w_ptr, ends_ptr, fired_ptr, counters_ptr, groups, num_a, num_w, limit, CHUNK: tl.constexpr
 ):
     place = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    live = live_rows(ends_ptr, groups, num_a)
-    spread = tl.load(spread_a_ptr + place, mask=place < live, other=0)
+    valid = valid_rows(ends_ptr, groups, num_a)
+    spread = tl.load(spread_a_ptr + place, mask=place < valid, other=0)
     spread = tl.maximum(spread, tl.load(spread_w_ptr + place, mask=place < num_w, other=0))
     if tl.program_id(0) == 0:
         tl.atomic_add(counters_ptr, 1, sem="relaxed")
@@ -41,20 +41,20 @@ def trigger_kernel(
 
 
 @triton.jit
-def _errors_of(codes, shift, ESTIMATE: tl.constexpr):
+def _errors_of(qdata, shift, ESTIMATE: tl.constexpr):
     """(values, folded values, errors, variances of errors), fp32, in units of the row's scale; shift broadcasts.
 
-    ESTIMATE: codes came with one scale a row, so errors are not known, but the variance that a subnormal's step makes.
+    ESTIMATE: qdata came with one scale a row, so errors are not known, but the variance that a subnormal's step makes.
     """
-    E4M3: tl.constexpr = codes.dtype == tl.float8e4nv
-    values = codes.to(tl.float32)
+    E4M3: tl.constexpr = qdata.dtype == tl.float8e4nv
+    values = qdata.to(tl.float32)
     values = tl.where(tl.abs(values) < INF, values, 0.0)
     if ESTIMATE:
         smallest_normal: tl.constexpr = 2.0**-6 if E4M3 else 2.0**-14
         variance: tl.constexpr = 2.0**-18 / 12 if E4M3 else 2.0**-32 / 12
         return values, values, tl.zeros_like(values), tl.where(tl.abs(values) < smallest_normal, variance, 0.0)
     else:
-        folded = shifted(codes, shift, shift < 0).to(codes.dtype).to(tl.float32)
+        folded = shifted(qdata, shift, shift < 0).to(qdata.dtype).to(tl.float32)
         folded = tl.where(tl.abs(folded) < INF, folded, 0.0)
         values *= tl.where(shift < 127, (127 - shift) << 23, 0).to(tl.float32, bitcast=True)
         return values, folded, folded - values, tl.zeros_like(values)
@@ -74,7 +74,7 @@ def moments_kernel(
     scale_stride_row, scale_stride_block, top_stride_group, top_stride_row, ROW_SCALED: tl.constexpr, NR: tl.constexpr,
     NC: tl.constexpr,
 ):  # fmt: skip
-    """A program takes NC columns of a group. ROW_SCALED: there is one scale a row, not one for 32 codes."""
+    """A program takes NC columns of a group. ROW_SCALED: there is one scale a row, not one for 32 qdata."""
     if fired_ptr is not None:
         if tl.load(fired_ptr) == 0:
             return
@@ -104,7 +104,7 @@ def moments_kernel(
         top = tl.load(top_ptr + row * top_stride_row, mask=there, other=NAN_BYTE).to(tl.int32)
         there = top != NAN_BYTE
         mask = there[:, None, None] & (column < K)
-        codes = tl.load(codes_ptr + row[:, None, None] * stride_row + column, mask=mask, other=0.0)
+        qdata = tl.load(codes_ptr + row[:, None, None] * stride_row + column, mask=mask, other=0.0)
         shift = tl.zeros((NR, BLOCKS), tl.int32)
         if not ROW_SCALED:
             byte = tl.load(
@@ -113,7 +113,7 @@ def moments_kernel(
                 other=0,
             )
             shift = tl.maximum(top[:, None] - byte.to(tl.int32), 0)
-        values, _, errors, variances = _errors_of(codes, shift[:, :, None], ROW_SCALED)
+        values, _, errors, variances = _errors_of(qdata, shift[:, :, None], ROW_SCALED)
         below = unit - top
         factor = tl.where(there & (below < 127), (127 - below) << 23, 0).to(tl.float32, bitcast=True)[:, None, None]
         values *= factor
@@ -144,7 +144,7 @@ def check_kernel(
     groups, max_ratio, stride, scale_stride, scale_stride_block, top_stride, GROUPS: tl.constexpr,
     ROW_SCALED: tl.constexpr, ROWS: tl.constexpr, NC: tl.constexpr,
 ):  # fmt: skip
-    """ROW_SCALED: there is one scale a row, not one for 32 codes."""
+    """ROW_SCALED: there is one scale a row, not one for 32 qdata."""
     if tl.load(fired_ptr) == 0:
         return
     row0 = tl.program_id(0) * ROWS
@@ -172,7 +172,7 @@ def check_kernel(
         block = column0 // SUB + tl.arange(0, BLOCKS)[None, :]
         column = block[:, :, None] * SUB + tl.arange(0, SUB)
         mask = read[:, None, None] & (column < K)
-        codes = tl.load(codes_ptr + source[:, None, None] * stride + column, mask=mask, other=0.0)
+        qdata = tl.load(codes_ptr + source[:, None, None] * stride + column, mask=mask, other=0.0)
         shift = tl.zeros((ROWS, BLOCKS), tl.int32)
         if not ROW_SCALED:
             byte = tl.load(
@@ -181,7 +181,7 @@ def check_kernel(
                 other=0,
             )
             shift = tl.maximum(top[:, None] - byte.to(tl.int32), 0)
-        values, folded, errors, variances = _errors_of(codes, shift[:, :, None], ROW_SCALED)
+        values, folded, errors, variances = _errors_of(qdata, shift[:, :, None], ROW_SCALED)
         variances = tl.where(mask, variances, 0.0)
         mean = tl.load(moments_ptr + column, mask=column < K, other=0.0)
         variance = tl.load(moments_ptr + size + column, mask=column < K, other=0.0)
@@ -206,9 +206,7 @@ def check_kernel(
             tl.atomic_add(counters_ptr + 2, 1, sem="relaxed")
 
 
-def trigger(
-    spread_a: Tensor | None, spread_w: Tensor | None, group_ends: Tensor, counters: Tensor, limit: int
-) -> Tensor:
+def trigger(spread_a: Tensor | None, spread_w: Tensor | None, offs: Tensor, counters: Tensor, limit: int) -> Tensor:
     """mxep::guard_trigger."""
     if spread_a is None or spread_w is None:
         counters[:2].add_(1)
@@ -216,47 +214,47 @@ def trigger(
     fired = torch.zeros((), dtype=torch.int32, device=counters.device)
     grid = (triton.cdiv(max(spread_a.numel(), spread_w.numel(), 1), SPREADS),)
     trigger_kernel[grid](
-        spread_a.contiguous(), spread_w.contiguous(), group_ends, fired, counters, group_ends.shape[0],
+        spread_a.contiguous(), spread_w.contiguous(), offs, fired, counters, offs.shape[0],
         spread_a.numel(), spread_w.numel(), limit, CHUNK=SPREADS,
     )  # fmt: skip
     return fired
 
 
-def moments(codes: Tensor, scale: Tensor, top: Tensor, fired: Tensor | None) -> Tensor:
+def moments(qdata: Tensor, scale: Tensor, top: Tensor, fired: Tensor | None) -> Tensor:
     """mxep::guard_moments."""
-    codes = codes if codes.stride(-1) == 1 else codes.contiguous()
-    groups, n, k = codes.shape
-    out = torch.empty((4, groups, k), dtype=torch.float32, device=codes.device)
+    qdata = qdata if qdata.stride(-1) == 1 else qdata.contiguous()
+    groups, n, k = qdata.shape
+    out = torch.empty((4, groups, k), dtype=torch.float32, device=qdata.device)
     nr, nc = WEIGHT_TILE
     scale, top = bytes_of(scale), bytes_of(top)
     moments_kernel[(groups * triton.cdiv(k, nc),)](
-        fired, codes, scale, top, out, n, k, codes.stride(0), codes.stride(1), *scale.stride(), top.stride(0),
+        fired, qdata, scale, top, out, n, k, qdata.stride(0), qdata.stride(1), *scale.stride(), top.stride(0),
         top.stride(1), ROW_SCALED=scale.shape[-1] == 1, NR=nr, NC=nc,
     )  # fmt: skip
     return out
 
 
 def check(
-    codes: Tensor,
+    qdata: Tensor,
     scale: Tensor,
     row_index: Tensor | None,
     top: Tensor,
     moments: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     fired: Tensor,
     counters: Tensor,
     max_ratio: float,
 ) -> tuple[Tensor, Tensor]:
     """mxep::guard_check."""
-    codes = codes if codes.stride(-1) == 1 else codes.contiguous()
-    m, k = top.shape[0], codes.shape[1]
-    sums = torch.empty((2, m), dtype=torch.float32, device=codes.device)
-    flag = torch.zeros((), dtype=torch.int32, device=codes.device)
+    qdata = qdata if qdata.stride(-1) == 1 else qdata.contiguous()
+    m, k = top.shape[0], qdata.shape[1]
+    sums = torch.empty((2, m), dtype=torch.float32, device=qdata.device)
+    flag = torch.zeros((), dtype=torch.int32, device=qdata.device)
     scale, top = bytes_of(scale), bytes_of(top)
     if m:
         check_kernel[(triton.cdiv(m, ROWS),)](
-            fired, codes, scale, row_index, top, moments, group_ends, sums, flag, counters, m, k, group_ends.shape[0],
-            max_ratio, codes.stride(0), scale.stride(0), scale.stride(1), top.stride(0),
-            GROUPS=triton.next_power_of_2(group_ends.shape[0]), ROW_SCALED=scale.shape[-1] == 1, ROWS=ROWS, NC=COLUMNS,
+            fired, qdata, scale, row_index, top, moments, offs, sums, flag, counters, m, k, offs.shape[0],
+            max_ratio, qdata.stride(0), scale.stride(0), scale.stride(1), top.stride(0),
+            GROUPS=triton.next_power_of_2(offs.shape[0]), ROW_SCALED=scale.shape[-1] == 1, ROWS=ROWS, NC=COLUMNS,
         )  # fmt: skip
     return flag, sums

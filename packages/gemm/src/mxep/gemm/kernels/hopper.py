@@ -18,8 +18,8 @@ are no whole interval come first, one by one.
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
 
-Along a ragged contraction groups begin at multiples of BK, with zeros behind their last column (split_fold's align).
-Stages past the end of K, or of a group, are read past the tensor's end, which loads zeros without traffic.
+Along a ragged contraction groups begin at multiples of BK, with zeros behind their last column (fold_for_wgrad's
+align). Stages past the end of K, or of a group, are read past the tensor's end, which loads zeros without traffic.
 """
 
 from typing import Any
@@ -185,7 +185,7 @@ def _power(byte):
 def _before_and_after(byte):
     """Two factors of a row's `_power`: one before the column's, and what is left of it after, mostly 1.
 
-    A sum of codes' products is 0 or within 2^-32 to 2^47. So, whatever the scales, a sum times a row's 2^-64 to 2^80,
+    A sum of qdata' products is 0 or within 2^-32 to 2^47. So, whatever the scales, a sum times a row's 2^-64 to 2^80,
     times the column's scale, times the rest leaves the range of fp32 only where the result does: no 2^127 of a row
     meets a sum before a column's 2^-127 has.
     """
@@ -383,7 +383,7 @@ def grouped_mm(
     a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
-    group_ends: Tensor,
+    offs: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     **options: Any,
@@ -395,7 +395,7 @@ def grouped_mm(
     if M:
         a_scale, w_scale = (scale.view(torch.uint8).reshape(-1) for scale in (a_scale, w_scale))
         bias = None if bias is None else bias.contiguous()
-        _launch(out, a, w.reshape(G * N, K), a_scale, w_scale, bias, group_ends, M, N, K, ragged="rows", **options)
+        _launch(out, a, w.reshape(G * N, K), a_scale, w_scale, bias, offs, M, N, K, ragged="rows", **options)
     return out
 
 
@@ -447,9 +447,9 @@ def _launch(
     interval: int = INTERVAL,
     band: int = BAND,
 ) -> None:
-    codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    qdata = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     a_desc, b_desc = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, BK], codes) for x, rows in ((a, BM), (b, BN))
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, BK], qdata) for x, rows in ((a, BM), (b, BN))
     )
     out_desc = None
     if out.dtype == torch.bfloat16:

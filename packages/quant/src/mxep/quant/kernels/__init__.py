@@ -6,14 +6,14 @@ specifies it.
 
     numbers     device functions: scale bytes, powers of two, what they are made of
     bounds      device functions: where groups of rows lie
-    turn        device functions: a tile's codes stored transposed
+    turn        device functions: a tile's qdata stored transposed
     rows        quantize along rows, square tiles
     tile        device functions: a tile quantized along its columns or rows
     columns     quantize along columns, both ways of one read
     whole       one scale a row and one a column, of two reads
-    requantize  codes blocked anew
+    requantize  qdata blocked anew
     fold        rows by an index, folded
-    split_fold  both operands of a wgrad, folded and turned
+    fold_for_wgrad  both operands of a wgrad, folded and transposed
     swiglu      SwiGLU with quantization, forward and backward
     gather      rows by an index: materialize, pad, unpad; scales swizzled
 """
@@ -49,7 +49,7 @@ def on_cuda(
 ) -> None:
     """Make `launcher` of `<package>.<module>` the CUDA kernel of `op`. It imports Triton when first called.
 
-    This is where vectors (tensors of one axis: row_index, group_ends, row_weight, bias ...) come in: kernels read them
+    This is where vectors (tensors of one axis: row_index, offs, row_weight, bias ...) come in: kernels read them
     one element after another, so the launcher gets strided ones packed, and integers of `index_dtypes` only (else
     ValueError). What the op writes is left as it is.
     """

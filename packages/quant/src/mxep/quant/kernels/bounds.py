@@ -1,10 +1,10 @@
-"""Where groups of rows lie, read from group_ends on the device, inside the buffer whatever the tensor holds.
+"""Where groups of rows lie, read from offs on the device, inside the buffer whatever the tensor holds.
 
-The host cannot look at group_ends without a stop, so a kernel trusts no number there: bounds are clamped to the rows
+The host cannot look at offs without a stop, so a kernel trusts no number there: bounds are clamped to the rows
 that the buffer has. Of ends that are too large, negative or out of order results are unspecified, but nothing is read
 or written outside.
 
-    ends 64, 32, 500 in a buffer of 128 rows:  groups 0 to 64, 64 to 32 (no rows), 32 to 128;  128 live rows
+    ends 64, 32, 500 in a buffer of 128 rows:  groups 0 to 64, 64 to 32 (no rows), 32 to 128;  128 valid rows
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def live_rows(ends_ptr, groups, rows):
+def valid_rows(ends_ptr, groups, rows):
     """The end of the last group, at most `rows`; below 0 it means no rows, too. `rows` if ends_ptr is None."""
     if ends_ptr is None:
         return rows

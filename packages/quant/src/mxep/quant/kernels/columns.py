@@ -1,11 +1,11 @@
-"""Quantize along columns, turned on the way, alone or with rows of the same read.
+"""Quantize along columns, transposed on the way, alone or with rows of the same read.
 
     x (N, K)                                    a program takes a tile of NR rows x NC columns
-      | amax of BLOCK rows a column             -> codes (K, N), scale (N / BLOCK, K)
-      | amax of BLOCK columns a row             -> codes (N, K), scale (K / BLOCK, N)
+      | amax of BLOCK rows a column             -> qdata (K, N), scale (N / BLOCK, K)
+      | amax of BLOCK columns a row             -> qdata (N, K), scale (K / BLOCK, N)
 
-Values are read once, as a tuple of packed rows: see `turn`; `tile` quantizes them. Leading axes are a batch. A column
-whose block is longer than a tile takes two kernels: magnitudes first, then the codes.
+Values are read once, as a tuple of packed rows: see `transpose`; `tile` quantizes them. Leading axes are a batch. A
+column whose block is longer than a tile takes two kernels: magnitudes first, then the qdata.
 """
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.kernels import on_hopper, rows
-from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, reciprocal, scale_byte
+from mxep.quant.kernels.numbers import abs_bits, bytes_of, reciprocal, scale_byte
 from mxep.quant.kernels.tile import place_of, put_columns, put_rows
-from mxep.quant.kernels.turn import load_tile, store_turned
+from mxep.quant.kernels.transpose import load_tile, store_transposed
 
 TILE = (256, 64)
 LONG_TILE = (64, 128)
@@ -60,7 +60,7 @@ def quantize_tile_kernel(
 
 
 @triton.jit
-def column_magnitudes_kernel(x_ptr, bits_ptr, length, K, NR: tl.constexpr, NC: tl.constexpr):
+def column_amax_kernel(x_ptr, bits_ptr, length, K, NR: tl.constexpr, NC: tl.constexpr):
     """bits (segments, K) = the largest magnitude bits of each column of x (segments, length, K); bits start at 0."""
     segment, row_tile, column_tile = place_of(tl.cdiv(length, NR), tl.cdiv(K, NC), False)
     row = row_tile * NR + tl.arange(0, NR)
@@ -68,7 +68,7 @@ def column_magnitudes_kernel(x_ptr, bits_ptr, length, K, NR: tl.constexpr, NC: t
     there = column < K
     place = (segment * length + row)[:, None] * K + column[None, :]
     x = tl.load(x_ptr + place, mask=(row < length)[:, None] & there[None, :], other=0.0).to(tl.float32)
-    tl.atomic_max(bits_ptr + segment * K + column, tl.max(magnitude_bits(x), axis=0), mask=there, sem="relaxed")
+    tl.atomic_max(bits_ptr + segment * K + column, tl.max(abs_bits(x), axis=0), mask=there, sem="relaxed")
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def quantize_long_columns_kernel(
     x_ptr, bits_ptr, codes_ptr, scale_ptr, length, N, K, MODE: tl.constexpr, PACK: tl.constexpr, NR: tl.constexpr,
     NC: tl.constexpr,
 ):  # fmt: skip
-    """x (segments, length, K), bits (segments, K) -> codes (batch, K, N), scale (segments, K)."""
+    """x (segments, length, K), bits (segments, K) -> qdata (batch, K, N), scale (segments, K)."""
     segment, row_tile, column_tile = place_of(tl.cdiv(length, NR), tl.cdiv(K, NC), True)
     batch = segment // (N // length)
     within = segment % (N // length)
@@ -94,7 +94,7 @@ def quantize_long_columns_kernel(
     for i in tl.static_range(PACK):
         scaled = scaled + (tile[i].to(tl.float32) * reciprocal(byte),)
     codes_ptr += (batch * K + column0) * N + within * length + row0
-    store_turned(scaled, codes_ptr, N, length - row0, K - column0)
+    store_transposed(scaled, codes_ptr, N, length - row0, K - column0)
     if row_tile == 0:
         tl.store(scale_ptr + segment * K + column0 + column, byte.to(tl.uint8), mask=there)
 
@@ -103,7 +103,7 @@ def quantize_columns(
     x: Tensor,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     *,
     tile: tuple[int, int] = TILE,
     rows_first: bool = False,
@@ -112,47 +112,48 @@ def quantize_columns(
     """mxep::quantize_columns."""
     x = x.contiguous()
     *rest, n, k = x.shape
-    codes = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
-    scale = torch.empty((*rest, n // block, k), dtype=SCALE_DTYPE, device=x.device)
+    qdata = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
+    scale = torch.empty((*rest, n // block_size, k), dtype=SCALE_DTYPE, device=x.device)
     if not x.numel():
-        return codes, scale
+        return qdata, scale
     options = {"num_warps": NUM_WARPS} | options
-    if _fits(block, tile):
-        _quantize_tile(x, None, None, codes, scale, mode, block, tile, rows_first, options)
-        return codes, scale
-    bits = torch.zeros((x.numel() // (block * k), k), dtype=torch.int32, device=x.device)
-    put_column_magnitudes(x, bits, block, tile=tile, **options)
-    put_long_columns(x, bits, codes, scale, mode, block, tile=tile, **options)
-    return codes, scale
+    if _fits(block_size, tile):
+        _quantize_tile(x, None, None, qdata, scale, mode, block_size, tile, rows_first, options)
+        return qdata, scale
+    bits = torch.zeros((x.numel() // (block_size * k), k), dtype=torch.int32, device=x.device)
+    column_amax(x, bits, block_size, tile=tile, **options)
+    put_long_columns(x, bits, qdata, scale, mode, block_size, tile=tile, **options)
+    return qdata, scale
 
 
-def put_column_magnitudes(x: Tensor, bits: Tensor, block: int, *, tile: tuple[int, int] = TILE, **options: int) -> None:
+def column_amax(x: Tensor, bits: Tensor, block_size: int, *, tile: tuple[int, int] = TILE, **options: int) -> None:
     """Into bits (..., K), zeros: the largest magnitude bits of each block of a column of x (..., N, K) contiguous."""
     k = x.shape[-1]
     nr, nc = tile
-    grid = (bits.numel() // k * triton.cdiv(block, nr) * triton.cdiv(k, nc),) if k else (0,)
+    grid = (bits.numel() // k * triton.cdiv(block_size, nr) * triton.cdiv(k, nc),) if k else (0,)
     if grid[0]:
         options = {"num_warps": NUM_WARPS} | options
-        column_magnitudes_kernel[grid](x, bits, block, k, NR=nr, NC=nc, **options)
+        column_amax_kernel[grid](x, bits, block_size, k, NR=nr, NC=nc, **options)
 
 
 def put_long_columns(
     x: Tensor,
     bits: Tensor,
-    codes: Tensor,
+    qdata: Tensor,
     scale: Tensor,
     mode: str,
-    block: int,
+    block_size: int,
     *,
     tile: tuple[int, int] = LONG_TILE,
     **options: int,
 ) -> None:
-    """codes, scale of quantize_columns, of x (..., N, K) contiguous and its columns' magnitude bits (segments, K)."""
+    """qdata, scale of quantize_columns, of x (..., N, K) contiguous and its columns' magnitude bits (segments, K)."""
     n, k = x.shape[-2:]
     nr, nc = tile
-    grid = (bits.shape[0] * triton.cdiv(block, nr) * triton.cdiv(k, nc),)
+    grid = (bits.shape[0] * triton.cdiv(block_size, nr) * triton.cdiv(k, nc),)
     quantize_long_columns_kernel[grid](
-        x, bits, codes, bytes_of(scale), block, n, k, MODE=mode, PACK=8 if block % 8 == 0 else 1, NR=nr, NC=nc,
+        x, bits, qdata, bytes_of(scale), block_size, n, k, MODE=mode,
+        PACK=8 if block_size % 8 == 0 else 1, NR=nr, NC=nc,
         **{"num_warps": NUM_WARPS} | options,
     )  # fmt: skip
 
@@ -161,41 +162,41 @@ def quantize_both(
     x: Tensor,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     *,
     tile: tuple[int, int] = TILE,
     rows_first: bool = False,
     **options: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mxep::quantize_both."""
-    if not _fits(block, tile):
-        codes, scale = rows.quantize_rows(x, dtype, mode, block)
-        return codes, scale.mT.contiguous(), *quantize_columns(x, dtype, mode, block)
+    if not _fits(block_size, tile):
+        qdata, scale = rows.quantize_rows(x, dtype, mode, block_size)
+        return qdata, scale.mT.contiguous(), *quantize_columns(x, dtype, mode, block_size)
     x = x.contiguous()
     *rest, n, k = x.shape
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty((*rest, k // block, n), dtype=SCALE_DTYPE, device=x.device)
-    turned = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
-    turned_scale = torch.empty((*rest, n // block, k), dtype=SCALE_DTYPE, device=x.device)
+    qdata = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty((*rest, k // block_size, n), dtype=SCALE_DTYPE, device=x.device)
+    transposed = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
+    turned_scale = torch.empty((*rest, n // block_size, k), dtype=SCALE_DTYPE, device=x.device)
     capped = on_hopper(maxnreg=80) if x.element_size() == 2 else {}  # fp32 would spill
     options = {"num_warps": NUM_WARPS} | capped | options
     if x.numel():
-        _quantize_tile(x, codes, scale, turned, turned_scale, mode, block, tile, rows_first, options)
-    return codes, scale, turned, turned_scale
+        _quantize_tile(x, qdata, scale, transposed, turned_scale, mode, block_size, tile, rows_first, options)
+    return qdata, scale, transposed, turned_scale
 
 
-def _fits(block: int, tile: tuple[int, int]) -> bool:
-    return 16 <= block <= min(tile) and block & (block - 1) == 0
+def _fits(block_size: int, tile: tuple[int, int]) -> bool:
+    return 16 <= block_size <= min(tile) and block_size & (block_size - 1) == 0
 
 
 def _quantize_tile(
     x: Tensor,
-    codes: Tensor | None,
+    qdata: Tensor | None,
     scale: Tensor | None,
-    turned: Tensor,
+    transposed: Tensor,
     turned_scale: Tensor,
     mode: str,
-    block: int,
+    block_size: int,
     tile: tuple[int, int],
     rows_first: bool,
     options: dict[str, int],
@@ -204,7 +205,7 @@ def _quantize_tile(
     nr, nc = tile
     grid = (x.numel() // (n * k) * triton.cdiv(n, nr) * triton.cdiv(k, nc),)
     quantize_tile_kernel[grid](
-        x, codes, None if scale is None else bytes_of(scale), turned, bytes_of(turned_scale), n, k,
-        MODE=mode, BLOCK=block, NR=nr, NC=nc, ROWS_FIRST=rows_first,
+        x, qdata, None if scale is None else bytes_of(scale), transposed, bytes_of(turned_scale), n, k,
+        MODE=mode, BLOCK=block_size, NR=nr, NC=nc, ROWS_FIRST=rows_first,
         **options,
     )  # fmt: skip

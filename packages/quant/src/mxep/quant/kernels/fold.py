@@ -1,18 +1,18 @@
-"""Fold: rows picked, their block scales shifted into their codes, in one read and one write.
+"""Fold: rows picked, their block scales shifted into their qdata, in one read and one write.
 
-    slot row_index[i] (or i)   D codes, D / block scale bytes, wherever the slot's row lies
-      | top = the largest byte of a block that is not all zero, d = top - byte, codes * 2^-d
+    slot row_index[i] (or i)   D qdata, D / block scale bytes, wherever the slot's row lies
+      | top = the largest byte of a block that is not all zero, d = top - byte, qdata * 2^-d
       v
-    row i                      D codes, one byte per `to` elements
+    row i                      D qdata, one byte per `to` elements
 
 A row is SPANS spans that come to share a scale, of BLOCKS blocks of SUB elements; PER_SCALE blocks have one byte. SUB
 is 32 for MX; of other blocks it is the largest power of two, up to 32, that divides them. Programs stride over tiles of
-ROWS whole rows, held in registers: 7168 codes are 14 loads of 16 bytes by each thread of one warp, which finds the top
+ROWS whole rows, held in registers: 7168 qdata are 14 loads of 16 bytes by each thread of one warp, which finds the top
 without a barrier. Lengths are constants of the kernel, so what pads a row to a power of two costs no instruction where
-it fills whole registers (7168 codes of 8192).
+it fills whole registers (7168 qdata of 8192).
 
 On an H200: 0.93 of copy speed at 7168, 5120 and 4096 columns, 0.90 at 2048 (65536 rows picked from slots), however far
-the capacity exceeds the live rows: starting a program takes 0.6 ns even if it finds nothing to do, so there is not one
+the capacity exceeds the valid rows: starting a program takes 0.6 ns even if it finds nothing to do, so there is not one
 for each row of a large capacity.
 """
 
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels.bounds import live_rows
+from mxep.quant.kernels.bounds import valid_rows
 from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
 
 TILE_ELEMENTS = 2048
@@ -51,15 +51,15 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def shifted(codes, shift, is_nan):
-    """The values codes * 2**-shift in fp16; cast to the codes' format they are `mxep.quant.fold.shift_codes`.
+def shifted(qdata, shift, is_nan):
+    """The values qdata * 2**-shift in fp16; cast to the qdata' format they are `mxep.quant.fold.shift_codes`.
 
-    codes: fp8. shift: int32, not negative; is_nan: where all becomes NaN; both broadcast to codes.
+    qdata: fp8. shift: int32, not negative; is_nan: where all becomes NaN; both broadcast to qdata.
     Exact wherever the cast leaves something of a value: half the smallest subnormal, 2**-10 in E4M3 and 2**-17 in E5M2,
     and 4 or 3 significant bits from there up are multiples of 2**-24. NaN and Inf become NaN.
     """
-    values = codes.to(tl.float16)
-    if codes.dtype == tl.float8e4nv:
+    values = qdata.to(tl.float16)
+    if qdata.dtype == tl.float8e4nv:
         values *= _power_of_two(tl.where(is_nan, 128, -tl.minimum(shift, 19)))
     else:
         shift = tl.minimum(shift, 33)
@@ -71,11 +71,11 @@ def shifted(codes, shift, is_nan):
 
 
 @triton.jit
-def _is_nonzero(codes):
-    """Whether any of the last axis, of four, is a code other than 0 and -0. codes: fp8, or int32 words of four."""
-    if codes.dtype != tl.int32:
-        codes = codes.to(tl.uint8, bitcast=True).to(tl.int32)
-    return tl.max(codes & 0x7F7F7F7F, axis=3) > 0
+def _is_nonzero(qdata):
+    """Whether any of the last axis, of four, is a code other than 0 and -0. qdata: fp8, or int32 words of four."""
+    if qdata.dtype != tl.int32:
+        qdata = qdata.to(tl.uint8, bitcast=True).to(tl.int32)
+    return tl.max(qdata & 0x7F7F7F7F, axis=3) > 0
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -106,13 +106,13 @@ def fold_kernel(
     inside = (span < SPANS) & (block < BLOCKS)
     block = span * BLOCKS + block
     element = block[:, :, None] * SUB + tl.arange(0, SUB)
-    live = live_rows(ends_ptr, groups, rows)
+    valid = valid_rows(ends_ptr, groups, rows)
     changed = tl.full((), 0, tl.int64)
     flushed = tl.full((), 0, tl.int64)
 
-    for tile in range(tl.program_id(0), tl.cdiv(live, ROWS), tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tl.cdiv(valid, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
-        there = row < live
+        there = row < valid
         source = row
         if index_ptr is not None:
             source = tl.load(index_ptr + row, mask=there, other=-1)
@@ -120,16 +120,16 @@ def fold_kernel(
         source = tl.maximum(source, 0).to(tl.int64)[:, None, None]
         byte = tl.load(scale_ptr + source * scale_stride + block // PER_SCALE, mask=read, other=0).to(tl.int32)
         first = codes_ptr + (source * stride)[:, :, :, None]
-        codes = tl.load(first + element, mask=read[:, :, :, None], other=0.0)
+        qdata = tl.load(first + element, mask=read[:, :, :, None], other=0.0)
         if WORDS:  # the second load finds the line in L1, or on its way there
             word = block[:, :, None] * (SUB // 4) + tl.arange(0, SUB // 4)
             words = tl.load(first.to(tl.pointer_type(tl.int32)) + word, mask=read[:, :, :, None], other=0)
             nonzero = _is_nonzero(words)
         else:
-            nonzero = _is_nonzero(codes)
+            nonzero = _is_nonzero(qdata)
         top = tl.max(tl.where(nonzero | (byte == NAN_BYTE), byte, 0), axis=2)
         shift = tl.maximum(top[:, :, None] - byte, 0)[:, :, :, None]
-        values = shifted(codes, shift, (top == NAN_BYTE)[:, :, None, None])
+        values = shifted(qdata, shift, (top == NAN_BYTE)[:, :, None, None])
         folded = values.to(dtype)
 
         wanted = there[:, None, None] & inside
@@ -143,7 +143,7 @@ def fold_kernel(
         if spread_ptr is not None:
             after = folded.to(tl.float16)
             counted = wanted[:, :, :, None] & (after == after)
-            flushes = counted & (after == 0) & (codes.to(tl.float16) != 0)
+            flushes = counted & (after == 0) & (qdata.to(tl.float16) != 0)
             changes = flushes | (counted & (after != values))
             changed += tl.sum(changes.to(tl.int32))
             flushed += tl.sum(flushes.to(tl.int32))
@@ -156,40 +156,40 @@ def fold_kernel(
 
 
 def fold(
-    codes: Tensor,
+    qdata: Tensor,
     scale: Tensor,
     row_index: Tensor | None,
-    group_ends: Tensor | None,
-    block: int,
+    offs: Tensor | None,
+    block_size: int,
     to: int,
     **tuning: int,
 ) -> tuple[Tensor, Tensor]:
     """mxep::fold; tuning as for `_launch`."""
-    folded, folded_scale, *_ = _launch(codes, scale, row_index, group_ends, block, to, stats=False, **tuning)
+    folded, folded_scale, *_ = _launch(qdata, scale, row_index, offs, block_size, to, stats=False, **tuning)
     return folded, folded_scale
 
 
 def fold_with_stats(
-    codes: Tensor,
+    qdata: Tensor,
     scale: Tensor,
     row_index: Tensor | None,
-    group_ends: Tensor | None,
-    block: int,
+    offs: Tensor | None,
+    block_size: int,
     to: int,
     **tuning: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """mxep::fold_with_stats; tuning as for `_launch`."""
-    folded, folded_scale, *counts = _launch(codes, scale, row_index, group_ends, block, to, stats=True, **tuning)
+    folded, folded_scale, *counts = _launch(qdata, scale, row_index, offs, block_size, to, stats=True, **tuning)
     changed, flushed, spread = counts
     return folded, folded_scale, changed, flushed, spread
 
 
 def _launch(
-    codes: Tensor,
+    qdata: Tensor,
     scale: Tensor,
     row_index: Tensor | None,
-    group_ends: Tensor | None,
-    block: int,
+    offs: Tensor | None,
+    block_size: int,
     to: int,
     *,
     stats: bool,
@@ -203,39 +203,39 @@ def _launch(
     warp_elements: elements of a tile for each of its warps (less with stats, or a scale for less than 32 elements).
     programs_per_sm: as many as start; they take several tiles if there are more.
     """
-    shape = (*codes.shape[:-1], codes.shape[-1]) if row_index is None else (row_index.shape[0], codes.shape[-1])
-    folded = torch.empty(shape, dtype=codes.dtype, device=codes.device)
-    folded_scale = torch.empty((*shape[:-1], shape[-1] // to), dtype=SCALE_DTYPE, device=codes.device)
+    shape = (*qdata.shape[:-1], qdata.shape[-1]) if row_index is None else (row_index.shape[0], qdata.shape[-1])
+    folded = torch.empty(shape, dtype=qdata.dtype, device=qdata.device)
+    folded_scale = torch.empty((*shape[:-1], shape[-1] // to), dtype=SCALE_DTYPE, device=qdata.device)
     counts = []
     if stats:
-        counts += [torch.zeros((), dtype=torch.int64, device=codes.device) for _ in range(2)]
-        counts += [torch.zeros(shape[:-1], dtype=torch.int32, device=codes.device)]
+        counts += [torch.zeros((), dtype=torch.int64, device=qdata.device) for _ in range(2)]
+        counts += [torch.zeros(shape[:-1], dtype=torch.int32, device=qdata.device)]
     if folded.numel():
-        codes, scale = rows_of(codes), rows_of(bytes_of(scale))
-        sub = math.gcd(block, 32)
+        qdata, scale = rows_of(qdata), rows_of(bytes_of(scale))
+        sub = math.gcd(block_size, 32)
         blocks = to // sub
         spans = shape[-1] // to
         padded = triton.next_power_of_2(spans) * triton.next_power_of_2(blocks) * sub
         rows = max(1, tile_elements // padded)
-        share = 4 if stats or spans > 1 else 1 if codes.dtype == torch.float8_e4m3fn else 2  # what takes registers
+        share = 4 if stats or spans > 1 else 1 if qdata.dtype == torch.float8_e4m3fn else 2  # what takes registers
         tiles = triton.cdiv(folded_scale.numel() // spans, rows)
-        fold_kernel[(min(tiles, programs_per_sm * multiprocessors(codes.device)),)](
-            codes,
+        fold_kernel[(min(tiles, programs_per_sm * multiprocessors(qdata.device)),)](
+            qdata,
             scale,
             row_index,
-            group_ends,
+            offs,
             folded,
             bytes_of(folded_scale),
             *(counts if stats else (None, None, None)),
-            codes.stride(0),
+            qdata.stride(0),
             scale.stride(0),
             folded_scale.numel() // spans,
-            0 if group_ends is None else group_ends.shape[0],
+            0 if offs is None else offs.shape[0],
             SPANS=spans,
             BLOCKS=blocks,
             SUB=sub,
-            PER_SCALE=block // sub,
-            WORDS=all(n % 4 == 0 for n in (codes.data_ptr(), codes.stride(0), sub)),
+            PER_SCALE=block_size // sub,
+            WORDS=all(n % 4 == 0 for n in (qdata.data_ptr(), qdata.stride(0), sub)),
             ROWS=rows,
             num_warps=min(32, max(1, rows * padded * (32 // sub) * share // warp_elements)),
         )

@@ -1,8 +1,8 @@
 """Rows by an index: copied, padded, quantized on the way; scales copied or swizzled on the way.
 
     row index[i] of x (or row i; -1: zeros)     a program takes NR rows x NC columns
-      | values: blocks quantized                -> row i of the result: values or codes
-      | codes: their scale bytes beside them    -> row i of the scales, or its place in the 128 x 4 layout of
+      | values: blocks quantized                -> row i of the result: values or qdata
+      | qdata: their scale bytes beside them    -> row i of the scales, or its place in the 128 x 4 layout of
                                                    `mxep.quant.swizzle`, each group a tile of 128 rows of its own
 
 Where scales are swizzled a program's rows are a tile of that layout, so it writes 512 scale bytes in one piece; else a
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.groups import round_up
-from mxep.quant.kernels.bounds import bounds_of, live_rows
-from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, reciprocal, scale_byte
+from mxep.quant.kernels.bounds import bounds_of, valid_rows
+from mxep.quant.kernels.numbers import abs_bits, bytes_of, reciprocal, scale_byte
 from mxep.quant.swizzle import ROWS, swizzled_shape
 
 WIDE = (8, 1024)
@@ -78,7 +78,7 @@ def pick_kernel(
         row0, rows_left = _group_tile(tile, ends_ptr, groups, rows, NR, GROUPS)
     else:
         row0 = tile * NR
-        rows_left = live_rows(ends_ptr, groups, rows) - row0
+        rows_left = valid_rows(ends_ptr, groups, rows) - row0
     if rows_left <= 0:
         return
     row = tl.arange(0, NR)[:, None]
@@ -94,15 +94,15 @@ def pick_kernel(
     inside = column < K - column0
     if out_ptr is not None:
         x = tl.load(x_ptr + batch * batch_stride + source * stride + column0 + column, mask=there & inside, other=0)
-        codes = x
+        qdata = x
         if MODE is not None:
             dtype: tl.constexpr = out_ptr.dtype.element_ty
             x = tl.reshape(x.to(tl.float32), (NR, NC // BLOCK, BLOCK))
-            byte = scale_byte(tl.max(magnitude_bits(x), axis=2), MODE, dtype)
-            codes = tl.reshape((x * reciprocal(byte)[:, :, None]).to(dtype), (NR, NC))
+            byte = scale_byte(tl.max(abs_bits(x), axis=2), MODE, dtype)
+            qdata = tl.reshape((x * reciprocal(byte)[:, :, None]).to(dtype), (NR, NC))
             byte = byte.to(tl.uint8)
         out_ptr += (batch * rows + row0) * K + column0
-        tl.store(out_ptr + row.to(tl.int64) * K + column, codes, mask=wanted & inside)
+        tl.store(out_ptr + row.to(tl.int64) * K + column, qdata, mask=wanted & inside)
     if out_scale_ptr is not None:
         blocks = K // BLOCK
         block = tl.arange(0, NC // BLOCK)[None, :]
@@ -123,7 +123,7 @@ def pick_kernel(
 
 @triton.jit(do_not_specialize=["capacity", "rows", "groups"])
 def pad_index_kernel(
-    sizes_ptr, ends_ptr, index_ptr, capacity, rows, groups, multiple, GROUPS: tl.constexpr, TILE: tl.constexpr
+    sizes_ptr, ends_ptr, index_ptr, capacity, rows, groups, alignment, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):
     """Every program sums up all sizes, GROUPS at a time, and looks closer at those whose places are in its tile."""
     place0 = tl.program_id(0) * TILE
@@ -133,7 +133,7 @@ def pad_index_kernel(
     for group0 in range(0, groups, GROUPS):
         group = group0 + tl.arange(0, GROUPS)
         size = tl.load(sizes_ptr + group, mask=group < groups, other=0).to(tl.int32)
-        padded = (size + multiple - 1) // multiple * multiple
+        padded = (size + alignment - 1) // alignment * alignment
         end = tl.minimum(last_place + tl.cumsum(padded, 0), capacity)
         if tl.program_id(0) == 0:
             tl.store(ends_ptr + group, end, mask=group < groups)
@@ -156,39 +156,39 @@ def invert_kernel(index_ptr, inverse_ptr, places, rows, TILE: tl.constexpr):
     tl.store(inverse_ptr + row, place, mask=(row >= 0) & (row < rows))
 
 
-def materialize(codes: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
+def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
     """mxep::materialize."""
     if row_index is None:
-        return tuple(x.clone(memory_format=torch.contiguous_format) for x in (codes, scale))  # type: ignore[return-value]
-    out = torch.empty((row_index.shape[0], codes.shape[1]), dtype=codes.dtype, device=codes.device)
+        return tuple(x.clone(memory_format=torch.contiguous_format) for x in (qdata, scale))  # type: ignore[return-value]
+    out = torch.empty((row_index.shape[0], qdata.shape[1]), dtype=qdata.dtype, device=qdata.device)
     out_scale = torch.empty((row_index.shape[0], scale.shape[1]), dtype=scale.dtype, device=scale.device)
-    if codes.shape[1] and codes.shape[1] // scale.shape[1] == 32:
-        _pick(codes.view(torch.uint8), scale, row_index, None, out.view(torch.uint8), out_scale, None)
+    if qdata.shape[1] and qdata.shape[1] // scale.shape[1] == 32:
+        _pick(qdata.view(torch.uint8), scale, row_index, None, out.view(torch.uint8), out_scale, None)
     else:
-        _pick(codes.view(torch.uint8), None, row_index, None, out.view(torch.uint8), None, None)
+        _pick(qdata.view(torch.uint8), None, row_index, None, out.view(torch.uint8), None, None)
         _pick(bytes_of(scale), None, row_index, None, bytes_of(out_scale), None, None)
     return out, out_scale
 
 
 def gather_swizzled(
-    codes: Tensor, scale: Tensor, row_index: Tensor | None, group_ends: Tensor | None
+    qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """mxep::gather_swizzled."""
-    rows = codes.shape[0] if row_index is None else row_index.shape[0]
-    out = torch.empty((rows, codes.shape[1]), dtype=codes.dtype, device=codes.device)
-    out_scale = _swizzled(scale, rows, scale.shape[1], group_ends)
-    _pick(codes.view(torch.uint8), scale, row_index, group_ends, out.view(torch.uint8), out_scale, None, swizzle=True)
+    rows = qdata.shape[0] if row_index is None else row_index.shape[0]
+    out = torch.empty((rows, qdata.shape[1]), dtype=qdata.dtype, device=qdata.device)
+    out_scale = _swizzled(scale, rows, scale.shape[1], offs)
+    _pick(qdata.view(torch.uint8), scale, row_index, offs, out.view(torch.uint8), out_scale, None, swizzle=True)
     return out, out_scale
 
 
 def quantize_swizzled(
-    x: Tensor, row_index: Tensor | None, group_ends: Tensor | None, dtype: torch.dtype, mode: str
+    x: Tensor, row_index: Tensor | None, offs: Tensor | None, dtype: torch.dtype, mode: str
 ) -> tuple[Tensor, Tensor]:
     """mxep::quantize_swizzled."""
     rows = x.shape[0] if row_index is None else row_index.shape[0]
     out = torch.empty((rows, x.shape[1]), dtype=dtype, device=x.device)
-    out_scale = _swizzled(x, rows, x.shape[1] // 32, group_ends)
-    _pick(x, None, row_index, group_ends, out, out_scale, mode, swizzle=True)
+    out_scale = _swizzled(x, rows, x.shape[1] // 32, offs)
+    _pick(x, None, row_index, offs, out, out_scale, mode, swizzle=True)
     return out, out_scale
 
 
@@ -200,11 +200,11 @@ def pad_quantize(x: Tensor, row_index: Tensor, dtype: torch.dtype, mode: str) ->
     return out, out_scale
 
 
-def swizzle_scales(scale: Tensor, group_ends: Tensor | None) -> Tensor:
+def swizzle_scales(scale: Tensor, offs: Tensor | None) -> Tensor:
     """mxep::swizzle_scales."""
     rows, cols = scale.shape[-2:]
-    out = _swizzled(scale, rows, cols, group_ends).view(scale.dtype)
-    _pick(None, scale, None, group_ends, None, out, None, swizzle=True)
+    out = _swizzled(scale, rows, cols, offs).view(scale.dtype)
+    _pick(None, scale, None, offs, None, out, None, swizzle=True)
     return out
 
 
@@ -225,22 +225,22 @@ def unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     return pad_rows(y, inverse)
 
 
-def pad_index(group_sizes: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor]:
+def pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
     """mxep::pad_index."""
     groups = group_sizes.shape[0]
-    capacity = round_up(num_rows + groups * (multiple - 1), multiple)
+    capacity = round_up(num_rows + groups * (alignment - 1), alignment)
     ends = torch.empty(groups, dtype=torch.int32, device=group_sizes.device)
     index = torch.empty(capacity, dtype=torch.int32, device=group_sizes.device)
     pad_index_kernel[(max(1, triton.cdiv(capacity, 256)),)](
-        group_sizes, ends, index, capacity, num_rows, groups, multiple,
+        group_sizes, ends, index, capacity, num_rows, groups, alignment,
         GROUPS=min(triton.next_power_of_2(groups), PAD_GROUPS), TILE=256,
     )  # fmt: skip
     return ends, index
 
 
-def _swizzled(like: Tensor, rows: int, cols: int, group_ends: Tensor | None) -> Tensor:
+def _swizzled(like: Tensor, rows: int, cols: int, offs: Tensor | None) -> Tensor:
     """Scales of the shape that `mxep.quant.swizzle` says, not written yet."""
-    shape = (*like.shape[:-2], *swizzled_shape(rows, cols, group_ends))
+    shape = (*like.shape[:-2], *swizzled_shape(rows, cols, offs))
     return torch.empty(shape, dtype=SCALE_DTYPE, device=like.device)
 
 
@@ -248,14 +248,14 @@ def _pick(
     x: Tensor | None,
     scale: Tensor | None,
     row_index: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     out: Tensor | None,
     out_scale: Tensor | None,
     mode: str | None,
     *,
     swizzle: bool = False,
 ) -> None:
-    """Rows of x and scale, picked by row_index, to out and out_scale; in groups if there are group_ends."""
+    """Rows of x and scale, picked by row_index, to out and out_scale; in groups if there are offs."""
     if x is not None and x.stride(-1) != 1:
         x = x.contiguous()
     if x is not None:
@@ -275,9 +275,9 @@ def _pick(
     if swizzle:
         assert out_scale is not None
         row_tiles = out_scale.shape[-2] // ROWS
-    groups = 0 if group_ends is None else group_ends.shape[0]
+    groups = 0 if offs is None else offs.shape[0]
     pick_kernel[(row_tiles * triton.cdiv(k, nc), batch)](
-        x, scale, row_index, group_ends, out, None if out_scale is None else bytes_of(out_scale),
+        x, scale, row_index, offs, out, None if out_scale is None else bytes_of(out_scale),
         *strides, *((0, 0, 0) if scale is None else scale.stride()), rows, k, groups,
         0 if out_scale is None or batch == 1 else out_scale.shape[-2] * out_scale.shape[-1],
         MODE=mode, BLOCK=32, SWIZZLE=swizzle, GROUPS=triton.next_power_of_2(max(groups, 1)), NR=nr, NC=nc,

@@ -21,14 +21,14 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def magnitude_bits(x):
+def abs_bits(x):
     """The bits of |x| (x fp32) as int32. They sort as the magnitudes do, Inf above all numbers, NaN above Inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_byte(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
-    """Scale byte (int32) of a block whose largest `magnitude_bits` are `bits`, for codes of DTYPE."""
+    """Scale byte (int32) of a block whose largest `abs_bits` are `bits`, for qdata of DTYPE."""
     E4M3: tl.constexpr = DTYPE == tl.float8e4nv
     MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 15
     if MODE == "rceil":

@@ -1,8 +1,8 @@
-"""Requantize: codes and scales blocked in any way, gathered or not, to blocks of 32 rows.
+"""Requantize: qdata and scales blocked in any way, gathered or not, to blocks of 32 rows.
 
-    codes (S, K), their scales                  a program takes a tile of NR rows x NC columns
-      | fp32 in registers: codes * 2^(byte - 127)
-      | amax of 32 rows a column                -> codes (K, R), scale (R / 32, K)
+    qdata (S, K), their scales                  a program takes a tile of NR rows x NC columns
+      | fp32 in registers: qdata * 2^(byte - 127)
+      | amax of 32 rows a column                -> qdata (K, R), scale (R / 32, K)
 
 As `columns`, but for what it reads. Leading axes are a batch.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.kernels import on_hopper
-from mxep.quant.kernels.bounds import live_rows
+from mxep.quant.kernels.bounds import valid_rows
 from mxep.quant.kernels.numbers import bytes_of, power_of_two
 from mxep.quant.kernels.tile import place_of, put_columns
 
@@ -48,19 +48,19 @@ def requantize_kernel(
     NC: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
 ):
-    """codes (batch, S, K), a scale for block_rows x block_columns of them -> blocks of 32 rows, turned. R is a multiple
-    of 32, UNIT divides 32 and block_columns."""
+    """qdata (batch, S, K), a scale for block_rows x block_columns of them -> blocks of 32 rows, transposed. R is a
+    multiple of 32, UNIT divides 32 and block_columns."""
     BLOCK: tl.constexpr = 32
     PACK: tl.constexpr = 8
     batch, row_tile, column_tile = place_of(tl.cdiv(R, NR), tl.cdiv(K, NC), ROWS_FIRST)
     row0 = row_tile * NR
     column0 = column_tile * NC
-    live = R
+    valid = R
     if group_ends_ptr is not None:
-        live = live_rows(group_ends_ptr, num_groups, R) // BLOCK * BLOCK  # packs and blocks lie inside or outside
-        if row0 >= live:
+        valid = valid_rows(group_ends_ptr, num_groups, R) // BLOCK * BLOCK  # packs and blocks lie inside or outside
+        if row0 >= valid:
             return
-    rows_left = live - row0
+    rows_left = valid - row0
     columns_left = K - column0
     row = PACK * tl.arange(0, NR // PACK)[:, None]
     column = tl.arange(0, NC)[None, :]
@@ -74,14 +74,14 @@ def requantize_kernel(
         if row_index_ptr is not None:
             source = tl.load(row_index_ptr + row0 + row + i, mask=row < rows_left, other=-1)
             there = source >= 0
-        codes = tl.load(codes_ptr + source.to(tl.int64) * stride, mask=there & (column < columns_left), other=0.0)
+        qdata = tl.load(codes_ptr + source.to(tl.int64) * stride, mask=there & (column < columns_left), other=0.0)
         byte = tl.load(
             scale_ptr + (source // block_rows).to(tl.int64) * scale_stride_row,
             mask=there & (unit < columns_left),
             other=0,
         )
         source += 1
-        x = tl.reshape(codes.to(tl.float32), (NR // PACK, NC // UNIT, UNIT))
+        x = tl.reshape(qdata.to(tl.float32), (NR // PACK, NC // UNIT, UNIT))
         x = x * power_of_two(byte.to(tl.int32))[:, :, None]
         tile = tile + (tl.reshape(x, (NR // PACK, NC)),)
     first = batch * R * K
@@ -91,12 +91,12 @@ def requantize_kernel(
 
 
 def requantize(
-    codes: Tensor,
+    qdata: Tensor,
     scale: Tensor,
     block_rows: int,
     block_columns: int,
     row_index: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
     *,
@@ -105,22 +105,22 @@ def requantize(
     **options: int,
 ) -> tuple[Tensor, Tensor]:
     """mxep::requantize."""
-    *rest, stored, k = codes.shape
+    *rest, stored, k = qdata.shape
     r = stored if row_index is None else row_index.shape[0]
-    out = torch.empty((*rest, k, r), dtype=dtype, device=codes.device)
-    out_scale = torch.empty((*rest, r // 32, k), dtype=SCALE_DTYPE, device=codes.device)
+    out = torch.empty((*rest, k, r), dtype=dtype, device=qdata.device)
+    out_scale = torch.empty((*rest, r // 32, k), dtype=SCALE_DTYPE, device=qdata.device)
     if not out.numel():
         return out, out_scale
-    if codes.stride(-1) != 1:
-        codes = codes.contiguous()
-    codes, scale = codes.flatten(0, -3) if rest else codes[None], scale.flatten(0, -3) if rest else scale[None]
+    if qdata.stride(-1) != 1:
+        qdata = qdata.contiguous()
+    qdata, scale = qdata.flatten(0, -3) if rest else qdata[None], scale.flatten(0, -3) if rest else scale[None]
     options = {"num_warps": NUM_WARPS} | on_hopper(maxnreg=96 if row_index is None else 80) | options
     nr, nc = tile
-    grid = (codes.shape[0] * triton.cdiv(r, nr) * triton.cdiv(k, nc),)
+    grid = (qdata.shape[0] * triton.cdiv(r, nr) * triton.cdiv(k, nc),)
     requantize_kernel[grid](
-        codes, bytes_of(scale), row_index, group_ends, out, bytes_of(out_scale),
-        r, k, 0 if group_ends is None else group_ends.shape[0],
-        codes.stride(0), codes.stride(1), *scale.stride(), block_rows, block_columns,
+        qdata, bytes_of(scale), row_index, offs, out, bytes_of(out_scale),
+        r, k, 0 if offs is None else offs.shape[0],
+        qdata.stride(0), qdata.stride(1), *scale.stride(), block_rows, block_columns,
         MODE=mode, UNIT=math.gcd(32, block_columns), NR=nr, NC=nc, ROWS_FIRST=rows_first, **options,
     )  # fmt: skip
     return out, out_scale

@@ -1,4 +1,4 @@
-"""Quantize where nothing turns: along rows, and square tiles. Read once, codes and scale bytes written.
+"""Quantize where nothing turns: along rows, and square tiles. Read once, qdata and scale bytes written.
 
 rows    x is a list of blocks of BLOCK elements, one after another; a program takes TILE of them
         (a block that is no power of two, a whole row say, is masked up to one; a longer one is read twice)
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, reciprocal, scale_byte
+from mxep.quant.kernels.numbers import abs_bits, bytes_of, reciprocal, scale_byte
 
 TILE_ELEMENTS = 4096
 NUM_WARPS = 4
@@ -30,9 +30,9 @@ def quantize_blocks_kernel(
     offset = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + first * BLOCK + offset, mask=there[:, None], other=0.0).to(tl.float32)
     dtype: tl.constexpr = codes_ptr.dtype.element_ty
-    byte = scale_byte(tl.max(magnitude_bits(x), axis=1), MODE, dtype)
-    codes = (x * reciprocal(byte)[:, None]).to(dtype)
-    tl.store(codes_ptr + first * BLOCK + offset, codes, mask=there[:, None])
+    byte = scale_byte(tl.max(abs_bits(x), axis=1), MODE, dtype)
+    qdata = (x * reciprocal(byte)[:, None]).to(dtype)
+    tl.store(codes_ptr + first * BLOCK + offset, qdata, mask=there[:, None])
     tl.store(scale_ptr + first + block, byte.to(tl.uint8), mask=there)
 
 
@@ -49,12 +49,12 @@ def quantize_long_blocks_kernel(
     start = (first + block)[:, None] * length
     dtype: tl.constexpr = codes_ptr.dtype.element_ty
     x = tl.load(x_ptr + start + element, mask=there & (element < length), other=0.0).to(tl.float32)
-    bits = tl.max(magnitude_bits(x), axis=1)
+    bits = tl.max(abs_bits(x), axis=1)
     if not ONE_CHUNK:
         for chunk in range(CHUNK, length, CHUNK):
             at = chunk + element
             more = tl.load(x_ptr + start + at, mask=there & (at < length), other=0.0).to(tl.float32)
-            bits = tl.maximum(bits, tl.max(magnitude_bits(more), axis=1))
+            bits = tl.maximum(bits, tl.max(abs_bits(more), axis=1))
     byte = scale_byte(bits, MODE, dtype)
     factor = reciprocal(byte)[:, None]
     tl.store(codes_ptr + start + element, (x * factor).to(dtype), mask=there & (element < length))
@@ -79,9 +79,9 @@ def quantize_tiles_kernel(x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BL
     x = tl.load(x_ptr + start + place, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = codes_ptr.dtype.element_ty
     x = tl.reshape(x, (BLOCK, NC // BLOCK, BLOCK))
-    byte = scale_byte(tl.max(tl.max(magnitude_bits(x), axis=2), axis=0), MODE, dtype)
-    codes = tl.reshape((x * reciprocal(byte)[None, :, None]).to(dtype), (BLOCK, NC))
-    tl.store(codes_ptr + start + place, codes, mask=mask)
+    byte = scale_byte(tl.max(tl.max(abs_bits(x), axis=2), axis=0), MODE, dtype)
+    qdata = tl.reshape((x * reciprocal(byte)[None, :, None]).to(dtype), (BLOCK, NC))
+    tl.store(codes_ptr + start + place, qdata, mask=mask)
     block = column0 // BLOCK + tl.arange(0, NC // BLOCK)
     tl.store(scale_ptr + row_tile * (K // BLOCK) + block, byte.to(tl.uint8), mask=block < K // BLOCK)
 
@@ -90,46 +90,46 @@ def quantize_rows(
     x: Tensor,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     *,
     tile_elements: int = TILE_ELEMENTS,
     num_warps: int = NUM_WARPS,
 ) -> tuple[Tensor, Tensor]:
     """mxep::quantize_rows."""
     x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty((*x.shape[:-1], x.shape[-1] // block), dtype=SCALE_DTYPE, device=x.device)
+    qdata = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty((*x.shape[:-1], x.shape[-1] // block_size), dtype=SCALE_DTYPE, device=x.device)
     blocks = scale.numel()
     if not x.numel():
-        return codes, scale
-    if block & (block - 1) == 0 and block <= tile_elements:
-        tile = tile_elements // block
+        return qdata, scale
+    if block_size & (block_size - 1) == 0 and block_size <= tile_elements:
+        tile = tile_elements // block_size
         quantize_blocks_kernel[(triton.cdiv(blocks, tile),)](
-            x, codes, bytes_of(scale), blocks, MODE=mode, BLOCK=block, TILE=tile, num_warps=num_warps
+            x, qdata, bytes_of(scale), blocks, MODE=mode, BLOCK=block_size, TILE=tile, num_warps=num_warps
         )
-        return codes, scale
-    chunk = min(triton.next_power_of_2(block), LONGEST)
+        return qdata, scale
+    chunk = min(triton.next_power_of_2(block_size), LONGEST)
     tile = max(1, LONG_ELEMENTS // chunk)
     quantize_long_blocks_kernel[(triton.cdiv(blocks, tile),)](
-        x, codes, bytes_of(scale), blocks, block, MODE=mode, TILE=tile, CHUNK=chunk, ONE_CHUNK=block <= chunk,
+        x, qdata, bytes_of(scale), blocks, block_size, MODE=mode, TILE=tile, CHUNK=chunk, ONE_CHUNK=block_size <= chunk,
         num_warps=max(4, chunk // 2048),
     )  # fmt: skip
-    return codes, scale
+    return qdata, scale
 
 
 def quantize_tiles(
-    x: Tensor, dtype: torch.dtype, mode: str, block: int, *, columns: int = 256, num_warps: int = 8
+    x: Tensor, dtype: torch.dtype, mode: str, block_size: int, *, columns: int = 256, num_warps: int = 8
 ) -> tuple[Tensor, Tensor]:
     """mxep::quantize_tiles. ValueError for a block that is no power of two up to 128."""
-    if block & (block - 1) or block > 128:
-        raise ValueError(f"block: got tiles of {block} x {block}, want a power of two up to 128 on CUDA")
+    if block_size & (block_size - 1) or block_size > 128:
+        raise ValueError(f"block_size: got tiles of {block_size} x {block_size}, want a power of two up to 128 on CUDA")
     x = x.contiguous()
     *rest, n, k = x.shape
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty((*rest, n // block, k // block), dtype=SCALE_DTYPE, device=x.device)
+    qdata = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty((*rest, n // block_size, k // block_size), dtype=SCALE_DTYPE, device=x.device)
     if x.numel():
-        grid = (x.numel() // k // block, triton.cdiv(k, columns))
+        grid = (x.numel() // k // block_size, triton.cdiv(k, columns))
         quantize_tiles_kernel[grid](
-            x, codes, bytes_of(scale), k, MODE=mode, BLOCK=block, NC=columns, num_warps=num_warps
+            x, qdata, bytes_of(scale), k, MODE=mode, BLOCK=block_size, NC=columns, num_warps=num_warps
         )
-    return codes, scale
+    return qdata, scale

@@ -8,7 +8,7 @@
 
 Programs stride over rows; a warp takes 1024 or 2048 elements of one, so that few wait at a barrier. Chunks are
 unrolled, and a chunk is loaded before the one before it is computed. A result that needs all of its row first, to scale
-it, stays in registers: fp32 for one scale a row, but codes, a quarter of that, if it is folded. 8 elements a thread are
+it, stays in registers: fp32 for one scale a row, but qdata, a quarter of that, if it is folded. 8 elements a thread are
 what a load of bf16 brings; F is a constant of the kernel, so 768 or 14336 elements cost nothing for padding.
 
 While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 instructions for an element forward, 54
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from mxep.quant import sigmoid
 from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels.bounds import live_rows
+from mxep.quant.kernels.bounds import valid_rows
 from mxep.quant.kernels.fold import multiprocessors, shifted
-from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of, magnitude_bits, reciprocal, scale_byte
+from mxep.quant.kernels.numbers import NAN_BYTE, abs_bits, bytes_of, reciprocal, scale_byte
 
 WARP_ELEMENTS = 2048
 THREAD_ELEMENTS = 8
@@ -169,8 +169,8 @@ def swiglu_kernel(
     PARTS: tl.constexpr = 2 if BACKWARD else 1
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    live = live_rows(ends_ptr, groups, rows)
-    for row in range(tl.program_id(0), live, tl.num_programs(0)):
+    valid = valid_rows(ends_ptr, groups, rows)
+    for row in range(tl.program_id(0), valid, tl.num_programs(0)):
         row64 = tl.cast(row, tl.int64)
         gate_up = gate_up_ptr + row64 * (2 * F)
         out = out_ptr + row64 * (PARTS * F)
@@ -205,13 +205,13 @@ def swiglu_kernel(
                         kept += (parts[i],)
                     else:
                         blocks = tl.reshape(parts[i], (CHUNK // BLOCK, BLOCK))
-                        byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), MODE, dtype)
-                        codes = (blocks * reciprocal(byte)[:, None]).to(dtype)
+                        byte = scale_byte(tl.max(abs_bits(blocks), axis=1), MODE, dtype)
+                        qdata = (blocks * reciprocal(byte)[:, None]).to(dtype)
                         scales += (byte,)
                         if FOLDED:
-                            kept += (codes,)
+                            kept += (qdata,)
                         else:
-                            _store(out + i * F, tl.reshape(codes, (CHUNK,)), step - AHEAD, F)
+                            _store(out + i * F, tl.reshape(qdata, (CHUNK,)), step - AHEAD, F)
         if FOLDED:
             # Blocks of zeros need no exception: their byte is 0, as it is if there are just values too small for it.
             top = scales[0]
@@ -219,13 +219,13 @@ def swiglu_kernel(
                 top = tl.maximum(top, scales[k])
             top = tl.max(top, axis=0)
             for k in tl.static_range(len(kept)):
-                codes = shifted(kept[k], (top - scales[k])[:, None], top == NAN_BYTE).to(dtype)
-                _store(out + k % PARTS * F, tl.reshape(codes, (CHUNK,)), k // PARTS, F)
+                qdata = shifted(kept[k], (top - scales[k])[:, None], top == NAN_BYTE).to(dtype)
+                _store(out + k % PARTS * F, tl.reshape(qdata, (CHUNK,)), k // PARTS, F)
             tl.store(scale_ptr + row, top.to(tl.uint8))
         elif len(kept) > 0:
-            bits = magnitude_bits(kept[0])
+            bits = abs_bits(kept[0])
             for k in tl.static_range(1, len(kept)):
-                bits = tl.maximum(bits, magnitude_bits(kept[k]))
+                bits = tl.maximum(bits, abs_bits(kept[k]))
             byte = scale_byte(tl.max(bits, axis=0), MODE, dtype)
             factor = reciprocal(byte)
             for k in tl.static_range(len(kept)):
@@ -242,32 +242,32 @@ def swiglu_kernel(
             tl.store(d_weight_ptr + row, _tree_sum(sums))
 
 
-def swiglu(gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, **tuning: int) -> Tensor:
+def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: int) -> Tensor:
     """mxep::swiglu; tuning as for `_launch`."""
-    return _launch(None, gate_up, row_weight, group_ends, None, None, **tuning)[0]
+    return _launch(None, gate_up, row_weight, offs, None, None, **tuning)[0]
 
 
 def swiglu_quantize(
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     folded: bool,
     **tuning: int,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_quantize; tuning as for `_launch`, which says what blocks there may be."""
-    quantized = dtype, mode, block, folded
-    codes, scale = _launch(None, gate_up, row_weight, group_ends, quantized, None, **tuning)
-    return codes, scale
+    quantized = dtype, mode, block_size, folded
+    qdata, scale = _launch(None, gate_up, row_weight, offs, quantized, None, **tuning)
+    return qdata, scale
 
 
 def swiglu_backward(
-    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, group_ends: Tensor | None, **tuning: int
+    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: int
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward; tuning as for `_launch`."""
-    d_gate_up, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, None, None, **tuning)
+    d_gate_up, d_row_weight = _launch(d_h, gate_up, row_weight, offs, None, None, **tuning)
     return d_gate_up, d_row_weight
 
 
@@ -275,33 +275,33 @@ def swiglu_backward_quantize(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     folded: bool,
     **tuning: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mxep::swiglu_backward_quantize; tuning as for `_launch`, which says what blocks there may be."""
-    quantized = dtype, mode, block, folded
-    codes, scale, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, quantized, None, **tuning)
-    return codes, scale, d_row_weight
+    quantized = dtype, mode, block_size, folded
+    qdata, scale, d_row_weight = _launch(d_h, gate_up, row_weight, offs, quantized, None, **tuning)
+    return qdata, scale, d_row_weight
 
 
 def swiglu_backward_overwrite(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
-    block: int,
+    block_size: int,
     folded: bool,
     **tuning: int,
 ) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu_backward_overwrite: codes over d_h, as a row's maximum comes after its loads, before its stores."""
-    quantized = dtype, mode, block, folded
-    _, scale, d_row_weight = _launch(d_h, gate_up, row_weight, group_ends, quantized, d_h.view(dtype), **tuning)
+    """mxep::swiglu_backward_overwrite: qdata over d_h, as a row's maximum comes after its loads, before its stores."""
+    quantized = dtype, mode, block_size, folded
+    _, scale, d_row_weight = _launch(d_h, gate_up, row_weight, offs, quantized, d_h.view(dtype), **tuning)
     return scale, d_row_weight
 
 
@@ -309,7 +309,7 @@ def _launch(
     d_h: Tensor | None,
     gate_up: Tensor,
     row_weight: Tensor | None,
-    group_ends: Tensor | None,
+    offs: Tensor | None,
     quantized: tuple[torch.dtype, str, int, bool] | None,
     out: Tensor | None,
     *,
@@ -331,15 +331,15 @@ def _launch(
     """
     rows, F = gate_up.shape[0], gate_up.shape[1] // 2
     width = F if d_h is None else 2 * F
-    dtype, mode, block, folded = quantized or (gate_up.dtype, None, width, False)
-    by_row = block == width
-    if not by_row and (block & (block - 1) or F % block):
+    dtype, mode, block_size, folded = quantized or (gate_up.dtype, None, width, False)
+    by_row = block_size == width
+    if not by_row and (block_size & (block_size - 1) or F % block_size):
         raise ValueError(
-            f"block: got {block}, want the whole row, {width}, or a power of two that divides {F}, on CUDA"
+            f"block_size: got {block_size}, want the whole row, {width}, or a power of two that divides {F}, on CUDA"
         )
     results = [torch.empty((rows, width), dtype=dtype, device=gate_up.device) if out is None else out]
     if mode is not None:
-        scales = 1 if folded else width // block
+        scales = 1 if folded else width // block_size
         results.append(torch.empty((rows, scales), dtype=SCALE_DTYPE, device=gate_up.device))
     if d_h is not None:
         results.append(torch.empty(rows, dtype=torch.float32, device=gate_up.device))
@@ -362,16 +362,16 @@ def _launch(
         None if d_h is None else d_h.contiguous(),
         gate_up.contiguous(),
         row_weight,
-        group_ends,
+        offs,
         results[0],
         None if mode is None else bytes_of(results[1]),
         None if d_h is None else results[-1],
         rows,
-        0 if group_ends is None else group_ends.shape[0],
+        0 if offs is None else offs.shape[0],
         F=F,
-        CHUNK=chunk if by_row else max(chunk, block),
+        CHUNK=chunk if by_row else max(chunk, block_size),
         MODE=mode,
-        BLOCK=0 if by_row else block,
+        BLOCK=0 if by_row else block_size,
         FOLDED=folded and not by_row,
         AHEAD=ahead,
         num_warps=num_warps,

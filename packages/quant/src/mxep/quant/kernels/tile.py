@@ -9,8 +9,8 @@ another program an SM. Persistent programs that prefetch (cp.async) were slower:
 import triton
 import triton.language as tl
 
-from mxep.quant.kernels.numbers import magnitude_bits, reciprocal, scale_byte
-from mxep.quant.kernels.turn import interleave, store_turned
+from mxep.quant.kernels.numbers import abs_bits, reciprocal, scale_byte
+from mxep.quant.kernels.transpose import interleave, store_transposed
 
 
 @triton.jit
@@ -26,13 +26,13 @@ def put_columns(
     amax = tl.abs(tile[0].to(tl.float32))
     for i in tl.static_range(1, len(tile)):
         amax = tl.maximum(amax, tl.abs(tile[i].to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
-    byte = scale_byte(tl.max(tl.reshape(magnitude_bits(amax), (BLOCKS, PACKS // BLOCKS, NC)), axis=1), MODE, dtype)
+    byte = scale_byte(tl.max(tl.reshape(abs_bits(amax), (BLOCKS, PACKS // BLOCKS, NC)), axis=1), MODE, dtype)
     factor = tl.reshape(tl.broadcast_to(reciprocal(byte)[:, None, :], (BLOCKS, PACKS // BLOCKS, NC)), (PACKS, NC))
     scaled = ()
     for i in tl.static_range(len(tile)):
         scaled = scaled + (tile[i].to(tl.float32) * factor,)
     blocks_left = rows_left // BLOCK
-    store_turned(scaled, codes_ptr, stride, blocks_left * BLOCK, columns_left)
+    store_transposed(scaled, codes_ptr, stride, blocks_left * BLOCK, columns_left)
     block = tl.arange(0, BLOCKS)[:, None]
     column = tl.arange(0, NC)[None, :]
     place = block.to(tl.int64) * scale_stride + column
@@ -54,9 +54,9 @@ def put_rows(
     scales = ()
     for i in tl.static_range(len(tile)):
         x = tl.reshape(tile[i].to(tl.float32), (PACKS, NC // BLOCK, BLOCK))
-        byte = scale_byte(tl.max(magnitude_bits(x), axis=2), MODE, dtype)
-        codes = tl.reshape((x * reciprocal(byte)[:, :, None]).to(dtype), (PACKS, NC))
-        tl.store(codes_ptr + (row + i).to(tl.int64) * stride + column, codes, mask=mask)
+        byte = scale_byte(tl.max(abs_bits(x), axis=2), MODE, dtype)
+        qdata = tl.reshape((x * reciprocal(byte)[:, :, None]).to(dtype), (PACKS, NC))
+        tl.store(codes_ptr + (row + i).to(tl.int64) * stride + column, qdata, mask=mask)
         scales = scales + (byte.to(tl.uint8),)
     byte = interleave(scales)
     row = tl.arange(0, byte.shape[0])[:, None]

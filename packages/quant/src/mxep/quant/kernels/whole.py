@@ -1,7 +1,7 @@
-"""Row-scaled codes both ways: one scale for each row, and one for each column, of x (N, K) read twice.
+"""Row-scaled qdata both ways: one scale for each row, and one for each column, of x (N, K) read twice.
 
-    quantize_rows_whole      x -> codes (N, K), scale (N, 1)   and the largest magnitude of each column, by atomic max
-    quantize_columns_whole   x -> codes (K, N), scale (1, K)   the second pass of `columns`
+    quantize_rows_whole      x -> qdata (N, K), scale (N, 1)   and the largest magnitude of each column, by atomic max
+    quantize_columns_whole   x -> qdata (K, N), scale (1, K)   the second pass of `columns`
 
 A column's scale needs all its rows before its first code, so twice is the least: 6 bytes an element of bf16, instead of
 the 8 of rows and columns each by themselves. The second may wait: a weight's columns until backward. A program of the
@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels.columns import put_column_magnitudes, put_long_columns
-from mxep.quant.kernels.numbers import bytes_of, magnitude_bits, reciprocal, scale_byte
+from mxep.quant.kernels.columns import column_amax, put_long_columns
+from mxep.quant.kernels.numbers import abs_bits, bytes_of, reciprocal, scale_byte
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
 
 ROWS_PER_PROGRAM = 128
@@ -31,7 +31,7 @@ def rows_and_column_magnitudes_kernel(
     x_ptr, codes_ptr, scale_ptr, bits_ptr, N, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """x (batch, N, K) -> codes, scale (batch, N); bits (batch, K), the largest magnitude bits, start at 0."""
+    """x (batch, N, K) -> qdata, scale (batch, N); bits (batch, K), the largest magnitude bits, start at 0."""
     programs = tl.cdiv(N, ROWS * STEPS)
     batch = (tl.program_id(0) // programs).to(tl.int64)
     row0 = tl.program_id(0) % programs * (ROWS * STEPS)
@@ -52,7 +52,7 @@ def rows_and_column_magnitudes_kernel(
         left -= ROWS
         next_mask = (row < tl.where(step + 1 < STEPS, left, 0))[:, None] & inside[None, :]
         ahead = tl.load(x_ptr + (first + ROWS) * K + place, mask=next_mask, other=0.0)
-        bits = magnitude_bits(x)
+        bits = abs_bits(x)
         largest = tl.maximum(largest, tl.max(bits, axis=0))
         byte = scale_byte(tl.max(bits, axis=1), MODE, dtype)
         tl.store(codes_ptr + first * K + place, (x * reciprocal(byte)[:, None]).to(dtype), mask=mask)
@@ -67,30 +67,30 @@ def quantize_rows_whole(
     """mxep::quantize_rows_whole. Rows longer than registers hold are read once more."""
     x = x.contiguous()
     *rest, n, k = x.shape
-    magnitudes = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
-    bits = magnitudes.view(torch.int32)
+    amax = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
+    bits = amax.view(torch.int32)
     if k > LONGEST or not x.numel():
-        put_column_magnitudes(x, bits, n)
-        return *quantize_rows(x, dtype, mode, k), magnitudes
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+        column_amax(x, bits, n)
+        return *quantize_rows(x, dtype, mode, k), amax
+    qdata = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty((*rest, n, 1), dtype=SCALE_DTYPE, device=x.device)
     padded = triton.next_power_of_2(k)
     warps = min(16, max(4, padded // (32 * THREAD_ELEMENTS)))
     rows = min(max(1, 32 * THREAD_ELEMENTS * warps // padded), rows_per_program)
     grid = (x.numel() // (n * k) * triton.cdiv(n, rows_per_program),)
     rows_and_column_magnitudes_kernel[grid](
-        x, codes, bytes_of(scale), bits, n, K=k, MODE=mode, ROWS=rows, STEPS=rows_per_program // rows,
+        x, qdata, bytes_of(scale), bits, n, K=k, MODE=mode, ROWS=rows, STEPS=rows_per_program // rows,
         **{"num_warps": warps} | options,
     )  # fmt: skip
-    return codes, scale, magnitudes
+    return qdata, scale, amax
 
 
-def quantize_columns_whole(x: Tensor, magnitudes: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+def quantize_columns_whole(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
     """mxep::quantize_columns_whole."""
     x = x.contiguous()
     *rest, n, k = x.shape
-    codes = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
+    qdata = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
     scale = torch.empty((*rest, 1, k), dtype=SCALE_DTYPE, device=x.device)
     if x.numel():
-        put_long_columns(x, magnitudes.contiguous().view(-1, k).view(torch.int32), codes, scale, mode, n)
-    return codes, scale
+        put_long_columns(x, amax.contiguous().view(-1, k).view(torch.int32), qdata, scale, mode, n)
+    return qdata, scale

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.quant import MXTensor, quantize, quantize_both, quantize_with_magnitudes
+from mxep.quant import MXTensor, quantize, quantize_both, quantize_with_amax
 from quant.exact import parts
 
 TILES = (-2, -1)
@@ -22,18 +22,18 @@ def stored(device: str = "cpu") -> Tensor:
 
 
 def later(w: Tensor) -> MXTensor:
-    return quantize(w, axis=-2, block=None, magnitudes=quantize_with_magnitudes(w)[1])
+    return quantize(w, axis=-2, block_size=None, amax=quantize_with_amax(w)[1])
 
 
 WAYS: dict[str, Callable[[Tensor], Any]] = {
     "rows": lambda w: quantize(w),
     "columns": lambda w: quantize(w, axis=-2),
     "tiles": lambda w: quantize(w, axis=TILES),
-    "a scale a row": lambda w: quantize(w, block=None),
-    "a scale a column": lambda w: quantize(w, axis=-2, block=None),
+    "a scale a row": lambda w: quantize(w, block_size=None),
+    "a scale a column": lambda w: quantize(w, axis=-2, block_size=None),
     "both": lambda w: quantize_both(w),
-    "a scale a row and a column": lambda w: quantize_both(w, block=None),
-    "rows with magnitudes": quantize_with_magnitudes,
+    "a scale a row and a column": lambda w: quantize_both(w, block_size=None),
+    "rows with magnitudes": quantize_with_amax,
     "columns later": later,
 }
 
@@ -60,7 +60,7 @@ def test_the_bytes_are_those_of_a_copy(way: str) -> None:
         assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
     for a, b in zip(got if isinstance(got, tuple) else [got], want if isinstance(want, tuple) else [want]):
         if isinstance(b, MXTensor):
-            assert (a.axis, a.block, a.shape, a.dtype) == (b.axis, b.block, b.shape, b.dtype)
+            assert (a.axis, a.block_size, a.shape, a.dtype) == (b.axis, b.block_size, b.shape, b.dtype)
             assert way == "tiles" or a.qdata.stride() == b.qdata.stride()  # contiguous along the blocks
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_allocated_but_codes_and_scales(way: str) -> None:
     before = torch.cuda.memory_allocated()
     got = WAYS[way](w.mT)
     kept = sum(x.nbytes for x in parts(got))
-    rows_too = w.numel() if way == "columns later" else 0  # codes along rows, which `later` makes and drops
+    rows_too = w.numel() if way == "columns later" else 0  # qdata along rows, which `later` makes and drops
     assert torch.cuda.max_memory_allocated() - before <= kept + rows_too + (1 << 20)
 
 

@@ -1,12 +1,12 @@
-"""A tile of codes, stored transposed: rows become the contiguous axis.
+"""A tile of qdata, stored transposed: rows become the contiguous axis.
 
-A thread holds PACK = 8 rows that follow one another, as a tuple of 8 tensors (NR / 8, NC), so that the codes of a
-column become two 32-bit words in its registers before the tile is turned through shared memory. That takes a quarter
-of the accesses and of the instructions that single bytes take.
+A thread holds PACK = 8 rows that follow one another, as a tuple of 8 tensors (NR / 8, NC), so that the qdata of a
+column become two 32-bit words in its registers before the tile is transposed through shared memory. That takes a
+quarter of the accesses and of the instructions that single bytes take.
 
     tile[i][j] is row 8 * j + i        word 2 * j      c0 | c1 << 8 | c2 << 16 | c3 << 24   (c0 lies first in memory)
                                        word 2 * j + 1  c4 | c5 << 8 | c6 << 16 | c7 << 24
-    stored (columns, NR / 4) words  =  (columns, NR) codes
+    stored (columns, NR / 4) words  =  (columns, NR) qdata
 
 Where rows are no multiple of 8 the tuple has one tensor (NR, NC), stored byte by byte.
 """
@@ -32,21 +32,21 @@ def load_tile(ptr, row, column, stride, rows_left, columns_left, PACK: tl.conste
 
 
 @triton.jit
-def store_turned(tile, out_ptr, stride, rows_left, columns_left):
-    """Store the codes of `tile`, transposed: column c at out_ptr + c * stride.
+def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
+    """Store the qdata of `tile`, transposed: column c at out_ptr + c * stride.
 
-    tile: a tuple of 8 tensors (NR / 8, NC), or of one (NR, NC), of values; cast to the codes out_ptr points to.
-    out_ptr: the place of the tile's first row and column. stride: codes a column.
+    tile: a tuple of 8 tensors (NR / 8, NC), or of one (NR, NC), of values; cast to the qdata out_ptr points to.
+    out_ptr: the place of the tile's first row and column. stride: qdata a column.
     rows_left, columns_left: what is stored; for 8 tensors stride and rows_left are multiples of 8, rows_left better one
     of 16 that Triton can see.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, tile[0].shape[1])[:, None]
     if len(tile) == 1:
-        codes = tl.trans(tile[0].to(dtype))
-        row = tl.arange(0, codes.shape[1])[None, :]
+        qdata = tl.trans(tile[0].to(dtype))
+        row = tl.arange(0, qdata.shape[1])[None, :]
         mask = (column < columns_left) & (row < rows_left)
-        tl.store(out_ptr + column.to(tl.int64) * stride + row, codes, mask=mask)
+        tl.store(out_ptr + column.to(tl.int64) * stride + row, qdata, mask=mask)
     else:
         first = _word(tile[0], tile[1], tile[2], tile[3], dtype)
         second = _word(tile[4], tile[5], tile[6], tile[7], dtype)
@@ -71,7 +71,7 @@ def interleave(tile):
 
 @triton.jit
 def _word(a, b, c, d, dtype: tl.constexpr):
-    """Four values as codes in a 32-bit word. Cast in pairs, as the hardware does, so that two are packed for free."""
+    """Four values as qdata in a 32-bit word. Cast in pairs, as the hardware does, so that two are packed for free."""
     return _half(a, b, dtype) | (_half(c, d, dtype) << 16)
 
 

@@ -1,20 +1,21 @@
-"""Split fold: per group one exponent, then each operand's rows picked, shifted and turned, in one read and one write.
+"""Split fold: per group one exponent, then each operand's rows picked, shifted and transposed, in one read and one
+write.
 
     tops    scale bytes of x and y -> a record per row and operand: its largest byte, where it lies; and per group the
             most that a row carries, top of x + top of y + 1, or 0 where no row counts
     halves  tops -> bases: top + its operand's half of what the group's most has more; exponents
-    turn    x, then y: codes * 2^-(base - byte), turned
+    turn    x, then y: qdata * 2^-(base - byte), transposed
 
 A record is an int64: source row (-1: zeros), then 16 bits of top or base, then, before `halves`, 16 bits of group. It
 stands where the row's column will. The zeros between groups that `align` asks for are records of -1 in all.
 
 On an H200 the whole takes 0.77 of copy speed, the turns 0.82, 20 us the tops of 65536 rows (three launches). Laying out
-the scale bytes turned, so that a tile reads 8 rows of them in a word, made the turns no faster and the tops slower.
+the scale bytes transposed, so that a tile reads 8 rows of them in a word, made the turns no faster and the tops slower.
 
-A turning program takes a tile of NR rows x NC columns, in packs of rows as in `turn`. SUB: elements that surely share a
-scale, 32 or the largest power of two that divides the block; PER_SCALE of these have one byte. Tiles are taken in bands
-of BAND row tiles, column after column within a band, so that programs that run together read NC columns next to each
-other, and write BAND * NR tokens of a column.
+A turning program takes a tile of NR rows x NC columns, in packs of rows as in `transpose`. SUB: elements that surely
+share a scale, 32 or the largest power of two that divides the block; PER_SCALE of these have one byte. Tiles are taken
+in bands of BAND row tiles, column after column within a band, so that programs that run together read NC columns next
+to each other, and write BAND * NR tokens of a column.
 """
 
 import math
@@ -24,11 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.kernels.bounds import bounds_of, live_rows
+from mxep.quant.fold_for_wgrad import columns_of
+from mxep.quant.kernels.bounds import bounds_of, valid_rows
 from mxep.quant.kernels.fold import multiprocessors, rows_of, shifted
 from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
-from mxep.quant.kernels.turn import store_turned
-from mxep.quant.split_fold import columns_of
+from mxep.quant.kernels.transpose import store_transposed
 
 TOPS_ELEMENTS = 8192
 HALVES_ROWS = 512
@@ -82,16 +83,16 @@ def tops_kernel(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    live = live_rows(ends_ptr, groups, rows)
+    valid = valid_rows(ends_ptr, groups, rows)
     group = tl.arange(0, GROUPS)[None, :]
     start, end = bounds_of(group, ends_ptr, groups, rows)
     zeros = (align - tl.maximum(end - start, 0) % align) % align
     if tl.program_id(0) == 0:
         tl.store(column_ends_ptr + group, end + tl.cumsum(zeros, axis=1), mask=group < groups)
     end = tl.where(group < groups, end, 0x7FFFFFFF)
-    for tile in range(tl.program_id(0), tl.cdiv(live, ROWS), tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tl.cdiv(valid, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
-        there = row < live
+        there = row < valid
         x_top, x_source = _top(x_scale_ptr, x_index_ptr, row, there, x_stride, X_BLOCKS)
         y_top, y_source = _top(y_scale_ptr, y_index_ptr, row, there, y_stride, Y_BLOCKS)
         row_group = tl.sum((end <= row[:, None]).to(tl.int32), axis=1)
@@ -146,8 +147,8 @@ def turn_kernel(
     NC: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    live = tl.load(ends_ptr + groups - 1)
-    row_tiles = tl.cdiv(live, NR)
+    valid = tl.load(ends_ptr + groups - 1)
+    row_tiles = tl.cdiv(valid, NR)
     column_tiles = tl.cdiv(K, NC)
     pack = PACK * tl.arange(0, NR // PACK)[:, None]
     column = tl.arange(0, NC)[None, :]
@@ -161,37 +162,37 @@ def turn_kernel(
     row0 = (band * BAND + within % high) * NR
     column0 = within // high * NC
     columns_left = K - column0
-    codes = ()
+    qdata = ()
     bases = ()
     scales = ()
     for i in tl.static_range(PACK):
         row = row0 + pack + i
-        record = tl.load(record_ptr + row, mask=row < live, other=-1)
+        record = tl.load(record_ptr + row, mask=row < valid, other=-1)
         source = record.to(tl.int32)
         there = source >= 0
         source = source.to(tl.int64)
         from_ptr = codes_ptr + source * stride + column0 + column
-        codes = codes + (tl.load(from_ptr, mask=there & (column < columns_left), other=0.0),)
+        qdata = qdata + (tl.load(from_ptr, mask=there & (column < columns_left), other=0.0),)
         from_ptr = scale_ptr + source * scale_stride + (column0 // SUB + sub) // PER_SCALE
         scales = scales + (tl.load(from_ptr, mask=there & (sub * SUB < columns_left), other=0),)
         bases = bases + ((record >> 32).to(tl.int32),)
     values = ()
     for i in tl.static_range(PACK):
-        blocks = tl.reshape(codes[i], (NR // PACK, NC // SUB, SUB))
+        blocks = tl.reshape(qdata[i], (NR // PACK, NC // SUB, SUB))
         shift = (bases[i] - scales[i].to(tl.int32))[:, :, None]
         moved = shifted(blocks, shift, (bases[i] == _NAN_BASE)[:, :, None])
         values = values + (tl.reshape(moved, (NR // PACK, NC)),)
-    store_turned(values, out_ptr + column0.to(tl.int64) * R + row0, R, R - row0, columns_left)
+    store_transposed(values, out_ptr + column0.to(tl.int64) * R + row0, R, R - row0, columns_left)
 
 
-def split_fold(
+def fold_for_wgrad(
     x: Tensor,
     x_scale: Tensor,
     x_index: Tensor | None,
     y: Tensor,
     y_scale: Tensor,
     y_index: Tensor | None,
-    group_ends: Tensor,
+    offs: Tensor,
     align: int,
     *,
     tops_elements: int = TOPS_ELEMENTS,
@@ -200,22 +201,22 @@ def split_fold(
     programs_per_sm: int = PROGRAMS_PER_SM,
     **options: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mxep::split_fold.
+    """mxep::fold_for_wgrad.
 
     tops_elements: scale bytes a program looks at, at a time; programs_per_sm start and take several such pieces each.
     tile: rows x columns a program turns, in bands of `band` row tiles. options: num_warps and other launch options.
     """
     capacity = x.shape[0] if x_index is None else x_index.shape[0]
-    groups = group_ends.shape[0]
+    groups = offs.shape[0]
     device = x.device
     width = columns_of(capacity, groups, align)
     x_t = torch.empty((x.shape[1], width), dtype=x.dtype, device=device)
     y_t = torch.empty((y.shape[1], width), dtype=y.dtype, device=device)
     if groups > MOST_GROUPS:
-        raise ValueError(f"group_ends: got {groups} groups, want at most {MOST_GROUPS}")
+        raise ValueError(f"offs: got {groups} groups, want at most {MOST_GROUPS}")
     if not capacity:
-        return x_t, y_t, torch.zeros_like(group_ends), torch.zeros_like(group_ends)
-    exponent, ends = torch.empty_like(group_ends), torch.empty_like(group_ends)
+        return x_t, y_t, torch.zeros_like(offs), torch.zeros_like(offs)
+    exponent, ends = torch.empty_like(offs), torch.empty_like(offs)
     records = torch.empty((2, width), dtype=torch.int64, device=device)
     if align > 1:
         records.fill_(-1)
@@ -228,7 +229,7 @@ def split_fold(
     widest = max(padded_groups, *(triton.next_power_of_2(scale.shape[1]) for scale in (x_scale, y_scale)))
     rows = min(64, max(1, tops_elements // widest))
     tops_kernel[(min(programs, triton.cdiv(capacity, rows)),)](
-        x_scale, x_index, y_scale, y_index, group_ends, x_record, y_record, most, ends, x_scale.stride(0),
+        x_scale, x_index, y_scale, y_index, offs, x_record, y_record, most, ends, x_scale.stride(0),
         y_scale.stride(0), capacity, groups, align, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1],
         GROUPS=padded_groups, ROWS=rows,
     )  # fmt: skip
@@ -236,15 +237,15 @@ def split_fold(
         x_record, y_record, most, ends, exponent, groups, GROUPS=padded_groups, ROWS=HALVES_ROWS
     )
     nr, nc = tile
-    for codes, scale, record, out in ((x, x_scale, x_record, x_t), (y, y_scale, y_record, y_t)):
-        columns = codes.shape[1]
+    for qdata, scale, record, out in ((x, x_scale, x_record, x_t), (y, y_scale, y_record, y_t)):
+        columns = qdata.shape[1]
         if columns:
-            block = columns // scale.shape[1]
-            sub = math.gcd(block, 32)
+            block_size = columns // scale.shape[1]
+            sub = math.gcd(block_size, 32)
             tiles = triton.cdiv(width, nr) * triton.cdiv(columns, nc)
             turn_kernel[(tiles,)](
-                codes, scale, record, ends, out, width, columns, codes.stride(0), scale.stride(0), groups,
-                SUB=sub, PER_SCALE=block // sub, PACK=8 if width % 8 == 0 else 1, NR=nr, NC=nc, BAND=band,
+                qdata, scale, record, ends, out, width, columns, qdata.stride(0), scale.stride(0), groups,
+                SUB=sub, PER_SCALE=block_size // sub, PACK=8 if width % 8 == 0 else 1, NR=nr, NC=nc, BAND=band,
                 **({"num_warps": NUM_WARPS} | options),
             )  # fmt: skip
     return x_t, y_t, exponent, ends

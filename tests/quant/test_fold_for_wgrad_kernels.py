@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import MXFormat
-from mxep.quant.kernels import split_fold as kernels
+from mxep.quant.kernels import fold_for_wgrad as kernels
 from quant.exact import FORMATS
 from quant.poison import poisoned_allocations as poisoned_allocations
 
@@ -21,27 +21,27 @@ SMALL = {"tile": (32, 64), "num_warps": 1}
 def operand(
     rows: int, columns: int, block: int = 32, fmt: MXFormat = E4M3, seed: int = 0, spread: int = 12
 ) -> tuple[Tensor, Tensor]:
-    """Any codes, scales up to `spread` binades apart, now and then a zero row or a NaN block."""
+    """Any qdata, scales up to `spread` binades apart, now and then a zero row or a NaN block."""
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
+    qdata = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
     scale = rng.integers(120 - spread, 121, (rows, columns // block), dtype=np.uint8)
     zero = rng.random(rows) < 0.1
-    codes[zero], scale[zero] = 0, 0
+    qdata[zero], scale[zero] = 0, 0
     scale[rng.random(scale.shape) < 0.05 / max(scale.shape[1], 1)] = 255
-    return torch.from_numpy(codes).view(fmt.dtype), torch.from_numpy(scale).view(torch.float8_e8m0fnu)
+    return torch.from_numpy(qdata).view(fmt.dtype), torch.from_numpy(scale).view(torch.float8_e8m0fnu)
 
 
-def slots(codes: Tensor, scale: Tensor, spare: int) -> tuple[Tensor, Tensor]:
-    """The same rows, codes and scales side by side in rows of one buffer, as an exchange receives them."""
-    d, n = codes.shape[1], scale.shape[1]
-    buffer = torch.full((codes.shape[0], d + n + spare), 0x5A, dtype=torch.uint8)
-    buffer[:, :d], buffer[:, d : d + n] = codes.view(torch.uint8), scale.view(torch.uint8)
-    return buffer[:, :d].view(codes.dtype), buffer[:, d : d + n].view(scale.dtype)
+def slots(qdata: Tensor, scale: Tensor, spare: int) -> tuple[Tensor, Tensor]:
+    """The same rows, qdata and scales side by side in rows of one buffer, as an exchange receives them."""
+    d, n = qdata.shape[1], scale.shape[1]
+    buffer = torch.full((qdata.shape[0], d + n + spare), 0x5A, dtype=torch.uint8)
+    buffer[:, :d], buffer[:, d : d + n] = qdata.view(torch.uint8), scale.view(torch.uint8)
+    return buffer[:, :d].view(qdata.dtype), buffer[:, d : d + n].view(scale.dtype)
 
 
-def indices(rows: int, stored: int, live: int, seed: int = 0) -> Tensor:
+def indices(rows: int, stored: int, valid: int, seed: int = 0) -> Tensor:
     index = torch.from_numpy(np.random.default_rng(seed).integers(-1, stored, rows, dtype=np.int32))
-    index[live:] = 10**9  # neither read nor written
+    index[valid:] = 10**9  # neither read nor written
     return index
 
 
@@ -51,37 +51,37 @@ def ends_of(*sizes: int) -> Tensor:
 
 def check(*args: Tensor | None, align: int = 1, **tuning: Any) -> None:
     """The kernels' result on DEVICE against the op's on the CPU: exponents, ends and live columns bit for bit."""
-    want = torch.ops.mxep.split_fold(*args, align)
+    want = torch.ops.mxep.fold_for_wgrad(*args, align)
     on_device = [arg if arg is None else arg.to(DEVICE) for arg in args]
-    got = kernels.split_fold(*on_device, align, **SMALL | tuning)  # type: ignore[arg-type]
+    got = kernels.fold_for_wgrad(*on_device, align, **SMALL | tuning)  # type: ignore[arg-type]
     for a, b in zip(got, want):
         assert (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True)
     assert torch.equal(got[2].cpu(), want[2])
     assert torch.equal(got[3].cpu(), want[3])
-    live = int(want[3][-1])
+    valid = int(want[3][-1])
     for a, b in zip(got[:2], want[:2]):
-        bad = (a.cpu().view(torch.uint8)[:, :live] != b.view(torch.uint8)[:, :live]).nonzero()
+        bad = (a.cpu().view(torch.uint8)[:, :valid] != b.view(torch.uint8)[:, :valid]).nonzero()
         assert not len(bad), f"{len(bad)} bytes differ, first at {bad[0].tolist()}"
 
 
 @both_formats
 @pytest.mark.parametrize("y_format", FORMATS, ids=repr)
 def test_every_code_under_every_shift(fmt: MXFormat, y_format: MXFormat) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).expand(72, 256).view(fmt.dtype)
+    qdata = torch.arange(256, dtype=torch.uint8).expand(72, 256).view(fmt.dtype)
     scale = (60 + torch.arange(72)[:, None] - torch.arange(8)).to(torch.uint8).view(torch.float8_e8m0fnu)
     y, y_scale = operand(72, 32, 32, y_format, spread=0)
     large = {"tile": (64, 128), "num_warps": 4}
-    check(codes, scale, None, y, y_scale, None, ends_of(40, 32), **large)
-    check(y, y_scale, None, codes, scale, None, ends_of(72), **large)
+    check(qdata, scale, None, y, y_scale, None, ends_of(40, 32), **large)
+    check(y, y_scale, None, qdata, scale, None, ends_of(72), **large)
 
 
 @pytest.mark.parametrize("sizes", [(32, 0, 64), (0, 0), (3, 5, 1, 0, 22), (96,), (0, 1)])
 @pytest.mark.parametrize(("indexed", "align"), [(True, 1), (False, 16), (True, 24)])
 def test_groups_of_any_size_at_any_alignment(sizes: tuple[int, ...], indexed: bool, align: int) -> None:
-    rows, live = 96, sum(sizes)
+    rows, valid = 96, sum(sizes)
     x, y = operand(rows, 96, seed=1), operand(rows, 64, 64, E5M2, seed=2)
-    x_index = indices(rows, rows, live) if indexed else None
-    y_index = indices(rows, rows, live, 1) if indexed else None
+    x_index = indices(rows, rows, valid) if indexed else None
+    y_index = indices(rows, rows, valid, 1) if indexed else None
     check(*x, x_index, *y, y_index, ends_of(*sizes), align=align)
 
 
@@ -97,10 +97,12 @@ def test_rows_that_are_no_multiple_of_a_pack_or_a_tile(rows: int) -> None:
     check(*operand(rows, 96), None, *operand(rows, 32, seed=1), None, ends_of(rows - 3, 2))
 
 
-@pytest.mark.parametrize(("block", "columns"), [(128, 384), (64, 192), (16, 48), (24, 48), (7, 21), (96, 96), (1, 5)])
-def test_blocks_of_any_length(block: int, columns: int) -> None:
-    check(*operand(16, columns, block), None, *operand(16, 32, seed=1), None, ends_of(7, 9))
-    check(*operand(16, 32, seed=1), None, *operand(16, columns, block), None, ends_of(7, 9))
+@pytest.mark.parametrize(
+    ("block_size", "columns"), [(128, 384), (64, 192), (16, 48), (24, 48), (7, 21), (96, 96), (1, 5)]
+)
+def test_blocks_of_any_length(block_size: int, columns: int) -> None:
+    check(*operand(16, columns, block_size), None, *operand(16, 32, seed=1), None, ends_of(7, 9))
+    check(*operand(16, 32, seed=1), None, *operand(16, columns, block_size), None, ends_of(7, 9))
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2, 4, 13])

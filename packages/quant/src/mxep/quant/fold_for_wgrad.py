@@ -2,10 +2,10 @@
 
 dW = sum over tokens m of dY[m]^T X[m]. Token m carries the scale 2^(s_x(m) + s_y(m)), s the largest exponent of its
 row's blocks, which a GEMM that contracts over tokens cannot apply. So per group the largest, 2^E, goes in front of the
-product, and what a token has less, d, is shifted into its codes, half into each operand: d // 2 into X's, the rest into
+product, and what a token has less, d, is shifted into its qdata, half into each operand: d // 2 into X's, the rest into
 dY's, each element on top of what its own block has less than its row. One rounding, by the element rule of
-`mxep.quant.fold` (exact until subnormal). The codes are turned on the way: tokens contiguous, as FP8 tensor cores want
-them; rows are picked by an index on the way, too.
+`mxep.quant.fold` (exact until subnormal). The qdata are transposed on the way: tokens contiguous, as FP8 tensor cores
+want them; rows are picked by an index on the way, too.
 
     product[g] = 2^E[g] * y_t[:, g] @ x_t[:, g].T         (N, K), over the columns of group g
 
@@ -25,7 +25,7 @@ Example: a group of four tokens, the third a padding row, K = N = 1.
 
 Only scale bytes decide on shifts. A row of zeros from `quantize`, `fold` or a padding index has byte 0, 2^-127, and so
 does not lift E. (Zeros with a larger byte, as tiles may have, can lift it: others then shift further than they need.)
-A row with a NaN block (byte 255) does not count: its codes become 0x7f, which makes NaN of its whole group's product,
+A row with a NaN block (byte 255) does not count: its qdata become 0x7f, which makes NaN of its whole group's product,
 where the exact one has NaN in a row or a column, while every other token keeps its bits. A group where nothing counts
 has E = 0.
 
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant.fold import shift_codes
-from mxep.quant.groups import check_group_ends, group_of_rows, live_rows
+from mxep.quant.groups import check_group_ends, group_of_rows, valid_rows
 from mxep.quant.kernels import on_cuda
 from mxep.quant.ops import NAN_CODE, pick_rows
 from mxep.quant.scales import NAN_BYTE
@@ -50,13 +50,13 @@ from mxep.quant.tensor import MXTensor
 
 
 @dataclass(frozen=True)
-class SplitFold:
+class WgradOperands:
     """Operands of a grouped wgrad: product[g] = 2**exponent[g] * y_t[:, g] @ x_t[:, g].T.
 
-    x_t:      (K, C) codes in x's format, contiguous (tokens innermost); columns from ends[-1] on are unspecified.
-    y_t:      (N, C) codes in y's format, the same way.
+    x_t:      (K, C) qdata in x's format, contiguous (tokens innermost); columns from ends[-1] on are unspecified.
+    y_t:      (N, C) qdata in y's format, the same way.
     exponent: (G,) int32, -254 to 254. 2**exponent may lie outside fp32: multiply by 2**(e // 2) and 2**(e - e // 2).
-    ends:     (G,) int32, inclusive ends of the groups' columns, zeros included; group_ends where there is no align.
+    ends:     (G,) int32, inclusive ends of the groups' columns, zeros included; offs where there is no align.
     """
 
     x_t: Tensor
@@ -65,14 +65,14 @@ class SplitFold:
     ends: Tensor
 
 
-def split_fold(x: MXTensor, y: MXTensor, group_ends: Tensor, *, align: int = 1) -> SplitFold:
-    """Folds the scales of x (R, K) and y (R, N) into their codes, per group, and turns both; see the module.
+def fold_for_wgrad(x: MXTensor, y: MXTensor, offs: Tensor, *, align: int = 1) -> WgradOperands:
+    """Folds the scales of x (R, K) and y (R, N) into their qdata, per group, and turns both; see the module.
 
     x, y: blocked along their rows (axis -1) in blocks of any length, or row-scaled; E4M3 or E5M2, each with or without
         a row index (-1: a row of zeros).
-    group_ends: (G,) int32, inclusive ends of the groups; rows from group_ends[-1] on are not read.
+    offs: (G,) int32, inclusive ends of the groups; rows from offs[-1] on are not read.
     align: columns a group begins at a multiple of, 1 or more.
-    No autograd. ValueError for another axis, unequal rows, a wrong group_ends or align.
+    No autograd. ValueError for another axis, unequal rows, a wrong offs or align.
     """
     if align < 1:
         raise ValueError(f"align: got {align}, want 1 or more columns")
@@ -83,8 +83,8 @@ def split_fold(x: MXTensor, y: MXTensor, group_ends: Tensor, *, align: int = 1) 
             raise ValueError(f"{name}: got {operand!r}, want a tensor blocked along its rows, axis -1")
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"y: got {y.shape[0]} rows, want {x.shape[0]}, as x has")
-    check_group_ends(group_ends, x, y)
-    return SplitFold(*_split_fold(x.qdata, x.scale, x.row_index, y.qdata, y.scale, y.row_index, group_ends, align))
+    check_group_ends(offs, x, y)
+    return WgradOperands(*_split_fold(x.qdata, x.scale, x.row_index, y.qdata, y.scale, y.row_index, offs, align))
 
 
 def columns_of(rows: int, groups: int, align: int) -> int:
@@ -92,7 +92,7 @@ def columns_of(rows: int, groups: int, align: int) -> int:
     return -(-(rows + groups * (align - 1)) // align) * align
 
 
-@torch.library.custom_op("mxep::split_fold", mutates_args=())
+@torch.library.custom_op("mxep::fold_for_wgrad", mutates_args=())
 def _split_fold(
     x: Tensor,
     x_scale: Tensor,
@@ -100,28 +100,28 @@ def _split_fold(
     y: Tensor,
     y_scale: Tensor,
     y_index: Tensor | None,
-    group_ends: Tensor,
+    offs: Tensor,
     align: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (S, K) fp8, x_scale (S, K/block) e8m0, x_index int32 (R,) or None (then R is S), y (S', N) in the same way,
-    group_ends int32 (G,) -> x_t (K, C), y_t (N, C), exponent and ends (G,) int32."""
+    offs int32 (G,) -> x_t (K, C), y_t (N, C), exponent and ends (G,) int32."""
     capacity = x.shape[0] if x_index is None else x_index.shape[0]
-    live = live_rows(group_ends, capacity)
-    x_codes, x_byte, x_top = _rows(x, x_scale, x_index, live)
-    y_codes, y_byte, y_top = _rows(y, y_scale, y_index, live)
+    valid = valid_rows(offs, capacity)
+    x_codes, x_byte, x_top = _rows(x, x_scale, x_index, valid)
+    y_codes, y_byte, y_top = _rows(y, y_scale, y_index, valid)
     counts = (x_top != NAN_BYTE) & (y_top != NAN_BYTE)
     carried = x_top + y_top
-    group = group_of_rows(group_ends, live)
+    group = group_of_rows(offs, valid)
     nothing = -1
-    top = carried.new_full((group_ends.shape[0] + 1,), nothing)  # the last entry gathers the dead rows
+    top = carried.new_full((offs.shape[0] + 1,), nothing)  # the last entry gathers the dead rows
     top = top.scatter_reduce(0, group, torch.where(counts, carried, nothing), "amax")
     d = torch.where(counts, top[group] - carried, 0)
     exponent = torch.where(top == nothing, 0, top - 2 * 127)[:-1]
     to_x = d // 2
-    sizes = group_ends.diff(prepend=group_ends.new_zeros(1))
+    sizes = offs.diff(prepend=offs.new_zeros(1))
     ends = ((sizes + align - 1) // align * align).cumsum(0, dtype=torch.int32)
-    place = torch.arange(live, device=x.device) + torch.nn.functional.pad(ends - group_ends, (1, 0))[group]
-    columns = columns_of(capacity, len(group_ends), align)
+    place = torch.arange(valid, device=x.device) + torch.nn.functional.pad(ends - offs, (1, 0))[group]
+    columns = columns_of(capacity, len(offs), align)
     x_t = _shift_and_turn(x_codes, x_byte, x_top, to_x, place, columns)
     y_t = _shift_and_turn(y_codes, y_byte, y_top, d - to_x, place, columns)
     return x_t, y_t, exponent, ends
@@ -135,37 +135,37 @@ def _(
     y: Tensor,
     y_scale: Tensor,
     y_index: Tensor | None,
-    group_ends: Tensor,
+    offs: Tensor,
     align: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = x.shape[0] if x_index is None else x_index.shape[0]
-    columns = columns_of(rows, group_ends.shape[0], align)
+    columns = columns_of(rows, offs.shape[0], align)
     x_t, y_t = x.new_empty((x.shape[1], columns)), y.new_empty((y.shape[1], columns))
-    return x_t, y_t, torch.empty_like(group_ends), torch.empty_like(group_ends)
+    return x_t, y_t, torch.empty_like(offs), torch.empty_like(offs)
 
 
-def _rows(codes: Tensor, scale: Tensor, row_index: Tensor | None, live: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The live rows: codes (live, K) fp8, bytes (live, blocks) int32, and the largest of each row (live,) int32."""
-    plain, byte = codes.view(torch.uint8), scale.view(torch.uint8)
+def _rows(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The valid rows: qdata (live, K) fp8, bytes (live, blocks) int32, and the largest of each row (live,) int32."""
+    plain, byte = qdata.view(torch.uint8), scale.view(torch.uint8)
     if row_index is None:
-        plain, byte = plain[:live], byte[:live]
+        plain, byte = plain[:valid], byte[:valid]
     else:
-        plain, byte = pick_rows(plain, row_index[:live]), pick_rows(byte, row_index[:live])
+        plain, byte = pick_rows(plain, row_index[:valid]), pick_rows(byte, row_index[:valid])
     exponent = byte.int()
     top = torch.nn.functional.pad(exponent, (0, 1)).amax(1)  # a row of no blocks has byte 0
-    return plain.view(codes.dtype), exponent, top
+    return plain.view(qdata.dtype), exponent, top
 
 
-def _shift_and_turn(codes: Tensor, byte: Tensor, top: Tensor, half: Tensor, place: Tensor, columns: int) -> Tensor:
-    """codes (live, K) shifted by (top - byte) + half, rows whose top is NaN all 0x7f, in columns `place` of (K, C)."""
+def _shift_and_turn(qdata: Tensor, byte: Tensor, top: Tensor, half: Tensor, place: Tensor, columns: int) -> Tensor:
+    """qdata (live, K) shifted by (top - byte) + half, rows whose top is NaN all 0x7f, in columns `place` of (K, C)."""
     blocks = byte.shape[1]
     shift = (top + half).unsqueeze(1) - byte
-    spread = torch.unflatten(codes, 1, (blocks, codes.shape[1] // max(blocks, 1)))
+    spread = torch.unflatten(qdata, 1, (blocks, qdata.shape[1] // max(blocks, 1)))
     shifted = shift_codes(spread, shift.unsqueeze(2)).view(torch.uint8).flatten(1)
     shifted.masked_fill_((top == NAN_BYTE).unsqueeze(1), NAN_CODE)
-    turned = shifted.new_zeros((shifted.shape[1], columns))
-    turned[:, place] = shifted.T
-    return turned.view(codes.dtype)
+    transposed = shifted.new_zeros((shifted.shape[1], columns))
+    transposed[:, place] = shifted.T
+    return transposed.view(qdata.dtype)
 
 
-on_cuda(_split_fold, "split_fold", "split_fold")
+on_cuda(_split_fold, "fold_for_wgrad", "fold_for_wgrad")
