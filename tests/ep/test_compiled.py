@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from mxep.comms import Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, swiglu
 from mxep.ep.compiled import _plan_of_shapes, forward_op
-from mxep.ep.layer import Setup, layer_forward, start_send
+from mxep.ep.layer import LayerConfig, layer_forward, start_dispatch
 from mxep.ep.saved import Saved
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Hopper
@@ -217,15 +217,15 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8", "mxfp8_32x32"])
 def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     moe, x = MoE(DIM, 96, 4, 2, recipe=recipe, dispatcher="local"), torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
-    setup = Setup(moe.dispatcher, moe.recipe, Hopper())
+    config = LayerConfig(moe.dispatcher, moe.recipe, Hopper())
     ids, weights = moe.router(x)
     given = x, ids, weights.detach(), moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-    sending = start_send(x, given[2], ids, setup)
-    saved = layer_forward(sending, *given[3:], setup, True, (True, True))[2]
+    dispatched = start_dispatch(x, given[2], ids, config)
+    saved = layer_forward(dispatched, *given[3:], config, True, (True, True))[2]
     with FakeTensorMode() as mode:
         x, ids, weights, *experts = map(mode.from_tensor, given)
-        plan = _plan_of_shapes(ids, weights, setup)
-        fake = Saved.shapes(x, plan, tuple(experts), setup.recipe, setup.backend, (True, True), copied=False)
+        plan = _plan_of_shapes(ids, weights, config)
+        fake = Saved.shapes(x, plan, tuple(experts), config.recipe, config.backend, (True, True), copied=False)
     assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 

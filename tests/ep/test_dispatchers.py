@@ -23,7 +23,7 @@ def send(dispatcher: TokenDispatcher, ctx: Context, ids: list[list[int]], dtype:
     """A few bytes a token to the experts."""
     table = torch.tensor(ids, dtype=dtype, device=ctx.device).view(len(ids), -1)
     parts = (torch.zeros(len(ids), 16, dtype=torch.uint8, device=ctx.device),)
-    return dispatcher.send(parts, table, torch.ones(table.shape, device=ctx.device), alignment=1)[1]
+    return dispatcher.dispatch(parts, table, torch.ones(table.shape, device=ctx.device), alignment=1).wait()[1]
 
 
 @distributed(2)
@@ -257,11 +257,11 @@ def test_every_rank_is_told_of_what_overflowed_in_a_replay(ctx: Context) -> None
     ids = torch.tensor([[0], [2], [1], [3]], dtype=torch.int32, device=ctx.device)
     parts, weights = (torch.zeros(4, 16, dtype=torch.uint8, device=ctx.device),), torch.ones(4, 1, device=ctx.device)
     for _ in range(2):
-        dispatcher.send(parts, ids, weights, alignment=1)
+        dispatcher.dispatch(parts, ids, weights, alignment=1).wait()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        dispatcher.send(parts, ids, weights, alignment=1)
+        dispatcher.dispatch(parts, ids, weights, alignment=1).wait()
     graph.replay()
     dispatcher.check()
     ids.copy_(torch.tensor([[2], [2], [3], [3]]))

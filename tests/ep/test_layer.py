@@ -10,7 +10,7 @@ from ep.problem import make_ranks
 from mxep.comms import Capacity
 from mxep.ep import combine, dispatch, expert_mlp, make_dispatcher
 from mxep.ep.dispatchers import LocalDispatcher
-from mxep.ep.layer import Setup, route_through_experts
+from mxep.ep.layer import LayerConfig, route_through_experts
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
 from mxep.gemm.backends.reference import Reference
@@ -38,8 +38,8 @@ def composed(x, ids, weights, proj, down, *, dispatcher, recipe, main_grads=(Non
 
 
 def in_one(x, ids, weights, proj, down, *, dispatcher, recipe, main_grads=(None, None)) -> torch.Tensor:
-    setup = Setup(dispatcher, recipe, select("auto", x.device), main_grads=main_grads)
-    return route_through_experts(x, ids, weights, proj, down, setup=setup)[0]
+    config = LayerConfig(dispatcher, recipe, select("auto", x.device), main_grads=main_grads)
+    return route_through_experts(x, ids, weights, proj, down, config=config)[0]
 
 
 @distributed(1, 2)
@@ -130,20 +130,20 @@ def test_weights_that_do_not_fit_and_errors_on_the_way_leave_no_move_behind(ctx)
     x, ids, weights, proj, down, _ = inputs(ranks, ctx)
     e = len(down)
     dispatcher = make_dispatcher("symmetric", e, dim=x.shape[1], group=ctx.group)
-    setup = Setup(dispatcher, Recipe.mxfp8(), select("auto", x.device))
+    config = LayerConfig(dispatcher, Recipe.mxfp8(), select("auto", x.device))
     for wrong, message in (
         ({"gate_up_proj": proj[1:]}, r"gate_up_proj: got shape .*want \(experts here, 2 F, D\)"),
         ({"down_proj": down.mT}, r"got shape .*want \(experts here"),
         ({"down_proj": down.double()}, r"down_proj: got torch.float64"),
     ):
         with pytest.raises(ValueError, match=message):
-            route_through_experts(x, ids, weights, **({"gate_up_proj": proj, "down_proj": down} | wrong), setup=setup)
+            route_through_experts(x, ids, weights, **({"gate_up_proj": proj, "down_proj": down} | wrong), config=config)
     assert not dispatcher.used  # nothing moved
     with pytest.raises(MemoryError), mock.patch.object(Reference, "quantize_weight_rows", side_effect=MemoryError):
-        route_through_experts(x, ids, weights, proj, down, setup=setup)
+        route_through_experts(x, ids, weights, proj, down, config=config)
     (workspace,) = dispatcher._workspaces.values()
     assert workspace.arena.under_way is None
-    assert route_through_experts(x, ids, weights, proj, down, setup=setup)[0].shape == x.shape
+    assert route_through_experts(x, ids, weights, proj, down, config=config)[0].shape == x.shape
 
 
 class Watched(Reference):
@@ -180,8 +180,8 @@ def test_what_backward_has_used_is_gone_before_what_takes_memory_unless_the_grap
     x, _, weights, proj, down = given
     for retained in (False, True):
         backend = Watched()
-        setup = Setup(LocalDispatcher(len(ranks.whole.down_proj)), Recipe.mxfp8(), backend)
-        out = route_through_experts(*given, setup=setup)[0]
+        config = LayerConfig(LocalDispatcher(len(ranks.whole.down_proj)), Recipe.mxfp8(), backend)
+        out = route_through_experts(*given, config=config)[0]
         once = torch.autograd.grad(out, (x, weights, proj, down), d_out, retain_graph=retained)
         assert backend.held == [retained, retained]
         if retained:
@@ -209,9 +209,9 @@ class SpyDispatcher(LocalDispatcher):
         super().__init__(*args, **kwargs)
         self.seen = seen
 
-    def send(self, *args, **kwargs):
+    def dispatch(self, *args, **kwargs):
         self.seen.append("x goes out")
-        return super().send(*args, **kwargs)
+        return super().dispatch(*args, **kwargs)
 
     def resend(self, *args):
         self.seen.append("d_out goes out")
@@ -229,8 +229,8 @@ def test_dx_goes_home_while_the_last_weight_gradient_computes(ctx) -> None:
     *given, d_out = inputs(ranks, ctx)
     seen: list[str] = []
     dispatcher = SpyDispatcher(len(ranks.whole.down_proj), seen=seen, capacity=Capacity.worst_case())
-    setup = Setup(dispatcher, Recipe.mxfp8(), Spy(seen))
-    out, _ = route_through_experts(*given, setup=setup)
+    config = LayerConfig(dispatcher, Recipe.mxfp8(), Spy(seen))
+    out, _ = route_through_experts(*given, config=config)
     out.backward(d_out)
     assert seen[0] == "x goes out"
     assert seen[1:] == ["d_out goes out", "wgrad", "dgrad", "dgrad", "dx goes home", "wgrad", "dx is home"]

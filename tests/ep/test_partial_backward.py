@@ -9,7 +9,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from ep.problem import make_ranks
 from ep.test_layer import composed, inputs
 from mxep.ep import MoE, make_dispatcher
-from mxep.ep.layer import Setup, route_through_experts
+from mxep.ep.layer import LayerConfig, route_through_experts
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
 from mxep.gemm.backends.reference import Reference
@@ -30,8 +30,8 @@ class Counted:
         return lambda *args, **kwargs: (self._seen.append(name), found(*args, **kwargs))[1]
 
 
-MOVES = ("send", "start_send", "resend", "start_resend", "give_back", "start_give_back")
-PRODUCTS = ("dgrad", "start_wgrad", "wgrad", "add_wgrad", "quantize_rows", "quantize_weight_cols")
+EXCHANGES = ("dispatch", "redispatch", "combine")
+PRODUCTS = ("dgrad", "prepare_wgrad", "wgrad", "quantize_rows", "quantize_weight_colwise")
 
 
 class Case:
@@ -40,14 +40,14 @@ class Case:
         self.x, self.ids, self.weights, self.proj, self.down = given
         self.seen: list[str] = []
         dispatcher = make_dispatcher(name, len(ranks.whole.down_proj), dim=self.x.shape[1], group=ctx.group)
-        counted: Any = Counted(dispatcher, self.seen, MOVES)
+        counted: Any = Counted(dispatcher, self.seen, EXCHANGES)
         self.main_grads = tuple(torch.zeros(w.shape, device=w.device) if main_grads else None for w in given[3:])
         how: dict[str, Any] = {"recipe": Recipe.named(recipe), "main_grads": self.main_grads}
         if layer == "composed":
             self.out = composed(*given, dispatcher=counted, **how)
         else:
             backend: Any = Counted(select("auto", self.x.device), self.seen, PRODUCTS)
-            self.out = route_through_experts(*given, setup=Setup(counted, backend=backend, **how))[0]
+            self.out = route_through_experts(*given, config=LayerConfig(counted, backend=backend, **how))[0]
         self.seen.clear()
 
     def took(self) -> list[str]:
@@ -64,7 +64,7 @@ def test_dx_then_weights_is_one_backward_bit_for_bit_each_move_made_once(ctx, re
     one, case = (Case(ctx, ranks, layer=layer, recipe=recipe) for _ in range(2))
     wanted = torch.autograd.grad(one.out, (one.x, one.weights, one.proj, one.down), one.d_out)
     whole = one.took()
-    assert any("resend" in name for name in whole)
+    assert any("redispatch" in name for name in whole)
     got = torch.autograd.grad(case.out, (case.x, case.weights), case.d_out, retain_graph=True)
     first = case.took()
     assert not [name for name in first if "wgrad" in name]
@@ -102,7 +102,7 @@ def test_another_gradient_of_the_output_is_not_taken_for_the_first(ctx) -> None:
     torch.autograd.grad(case.out, case.x, case.d_out, retain_graph=True)
     case.took()
     (down,) = torch.autograd.grad(case.out, case.down, case.d_out.clone(), retain_graph=True)
-    assert any("resend" in name for name in case.took())
+    assert any("redispatch" in name for name in case.took())
     torch.autograd.grad(case.out, case.x, case.d_out, retain_graph=True)
     case.took()
     (again,) = torch.autograd.grad(case.out, case.down, case.d_out, retain_graph=True)

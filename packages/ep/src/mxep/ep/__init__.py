@@ -16,7 +16,7 @@ from .dispatchers import (
 )
 from .experts import Experts, SharedExpert
 from .functional import combine, dispatch, expert_mlp, swiglu
-from .layer import Setup, route_through_experts
+from .layer import LayerConfig, route_through_experts
 from .moe import MoE
 from .parallel import ExpertParallel, data_parallel, parameter_groups
 from .router import Router
@@ -29,11 +29,11 @@ __all__ = [
     "Case",
     "ExpertParallel",
     "Experts",
+    "LayerConfig",
     "LocalDispatcher",
     "MoE",
     "Router",
     "Routing",
-    "Setup",
     "SharedExpert",
     "SymmetricDispatcher",
     "TokenDispatcher",

@@ -7,7 +7,7 @@ Both run `layer.py`; the compiler gets the shapes. What decides these is in the 
 recipe's name and the backend's: graphs, and what inductor keeps of them on disk, serve all layers that agree in these,
 and no others. A dispatcher must know its sizes beforehand: the symmetric one with ``max_tokens``, the local one.
 
-Moves have to happen in one order on all ranks: as graphs chain layers by their data, in forward and backward, they do.
+Exchanges have to happen in one order on all ranks: as graphs chain layers by their data, in forward and backward, they do.
 Layers that are checkpointed are not chained where they are computed again: compile each by itself, or bring tokens on
 all ranks.
 """
@@ -31,7 +31,7 @@ from mxep.quant import E4M3
 
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
 from .functional import checked_tokens
-from .layer import Setup, check_weights, layer_backward, layer_forward, start_send
+from .layer import LayerConfig, check_weights, layer_backward, layer_forward, start_dispatch
 from .saved import Saved, num_parts
 
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
@@ -80,14 +80,14 @@ def forward_op(
     needs: list[bool],
     backward: bool,
 ) -> list[Tensor]:
-    setup = _setup(x.device, dispatcher, recipe, backend, wgrad_scale)
-    sending = start_send(x, weights, expert_ids, setup)
-    out, routing, saved = layer_forward(sending, gate_up_proj, down_proj, setup, backward, (needs[0], needs[1]))
+    config = _config(x.device, dispatcher, recipe, backend, wgrad_scale)
+    dispatched = start_dispatch(x, weights, expert_ids, config)
+    out, routing, saved = layer_forward(dispatched, gate_up_proj, down_proj, config, backward, (needs[0], needs[1]))
     if not backward:
         return [out]
     if weights_are_held():
         # An output is the graph's to write over: what is held for others, which comes last, goes out as a copy.
-        own = 1 + sum(needs) * num_parts(setup.recipe)
+        own = 1 + sum(needs) * num_parts(config.recipe)
         saved[own:] = [part.clone() for part in saved[own:]]
     return [out, *saved, *_tensors(routing.plan)]
 
@@ -98,10 +98,10 @@ def _(x: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: 
     out = x.new_empty(x.shape)
     if not backward:
         return [out]
-    setup = _setup(x.device, *names)
-    plan, recipe, needs = _plan_of_shapes(ids, weights, setup), setup.recipe, (need_gate_up, need_down)
-    experts, copied = (gate_up_proj, down_proj), setup.dispatcher.borrows
-    saved = Saved.shapes(x, plan, experts, recipe, setup.backend, needs, copied=copied)
+    config = _config(x.device, *names)
+    plan, recipe, needs = _plan_of_shapes(ids, weights, config), config.recipe, (need_gate_up, need_down)
+    experts, copied = (gate_up_proj, down_proj), config.dispatcher.borrows
+    saved = Saved.shapes(x, plan, experts, recipe, config.backend, needs, copied=copied)
     return [out, *saved, *_tensors(plan)]
 
 
@@ -118,11 +118,11 @@ def backward_op(
     wgrad_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    setup = _setup(d_out.device, dispatcher, recipe, backend, wgrad_scale)
+    config = _config(d_out.device, dispatcher, recipe, backend, wgrad_scale)
     saved, fields = saved[: -len(PLAN)], dict(zip(PLAN, saved[-len(PLAN) :]))
-    plan = RoutingPlan(**fields, alignment=setup.recipe.group_alignment)
-    routing = Routing(plan, expert_ids, setup.dispatcher.num_local_experts)
-    grads = layer_backward(d_out, saved, gate_up_proj, down_proj, routing, setup, (needs[0], needs[1]))
+    plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
+    routing = Routing(plan, expert_ids, config.dispatcher.num_local_experts)
+    grads = layer_backward(d_out, saved, gate_up_proj, down_proj, routing, config, (needs[0], needs[1]))
     return [grad for grad in grads if grad is not None]
 
 
@@ -149,13 +149,13 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None,
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
-# Peers wait for the moves of a rank without tokens, too, whose empty results a compiler would not compute.
+# Peers wait for the exchanges of a rank without tokens, too, whose empty results a compiler would not compute.
 for _op in (torch.ops.mxep.layer_forward.default, torch.ops.mxep.layer_backward.default):
     has_side_effect(_op)
 
 
-def _setup(device: torch.device, dispatcher: str, recipe: str, backend: str, wgrad_scale: float) -> Setup:
-    return Setup(find_dispatcher(dispatcher), _recipe(recipe), select(backend, device), wgrad_scale=wgrad_scale)
+def _config(device: torch.device, dispatcher: str, recipe: str, backend: str, wgrad_scale: float) -> LayerConfig:
+    return LayerConfig(find_dispatcher(dispatcher), _recipe(recipe), select(backend, device), wgrad_scale=wgrad_scale)
 
 
 _recipe = functools.cache(Recipe.named)
@@ -165,9 +165,9 @@ def _tensors(plan: RoutingPlan) -> list[Tensor]:
     return [getattr(plan, name) for name in PLAN]
 
 
-def _plan_of_shapes(expert_ids: Tensor, weights: Tensor, setup: Setup) -> RoutingPlan:
-    """What `send` would plan, from fake tensors."""
-    dispatcher, alignment, top_k = setup.dispatcher, setup.recipe.group_alignment, expert_ids.shape[1]
+def _plan_of_shapes(expert_ids: Tensor, weights: Tensor, config: LayerConfig) -> RoutingPlan:
+    """What `dispatch` would plan, from fake tensors."""
+    dispatcher, alignment, top_k = config.dispatcher, config.recipe.group_alignment, expert_ids.shape[1]
     e, sizes = dispatcher.num_local_experts, dispatcher.static_tokens(expert_ids.shape[0])
     assert sizes is not None
     max_rows = dispatcher.capacity.rows(*sizes, top_k, num_local_experts=e, alignment=alignment)

@@ -18,7 +18,7 @@ from mxep.gemm.backends import Backend, select
 from .compiled import compiled_layer, compiles
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import combine, dispatch, expert_mlp
-from .layer import Setup, route_through_experts
+from .layer import LayerConfig, route_through_experts
 from .shares import empty_share, init_normal_, local_tensor, local_weight
 
 
@@ -122,8 +122,8 @@ def _run(
     wgrad_scale: float,
 ) -> tuple[Tensor, Routing]:
     if recipe.wgrad == "mx":
-        setup = Setup(dispatcher, recipe, select(backend, x.device), main_grads, wgrad_scale)
-        return route_through_experts(x, expert_ids, weights, proj, down, setup=setup)
+        config = LayerConfig(dispatcher, recipe, select(backend, x.device), main_grads, wgrad_scale)
+        return route_through_experts(x, expert_ids, weights, proj, down, config=config)
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
     ends = routing.plan.offs
     options: dict[str, Any] = {"recipe": recipe, "backend": backend}

@@ -2,7 +2,7 @@
 
     forward                                          backward
     x (T, D), weights (T, K)                         d_out (T, D)
-      dispatch     quantize, send, plan                combine'     quantize, send again along the same plan
+      dispatch     quantize, dispatch, plan            combine'     quantize, redispatch by the same plan
     rows (R_max, D), row_weight (R_max,)             d_y rows (R_max, D)
       expert_mlp   grouped_mm w13                      expert_mlp'  grouped_mm w2 dgrad, wgrad
                    swiglu * row_weight, quantize                    swiglu backward, quantize; d_row_weight
@@ -31,11 +31,10 @@ from torch.autograd.function import once_differentiable
 
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
-from mxep.quant import swiglu as plain_swiglu
-from mxep.quant import swiglu_backward, swiglu_backward_quantize, swiglu_quantize
+from mxep import quant
 
 from .dispatchers.base import Routing, TokenDispatcher
-from .wire import Wire
+from .wire_format import WireFormat
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -148,8 +147,9 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, expert_ids: Tensor, dispatcher: TokenDispatcher, recipe: Recipe
     ) -> tuple[Tensor, Tensor, Routing]:
-        parts, wire = Wire.pack(recipe.quantize_activation(x))
-        slots, routing = dispatcher.send(parts, expert_ids, weights, alignment=recipe.group_alignment)
+        payload, wire = WireFormat.pack(recipe.quantize_activation(x))
+        alignment = recipe.group_alignment
+        slots, routing = dispatcher.dispatch(payload, expert_ids, weights, alignment=alignment).wait()
         ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
         # Detached: the output gets a grad_fn, and the plan that this node keeps must not point back at it.
         rows = wire.rows(slots, routing.plan, copy=dispatcher.borrows)
@@ -158,7 +158,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        dx, d_weights = ctx.dispatcher.give_back(d_rows.to(ctx.dtype), ctx.routing, d_row_weight)
+        dx, d_weights = ctx.dispatcher.combine(d_rows.to(ctx.dtype), ctx.routing, d_row_weight).wait()
         return dx, d_weights, None, None, None
 
 
@@ -166,14 +166,14 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, routing: Routing, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
         ctx.dispatcher, ctx.routing, ctx.recipe = dispatcher, routing, recipe
-        out, _ = dispatcher.give_back(y, routing)
+        out, _ = dispatcher.combine(y, routing).wait()
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        parts, wire = Wire.pack(ctx.recipe.quantize_gradient(d_out))
-        slots = ctx.dispatcher.resend(parts, ctx.routing)
+        payload, wire = WireFormat.pack(ctx.recipe.quantize_gradient(d_out))
+        slots = ctx.dispatcher.redispatch(payload, ctx.routing).wait()
         return wire.rows(slots, ctx.routing.plan, copy=ctx.dispatcher.borrows), None, None, None
 
 
@@ -182,26 +182,26 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(gate_up, row_weight, offs)
         ctx.recipe = recipe
-        return hidden(gate_up, row_weight, offs, recipe)
+        return swiglu_forward(gate_up, row_weight, offs, recipe)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, row_weight, offs = ctx.saved_tensors
-        d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, row_weight, offs, ctx.recipe)
+        d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, row_weight, offs, ctx.recipe)
         return d_gate_up, d_row_weight if row_weight is not None else None, None, None
 
 
-def hidden(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, recipe: Recipe, *, folded: bool = False) -> Tensor:
+def swiglu_forward(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, recipe: Recipe, *, folded: bool = False) -> Tensor:
     """:func:`swiglu` without autograd. folded: MX rows with one scale each, for a backend that `folds`."""
     if recipe.scaling == "none":
-        return plain_swiglu(gate_up, row_weight, offs=offs)
+        return quant.swiglu(gate_up, row_weight, offs=offs)
     options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
     folded = folded and recipe.scaling == "mx"
-    return swiglu_quantize(gate_up, row_weight, offs=offs, folded=folded, **options)
+    return quant.swiglu_quantize(gate_up, row_weight, offs=offs, folded=folded, **options)
 
 
-def hidden_backward(
+def swiglu_backward(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
@@ -211,16 +211,16 @@ def hidden_backward(
     folded: bool = False,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(d_gate_up (R_max, 2F), quantized as gradients are, d_row_weight (R_max,)) of :func:`hidden`.
+    """(d_gate_up (R_max, 2F), quantized as gradients are, d_row_weight (R_max,)) of :func:`swiglu_forward`.
 
     overwrite: d_h is not needed any more.
     """
     if recipe.scaling == "none":
-        return swiglu_backward(d_h, gate_up, row_weight, offs=offs)
+        return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs)
     options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block_size": recipe.block_size}
     folded = folded and recipe.scaling == "mx"
     d_gate_up: Tensor
-    d_gate_up, d_row_weight = swiglu_backward_quantize(
+    d_gate_up, d_row_weight = quant.swiglu_backward_quantize(
         d_h, gate_up, row_weight, offs=offs, folded=folded, overwrite=overwrite, **options
     )
     return d_gate_up, d_row_weight

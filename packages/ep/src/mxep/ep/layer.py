@@ -3,18 +3,17 @@
 What that buys over the composed functions of `functional.py`, which it equals bit for bit:
 
     SwiGLU and its backward fold what they quantize, for a backend that folds: one pass less over h and d_gate_up
-    d_out's slots are used where they lie, before the next move
+    d_out's slots are used where they lie, before the next exchange
     weights are quantized while rows are under way, each way as it is needed: nothing of them is kept for backward
-    dx goes home while the gradient of gate_up_proj computes
+    dx is combined while the gradient of gate_up_proj computes
 
-Weight gradients that a backward does not want are left to a later one, which moves nothing and computes them alone.
+Weight gradients that a backward does not want are left to a later one, which exchanges nothing and computes them alone.
 
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +27,14 @@ from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.weights import rows_and_later
 
-from .dispatchers.base import Parts, Routing, TokenDispatcher
-from .functional import checked_tokens, hidden, hidden_backward
+from .dispatchers.base import Handle, Payload, Routing, TokenDispatcher
+from .functional import checked_tokens, swiglu_backward, swiglu_forward
 from .saved import Saved
-from .wire import Wire
+from .wire_format import WireFormat
 
 
 @dataclass(frozen=True)
-class Setup:
+class LayerConfig:
     """How a layer computes.
 
     Attributes:
@@ -58,7 +57,7 @@ def route_through_experts(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     *,
-    setup: Setup,
+    config: LayerConfig,
 ) -> tuple[Tensor, Routing]:
     """out (T, D), the weighted sum over each token's experts of their MLPs, and where the rows went.
 
@@ -69,17 +68,17 @@ def route_through_experts(
     Raises ValueError as `dispatch` and `grouped_mm` do, and for a recipe with wgrad "bf16", which keeps unquantized
     operands: compose it from `functional.py`.
     """
-    if setup.recipe.wgrad != "mx":
-        raise ValueError(f"recipe {setup.recipe.name}: got wgrad {setup.recipe.wgrad!r}, wanted 'mx'")
-    expert_ids = checked_tokens(x, expert_ids, weights, setup.dispatcher)
-    check_weights(x, gate_up_proj, down_proj, setup.dispatcher, setup.recipe, setup.main_grads)
+    if config.recipe.wgrad != "mx":
+        raise ValueError(f"recipe {config.recipe.name}: got wgrad {config.recipe.wgrad!r}, wanted 'mx'")
+    expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
+    check_weights(x, gate_up_proj, down_proj, config.dispatcher, config.recipe, config.main_grads)
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    sending = start_send(x, weights, expert_ids, setup)
+    dispatched = start_dispatch(x, weights, expert_ids, config)
     try:
-        out, routing = _Layer.apply(*tensors, expert_ids, setup, backward, sending)  # type: ignore[no-untyped-call]
+        out, routing = _Layer.apply(*tensors, expert_ids, config, backward, dispatched)  # type: ignore[no-untyped-call]
     except BaseException:
-        sending[0]()  # no move stays under way
+        dispatched[0].wait()  # nothing stays in flight
         raise
     return out, routing
 
@@ -92,7 +91,7 @@ def check_weights(
     recipe: Recipe,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """ValueError for weights that do not fit x, each other, the dispatcher or the recipe: before anything moves."""
+    """ValueError for weights that do not fit x, each other, the dispatcher or the recipe: before any exchange."""
     e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if down_proj.dim() else 0
     for name, w, main_grad, meant, shape in (
         ("gate_up_proj", gate_up_proj, main_grads[0], "(experts here, 2 F, D)", (e, 2 * hidden_dim, dim)),
@@ -103,9 +102,9 @@ def check_weights(
         check_weight(w, recipe=recipe, device=x.device, main_grad=main_grad, name=name)
 
 
-Sending = tuple[Callable[[], tuple[Parts, Routing]], Wire]
-"""A send that has begun, and how to read what comes."""
-WgradOperands = dict[int, tuple[Tensor, Tensor]]
+Dispatched = tuple[Handle[tuple[Payload, Routing]], WireFormat]
+"""A dispatch in flight, and how to read what arrives."""
+Pending = dict[int, tuple[Tensor, Tensor]]
 """Of gate_up_proj (0) and down_proj (1): the gradient of their rows and the rows, for a weight gradient to come."""
 
 
@@ -118,14 +117,14 @@ class _Layer(torch.autograd.Function):
         gate_up_proj: Tensor,
         down_proj: Tensor,
         expert_ids: Tensor,
-        setup: Setup,
+        config: LayerConfig,
         backward: bool,
-        sending: Sending,
+        dispatched: Dispatched,
     ) -> tuple[Tensor, Routing]:
         needs = ctx.needs_input_grad[2:4]
-        out, routing, saved = layer_forward(sending, gate_up_proj, down_proj, setup, backward, needs)
+        out, routing, saved = layer_forward(dispatched, gate_up_proj, down_proj, config, backward, needs)
         ctx.save_for_backward(gate_up_proj, down_proj, *saved)
-        ctx.setup, ctx.routing, ctx.dtypes, ctx.kept = setup, routing, (gate_up_proj.dtype, down_proj.dtype), None
+        ctx.config, ctx.routing, ctx.dtypes, ctx.kept = config, routing, (gate_up_proj.dtype, down_proj.dtype), None
         return out, routing
 
     @staticmethod
@@ -137,18 +136,19 @@ class _Layer(torch.autograd.Function):
         if not retained:
             ctx.kept = None
         if kept is not None and not any(asked[:2]) and kept.fits(d_out):
-            operands: WgradOperands = kept.operands
-            if all(i in operands for i in (0, 1) if wanted[i]):
-                ends, grads = ctx.routing.plan.offs, list[Tensor | None]((None, None))
-                for i, (dy, a) in operands.items():
+            pending: Pending = kept.operands
+            if all(i in pending for i in (0, 1) if wanted[i]):
+                config, offs, grads = ctx.config, ctx.routing.plan.offs, list[Tensor | None]((None, None))
+                for i, (dy, a) in pending.items():
                     if wanted[i]:
-                        grads[i] = start_weight_gradient(i, ctx.dtypes[i], dy, a, ends, ctx.setup)()
+                        operands = config.backend.prepare_wgrad(dy, a, offs, config.recipe)
+                        grads[i] = weight_gradient(i, ctx.dtypes[i], operands, offs, config)
                 return None, None, *grads, None, None, None, None
         gate_up_proj, down_proj, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
-        left: WgradOperands | None = {} if retained else None
+        left: Pending | None = {} if retained else None
         all_grads = layer_backward(
-            d_out, saved, gate_up_proj, down_proj, ctx.routing, ctx.setup, needs, wanted=wanted, left=left
+            d_out, saved, gate_up_proj, down_proj, ctx.routing, ctx.config, needs, wanted=wanted, left=left
         )
         if left:
             ctx.kept = Kept.of(d_out, left)
@@ -156,34 +156,40 @@ class _Layer(torch.autograd.Function):
 
 
 @torch.no_grad()
-def start_send(x: Tensor, weights: Tensor, expert_ids: Tensor, setup: Setup) -> Sending:
-    """Begin to send x (T, D), quantized if the recipe says so, to the experts."""
-    parts, wire = Wire.pack(setup.recipe.quantize_activation(x))
-    return setup.dispatcher.start_send(parts, expert_ids, weights, alignment=setup.recipe.group_alignment), wire
+def start_dispatch(x: Tensor, weights: Tensor, expert_ids: Tensor, config: LayerConfig) -> Dispatched:
+    """Begin to dispatch x (T, D), quantized if the recipe says so."""
+    payload, wire = WireFormat.pack(config.recipe.quantize_activation(x))
+    alignment = config.recipe.group_alignment
+    return config.dispatcher.dispatch(payload, expert_ids, weights, alignment=alignment, overlap=True), wire
 
 
 def layer_forward(
-    sending: Sending, gate_up_proj: Tensor, down_proj: Tensor, setup: Setup, backward: bool, needs: tuple[bool, bool]
+    dispatched: Dispatched,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    config: LayerConfig,
+    backward: bool,
+    needs: tuple[bool, bool],
 ) -> tuple[Tensor, Routing, list[Tensor]]:
     """(out, routing, what backward needs, if it will be, as `Saved` lists it): no autograd, no checks but of products.
 
-    needs: whether the two weights have gradients, if backward will be. The moves and dx are made in any case, as ranks
-    do not know what the others need.
+    needs: whether the two weights have gradients, if backward will be. The exchanges and dx are made in any case, as
+    ranks do not know what the others need.
     """
-    dispatcher, recipe, backend = setup.dispatcher, setup.recipe, setup.backend
-    coming, wire = sending
+    dispatcher, recipe, backend = config.dispatcher, config.recipe, config.backend
+    handle, wire = dispatched
     dtype = wire.dtype
-    (w13, later13), (w2, later2) = (
-        rows_and_later(w, recipe, backend, later=backward) for w in (gate_up_proj, down_proj)
-    )
-    slots, routing = coming()
+    # While rows are in flight.
+    w13, later13 = rows_and_later(gate_up_proj, recipe, backend, later=backward)
+    w2, later2 = rows_and_later(down_proj, recipe, backend, later=backward)
+    slots, routing = handle.wait()
     plan = routing.plan
-    # The next move takes the slots back, which the gradient of gate_up_proj needs.
+    # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
     rows = wire.rows(slots, plan, copy=backward and needs[0] and dispatcher.borrows)
     gate_up = backend.forward(rows, w13, plan.offs, bias=None, out_dtype=dtype)
-    h = hidden(gate_up, plan.row_weight, plan.offs, recipe, folded=backend.folds)
+    h = swiglu_forward(gate_up, plan.row_weight, plan.offs, recipe, folded=backend.wants_rowwise)
     y = backend.forward(h, w2, plan.offs, bias=None, out_dtype=dtype)
-    out, _ = dispatcher.give_back(y, routing)
+    out, _ = dispatcher.combine(y, routing).wait()
     if not backward:
         return out, routing, []
     saved = Saved(rows if needs[0] else None, gate_up, h if needs[1] else None, (later13, later2))
@@ -196,57 +202,59 @@ def layer_backward(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     routing: Routing,
-    setup: Setup,
+    config: LayerConfig,
     needs: tuple[bool, bool],
     *,
     wanted: tuple[bool, bool] = (True, True),
-    left: WgradOperands | None = None,
+    left: Pending | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weights, gate_up_proj, down_proj.
 
     saved: emptied, so that its memory serves the gradients of weights. needs: whether the two weights have any. wanted:
     whether those are computed now. left: takes the operands of those that are not, which nobody else holds.
     """
-    dispatcher, recipe, backend, dtype = setup.dispatcher, setup.recipe, setup.backend, d_out.dtype
-    plan, ends = routing.plan, routing.plan.offs
+    dispatcher, recipe, backend, dtype = config.dispatcher, config.recipe, config.backend, d_out.dtype
+    plan, offs = routing.plan, routing.plan.offs
     experts = gate_up_proj, down_proj
     rows, gate_up, h, (later13, later2) = Saved.of(saved, plan, experts, recipe, needs, copied=dispatcher.borrows)
     saved.clear()
 
-    def start(i: int, w: Tensor, dy: Tensor, a: Tensor | None) -> Callable[[], Tensor | None]:
-        if a is not None and wanted[i]:
-            return start_weight_gradient(i, w.dtype, dy, a, ends, setup)
-        if a is not None and left is not None:
-            left[i] = dy, a
-        return lambda: None
-
-    parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
-    coming = dispatcher.start_resend(parts, routing)
-    w2, w13 = later2.cols(recipe, backend), later13.cols(recipe, backend)
-    # Borrowed until dx goes home: the gradient of down_proj comes before that, and before d_h, which takes memory.
-    d_y = wire.rows(coming(), plan, copy=left is not None and h is not None and not wanted[1] and dispatcher.borrows)
-    multiply = start(1, down_proj, d_y, h)
-    del h, parts, coming
-    d_down_proj = multiply()
-    del multiply
-    d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtype)
+    payload, wire = WireFormat.pack(recipe.quantize_gradient(d_out))
+    handle = dispatcher.redispatch(payload, routing, overlap=True)
+    w2, w13 = later2.colwise(recipe, backend), later13.colwise(recipe, backend)  # while rows are in flight
+    # Borrowed until the next exchange: the gradient of down_proj comes before that, and before d_h, which takes memory.
+    waits = left is not None and h is not None and not wanted[1]
+    d_y = wire.rows(handle.wait(), plan, copy=waits and dispatcher.borrows)
+    del payload, handle
+    d_down_proj = None
+    if h is not None and wanted[1]:
+        operands = backend.prepare_wgrad(d_y, h, offs, recipe)
+        del h
+        d_down_proj = weight_gradient(1, down_proj.dtype, operands, offs, config)
+        del operands
+    elif h is not None and left is not None:
+        left[1] = d_y, h
+    d_h = backend.dgrad(d_y, w2, offs, out_dtype=dtype)
     del d_y, w2, later2
-    how = {"folded": backend.folds, "overwrite": True}
-    d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, **how)
+    options = {"folded": backend.wants_rowwise, "overwrite": True}
+    d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, plan.row_weight, offs, recipe, **options)
     del d_h, gate_up
-    d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtype)
+    d_rows = backend.dgrad(d_gate_up, w13, offs, out_dtype=dtype)
     del w13, later13
-    going_home = dispatcher.start_give_back(d_rows, routing, d_row_weight)
-    multiply = start(0, gate_up_proj, d_gate_up, rows)
-    del d_rows, d_gate_up, rows
-    d_gate_up_proj = multiply()
-    dx, d_weights = going_home()
+    home = dispatcher.combine(d_rows, routing, d_row_weight, overlap=True)
+    del d_rows
+    d_gate_up_proj = None
+    if rows is not None and wanted[0]:
+        operands = backend.prepare_wgrad(d_gate_up, rows, offs, recipe)
+        del d_gate_up, rows
+        d_gate_up_proj = weight_gradient(0, gate_up_proj.dtype, operands, offs, config)
+    elif rows is not None and left is not None:
+        left[0] = d_gate_up, rows
+    dx, d_weights = home.wait()
     return dx, d_weights, d_gate_up_proj, d_down_proj
 
 
-def start_weight_gradient(
-    i: int, dtype: torch.dtype, dy: Tensor, a: Tensor, ends: Tensor, setup: Setup
-) -> Callable[[], Tensor | None]:
-    """Of gate_up_proj (0) or down_proj (1): what is returned multiplies dy and a, returning or adding the gradient."""
-    options: dict[str, Any] = {"recipe": setup.recipe, "out_dtype": dtype, "scale": setup.wgrad_scale}
-    return setup.backend.start_wgrad(dy, a, ends, to=setup.main_grads[i], **options)
+def weight_gradient(i: int, dtype: torch.dtype, operands: Any, offs: Tensor, config: LayerConfig) -> Tensor | None:
+    """Of gate_up_proj (0) or down_proj (1): the gradient, or None where it was added to main_grad."""
+    options: dict[str, Any] = {"out_dtype": dtype, "scale": config.wgrad_scale}
+    return config.backend.wgrad(operands, offs, accumulate_into=config.main_grads[i], **options)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 import torch.distributed as dist
 
 from mxep.comms import Capacity
 
 from .all_to_all import AllToAllDispatcher
-from .base import Routing, TokenDispatcher, find_dispatcher, resolve_group
+from .base import Routing, TokenDispatcher, find_dispatcher, resolve_group, unused_twin
 from .local import LocalDispatcher
 from .symmetric import SymmetricDispatcher
 
@@ -28,9 +26,6 @@ __all__ = [
 DISPATCHERS = ("local", "all_to_all", "symmetric")
 
 
-_shared: weakref.WeakValueDictionary[tuple[object, ...], TokenDispatcher] = weakref.WeakValueDictionary()
-
-
 def make_dispatcher(
     name: str,
     num_experts: int,
@@ -44,7 +39,7 @@ def make_dispatcher(
 ) -> TokenDispatcher:
     """The dispatcher called ``name``, one of :data:`DISPATCHERS`: one object for layers that ask for the same.
 
-    It is shared until something was sent: layers that are made later get another, on all ranks alike, which one that
+    It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one that
     only some of them still hold could not be. All symmetric ones of a group share their memory in any case.
 
     timeout: see :class:`SymmetricDispatcher`; all_to_all has its process group's. Raises ValueError on another name.
@@ -52,13 +47,6 @@ def make_dispatcher(
     if name not in DISPATCHERS:
         raise ValueError(f"unknown dispatcher {name!r}, one of {', '.join(DISPATCHERS)}")
     group = resolve_group(group) if name != "local" else None
-    capacity = Capacity.worst_case() if capacity is None else capacity
-    asked = (name, num_experts, dim, dtype, group and group.group_name, capacity, max_tokens, timeout)
-    found = _shared.get(asked)
-    # Names of groups are used again once a group was destroyed.
-    if found is not None and found.group is group and found.uses and not found.used:
-        found.uses += 1
-        return found
     made: TokenDispatcher
     if name == "symmetric":
         sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
@@ -67,5 +55,8 @@ def make_dispatcher(
         made = AllToAllDispatcher(num_experts, group=group, capacity=capacity)
     else:
         made = LocalDispatcher(num_experts, capacity=capacity)
-    _shared[asked] = made
-    return made
+    twin = unused_twin(made)
+    if twin is None:
+        return made
+    twin.uses += 1
+    return twin

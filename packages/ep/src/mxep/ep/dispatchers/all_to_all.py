@@ -1,8 +1,8 @@
 """AllToAllDispatcher: collectives with split sizes known to the host. Any fabric, any backend; the baseline.
 
-    send       rows sorted by destination rank, one per (token, expert): bytes, id, weight   all-to-all
-    resend     the same rows' other bytes, same order                                        all-to-all
-    give_back  the same rows, the other way, then the sum                                    all-to-all
+    dispatch    rows sorted by destination rank, one per (token, expert): bytes, id, weight   all-to-all
+    redispatch  the same rows' other bytes, same order                                        all-to-all
+    combine     the same rows, the other way, then the sum                                    all-to-all
 
 One exchange of sizes and its device-to-host copy a dispatch, none on the ways back. Received rows lie in
 (source rank, token, list) order and are the slots of a plan with one source, so experts see the rows that the other
@@ -20,7 +20,7 @@ from torch import Tensor
 from mxep.comms import Capacity, gather_rows, sum_slots
 from mxep.comms.plan import narrow_ids
 
-from .base import Parts, Routing, TokenDispatcher
+from .base import Done, Handle, Payload, Routing, TokenDispatcher
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class AllToAllRouting(Routing):
 class AllToAllDispatcher(TokenDispatcher):
     """See :class:`TokenDispatcher`. Buffers have the exact size of each step, so ``capacity`` is not consulted."""
 
-    def send(self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int) -> tuple[Parts, Routing]:
+    def dispatch(
+        self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
+    ) -> Handle[tuple[Payload, Routing]]:
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         wrong = (expert_ids < -1) | (expert_ids >= self.num_experts)
         found = expert_ids[wrong].unique().tolist() if expert_ids.device.type == "cpu" else []
@@ -60,7 +62,7 @@ class AllToAllDispatcher(TokenDispatcher):
         token = order.div(expert_ids.shape[1], rounding_mode="floor")
         outgoing = [part[token] for part in payload]
         outgoing += [table.reshape(-1, 1)[order].view(torch.uint8) for table in (expert_ids, weights)]
-        *slots, ids, weight = self._move(outgoing, sent, received)
+        *slots, ids, weight = self._all_to_all(outgoing, sent, received)
         plan = self._plan(
             ids.view(torch.int32)[None],
             weight.view(torch.float32)[None],
@@ -69,28 +71,29 @@ class AllToAllDispatcher(TokenDispatcher):
             capacity=Capacity.exact(),
             invalid=sum(invalid),
         )
-        return tuple(slots), AllToAllRouting(plan, expert_ids, self.num_local_experts, order, sent, received)
+        routing = AllToAllRouting(plan, expert_ids, self.num_local_experts, order, sent, received)
+        return Done((tuple(slots), routing))
 
-    def resend(self, payload: Parts, routing: Routing) -> Parts:
+    def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         assert isinstance(routing, AllToAllRouting)
         token = routing.order.div(routing.expert_ids.shape[1], rounding_mode="floor")
-        return self._move([part[token] for part in payload], routing.sent, routing.received)
+        return Done(self._all_to_all([part[token] for part in payload], routing.sent, routing.received))
 
-    def give_back(
-        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
+    ) -> Handle[tuple[Tensor, Tensor | None]]:
         assert isinstance(routing, AllToAllRouting)
         row_of_slot = routing.plan.slot_rows[:, 0]
         outgoing = [rows.contiguous().view(torch.uint8)]
         if row_values is not None:
             outgoing.append(row_values[:, None].view(torch.uint8))
-        home, *values = self._move(list(gather_rows(tuple(outgoing), row_of_slot)), routing.received, routing.sent)
+        home, *values = self._all_to_all(list(gather_rows(tuple(outgoing), row_of_slot)), routing.received, routing.sent)
         out = self._sum_home(home.view(rows.dtype), routing)
         if not values:
-            return out, None
+            return Done((out, None))
         back = torch.zeros(routing.expert_ids.numel(), device=out.device)
         back[routing.order] = values[0].view(torch.float32)[:, 0]
-        return out, back.view(routing.expert_ids.shape)
+        return Done((out, back.view(routing.expert_ids.shape)))
 
     def _sum_home(self, home: Tensor, routing: AllToAllRouting) -> Tensor:
         ids = routing.expert_ids
@@ -114,7 +117,7 @@ class AllToAllDispatcher(TokenDispatcher):
         sent, received, invalid = torch.stack((counts, *incoming.unbind(1))).tolist()
         return sent, received, invalid
 
-    def _move(self, payload: list[Tensor], sent: list[int], received: list[int]) -> Parts:
+    def _all_to_all(self, payload: list[Tensor], sent: list[int], received: list[int]) -> Payload:
         """Rows (sum(sent), n_i) bytes -> (sum(received), n_i), in one collective."""
         if self.world_size == 1:
             return tuple(payload)

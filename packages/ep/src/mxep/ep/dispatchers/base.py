@@ -1,11 +1,12 @@
-"""What the differentiable functions ask of a token dispatcher, and the handle that leads home.
+"""What the differentiable functions ask of a token dispatcher, and the routing by which rows go home.
 
-A dispatcher moves bytes and plans rows; it knows one number about formats, the multiple that groups are padded to.
-Three moves, used twice each way:
+A dispatcher transports bytes and plans rows. All it knows of formats is the alignment of groups. Three exchanges:
 
-    send       tokens out, with their ids and weights; makes the plan   (dispatch forward)
-    resend     tokens out again along that plan                         (combine backward)
-    give_back  rows home, summed                                        (combine forward, dispatch backward)
+    dispatch    tokens to their experts, with their ids and weights; makes the plan   (dispatch forward)
+    redispatch  other bytes of the same tokens, by that plan                          (combine backward)
+    combine     rows home, summed                                                     (combine forward, dispatch backward)
+
+Each returns a handle. Where the dispatcher can, the exchange runs on a communication stream until `wait()`.
 
 T tokens of this rank, K experts a token, D model dim, E experts in all, e local experts, W ranks,
 S slots: what the local plan indexes (tokens themselves, received rows, or symmetric-memory slots).
@@ -19,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,29 @@ from torch import Tensor
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
 from mxep.gemm.weights import in_graph_tree
 
-Parts = tuple[Tensor, ...]
+Payload = tuple[Tensor, ...]
+"""uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
 _T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
 
 _dispatchers: weakref.WeakValueDictionary[str, TokenDispatcher] = weakref.WeakValueDictionary()
 """Those that live, by ``key``."""
+
+
+class Handle(Protocol[_T_co]):
+    """An exchange in flight."""
+
+    def wait(self) -> _T_co:
+        """Its result, for the current stream; the host does not wait."""
+
+
+class Done(NamedTuple, Generic[_T]):
+    """A handle of an exchange that is over."""
+
+    result: _T
+
+    def wait(self) -> _T:
+        return self.result
 
 
 def find_dispatcher(key: str) -> TokenDispatcher:
@@ -41,6 +60,15 @@ def find_dispatcher(key: str) -> TokenDispatcher:
     Raises KeyError if it is gone.
     """
     return _dispatchers[key]
+
+
+def unused_twin(made: TokenDispatcher) -> TokenDispatcher | None:
+    """A living dispatcher like the one that was `made`, before which nothing was dispatched."""
+    for each in _dispatchers.values():
+        # Names of groups are used again once a group was destroyed.
+        if each is not made and each.kind == made.kind and each.group is made.group and each.uses and not each.used:
+            return each
+    return None
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -121,7 +149,8 @@ class TokenDispatcher(ABC):
     Several layers may share a dispatcher as long as every rank calls it in the same order.
 
     Attributes:
-        key: all that fixes shapes, as text, the same in every run: :func:`find_dispatcher` finds it by that.
+        kind: all that fixes shapes, as text, the same in every run.
+        key: the kind, numbered where several of it live: :func:`find_dispatcher` finds it by that.
         uses: how many users have not closed it.
     """
 
@@ -149,18 +178,18 @@ class TokenDispatcher(ABC):
         """T_max, K, multiple and R_max of the largest plan."""
         facts: dict[str, object] = {"group": self.group and self.group.group_name, "world_size": self.world_size}
         facts |= {"num_experts": num_experts, "capacity": repr(self.capacity)} | (sizes or {})
-        kind = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
-        # Another that lives and has the same shapes keeps its name: its moves go elsewhere.
-        names = (kind if n == 1 else f"{kind} #{n}" for n in itertools.count(1))
+        self.kind = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
+        # Another that lives and has the same shapes keeps its name: its exchanges go elsewhere.
+        names = (self.kind if n == 1 else f"{self.kind} #{n}" for n in itertools.count(1))
         self.key = next(name for name in names if name not in _dispatchers)
         _dispatchers[self.key] = self
         self.uses = 1
 
     spans_ranks = True
     used = False
-    """Whether anything was sent."""
+    """Whether anything was dispatched."""
     borrows = False
-    """Whether slots are the dispatcher's, and written again by a later move."""
+    """Whether slots are the dispatcher's, and written again by a later exchange."""
     row_dtype: torch.dtype | None = None
     """The widest dtype of rows that there is room for; None: any."""
 
@@ -178,54 +207,38 @@ class TokenDispatcher(ABC):
         self.uses -= 1
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
-        """(senders, the most tokens of each) of a send of ``num_tokens``, where that is known without running it."""
+        """(senders, the most tokens of each) of a dispatch of ``num_tokens``, where that is known without running it."""
         return None
 
     @abstractmethod
-    def send(self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int) -> tuple[Parts, Routing]:
+    def dispatch(
+        self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
+    ) -> Handle[tuple[Payload, Routing]]:
         """Tokens to their experts' ranks.
 
         Args:
-            payload: uint8 (T, n_i) each, the bytes of a row cut in parts.
+            payload: uint8 (T, n_i) each.
             expert_ids: (T, K) int32. weights: (T, K) fp32.
-            alignment: groups are padded to it.
+            alignment: groups are padded to multiples of it.
+            overlap: something else computes before ``wait()``.
 
-        Returns the parts as slots (S, n_i), until the next move if the dispatcher ``borrows``, and the routing.
+        Returns the payload as slots (S, n_i), until the next exchange if the dispatcher ``borrows``, and the routing.
         """
 
-    def start_send(
-        self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int
-    ) -> Callable[[], tuple[Parts, Routing]]:
-        """:meth:`send`, begun; what it returns waits for it. Where moves can run aside, they do meanwhile."""
-        result = self.send(payload, expert_ids, weights, alignment=alignment)
-        return lambda: result
+    @abstractmethod
+    def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
+        """The same exchange for other bytes, no planning: (T, n_i) each -> slots (S, n_i), as of :meth:`dispatch`."""
 
     @abstractmethod
-    def resend(self, payload: Parts, routing: Routing) -> Parts:
-        """The same move for other bytes, no planning: (T, n_i) each -> slots (S, n_i), as of send."""
-
-    def start_resend(self, payload: Parts, routing: Routing) -> Callable[[], Parts]:
-        """:meth:`resend`, begun, as `start_send` begins `send`."""
-        result = self.resend(payload, routing)
-        return lambda: result
-
-    @abstractmethod
-    def give_back(
-        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
+    ) -> Handle[tuple[Tensor, Tensor | None]]:
         """Rows home: ``rows`` (R_max, D) -> (T, D), each token's rows summed in fp32 in a fixed order.
 
         Per destination rank a token's rows are summed in its list's order and rounded to the rows' dtype, then the
         ranks' sums in rank order, whatever the dispatcher: over the same ranks they agree bit for bit.
         ``row_values`` (R_max,) fp32 come back as (T, K), 0 where nothing was routed.
         """
-
-    def start_give_back(
-        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """:meth:`give_back`, begun, as `start_send` begins `send`."""
-        result = self.give_back(rows, routing, row_values)
-        return lambda: result
 
     def check(self) -> None:
         """Raise what was counted since the last check. It reads from the device: call it once a step, not in the layer.

@@ -8,7 +8,7 @@ from torch import Tensor
 from mxep.comms import sum_slots
 from mxep.comms.plan import narrow_ids
 
-from .base import Parts, Routing, TokenDispatcher
+from .base import Done, Handle, Payload, Routing, TokenDispatcher
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -19,20 +19,22 @@ class LocalDispatcher(TokenDispatcher):
     def static_tokens(self, num_tokens: int) -> tuple[int, int]:
         return 1, num_tokens
 
-    def send(self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int) -> tuple[Parts, Routing]:
+    def dispatch(
+        self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
+    ) -> Handle[tuple[Payload, Routing]]:
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         num_tokens = torch.full((1,), len(expert_ids), dtype=torch.int32, device=expert_ids.device)
         plan = self._plan(expert_ids[None], weights[None], num_tokens, alignment=alignment, capacity=self.capacity)
-        return payload, Routing(plan, expert_ids, self.num_local_experts)
+        return Done((payload, Routing(plan, expert_ids, self.num_local_experts)))
 
-    def resend(self, payload: Parts, routing: Routing) -> Parts:
-        return payload
+    def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
+        return Done(payload)
 
-    def give_back(
-        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
+    ) -> Handle[tuple[Tensor, Tensor | None]]:
         slot_rows = routing.plan.slot_rows
         out = sum_slots(rows, slot_rows)
         if row_values is None:
-            return out, None
-        return out, torch.where(slot_rows >= 0, row_values[slot_rows.clamp_min(0).long()], 0.0)
+            return Done((out, None))
+        return Done((out, torch.where(slot_rows >= 0, row_values[slot_rows.clamp_min(0).long()], 0.0)))

@@ -6,20 +6,34 @@ then the ranks talk through collectives. All of a group's lie in one pair of buf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, Transport, Workspace, return_rows, send_rows, start_return_rows, start_send_rows
-from mxep.comms.plan import narrow_ids
+from mxep.comms import Capacity, DispatchHandle, Transport, Workspace, combine, dispatch
 
-from .base import Parts, Routing, TokenDispatcher, made_to_stay
+from .base import Handle, Payload, Routing, TokenDispatcher, made_to_stay
 from .shared import close_transport, open_transport
 
-BESIDE = 32
-"""Multiprocessors that rows may take which are sent while something else computes: they get 0.92 of the links."""
+OVERLAP_SMS = 32
+"""SMs that a dispatch may use while something else computes: it gets 0.92 of the links' bandwidth."""
+
+
+class _Dispatched(NamedTuple):
+    handle: DispatchHandle
+    routing: Routing
+
+    def wait(self) -> tuple[Payload, Routing]:
+        return self.handle.wait().payload, self.routing
+
+
+class _Redispatched(NamedTuple):
+    handle: DispatchHandle
+
+    def wait(self) -> Payload:
+        return self.handle.wait().payload
 
 
 class SymmetricDispatcher(TokenDispatcher):
@@ -49,7 +63,7 @@ class SymmetricDispatcher(TokenDispatcher):
         timeout: float | None = None,
         transport: Transport | None = None,
     ) -> None:
-        sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens}
+        sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
         super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
         if transport is not None and transport.world_size != self.world_size:
             raise ValueError(f"transport: got one of {transport.world_size} ranks, wanted {self.world_size}")
@@ -67,43 +81,27 @@ class SymmetricDispatcher(TokenDispatcher):
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         return None if self.max_tokens is None else (self.world_size, self.max_tokens)
 
-    def send(self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int) -> tuple[Parts, Routing]:
-        return self._send(payload, expert_ids, weights, alignment, None)()
-
-    def start_send(
-        self, payload: Parts, expert_ids: Tensor, weights: Tensor, *, alignment: int
-    ) -> Callable[[], tuple[Parts, Routing]]:
-        return self._send(payload, expert_ids, weights, alignment, BESIDE)
-
-    def _send(
-        self, payload: Parts, expert_ids: Tensor, weights: Tensor, alignment: int, num_sms: int | None
-    ) -> Callable[[], tuple[Parts, Routing]]:
-        expert_ids = narrow_ids(expert_ids, self.num_experts)
+    def dispatch(
+        self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
+    ) -> Handle[tuple[Payload, Routing]]:
         workspace = self._workspace(expert_ids)
-        sending = start_send_rows(workspace, payload, expert_ids, weights, num_sms=num_sms)
-        assert sending.tables is not None
-        plan = self._plan(*sending.tables, alignment=alignment, capacity=self.capacity)  # while rows are under way
-        routing = Routing(plan, expert_ids, self.num_local_experts)
-        return lambda: (sending.wait().payload, routing)
+        handle = dispatch(
+            workspace, payload, expert_ids, weights, async_op=True, num_sms=OVERLAP_SMS if overlap else None
+        )
+        # While rows are in flight.
+        plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
+        return _Dispatched(handle, Routing(plan, expert_ids, self.num_local_experts))
 
-    def resend(self, payload: Parts, routing: Routing) -> Parts:
-        return send_rows(self._workspace_of(routing), payload, routing.expert_ids).payload
-
-    def start_resend(self, payload: Parts, routing: Routing) -> Callable[[], Parts]:
-        sending = start_send_rows(self._workspace_of(routing), payload, routing.expert_ids, num_sms=BESIDE)
-        return lambda: sending.wait().payload
-
-    def give_back(
-        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
+        num_sms = OVERLAP_SMS if overlap else None
         workspace = self._workspace_of(routing)
-        return return_rows(workspace, rows, routing.plan, routing.expert_ids, row_values=row_values)
+        return _Redispatched(dispatch(workspace, payload, routing.expert_ids, async_op=True, num_sms=num_sms))
 
-    def start_give_back(
-        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        plan, ids = routing.plan, routing.expert_ids
-        return start_return_rows(self._workspace_of(routing), rows, plan, ids, row_values=row_values).wait
+    def combine(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
+    ) -> Handle[tuple[Tensor, Tensor | None]]:
+        workspace = self._workspace_of(routing)
+        return combine(workspace, rows, routing.plan, routing.expert_ids, row_values, async_op=True)
 
     def close(self) -> None:
         super().close()

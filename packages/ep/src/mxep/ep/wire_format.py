@@ -3,7 +3,7 @@
     bf16 (T, D)           -> one part  (T, 2 D)
     MXTensor (T, D)       -> two parts (T, D) qdata and (T, D / block) scale bytes
 
-comms moves the parts without knowing what they mean; `Wire.rows` gives them their meaning back on the other side.
+comms transports the parts without knowing what they mean; `WireFormat.rows` puts them together on the other side.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from torch import Tensor
 from mxep.comms import RoutingPlan, gather_rows
 from mxep.quant import MXTensor
 
+from .dispatchers.base import Payload
 from .saved import keeps_rows
-
-Parts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Wire:
-    """How to read the parts of one move.
+class WireFormat:
+    """How to read the payload of one exchange.
 
     Attributes:
         dtype: the rows' (outer) dtype.
@@ -36,17 +35,17 @@ class Wire:
     block_size: int = 0
 
     @staticmethod
-    def pack(rows: Tensor) -> tuple[Parts, Wire]:
+    def pack(rows: Tensor) -> tuple[Payload, WireFormat]:
         """``rows`` (T, D), plain or MXTensor blocked along D -> uint8 parts and how to read them."""
         if isinstance(rows, MXTensor):
-            return (_bytes(rows.qdata), _bytes(rows.scale)), Wire(rows.dtype, rows.qdata.dtype, rows.block_size)
-        return (_bytes(rows),), Wire(rows.dtype)
+            return (_bytes(rows.qdata), _bytes(rows.scale)), WireFormat(rows.dtype, rows.qdata.dtype, rows.block_size)
+        return (_bytes(rows),), WireFormat(rows.dtype)
 
-    def rows(self, slots: Parts, plan: RoutingPlan, *, copy: bool) -> Tensor:
+    def rows(self, slots: Payload, plan: RoutingPlan, *, copy: bool) -> Tensor:
         """Slot parts (S, ...) -> the plan's expert-major rows (R_max, D).
 
         Codes stay where they lie, under an index (the GEMM gathers them). With ``copy``, for who keeps them beyond the
-        next move, they are copied: the slots, or the rows, as `keeps_rows` says. Plain rows are gathered here, which
+        next exchange, they are copied: the slots, or the rows, as `keeps_rows` says. Plain rows are gathered here, which
         copies them anyway. Padding is zero.
         """
         if self.qdata is None:
