@@ -1,5 +1,6 @@
 """The layer in one autograd function: bit for bit the composed one, dx on its way before the last weight gradient."""
 
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -213,14 +214,24 @@ class SpyDispatcher(LocalDispatcher):
         self.seen.append("x goes out")
         return super().dispatch(*args, **kwargs)
 
-    def resend(self, *args):
+    def redispatch(self, *args, **kwargs):
         self.seen.append("d_out goes out")
-        return super().resend(*args)
+        return super().redispatch(*args, **kwargs)
 
-    def start_give_back(self, *args):
+    def combine(self, *args, overlap: bool = False):
+        if not overlap:
+            return super().combine(*args)
         self.seen.append("dx goes home")
-        wait = super().start_give_back(*args)
-        return lambda: (self.seen.append("dx is home"), wait())[1]
+        return Spied(super().combine(*args), self.seen)
+
+
+class Spied(NamedTuple):
+    handle: Any
+    seen: list[str]
+
+    def wait(self):
+        self.seen.append("dx is home")
+        return self.handle.wait()
 
 
 @distributed(1, device="cpu")

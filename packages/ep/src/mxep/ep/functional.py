@@ -90,8 +90,10 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
             f"the dispatcher has room for rows of {widest}, got {x.dtype}: cast x, or make the layer "
             f"(or its dispatcher) with dtype={x.dtype}"
         )
-    # A copy of its own, which backward reads; clamped first, so that no int64 wraps around into a valid id.
-    return expert_ids.clamp(-2, dispatcher.num_experts).int()
+    # A copy of its own, which backward reads.
+    if expert_ids.dtype == torch.int32:
+        return expert_ids.clone(memory_format=torch.contiguous_format)
+    return expert_ids.clamp(-2, dispatcher.num_experts).int()  # no int64 wraps around into a valid id
 
 
 @_between_graphs
@@ -192,7 +194,9 @@ class _SwiGLU(torch.autograd.Function):
         return d_gate_up, d_row_weight if row_weight is not None else None, None, None
 
 
-def swiglu_forward(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, recipe: Recipe, *, folded: bool = False) -> Tensor:
+def swiglu_forward(
+    gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, recipe: Recipe, *, folded: bool = False
+) -> Tensor:
     """:func:`swiglu` without autograd. folded: MX rows with one scale each, for a backend that `folds`."""
     if recipe.scaling == "none":
         return quant.swiglu(gate_up, row_weight, offs=offs)

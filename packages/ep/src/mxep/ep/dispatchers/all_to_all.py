@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, gather_rows, sum_slots
-from mxep.comms.plan import narrow_ids
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher
 
@@ -46,7 +45,6 @@ class AllToAllDispatcher(TokenDispatcher):
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
-        expert_ids = narrow_ids(expert_ids, self.num_experts)
         wrong = (expert_ids < -1) | (expert_ids >= self.num_experts)
         found = expert_ids[wrong].unique().tolist() if expert_ids.device.type == "cpu" else []
         expert_ids = torch.where(wrong, -1, expert_ids)
@@ -87,7 +85,9 @@ class AllToAllDispatcher(TokenDispatcher):
         outgoing = [rows.contiguous().view(torch.uint8)]
         if row_values is not None:
             outgoing.append(row_values[:, None].view(torch.uint8))
-        home, *values = self._all_to_all(list(gather_rows(tuple(outgoing), row_of_slot)), routing.received, routing.sent)
+        home, *values = self._all_to_all(
+            list(gather_rows(tuple(outgoing), row_of_slot)), routing.received, routing.sent
+        )
         out = self._sum_home(home.view(rows.dtype), routing)
         if not values:
             return Done((out, None))
