@@ -71,12 +71,13 @@ class Experts(nn.Module):
         one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one
         and wgrad "mx", and there is no main_grad; else a break.
         """
-        proj, down = local_weight(self.gate_up_proj), local_weight(self.down_proj)
+        proj, down = self.gate_up_proj, self.down_proj
         main_grads = _main_grad(self.gate_up_proj), _main_grad(self.down_proj)
         compiling = torch.compiler.is_compiling() and main_grads == (None, None)
         if compiling and isinstance(backend, str) and compiles(dispatcher, recipe, backend):
             named: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
-            return compiled_layer(x, expert_ids, weights, proj, down, wgrad_scale=wgrad_scale, **named), None
+            experts = local_weight(proj), local_weight(down)
+            return compiled_layer(x, expert_ids, weights, *experts, wgrad_scale=wgrad_scale, **named), None
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
         how |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
         run = _run_between_graphs if torch.compiler.is_compiling() else _run  # the former costs 7 us a call
@@ -128,7 +129,7 @@ def _run(
     ends = routing.plan.offs
     options: dict[str, Any] = {"recipe": recipe, "backend": backend}
     options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
-    y = expert_mlp(rows, proj, down, ends, row_weight=row_weight, **options)
+    y = expert_mlp(rows, local_weight(proj), local_weight(down), ends, row_weight=row_weight, **options)
     return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
 
 

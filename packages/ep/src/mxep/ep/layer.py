@@ -30,6 +30,7 @@ from mxep.gemm.weights import rows_and_later
 from .dispatchers.base import Handle, Payload, Routing, TokenDispatcher
 from .functional import checked_tokens, swiglu_backward, swiglu_forward
 from .saved import Saved
+from .shares import local_tensor, spec_of, with_spec
 from .wire_format import WireFormat
 
 
@@ -63,7 +64,8 @@ def route_through_experts(
 
     Args:
         x: (T, D) bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
-        gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F).
+        gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F). Or DTensors of which this rank holds that, as
+            `Experts` has them; then their gradients are DTensors, too.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, and for a recipe with wgrad "bf16", which keeps unquantized
     operands: compose it from `functional.py`.
@@ -71,7 +73,8 @@ def route_through_experts(
     if config.recipe.wgrad != "mx":
         raise ValueError(f"recipe {config.recipe.name}: got wgrad {config.recipe.wgrad!r}, wanted 'mx'")
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
-    check_weights(x, gate_up_proj, down_proj, config.dispatcher, config.recipe, config.main_grads)
+    experts = local_tensor(gate_up_proj), local_tensor(down_proj)
+    check_weights(x, *experts, config.dispatcher, config.recipe, config.main_grads)
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     dispatched = start_dispatch(x, weights, expert_ids, config)
@@ -121,10 +124,11 @@ class _Layer(torch.autograd.Function):
         backward: bool,
         dispatched: Dispatched,
     ) -> tuple[Tensor, Routing]:
-        needs = ctx.needs_input_grad[2:4]
-        out, routing, saved = layer_forward(dispatched, gate_up_proj, down_proj, config, backward, needs)
+        experts, needs = (local_tensor(gate_up_proj), local_tensor(down_proj)), ctx.needs_input_grad[2:4]
+        out, routing, saved = layer_forward(dispatched, *experts, config, backward, needs)
         ctx.save_for_backward(gate_up_proj, down_proj, *saved)
-        ctx.config, ctx.routing, ctx.dtypes, ctx.kept = config, routing, (gate_up_proj.dtype, down_proj.dtype), None
+        ctx.config, ctx.routing, ctx.kept = config, routing, None
+        ctx.dtypes, ctx.specs = (gate_up_proj.dtype, down_proj.dtype), (spec_of(gate_up_proj), spec_of(down_proj))
         return out, routing
 
     @staticmethod
@@ -143,16 +147,17 @@ class _Layer(torch.autograd.Function):
                     if wanted[i]:
                         operands = config.backend.prepare_wgrad(dy, a, offs, config.recipe)
                         grads[i] = weight_gradient(i, ctx.dtypes[i], operands, offs, config)
-                return None, None, *grads, None, None, None, None
+                return None, None, *map(with_spec, grads, ctx.specs), None, None, None, None
         gate_up_proj, down_proj, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
         left: Pending | None = {} if retained else None
-        all_grads = layer_backward(
-            d_out, saved, gate_up_proj, down_proj, ctx.routing, ctx.config, needs, wanted=wanted, left=left
+        experts = local_tensor(gate_up_proj), local_tensor(down_proj)
+        dx, d_weights, *grads = layer_backward(
+            d_out, saved, *experts, ctx.routing, ctx.config, needs, wanted=wanted, left=left
         )
         if left:
             ctx.kept = Kept.of(d_out, left)
-        return *all_grads, None, None, None, None
+        return dx, d_weights, *map(with_spec, grads, ctx.specs), None, None, None, None
 
 
 @torch.no_grad()

@@ -46,6 +46,16 @@ def local_tensor(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
+def spec_of(x: Tensor) -> Any:
+    """How a DTensor is spread over ranks; None for other tensors."""
+    return x._spec if isinstance(x, DTensor) else None
+
+
+def with_spec(local: Tensor | None, spec: Any) -> Tensor | None:
+    """A DTensor of which this rank holds `local`, or `local` itself where there is no spec."""
+    return local if local is None or spec is None else DTensor(local, spec, requires_grad=False)
+
+
 def local_weight(weight: Tensor) -> Tensor:
     """What this rank holds of `weight`, as autograd sees it: its gradient becomes a DTensor like `weight`.
 
