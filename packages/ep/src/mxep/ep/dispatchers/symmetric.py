@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mxep.comms import Capacity, DispatchHandle, Transport, Workspace, combine, dispatch
 
-from .base import Handle, Payload, Routing, TokenDispatcher, made_to_stay
+from .base import Done, Handle, Payload, Routing, TokenDispatcher, made_to_stay
 from .shared import close_transport, open_transport
 
 OVERLAP_SMS = 32
@@ -93,15 +93,18 @@ class SymmetricDispatcher(TokenDispatcher):
         return _Dispatched(handle, Routing(plan, expert_ids, self.num_local_experts))
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
-        num_sms = OVERLAP_SMS if overlap else None
-        workspace = self._workspace_of(routing)
-        return _Redispatched(dispatch(workspace, payload, routing.expert_ids, async_op=True, num_sms=num_sms))
+        workspace, ids = self._workspace_of(routing), routing.expert_ids
+        if not overlap:
+            return Done(dispatch(workspace, payload, ids).payload)
+        return _Redispatched(dispatch(workspace, payload, ids, async_op=True, num_sms=OVERLAP_SMS))
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
-        workspace = self._workspace_of(routing)
-        return combine(workspace, rows, routing.plan, routing.expert_ids, row_values, async_op=True)
+        workspace, plan, ids = self._workspace_of(routing), routing.plan, routing.expert_ids
+        if not overlap:
+            return Done(combine(workspace, rows, plan, ids, row_values))
+        return combine(workspace, rows, plan, ids, row_values, async_op=True)
 
     def close(self) -> None:
         super().close()
