@@ -1,0 +1,125 @@
+"""`@op`: a plain-torch reference, its fake and its Triton launcher as one custom op that costs an eager caller nothing.
+
+    plain tensors, no gradient      the launcher on CUDA, the reference on the CPU, called directly
+    torch.compile, fake tensors,    `torch.ops.mxep.<name>`, which calls the same two, or the fake
+    subclasses, modes, gradients
+
+A custom op costs the host about 40 us a call, more than most of these kernels run for.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_INDEX_DTYPES = (torch.int32,)
+
+
+class Op:
+    """What `@op` makes. It takes the op's arguments by position.
+
+    Attributes:
+        reference: the plain-torch function, which defines the op. opdef: the op of `torch.library`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[..., Any],
+        fake: Callable[..., Any],
+        launcher: str | None,
+        mutates_args: Sequence[str],
+        index_dtypes: tuple[torch.dtype, ...],
+    ) -> None:
+        functools.update_wrapper(self, reference)
+        self.reference = reference
+        self.opdef = torch.library.custom_op(name, reference, mutates_args=mutates_args)
+        self.opdef.register_fake(fake)
+        if launcher is not None:
+            self.opdef.register_kernel("cuda")(self._launch)
+        self._overload = self.opdef._opoverload
+        self._arguments = self._overload._schema.arguments
+        self._tensors = [i for i, a in enumerate(self._arguments) if "Tensor" in str(a.type)]
+        self._written = {i for i in self._tensors if self._arguments[i].alias_info}
+        self._index_dtypes = index_dtypes
+        self._name = launcher
+        self._launcher: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return self._overload(*args)
+        on_cuda = False
+        for i in self._tensors[: len(args)]:
+            x = args[i]
+            if x is None:
+                continue
+            if (type(x) is not Tensor and type(x) is not Parameter) or (x.requires_grad and torch.is_grad_enabled()):
+                return self._overload(*args)
+            on_cuda = on_cuda or x.is_cuda
+        return self._launch(*args) if on_cuda and self._name else self.reference(*args)
+
+    def _launch(self, *given: Any) -> Any:
+        """The launcher, with vectors (tensors of one axis: row_index, offs, bias ...) packed, as kernels read them."""
+        args, device = list(given), None
+        for i in self._tensors[: len(args)]:
+            x = args[i]
+            if x is None:
+                continue
+            device = device or x.device
+            if x.ndim == 1 and i not in self._written:
+                if x.dtype not in self._index_dtypes and x.dtype.is_signed and not x.dtype.is_floating_point:
+                    wanted = " or ".join(map(str, self._index_dtypes))
+                    raise ValueError(f"{self._arguments[i].name}: got {x.dtype}, want {wanted}")
+                args[i] = x.contiguous()
+        assert device is not None
+        if not runs_on(device):
+            _log_that_it_is_slow(device)
+            return self.reference(*args)
+        if self._launcher is None:
+            assert self._name is not None
+            module, function = self._name.split(":")
+            self._launcher = getattr(importlib.import_module(module), function)
+        if device.index == torch.cuda.current_device():
+            return self._launcher(*args)
+        with torch.cuda.device(device):
+            return self._launcher(*args)
+
+
+def op(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    launcher: str | None = None,
+    mutates_args: Sequence[str] = (),
+    index_dtypes: tuple[torch.dtype, ...] = _INDEX_DTYPES,
+) -> Callable[[Callable[..., Any]], Op]:
+    """Make a function of tensors, its reference, an :class:`Op`.
+
+    name: ``"mxep::..."``. fake: the shapes of its results. launcher: ``"module:function"``, imported (with Triton) at
+    the first call on CUDA; None: the reference runs there, too. mutates_args: those that it writes. index_dtypes: of
+    integer vectors; others raise ValueError on CUDA.
+    """
+    return lambda reference: Op(name, reference, fake, launcher, mutates_args, index_dtypes)
+
+
+@functools.cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run on `device`, which they do where Triton converts to E4M3: on CUDA from capability 8.9
+    (Ada, Hopper, Blackwell; not A100). On an older GPU every op runs its plain-torch reference."""
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def _log_that_it_is_slow(device: torch.device) -> None:
+    name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    logging.getLogger("mxep.quant").warning(
+        "%s (%s, capability %d.%d): no E4M3 conversions in Triton before 8.9, so MX ops run in plain torch, slowly",
+        device, name, major, minor,
+    )  # fmt: skip
