@@ -1,9 +1,10 @@
-"""What other packages' kernels may use of this one: Triton device functions for MX scales and for groups of rows.
+"""What kernels share, those of other packages too: Triton device functions, and a few helpers of launchers.
 
     scales   abs_bits -> scale_of_amax -> reciprocal           to quantize: `mxep.quant.scales`, bit for bit
              power_of_two                                      to dequantize
              shifted                                           to fold: `mxep.quant.fold.shift_qdata`
     groups   valid_rows, group_bounds                          where groups of rows lie
+    host     as_bytes, rows_of, num_sms, on_hopper             for launchers
 
 Scales are int32 here, 0 to 255. Element formats are named by Triton's dtypes, tl.float8e4nv and tl.float8e5. Casts to
 them saturate and round to nearest even, and make 0x7f of any NaN.
@@ -14,6 +15,8 @@ written outside.
 
     offs 64, 32, 500 in a buffer of 128 rows:  groups 0 to 64, 64 to 32 (no rows), 32 to 128;  128 valid rows
 """
+
+import os
 
 import torch
 import triton
@@ -42,6 +45,15 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def on_hopper(**options: int) -> dict[str, int]:
+    """Launch options measured on sm_90, for that target alone."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return {}
+    from triton.runtime import driver
+
+    return options if driver.active.get_current_target().arch == 90 else {}
+
+
 @triton.jit
 def abs_bits(x):
     """The bits of |x| (x fp32) as int32. They sort as the magnitudes do, Inf above all numbers, NaN above Inf."""
@@ -51,7 +63,7 @@ def abs_bits(x):
 @triton.jit
 def scale_of_amax(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
     """Scale (int32) of a block whose largest `abs_bits` are `bits`, for qdata of DTYPE."""
-    E4M3: tl.constexpr = DTYPE == tl.float8e4nv
+    E4M3: tl.constexpr = tl.float8e4nv == DTYPE
     MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 15
     if MODE == "rceil":
         reciprocal_of_max: tl.constexpr = 1.0 / 448.0 if E4M3 else 1.0 / 57344.0
@@ -114,8 +126,7 @@ def valid_rows(offs_ptr, num_groups, rows):
     """The end of the last group, at most `rows`; below 0 it means no rows, too. `rows` if offs_ptr is None."""
     if offs_ptr is None:
         return rows
-    else:
-        return tl.minimum(tl.load(offs_ptr + num_groups - 1), rows)
+    return tl.minimum(tl.load(offs_ptr + num_groups - 1), rows)
 
 
 @triton.jit

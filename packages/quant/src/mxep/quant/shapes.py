@@ -6,7 +6,7 @@ N, R rows, K columns, G groups. A capacity is static: it has room for groups of 
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant.formats import BLOCK, SCALE_DTYPE
 
 SWIZZLE_ROWS, SWIZZLE_COLS = 128, 4
 """Scales in a swizzled tile, see `mxep.quant.swizzle`."""
@@ -58,3 +58,28 @@ def empty_both(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, 
     *rest, n, k = x.shape
     scale = x.new_empty((*rest, k // block_size, n), dtype=SCALE_DTYPE)
     return x.new_empty(x.shape, dtype=dtype), scale, *empty_columns(x, dtype, block_size)
+
+
+def empty_requantized(qdata: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """qdata (..., K, R) and scale (..., R/32, K) of qdata (..., S, K) in new blocks along its rows."""
+    *rest, _, k = qdata.shape
+    rows = num_rows(qdata, row_index)
+    scale = qdata.new_empty((*rest, rows // BLOCK, k), dtype=SCALE_DTYPE)
+    return qdata.new_empty((*rest, k, rows), dtype=dtype), scale
+
+
+def empty_folded(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
+    """qdata (..., R, K) and scale (..., R, 1) of qdata (..., S, K) folded."""
+    *rest, _, k = qdata.shape
+    rows = num_rows(qdata, row_index)
+    return qdata.new_empty((*rest, rows, k)), scale.new_empty((*rest, rows, 1))
+
+
+def empty_swiglu_scale(gate_up: Tensor, width: int, block_size: int, folded: bool) -> Tensor:
+    """scale (R, width/block_size) or, folded, (R, 1) of a result (R, width)."""
+    return gate_up.new_empty((gate_up.shape[0], 1 if folded else width // block_size), dtype=SCALE_DTYPE)
+
+
+def empty_picked(x: Tensor, row_index: Tensor) -> Tensor:
+    """Rows of x (S, ...): (R, ...)."""
+    return x.new_empty((row_index.shape[0], *x.shape[1:]))

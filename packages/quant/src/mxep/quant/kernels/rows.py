@@ -14,10 +14,10 @@ from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
 from mxep.quant.shapes import empty_2d, empty_rows
 
 TILE_ELEMENTS = 4096
-NUM_WARPS = 4
 LONG_ELEMENTS = 8192
 LONGEST = 16384
 """Elements of a block that a program holds in registers."""
+BLOCK_N_2D = 256
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -88,26 +88,18 @@ def quantize_2d_kernel(
     tl.store(scale_ptr + row_block * (K // BLOCK_SIZE) + block, scale.to(tl.uint8), mask=block < K // BLOCK_SIZE)
 
 
-def quantize_rows(
-    x: Tensor,
-    dtype: torch.dtype,
-    mode: str,
-    block_size: int,
-    *,
-    tile_elements: int = TILE_ELEMENTS,
-    num_warps: int = NUM_WARPS,
-) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """mxep::quantize_rows."""
     x = x.contiguous()
     qdata, scale = empty_rows(x, dtype, block_size)
     num_blocks = scale.numel()
     if not x.numel():
         return qdata, scale
-    if block_size & (block_size - 1) == 0 and block_size <= tile_elements:
-        tile = tile_elements // block_size
+    if block_size & (block_size - 1) == 0 and block_size <= TILE_ELEMENTS:
+        tile = TILE_ELEMENTS // block_size
         quantize_blocks_kernel[(triton.cdiv(num_blocks, tile),)](
             x, qdata, as_bytes(scale), num_blocks, MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=tile,
-            num_warps=num_warps,
+            num_warps=4,
         )  # fmt: skip
         return qdata, scale
     chunk = min(triton.next_power_of_2(block_size), LONGEST)
@@ -119,9 +111,7 @@ def quantize_rows(
     return qdata, scale
 
 
-def quantize_2d(
-    x: Tensor, dtype: torch.dtype, mode: str, block_size: int, *, block_n: int = 256, num_warps: int = 8
-) -> tuple[Tensor, Tensor]:
+def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """mxep::quantize_2d. ValueError for a block that is no power of two up to 128."""
     if block_size & (block_size - 1) or block_size > 128:
         raise ValueError(f"block_size: got {block_size} x {block_size}, want a power of two up to 128 on CUDA")
@@ -129,8 +119,8 @@ def quantize_2d(
     k = x.shape[-1]
     qdata, scale = empty_2d(x, dtype, block_size)
     if x.numel():
-        grid = (x.numel() // k // block_size, triton.cdiv(k, block_n))
+        grid = (x.numel() // k // block_size, triton.cdiv(k, BLOCK_N_2D))
         quantize_2d_kernel[grid](
-            x, qdata, as_bytes(scale), k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_N=block_n, num_warps=num_warps
+            x, qdata, as_bytes(scale), k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_N=BLOCK_N_2D, num_warps=8
         )
     return qdata, scale
