@@ -71,7 +71,7 @@ def ceil_log2(x: Floats) -> NDArray[np.int64]:
     return np.where(x == 0, -9999, exponent.astype(np.int64) - (mantissa == 0.5))
 
 
-def scale_bytes(fmt: MXFormat, mode: ScaleMode, amax: Floats) -> Bytes:
+def scale_of_amax(fmt: MXFormat, mode: ScaleMode, amax: Floats) -> Bytes:
     """Scale bytes of blocks whose largest magnitude is `amax`, an fp32 number."""
     mantissa_bits, _ = BITS[fmt.name]
     top_exponent = int(floor_log2(np.float64(TOP[fmt.name])))
@@ -94,7 +94,7 @@ def scale_bytes(fmt: MXFormat, mode: ScaleMode, amax: Floats) -> Bytes:
 def quantize_blocks(fmt: MXFormat, mode: ScaleMode, x: Floats) -> tuple[Bytes, Bytes]:
     """Codes (..., n) and scale bytes (..., 1) of blocks x (..., n)."""
     with np.errstate(invalid="ignore"):
-        byte = scale_bytes(fmt, mode, np.abs(x).max(-1, keepdims=True))
+        byte = scale_of_amax(fmt, mode, np.abs(x).max(-1, keepdims=True))
     bad = byte == 255
     scaled = np.where(bad, 0.0, x) * 2.0 ** (127 - byte.astype(np.float64))
     return np.where(bad, 0x7F, nearest_codes(fmt, scaled)).astype(np.uint8), byte

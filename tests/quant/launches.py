@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from mxep.quant.kernels import columns, fold, fold_for_wgrad, gather, requantize, rows, swiglu, whole
+from mxep.quant.kernels import columns, fold, fold_for_wgrad, gather, per_row, requantize, rows, swiglu
 
 T, D = 8192, 4096
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
@@ -46,14 +46,14 @@ def swiglu_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, d
 
 
 def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3):
-    return lambda: swiglu.swiglu_backward_quantize(x(T, F), *gate_up(F), fmt, MODE, block, folded)
+    out = x(T, 2 * F, dtype=fmt)
+    return lambda: swiglu.swiglu_backward_quantize(x(T, F), *gate_up(F), out, MODE, block, folded)
 
 
 def in_groups(groups: int) -> dict[str, Callable[[], object]]:
     """The kernels that hold a number for every group."""
     return {
         f"pad_index {groups} groups": lambda: gather.pad_index(ends(groups), T, 32),
-        f"quantize_swizzled {groups} groups": lambda: gather.quantize_swizzled(x(), index(), ends(groups), E4M3, MODE),
         f"gather_swizzled {groups} groups": lambda: gather.gather_swizzled(*mx(), index(), ends(groups)),
         f"fold_for_wgrad {groups} groups": lambda: fold_for_wgrad.fold_for_wgrad(
             *mx(), None, *mx(), None, ends(groups), 128
@@ -64,37 +64,33 @@ def in_groups(groups: int) -> dict[str, Callable[[], object]]:
 LAUNCHES = {
     "quantize_rows": lambda: rows.quantize_rows(x(), E4M3, MODE, 32),
     "quantize_rows fp32": lambda: rows.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
-    "quantize_rows whole": lambda: rows.quantize_rows(x(), E4M3, MODE, D),
-    "quantize_tiles": lambda: rows.quantize_tiles(x(), E4M3, MODE, 32),
+    "quantize_rows per row": lambda: rows.quantize_rows(x(), E4M3, MODE, D),
+    "quantize_2d": lambda: rows.quantize_2d(x(), E4M3, MODE, 32),
     "quantize_columns": lambda: columns.quantize_columns(x(), E4M3, MODE, 32),
     "quantize_both": lambda: columns.quantize_both(x(), E4M3, MODE, 32),
     "quantize_both fp32": lambda: columns.quantize_both(x(dtype=torch.float32), E4M3, MODE, 32),
-    "quantize_columns whole": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
+    "quantize_columns per column": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
     **{
-        f"quantize_rows_whole {k}": lambda k=k: whole.quantize_rows_whole(x(8, T, k), E4M3, MODE)  # type: ignore[misc]
+        f"quantize_per_row {k}": lambda k=k: per_row.quantize_per_row(x(8, T, k), E4M3, MODE)  # type: ignore[misc]
         for k in (2048, 4096, 5120, 7168, 14336)
     },
-    "quantize_rows_whole fp32 E5M2": lambda: whole.quantize_rows_whole(x(T, 7168, dtype=torch.float32), E5M2, MODE),
-    "quantize_rows_whole fp32 2048": lambda: whole.quantize_rows_whole(x(T, 2048, dtype=torch.float32), E4M3, MODE),
-    "quantize_rows_whole fp32 14336": lambda: whole.quantize_rows_whole(x(T, 14336, dtype=torch.float32), E4M3, MODE),
-    "quantize_columns_whole": lambda: whole.quantize_columns_whole(x(), torch.zeros(D), E4M3, MODE),
+    "quantize_per_row fp32 E5M2": lambda: per_row.quantize_per_row(x(T, 7168, dtype=torch.float32), E5M2, MODE),
+    "quantize_per_row fp32 2048": lambda: per_row.quantize_per_row(x(T, 2048, dtype=torch.float32), E4M3, MODE),
+    "quantize_per_row fp32 14336": lambda: per_row.quantize_per_row(x(T, 14336, dtype=torch.float32), E4M3, MODE),
+    "quantize_per_column": lambda: per_row.quantize_per_column(x(), torch.zeros(D), E4M3, MODE),
     "requantize plain": lambda: requantize.requantize(*mx(), 1, 32, None, None, E4M3, MODE),
     "requantize gathered": lambda: requantize.requantize(*mx(), 1, 32, index(), ends(), E4M3, MODE),
     **{
-        f"fold {d}": lambda d=d: fold.fold(*slots(d), index(), ends(), 32, d)  # type: ignore[misc]
+        f"fold {d}": lambda d=d: fold.fold(*slots(d), index(), ends())  # type: ignore[misc]
         for d in (1408, 2048, 4096, 5120, 7168, 16384)
     },
-    "fold E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends(), 32, 7168),
-    "fold per 128": lambda: fold.fold(*slots(7168), index(), ends(), 32, 128),
-    "fold whole rows": lambda: fold.fold(*mx(D), None, ends(), D, D),
-    "fold odd blocks": lambda: fold.fold(*mx(4), None, None, 4, D),
-    "fold_with_stats": lambda: fold.fold_with_stats(*slots(7168), index(), ends(), 32, 7168),
+    "fold E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends()),
+    "fold rows of one scale": lambda: fold.fold(*mx(D), None, ends()),
+    "fold odd blocks": lambda: fold.fold(*mx(4), None, None),
+    "fold_with_stats": lambda: fold.fold_with_stats(*slots(7168), index(), ends()),
     "materialize": lambda: gather.materialize(*mx(), index()),
     "pad_rows": lambda: gather.pad_rows(x(), index()),
-    "pad_quantize": lambda: gather.pad_quantize(x(), index(), E4M3, MODE),
     "unpad_rows": lambda: gather.unpad_rows(x(), index(), T),
-    "quantize_swizzled": lambda: gather.quantize_swizzled(x(), None, None, E4M3, MODE),
-    "quantize_swizzled in groups": lambda: gather.quantize_swizzled(x(), index(), ends(), E4M3, MODE),
     "gather_swizzled": lambda: gather.gather_swizzled(*mx(), index(), ends()),
     "swizzle_scales": lambda: gather.swizzle_scales(mx()[1], None),
     "fold_for_wgrad": lambda: fold_for_wgrad.fold_for_wgrad(*slots(7168), index(), *mx(), None, ends(), 128),
@@ -104,12 +100,12 @@ LAUNCHES = {
     ),
     "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048)),
     "swiglu_quantize 2048": swiglu_quantize(2048, 32, False),
-    "swiglu_quantize 14336 whole": swiglu_quantize(14336, 14336, False),
+    "swiglu_quantize 14336 per row": swiglu_quantize(14336, 14336, False),
     "swiglu_quantize 2048 folded fp32": swiglu_quantize(2048, 32, True, dtype=torch.float32),
     **{f"swiglu_quantize {F} folded": swiglu_quantize(F, 32, True) for F in (768, 2048, 8192, 14336)},
     "swiglu_backward 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336)),
     "swiglu_backward_quantize 2048": swiglu_backward_quantize(2048, 32, False),
-    "swiglu_backward_quantize 8192 whole": swiglu_backward_quantize(8192, 2 * 8192, False),
+    "swiglu_backward_quantize 8192 per row": swiglu_backward_quantize(8192, 2 * 8192, False),
     "swiglu_backward_quantize 2048 folded E5M2": swiglu_backward_quantize(2048, 32, True, E5M2),
     **{f"swiglu_backward_quantize {F} folded": swiglu_backward_quantize(F, 32, True) for F in (768, 2048, 8192)},
 }

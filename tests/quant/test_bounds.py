@@ -34,8 +34,8 @@ def index(valid: int = R) -> Tensor:
 
 
 KERNELS: dict[str, Callable[[Tensor], Any]] = {
-    "fold": lambda ends: fold.fold(*mx(), index(), ends, 32, D),
-    "fold_with_stats": lambda ends: fold.fold_with_stats(*mx(), None, ends, 32, D),
+    "fold": lambda ends: fold.fold(*mx(), index(), ends),
+    "fold_with_stats": lambda ends: fold.fold_with_stats(*mx(), None, ends),
     "fold_for_wgrad": lambda ends: fold_for_wgrad.fold_for_wgrad(*mx(), index(), *mx(), None, ends, 1, **SMALL),
     "fold_for_wgrad aligned": lambda ends: fold_for_wgrad.fold_for_wgrad(
         *mx(), index(), *mx(), None, ends, 32, **SMALL
@@ -45,16 +45,14 @@ KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "swiglu_quantize": lambda ends: swiglu.swiglu_quantize(values(), None, ends, *TO, 32, False),
     "swiglu_backward": lambda ends: swiglu.swiglu_backward(values()[:, : D // 2], values(), None, ends),
     "gather_swizzled": lambda ends: gather.gather_swizzled(*mx(), index(), ends),
-    "quantize_swizzled": lambda ends: gather.quantize_swizzled(values(), None, ends, *TO),
 }
 
 
 READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "fold": lambda index, ends: fold.fold(*mx(), index, ends, 32, D),
+    "fold": lambda index, ends: fold.fold(*mx(), index, ends),
     "fold_for_wgrad": lambda index, ends: fold_for_wgrad.fold_for_wgrad(*mx(), index, *mx(), index, ends, 32, **SMALL),
     "requantize": lambda index, ends: requantize.requantize(*mx(), 1, 32, index, ends, *TO),
     "gather_swizzled": lambda index, ends: gather.gather_swizzled(*mx(), index, ends),
-    "quantize_swizzled indexed": lambda index, ends: gather.quantize_swizzled(values(), index, ends, *TO),
 }
 
 
@@ -68,9 +66,7 @@ def test_no_group_ends_make_a_kernel_write_outside_its_buffers(
 
 
 @pytest.mark.parametrize("last", [32, 33, 39, 63])
-@pytest.mark.parametrize(
-    "kernel", ["fold", "fold_for_wgrad", "requantize", "gather_swizzled", "quantize_swizzled indexed"]
-)
+@pytest.mark.parametrize("kernel", ["fold", "fold_for_wgrad", "requantize", "gather_swizzled"])
 def test_no_kernel_reads_the_index_behind_the_last_group(kernel: str, last: int) -> None:
     ends = torch.tensor([5, 5, last], dtype=torch.int32, device=DEVICE)
     READERS[kernel](index(last), ends)

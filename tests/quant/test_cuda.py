@@ -13,10 +13,8 @@ from mxep.quant import (
     MXTensor,
     ScaleMode,
     fold,
-    pad_quantize,
     quantize,
     quantize_both,
-    quantize_swizzled,
     requantize,
     swiglu_quantize,
 )
@@ -146,8 +144,6 @@ def test_a_new_row_count_compiles_no_kernel_again() -> None:
         fold(h, offs=ends)
         requantize(quantize(x), offs=ends)
         quantize_both(x)
-        quantize_swizzled(x, offs=ends)
-        pad_quantize(x, torch.tensor([5, rows - 5], device="cuda"))
 
     step(64)
     compiled: list[str] = []

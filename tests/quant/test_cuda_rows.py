@@ -75,7 +75,7 @@ noise = torch.randint(0, 256, (384, 8), dtype=torch.uint8, generator=torch.Gener
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "sigmoid": (sigmoid_pair, (torch.cat([gaussian(100_000) * 30, torch.tensor([torch.inf, -torch.inf, 0.0])]),)),
     "fold": (lambda mx, ends: fold(mx, offs=ends), (qdata, ENDS)),
-    "fold per 128": (lambda mx, ends: fold(mx, block_size=128, offs=ends), (indexed, ENDS)),
+    "fold indexed": (lambda mx, ends: fold(mx, offs=ends), (indexed, ENDS)),
     "fold E5M2": (lambda mx: fold(mx), (quantize(x, fmt=E5M2),)),
     "fold_with_stats": (lambda mx, ends: fold_with_stats(mx, offs=ends), (indexed, ENDS)),
     "fold_for_wgrad": (fold_for_wgrad, (row_scaled(5, 64), row_scaled(6, 96, fmt=E5M2), ENDS)),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, fold, fold_with_stats, quantize
-from mxep.quant.fold import shift_codes
+from mxep.quant.fold import shift_qdata
 from quant.exact import FORMATS, Bytes, Floats, assert_bytes, code_values, nearest_codes, raw, values
 from quant.opchecks import check_op
 
@@ -49,21 +49,20 @@ def codes_of(fmt: MXFormat, moved: Floats) -> Bytes:
     return qdata
 
 
-def folded_in_float64(mx: MXTensor, block: int) -> tuple[Bytes, Bytes]:
-    """Codes and scales of `fold`, span by span, from the definition."""
+def folded_in_float64(mx: MXTensor) -> tuple[Bytes, Bytes]:
+    """qdata and scales of `fold`, row by row, from the definition."""
     table = code_values(mx.format)
-    qdata, scale = raw(mx.qdata).copy(), raw(mx.scale)
-    out_scale = np.zeros((qdata.shape[0], qdata.shape[1] // block), np.uint8)
-    for r, c in np.ndindex(*out_scale.shape):
-        span = qdata[r, c * block : (c + 1) * block].reshape(-1, mx.block_size)
-        byte = scale[r, c * block // mx.block_size : (c + 1) * block // mx.block_size].astype(int)
-        if (byte == NAN).any():
-            span[:], out_scale[r, c] = 0x7F, NAN
+    qdata, scales = raw(mx.qdata).copy(), raw(mx.scale).astype(int)
+    out_scale = np.zeros((qdata.shape[0], 1), np.uint8)
+    for r, scale in enumerate(scales):
+        blocks = qdata[r].reshape(-1, mx.block_size)
+        if (scale == NAN).any():
+            blocks[:], out_scale[r] = 0x7F, NAN
             continue
-        valid = (span & 0x7F).any(1)
-        out_scale[r, c] = byte[valid].max(initial=0)
-        for i in np.flatnonzero(valid):
-            span[i] = codes_of(mx.format, table[span[i]] * 2.0 ** (byte[i] - int(out_scale[r, c])))
+        nonzero = (blocks & 0x7F).any(1)
+        out_scale[r] = scale[nonzero].max(initial=0)
+        for i in np.flatnonzero(nonzero):
+            blocks[i] = codes_of(mx.format, table[blocks[i]] * 2.0 ** (scale[i] - int(out_scale[r, 0])))
     return qdata, out_scale
 
 
@@ -82,9 +81,9 @@ def test_every_code_under_every_shift_is_the_nearest_code(fmt: MXFormat) -> None
         assert_bytes(folded.scale, scale[:, 8:])
 
 
-def test_the_example_of_shift_codes() -> None:
+def test_the_example_of_shift_qdata() -> None:
     qdata = torch.full((4,), 0x41, dtype=torch.uint8).view(E4M3.dtype)
-    assert raw(shift_codes(qdata, torch.tensor([0, 1, 9, 19]))).tolist() == [0x41, 0x39, 0x02, 0x00]
+    assert raw(shift_qdata(qdata, torch.tensor([0, 1, 9, 19]))).tolist() == [0x41, 0x39, 0x02, 0x00]
 
 
 @both_formats
@@ -101,22 +100,17 @@ def test_all_flush_at_the_first_shift_that_the_docs_name_and_not_before(fmt: MXF
 @given(
     fmt=st.sampled_from(FORMATS),
     rows=st.integers(0, 9),
-    spans=st.integers(1, 3),
-    per_span=st.integers(1, 4),
-    whole=st.booleans(),
+    blocks=st.integers(1, 12),
     spread=st.sampled_from([1, 8, 40, 120]),
     seed=st.integers(0, 2**30),
 )
-def test_fold_equals_the_float64_derivation(
-    fmt: MXFormat, rows: int, spans: int, per_span: int, whole: bool, spread: int, seed: int
-) -> None:
-    mx = hostile(fmt, rows, spans * per_span, seed, spread)
-    block = mx.shape[1] if whole else per_span * 32
-    folded = fold(mx, block_size=None if whole else block)
-    qdata, scale = folded_in_float64(mx, block)
+def test_fold_equals_the_float64_derivation(fmt: MXFormat, rows: int, blocks: int, spread: int, seed: int) -> None:
+    mx = hostile(fmt, rows, blocks, seed, spread)
+    folded = fold(mx)
+    qdata, scale = folded_in_float64(mx)
     assert_bytes(folded.qdata, qdata)
     assert_bytes(folded.scale, scale)
-    assert (folded.block_size, folded.axis, folded.dtype) == (block, -1, mx.dtype)
+    assert (folded.block_size, folded.axis, folded.dtype) == (mx.shape[1], -1, mx.dtype)
 
 
 def test_a_zero_block_does_not_count_whatever_its_byte() -> None:
@@ -136,17 +130,15 @@ def test_a_block_with_byte_0_that_is_not_zero_counts() -> None:
     assert_bytes(folded.qdata, qdata)
 
 
-def test_a_nan_block_makes_nan_of_what_shares_its_scale_only() -> None:
+def test_a_nan_block_makes_nan_of_its_row_only() -> None:
     qdata = np.full((2, 256), 0x38, np.uint8)
     scale = np.full((2, 8), 127, np.uint8)
     scale[0, 6] = NAN
-    whole, spans = fold(tensor_of(qdata, scale)), fold(tensor_of(qdata, scale), block_size=128)
-    assert raw(whole.scale).tolist() == [[NAN], [127]]
-    assert raw(spans.scale).tolist() == [[127, NAN], [127, 127]]
-    assert (raw(whole.qdata)[0] == 0x7F).all()
-    assert (raw(whole.qdata)[1] == 0x38).all()
-    assert (raw(spans.qdata)[0] == [0x38] * 128 + [0x7F] * 128).all()
-    assert whole.dequantize()[0].isnan().all()
+    folded = fold(tensor_of(qdata, scale))
+    assert raw(folded.scale).tolist() == [[NAN], [127]]
+    assert (raw(folded.qdata)[0] == 0x7F).all()
+    assert (raw(folded.qdata)[1] == 0x38).all()
+    assert folded.dequantize()[0].isnan().all()
 
 
 def test_folding_along_columns_is_folding_the_turned_tensor() -> None:
@@ -163,9 +155,9 @@ def test_folding_along_columns_is_folding_the_turned_tensor() -> None:
 
 def test_folding_weights_is_folding_each() -> None:
     w = quantize(gaussian(3, 8, 128) * torch.logspace(-9, 9, 128))
-    folded = fold(w, block_size=64)
+    folded = fold(w)
     for g in range(3):
-        assert_bytes(folded.qdata[g], raw(fold(w[g], block_size=64).qdata))  # type: ignore[arg-type]
+        assert_bytes(folded.qdata[g], raw(fold(w[g]).qdata))  # type: ignore[arg-type]
 
 
 @both_formats
@@ -238,19 +230,15 @@ def test_folded_mx_is_row_scaled_fp8_but_for_subnormals() -> None:
 
 
 @both_formats
-@pytest.mark.parametrize("block_size", [None, 64])
-def test_stats_count_what_changed_what_flushed_and_how_far_blocks_are_apart(
-    fmt: MXFormat, block_size: int | None
-) -> None:
+def test_stats_count_what_changed_what_flushed_and_how_far_blocks_are_apart(fmt: MXFormat) -> None:
     mx = hostile(fmt, 40, 4, seed=3, spread=60)
-    folded, stats = fold_with_stats(mx, block_size=block_size)
-    plain = fold(mx, block_size=block_size)
+    folded, stats = fold_with_stats(mx)
+    plain = fold(mx)
     assert_bytes(folded.qdata, raw(plain.qdata))
     assert_bytes(folded.scale, raw(plain.scale))
-    width = folded.block_size
     with np.errstate(invalid="ignore"):
         before = values(fmt, raw(mx.qdata).reshape(40, -1, 32), raw(mx.scale)[..., None]).reshape(40, -1)
-        after = values(fmt, raw(folded.qdata).reshape(40, -1, width), raw(folded.scale)[..., None]).reshape(40, -1)
+        after = values(fmt, raw(folded.qdata), raw(folded.scale))
     counted = ~np.isnan(after)
     assert stats.changed == (counted & (before != after)).sum()
     assert stats.flushed == (counted & (before != 0) & (after == 0)).sum()
@@ -258,13 +246,9 @@ def test_stats_count_what_changed_what_flushed_and_how_far_blocks_are_apart(
     assert (stats.changed.dtype, stats.flushed.dtype, stats.spread.dtype) == (torch.int64, torch.int64, torch.int32)
     nonzero = (raw(mx.qdata).reshape(40, -1, 32) & 0x7F).any(-1)
     for row in range(40):
-        spreads = [0]
-        for span in range(4 * 32 // width):
-            blocks = slice(span * width // 32, (span + 1) * width // 32)
-            bytes_ = raw(mx.scale)[row, blocks].astype(int)
-            if (bytes_ != NAN).all() and nonzero[row, blocks].any():
-                spreads.append(int(np.ptp(bytes_[nonzero[row, blocks]])))
-        assert int(stats.spread[row]) == max(spreads)
+        scale = raw(mx.scale)[row].astype(int)
+        counts = (scale != NAN).all() and nonzero[row].any()
+        assert int(stats.spread[row]) == (np.ptp(scale[nonzero[row]]) if counts else 0)
 
 
 def test_stats_of_ordinary_rows_and_of_one_far_outlier() -> None:
@@ -282,21 +266,17 @@ def test_fold_ops_pass_opcheck() -> None:
     ends = torch.tensor([1, 3], dtype=torch.int32)
     for op in (torch.ops.mxep.fold, torch.ops.mxep.fold_with_stats):
         for row_index, offs in ((None, ends), (index, ends)):
-            check_op(op, mx.qdata, mx.scale, row_index, offs, 32, 128)
+            check_op(op, mx.qdata, mx.scale, row_index, offs)
     w = quantize(gaussian(2, 4, 64), fmt=E5M2)
-    check_op(torch.ops.mxep.fold, w.qdata, w.scale, None, None, 32, 64)
+    check_op(torch.ops.mxep.fold, w.qdata, w.scale, None, None)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
     mx = quantize(gaussian(64, 256))
     with pytest.raises(ValueError, match="got a Tensor, want an MXTensor"):
         fold(gaussian(2, 32))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"got tiles, want .*along"):
+    with pytest.raises(ValueError, match=r"got 2-D blocks, want .*along"):
         fold(quantize(gaussian(64, 64), axis=(-2, -1)))
-    with pytest.raises(ValueError, match="multiple of the block, 96"):
-        fold(mx, block_size=96)
-    with pytest.raises(ValueError, match="got block 16, want a multiple of the blocks there are, 32"):
-        fold(mx, block_size=16)
     with pytest.raises(ValueError, match=r"got torch\.int64 .*want int32"):
         fold(mx, offs=torch.tensor([64]))
     with pytest.raises(ValueError, match="got offs for axis -2, want axis -1"):

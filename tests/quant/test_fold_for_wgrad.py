@@ -265,9 +265,9 @@ def test_rows_past_the_last_group_do_not_matter(sizes: tuple[int, ...]) -> None:
 def test_aligned_groups_begin_at_multiples_and_end_in_zeros() -> None:
     x, y = row_scaled(gaussian(13, 64, seed=1)), quantize(gaussian(13, 32, seed=2))
     ends = ends_of(5, 0, 4, 3)
-    plain, aligned = fold_for_wgrad(x, y, ends), fold_for_wgrad(x, y, ends, align=4)
-    assert plain.ends.tolist() == [5, 5, 9, 12]
-    assert aligned.ends.tolist() == [8, 8, 12, 16]
+    plain, aligned = fold_for_wgrad(x, y, ends), fold_for_wgrad(x, y, ends, alignment=4)
+    assert plain.offs.tolist() == [5, 5, 9, 12]
+    assert aligned.offs.tolist() == [8, 8, 12, 16]
     assert aligned.x_t.shape == (64, 28)
     assert torch.equal(aligned.exponent, plain.exponent)
     for a, p in ((aligned.x_t, plain.x_t), (aligned.y_t, plain.y_t)):
@@ -295,4 +295,4 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
     with pytest.raises(ValueError, match="got 9, want 0 to 8"):
         fold_for_wgrad(x, y, ends_of(9))
     with pytest.raises(ValueError, match="align: got 0, want 1 or more"):
-        fold_for_wgrad(x, y, ends_of(8), align=0)
+        fold_for_wgrad(x, y, ends_of(8), alignment=0)

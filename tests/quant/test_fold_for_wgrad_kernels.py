@@ -82,14 +82,14 @@ def test_groups_of_any_size_at_any_alignment(sizes: tuple[int, ...], indexed: bo
     x, y = operand(rows, 96, seed=1), operand(rows, 64, 64, E5M2, seed=2)
     x_index = indices(rows, rows, valid) if indexed else None
     y_index = indices(rows, rows, valid, 1) if indexed else None
-    check(*x, x_index, *y, y_index, ends_of(*sizes), align=align)
+    check(*x, x_index, *y, y_index, ends_of(*sizes), alignment=align)
 
 
 def test_many_groups() -> None:
     sizes = np.random.default_rng(0).integers(0, 3, 70)
     rows = int(sizes.sum()) + 8 - int(sizes.sum()) % 8
     for align in (1, 4):
-        check(*operand(rows, 32), None, *operand(rows, 32, 32, seed=1), None, ends_of(*sizes.tolist()), align=align)
+        check(*operand(rows, 32), None, *operand(rows, 32, 32, seed=1), None, ends_of(*sizes.tolist()), alignment=align)
 
 
 @pytest.mark.parametrize("rows", [40, 36, 33])
@@ -115,12 +115,12 @@ def test_slots_at_any_address(spare: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tile", "band", "programs"),
+    ("tile", "group_m", "programs"),
     [((32, 32), 2, 3), ((32, 32), 3, 1000), ((64, 64), 1, 1), ((64, 64), 2, 3), ((32, 128), 64, 2)],
 )
-def test_any_tile_in_any_order(tile: tuple[int, int], band: int, programs: int) -> None:
+def test_any_tile_in_any_order(tile: tuple[int, int], group_m: int, programs: int) -> None:
     x, y = operand(104, 160, seed=3), operand(104, 64, seed=4)
-    check(*x, None, *y, None, ends_of(30, 67), tile=tile, band=band, programs_per_sm=programs, tops_elements=64)
+    check(*x, None, *y, None, ends_of(30, 67), tile=tile, group_m=group_m, programs_per_sm=programs, scale_elements=64)
 
 
 def test_no_rows_and_no_columns() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, format_of
-from mxep.quant.scales import power_of_two, reciprocal, scale_bytes
+from mxep.quant.scales import power_of_two, reciprocal, scale_of_amax
 from quant import exact
 from quant.exact import FORMATS, MODES
 
@@ -65,7 +65,7 @@ KNOWN = [  # amax, format, mode, byte
 
 @pytest.mark.parametrize(("amax", "fmt", "mode", "byte"), KNOWN)
 def test_known_scale_bytes(amax: float, fmt: MXFormat, mode: ScaleMode, byte: int) -> None:
-    assert scale_bytes(torch.tensor([amax]), fmt, mode).tolist() == [byte]
+    assert scale_of_amax(torch.tensor([amax]), fmt, mode).tolist() == [byte]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -77,7 +77,7 @@ def test_scale_bytes_match_float64_for_every_exponent_and_the_mantissas_around_e
     eighths = torch.arange(32, dtype=torch.int32) << 18
     mantissa = (eighths[:, None] + torch.tensor([-2, -1, 0, 1, 2], dtype=torch.int32)).flatten() & 0x7FFFFF
     amax = (exponent[:, None] | mantissa).flatten().view(torch.float32)
-    exact.assert_bytes(scale_bytes(amax, fmt, mode), exact.scale_bytes(fmt, mode, amax.double().numpy()))
+    exact.assert_bytes(scale_of_amax(amax, fmt, mode), exact.scale_of_amax(fmt, mode, amax.double().numpy()))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -85,4 +85,4 @@ def test_scale_bytes_match_float64_for_every_exponent_and_the_mantissas_around_e
 def test_scale_bytes_match_float64_for_random_bits(fmt: MXFormat, mode: ScaleMode) -> None:
     generator = torch.Generator().manual_seed(11)
     amax = torch.randint(0, 2**31, (200_000,), generator=generator).int().view(torch.float32)
-    exact.assert_bytes(scale_bytes(amax, fmt, mode), exact.scale_bytes(fmt, mode, amax.double().numpy()))
+    exact.assert_bytes(scale_of_amax(amax, fmt, mode), exact.scale_of_amax(fmt, mode, amax.double().numpy()))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.quant import E4M3, E5M2, groups, ops, swizzle
+from mxep.quant import E4M3, groups, ops, swizzle
 from mxep.quant.kernels import gather as kernels
 from quant.poison import poisoned_allocations as poisoned_allocations
 from quant.test_quantize_kernels import DEVICE, assert_same, numbers
@@ -79,13 +79,6 @@ def test_pad_index_spreads_groups(sizes: list[int], alignment: int, dtype: torch
     assert_same(tuple(x.view(torch.uint8) for x in got), tuple(x.view(torch.uint8) for x in want))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_pad_quantize(dtype: torch.dtype) -> None:
-    x = numbers(20, 1056, dtype=dtype)
-    args = x, index_of(37, 20), *HOW
-    assert_same(kernels.pad_quantize(*on_device(*args)), groups._pad_quantize(*args))
-
-
 @pytest.mark.parametrize("shape", [(128, 128), (130, 96), (2, 5, 32), (40, 5)], ids=str)
 def test_scales_are_swizzled(shape: tuple[int, ...]) -> None:
     scale = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -100,18 +93,6 @@ def test_scales_are_swizzled_group_by_group() -> None:
     ends = ends_of(32, 32, 256, 320)
     got, want = kernels.swizzle_scales(*on_device(scale, ends)), swizzle._swizzle(scale, ends)
     assert_same((got[: 128 * 4],), (want[: 128 * 4],))
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-def test_quantize_swizzled(fmt: object) -> None:
-    how = fmt.dtype, "rceil"  # type: ignore[attr-defined]
-    for x in (numbers(140, 160), numbers(20, 128, dtype=torch.bfloat16)):
-        args = x, None, None, *how
-        assert_same(kernels.quantize_swizzled(*on_device(*args)), swizzle._quantize_swizzled(*args))
-    ends = ends_of(32, 32, 256, 320)
-    args = numbers(50, 160), index_of(480, 50, dead=160), ends, *how
-    got, want = kernels.quantize_swizzled(*on_device(*args)), swizzle._quantize_swizzled(*args)
-    assert_same_in_groups(got, want, ends)
 
 
 def test_gather_swizzled() -> None:

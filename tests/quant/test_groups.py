@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mxep.quant import MXTensor, pad_groups, pad_quantize, quantize, unpad_groups, valid_rows
+from mxep.quant import MXTensor, pad_groups, quantize, unpad_groups, valid_rows
 from quant.opchecks import check_op
 
 
@@ -117,28 +117,12 @@ def test_live_rows_is_the_last_group_end_or_the_capacity() -> None:
         valid_rows(torch.tensor([2, 8], dtype=torch.int32), 7)
 
 
-def test_pad_quantize_is_pad_then_quantize() -> None:
-    x, sizes = gaussian(20, 64), torch.tensor([3, 0, 15])
-    want, got = pad_groups(x, sizes, alignment=32), pad_quantize(x, sizes)
-    assert torch.equal(got.offs, want.offs)
-    assert torch.equal(got.row_index, want.row_index)
-    assert isinstance(got.rows, MXTensor)
-    mx = quantize(want.rows)
-    for one, other in ((got.rows.qdata, mx.qdata), (got.rows.scale, mx.scale)):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    with pytest.raises(ValueError, match="multiple of the block, 32"):
-        pad_quantize(gaussian(20, 63), sizes)
-    with pytest.raises(ValueError, match="got an MXTensor"):
-        pad_quantize(quantize(x), sizes)
-
-
 def test_group_ops_pass_opcheck() -> None:
     sizes = torch.tensor([2, 0, 3])
     x = gaussian(6, 4)
     groups = pad_groups(x, sizes, alignment=4)
     check_op(torch.ops.mxep.pad_index, sizes, 6, 4)
     check_op(torch.ops.mxep.pad_rows, x, groups.row_index)
-    check_op(torch.ops.mxep.pad_quantize, gaussian(6, 64), groups.row_index, torch.float8_e4m3fn, "rceil")
     check_op(torch.ops.mxep.unpad_rows, groups.rows, groups.row_index, 6)
 
 

@@ -11,31 +11,29 @@ from ahead_of_time import report, table
 LAUNCHES = Path(__file__).with_name("launches.py")
 TESTED = (
     "quantize_rows",
-    "quantize_tiles",
+    "quantize_2d",
     "quantize_columns",
     "quantize_both fp32",
-    "quantize_rows_whole 7168",
-    "quantize_rows_whole fp32 14336",
+    "quantize_per_row 7168",
+    "quantize_per_row fp32 14336",
     "requantize gathered",
     "fold 16384",
-    "fold whole rows",
+    "fold rows of one scale",
     "fold_with_stats",
     "materialize",
-    "pad_quantize",
     "gather_swizzled",
-    "quantize_swizzled in groups",
     "fold_for_wgrad",
     "swiglu_quantize 14336 folded",
     "swiglu_backward 14336",
-    "swiglu_backward_quantize 8192 whole",
+    "swiglu_backward_quantize 8192 per row",
     "swiglu_backward_quantize 2048 folded E5M2",
     "swiglu_backward_quantize 8192 folded",
 )
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
-ON_BLACKWELL = ("requantize gathered", "fold 16384", "quantize_swizzled in groups", "fold_for_wgrad")
+ON_BLACKWELL = ("requantize gathered", "fold 16384", "gather_swizzled", "fold_for_wgrad")
 ON_ADA = (
     "quantize_both",
-    "quantize_tiles",
+    "quantize_2d",
     "requantize gathered",
     "fold 7168",
     "fold_for_wgrad",
@@ -71,6 +69,6 @@ def test_no_kernel_spills(target: int, tested: tuple[str, ...]):
 
 @pytest.mark.parametrize("launch", ["quantize_rows", "fold 7168", "fold_for_wgrad"])
 def test_before_ada_triton_has_no_e4m3(launch: str):
-    """Why `mxep.quant.kernels.runs_on` wants capability 8.9."""
+    """Why `mxep.quant.op.runs_on` wants capability 8.9."""
     with pytest.raises(RuntimeError, match="fp8e4nv not supported in this architecture"):
         report(LAUNCHES, [f"={launch}"], [80])

@@ -21,8 +21,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "quantize_both": lambda **how: quant.quantize_both(x(), **how),
     "quantize_with_amax": lambda **how: quant.quantize_with_amax(x(), **how),
     "requantize": lambda **how: quant.requantize(quant.quantize(x()), **how),
-    "quantize_swizzled": lambda **how: quant.quantize_swizzled(x(), **how),
-    "pad_quantize": lambda **how: quant.pad_quantize(x(), torch.tensor([3, 61]), **how),
     "swiglu_quantize": lambda **how: quant.swiglu_quantize(x(), **how),
     "swiglu_backward_quantize": lambda **how: quant.swiglu_backward_quantize(x(32), x(), **how),
 }

@@ -357,7 +357,7 @@ def test_quantizing_twice_or_both_ways_of_ragged_columns_is_an_error() -> None:
 OPS = torch.ops.mxep
 
 
-@pytest.mark.parametrize("op", ["quantize_rows", "quantize_columns", "quantize_both", "quantize_tiles"])
+@pytest.mark.parametrize("op", ["quantize_rows", "quantize_columns", "quantize_both", "quantize_2d"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 def test_opcheck_quantize(op: str, fmt: MXFormat) -> None:
     x = gaussian(2, 64, 96, dtype=torch.bfloat16)
@@ -367,8 +367,8 @@ def test_opcheck_quantize(op: str, fmt: MXFormat) -> None:
 
 def test_opcheck_whole_rows_and_columns() -> None:
     x = gaussian(2, 48, 40)
-    torch.library.opcheck(OPS.quantize_rows_whole.default, (x, E4M3.dtype, "rceil"))
-    torch.library.opcheck(OPS.quantize_columns_whole.default, (x, x.abs().amax(-2), E4M3.dtype, "rceil"))
+    torch.library.opcheck(OPS.quantize_per_row.default, (x, E4M3.dtype, "rceil"))
+    torch.library.opcheck(OPS.quantize_per_column.default, (x, x.abs().amax(-2), E4M3.dtype, "rceil"))
 
 
 @pytest.mark.parametrize("index", [None, torch.tensor([1, -1, 0], dtype=torch.int32)])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, ops
-from mxep.quant.kernels import columns, requantize, rows, whole
+from mxep.quant.kernels import columns, per_row, requantize, rows
 from mxep.quant.requantize import requantize_op
 from quant import exact
 from quant.poison import poisoned_allocations as poisoned_allocations
@@ -48,7 +48,7 @@ def test_every_mode_and_format_on_hostile_blocks(fmt: MXFormat, mode: ScaleMode)
     assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
     transposed = x.mT.contiguous()
     assert_same(columns.quantize_columns(transposed.to(DEVICE), *how), ops.quantize_columns(transposed, *how))
-    assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
+    assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -59,7 +59,7 @@ def test_shapes_that_fill_no_tile(shape: tuple[int, ...], dtype: torch.dtype) ->
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
     assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
     assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
-    assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
+    assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48, 64, 96, 192])
@@ -77,45 +77,45 @@ def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
 
 
-def assert_whole(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str, **options: int) -> None:
+def assert_per_row(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str, **options: int) -> None:
     """Rows with magnitudes, and columns of these, of x and of what lies on DEVICE."""
-    *want, amax = ops.quantize_rows_whole(x, dtype, mode)
-    *got, found = whole.quantize_rows_whole(moved, dtype, mode, **options)
+    *want, amax = ops.quantize_per_row(x, dtype, mode)
+    *got, found = per_row.quantize_per_row(moved, dtype, mode, **options)
     assert_same(got, want)
     torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0, equal_nan=True)
-    want = ops.quantize_columns_whole(x, amax, dtype, mode)
+    want = ops.quantize_per_column(x, amax, dtype, mode)
     assert_same(want, ops.quantize_columns(x, dtype, mode, x.shape[-2]) if x.numel() else want)
-    assert_same(whole.quantize_columns_whole(moved, found, dtype, mode), want)
+    assert_same(per_row.quantize_per_column(moved, found, dtype, mode), want)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("mode", list(ScaleMode))
-def test_whole_rows_and_columns_of_two_reads_in_every_mode(fmt: MXFormat, mode: ScaleMode) -> None:
+def test_rows_of_one_scale_and_columns_of_two_reads_in_every_mode(fmt: MXFormat, mode: ScaleMode) -> None:
     x = hostile()  # every kind of number; NaN or Inf makes its row and its column NaN
     x[:, 1:] = x[:, 1:].nan_to_num(1, 1, 1)
-    assert_whole(x.to(DEVICE), x, fmt.dtype, mode.value)
+    assert_per_row(x.to(DEVICE), x, fmt.dtype, mode.value)
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (40, 96), (3, 70, 136), (2, 37, 600), (130, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-def test_whole_rows_and_columns_of_two_reads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rows_of_one_scale_and_columns_of_two_reads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     x.view(-1, shape[-1])[-1, -1] = -float("inf")
-    assert_whole(x.to(DEVICE), x, E4M3.dtype, "rceil")
-    assert_whole(x.to(DEVICE), x, E4M3.dtype, "rceil", rows_per_program=8)
+    assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
+    assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil", rows_per_program=8)
 
 
-def test_whole_rows_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "LONGEST", 128)
+def test_rows_of_one_scale_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(per_row, "LONGEST", 128)
     x = numbers(2, 40, 192)
-    assert_whole(x.to(DEVICE), x, E4M3.dtype, "rceil")
+    assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
 
 
-def test_whole_rows_turned_sliced_and_empty() -> None:
+def test_rows_of_one_scale_turned_sliced_and_empty() -> None:
     buffer = numbers(70, 200)
     for x in (buffer[3:67, 7:199], buffer.mT[:192, :64], torch.empty(0, 32, 64)):
         moved = torch.as_strided(buffer.to(DEVICE), x.shape, x.stride(), x.storage_offset())
-        assert_whole(moved, x, E4M3.dtype, "rceil")
+        assert_per_row(moved, x, E4M3.dtype, "rceil")
 
 
 def test_columns_of_an_odd_length() -> None:
@@ -128,12 +128,12 @@ def test_columns_of_an_odd_length() -> None:
 def test_square_tiles(block_size: int) -> None:
     x = numbers(256, 384)
     how = E4M3.dtype, "rceil", block_size
-    assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
+    assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
 def test_square_tiles_of_another_size_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="48 x 48"):
-        rows.quantize_tiles(numbers(96, 96).to(DEVICE), E4M3.dtype, "rceil", 48)
+        rows.quantize_2d(numbers(96, 96).to(DEVICE), E4M3.dtype, "rceil", 48)
 
 
 def test_turned_sliced_and_misaligned_inputs() -> None:
@@ -143,7 +143,7 @@ def test_turned_sliced_and_misaligned_inputs() -> None:
         moved = torch.as_strided(buffer.to(DEVICE), x.shape, x.stride(), x.storage_offset())
         assert_same(rows.quantize_rows(moved, *how), ops.quantize_rows(x, *how))
         assert_same(columns.quantize_both(moved, *how), ops.quantize_both(x, *how))
-        assert_same(rows.quantize_tiles(moved, *how), ops.quantize_tiles(x, *how))
+        assert_same(rows.quantize_2d(moved, *how), ops.quantize_2d(x, *how))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 32), (32, 0)], ids=str)
@@ -152,7 +152,7 @@ def test_empty_inputs(shape: tuple[int, ...]) -> None:
     how = E4M3.dtype, "rceil", BLOCK
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
     assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
-    assert_same(rows.quantize_tiles(x.to(DEVICE), *how), ops.quantize_tiles(x, *how))
+    assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
 def requantized(mx_parts: tuple[Tensor, Tensor], *args: object, valid: int | None = None) -> None:
@@ -175,7 +175,7 @@ def test_requantize_from_every_way() -> None:
         along_columns = transposed.mT, scale
         requantized(along_rows, 1, 32, None, None, to, "rceil")
         requantized(along_columns, 32, 1, None, None, to, "even")
-        requantized(ops.quantize_tiles(x, dtype, "rceil", BLOCK), 32, 32, None, None, to, "rceil")
+        requantized(ops.quantize_2d(x, dtype, "rceil", BLOCK), 32, 32, None, None, to, "rceil")
         requantized(ops.quantize_rows(x, dtype, "rceil", 96), 1, 96, None, None, to, "rceil")
         requantized(ops.quantize_rows(x, dtype, "rceil", 8), 1, 8, None, None, to, "rceil")
 

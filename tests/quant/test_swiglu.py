@@ -27,7 +27,7 @@ from mxep.quant import (
 from mxep.quant.sigmoid import reciprocal, sigmoid_pair
 from mxep.quant.swiglu import tree_sum
 from quant.exact import FORMATS, assert_bytes, raw
-from quant.opchecks import check_op
+from quant.opchecks import WITHOUT_SCHEMA, check_op
 
 INF, NAN = math.inf, math.nan
 
@@ -323,10 +323,11 @@ def test_swiglu_ops_pass_opcheck() -> None:
     check_op(ops.swiglu, gate_up, None, None)
     check_op(ops.swiglu_backward, d_h, gate_up, None, None)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how)
-    check_op(ops.swiglu_backward_quantize, d_h, gate_up, w, ends_of(2, 3), *how)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how[:3], True)
-    check_op(ops.swiglu_backward_quantize, d_h, gate_up, w, ends_of(2, 3), *how[:3], True)
-    torch.library.opcheck(ops.swiglu_backward_overwrite, (d_h, gate_up, w, ends_of(2, 3), *how[:3], True))
+    for folded in (False, True):
+        out = torch.empty(6, 128, dtype=torch.float8_e4m3fn)
+        args = d_h, gate_up, w, ends_of(2, 3), out, *how[1:3], folded
+        torch.library.opcheck(ops.swiglu_backward_quantize, args, test_utils=WITHOUT_SCHEMA)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:

@@ -69,13 +69,20 @@ def check(
     valid = gate_up.shape[0] if ends is None else int(ends[-1])
     name = "swiglu" + "_backward" * backward + "_quantize" * bool(quantized)
     inputs = ((d_h,) if backward else ()) + (gate_up, row_weight)
-    want = getattr(torch.ops.mxep, name)(*inputs, ends, *quantized)
+    out, moved_out = (), ()
+    if backward and quantized:
+        dtype, *quantized = quantized  # type: ignore[assignment]
+        out = (torch.empty(gate_up.shape, dtype=dtype),)
+        moved_out = (torch.empty(gate_up.shape, dtype=dtype, device=DEVICE),)
+    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized)
     moved = [part if part is None else part.to(DEVICE, copy=True) for part in (*inputs, ends)]
     for part in moved[:-1]:
         if part is not None:
             part[valid:] = NAN
-    got = getattr(kernels, name)(*moved, *quantized, **tuning)
-    for a, b in zip((got,) if isinstance(got, Tensor) else got, (want,) if isinstance(want, Tensor) else want):
+    got = getattr(kernels, name)(*moved, *moved_out, *quantized, **tuning)
+    got = *moved_out, *((got,) if isinstance(got, Tensor) else got)
+    want = *out, *((want,) if isinstance(want, Tensor) else want)
+    for a, b in zip(got, want, strict=True):
         same(a[:valid], b[:valid])
         assert (a.shape, (a[valid:].view(torch.uint8) == POISON).all()) == (b.shape, True)
 
@@ -108,11 +115,12 @@ def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[s
 @pytest.mark.parametrize("folded", [False, True])
 def test_codes_written_over_the_gradient(folded: bool, F: int, tuning: dict[str, int]) -> None:
     d_h, gate_up, row_weight = problem(40, F)
-    how = E4M3, "rceil", 32 if folded else 2 * F, folded
-    want = torch.ops.mxep.swiglu_backward_quantize(d_h, gate_up, row_weight, ends_of(7, 30), *how)
+    how = "rceil", 32 if folded else 2 * F, folded
+    qdata = torch.empty(gate_up.shape, dtype=E4M3)
+    want = torch.ops.mxep.swiglu_backward_quantize(d_h, gate_up, row_weight, ends_of(7, 30), qdata, *how)
     moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends_of(7, 30))]
-    scale, d_row_weight = kernels.swiglu_backward_overwrite(*moved, *how, programs_per_sm=3, **tuning)
-    for a, b in zip((moved[0].view(E4M3), scale, d_row_weight), want):
+    got = kernels.swiglu_backward_quantize(*moved, moved[0].view(E4M3), *how, programs_per_sm=3, **tuning)
+    for a, b in zip((moved[0].view(E4M3), *got), (qdata, *want), strict=True):
         same(a[:37], b[:37])
     assert torch.equal(moved[0][37:].cpu().view(torch.int16), d_h[37:].view(torch.int16))
 

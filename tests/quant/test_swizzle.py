@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mxep.quant import MXTensor, gather_swizzled, quantize, quantize_swizzled, swizzle_scales, unswizzle_scales
+from mxep.quant import MXTensor, gather_swizzled, quantize, swizzle_scales, unswizzle_scales
 from quant.opchecks import check_op
 
 
@@ -104,13 +104,9 @@ def test_scales_of_an_mxtensor_go_in_as_they_are_columns_too() -> None:
     assert torch.equal(swizzle_scales(strided).flatten(), by_formula(strided.contiguous()))
 
 
-def test_quantize_swizzled_is_quantize_then_swizzle() -> None:
-    x = torch.randn(160, 96, generator=torch.Generator().manual_seed(0))
-    mx = quantize(x)
-    qdata, scale = quantize_swizzled(x)
-    assert torch.equal(qdata.view(torch.uint8), mx.qdata.view(torch.uint8))
-    assert torch.equal(scale.view(torch.uint8), swizzle_scales(mx.scale).view(torch.uint8))
-    for one, other in zip(gather_swizzled(mx), (qdata, scale)):
+def test_without_an_index_gather_swizzled_swizzles_the_scales() -> None:
+    mx = quantize(torch.randn(160, 96, generator=torch.Generator().manual_seed(0)))
+    for one, other in zip(gather_swizzled(mx), (mx.qdata, swizzle_scales(mx.scale))):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -124,12 +120,9 @@ def test_rows_are_picked_and_swizzled_group_by_group() -> None:
     indexed = MXTensor.from_qdata_and_scales(
         *(getattr(quantize(x), part) for part in ("qdata", "scale")), row_index=index
     )
-    for qdata, scale in (
-        quantize_swizzled(x, row_index=index, offs=ends),
-        gather_swizzled(indexed, offs=ends),
-    ):
-        assert torch.equal(qdata[:valid].view(torch.uint8), mx.qdata.view(torch.uint8))
-        assert torch.equal(scale[: 128 * 3].view(torch.uint8), want.view(torch.uint8))
+    qdata, scale = gather_swizzled(indexed, offs=ends)
+    assert torch.equal(qdata[:valid].view(torch.uint8), mx.qdata.view(torch.uint8))
+    assert torch.equal(scale[: 128 * 3].view(torch.uint8), want.view(torch.uint8))
 
 
 def test_swizzle_ops_pass_opcheck() -> None:
@@ -142,7 +135,6 @@ def test_swizzle_ops_pass_opcheck() -> None:
     mx, index = quantize(x), torch.arange(-1, 99, dtype=torch.int32)
     for row_index in (None, index):
         for offs in (None, ends):
-            check_op(torch.ops.mxep.quantize_swizzled, x, row_index, offs, torch.float8_e4m3fn, "rceil")
             check_op(torch.ops.mxep.gather_swizzled, mx.qdata, mx.scale, row_index, offs)
 
 
@@ -160,11 +152,5 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
         unswizzle_scales(scale, rows=129, cols=4)
     with pytest.raises(ValueError, match="contiguous"):
         unswizzle_scales(noise(8, 128).T, rows=128, cols=8)
-    with pytest.raises(ValueError, match=r"got shape \(2, 32, 32\), want \(rows, K\)"):
-        quantize_swizzled(torch.zeros(2, 32, 32))
-    with pytest.raises(ValueError, match="axis -1 a multiple of the block, 32"):
-        quantize_swizzled(torch.zeros(2, 33))
-    with pytest.raises(ValueError, match=r"row_index: got torch\.int64"):
-        quantize_swizzled(torch.zeros(2, 32), row_index=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="want an MXTensor"):
         gather_swizzled(quantize(torch.zeros(32, 32), axis=-2))

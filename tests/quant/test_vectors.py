@@ -53,7 +53,7 @@ CASES: dict[str, Any] = {
     "swizzle_scales": lambda: (mx()[1], ends()),
     "quantize_swizzled": lambda: (values(), index(), ends(), *HOW),
     "gather_swizzled": lambda: (*mx(), index(), ends()),
-    "quantize_columns_whole": lambda: (values(), values().abs().amax(0), *HOW),
+    "quantize_per_column": lambda: (values(), values().abs().amax(0), *HOW),
     "pad_index": lambda: (torch.tensor([3, 0, 40], dtype=torch.int32, device=DEVICE), R, 32),
     "pad_rows": lambda: (values(), index()),
     "pad_quantize": lambda: (values(), index(), *HOW),
@@ -68,10 +68,10 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 WITHOUT_VECTORS = {
     "quantize_rows",
-    "quantize_tiles",
+    "quantize_2d",
     "quantize_columns",
     "quantize_both",
-    "quantize_rows_whole",
+    "quantize_per_row",
 }
 
 
@@ -120,7 +120,7 @@ def test_strided_vectors_give_what_packed_ones_do(name: str) -> None:
     assert_same(launch(name, *vectors), launch(name, *args))
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"pad_index", "quantize_columns_whole"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"pad_index", "quantize_per_column"}))
 def test_indices_of_64_bits_are_refused(name: str) -> None:
     args = [
         arg.long() if isinstance(arg, Tensor) and arg.ndim == 1 and arg.dtype == torch.int32 else arg

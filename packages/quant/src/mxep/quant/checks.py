@@ -6,8 +6,8 @@ from torch import Tensor
 from mxep.quant.formats import E4M3, E5M2, SCALE_DTYPE, MXFormat, ScaleMode
 
 Axis = int | tuple[int, int]
-TILES = (-2, -1)
-"""The axis of square blocks: one scale for a tile of rows and columns."""
+BLOCKS_2D = (-2, -1)
+"""The axis of square 2-D blocks: one scale for a block of rows and columns."""
 
 VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 """What can be quantized, and what an MXTensor can look like outside."""
@@ -48,11 +48,11 @@ def check_axis(axis: Axis, x: Tensor) -> Axis:
         raise ValueError(f"got shape {tuple(x.shape)}, want two axes or more, (..., N, K)")
     given = (axis,) if isinstance(axis, int) else tuple(axis)
     transposed = tuple(sorted(a - x.ndim if a >= 0 else a for a in given))
-    if transposed == TILES:
-        return TILES
+    if transposed == BLOCKS_2D:
+        return BLOCKS_2D
     if transposed in ((-1,), (-2,)):
         return transposed[0]
-    raise ValueError(f"axis: got {axis} for shape {tuple(x.shape)}, want one of the last two axes, or both for tiles")
+    raise ValueError(f"axis: got {axis} for shape {tuple(x.shape)}, want one of the last two, or both for 2-D blocks")
 
 
 def check_block(block_size: int | None, axis: Axis, x: Tensor) -> int:
@@ -60,7 +60,7 @@ def check_block(block_size: int | None, axis: Axis, x: Tensor) -> int:
     axes = (axis,) if isinstance(axis, int) else axis
     if block_size is None:
         if len(axes) > 1:
-            raise ValueError("block_size: got None for tiles, want a number of elements")
+            raise ValueError("block_size: got None for 2-D blocks, want a number of elements")
         block_size = x.shape[axes[0]]
     if block_size < 1:
         raise ValueError(f"block_size: got {block_size} for shape {tuple(x.shape)}, want a positive number of elements")
@@ -87,8 +87,8 @@ def check_parts(
         raise ValueError(
             f"qdata: got {qdata.dtype}: want {E4M3.dtype} or {E5M2.dtype}; mxep.quant.quantize makes qdata"
         )
-    if axis not in (-1, -2, TILES):
-        raise ValueError(f"axis: got {axis!r}, want -1, -2 or {TILES}")
+    if axis not in (-1, -2, BLOCKS_2D):
+        raise ValueError(f"axis: got {axis!r}, want -1, -2 or {BLOCKS_2D}")
     if qdata.ndim < 2:
         raise ValueError(f"qdata: got shape {tuple(qdata.shape)}, want two axes or more, (..., N, K)")
     if not isinstance(block_size, (int, torch.SymInt)):

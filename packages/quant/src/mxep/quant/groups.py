@@ -1,14 +1,14 @@
-"""Groups of rows: how many rows are live, and padding each group to the multiple a GEMM asks for.
+"""Groups of rows: how many rows are valid, and padding each group to the alignment a GEMM asks for.
 
 What moves: M rows that already lie group after group are spread out, so that every group starts and ends at a multiple
-of `alignment`; the gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and multiple 4:
+of `alignment`; the gaps are zero rows. An empty group takes no row. With sizes (3, 0, 2) and alignment 4:
 
     x          a b c | | d e            M = 5 rows
     rows       a b c 0 | | d e 0 0      offs 4, 4, 8
     row_index  0 1 2 -1   3 4 -1 -1     then -1 up to the capacity of 16 rows
 
 Sizes live on the device and nobody reads them on the host, so the result has a static capacity:
-round_up(M + G * (multiple - 1), multiple) rows. Backward of pad is unpad and the reverse.
+round_up(M + G * (alignment - 1), alignment) rows. Backward of pad is unpad and the reverse.
 
 M rows of x, G groups, C capacity in rows, D row length.
 """
@@ -19,31 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.quant import ops
-from mxep.quant.checks import check_block, check_format, check_mode, check_values
-from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
-from mxep.quant.kernels import on_cuda
+from mxep.quant.op import op
+from mxep.quant.ops import bytewise, pick_rows
+from mxep.quant.shapes import empty_picked, padded_rows
 from mxep.quant.tensor import MXTensor
 
 
 @dataclass(frozen=True)
 class PaddedGroups:
-    """Rows in groups padded to a multiple, with the map back.
+    """Rows in groups padded to an alignment, with the map back.
 
     rows:       (C, D), dtype of the input; rows from offs[-1] on are unspecified. An MXTensor comes back as an
                 MXTensor over the same bytes with `row_index` set (nothing is copied).
-    offs: (G,) int32, inclusive cumulative padded sizes (`offs` of torch's grouped GEMMs).
-    row_index:  (C,) int32, the row of x in each place, -1 where there is none.
+    offs:       (G,) int32, inclusive cumulative padded sizes (`offs` of torch's grouped GEMMs).
+    row_index:  (C,) int32, the row of x in each of these, -1 where there is none.
     """
 
     rows: Tensor
     offs: Tensor
     row_index: Tensor
-
-
-def round_up(n: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` that is at least n (n >= 0); also fine for symbolic n."""
-    return (n + alignment - 1) // alignment * alignment
 
 
 def valid_rows(offs: Tensor | None, capacity: int) -> int:
@@ -57,7 +51,7 @@ def valid_rows(offs: Tensor | None, capacity: int) -> int:
     return valid
 
 
-def check_group_ends(offs: Tensor | None, *tensors: Tensor) -> None:
+def check_offs(offs: Tensor | None, *tensors: Tensor) -> None:
     """ValueError unless offs is None or (G,) int32, G >= 1, on the device of the 2-D `tensors`."""
     if offs is None:
         return
@@ -71,10 +65,10 @@ def check_group_ends(offs: Tensor | None, *tensors: Tensor) -> None:
 
 
 def fill_rows(valid: Tensor, capacity: int) -> Tensor:
-    """live (..., n, D) followed by zero rows: (..., capacity, D). What lies there is for nobody to read; zeros make two
-    runs of a reference equal in every byte."""
-    dead = capacity - valid.shape[-2]
-    return torch.nn.functional.pad(valid, (0, 0, 0, dead)) if dead else valid
+    """valid (..., n, D) followed by zero rows: (..., capacity, D). What lies there is for nobody to read; zeros make
+    two runs of a reference equal in every byte."""
+    missing = capacity - valid.shape[-2]
+    return bytewise(lambda x: torch.nn.functional.pad(x, (0, 0, 0, missing)), valid) if missing else valid
 
 
 def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
@@ -89,39 +83,11 @@ def pad_groups(x: Tensor, group_sizes: Tensor, *, alignment: int) -> PaddedGroup
     x:           (M, D), any dtype, or an MXTensor blocked along its rows; group g is the `group_sizes[g]` rows after
                  group g - 1. Rows of x past the last group are left behind.
     group_sizes: (G,) int32 or int64, unpadded, on x's device.
-    Returns PaddedGroups of capacity round_up(M + G * (multiple - 1), multiple). Differentiable in x.
+    Returns PaddedGroups of capacity round_up(M + G * (alignment - 1), alignment). Differentiable in x.
 
-    ValueError: wrong shape, dtype, device or multiple; on the CPU also negative sizes and sizes that sum to more than M
-    (other devices cannot look: there nothing is read past row M).
+    ValueError: wrong shape, dtype, device or alignment; on the CPU also negative sizes and sizes that sum to more than
+    M (other devices cannot look: there nothing is read past row M).
     """
-    offs, row_index = _index_of_groups(x, group_sizes, alignment)
-    if isinstance(x, MXTensor):
-        return PaddedGroups(_reindex(x, row_index), offs, row_index)
-    rows: Tensor = _PadRows.apply(x, row_index)  # type: ignore[no-untyped-call]
-    return PaddedGroups(rows, offs, row_index)
-
-
-def pad_quantize(
-    x: Tensor,
-    group_sizes: Tensor,
-    *,
-    alignment: int = BLOCK,
-    fmt: MXFormat | str = E4M3,
-    mode: ScaleMode | str = ScaleMode.RCEIL,
-) -> PaddedGroups:
-    """`pad_groups` whose rows come out quantized along D, in one pass: `rows` is an MXTensor with rows of its own.
-
-    x: (M, D) bf16 | fp32 | fp16, D a multiple of 32. (`pad_groups(quantize(x), ...)` copies nothing, but its rows stay
-    scattered.) Bitwise `quantize(pad_groups(x, ...).rows)`. No autograd. Arguments and errors else as for `pad_groups`.
-    """
-    check_values("pad_quantize", x)
-    offs, row_index = _index_of_groups(x, group_sizes, alignment)
-    check_block(BLOCK, -1, x)
-    qdata, scale = _pad_quantize(x.detach(), row_index, check_format(fmt), check_mode(mode))
-    return PaddedGroups(MXTensor(qdata, scale, None, -1, BLOCK, x.dtype, trusted=True), offs, row_index)
-
-
-def _index_of_groups(x: Tensor, group_sizes: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
     if x.ndim != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, want (M, D)")
     if alignment < 1:
@@ -134,11 +100,14 @@ def _index_of_groups(x: Tensor, group_sizes: Tensor, alignment: int) -> tuple[Te
     if group_sizes.device != x.device:
         raise ValueError(f"group_sizes: got device {group_sizes.device}, want {x.device}, that of x")
     offs, row_index = _pad_index(group_sizes, x.shape[0], alignment)
-    return offs, row_index
+    if isinstance(x, MXTensor):
+        return PaddedGroups(_reindex(x, row_index), offs, row_index)
+    rows: Tensor = _PadRows.apply(x, row_index)  # type: ignore[no-untyped-call]
+    return PaddedGroups(rows, offs, row_index)
 
 
 def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
-    """The rows of y back in the places pad_groups took them from: result[row_index[i]] = y[i].
+    """The rows of y back where pad_groups took them from: result[row_index[i]] = y[i].
 
     y: (C, D), row_index: (C,) int32 from pad_groups, num_rows: M. Returns (M, D) in y's dtype; a row that was in no
     group is zero. Rows of y whose row_index is -1 are not read. Differentiable in y (in no fp8 dtype).
@@ -157,68 +126,45 @@ def unpad_groups(y: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
     return result
 
 
-def gather(x: Tensor, row_index: Tensor) -> Tensor:
-    """x[row_index] along dim 0 with zeros where the index is -1; 1-byte floats too, which torch cannot index."""
-    plain = x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
-    return ops.pick_rows(plain, row_index).view(x.dtype)
-
-
-@torch.library.custom_op("mxep::pad_index", mutates_args=())
+@op(
+    "mxep::pad_index",
+    fake=lambda group_sizes, num_rows, alignment: (
+        torch.empty_like(group_sizes, dtype=torch.int32),
+        group_sizes.new_empty(padded_rows(num_rows, group_sizes.shape[0], alignment), dtype=torch.int32),
+    ),
+    launcher="mxep.quant.kernels.gather:pad_index",
+    index_dtypes=(torch.int32, torch.int64),
+)
 def _pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
     sizes = group_sizes.long()
     if sizes.device.type == "cpu" and (int(sizes.min()) < 0 or int(sizes.sum()) > num_rows):
         raise ValueError(f"group_sizes: got {sizes.tolist()}, want sizes >= 0 that sum to at most {num_rows} rows")
-    capacity = round_up(num_rows + sizes.shape[0] * (alignment - 1), alignment)
+    capacity = padded_rows(num_rows, sizes.shape[0], alignment)
     padded = (sizes + alignment - 1) // alignment * alignment
-    ends = padded.cumsum(0).clamp(max=capacity).int()
-    place = torch.arange(capacity, device=sizes.device)
-    group = group_of_rows(ends, capacity).clamp(max=sizes.shape[0] - 1)
-    within = place - (ends - padded)[group]
+    offs = padded.cumsum(0).clamp(max=capacity).int()
+    group = group_of_rows(offs, capacity).clamp(max=sizes.shape[0] - 1)
+    within = torch.arange(capacity, device=sizes.device) - (offs - padded)[group]
     source = (sizes.cumsum(0) - sizes)[group] + within
-    real = (within < sizes[group]) & (source < num_rows)
-    return ends, torch.where(real, source, -1).int()
+    mask = (within < sizes[group]) & (source < num_rows)
+    return offs, torch.where(mask, source, -1).int()
 
 
-@_pad_index.register_fake
-def _(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tensor, Tensor]:
-    capacity = round_up(num_rows + group_sizes.shape[0] * (alignment - 1), alignment)
-    return torch.empty_like(group_sizes, dtype=torch.int32), group_sizes.new_empty(capacity, dtype=torch.int32)
-
-
-@torch.library.custom_op("mxep::pad_rows", mutates_args=())
+@op("mxep::pad_rows", fake=empty_picked, launcher="mxep.quant.kernels.gather:pad_rows")
 def _pad_rows(x: Tensor, row_index: Tensor) -> Tensor:
-    return gather(x, row_index)
+    return pick_rows(x, row_index)
 
 
-@_pad_rows.register_fake
-def _(x: Tensor, row_index: Tensor) -> Tensor:
-    return x.new_empty(row_index.shape[0], x.shape[1])
-
-
-@torch.library.custom_op("mxep::pad_quantize", mutates_args=())
-def _pad_quantize(x: Tensor, row_index: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """x (M, D) values, row_index int32 (C,) -> qdata (C, D), scale (C, D/32)."""
-    return ops.encode_rows(gather(x, row_index), dtype, mode, BLOCK)
-
-
-@_pad_quantize.register_fake
-def _(x: Tensor, row_index: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    rows, d = row_index.shape[0], x.shape[1]
-    return x.new_empty((rows, d), dtype=dtype), x.new_empty((rows, d // BLOCK), dtype=SCALE_DTYPE)
-
-
-@torch.library.custom_op("mxep::unpad_rows", mutates_args=())
+@op(
+    "mxep::unpad_rows",
+    fake=lambda y, row_index, num_rows: y.new_empty(num_rows, y.shape[1]),
+    launcher="mxep.quant.kernels.gather:unpad_rows",
+)
 def _unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
-    place = torch.arange(row_index.shape[0], dtype=torch.int32, device=y.device)
-    # Every row of x has at most one place, so the scatter is a permutation; entry num_rows swallows the padding.
+    i = torch.arange(row_index.shape[0], dtype=torch.int32, device=y.device)
+    # Every row of x is in the index once at most, so the scatter is a permutation; entry num_rows swallows the padding.
     inverse = row_index.new_full((num_rows + 1,), -1)
-    inverse[torch.where(row_index >= 0, row_index, num_rows).long()] = place
-    return gather(y, inverse[:num_rows])
-
-
-@_unpad_rows.register_fake
-def _(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
-    return y.new_empty(num_rows, y.shape[1])
+    inverse[torch.where(row_index >= 0, row_index, num_rows).long()] = i
+    return pick_rows(y, inverse[:num_rows])
 
 
 class _PadRows(torch.autograd.Function):
@@ -255,9 +201,3 @@ def _reindex(x: MXTensor, row_index: Tensor) -> MXTensor:
     if x.row_index is not None:
         row_index = torch.where(row_index >= 0, x.row_index[row_index.clamp(min=0)], row_index)
     return x.with_parts(x.qdata, x.scale, row_index)
-
-
-on_cuda(_pad_index, "gather", "pad_index", index_dtypes=(torch.int32, torch.int64))
-on_cuda(_pad_rows, "gather", "pad_rows")
-on_cuda(_pad_quantize, "gather", "pad_quantize")
-on_cuda(_unpad_rows, "gather", "unpad_rows")

@@ -61,7 +61,11 @@ class Op:
             if (type(x) is not Tensor and type(x) is not Parameter) or (x.requires_grad and torch.is_grad_enabled()):
                 return self._overload(*args)
             on_cuda = on_cuda or x.is_cuda
-        return self._launch(*args) if on_cuda and self._name else self.reference(*args)
+        if on_cuda and self._name:
+            for i in self._written:
+                torch.autograd.graph.increment_version(args[i])
+            return self._launch(*args)
+        return self.reference(*args)
 
     def _launch(self, *given: Any) -> Any:
         """The launcher, with vectors (tensors of one axis: row_index, offs, bias ...) packed, as kernels read them."""

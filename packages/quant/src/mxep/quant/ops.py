@@ -1,88 +1,92 @@
-"""The quantization ops in plain torch: reference and CPU kernel of each, and its fake. No autograd here.
+"""The quantization ops in plain torch: reference and CPU kernel of each. No autograd here.
 
-    quantize_rows     x (..., N, K) -> qdata (..., N, K), scale (..., N, K/block)        blocks of 1 x block
-    quantize_columns  x (..., N, K) -> qdata (..., K, N), scale (..., N/block, K)        blocks of block x 1, transposed
-    quantize_both     both of one read, the scale of rows transposed: (..., K/block, N)
-    quantize_rows_whole     one scale a row, and the largest magnitude of each column, which makes the scale of
-    quantize_columns_whole  one scale a column
-    quantize_tiles    x (..., N, K) -> qdata (..., N, K), scale (..., N/block, K/block)  blocks of block x block
+    quantize_rows     x (..., N, K) -> qdata (..., N, K), scale (..., N, K/block_size)      blocks along rows
+    quantize_columns  x (..., N, K) -> qdata (..., K, N), scale (..., N/block_size, K)      along columns, transposed
+    quantize_both     both of one read, the scale of rows transposed: (..., K/block_size, N)
+    quantize_per_row     one scale a row, and the amax of each column, which makes the scale of
+    quantize_per_column  one scale a column
+    quantize_2d       x (..., N, K) -> qdata (..., N, K), scale (..., N/block_size, K/block_size)    square blocks
     dequantize        qdata, scale -> values, of the rows an index picks if there is one
     materialize       qdata, scale, index -> qdata, scale of the picked rows, contiguous
-    expand_scale      scale of tiles -> scale of rows
+    expand_scale      scale of 2-D blocks -> scale of rows
     (requantize       in `mxep.quant.requantize`, swizzle, fold and swiglu each in the file of their name)
 
-Elements: code = cast_saturating(x * 2**(127 - byte)), the product in fp32 (exact, or far below the smallest code), the
-cast round to nearest even; -0 keeps its sign. A block with NaN or Inf has scale byte 255 and every code 0x7f.
-Example, E4M3, RCEIL, a block of 480 and 31 zeros: byte 128, so 480 * 2**-1 = 240, code 0x77.
+Elements: q = cast_saturating(x * 2**(127 - scale)), the product in fp32 (exact, or far below the smallest q), the cast
+round to nearest even; -0 keeps its sign. A block with NaN or Inf has scale 255 and every element 0x7f.
+Example, E4M3, RCEIL, a block of 480 and 31 zeros: scale 128, so 480 * 2**-1 = 240, 0x77.
 
-Ops return what a kernel writes: contiguous tensors. Codes have the blocked axis last, `MXTensor` turns them back.
+Ops return what a kernel writes: contiguous tensors. qdata have the blocked axis last, `MXTensor` transposes them back.
 Scales of columns, and of rows beside columns, lie so that a tile's are neighbours: a byte for each of many lines of
 memory costs an H200 as much as the 128 qdata of each (columns 0.94 -> 0.96 of copy speed, both 0.80 -> 0.91).
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE, ScaleMode, format_of
-from mxep.quant.kernels import on_cuda
-from mxep.quant.scales import NAN_BYTE, power_of_two, reciprocal, scale_bytes
+from mxep.quant.op import op
+from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
+from mxep.quant.shapes import empty_2d, empty_both, empty_columns, empty_picked, empty_rows, num_rows
 
-NAN_CODE = 0x7F
+NAN_ELEMENT = 0x7F
+_KERNELS = "mxep.quant.kernels"
 
 
 def encode(blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """Quantize `blocks` (fp32), one scale over the axes `dims`: qdata like `blocks`, bytes (..., 1, ...)."""
+    """Quantize `blocks` (fp32), one scale over the axes `dims`: qdata like `blocks`, scale bytes (..., 1, ...)."""
     return encode_known(blocks, blocks.abs().amax(dims, keepdim=True), dtype, mode)
 
 
-def encode_known(blocks: Tensor, largest: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """:func:`encode`, of blocks whose largest magnitudes are known."""
+def encode_known(blocks: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    """:func:`encode`, of blocks whose amax is known."""
     fmt = format_of(dtype)
-    byte = scale_bytes(largest, fmt, ScaleMode(mode))
-    qdata = (blocks * reciprocal(byte)).clamp_(-fmt.max, fmt.max).to(dtype)
-    qdata.view(torch.uint8).masked_fill_(byte == NAN_BYTE, NAN_CODE)
-    return qdata, byte
+    scale = scale_of_amax(amax, fmt, ScaleMode(mode))
+    qdata = (blocks * reciprocal(scale)).clamp_(-fmt.max, fmt.max).to(dtype)
+    qdata.view(torch.uint8).masked_fill_(scale == NAN_SCALE, NAN_ELEMENT)
+    return qdata, scale
 
 
 def encode_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantize x (..., K) in blocks along its last axis: qdata (..., K), scale (..., K/block) e8m0."""
+    """Quantize x (..., K) in blocks along its last axis: qdata (..., K), scale (..., K/block_size) e8m0."""
     blocks = torch.unflatten(x.float().contiguous(), -1, (x.shape[-1] // block_size, block_size))
-    qdata, byte = encode(blocks, (-1,), dtype, mode)
-    return qdata.view(x.shape), byte.squeeze(-1).view(SCALE_DTYPE)
+    qdata, scale = encode(blocks, (-1,), dtype, mode)
+    return qdata.view(x.shape), scale.squeeze(-1).view(SCALE_DTYPE)
 
 
 def encode_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantize x (..., N, K) in blocks along N: qdata transposed, (..., K, N), scale not, (..., N/block, K) e8m0."""
+    """Quantize x (..., N, K) in blocks along N: qdata transposed, (..., K, N), scale not, (..., N/block_size, K)."""
     blocks = torch.unflatten(x.float().contiguous(), -2, (x.shape[-2] // block_size, block_size))
-    qdata, byte = encode(blocks, (-2,), dtype, mode)
-    return qdata.view(x.shape).mT.contiguous(), byte.squeeze(-2).view(SCALE_DTYPE)
+    qdata, scale = encode(blocks, (-2,), dtype, mode)
+    return qdata.view(x.shape).mT.contiguous(), scale.squeeze(-2).view(SCALE_DTYPE)
 
 
-@torch.library.custom_op("mxep::quantize_rows", mutates_args=())
+@op(
+    "mxep::quantize_rows",
+    fake=lambda x, dtype, mode, block_size: empty_rows(x, dtype, block_size),
+    launcher=f"{_KERNELS}.rows:quantize_rows",
+)
 def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K) `dtype`, scale (..., K/block) e8m0."""
+    """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K) `dtype`, scale (..., K/block_size) e8m0."""
     return encode_rows(x, dtype, mode, block_size)
 
 
-@quantize_rows.register_fake
-def _(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    *rest, k = x.shape
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, k // block_size), dtype=SCALE_DTYPE)
-
-
-@torch.library.custom_op("mxep::quantize_columns", mutates_args=())
+@op(
+    "mxep::quantize_columns",
+    fake=lambda x, dtype, mode, block_size: empty_columns(x, dtype, block_size),
+    launcher=f"{_KERNELS}.columns:quantize_columns",
+)
 def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """x (..., N, K) bf16 | fp32 | fp16 -> qdata (..., K, N) `dtype`, scale (..., N/block, K) e8m0."""
+    """x (..., N, K) bf16 | fp32 | fp16 -> qdata (..., K, N) `dtype`, scale (..., N/block_size, K) e8m0."""
     return encode_columns(x, dtype, mode, block_size)
 
 
-@quantize_columns.register_fake
-def _(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    *rest, n, k = x.shape
-    return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block_size, k), dtype=SCALE_DTYPE)
-
-
-@torch.library.custom_op("mxep::quantize_both", mutates_args=())
+@op(
+    "mxep::quantize_both",
+    fake=lambda x, dtype, mode, block_size: empty_both(x, dtype, block_size),
+    launcher=f"{_KERNELS}.columns:quantize_both",
+)
 def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (..., N, K) -> qdata of quantize_rows, their scale transposed, what quantize_columns gives."""
     x = x.float().contiguous()
@@ -91,91 +95,94 @@ def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
     return qdata, transposed, *encode_columns(x, dtype, mode, block_size)
 
 
-@quantize_both.register_fake
-def _(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *rest, n, k = x.shape
-    rows = x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, k // block_size, n), dtype=SCALE_DTYPE)
-    columns = x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block_size, k), dtype=SCALE_DTYPE)
-    return *rows, *columns
-
-
-@torch.library.custom_op("mxep::quantize_rows_whole", mutates_args=())
-def quantize_rows_whole(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., N, K) -> what quantize_rows gives for blocks of K; the largest |x| of each column, (..., K) fp32."""
+@op(
+    "mxep::quantize_per_row",
+    fake=lambda x, dtype, mode: (
+        *empty_rows(x, dtype, x.shape[-1]),
+        x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=torch.float32),
+    ),
+    launcher=f"{_KERNELS}.per_row:quantize_per_row",
+)
+def quantize_per_row(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x (..., N, K) -> what quantize_rows gives for blocks of K; the amax of each column, (..., K) fp32."""
     return *encode_rows(x, dtype, mode, x.shape[-1]), x.float().abs().amax(-2)
 
 
-@quantize_rows_whole.register_fake
-def _(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor]:
-    *rest, n, k = x.shape
-    qdata, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, n, 1), dtype=SCALE_DTYPE)
-    return qdata, scale, x.new_empty((*rest, k), dtype=torch.float32)
+@op(
+    "mxep::quantize_per_column",
+    fake=lambda x, amax, dtype, mode: empty_columns(x, dtype, x.shape[-2]),
+    launcher=f"{_KERNELS}.per_row:quantize_per_column",
+)
+def quantize_per_column(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    """x (..., N, K), its columns' amax (..., K) fp32 -> what quantize_columns gives for blocks of N."""
+    qdata, scale = encode_known(x.float(), amax.unsqueeze(-2), dtype, mode)
+    return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 
 
-@torch.library.custom_op("mxep::quantize_columns_whole", mutates_args=())
-def quantize_columns_whole(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """x (..., N, K), its columns' magnitudes (..., K) fp32 -> what quantize_columns gives for blocks of N."""
-    qdata, byte = encode_known(x.float(), amax.unsqueeze(-2), dtype, mode)
-    return qdata.mT.contiguous(), byte.view(SCALE_DTYPE)
-
-
-@quantize_columns_whole.register_fake
-def _(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    *rest, n, k = x.shape
-    return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, 1, k), dtype=SCALE_DTYPE)
-
-
-@torch.library.custom_op("mxep::quantize_tiles", mutates_args=())
-def quantize_tiles(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """x (..., N, K) bf16 | fp32 | fp16 -> qdata (..., N, K) `dtype`, scale (..., N/block, K/block) e8m0."""
+@op(
+    "mxep::quantize_2d",
+    fake=lambda x, dtype, mode, block_size: empty_2d(x, dtype, block_size),
+    launcher=f"{_KERNELS}.rows:quantize_2d",
+)
+def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """x (..., N, K) bf16 | fp32 | fp16 -> qdata (..., N, K) `dtype`, scale (..., N/block_size, K/block_size) e8m0."""
     n, k = x.shape[-2:]
-    tiles = torch.unflatten(
-        torch.unflatten(x.float().contiguous(), -1, (k // block_size, block_size)), -3, (n // block_size, block_size)
-    )
-    qdata, byte = encode(tiles, (-3, -1), dtype, mode)
-    return qdata.view(x.shape), byte.squeeze((-3, -1)).view(SCALE_DTYPE)
+    by_column = torch.unflatten(x.float().contiguous(), -1, (k // block_size, block_size))
+    blocks = torch.unflatten(by_column, -3, (n // block_size, block_size))
+    qdata, scale = encode(blocks, (-3, -1), dtype, mode)
+    return qdata.view(x.shape), scale.squeeze((-3, -1)).view(SCALE_DTYPE)
 
 
-@quantize_tiles.register_fake
-def _(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    *rest, n, k = x.shape
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, n // block_size, k // block_size), dtype=SCALE_DTYPE)
+def bytewise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """fn, which only moves elements, of x; of 8-bit floats as bytes, as torch lacks some of that for these dtypes."""
+    return fn(x.view(torch.uint8)).view(x.dtype) if x.element_size() == 1 else fn(x)
 
 
 def pick_rows(x: Tensor, row_index: Tensor) -> Tensor:
-    """Rows `row_index` (int32 (R,)) of x (S, ...); -1 gives a row of zeros. Contiguous (R, ...). Of 8-bit floats take
-    the bytes: torch does not index those."""
+    """Rows `row_index` (int32 (R,)) of x (S, ...), contiguous (R, ...); -1 gives a row of zeros."""
     if x.shape[0] == 0:
         return x.new_zeros(row_index.shape[0], *x.shape[1:])
     # On a GPU nobody knows where the valid rows end: the index behind them, which may hold anything, is read, too.
     last = None if x.device.type == "cpu" else x.shape[0] - 1
-    there = (row_index >= 0).view(-1, *[1] * (x.ndim - 1))
-    return x.index_select(0, row_index.clamp(0, last)).masked_fill_(~there, 0)
+    padding = (row_index < 0).view(-1, *[1] * (x.ndim - 1))
+    return bytewise(lambda part: part.index_select(0, row_index.clamp(0, last)).masked_fill_(padding, 0), x)
+
+
+def pick_mx(qdata: Tensor, scale: Tensor, row_index: Tensor | None, valid: int | None = None) -> tuple[Tensor, Tensor]:
+    """qdata and scale bytes of the first `valid` rows (default: all) of qdata (..., S, K) and scale (..., S, n), picked
+    by the index if there is one."""
+    scale = scale.view(torch.uint8)
+    if row_index is None:
+        return qdata[..., :valid, :], scale[..., :valid, :]
+    return pick_rows(qdata, row_index[:valid]), pick_rows(scale, row_index[:valid])
 
 
 def values_of(qdata: Tensor) -> Tensor:
-    """The qdata' values in fp32, without scales. From a table on the CPU, where it takes a third of the cast's time."""
+    """The values of qdata in fp32, without scales. From a table on the CPU, in a third of the cast's time."""
     if qdata.device.type != "cpu":
         return qdata.float()
     table = torch.arange(256, dtype=torch.uint8).view(qdata.dtype).float()
     return table.index_select(0, qdata.view(torch.uint8).flatten().int()).view(qdata.shape)
 
 
-def decode(qdata: Tensor, scale: Tensor, blocks: tuple[int, int], row_index: Tensor | None) -> Tensor:
-    """Values (..., N, K) in fp32 of qdata (..., N, K) with one scale per `blocks` = (rows, columns) elements.
+def decode(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int], row_index: Tensor | None) -> Tensor:
+    """Values (..., N, K) in fp32 of qdata (..., N, K) with one scale per `block_shape` = (rows, columns) elements.
 
-    Exact, but for what lies past fp32's range (E4M3 from byte 247 on), which becomes Inf.
+    Exact, but for what lies past fp32's range (E4M3 from scale 247 on), which becomes Inf.
     """
-    byte = scale.view(torch.uint8)
-    if row_index is not None:
-        qdata, byte = pick_rows(qdata.view(torch.uint8), row_index).view(qdata.dtype), pick_rows(byte, row_index)
-    rows, columns = blocks
-    n, k = byte.shape[-2:]
-    tiles = torch.unflatten(torch.unflatten(values_of(qdata), -1, (k, columns)), -3, (n, rows))
-    return (tiles * power_of_two(byte)[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
+    qdata, scale = pick_mx(qdata, scale, row_index)
+    rows, columns = block_shape
+    n, k = scale.shape[-2:]
+    blocks = torch.unflatten(torch.unflatten(values_of(qdata), -1, (k, columns)), -3, (n, rows))
+    return (blocks * power_of_two(scale)[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
 
 
-@torch.library.custom_op("mxep::dequantize", mutates_args=())
+@op(
+    "mxep::dequantize",
+    fake=lambda qdata, scale, block_rows, block_columns, row_index, dtype: qdata.new_empty(
+        (*qdata.shape[:-2], num_rows(qdata, row_index), qdata.shape[-1]), dtype=dtype
+    ),
+)
 def dequantize(
     qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -186,54 +193,28 @@ def dequantize(
     return decode(qdata, scale, (block_rows, block_columns), row_index).to(dtype).contiguous()
 
 
-@dequantize.register_fake
-def _(
-    qdata: Tensor, scale: Tensor, block_rows: int, block_columns: int, row_index: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    shape = qdata.shape if row_index is None else (row_index.shape[0], qdata.shape[-1])
-    return qdata.new_empty(shape, dtype=dtype)
-
-
-@torch.library.custom_op("mxep::materialize", mutates_args=())
+@op(
+    "mxep::materialize",
+    fake=lambda qdata, scale, row_index: tuple(
+        x.new_empty(x.shape) if row_index is None else empty_picked(x, row_index) for x in (qdata, scale)
+    ),
+    launcher=f"{_KERNELS}.gather:materialize",
+)
 def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    """qdata (S, K), scale (S, K/block), row_index int32 (R,) -> qdata (R, K), scale (R, K/block); -1: zero bytes.
+    """qdata (S, K), scale (S, K/block_size), row_index int32 (R,) -> qdata (R, K), scale (R, K/block_size); -1: zeros.
 
     row_index None: qdata and scale of any shape, copied to contiguous ones.
     """
-
-    def copy(part: Tensor) -> Tensor:
-        byte = part.view(torch.uint8)
-        if row_index is None:
-            return byte.clone(memory_format=torch.contiguous_format).view(part.dtype)
-        return pick_rows(byte, row_index).view(part.dtype)
-
-    return copy(qdata), copy(scale)
-
-
-@materialize.register_fake
-def _(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
+    picked, scale_bytes = pick_mx(qdata, scale, row_index)
     if row_index is None:
-        return qdata.new_empty(qdata.shape), scale.new_empty(scale.shape)
-    rows = row_index.shape[0]
-    return qdata.new_empty((rows, qdata.shape[1])), scale.new_empty((rows, scale.shape[1]))
+        picked, scale_bytes = (x.clone(memory_format=torch.contiguous_format) for x in (picked, scale_bytes))
+    return picked, scale_bytes.view(SCALE_DTYPE)
 
 
-@torch.library.custom_op("mxep::expand_scale", mutates_args=())
+@op(
+    "mxep::expand_scale",
+    fake=lambda scale, block_size: scale.new_empty((*scale.shape[:-2], scale.shape[-2] * block_size, scale.shape[-1])),
+)
 def expand_scale(scale: Tensor, block_size: int) -> Tensor:
-    """scale (..., N/block, K/block) of tiles -> (..., N, K/block), each row repeated for the rows of its tile."""
+    """scale (..., N/block_size, K/block_size) of 2-D blocks -> (..., N, K/block_size), each row repeated."""
     return scale.view(torch.uint8).repeat_interleave(block_size, -2).view(SCALE_DTYPE)
-
-
-@expand_scale.register_fake
-def _(scale: Tensor, block_size: int) -> Tensor:
-    *rest, n, k = scale.shape
-    return scale.new_empty((*rest, n * block_size, k))
-
-
-on_cuda(quantize_rows, "rows", "quantize_rows")
-on_cuda(quantize_tiles, "rows", "quantize_tiles")
-on_cuda(quantize_columns, "columns", "quantize_columns")
-on_cuda(quantize_both, "columns", "quantize_both")
-on_cuda(quantize_rows_whole, "whole", "quantize_rows_whole")
-on_cuda(quantize_columns_whole, "whole", "quantize_columns_whole")
-on_cuda(materialize, "gather", "materialize")

@@ -1,10 +1,10 @@
 """Quantization as users call it: plain tensor in, MXTensor out, gradients straight through.
 
-    quantize                  x -> blocks along rows, columns or square tiles
-    quantize_both             x -> blocks along rows and blocks along columns, of fewer reads
+    quantize            x -> blocks along rows, along columns, or square 2-D blocks
+    quantize_both       x -> blocks along rows and blocks along columns, of fewer reads
     quantize_with_amax  x -> one scale a row, and what makes one scale a column cheaper, later
 
-The numerics (element rule, scale bytes) are those of `mxep.quant.ops` and `mxep.quant.scales`.
+The numerics (element rule, scales) are those of `mxep.quant.ops` and `mxep.quant.scales`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
 A view `y.mT` of contiguous y, as weights stored (E, K, N) are, is read as it lies: y quantized the other way,
 transposed.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import ops
-from mxep.quant.checks import TILES, Axis, check_axis, check_block, check_format, check_mode, check_values
+from mxep.quant.checks import BLOCKS_2D, Axis, check_axis, check_block, check_format, check_mode, check_values
 from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
 from mxep.quant.tensor import MXTensor, wrap
 
@@ -31,9 +31,9 @@ def quantize(
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to qdata with power-of-two scales; shape and outer dtype stay x's.
 
     axis: which way the blocks lie: -1 (rows: a scale per `block_size` elements of a row), -2 (columns), their positive
-        twins, or (-2, -1): square tiles, one scale per block x block elements, good for W and W^T alike.
+        twins, or (-2, -1): square 2-D blocks, one scale per block_size x block_size elements, good for W and W^T alike.
     block_size: elements a scale; None for one scale over the whole axis ("row-scaled FP8").
-    amax: of x, by :func:`quantize_with_amax`, for axis -2 and block None: one read less.
+    amax: of x, by :func:`quantize_with_amax`, for axis -2 and block_size None: one read less.
     A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
     Differentiable (straight through). ValueError for other dtypes or axes, or an axis that `block_size` does not
     divide.
@@ -50,15 +50,15 @@ def quantize(
         if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, x.device):
             got = f"{amax.dtype} {tuple(amax.shape)} on {amax.device}"
             raise ValueError(f"amax: got {got}, want torch.float32 {wanted} on {x.device}")
-    if axis == TILES:
-        qdata, scale = ops.quantize_tiles(source, *how)
+    if axis == BLOCKS_2D:
+        qdata, scale = ops.quantize_2d(source, *how)
     elif (axis == -1) != transposed:
         qdata, scale = ops.quantize_rows(source, *how)
     else:
         if amax is None or transposed:
             qdata, scale = ops.quantize_columns(source, *how)
         else:
-            qdata, scale = ops.quantize_columns_whole(source, amax, *how[:2])
+            qdata, scale = ops.quantize_per_column(source, amax, *how[:2])
         qdata = qdata.mT
     if transposed:
         qdata, scale = qdata.mT, scale.mT
@@ -68,21 +68,21 @@ def quantize(
 def quantize_both(
     x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL, block_size: int | None = BLOCK
 ) -> tuple[MXTensor, MXTensor]:
-    """`quantize(x, axis=-1, block_size=block), quantize(x, axis=-2, block_size=block)`, bit for bit, of fewer reads.
+    """`quantize(x, axis=-1, block_size=...), quantize(x, axis=-2, block_size=...)`, bit for bit, of fewer reads.
 
-    x: (..., N, K). block: 32, N and K multiples of it: one read; None: a scale for each row and for each column: two.
-    The gradients of both results add up. ValueError as for `quantize`, and for other blocks.
+    x: (..., N, K). block_size: 32, N and K multiples of it: one read; None: a scale for each row and each column: two.
+    The gradients of both results add up. ValueError as for `quantize`, and for other block sizes.
     """
     check_values("quantize_both", x)
-    check_axis(TILES, x)
+    check_axis(BLOCKS_2D, x)
     how = check_format(fmt), check_mode(mode)
     source, transposed = _as_stored(x.detach())
     if block_size is None:
         n, k = check_block(None, -2, x), check_block(None, -1, x)
-        rows, row_scale, amax = ops.quantize_rows_whole(source, *how)
-        columns, column_scale = ops.quantize_columns_whole(source, amax, *how)
+        rows, row_scale, amax = ops.quantize_per_row(source, *how)
+        columns, column_scale = ops.quantize_per_column(source, amax, *how)
     elif block_size == BLOCK:
-        n = k = check_block(block_size, TILES, x)
+        n = k = check_block(block_size, BLOCKS_2D, x)
         rows, row_scale, columns, column_scale = ops.quantize_both(source, *how, block_size)
         row_scale = row_scale.mT
     else:
@@ -96,22 +96,22 @@ def quantize_both(
 def quantize_with_amax(
     x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> tuple[MXTensor, Tensor]:
-    """`quantize(x, block_size=None)`, and the largest magnitude of each column, of the same read.
+    """`quantize(x, block_size=None)`, and the amax of each column, of the same read.
 
-    x: (..., N, K). Magnitudes: (..., K) fp32, NaN where a column has one: for `quantize(x, axis=-2, block_size=None)`.
+    x: (..., N, K). amax: (..., K) fp32, NaN where a column has one: for `quantize(x, axis=-2, block_size=None)`.
     ValueError as for `quantize`, and for a matrix without elements.
     """
     check_values("quantize_with_amax", x)
-    check_axis(TILES, x)
+    check_axis(BLOCKS_2D, x)
     check_block(None, -2, x)
     block_size = check_block(None, -1, x)
     how = check_format(fmt), check_mode(mode)
     source, transposed = _as_stored(x.detach())
-    if transposed:  # columns will be rows of what lies there, and need no magnitudes; but a caller may look at them
+    if transposed:  # columns will be rows of what lies there, and need no amax; but a caller may look at them
         rows, scale = ops.quantize_columns(source, *how, block_size)
         amax = torch.linalg.vector_norm(source, torch.inf, -1, dtype=torch.float32)
         return wrap(x, rows, scale.mT, None, -1, block_size, x.dtype), amax
-    rows, scale, amax = ops.quantize_rows_whole(source, *how)
+    rows, scale, amax = ops.quantize_per_row(source, *how)
     return wrap(x, rows, scale, None, -1, block_size, x.dtype), amax
 
 

@@ -3,14 +3,14 @@
     qdata, scale (R, D) blocked along D, in slots or expert-major
       | rows picked by the index, if any
       v
-    values in fp32 (registers of a kernel), exact: a code times a power of two
+    values in fp32 (registers of a kernel), exact: an element times a power of two
       | new blocks of 32, scale bytes and elements by the rules of `quantize`
       v
     qdata (D, R), scale (R/32, D) blocked along R       what a wgrad contracts over
 
 So it equals quantizing the dequantized fp32 values, bit for bit, those past fp32's range included: they dequantize to
-Inf, and a block that holds one becomes NaN. (Codes reach that from E4M3's byte 247 on, `quantize` only for values next
-to fp32's maximum, whose code stands for 2**128.)
+Inf, and a block that holds one becomes NaN. (E4M3 reaches that from scale 247 on, `quantize` only for values next to
+fp32's maximum, which are rounded to 2**128.)
 
 R rows, D columns.
 """
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from mxep.quant.checks import check_block, check_format, check_mode
-from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, ScaleMode
-from mxep.quant.groups import check_group_ends, fill_rows, round_up, valid_rows
-from mxep.quant.kernels import on_cuda
-from mxep.quant.ops import decode, encode_columns
+from mxep.quant.formats import BLOCK, MXFormat, ScaleMode
+from mxep.quant.groups import check_offs, fill_rows, valid_rows
+from mxep.quant.op import op
+from mxep.quant.ops import bytewise, decode, encode_columns
+from mxep.quant.shapes import empty_requantized, num_rows, round_up
 from mxep.quant.tensor import MXTensor, wrap
 
 
@@ -45,14 +46,20 @@ def requantize(
     if not isinstance(mx, MXTensor):
         raise ValueError(f"requantize: got a {type(mx).__name__}, want an MXTensor: quantize it")
     check_block(BLOCK, -2, mx)
-    check_group_ends(offs, mx)
+    check_offs(offs, mx)
     dtype = mx.qdata.dtype if fmt is None else check_format(fmt)
-    qdata, scale = requantize_op(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, offs, dtype, check_mode(mode))
+    qdata, scale = _requantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, offs, dtype, check_mode(mode))
     return wrap(mx, qdata.mT, scale, None, -2, BLOCK, mx.dtype)
 
 
-@torch.library.custom_op("mxep::requantize", mutates_args=())
-def requantize_op(
+@op(
+    "mxep::requantize",
+    fake=lambda qdata, scale, block_rows, block_columns, row_index, offs, dtype, mode: empty_requantized(
+        qdata, row_index, dtype
+    ),
+    launcher="mxep.quant.kernels.requantize:requantize",
+)
+def _requantize(
     qdata: Tensor,
     scale: Tensor,
     block_rows: int,
@@ -64,7 +71,7 @@ def requantize_op(
 ) -> tuple[Tensor, Tensor]:
     """qdata (..., N, K), scale (..., N/block_rows, K/block_columns) e8m0, row_index int32 (R,) or None (then R is N)
     -> qdata (..., K, R) `dtype`, scale (..., R/32, K)."""
-    capacity = qdata.shape[-2] if row_index is None else row_index.shape[0]
+    capacity = num_rows(qdata, row_index)
     valid = valid_rows(offs, capacity)
     if valid % BLOCK:
         raise ValueError(f"requantize: got offs[-1] {valid}, want a multiple of {BLOCK}")
@@ -74,29 +81,7 @@ def requantize_op(
     else:
         row_index = row_index[:valid]
     values = decode(qdata, scale, (block_rows, block_columns), row_index)[..., :valid, :]
-    transposed, byte = encode_columns(values, dtype, mode, BLOCK)
-    dead = capacity - valid
-    if not dead:
-        return transposed, byte
-    filled = torch.nn.functional.pad(transposed.view(torch.uint8), (0, dead))
-    return filled.view(dtype), fill_rows(byte.view(torch.uint8), capacity // BLOCK).view(SCALE_DTYPE)
-
-
-@requantize_op.register_fake
-def _(
-    qdata: Tensor,
-    scale: Tensor,
-    block_rows: int,
-    block_columns: int,
-    row_index: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    mode: str,
-) -> tuple[Tensor, Tensor]:
-    capacity = qdata.shape[-2] if row_index is None else row_index.shape[0]
-    *rest, _, k = qdata.shape
-    scale_shape = *rest, capacity // BLOCK, k
-    return qdata.new_empty((*rest, k, capacity), dtype=dtype), qdata.new_empty(scale_shape, dtype=SCALE_DTYPE)
-
-
-on_cuda(requantize_op, "requantize", "requantize")
+    transposed, new_scale = encode_columns(values, dtype, mode, BLOCK)
+    if valid < capacity:
+        transposed = bytewise(lambda x: torch.nn.functional.pad(x, (0, capacity - valid)), transposed)
+    return transposed, fill_rows(new_scale, capacity // BLOCK)

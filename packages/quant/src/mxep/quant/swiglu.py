@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from mxep.quant.checks import VALUE_DTYPES, check_block, check_format, check_mode
-from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
-from mxep.quant.groups import check_group_ends, fill_rows, valid_rows
-from mxep.quant.kernels import on_cuda
+from mxep.quant.fold import fold_op
+from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
+from mxep.quant.groups import check_offs, fill_rows, valid_rows
+from mxep.quant.op import op
 from mxep.quant.ops import encode_rows
+from mxep.quant.shapes import empty_swiglu_scale
 from mxep.quant.sigmoid import LIMIT, sigmoid_pair
 from mxep.quant.tensor import MXTensor
 
@@ -56,7 +58,7 @@ def swiglu_quantize(
 ) -> MXTensor:
     """`swiglu` quantized from its fp32 value: MXTensor (R, F), outer dtype gate_up's, blocked along F.
 
-    Bitwise `quantize(h_fp32, fmt=fmt, mode=mode, block_size=block)` (block_size=None: one scale a row), where h_fp32 is
+    Bitwise `quantize(h_fp32, fmt=fmt, mode=mode, block_size=block_size)` (None: one scale a row), where h_fp32 is
     `swiglu` of gate_up.float(); and `fold` of that, one scale a row, if `folded`. Other arguments and errors as for
     `swiglu`; ValueError if F is no multiple of `block_size`, and on CUDA for a block that is neither a power of two nor
     the row.
@@ -105,14 +107,14 @@ def swiglu_backward_quantize(
     _check(gate_up, row_weight, offs, d_h)
     block_size = check_block(block_size, -1, gate_up)
     dtype = check_format(fmt)
-    args = d_h, gate_up, row_weight, offs, dtype, check_mode(mode), block_size, folded
     # A row's qdata are written once all of it has been read only where they share a scale.
     fits = d_h.itemsize == 2 and d_h.is_contiguous() and d_h.stride(-1) == 1 and not d_h.requires_grad
     if overwrite and fits and (folded or block_size == gate_up.shape[1]):
-        scale, d_row_weight = _swiglu_backward_overwrite(*args)
         qdata = d_h.view(dtype)
     else:
-        qdata, scale, d_row_weight = _swiglu_backward_quantize(*args)
+        qdata = gate_up.new_empty(gate_up.shape, dtype=dtype)
+    how = check_mode(mode), block_size, folded
+    scale, d_row_weight = _swiglu_backward_quantize(d_h, gate_up, row_weight, offs, qdata, *how)
     block_size = gate_up.shape[1] if folded else block_size
     return MXTensor(qdata, scale, None, -1, block_size, gate_up.dtype, trusted=True), d_row_weight
 
@@ -134,11 +136,11 @@ def _check(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, d_h:
     for name, other in (("row_weight", row_weight), ("d_h", d_h)):
         if other is not None and other.device != gate_up.device:
             raise ValueError(f"{name}: got device {other.device}, want {gate_up.device}, where gate_up is")
-    check_group_ends(offs, gate_up)
+    check_offs(offs, gate_up)
 
 
 def _forward(gate_up: Tensor, row_weight: Tensor | None, valid: int) -> Tensor:
-    """h (live, F) fp32."""
+    """h (valid, F) fp32."""
     gate, up = gate_up[:valid].float().chunk(2, dim=1)
     s, _ = sigmoid_pair(gate)
     h = _silu(gate, s).mul_(up)
@@ -146,12 +148,12 @@ def _forward(gate_up: Tensor, row_weight: Tensor | None, valid: int) -> Tensor:
 
 
 def _backward(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, valid: int) -> tuple[Tensor, Tensor]:
-    """d_gate_up (live, 2F), d_row_weight (live,), both fp32."""
+    """d_gate_up (valid, 2F), d_row_weight (valid, 1), both fp32."""
     gate, up = gate_up[:valid].float().chunk(2, dim=1)
     d = d_h[:valid].float()
     s, one_minus_s = sigmoid_pair(gate)
     silu = _silu(gate, s)
-    d_row_weight = tree_sum(d * (silu * up))
+    d_row_weight = tree_sum(d * (silu * up)).unsqueeze(-1)
     if row_weight is not None:
         d = d * row_weight[:valid, None]
     slope = gate.clamp(-LIMIT, LIMIT).mul_(one_minus_s).add_(1.0).mul_(s)
@@ -180,18 +182,33 @@ def tree_sum(x: Tensor) -> Tensor:
     return x.squeeze(-1)
 
 
-@torch.library.custom_op("mxep::swiglu", mutates_args=())
+def _encode(
+    valid: Tensor, rows: int, dtype: torch.dtype, mode: str, block_size: int, folded: bool
+) -> tuple[Tensor, Tensor]:
+    qdata, scale = encode_rows(valid, dtype, mode, block_size)
+    if folded:
+        qdata, scale = fold_op.reference(qdata, scale, None, None)
+    return fill_rows(qdata, rows), fill_rows(scale, rows)
+
+
+@op(
+    "mxep::swiglu",
+    fake=lambda gate_up, row_weight, offs: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)),
+    launcher="mxep.quant.kernels.swiglu:swiglu",
+)
 def _swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None) -> Tensor:
     rows = gate_up.shape[0]
     return fill_rows(_forward(gate_up, row_weight, valid_rows(offs, rows)).to(gate_up.dtype), rows)
 
 
-@_swiglu.register_fake
-def _(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None) -> Tensor:
-    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-
-
-@torch.library.custom_op("mxep::swiglu_quantize", mutates_args=())
+@op(
+    "mxep::swiglu_quantize",
+    fake=lambda gate_up, row_weight, offs, dtype, mode, block_size, folded: (
+        gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=dtype),
+        empty_swiglu_scale(gate_up, gate_up.shape[1] // 2, block_size, folded),
+    ),
+    launcher="mxep.quant.kernels.swiglu:swiglu_quantize",
+)
 def _swiglu_quantize(
     gate_up: Tensor,
     row_weight: Tensor | None,
@@ -201,123 +218,50 @@ def _swiglu_quantize(
     block_size: int,
     folded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """-> qdata (R, F) `dtype`, scale (R, F/block) or, folded, (R, 1) e8m0."""
+    """-> qdata (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1) e8m0."""
     rows = gate_up.shape[0]
     return _encode(_forward(gate_up, row_weight, valid_rows(offs, rows)), rows, dtype, mode, block_size, folded)
 
 
-@_swiglu_quantize.register_fake
-def _(
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    mode: str,
-    block_size: int,
-    folded: bool,
-) -> tuple[Tensor, Tensor]:
-    return _empty(gate_up, gate_up.shape[1] // 2, dtype, block_size, folded)
-
-
-@torch.library.custom_op("mxep::swiglu_backward", mutates_args=())
+@op(
+    "mxep::swiglu_backward",
+    fake=lambda d_h, gate_up, row_weight, offs: (
+        gate_up.new_empty(gate_up.shape),
+        gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
+    ),
+    launcher="mxep.quant.kernels.swiglu:swiglu_backward",
+)
 def _swiglu_backward(
     d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows = gate_up.shape[0]
     d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid_rows(offs, rows))
-    return fill_rows(d_gate_up.to(gate_up.dtype), rows), fill_rows(d_row_weight.unsqueeze(-1), rows).squeeze(-1)
+    return fill_rows(d_gate_up.to(gate_up.dtype), rows), fill_rows(d_row_weight, rows).squeeze(-1)
 
 
-@_swiglu_backward.register_fake
-def _(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("mxep::swiglu_backward_quantize", mutates_args=())
+@op(
+    "mxep::swiglu_backward_quantize",
+    fake=lambda d_h, gate_up, row_weight, offs, out, mode, block_size, folded: (
+        empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded),
+        gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
+    ),
+    launcher="mxep.quant.kernels.swiglu:swiglu_backward_quantize",
+    mutates_args=("out",),
+)
 def _swiglu_backward_quantize(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
     offs: Tensor | None,
-    dtype: torch.dtype,
+    out: Tensor,
     mode: str,
     block_size: int,
     folded: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> qdata (R, 2F) `dtype`, scale (R, 2F/block) or, folded, (R, 1) e8m0, d_row_weight (R,)."""
+) -> tuple[Tensor, Tensor]:
+    """-> scale (R, 2F/block_size) or, folded, (R, 1) e8m0, d_row_weight (R,); the qdata go to `out` (R, 2F), new memory
+    or, with one scale a row, d_h's."""
     rows = gate_up.shape[0]
     d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid_rows(offs, rows))
-    qdata, scale = _encode(d_gate_up, rows, dtype, mode, block_size, folded)
-    return qdata, scale, fill_rows(d_row_weight.unsqueeze(-1), rows).squeeze(-1)
-
-
-@_swiglu_backward_quantize.register_fake
-def _(
-    d_h: Tensor,
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    mode: str,
-    block_size: int,
-    folded: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    qdata, scale = _empty(gate_up, gate_up.shape[1], dtype, block_size, folded)
-    return qdata, scale, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("mxep::swiglu_backward_overwrite", mutates_args=("d_h",))
-def _swiglu_backward_overwrite(
-    d_h: Tensor,
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    scale_mode: str,
-    block_size: int,
-    folded: bool,
-) -> tuple[Tensor, Tensor]:
-    """`swiglu_backward_quantize` -> scale, d_row_weight; d_h (R, F), 16 bits an element, becomes the qdata (R, 2F)."""
-    args = d_h, gate_up, row_weight, offs, dtype, scale_mode, block_size, folded
-    qdata, scale, d_row_weight = _swiglu_backward_quantize(*args)
-    d_h.view(dtype).copy_(qdata)
-    return scale, d_row_weight
-
-
-@_swiglu_backward_overwrite.register_fake
-def _(
-    d_h: Tensor,
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    scale_mode: str,
-    block_size: int,
-    folded: bool,
-) -> tuple[Tensor, Tensor]:
-    _, scale = _empty(gate_up, gate_up.shape[1], dtype, block_size, folded)
-    return scale, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
-
-
-def _encode(
-    valid: Tensor, rows: int, dtype: torch.dtype, mode: str, block_size: int, folded: bool
-) -> tuple[Tensor, Tensor]:
-    qdata, scale = encode_rows(valid, dtype, mode, block_size)
-    if folded:
-        qdata, scale = torch.ops.mxep.fold(qdata, scale, None, None, block_size, valid.shape[1])
-    return (
-        fill_rows(qdata.view(torch.uint8), rows).view(dtype),
-        fill_rows(scale.view(torch.uint8), rows).view(SCALE_DTYPE),
-    )
-
-
-def _empty(like: Tensor, width: int, dtype: torch.dtype, block_size: int, folded: bool) -> tuple[Tensor, Tensor]:
-    rows, scales = like.shape[0], 1 if folded else width // block_size
-    return like.new_empty((rows, width), dtype=dtype), like.new_empty((rows, scales), dtype=SCALE_DTYPE)
-
-
-on_cuda(_swiglu, "swiglu", "swiglu")
-on_cuda(_swiglu_quantize, "swiglu", "swiglu_quantize")
-on_cuda(_swiglu_backward, "swiglu", "swiglu_backward")
-on_cuda(_swiglu_backward_quantize, "swiglu", "swiglu_backward_quantize")
-on_cuda(_swiglu_backward_overwrite, "swiglu", "swiglu_backward_overwrite")
+    qdata, scale = _encode(d_gate_up, rows, out.dtype, mode, block_size, folded)
+    out.copy_(qdata)
+    return scale, fill_rows(d_row_weight, rows).squeeze(-1)

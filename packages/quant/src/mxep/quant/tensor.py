@@ -3,18 +3,18 @@
 Outside it has the dtype of what was quantized (bf16 by default), so autograd gives it gradients of that dtype; a raw
 fp8 tensor on an autograd edge would have its gradient cast to fp8. Inside are two or three plain tensors:
 
-    qdata      qdata, 1 byte an element        (..., N, K)
-    scale      e8m0, 1 byte a block            axis -1: (..., N, K/block)   axis -2: (..., N/block, K)
-                                               axis (-2, -1): (..., N/block, K/block)
+    qdata      fp8, 1 byte an element          (..., N, K)
+    scale      e8m0, 1 byte a block            (..., N, K/block_size) for axis -1, (..., N/block_size, K) for axis
+                                               -2, (..., N/block_size, K/block_size) for axis (-2, -1)
     row_index  int32 (R,) or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
 
-Shapes are logical: turning the tensor turns qdata, scale and axis alike, no byte moves. What `quantize` and
+Shapes are logical: transposing the tensor transposes qdata, scale and axis alike, no byte moves. What `quantize` and
 `requantize` return has qdata contiguous along the blocked axis: for axis -2 it is the `.mT` view of contiguous
 (..., K, N) bytes. scale may have any strides.
 
 With a row index a tensor is logically expert-major while its bytes still lie in receive slots: shape (R, D), qdata
-(S, D), scale (S, D/block), both possibly strided row views of one buffer. Example: row_index [1, -1, 1] of two rows
-a, b is the tensor of rows b, 0, b.
+(S, D), scale (S, D/block_size), both possibly strided row views of one buffer. Example: row_index [1, -1, 1] of two
+rows a, b is the tensor of rows b, 0, b.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from mxep.quant import ops
-from mxep.quant.checks import TILES, VALUE_DTYPES, Axis, check_axis, check_block, check_parts
-from mxep.quant.dispatch import HANDLERS
+from mxep.quant.aten import HANDLERS
+from mxep.quant.checks import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts
 from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, format_of
 
 
 class MXTensor(Tensor):
-    """Codes with block scales, (..., N, K); the module's docstring has the layout.
+    """An 8-bit tensor with block scales, (..., N, K); the module's docstring has the layout.
 
     qdata, scale, row_index: the plain tensors inside. dtype: what it looks like outside.
-    axis: the blocked axis, -1 or -2, or (-2, -1) for square tiles.
+    axis: the blocked axis, -1 or -2, or (-2, -1) for square 2-D blocks.
     block_size: elements a scale covers along each blocked axis; the whole axis for row-scaled FP8.
 
     Made by `quantize` and `from_qdata_and_scales`. The constructor takes qdata, scales as e8m0 and a normalized axis,
@@ -102,7 +102,7 @@ class MXTensor(Tensor):
         qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides.
         scales: float8_e8m0fnu, or its bytes as uint8; the shape of qdata with the blocked axis divided by `block_size`.
         orig_dtype: bf16, fp32 or fp16, the outer dtype and the dtype of gradients.
-        axis: -1, -2, their positive twins, or (-2, -1). block: elements a scale, None for the whole axis.
+        axis: -1, -2, their positive twins, or (-2, -1). block_size: elements a scale, None for the whole axis.
         row_index: int32 (R,) of rows of qdata (S, K), -1 for a row of zeros; needs axis -1.
         Raises ValueError naming got and wanted for anything else.
         """
@@ -126,7 +126,7 @@ class MXTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, (..., N, K) contiguous in `dtype` (default: the outer dtype), the row index applied.
 
-        code * 2**(byte - 127), exact in fp32 (past its range: Inf), rounded once to bf16 or fp16; byte 255 gives NaN.
+        q * 2**(scale - 127), exact in fp32 (past its range: Inf), rounded once to bf16 or fp16; scale 255 gives NaN.
         Differentiable: the gradient passes unchanged, in the outer dtype. ValueError for other dtypes.
         """
         dtype = self.dtype if dtype is None else dtype
@@ -136,12 +136,12 @@ class MXTensor(Tensor):
         return values
 
     def materialize(self) -> "MXTensor":
-        """The same tensor without a row index, dense, its qdata contiguous along the blocked axis (tiles: by rows).
+        """The same tensor without a row index, dense, its qdata contiguous along the blocked axis (2-D: by rows).
 
-        A copy only where needed. A row of zeros (-1) gets code 0 and scale byte 0. Gradients pass unchanged.
+        A copy only where needed. A row of zeros (-1) gets qdata 0 and scale 0. Gradients pass unchanged.
         """
         if self.axis == -2:
-            return self._turned().materialize()._turned()
+            return self._transposed().materialize()._transposed()
         dense_scale = self.scale.is_contiguous() or self.scale.mT.is_contiguous()
         if self.row_index is None and self.qdata.is_contiguous() and dense_scale:
             return self
@@ -149,24 +149,24 @@ class MXTensor(Tensor):
         return wrap(self, qdata, scale, None, self.axis, self.block_size, self.dtype)
 
     def along(self, axis: int) -> "MXTensor":
-        """Tiles seen as blocks along one axis: the same qdata, each tile's scale repeated for its 32 rows or columns.
+        """2-D blocks seen as blocks along one axis: the same qdata, each scale repeated for its 32 rows or columns.
 
         axis: -1 or -2 (or positive). So one quantization of a weight W (N, K) serves W (along K) and W^T (along N):
-        `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. Codes keep their strides: along(-2) of tiles stored by
-        rows is not contiguous along its blocked axis; `materialize` makes it so. Gradients pass unchanged.
+        `w.along(-2)` has the bytes of `w.mT.along(-1).mT`. qdata keep their strides: along(-2) of 2-D blocks stored
+        by rows is not contiguous along its blocked axis; `materialize` makes it so. Gradients pass unchanged.
         A tensor already blocked along `axis` is returned as it is; another one needs `requantize`: ValueError.
         """
         axis_ = check_axis(axis, self.qdata)
         if self.axis == axis_:
             return self
-        if self.axis != TILES or axis_ == TILES:
-            raise ValueError(f"along: got a tensor blocked along {self.axis}, want tiles or axis {axis}: requantize it")
+        if self.axis != BLOCKS_2D or axis_ == BLOCKS_2D:
+            raise ValueError(f"along: got blocks along {self.axis}, want 2-D blocks or axis {axis}: requantize it")
         if axis_ == -2:
-            return self._turned().along(-1)._turned()
+            return self._transposed().along(-1)._transposed()
         scale = ops.expand_scale(self.scale, self.block_size)
         return wrap(self, self.qdata, scale, None, -1, self.block_size, self.dtype)
 
-    def _turned(self) -> "MXTensor":
+    def _transposed(self) -> "MXTensor":
         return self.transpose(-2, -1)  # type: ignore[return-value]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -181,8 +181,8 @@ class MXTensor(Tensor):
     def with_parts(
         self, qdata: Tensor, scale: Tensor, row_index: Tensor | None = None, axis: Axis | None = None
     ) -> "MXTensor":
-        """An MXTensor of other bytes, and perhaps another axis, with this one's block and outer dtype. No autograd, and
-        no checks: the parts must fit."""
+        """An MXTensor of other bytes, and perhaps another axis, with this one's block size and outer dtype. No
+        autograd, and no checks: the parts must fit."""
         axis = self.axis if axis is None else axis
         return MXTensor(qdata, scale, row_index, axis, self.block_size, self.dtype, trusted=True)
 

@@ -1,11 +1,11 @@
 """Quantize along columns, transposed on the way, alone or with rows of the same read.
 
-    x (N, K)                                    a program takes a tile of NR rows x NC columns
-      | amax of BLOCK rows a column             -> qdata (K, N), scale (N / BLOCK, K)
-      | amax of BLOCK columns a row             -> qdata (N, K), scale (K / BLOCK, N)
+    x (N, K)                                    a program takes a tile of BLOCK_M rows x BLOCK_N columns
+      | amax of BLOCK_SIZE rows a column        -> qdata (K, N), scale (N / BLOCK_SIZE, K)
+      | amax of BLOCK_SIZE columns a row        -> qdata (N, K), scale (K / BLOCK_SIZE, N)
 
-Values are read once, as a tuple of packed rows: see `transpose`; `tile` quantizes them. Leading axes are a batch. A
-column whose block is longer than a tile takes two kernels: magnitudes first, then the qdata.
+Values are read once, as a tuple of packed rows: see `tile`. Leading axes are a batch. A column whose block is longer
+than a tile takes two kernels: amax first, then the qdata.
 """
 
 import torch
@@ -13,11 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels import on_hopper, rows
-from mxep.quant.kernels.numbers import abs_bits, bytes_of, reciprocal, scale_byte
-from mxep.quant.kernels.tile import place_of, put_columns, put_rows
-from mxep.quant.kernels.transpose import load_tile, store_transposed
+from mxep.quant.device import abs_bits, as_bytes, on_hopper, reciprocal, scale_of_amax
+from mxep.quant.kernels.rows import quantize_rows
+from mxep.quant.kernels.tile import (
+    load_tile,
+    program_tile,
+    quantize_tile_columns,
+    quantize_tile_rows,
+    store_transposed,
+)
+from mxep.quant.shapes import empty_both, empty_columns
 
 TILE = (256, 64)
 LONG_TILE = (64, 128)
@@ -34,178 +39,138 @@ def quantize_tile_kernel(
     N,
     K,
     MODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NR: tl.constexpr,
-    NC: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """x (batch, N, K) -> along columns, and along rows too unless rows_ptr is None."""
     PACK: tl.constexpr = 8
-    batch, row_tile, column_tile = place_of(tl.cdiv(N, NR), tl.cdiv(K, NC), ROWS_FIRST)
-    row0 = (row_tile * NR).to(tl.int64)
-    column0 = column_tile * NC
-    rows_left = N - row_tile * NR
+    batch, row_tile, column_tile = program_tile(tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
+    row0 = (row_tile * BLOCK_M).to(tl.int64)
+    column0 = column_tile * BLOCK_N
+    rows_left = N - row_tile * BLOCK_M
     columns_left = K - column0
-    row = PACK * tl.arange(0, NR // PACK)[:, None]
-    column = tl.arange(0, NC)[None, :]
+    row = PACK * tl.arange(0, BLOCK_M // PACK)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
     first = batch * N * K
     tile = load_tile(x_ptr + first + row0 * K + column0, row, column, K, rows_left, columns_left, PACK)
     if rows_ptr is not None:
         rows_ptr += first + row0 * K + column0
-        rows_scale_ptr += (batch * (K // BLOCK) + column0 // BLOCK) * N + row0
-        put_rows(tile, row, rows_ptr, rows_scale_ptr, K, 1, N, rows_left, columns_left, MODE, BLOCK)
+        rows_scale_ptr += (batch * (K // BLOCK_SIZE) + column0 // BLOCK_SIZE) * N + row0
+        quantize_tile_rows(
+            tile, row, rows_ptr, rows_scale_ptr, K, 1, N, rows_left, columns_left, MODE, BLOCK_SIZE
+        )  # fmt: skip
     columns_ptr += first + column0.to(tl.int64) * N + row0
-    columns_scale_ptr += (batch * N + row0) // BLOCK * K + column0
-    put_columns(tile, columns_ptr, columns_scale_ptr, N, K, rows_left, columns_left, MODE, BLOCK)
+    columns_scale_ptr += (batch * N + row0) // BLOCK_SIZE * K + column0
+    quantize_tile_columns(tile, columns_ptr, columns_scale_ptr, N, K, rows_left, columns_left, MODE, BLOCK_SIZE)
 
 
 @triton.jit
-def column_amax_kernel(x_ptr, bits_ptr, length, K, NR: tl.constexpr, NC: tl.constexpr):
-    """bits (segments, K) = the largest magnitude bits of each column of x (segments, length, K); bits start at 0."""
-    segment, row_tile, column_tile = place_of(tl.cdiv(length, NR), tl.cdiv(K, NC), False)
-    row = row_tile * NR + tl.arange(0, NR)
-    column = column_tile * NC + tl.arange(0, NC)
-    there = column < K
-    place = (segment * length + row)[:, None] * K + column[None, :]
-    x = tl.load(x_ptr + place, mask=(row < length)[:, None] & there[None, :], other=0.0).to(tl.float32)
-    tl.atomic_max(bits_ptr + segment * K + column, tl.max(abs_bits(x), axis=0), mask=there, sem="relaxed")
+def column_amax_kernel(x_ptr, bits_ptr, length, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """bits (segments, K) = the amax bits of each column of x (segments, length, K); bits start at 0."""
+    segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = column < K
+    offsets = (segment * length + row)[:, None] * K + column[None, :]
+    x = tl.load(x_ptr + offsets, mask=(row < length)[:, None] & mask[None, :], other=0.0).to(tl.float32)
+    tl.atomic_max(bits_ptr + segment * K + column, tl.max(abs_bits(x), axis=0), mask=mask, sem="relaxed")
 
 
 @triton.jit
 def quantize_long_columns_kernel(
-    x_ptr, bits_ptr, codes_ptr, scale_ptr, length, N, K, MODE: tl.constexpr, PACK: tl.constexpr, NR: tl.constexpr,
-    NC: tl.constexpr,
+    x_ptr, bits_ptr, qdata_ptr, scale_ptr, length, N, K, MODE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """x (segments, length, K), bits (segments, K) -> qdata (batch, K, N), scale (segments, K)."""
-    segment, row_tile, column_tile = place_of(tl.cdiv(length, NR), tl.cdiv(K, NC), True)
+    segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), True)
     batch = segment // (N // length)
     within = segment % (N // length)
-    row0 = row_tile * NR
-    column0 = column_tile * NC
-    column = tl.arange(0, NC)[None, :]
-    there = column < K - column0
-    byte = scale_byte(
-        tl.load(bits_ptr + segment * K + column0 + column, mask=there, other=0), MODE, codes_ptr.dtype.element_ty
-    )
-    row = PACK * tl.arange(0, NR // PACK)[:, None]
+    row0 = row_tile * BLOCK_M
+    column0 = column_tile * BLOCK_N
+    column = tl.arange(0, BLOCK_N)[None, :]
+    mask = column < K - column0
+    bits = tl.load(bits_ptr + segment * K + column0 + column, mask=mask, other=0)
+    scale = scale_of_amax(bits, MODE, qdata_ptr.dtype.element_ty)
+    row = PACK * tl.arange(0, BLOCK_M // PACK)[:, None]
     x_ptr += (segment * length + row0) * K + column0
     tile = load_tile(x_ptr, row, column, K, length - row0, K - column0, PACK)
     scaled = ()
     for i in tl.static_range(PACK):
-        scaled = scaled + (tile[i].to(tl.float32) * reciprocal(byte),)
-    codes_ptr += (batch * K + column0) * N + within * length + row0
-    store_transposed(scaled, codes_ptr, N, length - row0, K - column0)
+        scaled = scaled + (tile[i].to(tl.float32) * reciprocal(scale),)
+    qdata_ptr += (batch * K + column0) * N + within * length + row0
+    store_transposed(scaled, qdata_ptr, N, length - row0, K - column0)
     if row_tile == 0:
-        tl.store(scale_ptr + segment * K + column0 + column, byte.to(tl.uint8), mask=there)
+        tl.store(scale_ptr + segment * K + column0 + column, scale.to(tl.uint8), mask=mask)
 
 
-def quantize_columns(
-    x: Tensor,
-    dtype: torch.dtype,
-    mode: str,
-    block_size: int,
-    *,
-    tile: tuple[int, int] = TILE,
-    rows_first: bool = False,
-    **options: int,
-) -> tuple[Tensor, Tensor]:
+def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """mxep::quantize_columns."""
     x = x.contiguous()
-    *rest, n, k = x.shape
-    qdata = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
-    scale = torch.empty((*rest, n // block_size, k), dtype=SCALE_DTYPE, device=x.device)
+    qdata, scale = empty_columns(x, dtype, block_size)
     if not x.numel():
         return qdata, scale
-    options = {"num_warps": NUM_WARPS} | options
-    if _fits(block_size, tile):
-        _quantize_tile(x, None, None, qdata, scale, mode, block_size, tile, rows_first, options)
+    if _fits_a_tile(block_size):
+        _quantize_tiles(x, None, None, qdata, scale, mode, block_size)
         return qdata, scale
+    k = x.shape[-1]
     bits = torch.zeros((x.numel() // (block_size * k), k), dtype=torch.int32, device=x.device)
-    column_amax(x, bits, block_size, tile=tile, **options)
-    put_long_columns(x, bits, qdata, scale, mode, block_size, tile=tile, **options)
+    column_amax(x, bits, block_size)
+    quantize_long_columns(x, bits, qdata, scale, mode, block_size)
     return qdata, scale
 
 
-def column_amax(x: Tensor, bits: Tensor, block_size: int, *, tile: tuple[int, int] = TILE, **options: int) -> None:
-    """Into bits (..., K), zeros: the largest magnitude bits of each block of a column of x (..., N, K) contiguous."""
+def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
+    """Into bits (..., K), zeros: the amax bits of each block of a column of x (..., N, K) contiguous."""
     k = x.shape[-1]
-    nr, nc = tile
-    grid = (bits.numel() // k * triton.cdiv(block_size, nr) * triton.cdiv(k, nc),) if k else (0,)
-    if grid[0]:
-        options = {"num_warps": NUM_WARPS} | options
-        column_amax_kernel[grid](x, bits, block_size, k, NR=nr, NC=nc, **options)
+    block_m, block_n = TILE
+    if bits.numel() and block_size:
+        grid = (bits.numel() // k * triton.cdiv(block_size, block_m) * triton.cdiv(k, block_n),)
+        column_amax_kernel[grid](x, bits, block_size, k, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS)
 
 
-def put_long_columns(
-    x: Tensor,
-    bits: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    mode: str,
-    block_size: int,
-    *,
-    tile: tuple[int, int] = LONG_TILE,
-    **options: int,
-) -> None:
-    """qdata, scale of quantize_columns, of x (..., N, K) contiguous and its columns' magnitude bits (segments, K)."""
+def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor, mode: str, block_size: int) -> None:
+    """qdata, scale of quantize_columns, of x (..., N, K) contiguous and its columns' amax bits (segments, K)."""
     n, k = x.shape[-2:]
-    nr, nc = tile
-    grid = (bits.shape[0] * triton.cdiv(block_size, nr) * triton.cdiv(k, nc),)
+    block_m, block_n = LONG_TILE
+    grid = (bits.shape[0] * triton.cdiv(block_size, block_m) * triton.cdiv(k, block_n),)
     quantize_long_columns_kernel[grid](
-        x, bits, qdata, bytes_of(scale), block_size, n, k, MODE=mode,
-        PACK=8 if block_size % 8 == 0 else 1, NR=nr, NC=nc,
-        **{"num_warps": NUM_WARPS} | options,
+        x, bits, qdata, as_bytes(scale), block_size, n, k, MODE=mode,
+        PACK=8 if block_size % 8 == 0 else 1, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
-def quantize_both(
-    x: Tensor,
-    dtype: torch.dtype,
-    mode: str,
-    block_size: int,
-    *,
-    tile: tuple[int, int] = TILE,
-    rows_first: bool = False,
-    **options: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mxep::quantize_both."""
-    if not _fits(block_size, tile):
-        qdata, scale = rows.quantize_rows(x, dtype, mode, block_size)
+    if not _fits_a_tile(block_size):
+        qdata, scale = quantize_rows(x, dtype, mode, block_size)
         return qdata, scale.mT.contiguous(), *quantize_columns(x, dtype, mode, block_size)
     x = x.contiguous()
-    *rest, n, k = x.shape
-    qdata = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty((*rest, k // block_size, n), dtype=SCALE_DTYPE, device=x.device)
-    transposed = torch.empty((*rest, k, n), dtype=dtype, device=x.device)
-    turned_scale = torch.empty((*rest, n // block_size, k), dtype=SCALE_DTYPE, device=x.device)
-    capped = on_hopper(maxnreg=80) if x.element_size() == 2 else {}  # fp32 would spill
-    options = {"num_warps": NUM_WARPS} | capped | options
+    results = empty_both(x, dtype, block_size)
     if x.numel():
-        _quantize_tile(x, qdata, scale, transposed, turned_scale, mode, block_size, tile, rows_first, options)
-    return qdata, scale, transposed, turned_scale
+        capped = on_hopper(maxnreg=80) if x.element_size() == 2 else {}  # fp32 would spill
+        _quantize_tiles(x, *results, mode, block_size, **capped)
+    return results
 
 
-def _fits(block_size: int, tile: tuple[int, int]) -> bool:
-    return 16 <= block_size <= min(tile) and block_size & (block_size - 1) == 0
+def _fits_a_tile(block_size: int) -> bool:
+    return 16 <= block_size <= min(TILE) and block_size & (block_size - 1) == 0
 
 
-def _quantize_tile(
+def _quantize_tiles(
     x: Tensor,
     qdata: Tensor | None,
     scale: Tensor | None,
     transposed: Tensor,
-    turned_scale: Tensor,
+    transposed_scale: Tensor,
     mode: str,
     block_size: int,
-    tile: tuple[int, int],
-    rows_first: bool,
-    options: dict[str, int],
+    **options: int,
 ) -> None:
     n, k = x.shape[-2:]
-    nr, nc = tile
-    grid = (x.numel() // (n * k) * triton.cdiv(n, nr) * triton.cdiv(k, nc),)
+    block_m, block_n = TILE
+    grid = (x.numel() // (n * k) * triton.cdiv(n, block_m) * triton.cdiv(k, block_n),)
     quantize_tile_kernel[grid](
-        x, qdata, None if scale is None else bytes_of(scale), transposed, bytes_of(turned_scale), n, k,
-        MODE=mode, BLOCK=block_size, NR=nr, NC=nc, ROWS_FIRST=rows_first,
-        **options,
+        x, qdata, None if scale is None else as_bytes(scale), transposed, as_bytes(transposed_scale), n, k,
+        MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS, **options,
     )  # fmt: skip

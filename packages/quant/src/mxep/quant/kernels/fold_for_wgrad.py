@@ -1,21 +1,22 @@
-"""Split fold: per group one exponent, then each operand's rows picked, shifted and transposed, in one read and one
+"""Fold for wgrad: per group one exponent, then each operand's rows picked, shifted and transposed, in one read and one
 write.
 
-    tops    scale bytes of x and y -> a record per row and operand: its largest byte, where it lies; and per group the
-            most that a row carries, top of x + top of y + 1, or 0 where no row counts
-    halves  tops -> bases: top + its operand's half of what the group's most has more; exponents
-    turn    x, then y: qdata * 2^-(base - byte), transposed
+    max_scales       scales of x and y -> a record per row and operand: its largest scale, where it lies; and per group
+                     the most that a row carries, max_scale of x + max_scale of y + 1, or 0 where no row counts
+    split            max_scale -> base: max_scale + its operand's half of what the group's most has more; exponents
+    shift_transpose  x, then y: qdata * 2^-(base - scale), transposed
 
-A record is an int64: source row (-1: zeros), then 16 bits of top or base, then, before `halves`, 16 bits of group. It
-stands where the row's column will. The zeros between groups that `align` asks for are records of -1 in all.
+A record is an int64: source row (-1: zeros), then 16 bits of max_scale or base, then, before `split`, 16 bits of group.
+It stands where the row's column will. The zeros between groups that `alignment` asks for are records of -1 in all.
 
-On an H200 the whole takes 0.77 of copy speed, the turns 0.82, 20 us the tops of 65536 rows (three launches). Laying out
-the scale bytes transposed, so that a tile reads 8 rows of them in a word, made the turns no faster and the tops slower.
+On an H200 the whole takes 0.77 of copy speed, shift_transpose 0.82, max_scales 20 us for 65536 rows (three launches).
+Laying out the scales transposed, so that a tile reads 8 rows of them in a word, made shift_transpose no faster and
+max_scales slower.
 
-A turning program takes a tile of NR rows x NC columns, in packs of rows as in `transpose`. SUB: elements that surely
-share a scale, 32 or the largest power of two that divides the block; PER_SCALE of these have one byte. Tiles are taken
-in bands of BAND row tiles, column after column within a band, so that programs that run together read NC columns next
-to each other, and write BAND * NR tokens of a column.
+A program of shift_transpose takes a tile of BLOCK_M rows x BLOCK_N columns, in packs of rows as in `tile`. SUB:
+elements that surely share a scale, 32 or the largest power of two that divides the block; PER_SCALE of these have one
+scale. Tiles are taken GROUP_M row tiles at a time, column after column among those, so that programs that run together
+read BLOCK_N columns next to each other, and write GROUP_M * BLOCK_M tokens of a column.
 """
 
 import math
@@ -25,17 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.fold_for_wgrad import columns_of
-from mxep.quant.kernels.bounds import bounds_of, valid_rows
-from mxep.quant.kernels.fold import multiprocessors, rows_of, shifted
-from mxep.quant.kernels.numbers import NAN_BYTE, bytes_of
-from mxep.quant.kernels.transpose import store_transposed
+from mxep.quant.device import NAN_SCALE, as_bytes, group_bounds, num_sms, rows_of, shifted, valid_rows
+from mxep.quant.kernels.tile import store_transposed
+from mxep.quant.shapes import num_rows, padded_rows
 
-TOPS_ELEMENTS = 8192
-HALVES_ROWS = 512
+SCALE_ELEMENTS = 8192
+SPLIT_ROWS = 512
 TILE = (256, 128)
 NUM_WARPS = 8
-BAND = 8
+GROUP_M = 8
 PROGRAMS_PER_SM = 16
 MOST_GROUPS = 1 << 15
 
@@ -43,18 +42,18 @@ _NAN_BASE = tl.constexpr(0x7FFF)
 
 
 @triton.jit
-def _top(scale_ptr, index_ptr, row, there, stride, BLOCKS: tl.constexpr):
-    """Of each row the largest scale byte (0 for a row of zeros), and where the row lies; int32."""
+def _max_scale(scale_ptr, index_ptr, row, mask, stride, BLOCKS: tl.constexpr):
+    """Of each row the largest scale (0 for a row of zeros), and where the row lies; int32."""
     source = row
     if index_ptr is not None:
-        source = tl.load(index_ptr + row, mask=there, other=-1)
+        source = tl.load(index_ptr + row, mask=mask, other=-1)
     block = tl.arange(0, triton.next_power_of_2(max(BLOCKS, 1)))[None, :]
-    byte = tl.load(
+    scale = tl.load(
         scale_ptr + source.to(tl.int64)[:, None] * stride + block,
-        mask=(there & (source >= 0))[:, None] & (block < BLOCKS),
+        mask=(mask & (source >= 0))[:, None] & (block < BLOCKS),
         other=0,
     )
-    return tl.max(byte.to(tl.int32), axis=1), source
+    return tl.max(scale.to(tl.int32), axis=1), source
 
 
 @triton.jit
@@ -62,105 +61,105 @@ def _record(source, high):
     return (high.to(tl.int64) << 32) | (source.to(tl.int64) & 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "align"])
-def tops_kernel(
+@triton.jit(do_not_specialize=["rows", "num_groups", "alignment"])
+def max_scales_kernel(
     x_scale_ptr,
     x_index_ptr,
     y_scale_ptr,
     y_index_ptr,
-    ends_ptr,
+    offs_ptr,
     x_record_ptr,
     y_record_ptr,
     most_ptr,
-    column_ends_ptr,
+    out_offs_ptr,
     x_stride,
     y_stride,
     rows,
-    groups,
-    align,
+    num_groups,
+    alignment,
     X_BLOCKS: tl.constexpr,
     Y_BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    valid = valid_rows(ends_ptr, groups, rows)
+    valid = valid_rows(offs_ptr, num_groups, rows)
     group = tl.arange(0, GROUPS)[None, :]
-    start, end = bounds_of(group, ends_ptr, groups, rows)
-    zeros = (align - tl.maximum(end - start, 0) % align) % align
+    start, end = group_bounds(group, offs_ptr, num_groups, rows)
+    zeros = (alignment - tl.maximum(end - start, 0) % alignment) % alignment
     if tl.program_id(0) == 0:
-        tl.store(column_ends_ptr + group, end + tl.cumsum(zeros, axis=1), mask=group < groups)
-    end = tl.where(group < groups, end, 0x7FFFFFFF)
+        tl.store(out_offs_ptr + group, end + tl.cumsum(zeros, axis=1), mask=group < num_groups)
+    end = tl.where(group < num_groups, end, 0x7FFFFFFF)
     for tile in range(tl.program_id(0), tl.cdiv(valid, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
-        there = row < valid
-        x_top, x_source = _top(x_scale_ptr, x_index_ptr, row, there, x_stride, X_BLOCKS)
-        y_top, y_source = _top(y_scale_ptr, y_index_ptr, row, there, y_stride, Y_BLOCKS)
+        mask = row < valid
+        x_max, x_source = _max_scale(x_scale_ptr, x_index_ptr, row, mask, x_stride, X_BLOCKS)
+        y_max, y_source = _max_scale(y_scale_ptr, y_index_ptr, row, mask, y_stride, Y_BLOCKS)
         row_group = tl.sum((end <= row[:, None]).to(tl.int32), axis=1)
         column = row + tl.sum(tl.where(end <= row[:, None], zeros, 0), axis=1)
-        tl.store(x_record_ptr + column, _record(x_source, x_top | (row_group << 16)), mask=there)
-        tl.store(y_record_ptr + column, _record(y_source, y_top), mask=there)
-        counts = there & (x_top != NAN_BYTE) & (y_top != NAN_BYTE)
-        carried = tl.where(counts, x_top + y_top + 1, 0)
+        tl.store(x_record_ptr + column, _record(x_source, x_max | (row_group << 16)), mask=mask)
+        tl.store(y_record_ptr + column, _record(y_source, y_max), mask=mask)
+        counts = mask & (x_max != NAN_SCALE) & (y_max != NAN_SCALE)
+        carried = tl.where(counts, x_max + y_max + 1, 0)
         most = tl.max(tl.where(row_group[:, None] == group, carried[:, None], 0), axis=0)[None, :]
         tl.atomic_max(most_ptr + group, most, mask=most > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["groups"])
-def halves_kernel(
-    x_record_ptr, y_record_ptr, most_ptr, ends_ptr, exponent_ptr, groups, GROUPS: tl.constexpr, ROWS: tl.constexpr
+@triton.jit(do_not_specialize=["num_groups"])
+def split_kernel(
+    x_record_ptr, y_record_ptr, most_ptr, offs_ptr, exponent_ptr, num_groups, GROUPS: tl.constexpr, ROWS: tl.constexpr
 ):
     if tl.program_id(0) == 0:
         group = tl.arange(0, GROUPS)
-        most = tl.load(most_ptr + group, mask=group < groups, other=0)
-        tl.store(exponent_ptr + group, tl.where(most == 0, 0, most - (1 + 2 * 127)), mask=group < groups)
+        most = tl.load(most_ptr + group, mask=group < num_groups, other=0)
+        tl.store(exponent_ptr + group, tl.where(most == 0, 0, most - (1 + 2 * 127)), mask=group < num_groups)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = row < tl.load(ends_ptr + groups - 1)
-    x = tl.load(x_record_ptr + row, mask=there, other=-1)
-    y = tl.load(y_record_ptr + row, mask=there, other=-1)
-    there = x >= 0
-    x_top = (x >> 32).to(tl.int32) & 0xFFFF
-    y_top = (y >> 32).to(tl.int32)
-    most = tl.load(most_ptr + (x >> 48), mask=there, other=0)
-    d = tl.where((x_top == NAN_BYTE) | (y_top == NAN_BYTE), 0, most - 1 - x_top - y_top)
-    x_base = tl.where(x_top == NAN_BYTE, _NAN_BASE, x_top + (d >> 1))
-    y_base = tl.where(y_top == NAN_BYTE, _NAN_BASE, y_top + ((d + 1) >> 1))
-    tl.store(x_record_ptr + row, _record(x, x_base), mask=there)
-    tl.store(y_record_ptr + row, _record(y, y_base), mask=there)
+    mask = row < tl.load(offs_ptr + num_groups - 1)
+    x = tl.load(x_record_ptr + row, mask=mask, other=-1)
+    y = tl.load(y_record_ptr + row, mask=mask, other=-1)
+    mask = x >= 0
+    x_max = (x >> 32).to(tl.int32) & 0xFFFF
+    y_max = (y >> 32).to(tl.int32)
+    most = tl.load(most_ptr + (x >> 48), mask=mask, other=0)
+    d = tl.where((x_max == NAN_SCALE) | (y_max == NAN_SCALE), 0, most - 1 - x_max - y_max)
+    x_base = tl.where(x_max == NAN_SCALE, _NAN_BASE, x_max + (d >> 1))
+    y_base = tl.where(y_max == NAN_SCALE, _NAN_BASE, y_max + ((d + 1) >> 1))
+    tl.store(x_record_ptr + row, _record(x, x_base), mask=mask)
+    tl.store(y_record_ptr + row, _record(y, y_base), mask=mask)
 
 
-@triton.jit(do_not_specialize=["groups"])
-def turn_kernel(
-    codes_ptr,
+@triton.jit(do_not_specialize=["num_groups"])
+def shift_transpose_kernel(
+    qdata_ptr,
     scale_ptr,
     record_ptr,
-    ends_ptr,
+    offs_ptr,
     out_ptr,
     R,
     K,
     stride,
     scale_stride,
-    groups,
+    num_groups,
     SUB: tl.constexpr,
     PER_SCALE: tl.constexpr,
     PACK: tl.constexpr,
-    NR: tl.constexpr,
-    NC: tl.constexpr,
-    BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
-    valid = tl.load(ends_ptr + groups - 1)
-    row_tiles = tl.cdiv(valid, NR)
-    column_tiles = tl.cdiv(K, NC)
-    pack = PACK * tl.arange(0, NR // PACK)[:, None]
-    column = tl.arange(0, NC)[None, :]
-    sub = tl.arange(0, NC // SUB)[None, :]
-    place = tl.program_id(0)
-    if place >= row_tiles * column_tiles:
+    valid = tl.load(offs_ptr + num_groups - 1)
+    row_tiles = tl.cdiv(valid, BLOCK_M)
+    column_tiles = tl.cdiv(K, BLOCK_N)
+    pack = PACK * tl.arange(0, BLOCK_M // PACK)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
+    sub = tl.arange(0, BLOCK_N // SUB)[None, :]
+    program = tl.program_id(0)
+    if program >= row_tiles * column_tiles:
         return
-    band = place // (column_tiles * BAND)
-    within = place - band * (column_tiles * BAND)
-    high = tl.minimum(row_tiles - band * BAND, BAND)
-    row0 = (band * BAND + within % high) * NR
-    column0 = within // high * NC
+    group = program // (column_tiles * GROUP_M)
+    within = program - group * (column_tiles * GROUP_M)
+    group_m = tl.minimum(row_tiles - group * GROUP_M, GROUP_M)
+    row0 = (group * GROUP_M + within % group_m) * BLOCK_M
+    column0 = within // group_m * BLOCK_N
     columns_left = K - column0
     qdata = ()
     bases = ()
@@ -169,19 +168,19 @@ def turn_kernel(
         row = row0 + pack + i
         record = tl.load(record_ptr + row, mask=row < valid, other=-1)
         source = record.to(tl.int32)
-        there = source >= 0
+        mask = source >= 0
         source = source.to(tl.int64)
-        from_ptr = codes_ptr + source * stride + column0 + column
-        qdata = qdata + (tl.load(from_ptr, mask=there & (column < columns_left), other=0.0),)
-        from_ptr = scale_ptr + source * scale_stride + (column0 // SUB + sub) // PER_SCALE
-        scales = scales + (tl.load(from_ptr, mask=there & (sub * SUB < columns_left), other=0),)
+        ptrs = qdata_ptr + source * stride + column0 + column
+        qdata = qdata + (tl.load(ptrs, mask=mask & (column < columns_left), other=0.0),)
+        ptrs = scale_ptr + source * scale_stride + (column0 // SUB + sub) // PER_SCALE
+        scales = scales + (tl.load(ptrs, mask=mask & (sub * SUB < columns_left), other=0),)
         bases = bases + ((record >> 32).to(tl.int32),)
     values = ()
     for i in tl.static_range(PACK):
-        blocks = tl.reshape(qdata[i], (NR // PACK, NC // SUB, SUB))
+        blocks = tl.reshape(qdata[i], (BLOCK_M // PACK, BLOCK_N // SUB, SUB))
         shift = (bases[i] - scales[i].to(tl.int32))[:, :, None]
         moved = shifted(blocks, shift, (bases[i] == _NAN_BASE)[:, :, None])
-        values = values + (tl.reshape(moved, (NR // PACK, NC)),)
+        values = values + (tl.reshape(moved, (BLOCK_M // PACK, BLOCK_N)),)
     store_transposed(values, out_ptr + column0.to(tl.int64) * R + row0, R, R - row0, columns_left)
 
 
@@ -193,59 +192,56 @@ def fold_for_wgrad(
     y_scale: Tensor,
     y_index: Tensor | None,
     offs: Tensor,
-    align: int,
+    alignment: int,
     *,
-    tops_elements: int = TOPS_ELEMENTS,
+    scale_elements: int = SCALE_ELEMENTS,
     tile: tuple[int, int] = TILE,
-    band: int = BAND,
+    group_m: int = GROUP_M,
     programs_per_sm: int = PROGRAMS_PER_SM,
-    **options: int,
+    num_warps: int = NUM_WARPS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mxep::fold_for_wgrad.
 
-    tops_elements: scale bytes a program looks at, at a time; programs_per_sm start and take several such pieces each.
-    tile: rows x columns a program turns, in bands of `band` row tiles. options: num_warps and other launch options.
+    scale_elements: scales a program looks at, at a time; programs_per_sm start and take several such pieces each.
+    tile: rows x columns that a program transposes, group_m row tiles at a time.
     """
-    capacity = x.shape[0] if x_index is None else x_index.shape[0]
-    groups = offs.shape[0]
-    device = x.device
-    width = columns_of(capacity, groups, align)
-    x_t = torch.empty((x.shape[1], width), dtype=x.dtype, device=device)
-    y_t = torch.empty((y.shape[1], width), dtype=y.dtype, device=device)
-    if groups > MOST_GROUPS:
-        raise ValueError(f"offs: got {groups} groups, want at most {MOST_GROUPS}")
+    capacity, num_groups, device = num_rows(x, x_index), offs.shape[0], x.device
+    width = padded_rows(capacity, num_groups, alignment)
+    x_t, y_t = x.new_empty((x.shape[1], width)), y.new_empty((y.shape[1], width))
+    if num_groups > MOST_GROUPS:
+        raise ValueError(f"offs: got {num_groups} groups, want at most {MOST_GROUPS}")
     if not capacity:
         return x_t, y_t, torch.zeros_like(offs), torch.zeros_like(offs)
-    exponent, ends = torch.empty_like(offs), torch.empty_like(offs)
+    exponent, out_offs = torch.empty_like(offs), torch.empty_like(offs)
     records = torch.empty((2, width), dtype=torch.int64, device=device)
-    if align > 1:
+    if alignment > 1:
         records.fill_(-1)
     x_record, y_record = records
-    most = torch.zeros(groups, dtype=torch.int32, device=device)
-    x, y, x_scale, y_scale = rows_of(x), rows_of(y), rows_of(bytes_of(x_scale)), rows_of(bytes_of(y_scale))
-    programs = programs_per_sm * multiprocessors(device)
+    most = torch.zeros(num_groups, dtype=torch.int32, device=device)
+    x, y, x_scale, y_scale = rows_of(x), rows_of(y), rows_of(as_bytes(x_scale)), rows_of(as_bytes(y_scale))
+    programs = programs_per_sm * num_sms(device)
 
-    padded_groups = triton.next_power_of_2(groups)
+    padded_groups = triton.next_power_of_2(num_groups)
     widest = max(padded_groups, *(triton.next_power_of_2(scale.shape[1]) for scale in (x_scale, y_scale)))
-    rows = min(64, max(1, tops_elements // widest))
-    tops_kernel[(min(programs, triton.cdiv(capacity, rows)),)](
-        x_scale, x_index, y_scale, y_index, offs, x_record, y_record, most, ends, x_scale.stride(0),
-        y_scale.stride(0), capacity, groups, align, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1],
+    rows = min(64, max(1, scale_elements // widest))
+    max_scales_kernel[(min(programs, triton.cdiv(capacity, rows)),)](
+        x_scale, x_index, y_scale, y_index, offs, x_record, y_record, most, out_offs, x_scale.stride(0),
+        y_scale.stride(0), capacity, num_groups, alignment, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1],
         GROUPS=padded_groups, ROWS=rows,
     )  # fmt: skip
-    halves_kernel[(triton.cdiv(width, HALVES_ROWS),)](
-        x_record, y_record, most, ends, exponent, groups, GROUPS=padded_groups, ROWS=HALVES_ROWS
+    split_kernel[(triton.cdiv(width, SPLIT_ROWS),)](
+        x_record, y_record, most, out_offs, exponent, num_groups, GROUPS=padded_groups, ROWS=SPLIT_ROWS
     )
-    nr, nc = tile
+    block_m, block_n = tile
     for qdata, scale, record, out in ((x, x_scale, x_record, x_t), (y, y_scale, y_record, y_t)):
         columns = qdata.shape[1]
         if columns:
             block_size = columns // scale.shape[1]
             sub = math.gcd(block_size, 32)
-            tiles = triton.cdiv(width, nr) * triton.cdiv(columns, nc)
-            turn_kernel[(tiles,)](
-                qdata, scale, record, ends, out, width, columns, qdata.stride(0), scale.stride(0), groups,
-                SUB=sub, PER_SCALE=block_size // sub, PACK=8 if width % 8 == 0 else 1, NR=nr, NC=nc, BAND=band,
-                **({"num_warps": NUM_WARPS} | options),
+            tiles = triton.cdiv(width, block_m) * triton.cdiv(columns, block_n)
+            shift_transpose_kernel[(tiles,)](
+                qdata, scale, record, out_offs, out, width, columns, qdata.stride(0), scale.stride(0), num_groups,
+                SUB=sub, PER_SCALE=block_size // sub, PACK=8 if width % 8 == 0 else 1, BLOCK_M=block_m,
+                BLOCK_N=block_n, GROUP_M=group_m, num_warps=num_warps,
             )  # fmt: skip
-    return x_t, y_t, exponent, ends
+    return x_t, y_t, exponent, out_offs

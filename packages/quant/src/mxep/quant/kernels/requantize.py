@@ -1,7 +1,7 @@
 """Requantize: qdata and scales blocked in any way, gathered or not, to blocks of 32 rows.
 
-    qdata (S, K), their scales                  a program takes a tile of NR rows x NC columns
-      | fp32 in registers: qdata * 2^(byte - 127)
+    qdata (S, K), their scales                  a program takes a tile of BLOCK_M rows x BLOCK_N columns
+      | fp32 in registers: qdata * 2^(scale - 127)
       | amax of 32 rows a column                -> qdata (K, R), scale (R / 32, K)
 
 As `columns`, but for what it reads. Leading axes are a batch.
@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels import on_hopper
-from mxep.quant.kernels.bounds import valid_rows
-from mxep.quant.kernels.numbers import bytes_of, power_of_two
-from mxep.quant.kernels.tile import place_of, put_columns
+from mxep.quant.device import as_bytes, on_hopper, power_of_two, valid_rows
+from mxep.quant.kernels.tile import program_tile, quantize_tile_columns
+from mxep.quant.shapes import empty_requantized
 
 TILE = (128, 128)
 NUM_WARPS = 4
@@ -26,10 +24,10 @@ NUM_WARPS = 4
 
 @triton.jit
 def requantize_kernel(
-    codes_ptr,
+    qdata_ptr,
     scale_ptr,
     row_index_ptr,
-    group_ends_ptr,
+    offs_ptr,
     out_ptr,
     out_scale_ptr,
     R,
@@ -44,50 +42,47 @@ def requantize_kernel(
     block_columns,
     MODE: tl.constexpr,
     UNIT: tl.constexpr,
-    NR: tl.constexpr,
-    NC: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """qdata (batch, S, K), a scale for block_rows x block_columns of them -> blocks of 32 rows, transposed. R is a
     multiple of 32, UNIT divides 32 and block_columns."""
-    BLOCK: tl.constexpr = 32
+    BLOCK_SIZE: tl.constexpr = 32
     PACK: tl.constexpr = 8
-    batch, row_tile, column_tile = place_of(tl.cdiv(R, NR), tl.cdiv(K, NC), ROWS_FIRST)
-    row0 = row_tile * NR
-    column0 = column_tile * NC
+    batch, row_tile, column_tile = program_tile(tl.cdiv(R, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
+    row0 = row_tile * BLOCK_M
+    column0 = column_tile * BLOCK_N
     valid = R
-    if group_ends_ptr is not None:
-        valid = valid_rows(group_ends_ptr, num_groups, R) // BLOCK * BLOCK  # packs and blocks lie inside or outside
+    if offs_ptr is not None:
+        # Packs and blocks lie inside or outside.
+        valid = valid_rows(offs_ptr, num_groups, R) // BLOCK_SIZE * BLOCK_SIZE
         if row0 >= valid:
             return
     rows_left = valid - row0
     columns_left = K - column0
-    row = PACK * tl.arange(0, NR // PACK)[:, None]
-    column = tl.arange(0, NC)[None, :]
-    unit = UNIT * tl.arange(0, NC // UNIT)[None, :]
-    codes_ptr += batch * batch_stride + column0 + column
+    row = PACK * tl.arange(0, BLOCK_M // PACK)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
+    unit = UNIT * tl.arange(0, BLOCK_N // UNIT)[None, :]
+    qdata_ptr += batch * batch_stride + column0 + column
     scale_ptr += batch * scale_batch_stride + ((column0 + unit) // block_columns).to(tl.int64) * scale_stride_column
-    there = row < rows_left
+    mask = row < rows_left
     source = row0 + row
     tile = ()
     for i in tl.static_range(PACK):
         if row_index_ptr is not None:
             source = tl.load(row_index_ptr + row0 + row + i, mask=row < rows_left, other=-1)
-            there = source >= 0
-        qdata = tl.load(codes_ptr + source.to(tl.int64) * stride, mask=there & (column < columns_left), other=0.0)
-        byte = tl.load(
-            scale_ptr + (source // block_rows).to(tl.int64) * scale_stride_row,
-            mask=there & (unit < columns_left),
-            other=0,
-        )
+            mask = source >= 0
+        qdata = tl.load(qdata_ptr + source.to(tl.int64) * stride, mask=mask & (column < columns_left), other=0.0)
+        scale_ptrs = scale_ptr + (source // block_rows).to(tl.int64) * scale_stride_row
+        scale = tl.load(scale_ptrs, mask=mask & (unit < columns_left), other=0)
         source += 1
-        x = tl.reshape(qdata.to(tl.float32), (NR // PACK, NC // UNIT, UNIT))
-        x = x * power_of_two(byte.to(tl.int32))[:, :, None]
-        tile = tile + (tl.reshape(x, (NR // PACK, NC)),)
+        x = tl.reshape(qdata.to(tl.float32), (BLOCK_M // PACK, BLOCK_N // UNIT, UNIT))
+        x = x * power_of_two(scale.to(tl.int32))[:, :, None]
+        tile = tile + (tl.reshape(x, (BLOCK_M // PACK, BLOCK_N)),)
     first = batch * R * K
     out_ptr += first + column0.to(tl.int64) * R + row0
-    out_scale_ptr += (batch * R + row0) // BLOCK * K + column0
-    put_columns(tile, out_ptr, out_scale_ptr, R, K, rows_left, columns_left, MODE, BLOCK)
+    out_scale_ptr += (batch * R + row0) // BLOCK_SIZE * K + column0
+    quantize_tile_columns(tile, out_ptr, out_scale_ptr, R, K, rows_left, columns_left, MODE, BLOCK_SIZE)
 
 
 def requantize(
@@ -99,28 +94,22 @@ def requantize(
     offs: Tensor | None,
     dtype: torch.dtype,
     mode: str,
-    *,
-    tile: tuple[int, int] = TILE,
-    rows_first: bool = False,
-    **options: int,
 ) -> tuple[Tensor, Tensor]:
     """mxep::requantize."""
-    *rest, stored, k = qdata.shape
-    r = stored if row_index is None else row_index.shape[0]
-    out = torch.empty((*rest, k, r), dtype=dtype, device=qdata.device)
-    out_scale = torch.empty((*rest, r // 32, k), dtype=SCALE_DTYPE, device=qdata.device)
+    out, out_scale = empty_requantized(qdata, row_index, dtype)
     if not out.numel():
         return out, out_scale
     if qdata.stride(-1) != 1:
         qdata = qdata.contiguous()
-    qdata, scale = qdata.flatten(0, -3) if rest else qdata[None], scale.flatten(0, -3) if rest else scale[None]
-    options = {"num_warps": NUM_WARPS} | on_hopper(maxnreg=96 if row_index is None else 80) | options
-    nr, nc = tile
-    grid = (qdata.shape[0] * triton.cdiv(r, nr) * triton.cdiv(k, nc),)
+    qdata, scale = (x.flatten(0, -3) if x.ndim > 2 else x[None] for x in (qdata, as_bytes(scale)))
+    k, r = out.shape[-2:]
+    block_m, block_n = TILE
+    grid = (qdata.shape[0] * triton.cdiv(r, block_m) * triton.cdiv(k, block_n),)
     requantize_kernel[grid](
-        qdata, bytes_of(scale), row_index, offs, out, bytes_of(out_scale),
+        qdata, scale, row_index, offs, out, as_bytes(out_scale),
         r, k, 0 if offs is None else offs.shape[0],
         qdata.stride(0), qdata.stride(1), *scale.stride(), block_rows, block_columns,
-        MODE=mode, UNIT=math.gcd(32, block_columns), NR=nr, NC=nc, ROWS_FIRST=rows_first, **options,
+        MODE=mode, UNIT=math.gcd(32, block_columns), BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=NUM_WARPS, **on_hopper(maxnreg=96 if row_index is None else 80),
     )  # fmt: skip
     return out, out_scale

@@ -1,8 +1,8 @@
-"""Quantize where nothing turns: along rows, and square tiles. Read once, qdata and scale bytes written.
+"""Quantize where nothing is transposed: along rows, and in square 2-D blocks. Read once, qdata and scales written.
 
-rows    x is a list of blocks of BLOCK elements, one after another; a program takes TILE of them
-        (a block that is no power of two, a whole row say, is masked up to one; a longer one is read twice)
-tiles   a program takes BLOCK rows x NC columns
+rows   x is a list of blocks of BLOCK_SIZE elements, one after another; a program takes NUM_BLOCKS of them
+       (a block that is no power of two, a row say, is masked up to one; a longer one is read twice)
+2-D    a program takes BLOCK_SIZE rows x BLOCK_N columns
 """
 
 import torch
@@ -10,126 +10,117 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels.numbers import abs_bits, bytes_of, reciprocal, scale_byte
+from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
+from mxep.quant.shapes import empty_2d, empty_rows
 
 TILE_ELEMENTS = 4096
-NUM_WARPS = 4
 LONG_ELEMENTS = 8192
 LONGEST = 16384
 """Elements of a block that a program holds in registers."""
+BLOCK_N_2D = 256
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def quantize_blocks_kernel(
-    x_ptr, codes_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr
 ):
-    first = tl.program_id(0).to(tl.int64) * TILE
-    block = tl.arange(0, TILE)
-    there = block < num_blocks - first
-    offset = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(x_ptr + first * BLOCK + offset, mask=there[:, None], other=0.0).to(tl.float32)
-    dtype: tl.constexpr = codes_ptr.dtype.element_ty
-    byte = scale_byte(tl.max(abs_bits(x), axis=1), MODE, dtype)
-    qdata = (x * reciprocal(byte)[:, None]).to(dtype)
-    tl.store(codes_ptr + first * BLOCK + offset, qdata, mask=there[:, None])
-    tl.store(scale_ptr + first + block, byte.to(tl.uint8), mask=there)
+    first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
+    block = tl.arange(0, NUM_BLOCKS)
+    mask = block < num_blocks - first
+    offsets = block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    x = tl.load(x_ptr + first * BLOCK_SIZE + offsets, mask=mask[:, None], other=0.0).to(tl.float32)
+    dtype: tl.constexpr = qdata_ptr.dtype.element_ty
+    scale = scale_of_amax(tl.max(abs_bits(x), axis=1), MODE, dtype)
+    qdata = (x * reciprocal(scale)[:, None]).to(dtype)
+    tl.store(qdata_ptr + first * BLOCK_SIZE + offsets, qdata, mask=mask[:, None])
+    tl.store(scale_ptr + first + block, scale.to(tl.uint8), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def quantize_long_blocks_kernel(
-    x_ptr, codes_ptr, scale_ptr, num_blocks, length, MODE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    x_ptr, qdata_ptr, scale_ptr, num_blocks, length, MODE: tl.constexpr, NUM_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Blocks of `length` elements, in chunks of CHUNK; ONE_CHUNK: length <= CHUNK."""
-    first = tl.program_id(0).to(tl.int64) * TILE
-    block = tl.arange(0, TILE)
-    there = (block < num_blocks - first)[:, None]
+    first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
+    block = tl.arange(0, NUM_BLOCKS)
+    mask = (block < num_blocks - first)[:, None]
     element = tl.arange(0, CHUNK)[None, :]
     start = (first + block)[:, None] * length
-    dtype: tl.constexpr = codes_ptr.dtype.element_ty
-    x = tl.load(x_ptr + start + element, mask=there & (element < length), other=0.0).to(tl.float32)
+    dtype: tl.constexpr = qdata_ptr.dtype.element_ty
+    x = tl.load(x_ptr + start + element, mask=mask & (element < length), other=0.0).to(tl.float32)
     bits = tl.max(abs_bits(x), axis=1)
     if not ONE_CHUNK:
         for chunk in range(CHUNK, length, CHUNK):
-            at = chunk + element
-            more = tl.load(x_ptr + start + at, mask=there & (at < length), other=0.0).to(tl.float32)
+            offsets = chunk + element
+            more = tl.load(x_ptr + start + offsets, mask=mask & (offsets < length), other=0.0).to(tl.float32)
             bits = tl.maximum(bits, tl.max(abs_bits(more), axis=1))
-    byte = scale_byte(bits, MODE, dtype)
-    factor = reciprocal(byte)[:, None]
-    tl.store(codes_ptr + start + element, (x * factor).to(dtype), mask=there & (element < length))
+    scale = scale_of_amax(bits, MODE, dtype)
+    factor = reciprocal(scale)[:, None]
+    tl.store(qdata_ptr + start + element, (x * factor).to(dtype), mask=mask & (element < length))
     if not ONE_CHUNK:
         for chunk in range(CHUNK, length, CHUNK):
-            at = chunk + element
-            more = tl.load(x_ptr + start + at, mask=there & (at < length), other=0.0).to(tl.float32)
-            tl.store(codes_ptr + start + at, (more * factor).to(dtype), mask=there & (at < length))
-    tl.store(scale_ptr + first + block, byte.to(tl.uint8), mask=block < num_blocks - first)
+            offsets = chunk + element
+            more = tl.load(x_ptr + start + offsets, mask=mask & (offsets < length), other=0.0).to(tl.float32)
+            tl.store(qdata_ptr + start + offsets, (more * factor).to(dtype), mask=mask & (offsets < length))
+    tl.store(scale_ptr + first + block, scale.to(tl.uint8), mask=block < num_blocks - first)
 
 
 @triton.jit
-def quantize_tiles_kernel(x_ptr, codes_ptr, scale_ptr, K, MODE: tl.constexpr, BLOCK: tl.constexpr, NC: tl.constexpr):
-    """x (rows, K), rows a multiple of BLOCK; leading axes are just more rows."""
-    row_tile = tl.program_id(0).to(tl.int64)
-    column0 = tl.program_id(1) * NC
-    row = tl.arange(0, BLOCK)
-    column = tl.arange(0, NC)
-    start = row_tile * BLOCK * K + column0
-    place = row[:, None].to(tl.int64) * K + column[None, :]
+def quantize_2d_kernel(
+    x_ptr, qdata_ptr, scale_ptr, K, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """x (rows, K), rows a multiple of BLOCK_SIZE; leading axes are just more rows."""
+    row_block = tl.program_id(0).to(tl.int64)
+    column0 = tl.program_id(1) * BLOCK_N
+    row = tl.arange(0, BLOCK_SIZE)
+    column = tl.arange(0, BLOCK_N)
+    start = row_block * BLOCK_SIZE * K + column0
+    offsets = row[:, None].to(tl.int64) * K + column[None, :]
     mask = (column < K - column0)[None, :]
-    x = tl.load(x_ptr + start + place, mask=mask, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = codes_ptr.dtype.element_ty
-    x = tl.reshape(x, (BLOCK, NC // BLOCK, BLOCK))
-    byte = scale_byte(tl.max(tl.max(abs_bits(x), axis=2), axis=0), MODE, dtype)
-    qdata = tl.reshape((x * reciprocal(byte)[None, :, None]).to(dtype), (BLOCK, NC))
-    tl.store(codes_ptr + start + place, qdata, mask=mask)
-    block = column0 // BLOCK + tl.arange(0, NC // BLOCK)
-    tl.store(scale_ptr + row_tile * (K // BLOCK) + block, byte.to(tl.uint8), mask=block < K // BLOCK)
+    x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = qdata_ptr.dtype.element_ty
+    x = tl.reshape(x, (BLOCK_SIZE, BLOCK_N // BLOCK_SIZE, BLOCK_SIZE))
+    scale = scale_of_amax(tl.max(tl.max(abs_bits(x), axis=2), axis=0), MODE, dtype)
+    qdata = tl.reshape((x * reciprocal(scale)[None, :, None]).to(dtype), (BLOCK_SIZE, BLOCK_N))
+    tl.store(qdata_ptr + start + offsets, qdata, mask=mask)
+    block = column0 // BLOCK_SIZE + tl.arange(0, BLOCK_N // BLOCK_SIZE)
+    tl.store(scale_ptr + row_block * (K // BLOCK_SIZE) + block, scale.to(tl.uint8), mask=block < K // BLOCK_SIZE)
 
 
-def quantize_rows(
-    x: Tensor,
-    dtype: torch.dtype,
-    mode: str,
-    block_size: int,
-    *,
-    tile_elements: int = TILE_ELEMENTS,
-    num_warps: int = NUM_WARPS,
-) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """mxep::quantize_rows."""
     x = x.contiguous()
-    qdata = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty((*x.shape[:-1], x.shape[-1] // block_size), dtype=SCALE_DTYPE, device=x.device)
-    blocks = scale.numel()
+    qdata, scale = empty_rows(x, dtype, block_size)
+    num_blocks = scale.numel()
     if not x.numel():
         return qdata, scale
-    if block_size & (block_size - 1) == 0 and block_size <= tile_elements:
-        tile = tile_elements // block_size
-        quantize_blocks_kernel[(triton.cdiv(blocks, tile),)](
-            x, qdata, bytes_of(scale), blocks, MODE=mode, BLOCK=block_size, TILE=tile, num_warps=num_warps
-        )
+    if block_size & (block_size - 1) == 0 and block_size <= TILE_ELEMENTS:
+        tile = TILE_ELEMENTS // block_size
+        quantize_blocks_kernel[(triton.cdiv(num_blocks, tile),)](
+            x, qdata, as_bytes(scale), num_blocks, MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=tile,
+            num_warps=4,
+        )  # fmt: skip
         return qdata, scale
     chunk = min(triton.next_power_of_2(block_size), LONGEST)
     tile = max(1, LONG_ELEMENTS // chunk)
-    quantize_long_blocks_kernel[(triton.cdiv(blocks, tile),)](
-        x, qdata, bytes_of(scale), blocks, block_size, MODE=mode, TILE=tile, CHUNK=chunk, ONE_CHUNK=block_size <= chunk,
-        num_warps=max(4, chunk // 2048),
+    quantize_long_blocks_kernel[(triton.cdiv(num_blocks, tile),)](
+        x, qdata, as_bytes(scale), num_blocks, block_size, MODE=mode, NUM_BLOCKS=tile, CHUNK=chunk,
+        ONE_CHUNK=block_size <= chunk, num_warps=max(4, chunk // 2048),
     )  # fmt: skip
     return qdata, scale
 
 
-def quantize_tiles(
-    x: Tensor, dtype: torch.dtype, mode: str, block_size: int, *, columns: int = 256, num_warps: int = 8
-) -> tuple[Tensor, Tensor]:
-    """mxep::quantize_tiles. ValueError for a block that is no power of two up to 128."""
+def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_2d. ValueError for a block that is no power of two up to 128."""
     if block_size & (block_size - 1) or block_size > 128:
-        raise ValueError(f"block_size: got tiles of {block_size} x {block_size}, want a power of two up to 128 on CUDA")
+        raise ValueError(f"block_size: got {block_size} x {block_size}, want a power of two up to 128 on CUDA")
     x = x.contiguous()
-    *rest, n, k = x.shape
-    qdata = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty((*rest, n // block_size, k // block_size), dtype=SCALE_DTYPE, device=x.device)
+    k = x.shape[-1]
+    qdata, scale = empty_2d(x, dtype, block_size)
     if x.numel():
-        grid = (x.numel() // k // block_size, triton.cdiv(k, columns))
-        quantize_tiles_kernel[grid](
-            x, qdata, bytes_of(scale), k, MODE=mode, BLOCK=block_size, NC=columns, num_warps=num_warps
+        grid = (x.numel() // k // block_size, triton.cdiv(k, BLOCK_N_2D))
+        quantize_2d_kernel[grid](
+            x, qdata, as_bytes(scale), k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_N=BLOCK_N_2D, num_warps=8
         )
     return qdata, scale

@@ -21,10 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant import sigmoid
-from mxep.quant.formats import SCALE_DTYPE
-from mxep.quant.kernels.bounds import valid_rows
-from mxep.quant.kernels.fold import multiprocessors, shifted
-from mxep.quant.kernels.numbers import NAN_BYTE, abs_bits, bytes_of, reciprocal, scale_byte
+from mxep.quant.device import NAN_SCALE, abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax, shifted, valid_rows
+from mxep.quant.shapes import empty_swiglu_scale
 
 WARP_ELEMENTS = 2048
 THREAD_ELEMENTS = 8
@@ -108,14 +106,14 @@ def _tree_sum(chunks):
 
 
 @triton.jit
-def _one_after_another(chunks):
+def _joined(chunks):
     """Chunks (a tuple) as one tensor, padded to a power of two of them with anything. So one store serves them all."""
     if len(chunks) > 1:
         pairs = ()
         for i in tl.static_range(0, len(chunks), 2):
             pair = tl.join(chunks[i], chunks[i + 1 if i + 1 < len(chunks) else i])
             pairs += (tl.reshape(tl.trans(pair), (pair.numel,)),)
-        return _one_after_another(pairs)
+        return _joined(pairs)
     else:
         return chunks[0]
 
@@ -142,34 +140,34 @@ def _store(ptr, values, c: tl.constexpr, COUNT: tl.constexpr):
         tl.store(ptr + element, values, mask=element < COUNT)
 
 
-@triton.jit(do_not_specialize=["rows", "groups"])
+@triton.jit(do_not_specialize=["rows", "num_groups"])
 def swiglu_kernel(
     d_h_ptr,
     gate_up_ptr,
     weight_ptr,
-    ends_ptr,
+    offs_ptr,
     out_ptr,
     scale_ptr,
     d_weight_ptr,
     rows,
-    groups,
+    num_groups,
     F: tl.constexpr,
     CHUNK: tl.constexpr,
     MODE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     FOLDED: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Backward if there is a d_h_ptr; weight_ptr and ends_ptr may be None, too.
+    """Backward if there is a d_h_ptr; weight_ptr and offs_ptr may be None, too.
 
-    MODE None: rounded to out_ptr's dtype. Else quantized with a scale for a row (BLOCK 0) or for BLOCK elements, which
-    divide CHUNK; FOLDED: then folded to one for a row. AHEAD: how many chunks are loaded before their turn.
+    MODE None: rounded to out_ptr's dtype. Else quantized with a scale for a row (BLOCK_SIZE 0) or for BLOCK_SIZE
+    elements, which divide CHUNK; FOLDED: then folded to one for a row. AHEAD: chunks loaded ahead of the one computed.
     """
     BACKWARD: tl.constexpr = d_h_ptr is not None
     PARTS: tl.constexpr = 2 if BACKWARD else 1
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    valid = valid_rows(ends_ptr, groups, rows)
+    valid = valid_rows(offs_ptr, num_groups, rows)
     for row in range(tl.program_id(0), valid, tl.num_programs(0)):
         row64 = tl.cast(row, tl.int64)
         gate_up = gate_up_ptr + row64 * (2 * F)
@@ -177,7 +175,7 @@ def swiglu_kernel(
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + row)
         gates, ups, d_hs = (), (), ()
-        sums, kept, scales = (), (), ()
+        sums, saved, scales = (), (), ()
         for step in tl.static_range(CHUNKS + AHEAD):
             if step < CHUNKS:
                 gates += (_load(gate_up, step, CHUNK, F),)
@@ -201,50 +199,52 @@ def swiglu_kernel(
                 for i in tl.static_range(PARTS):
                     if MODE is None:
                         _store(out + i * F, parts[i], step - AHEAD, F)
-                    elif BLOCK == 0:
-                        kept += (parts[i],)
+                    elif BLOCK_SIZE == 0:
+                        saved += (parts[i],)
                     else:
-                        blocks = tl.reshape(parts[i], (CHUNK // BLOCK, BLOCK))
-                        byte = scale_byte(tl.max(abs_bits(blocks), axis=1), MODE, dtype)
-                        qdata = (blocks * reciprocal(byte)[:, None]).to(dtype)
-                        scales += (byte,)
+                        blocks = tl.reshape(parts[i], (CHUNK // BLOCK_SIZE, BLOCK_SIZE))
+                        scale = scale_of_amax(tl.max(abs_bits(blocks), axis=1), MODE, dtype)
+                        qdata = (blocks * reciprocal(scale)[:, None]).to(dtype)
+                        scales += (scale,)
                         if FOLDED:
-                            kept += (qdata,)
+                            saved += (qdata,)
                         else:
                             _store(out + i * F, tl.reshape(qdata, (CHUNK,)), step - AHEAD, F)
         if FOLDED:
-            # Blocks of zeros need no exception: their byte is 0, as it is if there are just values too small for it.
-            top = scales[0]
-            for k in tl.static_range(1, len(kept)):
-                top = tl.maximum(top, scales[k])
-            top = tl.max(top, axis=0)
-            for k in tl.static_range(len(kept)):
-                qdata = shifted(kept[k], (top - scales[k])[:, None], top == NAN_BYTE).to(dtype)
+            # Blocks of zeros need no exception: their scale is 0, as it is if there are just values too small for it.
+            max_scale = scales[0]
+            for k in tl.static_range(1, len(saved)):
+                max_scale = tl.maximum(max_scale, scales[k])
+            max_scale = tl.max(max_scale, axis=0)
+            for k in tl.static_range(len(saved)):
+                qdata = shifted(saved[k], (max_scale - scales[k])[:, None], max_scale == NAN_SCALE).to(dtype)
                 _store(out + k % PARTS * F, tl.reshape(qdata, (CHUNK,)), k // PARTS, F)
-            tl.store(scale_ptr + row, top.to(tl.uint8))
-        elif len(kept) > 0:
-            bits = abs_bits(kept[0])
-            for k in tl.static_range(1, len(kept)):
-                bits = tl.maximum(bits, abs_bits(kept[k]))
-            byte = scale_byte(tl.max(bits, axis=0), MODE, dtype)
-            factor = reciprocal(byte)
-            for k in tl.static_range(len(kept)):
-                _store(out + k % PARTS * F, kept[k] * factor, k // PARTS, F)
-            tl.store(scale_ptr + row, byte.to(tl.uint8))
+            tl.store(scale_ptr + row, max_scale.to(tl.uint8))
+        elif len(saved) > 0:
+            bits = abs_bits(saved[0])
+            for k in tl.static_range(1, len(saved)):
+                bits = tl.maximum(bits, abs_bits(saved[k]))
+            scale = scale_of_amax(tl.max(bits, axis=0), MODE, dtype)
+            factor = reciprocal(scale)
+            for k in tl.static_range(len(saved)):
+                _store(out + k % PARTS * F, saved[k] * factor, k // PARTS, F)
+            tl.store(scale_ptr + row, scale.to(tl.uint8))
         else:
             for i in tl.static_range(PARTS if len(scales) > 0 else 0):
                 part_scales = ()
                 for c in tl.static_range(CHUNKS):
                     part_scales += (scales[c * PARTS + i],)
-                first = scale_ptr + row64 * (PARTS * F // BLOCK) + i * (F // BLOCK)
-                _store(first, _one_after_another(part_scales), 0, F // BLOCK)
+                first = scale_ptr + row64 * (PARTS * F // BLOCK_SIZE) + i * (F // BLOCK_SIZE)
+                _store(first, _joined(part_scales), 0, F // BLOCK_SIZE)
         if BACKWARD:
             tl.store(d_weight_ptr + row, _tree_sum(sums))
 
 
 def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: int) -> Tensor:
     """mxep::swiglu; tuning as for `_launch`."""
-    return _launch(None, gate_up, row_weight, offs, None, None, **tuning)[0]
+    out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+    _launch(None, gate_up, row_weight, offs, out, **tuning)
+    return out
 
 
 def swiglu_quantize(
@@ -258,8 +258,9 @@ def swiglu_quantize(
     **tuning: int,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_quantize; tuning as for `_launch`, which says what blocks there may be."""
-    quantized = dtype, mode, block_size, folded
-    qdata, scale = _launch(None, gate_up, row_weight, offs, quantized, None, **tuning)
+    qdata = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=dtype)
+    scale = empty_swiglu_scale(gate_up, qdata.shape[1], block_size, folded)
+    _launch(None, gate_up, row_weight, offs, qdata, scale, None, mode, block_size, folded, **tuning)
     return qdata, scale
 
 
@@ -267,7 +268,8 @@ def swiglu_backward(
     d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: int
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward; tuning as for `_launch`."""
-    d_gate_up, d_row_weight = _launch(d_h, gate_up, row_weight, offs, None, None, **tuning)
+    d_gate_up, d_row_weight = gate_up.new_empty(gate_up.shape), gate_up.new_empty(len(gate_up), dtype=torch.float32)
+    _launch(d_h, gate_up, row_weight, offs, d_gate_up, None, d_row_weight, **tuning)
     return d_gate_up, d_row_weight
 
 
@@ -276,32 +278,19 @@ def swiglu_backward_quantize(
     gate_up: Tensor,
     row_weight: Tensor | None,
     offs: Tensor | None,
-    dtype: torch.dtype,
-    mode: str,
-    block_size: int,
-    folded: bool,
-    **tuning: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """mxep::swiglu_backward_quantize; tuning as for `_launch`, which says what blocks there may be."""
-    quantized = dtype, mode, block_size, folded
-    qdata, scale, d_row_weight = _launch(d_h, gate_up, row_weight, offs, quantized, None, **tuning)
-    return qdata, scale, d_row_weight
-
-
-def swiglu_backward_overwrite(
-    d_h: Tensor,
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
+    out: Tensor,
     mode: str,
     block_size: int,
     folded: bool,
     **tuning: int,
 ) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu_backward_overwrite: qdata over d_h, as a row's maximum comes after its loads, before its stores."""
-    quantized = dtype, mode, block_size, folded
-    _, scale, d_row_weight = _launch(d_h, gate_up, row_weight, offs, quantized, d_h.view(dtype), **tuning)
+    """mxep::swiglu_backward_quantize; tuning as for `_launch`, which says what blocks there may be.
+
+    out may be d_h's memory if a row has one scale: the row's maximum comes after its loads, before its stores.
+    """
+    scale = empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded)
+    d_row_weight = gate_up.new_empty(len(gate_up), dtype=torch.float32)
+    _launch(d_h, gate_up, row_weight, offs, out, scale, d_row_weight, mode, block_size, folded, **tuning)
     return scale, d_row_weight
 
 
@@ -310,41 +299,35 @@ def _launch(
     gate_up: Tensor,
     row_weight: Tensor | None,
     offs: Tensor | None,
-    quantized: tuple[torch.dtype, str, int, bool] | None,
-    out: Tensor | None,
+    out: Tensor,
+    scale: Tensor | None = None,
+    d_row_weight: Tensor | None = None,
+    mode: str | None = None,
+    block_size: int = 0,
+    folded: bool = False,
     *,
     warp_elements: int | None = None,
     thread_elements: int | None = None,
     ahead: int = AHEAD,
     programs_per_sm: int = PROGRAMS_PER_SM,
-    max_registers: int | None = None,
-) -> list[Tensor]:
-    """The result, its scale if it is `quantized` (dtype, mode, block, folded), and backward d_row_weight.
+) -> None:
+    """Into out, into its scale if there is a mode, and backward (with d_h) into d_row_weight.
 
-    out: memory of the result; None: new.
     warp_elements: elements of a row, padded to a power of two, for each warp of its program.
     thread_elements: elements of a chunk for each thread; by default 16 where that divides F, else 8, or 4.
-    ahead: chunks loaded before their turn.
+    ahead: chunks loaded ahead of the one computed.
     programs_per_sm: as many as start; they take several rows if there are more.
-    max_registers: of a thread, whatever that spills; None for what the compiler likes.
     ValueError for a block that is neither the whole row nor a power of two that divides F.
     """
     rows, F = gate_up.shape[0], gate_up.shape[1] // 2
-    width = F if d_h is None else 2 * F
-    dtype, mode, block_size, folded = quantized or (gate_up.dtype, None, width, False)
-    by_row = block_size == width
+    width = out.shape[1]
+    by_row = block_size == width or mode is None
     if not by_row and (block_size & (block_size - 1) or F % block_size):
         raise ValueError(
             f"block_size: got {block_size}, want the whole row, {width}, or a power of two that divides {F}, on CUDA"
         )
-    results = [torch.empty((rows, width), dtype=dtype, device=gate_up.device) if out is None else out]
-    if mode is not None:
-        scales = 1 if folded else width // block_size
-        results.append(torch.empty((rows, scales), dtype=SCALE_DTYPE, device=gate_up.device))
-    if d_h is not None:
-        results.append(torch.empty(rows, dtype=torch.float32, device=gate_up.device))
     if rows == 0:
-        return results
+        return
 
     padded = max(8, triton.next_power_of_2(F))
     if warp_elements is None:
@@ -358,24 +341,9 @@ def _launch(
         if triton.cdiv(F, chunk) * chunk > 1.1 * F:
             chunk //= 2
     chunk = min(chunk, padded)
-    swiglu_kernel[(min(rows, programs_per_sm * multiprocessors(gate_up.device)),)](
-        None if d_h is None else d_h.contiguous(),
-        gate_up.contiguous(),
-        row_weight,
-        offs,
-        results[0],
-        None if mode is None else bytes_of(results[1]),
-        None if d_h is None else results[-1],
-        rows,
-        0 if offs is None else offs.shape[0],
-        F=F,
-        CHUNK=chunk if by_row else max(chunk, block_size),
-        MODE=mode,
-        BLOCK=0 if by_row else block_size,
-        FOLDED=folded and not by_row,
-        AHEAD=ahead,
-        num_warps=num_warps,
-        maxnreg=max_registers,
-        enable_fp_fusion=False,
-    )
-    return results
+    swiglu_kernel[(min(rows, programs_per_sm * num_sms(gate_up.device)),)](
+        None if d_h is None else d_h.contiguous(), gate_up.contiguous(), row_weight, offs,
+        out, None if scale is None else as_bytes(scale), d_row_weight, rows, 0 if offs is None else offs.shape[0],
+        F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK_SIZE=0 if by_row else block_size,
+        FOLDED=folded and not by_row, AHEAD=ahead, num_warps=num_warps, maxnreg=None, enable_fp_fusion=False,
+    )  # fmt: skip

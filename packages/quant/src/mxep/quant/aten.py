@@ -1,4 +1,5 @@
-"""The aten ops an MXTensor knows: those that move, turn, slice, join or copy qdata and scales together. No arithmetic.
+"""The aten ops an MXTensor knows: those that move, transpose, slice, join or copy qdata and scales together. No
+arithmetic.
 
 Every handler takes (func, args, kwargs) as `__torch_dispatch__` gets them, args[0] being the MXTensor, if not said.
 """
@@ -6,29 +7,30 @@ Every handler takes (func, args, kwargs) as `__torch_dispatch__` gets them, args
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mxep.quant.tensor import MXTensor
+from mxep.quant.ops import bytewise
 
 aten = torch.ops.aten
+MX = Any
+"""An MXTensor, whose module imports this one."""
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _map(mx: "MXTensor", fn: Callable[[Tensor], Tensor]) -> "MXTensor":
+def _map(mx: MX, fn: Callable[[Tensor], Tensor]) -> MX:
     index = None if mx.row_index is None else fn(mx.row_index)
     return mx.with_parts(fn(mx.qdata), fn(mx.scale), index)
 
 
-def _same_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
+def _same_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     return _map(args[0], lambda part: func(part, **kwargs))
 
 
-def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
-    """Codes, scales and index of any value, in the memory that is asked for."""
+def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
+    """qdata, scales and index of any value, in the memory that is asked for."""
     mx = args[0]
     if kwargs.get("dtype") not in (None, mx.dtype):
         raise NotImplementedError(f"{func} of an MXTensor as {kwargs['dtype']}: want {mx.dtype}, its own")
@@ -42,10 +44,10 @@ def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Between MXTensors that agree in all but their bytes; into a plain tensor go the values."""
+    """Between MXTensors that agree in all but their bytes; a plain tensor takes the values."""
     to, source = args[:2]
     if not hasattr(to, "qdata"):
-        return func(to, source.dequantize(), *args[2:], **kwargs)  # type: ignore[no-any-return]
+        return func(to, source.dequantize(), *args[2:], **kwargs)
     if not hasattr(source, "qdata"):
         raise NotImplementedError(f"{func} of a plain tensor into an MXTensor: quantize it first")
     kinds = [(mx.shape, mx.format, mx.axis, mx.block_size, mx.row_index is None, mx.qdata.shape) for mx in (to, source)]
@@ -53,10 +55,10 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         raise NotImplementedError(f"{func} into {to!r} from {source!r}: want shape, format, axis, block and rows alike")
     for name in to.__tensor_flatten__()[0]:
         func(getattr(to, name), getattr(source, name), *args[2:], **kwargs)
-    return to  # type: ignore[no-any-return]
+    return to
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     mx, size = args
     if -1 in size and mx.numel():
         known = math.prod(n for n in size if n != -1)
@@ -69,7 +71,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor
     return _map(mx, aten.alias.default)
 
 
-def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     mx = args[0]
     if kwargs.get("dtype") not in (None, mx.dtype):
         raise NotImplementedError(f"{func} of an MXTensor to {kwargs['dtype']}: call .dequantize({kwargs['dtype']})")
@@ -77,49 +79,47 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTen
     return _map(mx, lambda part: func(part, **kwargs))
 
 
-def _turned(mx: "MXTensor") -> "MXTensor":
+def _transposed(mx: MX) -> MX:
     if mx.row_index is not None:
         raise NotImplementedError("an MXTensor with a row index cannot be transposed: call .materialize() first")
     axis = -3 - mx.axis if isinstance(mx.axis, int) else mx.axis
     return mx.with_parts(mx.qdata.mT, mx.scale.mT, None, axis)
 
 
-def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
-    return _turned(args[0])
+def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
+    return _transposed(args[0])
 
 
-def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
-    mx: MXTensor = args[0]
+def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
+    mx = args[0]
     dims = args[1:]
     if sorted(dim % mx.ndim for dim in dims) != [mx.ndim - 2, mx.ndim - 1]:
         raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be transposed")
-    return _turned(mx)
+    return _transposed(mx)
 
 
-def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
-    mx: MXTensor = args[0]
+def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
+    mx = args[0]
     dims = args[1]
     *rest, a, b = range(mx.ndim)
     if [dim % mx.ndim for dim in dims] != [*rest, b, a]:
         raise NotImplementedError(f"{func} of an MXTensor to {dims}: only its last two axes can be transposed")
-    return _turned(mx)
+    return _transposed(mx)
 
 
-def _slice_arguments(
-    dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> tuple[int, int | None, int | None, int]:
-    return dim, start, end, step
+def _blocked(mx: MX) -> tuple[int, ...]:
+    """Its blocked axes."""
+    return (mx.axis,) if isinstance(mx.axis, int) else mx.axis
 
 
-def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
+def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     """Rows anywhere; along a blocked axis whole blocks only (ValueError)."""
-    mx: MXTensor = args[0]
-    dim, start, end, step = _slice_arguments(*args[1:])
+    mx = args[0]
+    dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
     dim = dim % mx.ndim - mx.ndim
-    axes = (mx.axis,) if isinstance(mx.axis, int) else mx.axis
     if mx.row_index is not None and dim == -2:
         return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, start, end, step))
-    if dim not in axes:
+    if dim not in _blocked(mx):
         return mx.with_parts(func(mx.qdata, dim, start, end, step), func(mx.scale, dim, start, end, step), mx.row_index)
     first, last, _ = slice(start, end).indices(mx.shape[dim])
     if first % mx.block_size or last % mx.block_size or step != 1:
@@ -131,7 +131,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTenso
     return mx.with_parts(qdata, func(mx.scale, dim, first // mx.block_size, last // mx.block_size), mx.row_index)
 
 
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list["MXTensor"]:
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MX]:
     """Slices one after another, of one size or of the sizes given."""
     mx, sizes, dim = args if len(args) == 3 else (*args, 0)
     length = mx.shape[dim]
@@ -141,12 +141,7 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list["MX
     return [_slice(aten.slice.Tensor, (mx, dim, end - size, end), {}) for size, end in zip(sizes, ends)]
 
 
-def _bytewise(fn: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
-    """fn, which only moves elements, of 8-bit floats: torch lacks some of that for these dtypes."""
-    return fn(part.view(torch.uint8)).view(part.dtype)
-
-
-def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
+def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     """MXTensors of one format, axis, block and dtype, along any axis; a row index is applied."""
     tensors, dim = args[0], (args[1] if len(args) > 1 else 0)
     kinds = {(mx.format, mx.axis, mx.block_size, mx.dtype, mx.ndim) if hasattr(mx, "qdata") else None for mx in tensors}
@@ -157,23 +152,22 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor"
     parts = [[part.view(torch.uint8) for part in same] for same in zip(*((mx.qdata, mx.scale) for mx in dense))]
     qdata, scale = (func(same, dim) for same in parts)
     first = dense[0]
-    return first.with_parts(qdata.view(first.qdata.dtype), scale.view(first.scale.dtype))  # type: ignore[no-any-return]
+    return first.with_parts(qdata.view(first.qdata.dtype), scale.view(first.scale.dtype))
 
 
-def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
+def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     mx, dim, index = args
     dim = dim % mx.ndim - mx.ndim
-    axes = (mx.axis,) if isinstance(mx.axis, int) else mx.axis
-    if dim in axes:
+    if dim in _blocked(mx):
         raise NotImplementedError(f"{func} of an MXTensor along its blocked axis {dim}: call .dequantize() first")
     if mx.row_index is not None and dim == -2:
-        return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, index))  # type: ignore[no-any-return]
-    picked = [_bytewise(lambda part: func(part, dim, index), part) for part in (mx.qdata, mx.scale)]
-    return mx.with_parts(*picked, mx.row_index)  # type: ignore[no-any-return]
+        return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, index))
+    picked = [bytewise(lambda part: func(part, dim, index), part) for part in (mx.qdata, mx.scale)]
+    return mx.with_parts(*picked, mx.row_index)
 
 
-def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "MXTensor":
-    mx: MXTensor = args[0]
+def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
+    mx = args[0]
     dim, index = args[1:]
     if dim % mx.ndim >= mx.ndim - 2:
         raise NotImplementedError(f"{func} of an MXTensor along {dim}: slice rows, or call .dequantize() first")

@@ -1,0 +1,85 @@
+"""Empty results: the shapes that ops, their fakes and their launchers agree on.
+
+N, R rows, K columns, G groups. A capacity is static: it has room for groups of any sizes, which only the device knows.
+"""
+
+import torch
+from torch import Tensor
+
+from mxep.quant.formats import BLOCK, SCALE_DTYPE
+
+SWIZZLE_ROWS, SWIZZLE_COLS = 128, 4
+"""Scales in a swizzled tile, see `mxep.quant.swizzle`."""
+
+
+def round_up(n: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is at least n (n >= 0); also fine for symbolic n."""
+    return (n + alignment - 1) // alignment * alignment
+
+
+def padded_rows(rows: int, num_groups: int, alignment: int) -> int:
+    """Room for `rows` rows in groups that are each padded to `alignment`."""
+    return round_up(rows + num_groups * (alignment - 1), alignment)
+
+
+def swizzled_shape(rows: int, cols: int, offs: Tensor | None) -> tuple[int, int]:
+    """Shape of the swizzled scales of a matrix of (rows, cols) of them, or of its groups."""
+    num_groups = 0 if offs is None else offs.shape[0]
+    height = rows + num_groups * (SWIZZLE_ROWS - 1)
+    return round_up(height, SWIZZLE_ROWS), round_up(cols, SWIZZLE_COLS)
+
+
+def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
+    """Rows of `stored` (..., S, K) as its row index, if there is one, picks them."""
+    return stored.shape[-2] if row_index is None else row_index.shape[0]
+
+
+def empty_rows(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor]:
+    """qdata (..., K) and scale (..., K/block_size) of x (..., K) quantized along rows."""
+    *rest, k = x.shape
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, k // block_size), dtype=SCALE_DTYPE)
+
+
+def empty_columns(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor]:
+    """qdata (..., K, N) and scale (..., N/block_size, K) of x (..., N, K) quantized along columns."""
+    *rest, n, k = x.shape
+    return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block_size, k), dtype=SCALE_DTYPE)
+
+
+def empty_2d(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor]:
+    """qdata (..., N, K) and scale (..., N/block_size, K/block_size) of x (..., N, K) quantized in square blocks."""
+    *rest, n, k = x.shape
+    scale_shape = *rest, n // block_size, k // block_size
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(scale_shape, dtype=SCALE_DTYPE)
+
+
+def empty_both(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`empty_rows`, the scale transposed, and `empty_columns`."""
+    *rest, n, k = x.shape
+    scale = x.new_empty((*rest, k // block_size, n), dtype=SCALE_DTYPE)
+    return x.new_empty(x.shape, dtype=dtype), scale, *empty_columns(x, dtype, block_size)
+
+
+def empty_requantized(qdata: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """qdata (..., K, R) and scale (..., R/32, K) of qdata (..., S, K) in new blocks along its rows."""
+    *rest, _, k = qdata.shape
+    rows = num_rows(qdata, row_index)
+    scale = qdata.new_empty((*rest, rows // BLOCK, k), dtype=SCALE_DTYPE)
+    return qdata.new_empty((*rest, k, rows), dtype=dtype), scale
+
+
+def empty_folded(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
+    """qdata (..., R, K) and scale (..., R, 1) of qdata (..., S, K) folded."""
+    *rest, _, k = qdata.shape
+    rows = num_rows(qdata, row_index)
+    return qdata.new_empty((*rest, rows, k)), scale.new_empty((*rest, rows, 1))
+
+
+def empty_swiglu_scale(gate_up: Tensor, width: int, block_size: int, folded: bool) -> Tensor:
+    """scale (R, width/block_size) or, folded, (R, 1) of a result (R, width)."""
+    return gate_up.new_empty((gate_up.shape[0], 1 if folded else width // block_size), dtype=SCALE_DTYPE)
+
+
+def empty_picked(x: Tensor, row_index: Tensor) -> Tensor:
+    """Rows of x (S, ...): (R, ...)."""
+    return x.new_empty((row_index.shape[0], *x.shape[1:]))
