@@ -1,0 +1,138 @@
+"""What kernels share, those of other packages too: Triton device functions, and a few helpers of launchers.
+
+    scales   abs_bits -> scale_of_amax -> reciprocal           to quantize: `mxep.quant.scales`, bit for bit
+             power_of_two                                      to dequantize
+             shifted                                           to fold: `mxep.quant.fold.shift_qdata`
+    groups   valid_rows, group_bounds                          where groups of rows lie
+    host     as_bytes, rows_of, num_sms, on_hopper             for launchers
+
+Scales are int32 here, 0 to 255. Element formats are named by Triton's dtypes, tl.float8e4nv and tl.float8e5. Casts to
+them saturate and round to nearest even, and make 0x7f of any NaN.
+
+The host cannot look at `offs` without a stop, so a kernel trusts no number there: bounds are clamped to the rows that
+the buffer has. Of offs that are too large, negative or out of order results are unspecified, but nothing is read or
+written outside.
+
+    offs 64, 32, 500 in a buffer of 128 rows:  groups 0 to 64, 64 to 32 (no rows), 32 to 128;  128 valid rows
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+NAN_SCALE = tl.constexpr(255)
+_INF = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC00000)
+_MANTISSA = tl.constexpr(0x7FFFFF)
+_TWO_TO_MINUS_127 = tl.constexpr(0x400000)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Scales as Triton takes them: uint8, as it has no e8m0."""
+    return x.view(torch.uint8)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x (..., R, n) as (rows, n) with elements one after another, a copy only where strides ask for one."""
+    x = x.flatten(0, -2)
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def num_sms(device: torch.device) -> int:
+    """How many SMs the device has; 1 under the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def on_hopper(**options: int) -> dict[str, int]:
+    """Launch options measured on sm_90, for that target alone."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return {}
+    from triton.runtime import driver
+
+    return options if driver.active.get_current_target().arch == 90 else {}
+
+
+@triton.jit
+def abs_bits(x):
+    """The bits of |x| (x fp32) as int32. They sort as the magnitudes do, Inf above all numbers, NaN above Inf."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of_amax(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
+    """Scale (int32) of a block whose largest `abs_bits` are `bits`, for qdata of DTYPE."""
+    E4M3: tl.constexpr = DTYPE == tl.float8e4nv
+    MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 15
+    if MODE == "rceil":
+        reciprocal_of_max: tl.constexpr = 1.0 / 448.0 if E4M3 else 1.0 / 57344.0
+        ratio = (bits.to(tl.float32, bitcast=True) * reciprocal_of_max).to(tl.int32, bitcast=True)
+        scale = tl.where(ratio <= _TWO_TO_MINUS_127, 0, (ratio + _MANTISSA) >> 23)
+    elif MODE == "floor":
+        scale = (bits >> 23) - MAX_EXPONENT
+    elif MODE == "ceil":
+        scale = ((bits + _MANTISSA) >> 23) - MAX_EXPONENT
+    else:
+        tl.static_assert(MODE == "even")
+        scale = ((bits + (0x80000 if E4M3 else 0x100000)) >> 23) - MAX_EXPONENT
+    if MODE != "rceil":
+        scale = tl.maximum(scale, 0)
+    return tl.where(bits >= _INF, NAN_SCALE, scale)
+
+
+@triton.jit
+def power_of_two(scale):
+    """2**(scale - 127) in fp32, for scales 0 to 254; NaN for 255."""
+    bits = tl.maximum(scale << 23, _TWO_TO_MINUS_127)
+    return tl.where(scale == NAN_SCALE, _NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reciprocal(scale):
+    """2**(127 - scale) in fp32, for scales 0 to 253 (`scale_of_amax` makes none above 247); NaN for 255."""
+    return tl.where(scale == NAN_SCALE, _NAN, (254 - scale) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _half_power_of_two(exponent):
+    """2**exponent in fp16, for exponents (int32) -24 to 15 (the cast makes subnormals), NaN for 128."""
+    bits = tl.where(exponent == 128, 0x7FC00000, (exponent + 127) << 23)
+    return bits.to(tl.float32, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def shifted(qdata, shift, is_nan):
+    """The values qdata * 2**-shift in fp16; cast to the format of qdata they are `mxep.quant.fold.shift_qdata`.
+
+    qdata: fp8. shift: int32, not negative; is_nan: where all becomes NaN; both broadcast to qdata.
+    Exact wherever the cast leaves something of a value: half the smallest subnormal, 2**-10 in E4M3 and 2**-17 in E5M2,
+    and 4 or 3 significant bits from there up are multiples of 2**-24. NaN and Inf become NaN.
+    """
+    values = qdata.to(tl.float16)
+    if qdata.dtype == tl.float8e4nv:
+        values *= _half_power_of_two(tl.where(is_nan, 128, -tl.minimum(shift, 19)))
+    else:
+        shift = tl.minimum(shift, 33)
+        first = tl.minimum(shift, 9)  # 2**-33 is no fp16 number
+        zero_or_nan = values * 0.0
+        values *= _half_power_of_two(tl.where(is_nan, 128, -first))
+        values = values * _half_power_of_two(first - shift) + zero_or_nan
+    return values
+
+
+@triton.jit
+def valid_rows(offs_ptr, num_groups, rows):
+    """The end of the last group, at most `rows`; below 0 it means no rows, too. `rows` if offs_ptr is None."""
+    if offs_ptr is None:
+        return rows
+    else:
+        return tl.minimum(tl.load(offs_ptr + num_groups - 1), rows)
+
+
+@triton.jit
+def group_bounds(group, offs_ptr, num_groups, rows):
+    """(start, end), 0 to `rows`, of each of `group` (a tensor); start > end where offs are out of order."""
+    end = tl.load(offs_ptr + group, mask=group < num_groups, other=0)
+    start = tl.load(offs_ptr + group - 1, mask=(group > 0) & (group < num_groups), other=0)
+    return tl.maximum(tl.minimum(start, rows), 0), tl.maximum(tl.minimum(end, rows), 0)
