@@ -33,7 +33,8 @@ from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
 
 HARMFUL_DB = 40.0
 """SNR of folding below which other backends are advised; MX itself stands near 28 dB."""
-_PRODUCTS = {"forward": "forward", "dgrad": "dgrad", "prepare_wgrad": "wgrad"}
+_WATCHED = {"forward": "forward", "dgrad": "dgrad", "prepare_wgrad": "wgrad"}
+_WATCHED |= {"quantize_weight_rowwise": "", "quantize_weight_colwise": ""}
 
 
 @dataclass
@@ -69,41 +70,44 @@ class FoldReport(dict[tuple[str, tuple[int, ...], str], FoldedProduct]):
 @contextlib.contextmanager
 def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
     """Report on all products of MX operands of the process while it is open. model: whose names modules get."""
-    report, modules, module_of_node, inside = FoldReport(), list[str](), dict[Any, str](), threading.local()
+    report, modules, inside = FoldReport(), list[str](), threading.local()
     names = {module: name or "model" for name, module in model.named_modules()} if model else {}
+    owner: dict[Any, str] = {}  # the module of what was multiplied in forward, by address
 
-    def watched(product: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def run(backend: Any, x: Tensor, y: Tensor, offs: Tensor, *args: Any, **options: Any) -> Any:
-            outer, inside.method = getattr(inside, "method", None), product  # one may call another
-            try:
-                if outer is None and isinstance(x, MXTensor) and isinstance(y, MXTensor):
-                    record(product, x, y, offs)
-                return method(backend, x, y, offs, *args, **options)
-            finally:
-                inside.method = outer
-
-        return run
-
-    @torch.no_grad()
     def record(product: str, x: MXTensor, y: MXTensor, offs: Tensor) -> None:
-        weight = (len(offs), x.shape[1], y.shape[1]) if product == "wgrad" else tuple(y.shape)
-        if product == "forward":  # a backward is known by the number of its node, which has just been made
-            module = modules[-1] if modules else ""
-            module_of_node[torch._C._autograd._get_sequence_nr() - 1, weight] = module
-        else:
-            node: Any = torch._C._current_autograd_node()
-            module = module_of_node.get((node and node._sequence_nr(), weight), "")
-        p = report.setdefault((module, weight, product), FoldedProduct(module, weight, product))
+        shape = (len(offs), x.shape[1], y.shape[1]) if product == "wgrad" else tuple(y.shape)
+        if product == "forward":
+            owner[_address(x), shape] = owner[_address(y)] = modules[-1] if modules else ""
+        module = owner.get((_address(y), shape) if product == "wgrad" else _address(y), "")
+        p = report.setdefault((module, shape, product), FoldedProduct(module, shape, product))
         p.calls += 1
         (_add_wgrad if product == "wgrad" else _add_product)(p, x, y.mT if product == "dgrad" else y, offs)
 
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(backend: Any, x: Tensor, y: Any, *args: Any, **options: Any) -> Any:
+            outer, inside.name = getattr(inside, "name", None), name  # one method may call another
+            try:
+                if outer is None and isinstance(x, MXTensor) and isinstance(y, MXTensor):
+                    with torch.no_grad():
+                        record(_WATCHED[name], x, y, args[0])
+                out = method(backend, x, y, *args, **options)
+            finally:
+                inside.name = outer
+            if name == "quantize_weight_rowwise":
+                owner[_address(x)] = modules[-1] if modules else ""
+            elif name == "quantize_weight_colwise":
+                owner[_address(out)] = owner.get(_address(x), "")
+            return out
+
+        return run
+
     with contextlib.ExitStack() as stack:
         for cls in _subclasses(Backend):
-            for name in vars(cls).keys() & {*_PRODUCTS, "wants_rowwise"}:
+            for name in vars(cls).keys() & {*_WATCHED, "wants_rowwise"}:
                 found = vars(cls)[name]
                 stack.callback(setattr, cls, name, found)
-                setattr(cls, name, watched(_PRODUCTS[name], found) if name in _PRODUCTS else False)
+                setattr(cls, name, watched(name, found) if name in _WATCHED else False)
         push = register_module_forward_pre_hook(lambda m, _: modules.append(names.get(m, type(m).__name__)))
         pop = register_module_forward_hook(lambda *_: modules.pop() and None, always_call=True)
         stack.callback(push.remove)
@@ -111,6 +115,10 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield report
+
+
+def _address(x: Tensor) -> int:
+    return (x.qdata if isinstance(x, MXTensor) else x).data_ptr()
 
 
 def _subclasses(cls: type) -> set[type]:
@@ -142,10 +150,13 @@ def _add_wgrad(p: FoldedProduct, dy: MXTensor, a: MXTensor, offs: Tensor) -> Non
         p.elements += values.numel()
         p.rounded += int(((after != values) & after.isfinite()).sum())
         p.flushed += int(((after == 0) & (values != 0)).sum())
-    p.spread = max([p.spread, *behind[x.any(1) & y.any(1)].tolist()])
+    spreads = (fold_with_stats(v, offs=offs)[1].spread[:valid] for v in (dy, a))
+    p.spread = max([p.spread, *behind[x.any(1) & y.any(1)].tolist(), *torch.cat((*spreads,)).tolist()])
     exact = grouped_wgrad_reference(y, None, None, x, None, None, offs, torch.float32)
     parts = folded.y_t, folded.x_t, folded.exponent, folded.ends
-    _add_snr(p, exact, fp8_grouped_wgrad.reference(*parts, torch.float32))
+    product = fp8_grouped_wgrad.reference(*parts, torch.float32)
+    _add_snr(p, exact, product)
+    _add_snr(p, exact.mT, product.mT)
 
 
 def _max_scale(mx: MXTensor, valid: int) -> Tensor:

@@ -68,7 +68,7 @@ def quantize_weight_rowwise(
 
 
 def quantize_weight_colwise(w: Tensor, recipe: Recipe, amax: Tensor | None = None, *, per_row: bool = False) -> Tensor:
-    """w blocked along N; the same tensor as rowwise with 2-D blocks. amax: of `quantize_weight_rowwise`. No gradient."""
+    """w blocked along N; with 2-D blocks as rowwise. amax: of `quantize_weight_rowwise`. No gradient."""
     if recipe.scaling == "none" or is_2d(recipe, per_row):
         return quantize_weight_rowwise(w, recipe)[0]
     block_size = None if per_row else recipe.block_size

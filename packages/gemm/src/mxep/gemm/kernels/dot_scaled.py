@@ -115,9 +115,9 @@ def grouped_mm_kernel(
         n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         batch = g.to(tl.int64)
         sums = _product(
-            a_ptr + source * a_stride, a_scale_ptr + source * a_scale_stride, mask,
-            a_stride_c, a_scale_stride_c,
-            w_ptr + batch * w_stride_g + n.to(tl.int64) * w_stride, w_scale_ptr + batch * w_scale_stride_g + (n // W_BLOCK).to(tl.int64) * w_scale_stride,
+            a_ptr + source * a_stride, a_scale_ptr + source * a_scale_stride, mask, a_stride_c, a_scale_stride_c,
+            w_ptr + batch * w_stride_g + n.to(tl.int64) * w_stride,
+            w_scale_ptr + batch * w_scale_stride_g + (n // W_BLOCK).to(tl.int64) * w_scale_stride,
             n < N, w_stride_c, w_scale_stride_c, C, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         out = out_ptr + (row0 + row).to(tl.int64) * out_stride
@@ -159,9 +159,11 @@ def grouped_wgrad_kernel(
         row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         sums = _product(
-            y_ptr + row.to(tl.int64) * y_stride + m * y_stride_m, y_scale_ptr + row.to(tl.int64) * y_scale_stride + block * y_scale_stride_m, row < N,
-            y_stride_m, y_scale_stride_m,
-            x_ptr + n.to(tl.int64) * x_stride + m * x_stride_m, x_scale_ptr + n.to(tl.int64) * x_scale_stride + block * x_scale_stride_m,
+            y_ptr + row.to(tl.int64) * y_stride + m * y_stride_m,
+            y_scale_ptr + row.to(tl.int64) * y_scale_stride + block * y_scale_stride_m,
+            row < N, y_stride_m, y_scale_stride_m,
+            x_ptr + n.to(tl.int64) * x_stride + m * x_stride_m,
+            x_scale_ptr + n.to(tl.int64) * x_scale_stride + block * x_scale_stride_m,
             n < K, x_stride_m, x_scale_stride_m, length, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         out = out_ptr + (g.to(tl.int64) * N + row) * K

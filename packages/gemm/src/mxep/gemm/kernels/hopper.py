@@ -15,7 +15,7 @@ from mxep.quant.launch import launch
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, HOPPER_BLOCK_K
 STAGES = 4
 INTERVAL = 2
-"""Stages of BLOCK_K between promotions: 256. Fewer cost additions, more leave the loads no slack (all 4 stages held)."""
+"""Stages between promotions: 256 products. Fewer cost additions, more leave loads no slack (all 4 stages held)."""
 GROUP_M = 16
 """Tiles go down so many rows of tiles, then to the next column of them, so that programs share what L2 holds."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24

@@ -8,11 +8,10 @@ one by one from a counter and passes their numbers on, as groups differ along a 
 some SMs for a while. The next tile loads while one is stored; half of a tile is stored while the other half is still
 multiplied. offs are read on the device; a group without rows costs nothing, or, along a ragged contraction, its zeros.
 
-Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then. A second
-accumulator of the whole tile does not fit the registers (2 x 128 of 240 a thread). So each warpgroup multiplies into 64
-registers one half of its columns over INTERVAL stages, adds them to that half's sum in fp32, then does the other half
-over the same stages, which stay in shared memory meanwhile; one warpgroup adds while the other multiplies. Stages that
-are no whole interval come first, one by one.
+Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then, and a
+second accumulator of a tile does not fit the registers (2 x 128 of 240 a thread). So each warpgroup multiplies half of
+its columns into 64 registers over INTERVAL stages, adds them to that half's sum in fp32, then does the other half over
+the same stages. One warpgroup adds while the other multiplies. Stages that are no full interval come first, one by one.
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
@@ -23,13 +22,9 @@ align). Stages past the end of K, or of a group, are read past the tensor's end,
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as wgmma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as wgmma_wait
 
 if hasattr(tma, "async_load"):
     load_tile, store_tile = tma.async_load, tma.async_store
@@ -133,7 +128,7 @@ def _begin(
             mbarrier.wait(full.index(stage), ((step + u) // STAGES) & 1)
         a = a_tiles.index(stage).slice(WHO * 64, 64, dim=0)
         b = b_tiles.index(stage).slice(HALF * WIDTH, WIDTH, dim=0).permute((1, 0))
-        part = warpgroup_mma(a, b, part, use_acc=u > 0, is_async=True)
+        part = wgmma(a, b, part, use_acc=u > 0, is_async=True)
     return part
 
 
@@ -142,7 +137,7 @@ def _finish(part, empty, step, INTERVAL: gl.constexpr):
     """Wait for the second half, releasing one stage after the other."""
     STAGES: gl.constexpr = empty.type.shape[0]
     for u in gl.static_range(INTERVAL):
-        part = warpgroup_mma_wait(INTERVAL - 1 - u, deps=[part])
+        part = wgmma_wait(INTERVAL - 1 - u, deps=[part])
         mbarrier.arrive(empty.index((step + u) % STAGES), count=1)
     return part
 
@@ -151,7 +146,7 @@ def _finish(part, empty, step, INTERVAL: gl.constexpr):
 def _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, SUM: gl.constexpr):
     """Both halves' sums, and what INTERVAL stages add to them."""
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
-    sum0 += warpgroup_mma_wait(0, deps=[part])
+    sum0 += wgmma_wait(0, deps=[part])
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
     sum1 += _finish(part, empty, step, INTERVAL)
     return sum0, sum1
@@ -169,9 +164,8 @@ def _power(scale):
 def _before_and_after(scale):
     """Two factors of a row's `_power`: one before the column's, and what is left of it after, mostly 1.
 
-    A sum of products of qdata is 0 or within 2^-32 to 2^47. So, whatever the scales, a sum times a row's 2^-64 to 2^80,
-    times the column's scale, times the rest leaves the range of fp32 only where the result does: no 2^127 of a row
-    meets a sum before a column's 2^-127 has.
+    A sum of products of qdata is 0 or within 2^-32 to 2^47. Times a row's 2^-64 to 2^80, the column's scale and the
+    rest, in this order, it leaves the range of fp32 only where the result does.
     """
     scale = scale.to(gl.int32)
     before = gl.maximum(gl.minimum(scale, 127 + MAX_BEFORE), 127 + MIN_BEFORE)
@@ -248,8 +242,7 @@ def _tile(
     i, j = _position(tile, m_tiles, n_tiles, GROUP_M)
     row = i * BLOCK_M + WHO * 64
     column = j * BLOCK_N
-    bias0 = None
-    bias1 = None
+    bias0, bias1, scale0, scale1 = None, None, None, None
     if RAGGED == "rows":
         row += start
         row_end = end
@@ -265,9 +258,7 @@ def _tile(
         row_end = (g + 1) * M
         e = gl.load(a_scale_ptr + g)
         row_scale = _power(127 + (e >> 1)) * factor, _power(127 + (e - (e >> 1)))
-        scale0 = None
-        scale1 = None
-    sum0 += warpgroup_mma_wait(0, deps=[part])
+    sum0 += wgmma_wait(0, deps=[part])
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
     _store(sum0, out_ptr, out_desc, staging, row_scale, scale0, bias0, row, row_end, column, N, ADD)
     sum1 += _finish(part, empty, step, INTERVAL)
@@ -346,15 +337,17 @@ def grouped_mm_kernel(
     for q in gl.static_range(NEXT_TILES):
         mbarrier.init(tile_full.index(q), count=1)
         mbarrier.init(tile_empty.index(q), count=2)
-    shared = (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty)
-    results = (staging, out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor)
-    how = (RAGGED, INTERVAL, GROUP_M, ADD)
     gl.warp_specialize(
         [
-            (_multiply, shared + results + how + (0,)),
-            (_multiply, shared + results + how + (1,)),
-            (_load, shared + (a_desc, b_desc, tile_counter_ptr, offs_ptr, G, M, N, K) + how),
+            (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
+                         a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
+                         RAGGED, INTERVAL, GROUP_M, ADD, 0)),
+            (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
+                         a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
+                         RAGGED, INTERVAL, GROUP_M, ADD, 1)),
+            (_load, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, a_desc, b_desc,
+                     tile_counter_ptr, offs_ptr, G, M, N, K, RAGGED, INTERVAL, GROUP_M, ADD)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    )  # fmt: skip
