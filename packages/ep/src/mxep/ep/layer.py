@@ -26,7 +26,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.weights import rows_and_later
+from mxep.gemm.quantize_once import rowwise_and_saved
 
 from .dispatchers.base import Parts, Routing, TokenDispatcher
 from .functional import checked_tokens, hidden, hidden_backward
@@ -174,14 +174,14 @@ def layer_forward(
     coming, wire = sending
     dtype = wire.dtype
     (w13, later13), (w2, later2) = (
-        rows_and_later(w, recipe, backend, later=backward) for w in (gate_up_proj, down_proj)
+        rowwise_and_saved(w, recipe, backend, dgrad=backward) for w in (gate_up_proj, down_proj)
     )
     slots, routing = coming()
     plan = routing.plan
     # The next move takes the slots back, which the gradient of gate_up_proj needs.
     rows = wire.rows(slots, plan, copy=backward and needs[0] and dispatcher.borrows)
     gate_up = backend.forward(rows, w13, plan.offs, bias=None, out_dtype=dtype)
-    h = hidden(gate_up, plan.row_weight, plan.offs, recipe, folded=backend.folds)
+    h = hidden(gate_up, plan.row_weight, plan.offs, recipe, folded=backend.wants_rowwise)
     y = backend.forward(h, w2, plan.offs, bias=None, out_dtype=dtype)
     out, _ = dispatcher.give_back(y, routing)
     if not backward:
@@ -222,7 +222,7 @@ def layer_backward(
 
     parts, wire = Wire.pack(recipe.quantize_gradient(d_out))
     coming = dispatcher.start_resend(parts, routing)
-    w2, w13 = later2.cols(recipe, backend), later13.cols(recipe, backend)
+    w2, w13 = later2.colwise(recipe, backend), later13.colwise(recipe, backend)
     # Borrowed until dx goes home: the gradient of down_proj comes before that, and before d_h, which takes memory.
     d_y = wire.rows(coming(), plan, copy=left is not None and h is not None and not wanted[1] and dispatcher.borrows)
     multiply = start(1, down_proj, d_y, h)
@@ -231,7 +231,7 @@ def layer_backward(
     del multiply
     d_h = backend.dgrad(d_y, w2, ends, out_dtype=dtype)
     del d_y, w2, later2
-    how = {"folded": backend.folds, "overwrite": True}
+    how = {"folded": backend.wants_rowwise, "overwrite": True}
     d_gate_up, d_row_weight = hidden_backward(d_h, gate_up, plan.row_weight, ends, recipe, **how)
     del d_h, gate_up
     d_rows = backend.dgrad(d_gate_up, w13, ends, out_dtype=dtype)
@@ -248,5 +248,6 @@ def start_weight_gradient(
     i: int, dtype: torch.dtype, dy: Tensor, a: Tensor, ends: Tensor, setup: Setup
 ) -> Callable[[], Tensor | None]:
     """Of gate_up_proj (0) or down_proj (1): what is returned multiplies dy and a, returning or adding the gradient."""
-    options: dict[str, Any] = {"recipe": setup.recipe, "out_dtype": dtype, "scale": setup.wgrad_scale}
-    return setup.backend.start_wgrad(dy, a, ends, to=setup.main_grads[i], **options)
+    operands = setup.backend.prepare_wgrad(dy, a, ends, setup.recipe)
+    options: dict[str, Any] = {"scale": setup.wgrad_scale, "accumulate_into": setup.main_grads[i]}
+    return lambda: setup.backend.wgrad(operands, ends, out_dtype=dtype, **options)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
-from mxep.gemm.weights import in_graph_tree
+from mxep.gemm.quantize_once import in_graph_tree
 
 Parts = tuple[Tensor, ...]
 _T = TypeVar("_T")
