@@ -140,7 +140,7 @@ def test_weights_that_do_not_fit_and_errors_on_the_way_leave_no_move_behind(ctx)
         with pytest.raises(ValueError, match=message):
             route_through_experts(x, ids, weights, **({"gate_up_proj": proj, "down_proj": down} | wrong), config=config)
     assert not dispatcher.used  # nothing moved
-    with pytest.raises(MemoryError), mock.patch.object(Reference, "quantize_weight_rows", side_effect=MemoryError):
+    with pytest.raises(MemoryError), mock.patch.object(Reference, "quantize_weight_rowwise", side_effect=MemoryError):
         route_through_experts(x, ids, weights, proj, down, config=config)
     (workspace,) = dispatcher._workspaces.values()
     assert workspace.arena.under_way is None
@@ -161,12 +161,12 @@ class Watched(Reference):
         self.gate_up = self.gate_up or StorageWeakRef(out.untyped_storage())
         return out
 
-    def start_wgrad(self, dy, a, *args, **kwargs):
+    def prepare_wgrad(self, dy, a, *args):
         if self.h is None:
             self.h = StorageWeakRef(a.qdata.untyped_storage())
         else:
             self.held.append(not self.gate_up.expired())
-        return super().start_wgrad(dy, a, *args, **kwargs)
+        return super().prepare_wgrad(dy, a, *args)
 
     def dgrad(self, *args, **kwargs):
         if not self.held:

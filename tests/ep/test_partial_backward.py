@@ -79,7 +79,7 @@ def test_dx_then_weights_is_one_backward_bit_for_bit_each_move_made_once(ctx, re
         got += torch.autograd.grad(case.out, (case.proj, case.down), case.d_out)
     second = case.took()
     assert sorted(first + second) == whole
-    assert set(second) <= {"start_wgrad", "wgrad"}
+    assert set(second) <= {"prepare_wgrad", "wgrad"}
     assert all(torch.equal(a, b) for a, b in zip(wanted, got))
 
 
@@ -107,7 +107,7 @@ def test_another_gradient_of_the_output_is_not_taken_for_the_first(ctx) -> None:
     case.took()
     (again,) = torch.autograd.grad(case.out, case.down, case.d_out, retain_graph=True)
     (proj,) = torch.autograd.grad(case.out, case.proj, case.d_out)
-    assert case.took() == ["start_wgrad", "start_wgrad"]
+    assert case.took() == ["prepare_wgrad", "prepare_wgrad", "wgrad", "wgrad"]
     assert torch.equal(down, again)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(case.out, case.proj, case.d_out)
@@ -134,9 +134,9 @@ def test_torchs_zero_bubble_schedule_on_a_model_of_two_layers(ctx) -> None:
     out = forward(whole, x_whole)
     d_out = torch.randn_like(out)
     out.backward(d_out)
-    wgrads, start = [], Reference.start_wgrad
+    wgrads, prepare = [], Reference.prepare_wgrad
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(Reference, "start_wgrad", lambda *args, **kw: (wgrads.append(1), start(*args, **kw))[1])
+    monkey.setattr(Reference, "prepare_wgrad", lambda *args: (wgrads.append(1), prepare(*args))[1])
     try:
         out = forward(split, x_split)
         _, groups = stage_backward_input([out], [d_out], [x_split], split.parameters())

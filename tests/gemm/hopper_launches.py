@@ -17,7 +17,10 @@ def mm(dtype: torch.dtype = E4M3, bias: torch.dtype | None = None, out_dtype: to
 
 def wgrad(dtype: torch.dtype = E4M3, out_dtype: torch.dtype = torch.bfloat16, *, add: bool = False) -> None:
     y_t, x_t = torch.empty(N, M, dtype=dtype), torch.empty(K, M, dtype=E4M3)
-    hopper.grouped_wgrad(y_t, x_t, ends(), ends(), out_dtype, add_to=torch.empty(G, N, K) if add else None)
+    if add:
+        hopper.accumulate_wgrad(torch.empty(G, N, K), y_t, x_t, ends(), ends())
+    else:
+        hopper.grouped_wgrad(y_t, x_t, ends(), ends(), out_dtype)
 
 
 def ends() -> torch.Tensor:

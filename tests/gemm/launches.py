@@ -1,12 +1,9 @@
 """Kernels of mxep.gemm as a model would launch them, for `python tests/ahead_of_time.py tests/gemm/launches.py`.
 
 LAUNCHES: name -> a function that calls a launcher on empty tensors (of the meta device: sizes cost nothing). A line for
-each variant that makes other code: another layout, format, operand. Those of `guard_launches.py` are among them.
+each variant that makes other code: another layout, format, operand.
 M rows, N out features, K in features, G groups.
 """
-
-import runpy
-from pathlib import Path
 
 import torch
 
@@ -18,23 +15,23 @@ Operand = tuple[torch.Tensor, torch.Tensor]
 
 
 def rows(m: int = M, k: int = K, dtype: torch.dtype = E4M3) -> Operand:
-    """Codes along k and their scales."""
+    """qdata along k and their scales."""
     return torch.empty(m, k, dtype=dtype), torch.empty(m, k // 32, dtype=torch.float8_e8m0fnu)
 
 
 def slots() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and scales side by side in the rows of a receive buffer, and the index that picks them."""
+    """qdata and scales side by side in the rows of a receive buffer, and the index that picks them."""
     buffer = torch.empty(M, K + K // 32, dtype=torch.uint8)
     qdata, scale = buffer[:, :K].view(E4M3), buffer[:, K:].view(torch.float8_e8m0fnu)
     return qdata, scale, torch.empty(M, dtype=torch.int32)
 
 
 def weight(n: int = N, k: int = K, dtype: torch.dtype = E4M3) -> Operand:
-    """As `quantize_both` stores its rows: scales transposed."""
+    """As `quantize_both` stores it rowwise: scales transposed."""
     return torch.empty(G, n, k, dtype=dtype), torch.empty(G, k // 32, n, dtype=torch.float8_e8m0fnu).mT
 
 
-def weight_cols() -> Operand:
+def weight_colwise() -> Operand:
     """As dgrad sees what `quantize_both` stores for it."""
     return torch.empty(G, K, N, dtype=E4M3), torch.empty(G, N // 32, K, dtype=torch.float8_e8m0fnu).mT
 
@@ -52,40 +49,33 @@ def ends() -> torch.Tensor:
     return torch.empty(G, dtype=torch.int32)
 
 
-def flag() -> torch.Tensor:
-    return torch.empty((), dtype=torch.int32)
-
-
-def mm(a: tuple[torch.Tensor, ...], w: Operand, **options: torch.Tensor | None) -> None:
+def mm(a: tuple[torch.Tensor, ...], w: Operand, bias: torch.Tensor | None = None) -> None:
     qdata, scale, *index = a
-    bias = options.pop("bias", None)
-    dot_scaled.grouped_mm(
-        qdata, scale, index[0] if index else None, *w, ends(), bias, torch.bfloat16, run_if=options.pop("run_if", None)
-    )
+    dot_scaled.grouped_mm(qdata, scale, index[0] if index else None, *w, ends(), bias, torch.bfloat16)
 
 
 def transposed(operand: Operand) -> Operand:
     return operand[0].mT, operand[1].mT
 
 
-def wgrad(dy_dtype: torch.dtype = E4M3, **options: bool) -> None:
-    dtype = torch.float32 if options.get("add") else torch.bfloat16
-    out = torch.empty(G, N, K, dtype=dtype)
-    dot_scaled.grouped_wgrad(*tokens(N, dy_dtype), *tokens(K), ends(), dtype, out=out, **options)
+def wgrad(dy_dtype: torch.dtype = E4M3, *, add: bool = False) -> None:
+    operands = *tokens(N, dy_dtype), *tokens(K), ends()
+    if add:
+        dot_scaled.accumulate_wgrad(torch.empty(G, N, K), *operands)
+    else:
+        dot_scaled.grouped_wgrad(*operands, torch.bfloat16)
 
 
-GUARD = runpy.run_path(str(Path(__file__).with_name("guard_launches.py")))["LAUNCHES"]
 LAUNCHES = {
     "forward": lambda: mm(rows(), weight()),
     "forward of slots, bias": lambda: mm(slots(), weight(), bias=torch.empty(G, N)),
-    "forward E5M2 if": lambda: mm(rows(dtype=E5M2), weight(), run_if=flag()),
+    "forward E5M2": lambda: mm(rows(dtype=E5M2), weight()),
     "forward tiles": lambda: mm(rows(), tiles()),
     "forward odd blocks": lambda: mm(rows(k=1440), weight(k=1440)),
-    "dgrad": lambda: mm(rows(k=N), weight_cols()),
-    "dgrad E5M2": lambda: mm(rows(k=N, dtype=E5M2), weight_cols()),
+    "dgrad": lambda: mm(rows(k=N), weight_colwise()),
+    "dgrad E5M2": lambda: mm(rows(k=N, dtype=E5M2), weight_colwise()),
     "dgrad tiles": lambda: mm(rows(k=N), transposed(tiles())),
     "wgrad": wgrad,
     "wgrad add": lambda: wgrad(add=True),
     "wgrad E5M2": lambda: wgrad(E5M2),
-    **{f"guard {name}": fn for name, fn in GUARD.items()},
 }

@@ -92,9 +92,9 @@ def test_reference_is_the_product_of_its_codes(sizes: list[int], n: int, k: int,
     got = p.run(r, backend="reference", out_dtype=torch.float32, a=p.a.float())
     a, dy = dense(r.quantize_activation(p.a)), dense(r.quantize_gradient(p.dy))
     weight = quantize_weight(p.w, r)
-    assert weight.cols is not None
-    forward = p.product(a, dense(weight.rows), dy)
-    dgrad = p.product(a, dense(weight.cols), dy)
+    assert weight.colwise is not None
+    forward = p.product(a, dense(weight.rowwise), dy)
+    dgrad = p.product(a, dense(weight.colwise), dy)
     if r.wgrad == "bf16":
         wgrad = p.product(p.a, p.w, p.dy)
     elif r.scaling == "row":

@@ -87,8 +87,8 @@ def test_torch_accepts_dtypes_shapes_and_strides() -> None:
     """torch's own checks, which it makes of tensors without data, too."""
     p = problem((64, 0, 160, 32), n=96, k=160)
     recipe = Recipe.mxfp8()
-    weight = BACKEND.quantize_weight(p.w, recipe, cols=True)
-    for x, w, n in ((p.a, weight.rows, 96), (p.dy, weight.cols.mT, 160)):
+    weight = BACKEND.quantize_weight(p.w, recipe, colwise=True)
+    for x, w, n in ((p.a, weight.rowwise, 96), (p.dy, weight.colwise.mT, 160)):
         a, a_scale = rows_operand(quantize(x), p.offs)
         b, b_scale = weight_operand(w)
         assert scaled_grouped_mm_of_meta(a, b, a_scale, b_scale, p.offs).shape == (len(p.a), n)
@@ -141,7 +141,7 @@ def decoded_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blackwell, "multiply", decoded_product)
-    monkeypatch.setattr(blackwell.Blackwell, "why_not", lambda self, device: None)
+    monkeypatch.setattr(blackwell.Blackwell, "unsupported_reason", lambda self, device: None)
 
 
 @pytest.mark.usefixtures("decoded")
@@ -179,13 +179,13 @@ def test_bias_is_added_to_its_groups_rows() -> None:
 
 def test_without_rows_no_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     p, recipe = problem((0, 0), unused=0), Recipe.mxfp8()
-    weight = BACKEND.quantize_weight(p.w, recipe, cols=True)
+    weight = BACKEND.quantize_weight(p.w, recipe, colwise=True)
     a, dy = quantize(p.a), quantize(p.dy)
-    for name in ("gather_swizzled", "pad_groups", "requantize", "swizzle_scales", "multiply"):
+    for name in ("gather_swizzled", "pad_groups", "swizzle_scales", "multiply"):
         monkeypatch.setattr(blackwell, name, None)
-    assert BACKEND.forward(a, weight.rows, p.offs, bias=None, out_dtype=torch.bfloat16).shape == (0, 96)
-    assert BACKEND.dgrad(dy, weight.cols, p.offs, out_dtype=torch.bfloat16).shape == (0, 128)
-    dw = BACKEND.wgrad(dy, a, p.offs, recipe=recipe, out_dtype=torch.float32)
+    assert BACKEND.forward(a, weight.rowwise, p.offs, bias=None, out_dtype=torch.bfloat16).shape == (0, 96)
+    assert BACKEND.dgrad(dy, weight.colwise, p.offs, out_dtype=torch.bfloat16).shape == (0, 128)
+    dw = BACKEND.wgrad(BACKEND.prepare_wgrad(dy, a, p.offs, recipe), p.offs, out_dtype=torch.float32)
     assert torch.equal(dw, torch.zeros(2, 96, 128))
 
 
@@ -194,10 +194,12 @@ def test_what_torchs_kernel_cannot_do_is_refused_with_a_way_out(monkeypatch: pyt
     with pytest.raises(RuntimeError, match=r"'blackwell' cannot run on cpu: want a CUDA device of compute .* 10\.x"):
         grouped_mm(p.a, p.w, p.offs, recipe="mxfp8", backend="blackwell")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "wants compute capability 10.x, got (9, 0); use backend" in str(BACKEND.why_not(torch.device("cuda")))
+    assert "wants compute capability 10.x, got (9, 0); use backend" in str(
+        BACKEND.unsupported_reason(torch.device("cuda"))
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
-    assert BACKEND.why_not(torch.device("cuda")) is None
-    w = BACKEND.quantize_weight(p.w, Recipe.mxfp8(), cols=False).rows
+    assert BACKEND.unsupported_reason(torch.device("cuda")) is None
+    w = BACKEND.quantize_weight(p.w, Recipe.mxfp8(), colwise=False).rowwise
     how: dict[str, Any] = {"bias": None, "out_dtype": torch.bfloat16}
     with pytest.raises(ValueError, match=r"'blackwell': a: got MXTensor\(.*E5M2.*want E4M3.*backend 'triton'"):
         BACKEND.forward(quantize(p.a, fmt=E5M2), w, p.offs, **how)

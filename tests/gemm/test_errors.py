@@ -91,7 +91,7 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RuntimeError, match=r"'dequant' cannot run on meta: .* cpu and cuda.*use backend 'reference'"):
         select("dequant", torch.device("meta"))
     monkeypatch.delattr(torch.nn.functional, "grouped_mm")
-    assert BACKENDS["dequant"].why_not(CPU) is None, "torch._grouped_mm serves"
+    assert BACKENDS["dequant"].unsupported_reason(CPU) is None, "torch._grouped_mm serves"
     monkeypatch.delattr(torch, "_grouped_mm")
     p = problem()
     with pytest.raises(RuntimeError, match=r"'dequant' cannot run on cpu: torch .* has no grouped mm"):
@@ -137,7 +137,7 @@ def test_auto_always_ends_at_a_backend_that_runs_and_says_why(
     select.__globals__["_log_choice"].cache_clear()
     device = torch.device("cuda")
     with caplog.at_level("INFO", logger="mxep.gemm"):
-        assert select("auto", device).why_not(device) is None
+        assert select("auto", device).unsupported_reason(device) is None
         assert select("auto", device).name == wanted
     (record,) = caplog.records
     assert re.search(said.replace("(", r"\(").replace(")", r"\)"), record.getMessage())
@@ -148,6 +148,6 @@ def test_no_error_of_a_backend_names_one_that_cannot_run_either(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     device = torch.device("cuda")
     for backend in BACKENDS.values():
-        if (reason := backend.why_not(device)) is not None:
+        if (reason := backend.unsupported_reason(device)) is not None:
             for cure in re.findall(r"'(\w+)'", reason.split("use backend")[1]):
-                assert select(cure, device).why_not(device) is None, reason
+                assert select(cure, device).unsupported_reason(device) is None, reason

@@ -18,7 +18,7 @@ LAUNCHES = Path(__file__).with_name("launches.py")
 @pytest.fixture(scope="module")
 def compiled() -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of the table and PTX of the kernels with the most registers; the others: `ahead_of_time.py LAUNCHES`."""
-    names = ("forward of slots, bias", "wgrad add", "guard check E5M2")
+    names = ("forward of slots, bias", "wgrad add")
     command = [sys.executable, ahead_of_time.__file__, str(LAUNCHES), *names, "--json", "--ptx", "kernel"]
     rows, _, ptx = subprocess.run(command, check=True, capture_output=True, text=True).stdout.partition("\n")
     return json.loads(rows), ptx.split(".version ")[1:]
@@ -26,7 +26,7 @@ def compiled() -> tuple[list[dict[str, Any]], list[str]]:
 
 def test_no_kernel_spills(compiled: tuple[list[dict[str, Any]], list[str]]) -> None:
     rows, _ = compiled
-    assert {row["launch"] for row in rows} >= {"forward of slots, bias", "wgrad add", "guard check E5M2 of slots"}
+    assert {row["launch"] for row in rows} >= {"forward of slots, bias", "wgrad add"}
     spilled = [row for row in rows if row["spills"]]
     assert not spilled, "\n" + ahead_of_time.table(spilled)
 

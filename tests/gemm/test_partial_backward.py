@@ -30,7 +30,7 @@ class Case:
         self.backend.asked.clear()
 
     def asked(self) -> list[str]:
-        found = [name for name in self.backend.asked if name in ("dgrad", "wgrad", "add_wgrad", "quantize_rows")]
+        found = [name for name in self.backend.asked if name in ("dgrad", "prepare_wgrad", "wgrad", "quantize_rows")]
         self.backend.asked.clear()
         return found
 
@@ -46,7 +46,7 @@ def test_a_gradient_of_the_activation_alone_leaves_main_grad_as_it_is(recipe: st
 
 
 def test_backward_with_inputs_computes_their_gradients_alone() -> None:
-    for name, asked in (("x", ["dgrad"]), ("w", ["add_wgrad"])):
+    for name, asked in (("x", ["dgrad"]), ("w", ["prepare_wgrad", "wgrad"])):
         case = Case("mxfp8")
         case.out.backward(case.dy, inputs=[getattr(case, name)])
         assert case.asked() == ["quantize_rows", *asked]
@@ -57,12 +57,12 @@ def test_backward_with_inputs_computes_their_gradients_alone() -> None:
 def test_x_then_w_is_one_backward_each_part_computed_once(recipe: str, leaf: bool) -> None:
     one = Case(recipe, leaf=leaf)
     one.out.backward(one.dy)
-    whole = one.asked()
+    both = one.asked()
     case = Case(recipe, leaf=leaf)
     (dx,) = torch.autograd.grad(case.out, case.x, case.dy, retain_graph=True)
     first = case.asked()
     case.out.backward(case.dy, inputs=[case.w])
-    assert first + case.asked() == whole
+    assert first + case.asked() == both
     assert one.x.grad is not None
     assert torch.equal(dx, one.x.grad)
     assert torch.equal(case.main_grad, one.main_grad)
@@ -80,7 +80,7 @@ def test_what_is_kept_serves_the_same_incoming_gradient_only() -> None:
         case.asked()
         inputs = [case.w] if changed != "x again" else [case.x, case.w]
         (*_, dw) = torch.autograd.grad(case.out, inputs, dy)
-        assert case.asked() == ["quantize_rows", *(["dgrad"] if len(inputs) == 2 else []), "wgrad"]
+        assert case.asked() == ["quantize_rows", *(["dgrad"] if len(inputs) == 2 else []), "prepare_wgrad", "wgrad"]
         (*_, wanted) = torch.autograd.grad(want.out, [want.w], dy)
         assert torch.equal(dw, wanted)
 
@@ -119,12 +119,12 @@ def test_under_checkpointing_the_gradients_are_the_same(reentrant: bool) -> None
 def test_torchs_zero_bubble_schedule_computes_each_part_once(recipe: str) -> None:
     one, case = (Case(recipe, main_grad=None) for _ in range(2))
     one.out.backward(one.dy)
-    whole = one.asked()
+    both = one.asked()
     weights: list[Any] = [case.w]
     (dx,), groups = stage_backward_input([case.out], [case.dy], [case.x], iter(weights))
     first = case.asked()
     stage_backward_weight(iter(weights), groups)
-    assert first + case.asked() == whole
+    assert first + case.asked() == both
     assert case.w.grad is not None
     for got, want in ((dx, one.x.grad), (case.w.grad, one.w.grad)):
         assert got is not None

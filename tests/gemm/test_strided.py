@@ -57,7 +57,7 @@ def with_column(x: MXTensor) -> MXTensor:
 
 def test_the_launchers_of_dot_scaled_take_strided_vectors() -> None:
     p = here("triton")
-    a, dy, w = quantize(p.a), quantize(p.dy), quantize_weight(p.w, Recipe.mxfp8()).rows
+    a, dy, w = quantize(p.a), quantize(p.dy), quantize_weight(p.w, Recipe.mxfp8()).rowwise
     y, x = (Recipe.mxfp8().along_tokens(each, p.offs) for each in (dy, a))
     assert isinstance(w, MXTensor)
     assert isinstance(x, MXTensor)

@@ -15,7 +15,7 @@ from mxep.quant import E5M2, MXTensor, quantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKEND: Any = BACKENDS["triton"]
-SMALL = {"BM": 32, "BN": 32, "BK": 64, "BAND": 2, "num_warps": 4}
+SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "GROUP_M": 2, "num_warps": 4}
 """Tiles so small that small operands make many."""
 
 needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
@@ -97,11 +97,11 @@ def test_main_grad_is_added_to_and_empty_groups_are_left_alone() -> None:
 
 
 def test_main_grad_may_be_strided() -> None:
-    p, recipe = here((32,)), Recipe.mxfp8()
+    p = here((32,))
     dy, a = quantize(p.dy), quantize(p.a)
     dense, transposed = torch.zeros(1, 96, 160, device=DEVICE), torch.zeros(1, 160, 96, device=DEVICE).mT
     for to in (dense, transposed):
-        BACKEND.add_wgrad(dy, a, p.offs, recipe=recipe, to=to)
+        wgrad(dy, a, p.offs, accumulate_into=to)
     assert dense.any()
     assert torch.equal(dense, transposed)
 
@@ -127,18 +127,23 @@ def test_wgrad_of_unquantized_operands_is_that_of_dequant() -> None:
 
 
 def operands(p: Problem) -> tuple[MXTensor, MXTensor]:
-    a, w = quantize(p.a), quantize_weight(p.w, Recipe.mxfp8()).rows
+    a, w = quantize(p.a), quantize_weight(p.w, Recipe.mxfp8()).rowwise
     assert isinstance(w, MXTensor)
     return a, w
 
 
-def test_every_tile_of_every_group_is_computed_once_in_bands_and_out_of_order() -> None:
-    # 13 row tiles in groups of 3, 0, 6, 1, 3 and 4 column tiles; BAND 2 leaves a narrower band in odd groups.
+def wgrad(dy: Tensor, a: Tensor, offs: Tensor, backend: Any = BACKEND, **options: Any) -> Any:
+    options = {"out_dtype": torch.float32} | options
+    return backend.wgrad(backend.prepare_wgrad(dy, a, offs, Recipe.mxfp8()), offs, **options)
+
+
+def test_every_tile_of_every_group_is_computed_once_and_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 13 row tiles in groups of 3, 0, 6, 1, 3 and 4 column tiles; GROUP_M 2 leaves one row tile over in odd groups.
     p = here((96, 0, 192, 32, 96), n=128, k=64)
     a, w = operands(p)
     args = a.qdata, a.scale, None, w.qdata, w.scale, p.offs, None, torch.float32
-    out = torch.full((len(p.a), 128), 7.0, device=DEVICE)
-    assert dot_scaled.grouped_mm(*args, out=out, **SMALL) is out
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(*shape, 7.0, **options))
+    out = dot_scaled.grouped_mm(*args, **SMALL)
     want = BACKENDS["reference"].forward(a, w, p.offs, bias=None, out_dtype=torch.float32)[: p.valid]
     assert ((out[: p.valid] - want).abs() <= bounds(p)[0]).all()
     assert (out[p.valid :] == 7).all()  # rows past the last group are not written
@@ -149,27 +154,8 @@ def test_weight_gradients_in_many_tiles() -> None:
     dy, a = quantize(p.dy), quantize(p.a)
     x, y = (recipe.along_tokens(each, p.offs) for each in (dy, a))
     args = x.qdata, x.scale, y.qdata, y.scale, p.offs, torch.float32
-    want = BACKENDS["reference"].wgrad(dy, a, p.offs, recipe=recipe, out_dtype=torch.float32)
+    want = wgrad(dy, a, p.offs, BACKENDS["reference"])
     assert ((dot_scaled.grouped_wgrad(*args, **SMALL) - want).abs() <= bounds(p)[2]).all()
-
-
-@pytest.mark.parametrize("flag", [0, 1, -5])
-def test_run_if_zero_leaves_the_output_alone(flag: int) -> None:
-    p, recipe = here((32, 32), n=32, k=32), Recipe.mxfp8()
-    a, w = operands(p)
-    dy = quantize(p.dy)
-    run_if = torch.tensor(flag, dtype=torch.int32, device=DEVICE)
-    out, dw = torch.full((len(p.a), 32), 7.0, device=DEVICE), torch.full(p.w.shape, 7.0, device=DEVICE)
-    how = {"out_dtype": torch.float32, "run_if": run_if}
-    assert BACKEND.forward(a, w, p.offs, bias=None, out=out, **how) is out
-    assert BACKEND.wgrad(dy, a, p.offs, recipe=recipe, out=dw, **how) is dw
-    if flag == 0:
-        assert (out == 7).all()
-        assert (dw == 7).all()
-    else:
-        plain = BACKEND.forward(a, w, p.offs, bias=None, out_dtype=torch.float32)
-        assert torch.equal(out[: p.valid], plain[: p.valid])
-        assert torch.equal(dw, BACKEND.wgrad(dy, a, p.offs, recipe=recipe, out_dtype=torch.float32))
 
 
 def test_operands_may_lie_more_than_2_to_the_31_bytes_apart() -> None:
@@ -197,9 +183,8 @@ def test_operands_may_lie_more_than_2_to_the_31_bytes_apart() -> None:
 @needs_cuda
 def test_results_may_lie_more_than_2_to_the_31_elements_apart() -> None:
     p = here((0,) * 4099 + (32,), n=512, k=1024)
-    dy, a, recipe = quantize(p.dy), quantize(p.a), Recipe.mxfp8()
-    got = BACKEND.wgrad(dy, a, p.offs, recipe=recipe, out_dtype=torch.bfloat16)
-    want = BACKEND.wgrad(dy, a, p.offs[-1:], recipe=recipe, out_dtype=torch.bfloat16)
+    dy, a = quantize(p.dy), quantize(p.a)
+    got, want = (wgrad(dy, a, offs, out_dtype=torch.bfloat16) for offs in (p.offs, p.offs[-1:]))
     assert torch.equal(got[-1:], want)
     assert not got[:-1].any()
 
@@ -207,16 +192,17 @@ def test_results_may_lie_more_than_2_to_the_31_elements_apart() -> None:
 def test_the_ops_declare_what_they_do() -> None:
     p = here((32, 32), n=32, k=32, unused=0)  # rows past the last group differ from run to run
     a, w = operands(p)
-    dy, recipe, run_if = quantize(p.dy), Recipe.mxfp8(), torch.ones((), dtype=torch.int32, device=DEVICE)
+    dy, recipe = quantize(p.dy), Recipe.mxfp8()
     x, y = (recipe.along_tokens(each, p.offs) for each in (dy, a))
-    out, dw = torch.zeros(len(p.a), 32, device=DEVICE), torch.zeros(p.w.shape, device=DEVICE)
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     product = a.qdata, a.scale, None, w.qdata, w.scale, p.offs, None
     parts = x.qdata, x.scale, y.qdata, y.scale, p.offs
-    torch.library.opcheck(ops.grouped_mm_dot_scaled, (*product, torch.bfloat16), test_utils=utils)
-    torch.library.opcheck(ops.grouped_wgrad_dot_scaled, (*parts, torch.bfloat16), test_utils=utils)
-    torch.library.opcheck(ops.grouped_mm_dot_scaled_into, (out, *product, run_if), test_utils=utils)
-    torch.library.opcheck(ops.grouped_wgrad_dot_scaled_into, (dw, *parts, True, run_if), test_utils=utils)
+    for op, args in (
+        (ops.grouped_mm_dot_scaled, (*product, torch.bfloat16)),
+        (ops.grouped_wgrad_dot_scaled, (*parts, torch.bfloat16)),
+        (ops.accumulate_wgrad_dot_scaled, (torch.zeros(p.w.shape, device=DEVICE), *parts)),
+    ):
+        torch.library.opcheck(op.opdef, args, test_utils=utils)
 
 
 def test_a_compiled_graph_has_no_breaks() -> None:
@@ -245,13 +231,13 @@ def test_other_recipes_are_refused_with_a_way_out() -> None:
         BACKEND.forward(quantize(p.a, axis=-2), operands(p)[1], p.offs, bias=None, out_dtype=torch.float32)
 
 
-def test_without_gpu_and_interpreter_it_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpu_and_interpreter_it_says_unsupported_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     p = problem((32,))
     with pytest.raises(RuntimeError, match=r"'triton' cannot run on cpu: want a CUDA device, or TRITON_INTERPRET=1"):
         grouped_mm(p.a, p.w, p.offs, recipe="mxfp8", backend="triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "got compute capability (8, 0), want (8, 9)" in str(BACKEND.why_not(torch.device("cuda")))
+    assert "got compute capability (8, 0), want (8, 9)" in str(BACKEND.unsupported_reason(torch.device("cuda")))
 
 
 def step(p: Problem, given: list[Tensor], main_grad: Tensor) -> list[Tensor]:

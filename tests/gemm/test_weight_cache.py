@@ -209,11 +209,13 @@ def test_each_recipe_and_backend_has_its_own() -> None:
 class Doubling(Reference):
     """Another backend that kept the name of the one it derives from."""
 
-    def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-        return super().quantize_weight_rows(2 * w, recipe)
+    def quantize_weight_rowwise(
+        self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        return super().quantize_weight_rowwise(2 * w, recipe, with_amax=with_amax)
 
-    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
-        return super().quantize_weight_cols(2 * w, recipe, amax)
+    def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
+        return super().quantize_weight_colwise(2 * w, recipe, amax)
 
 
 def test_memory_is_visible_and_freed_with_the_weight_and_at_the_end() -> None:
@@ -354,16 +356,16 @@ def test_a_weight_may_come_quantized() -> None:
     for recipe in (MX, Recipe.named("mxfp8_32x32"), Recipe.fp8(), Recipe.bf16()):
         wanted = step(p, p.w, recipe)
         for cols in (True, False):
-            quantized = quantize_weight(p.w, recipe, cols=cols)
+            quantized = quantize_weight(p.w, recipe, colwise=cols)
             assert torch.equal(step(p, p.w, recipe, quantized_weight=quantized), wanted)
 
 
 def test_a_quantized_weight_that_is_not_the_weights_raises() -> None:
     p = problem()
     for wrong, message in (
-        (quantize_weight(p.w[:2], MX), r"quantized_weight.rows: got \(2, 96, 128\).*want \(4, 96, 128\)"),
-        (quantize_weight(p.w, Recipe.bf16()), r"quantized_weight.rows: got torch.bfloat16, want what recipe mxfp8"),
-        (QuantizedWeight(quantize_weight(p.w, MX).rows, p.w), r"quantized_weight.cols: got torch.bfloat16"),
+        (quantize_weight(p.w[:2], MX), r"quantized_weight.rowwise: got \(2, 96, 128\).*want \(4, 96, 128\)"),
+        (quantize_weight(p.w, Recipe.bf16()), r"quantized_weight.rowwise: got torch.bfloat16, want what recipe mxfp8"),
+        (QuantizedWeight(quantize_weight(p.w, MX).rowwise, p.w), r"quantized_weight.colwise: got torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=message):
             step(p, p.w, quantized_weight=wrong)
@@ -371,15 +373,15 @@ def test_a_quantized_weight_that_is_not_the_weights_raises() -> None:
 
 def test_tiles_serve_both_products_with_the_same_codes() -> None:
     weight = quantize_weight(problem().w, Recipe.mxfp8(weight_block="32x32"))
-    assert weight.rows is weight.cols
-    assert isinstance(weight.rows, MXTensor)
-    assert weight.rows.axis == (-2, -1)
-    assert weight.nbytes == weight.rows.qdata.nbytes + weight.rows.scale.nbytes
+    assert weight.rowwise is weight.colwise
+    assert isinstance(weight.rowwise, MXTensor)
+    assert weight.rowwise.axis == (-2, -1)
+    assert weight.nbytes == weight.rowwise.qdata.nbytes + weight.rowwise.scale.nbytes
 
 
 def test_a_recipe_without_scales_makes_nothing_of_a_weight() -> None:
     w = problem().w
-    assert quantize_weight(w, Recipe.bf16()).rows is w
+    assert quantize_weight(w, Recipe.bf16()).rowwise is w
 
 
 # ── on a GPU: streams and graphs ─────────────────────────────────────────────────────────────────────────────────────
@@ -493,7 +495,7 @@ def test_nothing_waits_for_the_host_within_it() -> None:
 def test_backends_on_the_gpu_share_it_folded_or_not() -> None:
     p = on()
     for name, backend in BACKENDS.items():
-        if name == "reference" or backend.why_not(p.a.device) is not None:
+        if name == "reference" or backend.unsupported_reason(p.a.device) is not None:
             continue
         w = weight(p)
         wanted = step(p, w, backend=name)

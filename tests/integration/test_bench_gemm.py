@@ -276,7 +276,7 @@ def test_bench_quant_measures_cuda_alone(make_config):
 def test_on_a_gpu_everything_has_figures(mxep, tmp_path: Path):
     layer = "[[2048,512,1024,4]]"
     shapes = f"{{layers:{layer},skew:{layer},numerics:[[512,256,512,2]],accumulation:[[256,256,2048,1]]}}"
-    backend = "hopper" if BACKENDS["hopper"].why_not(torch.device("cuda")) is None else "dequant"
+    backend = "hopper" if BACKENDS["hopper"].unsupported_reason(torch.device("cuda")) is None else "dequant"
     finished = mxep("task=bench", "bench=gemm", f"bench.backend={backend}", f"bench.shapes={shapes}")
     results = json.loads((tmp_path / "run" / "bench.json").read_text())
     errors = [row for rows in results["sections"].values() for row in rows if "error" in row]

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.gemm import Backend, Guard, Hopper, Recipe, grouped_mm
-from mxep.gemm.backends.hopper import STEP, fp8_grouped_wgrad
-from mxep.quant import BLOCK, MXTensor, fold_for_wgrad, quantize
+from mxep.gemm import Backend, Recipe, grouped_mm
+from mxep.quant import BLOCK, MXTensor, quantize
 
 from .timing import Call, describe
 
@@ -155,14 +154,14 @@ def _stages(backend: Backend, p: Problem) -> dict[str, Call]:
     recipe = Recipe.mxfp8()
     quantize_a = functools.partial(backend.quantize_rows, p.a, recipe.fmt, recipe)
     quantize_dy = functools.partial(backend.quantize_rows, p.dy, recipe.grad_fmt, recipe)
-    quantize_w = functools.partial(backend.quantize_weight, p.w, recipe, cols=True)
+    quantize_w = functools.partial(backend.quantize_weight, p.w, recipe)
     a, dy, w = quantize_a(), quantize_dy(), quantize_w()
     assert isinstance(a, MXTensor)
     assert isinstance(dy, MXTensor)
-    assert w.cols is not None
+    assert w.colwise is not None
     out_dtype = torch.bfloat16
-    forward = functools.partial(backend.forward, a, w.rows, p.ends, bias=None, out_dtype=out_dtype)
-    dgrad = functools.partial(backend.dgrad, dy, w.cols, p.ends, out_dtype=out_dtype)
+    forward = functools.partial(backend.forward, a, w.rowwise, p.ends, bias=None, out_dtype=out_dtype)
+    dgrad = functools.partial(backend.dgrad, dy, w.colwise, p.ends, out_dtype=out_dtype)
     calls: dict[str, Call] = {
         "quantize a": quantize_a,
         "quantize w, both ways": quantize_w,
@@ -170,13 +169,12 @@ def _stages(backend: Backend, p: Problem) -> dict[str, Call]:
         "quantize dy": quantize_dy,
         "dgrad": dgrad,
     }
-    if backend.name != "hopper":
-        calls["wgrad"] = functools.partial(backend.wgrad, dy, a, p.ends, recipe=recipe, out_dtype=out_dtype)
-        return calls
-    calls["split fold"] = functools.partial(fold_for_wgrad, a, dy, p.ends, align=STEP)
-    split = fold_for_wgrad(a, dy, p.ends, align=STEP)
-    operands = split.y_t, split.x_t, split.exponent, split.ends
-    calls["wgrad"] = functools.partial(fp8_grouped_wgrad, *operands, out_dtype)
+    prepare = functools.partial(backend.prepare_wgrad, dy, a, p.ends, recipe)
+    if backend.name == "hopper":
+        calls["split fold"] = prepare
+        calls["wgrad"] = functools.partial(backend.wgrad, prepare(), p.ends, out_dtype=out_dtype)
+    else:
+        calls["wgrad"] = lambda: backend.wgrad(prepare(), p.ends, out_dtype=out_dtype)
     return calls
 
 
@@ -230,7 +228,7 @@ def our_step(recipe: str, backend: Backend, p: Problem) -> Call:
 def prequantized_step(backend: Backend, p: Problem) -> Call:
     """a and dy arrive as MXTensors; weights are quantized before, as those of further micro-batches are."""
     recipe = Recipe.mxfp8()
-    weight = backend.quantize_weight(p.w, recipe, cols=True)
+    weight = backend.quantize_weight(p.w, recipe)
 
     def product(a: Tensor, w: Tensor) -> Tensor:
         return grouped_mm(a, w, p.ends, recipe=recipe, backend=backend, quantized_weight=weight)
@@ -252,13 +250,11 @@ def products(product: str, backend: Backend) -> dict[str, Alternative]:
 
 def steps(backend: Backend) -> dict[str, Alternative]:
     """By name."""
-    guarded = {"ours mxfp8, guarded": functools.partial(our_step, "mxfp8", Hopper(Guard()))}
     return {
         "bf16": bf16_step,
         "torchao fp8 row": torchao_step,
         **{f"ours {recipe}": functools.partial(our_step, recipe, backend) for recipe in RECIPES},
         "ours mxfp8, pre-quantized": functools.partial(prequantized_step, backend),
-        **(guarded if backend.name == "hopper" else {}),
     }
 
 

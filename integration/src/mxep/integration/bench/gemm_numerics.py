@@ -87,9 +87,9 @@ def exact_mx(p: Problem, recipe: Recipe) -> Products:
     """What the recipe defines, in float64: products of dequantized operands."""
     a, dy = recipe.quantize_activation(p.a), recipe.quantize_gradient(p.dy)
     w = quantize_weight(p.w, recipe)
-    assert w.cols is not None
+    assert w.colwise is not None
     transposed = recipe.along_tokens(dy, p.ends), recipe.along_tokens(a, p.ends)
-    values = [_values(x) for x in (a, w.rows, dy, w.cols, *transposed)]
+    values = [_values(x) for x in (a, w.rowwise, dy, w.colwise, *transposed)]
     return products(p, (values[0], values[1]), (values[2], values[3]), (values[4], values[5]))
 
 
@@ -99,12 +99,14 @@ def run(backend: Backend, p: Problem, recipe: Recipe, *, quantized: bool = False
     if not quantized:
         a = backend.quantize_rows(p.a, recipe.fmt, recipe)
         dy = backend.quantize_rows(p.dy, recipe.grad_fmt, recipe)
-    w = backend.quantize_weight(p.w, recipe, cols=True)
-    assert w.cols is not None
+    w = backend.quantize_weight(p.w, recipe)
+    assert w.colwise is not None
     kind = torch.float32
-    out = backend.forward(a, w.rows, p.ends, bias=None, out_dtype=kind)
-    dx = backend.dgrad(dy, w.cols, p.ends, out_dtype=kind)
-    return out, dx, backend.wgrad(dy, a, p.ends, recipe=recipe, out_dtype=kind)
+    out = backend.forward(a, w.rowwise, p.ends, bias=None, out_dtype=kind)
+    dx = backend.dgrad(dy, w.colwise, p.ends, out_dtype=kind)
+    dw = backend.wgrad(backend.prepare_wgrad(dy, a, p.ends, recipe), p.ends, out_dtype=kind)
+    assert dw is not None
+    return out, dx, dw
 
 
 def compare(data: str, shape: Sequence[int], backend: Backend, generator: torch.Generator) -> list[Row]:

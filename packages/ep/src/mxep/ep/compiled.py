@@ -26,7 +26,7 @@ from mxep.comms import RoutingPlan
 from mxep.comms.plan import PlanTensors, plan_rows
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.weights import weights_are_held
+from mxep.gemm.quantize_once import weights_are_held
 from mxep.quant import E4M3
 
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher

@@ -25,7 +25,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.weights import rows_and_later
+from mxep.gemm.quantize_once import rowwise_and_saved
 
 from .dispatchers.base import Handle, Payload, Routing, TokenDispatcher
 from .functional import checked_tokens, swiglu_backward, swiglu_forward
@@ -185,8 +185,8 @@ def layer_forward(
     handle, wire = dispatched
     dtype = wire.dtype
     # While rows are in flight.
-    w13, later13 = rows_and_later(gate_up_proj, recipe, backend, later=backward)
-    w2, later2 = rows_and_later(down_proj, recipe, backend, later=backward)
+    w13, later13 = rowwise_and_saved(gate_up_proj, recipe, backend, dgrad=backward)
+    w2, later2 = rowwise_and_saved(down_proj, recipe, backend, dgrad=backward)
     slots, routing = handle.wait()
     plan = routing.plan
     # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.

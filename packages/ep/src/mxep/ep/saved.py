@@ -23,7 +23,7 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.weights import Later, rows_and_later
+from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.quant import MXTensor
 
 Needs = tuple[bool, bool]
@@ -36,7 +36,7 @@ class Saved(NamedTuple):
     rows: Tensor | None
     gate_up: Tensor
     h: Tensor | None
-    later: tuple[Later, Later]
+    later: tuple[SavedWeight, SavedWeight]
 
     def flat(self) -> list[Tensor]:
         of_weights = (part for later in self.later for part in _of_weight(later))
@@ -85,9 +85,10 @@ class Saved(NamedTuple):
 
         flat = rows(plan.slot_rows.shape[0] if slots else plan.max_rows, dim, recipe.block_size) if needs[0] else []
         flat.append(x.new_empty(plan.max_rows, 2 * hidden_dim))
-        flat += rows(plan.max_rows, hidden_dim, None if backend.folds else recipe.block_size) if needs[1] else []
+        h_block = None if backend.wants_rowwise else recipe.block_size
+        flat += rows(plan.max_rows, hidden_dim, h_block) if needs[1] else []
         for w in weights:
-            flat += _of_weight(rows_and_later(w, recipe, backend, later=True)[1])
+            flat += _of_weight(rowwise_and_saved(w, recipe, backend, dgrad=True)[1])
         return flat
 
 
@@ -115,14 +116,14 @@ def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None = None
     return MXTensor(qdata, scale, index, -1, qdata.shape[1] // scale.shape[1], dtype, trusted=True)
 
 
-def _of_weight(later: Later) -> list[Tensor]:
+def _of_weight(later: SavedWeight) -> list[Tensor]:
     return _parts(later.weight) if isinstance(later.weight, MXTensor) else _parts(later.amax)
 
 
-def _later(w: Tensor, parts: list[Tensor]) -> Later:
+def _later(w: Tensor, parts: list[Tensor]) -> SavedWeight:
     if len(parts) < 2:
-        return Later(w, parts[0] if parts else None)
+        return SavedWeight(w, parts[0] if parts else None)
     qdata, scale = parts
-    return Later(
+    return SavedWeight(
         MXTensor(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], w.dtype, trusted=True), None
     )

@@ -9,7 +9,7 @@ from mxep.quant import MXTensor
 
 
 def check_tensors(a: object, w: object) -> None:
-    """Codes and scales by themselves are no operand."""
+    """qdata and scales by themselves are no operand."""
     for name, x in (("a", a), ("w", w)):
         if not isinstance(x, Tensor):
             cure = "MXTensor.from_qdata_and_scales(qdata, scales) makes one tensor of qdata and scales"
@@ -49,7 +49,7 @@ def check_operands(
             "the inclusive cumulative group sizes: sizes.cumsum(0, dtype=torch.int32)"
         )
     if offs.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_group_ends(offs.tolist(), a.shape[0], recipe)
+        _check_offs(offs.tolist(), a.shape[0], recipe)
 
 
 def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w") -> None:
@@ -78,7 +78,7 @@ def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: 
 
 def check_quantized_weight(quantized: QuantizedWeight, w: Tensor, recipe: Recipe) -> None:
     """What a caller says w (G, N, K) is, quantized by the recipe."""
-    for name, x in (("rows", quantized.rows), ("cols", quantized.cols)):
+    for name, x in (("rowwise", quantized.rowwise), ("colwise", quantized.colwise)):
         if x is None:
             continue
         if x.shape != w.shape or x.device != w.device:
@@ -116,7 +116,7 @@ def _check_values(a: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
         raise ValueError(f"out_dtype: got {out_dtype}, want one of {floats}")
 
 
-def _check_group_ends(ends: list[int], num_rows: int, recipe: Recipe) -> None:
+def _check_offs(ends: list[int], num_rows: int, recipe: Recipe) -> None:
     if any(end < start for start, end in zip([0, *ends], ends)):
         raise ValueError(f"offs: got {ends}, want ascending ends from 0 on")
     if ends[-1] > num_rows:

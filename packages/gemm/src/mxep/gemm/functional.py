@@ -4,9 +4,9 @@
     a (M, K)  bf16, or MXTensor as it comes   dy (M, N)  bf16, or MXTensor as it comes
       quantize along K unless it is             quantize along N unless it is
     out = a w^T, w quantized along K          da = dy w, w quantized along N
-      kept for backward: the qdata of a       dw = dy^T a, both from their qdata (wgrad "mx")
+      saved for backward: the qdata of a      dw = dy^T a, both from their qdata (wgrad "mx")
 
-A weight is kept as it is, not its qdata along N: these are made in backward, unless they are given or held by
+A weight is saved as it is, not its qdata along N: these are made in backward, unless they are given or held by
 `quantize_weights_once`.
 What backward keeps of `a` are qdata and scales, 1/2 of the bytes of bf16; only wgrad "bf16" keeps a plain `a`.
 An MXTensor is kept by reference: bytes borrowed from a receive slot must be copied by whoever lends them.
@@ -24,10 +24,10 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
+from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import Later, QuantizedWeight, rows_and_later
+from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
-from mxep.quant.checks import Axis
 
 
 def grouped_mm(
@@ -54,7 +54,7 @@ def grouped_mm(
     bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
     out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
     quantized_weight: w as `quantize_weight(w, recipe)` or, best, `backend.quantize_weight` gave it. Without one it is
-        quantized at each call, or once within `quantize_weights_once`; without its cols these are, in backward.
+        quantized at each call, or once within `quantize_weights_once`; without its colwise that is, in backward.
     main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. One that does not
         ask for that gradient, as torch.autograd.grad(out, a), adds nothing, but under compiled autograd, where each
         backward computes all gradients. Products of unquantized operands come rounded to bf16 but from backend
@@ -108,18 +108,18 @@ class _GroupedMM(torch.autograd.Function):
     ) -> Tensor:
         qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
         need_a, need_w, *_ = ctx.needs_input_grad
-        a_kept = qdata if recipe.wgrad == "mx" else a
+        a_saved = qdata if recipe.wgrad == "mx" else a
         if weight is None:
-            rows, later = rows_and_later(w, recipe, backend, later=need_a)
+            rowwise, saved = rowwise_and_saved(w, recipe, backend, dgrad=need_a)
         else:
-            rows, later = weight.rows, Later(w if weight.cols is None else weight.cols, None)
-        a_parts, ctx.a_joins = _taken_apart(a_kept if need_w else None)
-        w_parts, ctx.w_joins = _taken_apart(later.weight if need_a else None)
-        ctx.save_for_backward(offs, *a_parts, *w_parts, later.amax if need_a else None)
+            rowwise, saved = weight.rowwise, SavedWeight(w if weight.colwise is None else weight.colwise, None)
+        a_parts, ctx.a_rest = _taken_apart(a_saved if need_w else None)
+        w_parts, ctx.w_rest = _taken_apart(saved.weight if need_a else None)
+        ctx.save_for_backward(offs, *a_parts, *w_parts, saved.amax if need_a else None)
         ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
         ctx.kept = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
-        return backend.forward(qdata, rows, offs, bias=bias, out_dtype=out_dtype)
+        return backend.forward(qdata, rowwise, offs, bias=bias, out_dtype=out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -132,33 +132,31 @@ class _GroupedMM(torch.autograd.Function):
             offs, qdata, a = kept.operands
         else:
             offs, *parts, amax = ctx.saved_tensors
-            a, w = _joined(parts[:3], ctx.a_joins), _joined(parts[3:], ctx.w_joins)
+            a, w = _joined(parts[:3], ctx.a_rest), _joined(parts[3:], ctx.w_rest)
             qdata = dy
             if need_a or (need_w and recipe.wgrad == "mx"):
-                qdata = _gradient_codes(dy, recipe, backend)
+                qdata = _quantized_gradient(dy, recipe, backend)
         if need_a:
-            da = backend.dgrad(qdata, Later(w, amax).cols(recipe, backend), offs, out_dtype=a_dtype)
+            da = backend.dgrad(qdata, SavedWeight(w, amax).colwise(recipe, backend), offs, out_dtype=a_dtype)
         if not graph_is_retained():
             ctx.kept = None
         elif need_a and ctx.needs_input_grad[1] and not need_w:
             ctx.kept = Kept.of(dy, (offs, qdata, a))
         if need_w:
-            how = {"recipe": recipe, "scale": ctx.wgrad_scale}
-            operands = (qdata, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
-            if ctx.main_grad is None:
-                dw = backend.wgrad(*operands, offs, out_dtype=w_dtype, **how)
-            else:
-                backend.add_wgrad(*operands, offs, to=ctx.main_grad, **how)
+            dy_a = (qdata, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
+            operands = backend.prepare_wgrad(*dy_a, offs, recipe)
+            how = {"scale": ctx.wgrad_scale, "accumulate_into": ctx.main_grad}
+            dw = backend.wgrad(operands, offs, out_dtype=w_dtype, **how)
         if need_bias:
             dbias = _group_sums(_plain(dy), offs).to(bias_dtype)
         return da, dw, dbias, *[None] * 7
 
 
-_Joins = tuple[Axis, int, torch.dtype] | None
+_Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
 _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _taken_apart(x: Tensor | None) -> tuple[_Parts, _Joins]:
+def _taken_apart(x: Tensor | None) -> tuple[_Parts, _Rest]:
     """What to save of x, and what `_joined` needs to have it back: hooks on saved tensors, as `save_on_cpu` sets them,
     copy into plain tensors, and get values of an MXTensor."""
     if not isinstance(x, MXTensor):
@@ -167,19 +165,19 @@ def _taken_apart(x: Tensor | None) -> tuple[_Parts, _Joins]:
     return (*parts, x.row_index), (x.axis, x.block_size, x.dtype)
 
 
-def _joined(parts: Sequence[Tensor | None], joins: _Joins) -> Any:
+def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
     qdata, scale, row_index = parts
-    if joins is None or qdata is None or scale is None:
+    if rest is None or qdata is None or scale is None:
         return qdata
-    qdata, scale = (qdata, scale) if joins[0] != -2 else (qdata.mT, scale.mT)
-    return MXTensor(qdata, scale, row_index, *joins, trusted=True)
+    qdata, scale = (qdata, scale) if rest[0] != -2 else (qdata.mT, scale.mT)
+    return MXTensor(qdata, scale, row_index, *rest, trusted=True)
 
 
 def _plain(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, MXTensor) else x
 
 
-def _gradient_codes(dy: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
+def _quantized_gradient(dy: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
     if isinstance(dy, MXTensor) and recipe.fits(dy):
         return dy
     return backend.quantize_rows(_plain(dy), recipe.grad_fmt, recipe)

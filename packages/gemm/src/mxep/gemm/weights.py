@@ -1,277 +1,80 @@
-"""Weights as products want them, in both orientations, and for how long they are kept.
+"""Weights as products want them, quantized in both orientations.
 
-    w (G, N, K) bf16  --one read-->  rows: blocked along K, what the forward contracts
-                                     cols: blocked along N, what dgrad contracts
+    w (G, N, K)  -->  rowwise: blocked along K, what the forward contracts
+                      colwise: blocked along N, what dgrad contracts
 
-By themselves products quantize a weight at each call: rows in forward, cols in backward. `quantize_weights_once` lets
-the micro-batches of a step share one quantization; `QuantizedWeight` is for who manages that by hand.
+`per_row` gives one scale to each row (rowwise) or column (colwise), whatever the recipe's blocks.
+How long quantized weights live is the caller's business: see `mxep.gemm.quantize_once`.
 
 G groups, N out features, K in features.
 """
 
-import contextlib
-import functools
-import itertools
-import sys
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import Tensor
 
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor, quantize, quantize_both, quantize_with_amax
-
-if TYPE_CHECKING:
-    from mxep.gemm.backends.base import Backend
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A weight (G, N, K) as the products want it: MXTensors, or the weight itself where the recipe quantizes nothing.
 
-    rows: blocked along K, for the forward. cols: blocked along N, for dgrad; None if nobody asked for it.
-    With 32x32 tiles both are the same tensor.
+    rowwise: blocked along K, for the forward. colwise: blocked along N, for dgrad; None if nobody asked for it.
+    With 32x32 blocks both are the same tensor.
     """
 
-    rows: Tensor
-    cols: Tensor | None
+    rowwise: Tensor
+    colwise: Tensor | None
 
     @property
     def nbytes(self) -> int:
         """Bytes of qdata and scales."""
-        parts = {id(mx): mx.qdata.nbytes + mx.scale.nbytes for mx in (self.rows, self.cols) if isinstance(mx, MXTensor)}
-        return sum(parts.values())
+        found = {id(mx): mx for mx in (self.rowwise, self.colwise) if isinstance(mx, MXTensor)}
+        return sum(mx.qdata.nbytes + mx.scale.nbytes for mx in found.values())
 
 
-def quantize_weight(w: Tensor, recipe: Recipe, *, cols: bool = True, whole: bool = False) -> QuantizedWeight:
-    """Quantize w (G, N, K) bf16 or fp32 by the recipe, along K and, with `cols`, along N. No gradient.
+def quantize_weight(w: Tensor, recipe: Recipe, *, colwise: bool = True, per_row: bool = False) -> QuantizedWeight:
+    """Quantize w (G, N, K) bf16 or fp32 by the recipe, along K and, with `colwise`, along N in the same read.
 
-    whole: one scale for each row, and for each column, whatever the recipe's blocks.
+    No gradient.
     """
-    w_ = w.detach()
+    if colwise and recipe.scaling != "none" and not is_2d(recipe, per_row):
+        block_size = None if per_row else recipe.block_size
+        return QuantizedWeight(*quantize_both(w.detach(), fmt=recipe.fmt, mode=recipe.mode, block_size=block_size))
+    rowwise, _ = quantize_weight_rowwise(w, recipe, per_row=per_row)
+    return QuantizedWeight(rowwise, rowwise if colwise or recipe.scaling == "none" or is_2d(recipe, per_row) else None)
+
+
+def quantize_weight_rowwise(
+    w: Tensor, recipe: Recipe, *, with_amax: bool = False, per_row: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(w blocked along K, amax). No gradient.
+
+    amax: (G, K) fp32, largest magnitudes of the columns, with which `quantize_weight_colwise` reads w once instead of
+    twice. None unless asked for, and where it saves nothing: only one scale a column needs it.
+    """
     if recipe.scaling == "none":
-        return QuantizedWeight(w, w)
-    fmt, mode, block_size = recipe.fmt, recipe.mode, None if whole else recipe.block_size
-    if recipe.weight_block == "32x32" and not whole:
-        tiles = quantize(w_, fmt=fmt, mode=mode, axis=(-2, -1))
-        return QuantizedWeight(tiles, tiles)
-    if cols:
-        return QuantizedWeight(*quantize_both(w_, fmt=fmt, mode=mode, block_size=block_size))
-    return QuantizedWeight(quantize(w_, fmt=fmt, mode=mode, block_size=block_size), None)
+        return w, None
+    how = {"fmt": recipe.fmt, "mode": recipe.mode}
+    if is_2d(recipe, per_row):
+        return quantize(w.detach(), axis=(-2, -1), **how), None
+    if recipe.block_size is None or per_row:
+        return (
+            quantize_with_amax(w.detach(), **how) if with_amax else (quantize(w.detach(), block_size=None, **how), None)
+        )
+    return quantize(w.detach(), **how), None
 
 
-def quantize_weight_rows(w: Tensor, recipe: Recipe, *, whole: bool = False) -> tuple[Tensor, Tensor | None]:
-    """`quantize_weight`'s rows, and what saves `quantize_weight_cols` a read: whole rows alone know such a thing."""
-    if recipe.scaling == "row" or (whole and recipe.scaling == "mx"):
-        return quantize_with_amax(w.detach(), fmt=recipe.fmt, mode=recipe.mode)
-    return quantize_weight(w, recipe, cols=False).rows, None
-
-
-def quantize_weight_cols(w: Tensor, recipe: Recipe, amax: Tensor | None, *, whole: bool = False) -> Tensor:
-    """`quantize_weight`'s cols, later. magnitudes: what `quantize_weight_rows` said."""
-    if recipe.scaling == "none" or (recipe.weight_block == "32x32" and not whole):
-        return quantize_weight(w, recipe, cols=False).rows
-    block_size = None if whole else recipe.block_size
+def quantize_weight_colwise(w: Tensor, recipe: Recipe, amax: Tensor | None = None, *, per_row: bool = False) -> Tensor:
+    """w blocked along N; with 2-D blocks as rowwise. amax: of `quantize_weight_rowwise`. No gradient."""
+    if recipe.scaling == "none" or is_2d(recipe, per_row):
+        return quantize_weight_rowwise(w, recipe)[0]
+    block_size = None if per_row else recipe.block_size
     return quantize(w.detach(), fmt=recipe.fmt, mode=recipe.mode, axis=-2, block_size=block_size, amax=amax)
 
 
-class Later(NamedTuple):
-    """What a forward keeps of a weight to make cols of in backward, so that no qdata wait in between.
-
-    weight: the weight itself, or its cols, where they are there already. magnitudes: of its columns, or None.
-    """
-
-    weight: Tensor
-    amax: Tensor | None
-
-    def cols(self, recipe: Recipe, backend: "Backend") -> Tensor:
-        if isinstance(self.weight, MXTensor):
-            return self.weight
-        return _once("cols", backend.quantize_weight_cols, self.weight, recipe, backend, self.amax)
-
-
-def rows_and_later(w: Tensor, recipe: Recipe, backend: "Backend", *, later: bool) -> tuple[Tensor, Later]:
-    """A weight's rows, and what to keep if dgrad comes later."""
-    # What is held serves others, who may have a dgrad.
-    make = backend.quantize_weight_rows if later or weights_are_held() else functools.partial(_rows_alone, backend)
-    rows, amax = _once("rows", make, w, recipe, backend)
-    tiles = isinstance(rows, MXTensor) and rows.axis == (-2, -1)  # serve both ways
-    return rows, Later(rows if tiles else w, amax)
-
-
-def _rows_alone(backend: "Backend", w: Tensor, recipe: Recipe) -> tuple[Tensor, None]:
-    return backend.quantize_weight(w, recipe, cols=False).rows, None
-
-
-@contextlib.contextmanager
-def quantize_weights_once() -> "Iterator[QuantizedOnce]":
-    """While it is open, each weight is quantized once, each way when it is first needed, and closing forgets it all.
-
-        with quantize_weights_once():
-            for x in micro_batches:
-                model(x).sum().backward()
-        optimizer.step()
-
-    It holds for the process: every `grouped_mm`, MoE layer and converted module, whichever comes first, on all
-    threads (autograd's, too) and streams. Within another one it joins that, which closes with the last of them.
-    Weights must not change while it is open. RuntimeError if a torch optimizer steps, or at the next use of a weight
-    that was written to in place. Writes that count no version are not seen: through `.data`, raw pointers, or a CUDA
-    graph that is replayed.
-
-    What is held: a byte for each element and way, and scales. Under FSDP2 that is of gathered weights, and of all of
-    them. A weight is the memory it lies in: views share, other memory under the same parameter (`.data =`, `.to()`)
-    is another weight, and so is the new tensor that a cast in the forward makes at each call, which therefore is
-    quantized at each call. So are weights where torch.compile traces `grouped_mm` itself, under its
-    mode="reduce-overhead", and tensor subclasses; compiled MoE layers share as others do. Open it outside of what is
-    compiled.
-
-    CUDA graphs: qdata made in a capture are for captures alone, and made again by each replay. Open it within a
-    capture, or around captures of first and further micro-batches: then the memory of the qdata belongs to the pool
-    of the graph that quantizes, which must live and be replayed before the others, and after closing nothing else
-    may be captured into that pool.
-    """
-    global _open
-    with _lock:
-        once = _open = _open or QuantizedOnce()
-        once._users += 1
-    try:
-        yield once
-    finally:
-        with _lock:
-            once._users -= 1
-            if not once._users:
-                once._close()
-                _open = None
-
-
-class QuantizedOnce:
-    """What an open `quantize_weights_once` holds. quantizations: how many were made."""
-
-    def __init__(self) -> None:
-        self.quantizations = 0
-        self._users = 0
-        self._held: dict[tuple[Any, ...], _Held] = {}
-        self._hook = register_optimizer_step_pre_hook(_refuse_step)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of qdata and scales held now."""
-        return sum(part.nbytes for held in list(self._held.values()) for part in held.plain())
-
-    def _get(
-        self, way: str, make: "Callable[..., _T]", w: Tensor, recipe: Recipe, backend: "Backend", *args: Any
-    ) -> "_T":
-        storage = StorageWeakRef(w.untyped_storage())
-        version = None if w.is_inference() else w._version  # an inference tensor counts none
-        capturing = w.is_cuda and torch.cuda.is_current_stream_capturing()
-        key = (
-            *(way, storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, capturing),
-            *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, id(backend)),
-        )
-        with _lock:
-            held = self._held.get(key)
-            if held is None:
-                # Of weights that are gone; a weak reference keeps a storage's address from being used again.
-                for gone in [key for key, held in self._held.items() if held.storage.expired()]:
-                    del self._held[gone]
-                with torch.inference_mode(False), torch.no_grad():  # others may want to save them for backward
-                    made = make(w, recipe, *args)
-                held = self._held[key] = _Held(made, storage, version, backend, *_point_in_time(w, capturing))
-                self.quantizations += 1
-        if held.version != version:
-            raise RuntimeError(
-                f"a weight {tuple(w.shape)} was written to within quantize_weights_once(), which has its old values: "
-                "close it before weights change"
-            )
-        if held.stream is not None:
-            held.wait(torch.cuda.current_stream(w.device))
-        found: _T = held.made
-        return found
-
-    def _close(self) -> None:
-        self._hook.remove()
-        self._held.clear()
-
-
-_T = TypeVar("_T")
-_lock = threading.RLock()
-_open: QuantizedOnce | None = None
-
-
-@dataclass(frozen=True)
-class _Held:
-    """made: a tensor or several. backend: here, as its id is part of the key. stream, event: where, and by when."""
-
-    made: Any
-    storage: StorageWeakRef
-    version: int | None
-    backend: "Backend"
-    stream: torch.cuda.Stream | None
-    event: torch.cuda.Event | None
-
-    def plain(self) -> list[Tensor]:
-        parts = self.made if isinstance(self.made, tuple) else (self.made,)
-        plain = ((x.qdata, x.scale) if isinstance(x, MXTensor) else (x,) for x in parts if x is not None)
-        return list(itertools.chain.from_iterable(plain))
-
-    def wait(self, stream: torch.cuda.Stream) -> None:
-        """Before work on `stream` may use them; their memory stays until that is done."""
-        if self.stream is None or stream == self.stream:
-            return
-        if self.event is not None:
-            stream.wait_event(self.event)
-        elif _captures(self.stream):  # else it was another capture, whose graph is replayed before
-            stream.wait_stream(self.stream)
-        for x in self.plain():
-            x.record_stream(stream)
-
-
-def _point_in_time(w: Tensor, capturing: bool) -> tuple[torch.cuda.Stream | None, torch.cuda.Event | None]:
-    if not w.is_cuda:
-        return None, None
-    stream = torch.cuda.current_stream(w.device)
-    # Another capture could not wait for an event of this one.
-    return stream, None if capturing else stream.record_event()
-
-
-def _captures(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def weights_are_held() -> bool:
-    """Whether `quantize_weights_once` is open, so that rows and what is kept for cols may be others' as well."""
-    return _open is not None
-
-
-def _once(way: str, make: Callable[..., _T], w: Tensor, recipe: Recipe, backend: "Backend", *args: Any) -> _T:
-    """make(w, recipe, *args), or what an open `quantize_weights_once` holds of it."""
-    once = None if torch.compiler.is_compiling() else _open
-    if once is None or recipe.scaling == "none" or type(w) not in (Tensor, nn.Parameter) or in_graph_tree(w.device):
-        return make(w, recipe, *args)
-    return once._get(way, make, w, recipe, backend, *args)
-
-
-def in_graph_tree(device: torch.device) -> bool:
-    """Whether torch.compile's mode="reduce-overhead" may be at work: nothing but outputs may outlive its calls."""
-    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees") if device.type == "cuda" else None
-    if trees is None or not (hasattr(trees.local, _TREES) or torch._C._is_key_in_tls(_TREES)):
-        return False
-    manager = trees.get_manager(device.index, create_if_none_exists=False)
-    # A manager says that it records only when the first recording is over.
-    return manager is not None and (manager.in_warmup or torch.cuda.is_current_stream_capturing())
-
-
-_TREES = "tree_manager_containers"
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    raise RuntimeError(
-        f"{type(optimizer).__name__} stepped within quantize_weights_once(), which would go on with weights quantized "
-        "before: close it before the optimizer steps"
-    )
+def is_2d(recipe: Recipe, per_row: bool = False) -> bool:
+    """Whether weights get 32x32 blocks, one quantization for both orientations."""
+    return recipe.weight_block == "32x32" and not per_row

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
-from mxep.gemm.weights import in_graph_tree
+from mxep.gemm.quantize_once import in_graph_tree
 
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""

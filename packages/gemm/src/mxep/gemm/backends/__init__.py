@@ -45,7 +45,7 @@ def select(backend: str | Backend, device: torch.device) -> Backend:
         if backend not in BACKENDS:
             raise ValueError(f"backend: got {backend!r}, want auto, {', '.join(BACKENDS)} or a Backend")
         backend = BACKENDS[backend]
-    if (reason := backend.why_not(device)) is not None:
+    if (reason := backend.unsupported_reason(device)) is not None:
         raise RuntimeError(f"backend {backend.name!r} cannot run on {device}: {reason}")
     return backend
 
@@ -53,7 +53,7 @@ def select(backend: str | Backend, device: torch.device) -> Backend:
 def _best(device: torch.device) -> Backend:
     against = ""
     for name in AUTO.get(device.type, ("reference",)):
-        if (reason := BACKENDS[name].why_not(device)) is None:
+        if (reason := BACKENDS[name].unsupported_reason(device)) is None:
             break
         against += f"; not {name}: {reason}"
     if not torch.compiler.is_compiling():

@@ -1,38 +1,38 @@
 """What a backend is: three products over ragged groups of rows, and how it wants their operands quantized."""
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight, quantize_weight, quantize_weight_cols, quantize_weight_rows
-from mxep.quant import MXFormat
+from mxep.gemm.weights import QuantizedWeight, quantize_weight_colwise, quantize_weight_rowwise
+from mxep.quant import MXFormat, MXTensor
 
-__all__ = ["Backend"]
+
+class AlongTokens(NamedTuple):
+    """Operands of a weight gradient: dy (M, N) and a (M, K), plain, or MXTensors blocked along M."""
+
+    dy: Tensor
+    a: Tensor
 
 
 class Backend(Protocol):
     """Three products over ragged groups of rows: rows offs[g-1] .. offs[g] - 1 are of group g.
 
     Operands are quantized as the recipe says: MXTensor, or plain bf16 / fp32. Activations and gradients are blocked
-    along their rows (maybe indexed: bytes still in receive slots); weights as `quantize_weight` made them.
+    along their rows (maybe indexed: bytes still in receive slots); weights as the backend quantized them.
     Rows past offs[-1] (int32, on the device) are not read; in results they are unspecified.
     Only reference waits for the host. Derive from this class to inherit what is defined here.
+
+    name: what users pick it by.
+    wants_rowwise: whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once.
     """
 
-    @property
-    def name(self) -> str:
-        """What users pick it by."""
-        ...
+    name: str
+    wants_rowwise: bool = False
 
-    @property
-    def folds(self) -> bool:
-        """Whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once."""
-        return False
-
-    def why_not(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         """None if it runs on `device`, else the reason why not, as the end of a sentence."""
         ...
 
@@ -40,72 +40,66 @@ class Backend(Protocol):
         """A plain activation or gradient (M, D) as this backend wants it, in elements of `fmt`."""
         return recipe.quantize_rows(x, fmt)
 
-    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
-        """w (G, N, K) as this backend wants it in forward (rows) and, with `cols`, in dgrad (cols). No gradient.
+    def quantize_weight_rowwise(
+        self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(w (G, N, K) as forward wants it, amax of its columns). No gradient.
 
-        For `quantized_weight`, and forward alone; who overrides it overrides the two below as well.
+        amax: what saves `quantize_weight_colwise` a read; None unless asked for, and where it saves nothing.
         """
-        return quantize_weight(w, recipe, cols=cols)
+        return quantize_weight_rowwise(w, recipe, with_amax=with_amax)
 
-    def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-        """Its rows alone, and columns' magnitudes or None, to be kept until `quantize_weight_cols`."""
-        return quantize_weight_rows(w, recipe)
+    def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
+        """w (G, N, K) as dgrad wants it. No gradient. amax: what `quantize_weight_rowwise` gave."""
+        return quantize_weight_colwise(w, recipe, amax)
 
-    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
-        """Its cols alone: in backward, where they are needed, so that nobody keeps them until then."""
-        return quantize_weight_cols(w, recipe, amax)
+    def quantize_weight(self, w: Tensor, recipe: Recipe, *, colwise: bool = True) -> QuantizedWeight:
+        """w (G, N, K) as forward and, with `colwise`, dgrad want it: for `quantized_weight` of `grouped_mm`."""
+        rowwise, amax = self.quantize_weight_rowwise(w, recipe, with_amax=colwise)
+        if isinstance(rowwise, MXTensor) and rowwise.axis == (-2, -1):  # serves both ways
+            return QuantizedWeight(rowwise, rowwise)
+        return QuantizedWeight(rowwise, self.quantize_weight_colwise(w, recipe, amax) if colwise else None)
 
     def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        """a (M, K), w (G, N, K) the rows of its quantization -> (M, N): a[rows of g] @ w[g].T + bias[g].
+        """a (M, K), w (G, N, K) quantized rowwise -> (M, N): a[rows of g] @ w[g].T + bias[g].
 
         bias: (G, N) or None.
         """
         ...
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-        """dy (M, N), w (G, N, K) the cols of its quantization -> (M, K): dy[rows of g] @ w[g].
+        """dy (M, N), w (G, N, K) quantized colwise -> (M, K): dy[rows of g] @ w[g].
 
         The result has memory of its own, which the caller may write over and the next call must not.
         """
         ...
 
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> Any:
+        """dy (M, N) and a (M, K), both blocked along their rows -> the operands that `wgrad` contracts over rows.
+
+        What it returns are tensors, and all that `wgrad` needs: dy and a may go before the gradient takes its memory.
+        How row-blocked qdata become operands is the backend's business; this here is the definition.
+        """
+        return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
+
     def wgrad(
         self,
-        dy: Tensor,
-        a: Tensor,
+        operands: Any,
         offs: Tensor,
         *,
-        recipe: Recipe,
         out_dtype: torch.dtype,
         scale: float = 1.0,
-    ) -> Tensor:
-        """dy (M, N), a (M, K), both blocked along their rows -> (G, N, K): scale * dy[rows of g].T @ a[rows of g], 0 if
-        empty.
+        accumulate_into: Tensor | None = None,
+    ) -> Tensor | None:
+        """scale * dy[rows of g].T @ a[rows of g], 0 if empty: (G, N, K) in out_dtype.
 
-        How row-blocked qdata become operands that contract over rows is the backend's business; `recipe.along_tokens`
-        is the definition.
+        accumulate_into: (G, N, K) fp32, takes the sum of itself and the product; then nothing is returned.
         """
+        if accumulate_into is None:
+            return self.wgrad_product(operands, offs, out_dtype, scale)
+        accumulate_into.add_(self.wgrad_product(operands, offs, accumulate_into.dtype, 1.0), alpha=scale)
+        return None
+
+    def wgrad_product(self, operands: Any, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+        """What `wgrad` returns."""
         ...
-
-    def start_wgrad(
-        self,
-        dy: Tensor,
-        a: Tensor,
-        offs: Tensor,
-        *,
-        recipe: Recipe,
-        out_dtype: torch.dtype,
-        to: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> Callable[[], Tensor | None]:
-        """`wgrad`, or with `to` `add_wgrad`, in two steps: what is returned multiplies.
-
-        Where operands are transposed first, they are now, and dy and a may go before the gradient takes its memory.
-        """
-        if to is None:
-            return lambda: self.wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, scale=scale)
-        return lambda: self.add_wgrad(dy, a, offs, recipe=recipe, to=to, scale=scale)
-
-    def add_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0) -> None:
-        """`wgrad` added into `to`, (G, N, K) fp32."""
-        to.add_(self.wgrad(dy, a, offs, recipe=recipe, out_dtype=to.dtype), alpha=scale)

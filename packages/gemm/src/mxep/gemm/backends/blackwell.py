@@ -17,17 +17,17 @@ Weights' scales (1/32 of their qdata) are swizzled at each call. Tiles (32x32) a
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import Backend
+from mxep.gemm.backends.base import AlongTokens, Backend
 from mxep.gemm.backends.dequant import Dequant, group_of_row, in_dtype
 from mxep.gemm.backends.triton import check_mx
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight
-from mxep.quant import BLOCK, E4M3, MXTensor, gather_swizzled, pad_groups, requantize, swizzle_scales
+from mxep.gemm.weights import is_2d, quantize_weight_colwise, quantize_weight_rowwise
+from mxep.quant import BLOCK, E4M3, MXTensor, gather_swizzled, pad_groups, swizzle_scales
 
 ROWS, COLS = 128, 4
 """Scales in a tile of the swizzled layout."""
 Operand = tuple[Tensor, Tensor]
-"""Codes, and their scales swizzled."""
+"""qdata, and their scales swizzled."""
 
 
 class Blackwell(Backend):
@@ -35,7 +35,7 @@ class Blackwell(Backend):
 
     name = "blackwell"
 
-    def why_not(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:
             return f"want a CUDA device of compute capability 10.x, got {device.type}; use backend 'reference'"
         if (have := torch.cuda.get_device_capability(device))[0] != 10:
@@ -44,21 +44,19 @@ class Blackwell(Backend):
             return f"torch {torch.__version__} has no scaled grouped mm, want torch >= 2.11; use backend 'triton'"
         return None
 
-    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
-        weight = super().quantize_weight(w, recipe, cols=cols)
-        if recipe.weight_block == "1x32":
-            return weight
-        tiles = weight.rows
-        assert isinstance(tiles, MXTensor)
-        return QuantizedWeight(tiles.along(-1), tiles.along(-2).materialize() if cols else None)
+    def quantize_weight_rowwise(
+        self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        rowwise, amax = quantize_weight_rowwise(w, recipe, with_amax=with_amax)
+        if isinstance(rowwise, MXTensor) and is_2d(recipe):
+            rowwise = rowwise.along(-1)
+        return rowwise, amax
 
-    def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-        return self.quantize_weight(w, recipe, cols=False).rows, None
-
-    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
-        cols = super().quantize_weight_cols(w, recipe, amax)
-        tiles = isinstance(cols, MXTensor) and recipe.weight_block == "32x32"
-        return cols.along(-2).materialize() if tiles else cols  # type: ignore[attr-defined]
+    def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
+        colwise = quantize_weight_colwise(w, recipe, amax)
+        if isinstance(colwise, MXTensor) and is_2d(recipe):
+            return colwise.along(-2).materialize()
+        return colwise
 
     def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         a, w = self._e4m3("a", a), self._e4m3("w", w)
@@ -71,27 +69,24 @@ class Blackwell(Backend):
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
-    def wgrad(
-        self,
-        dy: Tensor,
-        a: Tensor,
-        offs: Tensor,
-        *,
-        recipe: Recipe,
-        out_dtype: torch.dtype,
-        scale: float = 1.0,
-    ) -> Tensor:
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> AlongTokens:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
-            return Dequant().wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, scale=scale)
+            return AlongTokens(dy, a)
         dy, a = self._e4m3("dy", dy), self._e4m3("a", a)
-        if not len(dy):
-            shape = offs.shape[0], dy.shape[1], a.shape[1]
-            return torch.zeros(shape, dtype=out_dtype, device=dy.device)
-        dy, a = (requantize(x, mode=recipe.mode, offs=offs) for x in (dy, a))
-        (y, y_scale), (x, x_scale) = tokens_operand(dy, offs), tokens_operand(a, offs)
-        dw = multiply(y, y_scale, x.mT, x_scale, offs)
-        if scale != 1:
-            dw.mul_(scale)  # qdata cannot be
+        return (
+            AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs)) if len(dy) else AlongTokens(dy, a)
+        )
+
+    def wgrad_product(self, operands: AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+        y, x = operands
+        if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
+            return Dequant().wgrad_product(operands, offs, out_dtype, scale)
+        if not len(y):
+            return torch.zeros((offs.shape[0], y.shape[1], x.shape[1]), dtype=out_dtype, device=y.device)
+        (y_t, y_scale), (x_t, x_scale) = tokens_operand(y, offs), tokens_operand(x, offs)
+        dw = multiply(y_t, y_scale, x_t.mT, x_scale, offs)
+        if scale != 1:  # qdata cannot be
+            dw.mul_(scale)
         # Whether the kernel writes empty groups is not documented.
         empty = offs.diff(prepend=offs.new_zeros(1)) == 0
         return in_dtype(dw.masked_fill_(empty.view(-1, 1, 1), 0), out_dtype)
@@ -141,9 +136,9 @@ def swizzle_along_tokens(scale: Tensor, offs: Tensor) -> Tensor:
     blocks = offs // BLOCK
     sizes = blocks.diff(prepend=blocks.new_zeros(1))
     padded = pad_groups(scale.view(torch.uint8), sizes, alignment=COLS)
-    whole = swizzle_scales(padded.rows.mT)
-    rows, columns = whole.shape[0] // ROWS, whole.shape[1] // COLS
-    # Tiles of a group lie in row tile * width + column tile, those of the whole in row tile * columns + column tile.
+    all_groups = swizzle_scales(padded.rows.mT)
+    rows, columns = all_groups.shape[0] // ROWS, all_groups.shape[1] // COLS
+    # Tiles of a group lie in row tile * width + column tile, those of all groups in row tile * columns + column tile.
     last = padded.offs.long() // COLS
     first = torch.nn.functional.pad(last[:-1], (1, 0))
     tile = torch.arange(rows * columns, device=scale.device)
@@ -151,5 +146,5 @@ def swizzle_along_tokens(scale: Tensor, offs: Tensor) -> Tensor:
     width = (last - first).clamp(min=1)[group]
     within = tile - first[group] * rows
     source = (within // width).clamp_(max=rows - 1) * columns + first[group] + within % width
-    tiles = whole.view(rows * columns, ROWS * COLS).index_select(0, source.clamp_(max=rows * columns - 1))
-    return tiles.view(whole.shape).view(scale.dtype)
+    tiles = all_groups.view(rows * columns, ROWS * COLS).index_select(0, source.clamp_(max=rows * columns - 1))
+    return tiles.view(all_groups.shape).view(scale.dtype)

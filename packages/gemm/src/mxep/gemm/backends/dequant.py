@@ -1,7 +1,7 @@
 """The dequant backend: every operand becomes bf16, torch's grouped mm does the rest. Any device; no host sync on
 GPUs of compute capability 9 and 10 (on others torch's grouped mm is a loop that reads the ends).
 
-    qdata * scale -> bf16 (exact: a code has at most 4 significant bits)   ->   grouped mm, fp32 inside, bf16 out
+    qdata * scale -> bf16 (exact: a number of qdata has at most 4 significant bits) -> grouped mm, fp32 inside, bf16 out
 
 Against `reference` a result has one more rounding to bf16 where out_dtype is fp32; fp32 operands of recipe "bf16"
 are rounded to bf16. Bias is added after the product's rounding. It saves the bytes of the wire and of what backward
@@ -12,10 +12,8 @@ be -1 or valid).
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import Backend
-from mxep.gemm.recipe import Recipe
+from mxep.gemm.backends.base import AlongTokens, Backend
 from mxep.quant import MXTensor
-from mxep.quant.groups import group_of_rows
 
 ALIGNMENT = 8
 """torch's grouped mm wants rows of 16 bytes: N and K in 8 bf16."""
@@ -26,7 +24,7 @@ class Dequant(Backend):
 
     name = "dequant"
 
-    def why_not(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         if not (hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm")):
             return f"torch {torch.__version__} has no grouped mm, want torch >= 2.11; use backend 'reference'"
         if device.type not in ("cpu", "cuda"):
@@ -44,19 +42,9 @@ class Dequant(Backend):
         _check_alignment(*w.shape[1:])
         return _grouped_mm(_bf16(dy), _bf16(w), offs, out_dtype)
 
-    def wgrad(
-        self,
-        dy: Tensor,
-        a: Tensor,
-        offs: Tensor,
-        *,
-        recipe: Recipe,
-        out_dtype: torch.dtype,
-        scale: float = 1.0,
-    ) -> Tensor:
-        _check_alignment(dy.shape[1], a.shape[1])
-        dy, a = recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs)
-        y, x = _bf16(dy), _bf16(a)
+    def wgrad_product(self, operands: AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+        y, x = _bf16(operands.dy), _bf16(operands.a)
+        _check_alignment(y.shape[1], x.shape[1])
         if scale != 1:  # the narrower one: less to pass over than the product
             y, x = (y * scale, x) if y.shape[1] <= x.shape[1] else (y, x * scale)
         return _grouped_mm(y.mT, x, offs, out_dtype)
@@ -92,4 +80,5 @@ def _check_alignment(n: int, k: int) -> None:
 
 def group_of_row(offs: Tensor, num_rows: int) -> Tensor:
     """The group of every row, (M,); rows past the last group count as the last group's."""
-    return group_of_rows(offs, num_rows).clamp_(max=len(offs) - 1)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=offs.device)
+    return torch.searchsorted(offs, rows, right=True).clamp_(max=len(offs) - 1)

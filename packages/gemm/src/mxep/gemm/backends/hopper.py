@@ -3,13 +3,11 @@
     forward  a MX (slots, index) --fold, gather--> qdata, a scale a row --\\
              w bf16 ----quantize, one scale a row------------------------- > wgmma, x scales, + bias -> out
     dgrad    dy in the same way                x w, one scale a column                               -> da
-    wgrad    dy, a (as they came) --split fold: transposed, tokens contiguous-- > wgmma, x 2^e            -> dw, or +=
-    fp32
+    wgrad    dy, a (as they came) --fold for wgrad: transposed, tokens contiguous--> wgmma, x 2^e -> dw, or += fp32
 
 Folding moves exponents into qdata (`mxep.quant.fold`): exact, but for elements 2^-14 or more below the largest of
 their row. What is unquantized, weights in blocks or tiles too, is quantized to one scale a row at once, which is the
-same but for these elements, where it rounds once instead of twice. A `Guard` watches where that could matter; operands
-it watches are quantized to MX first.
+same but for these elements, where it rounds once instead of twice. `mxep.gemm.fold_report` tells where that matters.
 
 Unquantized products (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`.
 Sums leave the tensor cores, which add with 13 fraction bits, every 256 products. No host sync. Products and folds cost
@@ -18,45 +16,27 @@ nothing for rows past the last group; quantizing plain operands takes all rows t
 
 import functools
 import importlib.util
-from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import Backend
+from mxep.gemm.backends.base import AlongTokens, Backend
 from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.backends.reference import grouped_mm_reference
-from mxep.gemm.backends.triton import Triton
-from mxep.gemm.guard import Guard
+from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight, quantize_weight, quantize_weight_cols, quantize_weight_rows
-from mxep.quant import MXFormat, MXTensor, fold, fold_for_wgrad, fold_with_stats, quantize
-from mxep.quant.kernels import on_cuda
-
-STEP = 128
-"""Elements of a contraction that the kernel multiplies at a time: along tokens its groups begin at multiples."""
+from mxep.gemm.weights import quantize_weight_colwise, quantize_weight_rowwise
+from mxep.quant import MXFormat, MXTensor, WgradOperands, fold, fold_for_wgrad, quantize
+from mxep.quant.op import op
 
 
 class Hopper(Backend):
-    """See the module's docstring; `Backend` has the contract.
-
-    guard: watches forward and dgrad of MX recipes, and with action "exact" has failed ones computed again, exactly, by
-        the triton backend's kernel. It costs MX weights folded at each call. None costs nothing.
-    """
+    """See the module's docstring; `Backend` has the contract."""
 
     name = "hopper"
+    wants_rowwise = True
 
-    def __init__(self, guard: Guard | None = None) -> None:
-        self.guard = guard
-        if guard is not None:
-            self.name = f"hopper, {guard.action}"
-
-    @property
-    def folds(self) -> bool:
-        return self.guard is None  # which compares folded rows with what they were
-
-    def why_not(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"got a {device.type} device, want a Hopper GPU; use backend 'reference'"
         if torch.version.hip is not None:
@@ -68,80 +48,55 @@ class Hopper(Backend):
         return None
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
-        if recipe.scaling == "none" or self.guard is not None:
+        if recipe.scaling == "none" or not self.wants_rowwise:
             return recipe.quantize_rows(x, fmt)
         return quantize(x, fmt=fmt, mode=recipe.mode, block_size=None)
 
-    def quantize_weight(self, w: Tensor, recipe: Recipe, *, cols: bool) -> QuantizedWeight:
-        return quantize_weight(w, recipe, cols=cols, whole=self.folds)
+    def quantize_weight_rowwise(
+        self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        return quantize_weight_rowwise(w, recipe, with_amax=with_amax, per_row=self.wants_rowwise)
 
-    def quantize_weight_rows(self, w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-        return quantize_weight_rows(w, recipe, whole=self.folds)
-
-    def quantize_weight_cols(self, w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
-        return quantize_weight_cols(w, recipe, amax, whole=self.folds)
+    def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
+        return quantize_weight_colwise(w, recipe, amax, per_row=self.wants_rowwise)
 
     def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if not isinstance(a, MXTensor):
             return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
-        return self._product("forward", a, w, offs, bias, out_dtype)
+        a, w = _folded(a, offs), _folded(w)
+        out: Tensor = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
+        return out
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         if not isinstance(dy, MXTensor):
             return Dequant().dgrad(dy, w, offs, out_dtype=out_dtype)
-        return self._product("dgrad", dy, w.mT, offs, None, out_dtype)
+        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
+
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> WgradOperands | AlongTokens:
+        if isinstance(dy, MXTensor) and isinstance(a, MXTensor):
+            return fold_for_wgrad(a, dy, offs, align=HOPPER_BLOCK_K)
+        return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
     def wgrad(
         self,
-        dy: Tensor,
-        a: Tensor,
+        operands: WgradOperands | AlongTokens,
         offs: Tensor,
         *,
-        recipe: Recipe,
         out_dtype: torch.dtype,
         scale: float = 1.0,
-    ) -> Tensor:
-        return cast(Tensor, self.start_wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, scale=scale)())
-
-    def add_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0) -> None:
-        self.start_wgrad(dy, a, offs, recipe=recipe, out_dtype=to.dtype, to=to, scale=scale)()
-
-    def start_wgrad(
-        self,
-        dy: Tensor,
-        a: Tensor,
-        offs: Tensor,
-        *,
-        recipe: Recipe,
-        out_dtype: torch.dtype,
-        to: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> Callable[[], Tensor | None]:
-        if not isinstance(dy, MXTensor) or not isinstance(a, MXTensor):
-            return Dequant().start_wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, to=to, scale=scale)
-        split = fold_for_wgrad(a, dy, offs, align=STEP)
-        transposed = split.y_t, split.x_t, split.exponent, split.ends
-        if to is None:
-            return lambda: fp8_grouped_wgrad(*transposed, out_dtype, scale)
-        if not to.is_contiguous():
-            return lambda: to.add_(fp8_grouped_wgrad(*transposed, to.dtype, scale))
-        return lambda: fp8_grouped_wgrad_add(to, *transposed, scale)
-
-    def _product(
-        self, name: str, a: MXTensor, w: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        """a (M, K) x w (G, N, K), both blocked along K or row-scaled."""
-        assert isinstance(w, MXTensor)
-        if self.guard is None or w.block_size == w.shape[-1]:
-            return _multiply(_folded(a, offs), _folded(w), offs, bias, out_dtype)
-        mx = w.along(-1) if w.axis != -1 else w
-        a_folded, a_stats = fold_with_stats(a, offs=offs)
-        w_folded, w_stats = fold_with_stats(mx)
-        flag = self.guard.inspect(a, a_folded, a_stats.spread, mx, w_folded, w_stats.spread, offs, product=name)
-        out = _multiply(a_folded, w_folded, offs, bias, out_dtype)
-        if self.guard.action == "exact":
-            Triton().forward(a, w, offs, bias=bias, out_dtype=out_dtype, out=out, run_if=flag)
-        return out
+        accumulate_into: Tensor | None = None,
+    ) -> Tensor | None:
+        if isinstance(operands, AlongTokens):
+            return Dequant().wgrad(operands, offs, out_dtype=out_dtype, scale=scale, accumulate_into=accumulate_into)
+        folded = operands.y_t, operands.x_t, operands.exponent, operands.ends
+        if accumulate_into is None:
+            dw: Tensor = fp8_grouped_wgrad(*folded, out_dtype, scale)
+            return dw
+        if accumulate_into.is_contiguous():
+            fp8_accumulate_wgrad(accumulate_into, *folded, scale)
+        else:
+            accumulate_into.add_(fp8_grouped_wgrad(*folded, accumulate_into.dtype, scale))
+        return None
 
 
 @functools.cache
@@ -163,12 +118,11 @@ def _folded(x: Tensor, offs: Tensor | None = None) -> MXTensor:
     return fold(x, offs=offs)
 
 
-def _multiply(a: MXTensor, w: MXTensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    out: Tensor = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
-    return out
-
-
-@torch.library.custom_op("mxep::fp8_grouped_mm", mutates_args=())
+@op(
+    "mxep::fp8_grouped_mm",
+    fake=lambda a, a_scale, w, w_scale, offs, bias, out_dtype: a.new_empty((a.shape[0], w.shape[1]), dtype=out_dtype),
+    launcher="mxep.gemm.kernels.hopper:grouped_mm",
+)
 def fp8_grouped_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -179,62 +133,37 @@ def fp8_grouped_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), w_scale (G, N, 1), bias (G, N) or None -> (M, N) out_dtype."""
-    out: Tensor = grouped_mm_reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
+    out: Tensor = grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
     return out
 
 
-@fp8_grouped_mm.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], w.shape[1]), dtype=out_dtype)
-
-
-@torch.library.custom_op("mxep::fp8_grouped_wgrad", mutates_args=())
+@op(
+    "mxep::fp8_grouped_wgrad",
+    fake=lambda y_t, x_t, exponent, ends, out_dtype, scale=1.0: y_t.new_empty(
+        (ends.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype
+    ),
+    launcher="mxep.gemm.kernels.hopper:grouped_wgrad",
+)
 def fp8_grouped_wgrad(
     y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
     """y_t (N, C), x_t (K, C) fp8, exponent and ends (G,) int32, as a WgradOperands has them -> scale * (G, N, K)."""
     dw = torch.zeros((ends.shape[0], y_t.shape[0], x_t.shape[0]), dtype=torch.float32, device=y_t.device)
-    _add_wgrad_reference(dw, y_t, x_t, exponent, ends, scale)
+    fp8_accumulate_wgrad.reference(dw, y_t, x_t, exponent, ends, scale)
     return dw.to(out_dtype)
 
 
-@fp8_grouped_wgrad.register_fake
-def _(y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    return y_t.new_empty((ends.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype)
-
-
-@torch.library.custom_op("mxep::fp8_grouped_wgrad_add", mutates_args=("to",))
-def fp8_grouped_wgrad_add(
-    to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, scale: float = 1.0
+@op(
+    "mxep::fp8_accumulate_wgrad",
+    fake=lambda *_: None,
+    launcher="mxep.gemm.kernels.hopper:accumulate_wgrad",
+    mutates_args=("out",),
+)
+def fp8_accumulate_wgrad(
+    out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, scale: float = 1.0
 ) -> None:
-    """The same added into `to`, (G, N, K) fp32, contiguous."""
-    _add_wgrad_reference(to, y_t, x_t, exponent, ends, scale)
-
-
-@fp8_grouped_wgrad_add.register_fake
-def _(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, scale: float = 1.0) -> None:
-    """`to` is all there is."""
-
-
-def _add_wgrad_reference(to: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, scale: float) -> None:
-    """Group by group, in fp32; 2^e in two steps, as it may lie outside fp32."""
+    """The same added to out, (G, N, K) fp32, contiguous. 2^e in two steps, as it may lie outside fp32."""
     starts = [0, *ends.tolist()]
     for g, (start, end, e) in enumerate(zip(starts, starts[1:], exponent.tolist())):
         product = y_t[:, start:end].float() @ x_t[:, start:end].float().T
-        to[g] += product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)
-
-
-for _op, _launcher in (
-    (fp8_grouped_mm, "grouped_mm"),
-    (fp8_grouped_wgrad, "grouped_wgrad"),
-    (fp8_grouped_wgrad_add, "add_grouped_wgrad"),
-):
-    on_cuda(_op, "hopper", _launcher, package="mxep.gemm.kernels")
+        out[g] += product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)

@@ -2,8 +2,8 @@
 
     rows of g -> fp32 (K)   w[g] -> fp32 (N, K)   ->   rows @ w[g].T in fp32, + bias[g]   ->   rounded once to out_dtype
 
-fp32 holds every code times its scale exactly, so the only errors are those of the fp32 sum and the last rounding.
-With fp64 operands (recipe "bf16" only) everything is fp64. dgrad is the forward with w transposed.
+fp32 holds every number of qdata times its scale exactly, so the only errors are those of the fp32 sum and the last
+rounding. With fp64 operands (recipe "bf16" only) everything is fp64. dgrad is the forward with w transposed.
 
 It reads offs on the host: on a CPU that is free, on a GPU it waits, so use it there to check others.
 The two ops take the parts of an MXTensor: qdata and scale and row index, or a plain tensor and None, None.
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import Backend
-from mxep.gemm.recipe import Recipe
+from mxep.gemm.backends.base import AlongTokens, Backend
 from mxep.quant import MXTensor
+from mxep.quant.op import op
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -26,36 +26,32 @@ class Reference(Backend):
 
     name = "reference"
 
-    def why_not(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         return None
 
     def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        out: Tensor = grouped_mm_reference(*_parts(a), *_parts(w)[:2], offs, bias, out_dtype)
+        out: Tensor = grouped_mm_reference(*parts_of(a), *parts_of(w)[:2], offs, bias, out_dtype)
         return out
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
-    def wgrad(
-        self,
-        dy: Tensor,
-        a: Tensor,
-        offs: Tensor,
-        *,
-        recipe: Recipe,
-        out_dtype: torch.dtype,
-        scale: float = 1.0,
-    ) -> Tensor:
-        dy, a = recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs)
-        dw: Tensor = grouped_wgrad_reference(*_parts(dy), *_parts(a), offs, out_dtype, scale)
+    def wgrad_product(self, operands: AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+        dw: Tensor = grouped_wgrad_reference(*parts_of(operands.dy), *parts_of(operands.a), offs, out_dtype, scale)
         return dw
 
 
-def _parts(x: Tensor) -> Parts:
+def parts_of(x: Tensor) -> Parts:
+    """(qdata, scale, row_index) of an MXTensor; (x, None, None) of a plain tensor."""
     return (x.qdata, x.scale, x.row_index) if isinstance(x, MXTensor) else (x, None, None)
 
 
-@torch.library.custom_op("mxep::grouped_mm_reference", mutates_args=())
+@op(
+    "mxep::grouped_mm_reference",
+    fake=lambda a, a_scale, a_index, w, w_scale, offs, bias, out_dtype: a.new_empty(
+        (_num_rows(a, a_index), w.shape[1]), dtype=out_dtype
+    ),
+)
 def grouped_mm_reference(
     a: Tensor,
     a_scale: Tensor | None,
@@ -67,30 +63,21 @@ def grouped_mm_reference(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """a (M, K), w (G, N, K), offs int32 (G,), bias (G, N) or None -> (M, N) out_dtype."""
-    out = a.new_empty((_rows(a, a_index), w.shape[1]), dtype=out_dtype)
-    values = _values((a, a_scale, a_index), int(offs[-1]))
+    out = a.new_empty((_num_rows(a, a_index), w.shape[1]), dtype=out_dtype)
+    values = values_of_rows((a, a_scale, a_index), int(offs[-1]))
     for g, rows in _groups(offs):
-        w_g = _values((w[g], None if w_scale is None else w_scale[g], None), w.shape[1]).to(values.dtype)
+        w_g = values_of_rows((w[g], None if w_scale is None else w_scale[g], None), w.shape[1]).to(values.dtype)
         product = _product(values[rows], w_g.mT)
         out[rows] = product if bias is None else product + bias[g]
     return out
 
 
-@grouped_mm_reference.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_index: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-    offs: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((_rows(a, a_index), w.shape[1]), dtype=out_dtype)
-
-
-@torch.library.custom_op("mxep::grouped_wgrad_reference", mutates_args=())
+@op(
+    "mxep::grouped_wgrad_reference",
+    fake=lambda dy, dy_scale, dy_index, a, a_scale, a_index, offs, out_dtype, scale=1.0: a.new_empty(
+        (offs.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype
+    ),
+)
 def grouped_wgrad_reference(
     dy: Tensor,
     dy_scale: Tensor | None,
@@ -105,47 +92,14 @@ def grouped_wgrad_reference(
     """dy (M, N), a (M, K), offs int32 (G,) -> scale * (G, N, K) out_dtype, zero where a group is empty."""
     dw = a.new_zeros((offs.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
     valid = int(offs[-1])
-    a_values = _values((a, a_scale, a_index), valid)
-    dy_values = _values((dy, dy_scale, dy_index), valid).to(a_values.dtype)
+    a_values = values_of_rows((a, a_scale, a_index), valid)
+    dy_values = values_of_rows((dy, dy_scale, dy_index), valid).to(a_values.dtype)
     for g, rows in _groups(offs):
         dw[g] = _product(dy_values[rows].mT, a_values[rows]) * scale
     return dw
 
 
-@grouped_wgrad_reference.register_fake
-def _(
-    dy: Tensor,
-    dy_scale: Tensor | None,
-    dy_index: Tensor | None,
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_index: Tensor | None,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    scale: float = 1.0,
-) -> Tensor:
-    return a.new_empty((offs.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    with torch.autocast(a.device.type, enabled=False):  # it would round the operands to bf16
-        return a @ b
-
-
-def _rows(x: Tensor, index: Tensor | None) -> int:
-    return x.shape[0] if index is None else index.shape[0]
-
-
-def _groups(offs: Tensor) -> Iterator[tuple[int, slice]]:
-    """(g, its rows) of every group that has rows."""
-    start = 0
-    for g, end in enumerate(offs.tolist()):
-        if end > start:
-            yield g, slice(start, end)
-        start = end
-
-
-def _values(parts: Parts, rows: int) -> Tensor:
+def values_of_rows(parts: Parts, rows: int) -> Tensor:
     """The first `rows` rows of a 2-D operand, dequantized, in fp32; fp64 stays fp64."""
     x, scale, index = parts
     if scale is None:
@@ -158,3 +112,21 @@ def _values(parts: Parts, rows: int) -> Tensor:
         x, scale = x[:rows], scale[: rows // block_rows]
     axis = -1 if block_rows == 1 else -2 if block_cols == 1 else (-2, -1)
     return MXTensor(x, scale, index, axis, max(block_rows, block_cols), torch.float32).dequantize()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # it would round the operands to bf16
+        return a @ b
+
+
+def _num_rows(x: Tensor, index: Tensor | None) -> int:
+    return x.shape[0] if index is None else index.shape[0]
+
+
+def _groups(offs: Tensor) -> Iterator[tuple[int, slice]]:
+    """(g, its rows) of every group that has rows."""
+    start = 0
+    for g, end in enumerate(offs.tolist()):
+        if end > start:
+            yield g, slice(start, end)
+        start = end

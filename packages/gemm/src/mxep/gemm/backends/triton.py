@@ -11,33 +11,27 @@ under Triton's interpreter, for tests. Not run on Blackwell or CDNA4 hardware.
 Recipes with MX scales only. wgrad of unquantized operands (wgrad "bf16") is torch's grouped mm, as in `dequant`.
 """
 
-import contextlib
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import Backend
+from mxep.gemm.backends.base import AlongTokens, Backend
 from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.recipe import Recipe
-from mxep.quant import BLOCK, MXTensor, requantize
-from mxep.quant.checks import Axis
+from mxep.quant import BLOCK, MXTensor
+from mxep.quant.op import op
 
 OLDEST = (8, 9)
 """The first compute capability whose E4M3 Triton converts."""
 
 
 class Triton(Backend):
-    """See the module's docstring; `Backend` has the contract.
-
-    forward, dgrad and wgrad also write into a given contiguous `out`, and only if `run_if`, an int32 () on the device,
-    is not 0 (without it: always). So a product can be computed again, exactly, without the host knowing whether.
-    """
+    """See the module's docstring; `Backend` has the contract."""
 
     name = "triton"
 
-    def why_not(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type == "cuda":
             if torch.version.hip is None and (have := torch.cuda.get_device_capability(device)) < OLDEST:
                 return f"got compute capability {have}, want {OLDEST} or newer for E4M3; use backend 'auto'"
@@ -49,79 +43,44 @@ class Triton(Backend):
             "use backend 'reference' or 'dequant'"
         )
 
-    def forward(
-        self,
-        a: Tensor,
-        w: Tensor,
-        offs: Tensor,
-        *,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-        run_if: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
-        args = a.qdata, a.scale, a.row_index, w.qdata, w.scale, offs, bias
-        if out is None and run_if is None:
-            result: Tensor = grouped_mm_dot_scaled(*args, out_dtype)
-            return result
-        if out is None:
-            out = a.qdata.new_empty((a.shape[0], w.shape[1]), dtype=out_dtype)
-        grouped_mm_dot_scaled_into(out, *args, run_if)
+        out: Tensor = grouped_mm_dot_scaled(a.qdata, a.scale, a.row_index, w.qdata, w.scale, offs, bias, out_dtype)
         return out
 
-    def dgrad(
-        self,
-        dy: Tensor,
-        w: Tensor,
-        offs: Tensor,
-        *,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
-        run_if: Tensor | None = None,
-    ) -> Tensor:
-        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype, out=out, run_if=run_if)
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
+
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> AlongTokens:
+        if isinstance(dy, MXTensor) or isinstance(a, MXTensor):
+            dy, a = check_mx(self.name, "dy", dy, -1), check_mx(self.name, "a", a, -1)
+        return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
     def wgrad(
         self,
-        dy: Tensor,
-        a: Tensor,
+        operands: AlongTokens,
         offs: Tensor,
         *,
-        recipe: Recipe,
         out_dtype: torch.dtype,
         scale: float = 1.0,
-        out: Tensor | None = None,
-        run_if: Tensor | None = None,
-    ) -> Tensor:
-        if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor) and out is None and run_if is None:
-            return Dequant().wgrad(dy, a, offs, recipe=recipe, out_dtype=out_dtype, scale=scale)
-        if out is None and run_if is None:
-            operands = _along_tokens(dy, a, offs, recipe)
-            result: Tensor = grouped_wgrad_dot_scaled(*operands, offs, out_dtype, scale)
-            return result
-        if out is None:
-            out = offs.new_empty((offs.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
-        # No groups where nothing is to run, so that nothing is requantized either.
-        ends = offs if run_if is None else offs * (run_if != 0)
-        grouped_wgrad_dot_scaled_into(out, *_along_tokens(dy, a, ends, recipe), offs, False, run_if, scale)
-        return out
+        accumulate_into: Tensor | None = None,
+    ) -> Tensor | None:
+        y, x = operands
+        in_place = accumulate_into is not None and accumulate_into.is_contiguous()
+        if in_place and isinstance(y, MXTensor) and isinstance(x, MXTensor):
+            accumulate_wgrad_dot_scaled(accumulate_into, y.qdata, y.scale, x.qdata, x.scale, offs, scale)
+            return None
+        return super().wgrad(operands, offs, out_dtype=out_dtype, scale=scale, accumulate_into=accumulate_into)
 
-    def add_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, *, recipe: Recipe, to: Tensor, scale: float = 1.0) -> None:
-        if to.is_contiguous() and (isinstance(dy, MXTensor) or isinstance(a, MXTensor)):
-            grouped_wgrad_dot_scaled_into(to, *_along_tokens(dy, a, offs, recipe), offs, True, None, scale)
-        else:
-            super().add_wgrad(dy, a, offs, recipe=recipe, to=to, scale=scale)
+    def wgrad_product(self, operands: AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+        y, x = operands
+        if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
+            return Dequant().wgrad_product(operands, offs, out_dtype, scale)
+        dw: Tensor = grouped_wgrad_dot_scaled(y.qdata, y.scale, x.qdata, x.scale, offs, out_dtype, scale)
+        return dw
 
 
-def _along_tokens(dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
-    """Codes and scales of dy and of a, requantized along the tokens of each group."""
-    operands = check_mx(Triton.name, "dy", dy, -1), check_mx(Triton.name, "a", a, -1)
-    y, x = (requantize(each, mode=recipe.mode, offs=offs) for each in operands)
-    return y.qdata, y.scale, x.qdata, x.scale
-
-
-def check_mx(backend: str, name: str, x: Tensor, *axes: Axis) -> MXTensor:
+def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -> MXTensor:
     """`x`, an MXTensor in blocks of 32 along one of `axes`; ValueError if it is none."""
     if isinstance(x, MXTensor) and x.axis in axes and x.block_size == BLOCK:
         return x
@@ -132,7 +91,16 @@ def check_mx(backend: str, name: str, x: Tensor, *axes: Axis) -> MXTensor:
     )
 
 
-@torch.library.custom_op("mxep::grouped_mm_dot_scaled", mutates_args=())
+# On a CPU these ops are the same kernels, interpreted: `reference` has the plain-torch products.
+
+
+@op(
+    "mxep::grouped_mm_dot_scaled",
+    fake=lambda a, a_scale, a_index, w, w_scale, offs, bias, out_dtype: a.new_empty(
+        ((a if a_index is None else a_index).shape[0], w.shape[1]), dtype=out_dtype
+    ),
+    launcher="mxep.gemm.kernels.dot_scaled:grouped_mm",
+)
 def grouped_mm_dot_scaled(
     a: Tensor,
     a_scale: Tensor,
@@ -143,102 +111,38 @@ def grouped_mm_dot_scaled(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`mxep.gemm.kernels.dot_scaled.grouped_mm`."""
+    """a (R, K), index (M,) or None, w (G, N, K), bias (G, N) or None -> (M, N) out_dtype."""
     from mxep.gemm.kernels import dot_scaled
 
-    with _on(a.device):
-        return dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype)
+    return dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out_dtype)
 
 
-@grouped_mm_dot_scaled.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    a_index: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty(((a if a_index is None else a_index).shape[0], w.shape[1]), dtype=out_dtype)
-
-
-@torch.library.custom_op("mxep::grouped_wgrad_dot_scaled", mutates_args=())
+@op(
+    "mxep::grouped_wgrad_dot_scaled",
+    fake=lambda y, y_scale, x, x_scale, offs, out_dtype, scale=1.0: y.new_empty(
+        (offs.shape[0], y.shape[1], x.shape[1]), dtype=out_dtype
+    ),
+    launcher="mxep.gemm.kernels.dot_scaled:grouped_wgrad",
+)
 def grouped_wgrad_dot_scaled(
-    x: Tensor,
-    x_scale: Tensor,
-    y: Tensor,
-    y_scale: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    scale: float = 1.0,
+    y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, out_dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
-    """`mxep.gemm.kernels.dot_scaled.grouped_wgrad`."""
+    """y (M, N), x (M, K) blocked along M -> scale * (G, N, K) out_dtype."""
     from mxep.gemm.kernels import dot_scaled
 
-    with _on(x.device):
-        return dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, offs, out_dtype, factor=scale)
+    return dot_scaled.grouped_wgrad(y, y_scale, x, x_scale, offs, out_dtype, scale)
 
 
-@grouped_wgrad_dot_scaled.register_fake
-def _(
-    x: Tensor,
-    x_scale: Tensor,
-    y: Tensor,
-    y_scale: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    scale: float = 1.0,
-) -> Tensor:
-    return x.new_empty((offs.shape[0], x.shape[1], y.shape[1]), dtype=out_dtype)
-
-
-@torch.library.custom_op("mxep::grouped_mm_dot_scaled_into", mutates_args=("out",))
-def grouped_mm_dot_scaled_into(
-    out: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_index: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    run_if: Tensor | None,
+@op(
+    "mxep::accumulate_wgrad_dot_scaled",
+    fake=lambda *_: None,
+    launcher="mxep.gemm.kernels.dot_scaled:accumulate_wgrad",
+    mutates_args=("out",),
+)
+def accumulate_wgrad_dot_scaled(
+    out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float = 1.0
 ) -> None:
-    """The same into out (M, N), unless run_if is 0."""
+    """The same added to out (G, N, K) fp32, contiguous."""
     from mxep.gemm.kernels import dot_scaled
 
-    with _on(out.device):
-        dot_scaled.grouped_mm(a, a_scale, a_index, w, w_scale, offs, bias, out.dtype, out=out, run_if=run_if)
-
-
-@torch.library.custom_op("mxep::grouped_wgrad_dot_scaled_into", mutates_args=("out",))
-def grouped_wgrad_dot_scaled_into(
-    out: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    y: Tensor,
-    y_scale: Tensor,
-    offs: Tensor,
-    add: bool,
-    run_if: Tensor | None,
-    scale: float = 1.0,
-) -> None:
-    """The same into out (G, N, K), or added to it, unless run_if is 0."""
-    from mxep.gemm.kernels import dot_scaled
-
-    with _on(out.device):
-        options: dict[str, Any] = {"factor": scale, "out": out, "add": add, "run_if": run_if}
-        dot_scaled.grouped_wgrad(x, x_scale, y, y_scale, offs, out.dtype, **options)
-
-
-@grouped_mm_dot_scaled_into.register_fake
-@grouped_wgrad_dot_scaled_into.register_fake
-def _(*args: object) -> None:
-    """`out` is all there is."""
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    dot_scaled.accumulate_wgrad(out, y, y_scale, x, x_scale, offs, scale)

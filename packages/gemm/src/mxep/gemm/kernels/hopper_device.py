@@ -1,0 +1,353 @@
+"""Row-scaled FP8 grouped GEMM on Hopper's tensor cores (sm_90), sums promoted to fp32. In Gluon, Triton's lower level.
+
+    a (M, K) ---TMA---> shared, 4 stages of 128 along K ---wgmma---> 128 x 256 tile ---x scales, + bias---> out
+    b (G * N, K) --^
+
+A program is two warpgroups that multiply, 64 rows of the tile each, and a warp that loads. The loading warp draws tiles
+one by one from a counter and passes their numbers on, as groups differ along a contraction and other kernels may hold
+some SMs for a while. The next tile loads while one is stored; half of a tile is stored while the other half is still
+multiplied. offs are read on the device; a group without rows costs nothing, or, along a ragged contraction, its zeros.
+
+Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then, and a
+second accumulator of a tile does not fit the registers (2 x 128 of 240 a thread). So each warpgroup multiplies half of
+its columns into 64 registers over INTERVAL stages, adds them to that half's sum in fp32, then does the other half over
+the same stages. One warpgroup adds while the other multiplies. Stages that are no full interval come first, one by one.
+
+    RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
+    RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
+
+Along a ragged contraction groups begin at multiples of BLOCK_K, with zeros behind their last column (fold_for_wgrad's
+align). Stages past the end of K, or of a group, are read past the tensor's end, which loads zeros without traffic.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as wgmma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as wgmma_wait
+
+if hasattr(tma, "async_load"):
+    load_tile, store_tile = tma.async_load, tma.async_store
+else:  # until Triton 3.7
+    load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+MIN_BEFORE, MAX_BEFORE = gl.constexpr(-64), gl.constexpr(80)
+"""Exponents that a row's scale has in front of a column's."""
+NEXT_TILES = gl.constexpr(4)
+"""Tile numbers that wait between the loading warp, which draws them from the counter, and the others."""
+
+
+@gluon.jit
+def _position(tile, m_tiles, n_tiles, GROUP_M: gl.constexpr):
+    """(row tile, column tile) of a group's tile."""
+    first = tile // (GROUP_M * n_tiles) * GROUP_M
+    height = min(m_tiles - first, GROUP_M)
+    within = tile % (GROUP_M * n_tiles)
+    return first + within % height, within // height
+
+
+@gluon.jit
+def _sizes(
+    offs_ptr, g, start, M, K,
+    RAGGED: gl.constexpr, ADD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, INTERVAL: gl.constexpr,
+):  # fmt: skip
+    """(end of group g, its row tiles, stages of its contraction: at least INTERVAL, which may hold zeros alone)."""
+    end = gl.load(offs_ptr + g)
+    if RAGGED == "rows":
+        end = gl.maximum(gl.minimum(end, M), start)
+        return end, gl.cdiv(end - start, BLOCK_M), gl.maximum(gl.cdiv(K, BLOCK_K), INTERVAL)
+    else:
+        end = gl.maximum(gl.minimum(end, K), start)
+        m_tiles = gl.cdiv(M, BLOCK_M)
+        if ADD:
+            m_tiles = gl.where(end > start, m_tiles, 0)
+        return end, m_tiles, gl.maximum(gl.cdiv(end - start, BLOCK_K), INTERVAL)
+
+
+@gluon.jit
+def _load(
+    a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty,
+    a_desc, b_desc, tile_counter_ptr, offs_ptr, G, M, N, K,
+    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: which tile is next, and both operands of every stage as the multiplying warps release them."""
+    STAGES: gl.constexpr = a_tiles.type.shape[0]
+    BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
+    BLOCK_N: gl.constexpr = b_tiles.type.shape[1]
+    BLOCK_K: gl.constexpr = a_tiles.type.shape[2]
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    n_tiles = gl.cdiv(N, BLOCK_N)
+    step = 0
+    tiles_done = 0
+    tile = gl.program_id(0)
+    start = 0
+    first = 0
+    for g in range(G):
+        end, m_tiles, stages = _sizes(offs_ptr, g, start, M, K, RAGGED, ADD, BLOCK_M, BLOCK_K, INTERVAL)
+        last = first + m_tiles * n_tiles
+        while tile < last:
+            slot = tiles_done % NEXT_TILES
+            next_tile = gl.num_programs(0) + gl.atomic_add(tile_counter_ptr, 1, sem="relaxed", scope="gpu")
+            mbarrier.wait(tile_empty.index(slot), ((tiles_done // NEXT_TILES) & 1) ^ 1)
+            next_tiles.index(slot).store(gl.full([1], next_tile, gl.int32, ONE))
+            mbarrier.arrive(tile_full.index(slot), count=1)
+            i, j = _position(tile - first, m_tiles, n_tiles, GROUP_M)
+            row = i * BLOCK_M
+            column = j * BLOCK_N
+            if RAGGED == "rows":
+                row += start
+                column += g * N
+            for k in range(stages):
+                offset = k * BLOCK_K
+                if RAGGED == "contraction":
+                    offset += start
+                    offset = gl.where(offset < end, offset, K)
+                stage = step % STAGES
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+                load_tile(a_desc, [row, offset], full.index(stage), a_tiles.index(stage))
+                load_tile(b_desc, [column, offset], full.index(stage), b_tiles.index(stage))
+                step += 1
+            tile = next_tile
+            tiles_done += 1
+        first = last
+        start = end
+
+
+@gluon.jit
+def _begin(
+    a_tiles, b_tiles, full, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, HALF: gl.constexpr, SUM: gl.constexpr
+):
+    """Begin to multiply this warpgroup's 64 rows with one half of the columns, over INTERVAL stages."""
+    STAGES: gl.constexpr = a_tiles.type.shape[0]
+    WIDTH: gl.constexpr = b_tiles.type.shape[1] // 2
+    part = gl.zeros([64, WIDTH], gl.float32, SUM)
+    for u in gl.static_range(INTERVAL):
+        stage = (step + u) % STAGES
+        if HALF == 0:
+            mbarrier.wait(full.index(stage), ((step + u) // STAGES) & 1)
+        a = a_tiles.index(stage).slice(WHO * 64, 64, dim=0)
+        b = b_tiles.index(stage).slice(HALF * WIDTH, WIDTH, dim=0).permute((1, 0))
+        part = wgmma(a, b, part, use_acc=u > 0, is_async=True)
+    return part
+
+
+@gluon.jit
+def _finish(part, empty, step, INTERVAL: gl.constexpr):
+    """Wait for the second half, releasing one stage after the other."""
+    STAGES: gl.constexpr = empty.type.shape[0]
+    for u in gl.static_range(INTERVAL):
+        part = wgmma_wait(INTERVAL - 1 - u, deps=[part])
+        mbarrier.arrive(empty.index((step + u) % STAGES), count=1)
+    return part
+
+
+@gluon.jit
+def _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, SUM: gl.constexpr):
+    """Both halves' sums, and what INTERVAL stages add to them."""
+    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
+    sum0 += wgmma_wait(0, deps=[part])
+    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
+    sum1 += _finish(part, empty, step, INTERVAL)
+    return sum0, sum1
+
+
+@gluon.jit
+def _power(scale):
+    """2^(scale - 127) in fp32, NaN of 255."""
+    scale = scale.to(gl.int32)
+    bits = gl.where(scale == 0, 0x00400000, scale << 23)
+    return gl.where(scale == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _before_and_after(scale):
+    """Two factors of a row's `_power`: one before the column's, and what is left of it after, mostly 1.
+
+    A sum of products of qdata is 0 or within 2^-32 to 2^47. Times a row's 2^-64 to 2^80, the column's scale and the
+    rest, in this order, it leaves the range of fp32 only where the result does.
+    """
+    scale = scale.to(gl.int32)
+    before = gl.maximum(gl.minimum(scale, 127 + MAX_BEFORE), 127 + MIN_BEFORE)
+    return _power(before), _power(gl.where(scale == 255, 255, 127 + scale - before))
+
+
+@gluon.jit
+def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row, end, column, N, ADD: gl.constexpr):
+    """Scale, add, round and store 64 rows of half a tile: bf16 by TMA, but for rows past the end of their group."""
+    L: gl.constexpr = half.type.layout
+    if column_scale is None:
+        half = half * row_scale[0] * row_scale[1]
+    else:
+        half = half * row_scale[0][:, None]
+        half = half * gl.convert_layout(_power(column_scale), gl.SliceLayout(0, L))[None, :]
+        half = half * row_scale[1][:, None]
+    if bias is not None:
+        half = half + gl.convert_layout(bias.to(gl.float32), gl.SliceLayout(0, L))[None, :]
+    if out_desc is None:
+        _store_rows(half, out_ptr, row, end, column, N, ADD)
+    else:
+        tma.store_wait(0)
+        staging.store(half.to(out_desc.dtype))
+        fence_async_shared()
+        if row + 64 <= end:
+            store_tile(out_desc, [row, column], staging)
+        else:
+            WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+            _store_rows(staging.load(WIDE), out_ptr, row, end, column, N, ADD)
+
+
+@gluon.jit
+def _store_rows(piece, out_ptr, row, end, column, N, ADD: gl.constexpr):
+    L: gl.constexpr = piece.type.layout
+    m = row + gl.arange(0, 64, gl.SliceLayout(1, L))
+    n = column + gl.arange(0, piece.type.shape[1], gl.SliceLayout(0, L))
+    ptrs = out_ptr + (m.to(gl.int64)[:, None] * N + n[None, :])
+    mask = (m < end)[:, None] & (n < N)[None, :]
+    if ADD:  # where it lies: nothing waits for the old values, and each number is added to once
+        gl.atomic_add(ptrs, piece, mask=mask, sem="relaxed", scope="gpu")
+    else:
+        gl.store(ptrs, piece, mask=mask)
+
+
+@gluon.jit
+def _columns(ptr, g, column, N, WIDTH: gl.constexpr):
+    """WIDTH columns of row g of ptr (G, N)."""
+    n = column + gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.load(ptr + g.to(gl.int64) * N + n, mask=n < N, other=0)
+
+
+@gluon.jit
+def _tile(
+    a_tiles, b_tiles, full, empty, staging,
+    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
+    g, start, end, tile, m_tiles, n_tiles, step, stages, M, N, factor,
+    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
+    BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
+    BLOCK_N: gl.constexpr = b_tiles.type.shape[1]
+    WIDTH: gl.constexpr = BLOCK_N // 2
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+    sum0 = gl.zeros([64, WIDTH], gl.float32, SUM)
+    sum1 = gl.zeros([64, WIDTH], gl.float32, SUM)
+    for _ in range(stages % INTERVAL):
+        sum0, sum1 = _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, 1, WHO, SUM)
+        step += 1
+    for _ in range(stages // INTERVAL - 1):
+        sum0, sum1 = _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL, WHO, SUM)
+        step += INTERVAL
+    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
+    # Not before the loop, which has no registers to keep it in.
+    i, j = _position(tile, m_tiles, n_tiles, GROUP_M)
+    row = i * BLOCK_M + WHO * 64
+    column = j * BLOCK_N
+    bias0, bias1, scale0, scale1 = None, None, None, None
+    if RAGGED == "rows":
+        row += start
+        row_end = end
+        m = row + gl.arange(0, 64, gl.SliceLayout(1, SUM))
+        row_scale = _before_and_after(gl.load(a_scale_ptr + m, mask=m < end, other=0))
+        scale0 = _columns(b_scale_ptr, g, column, N, WIDTH)
+        scale1 = _columns(b_scale_ptr, g, column + WIDTH, N, WIDTH)
+        if bias_ptr is not None:
+            bias0 = _columns(bias_ptr, g, column, N, WIDTH)
+            bias1 = _columns(bias_ptr, g, column + WIDTH, N, WIDTH)
+    else:
+        row += g * M
+        row_end = (g + 1) * M
+        e = gl.load(a_scale_ptr + g)
+        row_scale = _power(127 + (e >> 1)) * factor, _power(127 + (e - (e >> 1)))
+    sum0 += wgmma_wait(0, deps=[part])
+    part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
+    _store(sum0, out_ptr, out_desc, staging, row_scale, scale0, bias0, row, row_end, column, N, ADD)
+    sum1 += _finish(part, empty, step, INTERVAL)
+    _store(sum1, out_ptr, out_desc, staging, row_scale, scale1, bias1, row, row_end, column + WIDTH, N, ADD)
+    return step + INTERVAL
+
+
+@gluon.jit
+def _multiply(
+    a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging,
+    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
+    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """A multiplying warpgroup: 64 rows of every tile, if any of them are in the group."""
+    STAGES: gl.constexpr = a_tiles.type.shape[0]
+    BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
+    BLOCK_K: gl.constexpr = a_tiles.type.shape[2]
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    n_tiles = gl.cdiv(N, b_tiles.type.shape[1])
+    step = 0
+    tiles_done = 0
+    tile = gl.program_id(0)
+    start = 0
+    first = 0
+    for g in range(G):
+        end, m_tiles, stages = _sizes(offs_ptr, g, start, M, K, RAGGED, ADD, BLOCK_M, BLOCK_K, INTERVAL)
+        last = first + m_tiles * n_tiles
+        while tile < last:
+            slot = tiles_done % NEXT_TILES
+            mbarrier.wait(tile_full.index(slot), (tiles_done // NEXT_TILES) & 1)
+            next_tile = gl.max(next_tiles.index(slot).load(ONE), 0)
+            has_rows = True
+            if RAGGED == "rows":
+                has_rows = start + _position(tile - first, m_tiles, n_tiles, GROUP_M)[0] * BLOCK_M + WHO * 64 < end
+            if has_rows:
+                step = _tile(
+                    a_tiles, b_tiles, full, empty, staging.index(WHO),
+                    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
+                    g, start, end, tile - first, m_tiles, n_tiles, step, stages, M, N, factor,
+                    RAGGED, INTERVAL, GROUP_M, ADD, WHO,
+                )  # fmt: skip
+            else:
+                for _ in range(stages):
+                    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+                    mbarrier.arrive(empty.index(step % STAGES), count=1)
+                    step += 1
+            # All threads have read it: they met at a barrier at the latest before this warpgroup released a stage.
+            mbarrier.arrive(tile_empty.index(slot), count=1)
+            tile = next_tile
+            tiles_done += 1
+        first = last
+        start = end
+    if out_desc is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["G"])
+def grouped_mm_kernel(
+    a_desc, b_desc, out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, tile_counter_ptr, G, M, N, K,
+    factor, RAGGED: gl.constexpr, STAGES: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr,
+    ADD: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
+    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    next_tiles = gl.allocate_shared_memory(gl.int32, [NEXT_TILES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_full = gl.allocate_shared_memory(gl.int64, [NEXT_TILES, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [NEXT_TILES, 1], mbarrier.MBarrierLayout())
+    staging = full  # not used
+    if out_desc is not None:
+        staging = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    for q in gl.static_range(NEXT_TILES):
+        mbarrier.init(tile_full.index(q), count=1)
+        mbarrier.init(tile_empty.index(q), count=2)
+    gl.warp_specialize(
+        [
+            (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
+                         a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
+                         RAGGED, INTERVAL, GROUP_M, ADD, 0)),
+            (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
+                         a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
+                         RAGGED, INTERVAL, GROUP_M, ADD, 1)),
+            (_load, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, a_desc, b_desc,
+                     tile_counter_ptr, offs_ptr, G, M, N, K, RAGGED, INTERVAL, GROUP_M, ADD)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
