@@ -12,12 +12,13 @@ from mxep.comms import Capacity
 from .all_to_all import AllToAllDispatcher
 from .base import Routing, TokenDispatcher, find_dispatcher, resolve_group
 from .local import LocalDispatcher
-from .symmetric import SymmetricDispatcher
+from .symmetric import NvshmemDispatcher, SymmetricDispatcher
 
 __all__ = [
     "DISPATCHERS",
     "AllToAllDispatcher",
     "LocalDispatcher",
+    "NvshmemDispatcher",
     "Routing",
     "SymmetricDispatcher",
     "TokenDispatcher",
@@ -25,7 +26,7 @@ __all__ = [
     "make_dispatcher",
 ]
 
-DISPATCHERS = ("local", "all_to_all", "symmetric")
+DISPATCHERS = ("local", "all_to_all", "symmetric", "nvshmem")
 
 
 _shared: weakref.WeakValueDictionary[tuple[object, ...], TokenDispatcher] = weakref.WeakValueDictionary()
@@ -60,9 +61,10 @@ def make_dispatcher(
         found.uses += 1
         return found
     made: TokenDispatcher
-    if name == "symmetric":
+    if name in ("symmetric", "nvshmem"):
+        kind = SymmetricDispatcher if name == "symmetric" else NvshmemDispatcher
         sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
-        made = SymmetricDispatcher(num_experts, group=group, capacity=capacity, **sizes)  # type: ignore[arg-type]
+        made = kind(num_experts, group=group, capacity=capacity, **sizes)  # type: ignore[arg-type]
     elif name == "all_to_all":
         made = AllToAllDispatcher(num_experts, group=group, capacity=capacity)
     else:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, Transport, Workspace, return_rows, send_rows, start_return_rows, start_send_rows
+from mxep.comms import Capacity, NvshmemTransport, Transport, Workspace, combine, dispatch
 from mxep.comms.plan import narrow_ids
 
 from .base import Parts, Routing, TokenDispatcher, made_to_stay
@@ -36,6 +36,8 @@ class SymmetricDispatcher(TokenDispatcher):
     """
 
     borrows = True
+    kind: type[Transport] | None = None
+    """Of the group's own transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
 
     def __init__(
         self,
@@ -80,30 +82,30 @@ class SymmetricDispatcher(TokenDispatcher):
     ) -> Callable[[], tuple[Parts, Routing]]:
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         workspace = self._workspace(expert_ids)
-        sending = start_send_rows(workspace, payload, expert_ids, weights, num_sms=num_sms)
-        assert sending.tables is not None
-        plan = self._plan(*sending.tables, alignment=alignment, capacity=self.capacity)  # while rows are under way
+        handle = dispatch(workspace, payload, expert_ids, weights, async_op=True, num_sms=num_sms)
+        assert handle.tables is not None
+        plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)  # while rows are in flight
         routing = Routing(plan, expert_ids, self.num_local_experts)
-        return lambda: (sending.wait().payload, routing)
+        return lambda: (handle.wait().payload, routing)
 
     def resend(self, payload: Parts, routing: Routing) -> Parts:
-        return send_rows(self._workspace_of(routing), payload, routing.expert_ids).payload
+        return dispatch(self._workspace_of(routing), payload, routing.expert_ids).payload
 
     def start_resend(self, payload: Parts, routing: Routing) -> Callable[[], Parts]:
-        sending = start_send_rows(self._workspace_of(routing), payload, routing.expert_ids, num_sms=BESIDE)
-        return lambda: sending.wait().payload
+        workspace = self._workspace_of(routing)
+        handle = dispatch(workspace, payload, routing.expert_ids, async_op=True, num_sms=BESIDE)
+        return lambda: handle.wait().payload
 
     def give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        workspace = self._workspace_of(routing)
-        return return_rows(workspace, rows, routing.plan, routing.expert_ids, row_values=row_values)
+        return combine(self._workspace_of(routing), rows, routing.plan, routing.expert_ids, row_values)
 
     def start_give_back(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         plan, ids = routing.plan, routing.expert_ids
-        return start_return_rows(self._workspace_of(routing), rows, plan, ids, row_values=row_values).wait
+        return combine(self._workspace_of(routing), rows, plan, ids, row_values, async_op=True).wait
 
     def close(self) -> None:
         super().close()
@@ -152,7 +154,7 @@ class SymmetricDispatcher(TokenDispatcher):
         def make() -> Workspace:
             transport = self._given or self._opened.get(device)
             if transport is None:
-                transport = self._opened[device] = open_transport(self.group, device, self.timeout)
+                transport = self._opened[device] = open_transport(self.group, device, self.timeout, self.kind)
             return Workspace(
                 transport,
                 max_tokens=max_tokens,
@@ -164,3 +166,13 @@ class SymmetricDispatcher(TokenDispatcher):
 
         made = self._workspaces[device, max_tokens, top_k] = made_to_stay(device, make)
         return made
+
+
+class NvshmemDispatcher(SymmetricDispatcher):
+    """A :class:`SymmetricDispatcher` over NVSHMEM, for CUDA tensors: between hosts, where it never ran.
+
+    Needs all ranks of the job in its group, and the extra of mxep-comms. Raises RuntimeError at the first dispatch if a
+    rank has no CUDA, no NVSHMEM, or symmetric memory of another backend in its process.
+    """
+
+    kind = NvshmemTransport
