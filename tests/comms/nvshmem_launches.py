@@ -6,7 +6,7 @@ Apart from `launches.py`, as put and meet link NVSHMEM's device library, which t
 import torch
 
 from mxep.comms.kernels.nvshmem import compile_meet, compile_put
-from mxep.comms.kernels.staged import stage_sums, sum_arrived_slots, zero_padding
+from mxep.comms.kernels.staged import stage_sums, sum_arrived_slots
 from mxep.comms.layout import Layout
 from mxep.comms.nvshmem import device_library
 from mxep.comms.plan import RoutingPlan
@@ -34,5 +34,4 @@ LAUNCHES = {
     "meet": lambda: compile_meet(device_library(), W),
     "sums bf16": lambda: sums(torch.bfloat16, torch.empty(65536)),
     "sums fp32": lambda: sums(torch.float32, None),
-    "padding": lambda: zero_padding(torch.empty(65536, 900, dtype=torch.int64), ints(32), ints(32)),
 }

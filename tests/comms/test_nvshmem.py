@@ -294,6 +294,7 @@ def test_symmetric_memory_of_another_backend_is_refused(monkeypatch):
     assert os.environ["NVSHMEM_DISABLE_NVLS"] == "1"
 
 
+@pytest.mark.slow
 def test_a_kernel_that_calls_nvshmem_compiles_and_carries_the_version_of_the_host_library():
     if not symm_mem.is_nvshmem_available():
         pytest.skip("this torch has no NVSHMEM")

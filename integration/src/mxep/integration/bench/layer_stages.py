@@ -41,7 +41,7 @@ STAGES: tuple[tuple[str, str], ...] = (
     (r"swiglu|silu|sigmoid", "SwiGLU"),
     (r"rows_and_column_magnitudes|column_magnitudes|quantize_long|quantize_tile", "quantize weights"),
     (r"dispatch_kernel|dispatch_tables", "push"),
-    (r"combine_kernel|stage_sums|sum_arrived|sum_slots|zero_padding", "return"),
+    (r"combine_kernel|stage_sums|sum_arrived|sum_slots", "return"),
     (r"barrier_kernel|meet_kernel", "barriers"),
     (r"count_kernel|place_kernel|pad_index|invert_kernel", "plan"),
     (r"tops_kernel|halves_kernel|turn_kernel", "split fold"),

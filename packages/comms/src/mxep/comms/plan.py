@@ -137,16 +137,8 @@ def check_ids(expert_ids: Tensor, num_experts: int) -> None:
         raise ValueError(f"expert ids: got {sorted(set(wrong.tolist()))}, wanted -1 (not routed) to {num_experts - 1}")
 
 
-def _fake_plan(
-    expert_ids: Tensor,
-    weights: Tensor,
-    num_tokens: Tensor,
-    first_expert: int,
-    num_local_experts: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> PlanTensors:
+def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: int) -> PlanTensors:
+    _, num_local_experts, _, max_rows, num_experts = sizes
     slots = expert_ids.shape[0] * expert_ids.shape[1]
     counts = 2 * num_owners(num_experts, num_local_experts) + 1
     return (
@@ -162,15 +154,9 @@ def _fake_plan(
 
 @op("mxep::make_plan", _fake_plan, "plan:make_plan")
 def plan_rows(
-    expert_ids: Tensor,
-    weights: Tensor,
-    num_tokens: Tensor,
-    first_expert: int,
-    num_local_experts: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> PlanTensors:
+    expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
+    alignment: int, max_rows: int, num_experts: int,
+) -> PlanTensors:  # fmt: skip
     """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them."""
     top_k = expert_ids.shape[2]
     pairs = expert_ids.numel()
@@ -214,15 +200,9 @@ def plan_rows(
     "plan:plan_destinations",
 )
 def plan_destinations(
-    expert_ids: Tensor,
-    num_tokens: Tensor,
-    rank: int,
-    num_tokens_here: int,
-    experts_per_rank: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> Tensor:
+    expert_ids: Tensor, num_tokens: Tensor, rank: int, num_tokens_here: int, experts_per_rank: int, alignment: int,
+    max_rows: int, num_experts: int,
+) -> Tensor:  # fmt: skip
     """(T, K) int32 row of each pair of ``rank``'s first T = num_tokens_here tokens, on the rank that owns its expert.
 
     expert_ids (W, T_max, K) and num_tokens (W,) are tables as :func:`make_plan` takes them; owners have

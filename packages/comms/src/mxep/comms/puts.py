@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .kernels.staged import stage_sums, sum_arrived_slots, zero_padding
+from .kernels.staged import stage_sums, sum_arrived_slots
 from .layout import ALIGNMENT, ROWS, TABLES, Layout, round_up
 from .plain import owners, width_of
 from .plan import RoutingPlan, narrow_ids
@@ -97,8 +97,8 @@ class PutExchange:
         source = self._stage(buffer, payload)
         self.transport.put(buffer, source, destinations, self.num_sms)
         # Padding belongs to this rank alone.
-        local = layout.rows(buffer.local)[: plan.max_rows, : source.shape[1]]
-        zero_padding(local.view(torch.int64), plan.offs, plan.group_sizes)
+        local = layout.rows(buffer.local)[: plan.max_rows, : source.shape[1]].view(torch.int64)
+        local.masked_fill_(plan.row_source[:, None] < 0, 0)
         self._meet(buffer, ROWS, "dispatch_to_rows", width_of(payload))
 
     def combine(

@@ -179,8 +179,8 @@ class Workspace:
         if self.layout not in buffer.views:
             layout, local = self.layout, buffer.local
             buffer.views[layout] = layout.ids(local), layout.values(local), layout.num_tokens(local)
-        found: Tables = buffer.views[self.layout]
-        return found
+        ids, weights, num_tokens = buffer.views[self.layout]
+        return ids, weights.detach(), num_tokens  # callers may give a tensor of floats a gradient's history
 
     def enter_stream(self, in_flight: object) -> None:
         """Work on the transport's stream, after all that was given to the stream on which the exchange began.

@@ -8,7 +8,7 @@ result equals that of the op's plain-torch reference bit for bit.
     dispatch    tokens to slots or to expert-major rows on the ranks that need them; tables
     combine     sums of rows, stored to the tokens' ranks, summed over ranks
     nvshmem     puts by PE and how ranks meet without addresses
-    staged      what exchanges by puts need besides: sums staged, arrived sums, padding
+    staged      what exchanges by puts need besides: sums staged, arrived sums
     plan        which slot feeds which row, and where a rank's own pairs go
     gather      rows by an index
 """

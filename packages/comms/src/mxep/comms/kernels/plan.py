@@ -182,15 +182,9 @@ def place_kernel(
 
 
 def make_plan(
-    expert_ids: Tensor,
-    weights: Tensor,
-    num_tokens: Tensor,
-    first_expert: int,
-    num_local_experts: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> tuple[Tensor, ...]:
+    expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
+    alignment: int, max_rows: int, num_experts: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """mxep::make_plan."""
     sources, max_tokens, top_k = expert_ids.shape
     expert_ids, weights, num_tokens = expert_ids.contiguous(), weights.contiguous(), num_tokens.contiguous()
@@ -206,30 +200,24 @@ def make_plan(
     experts, segments, chunk, chunks = _shape(num_local_experts, sources, pairs)
     counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (counted, 1))
     options = {"TOP_K": max(top_k, 1), "num_warps": NUM_WARPS}
+    rows = row_source, row_slot, row_weight
     count_kernel[(chunks, sources)](
-        expert_ids, num_tokens, counts, wrong, row_source, row_slot, row_weight,
-        max_tokens, chunk, first_counted, counted, num_experts, max_rows, BINS=_bins(counted), TILE=COUNT_TILE,
-        **options,
+        expert_ids, num_tokens, counts, wrong, *rows, max_tokens, chunk, first_counted, counted, num_experts, max_rows,
+        BINS=_bins(counted), TILE=COUNT_TILE, **options,
     )  # fmt: skip
     place_kernel[(chunks, sources)](
-        expert_ids, weights, num_tokens, counts, wrong, row_source, row_slot, row_weight, slot_rows, offs,
-        group_sizes, totals, max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
+        expert_ids, weights, num_tokens, counts, wrong, *rows, slot_rows, offs, group_sizes, totals,
+        max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
         first_expert, num_local_experts, num_local_experts, owners, alignment, max_rows,
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
-    return row_source, row_slot, row_weight, slot_rows, offs, group_sizes, totals
+    return *rows, slot_rows, offs, group_sizes, totals
 
 
 def plan_destinations(
-    expert_ids: Tensor,
-    num_tokens: Tensor,
-    rank: int,
-    num_tokens_here: int,
-    experts_per_rank: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> Tensor:
+    expert_ids: Tensor, num_tokens: Tensor, rank: int, num_tokens_here: int, experts_per_rank: int, alignment: int,
+    max_rows: int, num_experts: int,
+) -> Tensor:  # fmt: skip
     """mxep::plan_destinations."""
     sources, max_tokens, top_k = expert_ids.shape
     expert_ids, num_tokens = expert_ids.contiguous(), num_tokens.contiguous()

@@ -1,4 +1,4 @@
-"""What exchanges by puts need besides puts: sums into staging, sums over ranks, zeroes on padding. All local.
+"""What exchanges by puts need besides puts: sums into staging, sums over ranks. All local.
 
 Sums are those of `combine.py`, whose device functions these kernels call.
 """
@@ -17,7 +17,6 @@ TILE_ELEMENTS = 8192
 PROGRAMS = 264
 """So many programs at least, before a tile takes more than one row."""
 NUM_WARPS = 8
-PADDING_WORDS = 1024
 
 
 @triton.jit(do_not_specialize=["max_tokens", "rows_start", "values_start"])
@@ -51,18 +50,6 @@ def sum_arrived_kernel(
         out_ptr, values_ptr, ids_ptr, token, token < num_tokens, buffer_ptr.to(tl.int64), max_tokens,
         experts_per_rank, rows_start, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, BLOCK_T,
     )  # fmt: skip
-
-
-@triton.jit
-def zero_padding_kernel(rows_ptr, offs_ptr, sizes_ptr, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of a group behind its last live one, up to its end; one program a group."""
-    group = tl.program_id(0)
-    start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0) + tl.load(sizes_ptr + group)
-    zero = tl.zeros((BLOCK,), tl.int64)
-    for row in range(start, tl.load(offs_ptr + group)):
-        for first in range(0, WORDS, BLOCK):
-            word = first + tl.arange(0, BLOCK)
-            tl.store(rows_ptr + (tl.cast(row, tl.int64) * stride + word), zero, mask=word < WORDS)
 
 
 def stage_sums(
@@ -99,10 +86,3 @@ def sum_arrived_slots(
         layout.values_start, W=layout.world_size, K=layout.top_k, KP=triton.next_power_of_2(layout.top_k), D=dim,
         BLOCK=block, ROW_ELEMENTS=layout.row_bytes // out.itemsize, BLOCK_T=block_t, num_warps=NUM_WARPS,
     )  # fmt: skip
-
-
-def zero_padding(rows: Tensor, offs: Tensor, group_sizes: Tensor) -> None:
-    """Zeroes on rows (R_max, words) int64 between the last valid row and the end of each group (e,)."""
-    words = rows.shape[1]
-    block = min(PADDING_WORDS, triton.next_power_of_2(words))
-    zero_padding_kernel[(len(offs),)](rows, offs, group_sizes, rows.stride(0), WORDS=words, BLOCK=block, num_warps=4)
