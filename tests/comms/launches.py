@@ -5,11 +5,14 @@ each variant that makes other code. `test_launches.py` wants no spills in any.
 W ranks, T tokens of each, K experts a token, D elements of a row.
 """
 
+from types import SimpleNamespace
+
 import torch
 
-from mxep.comms.kernels import plan, put, signals, sums
-from mxep.comms.kernels.launch import Launch
+from mxep.comms.kernels import plan, signals
+from mxep.comms.kernels.exchange import KernelExchange
 from mxep.comms.layout import Layout
+from mxep.comms.transport import SymmetricBuffer
 
 W, T, K, D = 4, 8192, 8, 7168
 
@@ -37,32 +40,32 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32)
 
 
-def launch(step: str) -> Launch:
-    pointers, state = torch.empty(W, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
-    return Launch(Layout(W, T, K, 2 * D, W * T), 1, pointers, state, step, 132, clock=True)
+def exchange() -> KernelExchange:
+    state = torch.empty(3, dtype=torch.int64)
+    transport = SimpleNamespace(rank=1, state=state, max_sms=132, clock=True)
+    return KernelExchange(transport, Layout(W, T, K, 2 * D, W * T), 32, None)
 
 
-def put_mxfp8() -> None:
+def buffer() -> SymmetricBuffer:
+    return SymmetricBuffer(1, [], torch.empty(W, dtype=torch.int64))
+
+
+def dispatch_mxfp8() -> None:
     payload = [torch.empty(T, width, dtype=torch.uint8) for width in (D, D // 32)]
-    put.put_rows(launch("put_rows"), payload, ints(T, K), 32)
+    exchange().dispatch(buffer(), payload, ints(T, K))
 
 
-def return_sums() -> None:
+def combine() -> None:
     rows, out = torch.empty(65536, D, dtype=torch.bfloat16), torch.empty(T, D, dtype=torch.bfloat16)
-    plan_of = ints(W * T, K), ints(W), ints(T, K)
-    sums.return_sums(launch("return_sums"), rows, torch.empty(65536), *plan_of, 32, out, torch.empty(T, K))
-
-
-def barrier() -> None:
-    move = launch("barrier")
-    signals.barrier(move.pointers, move.state, move.rank, move.clock)
+    of_slots = SimpleNamespace(slot_rows=ints(W * T, K), num_tokens=ints(W))
+    exchange().combine(buffer(), rows, torch.empty(65536), of_slots, ints(T, K), out, torch.empty(T, K))
 
 
 LAUNCHES = {
-    "barrier": barrier,
+    "barrier": lambda: signals.barrier(buffer().pointers, exchange().state, 1, True),
     "make_plan 256": lambda: make_plan(256),
     "plan_destinations 128": lambda: plan_destinations(128),
-    "put_rows": put_mxfp8,
-    "put_tables": lambda: put.put_tables(launch("put_tables"), ints(T, K), torch.empty(T, K), 32),
-    "return_sums": return_sums,
+    "dispatch": dispatch_mxfp8,
+    "tables": lambda: exchange().dispatch_tables(buffer(), ints(T, K), torch.empty(T, K)),
+    "combine": combine,
 }

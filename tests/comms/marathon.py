@@ -23,11 +23,10 @@ from mxep.comms import (
     RoutingPlan,
     SymmetricMemoryTransport,
     Workspace,
+    combine,
+    dispatch,
     gather_rows,
     make_plan,
-    return_rows,
-    send_rows,
-    start_send_rows,
 )
 
 MULTIPLE = 16
@@ -70,18 +69,18 @@ class Lane:
         token = torch.arange(ids.shape[1], device=salt.device)[:, None]
         payload = (self.bytes_of(torch.full_like(token, rank), token, salt),)
         weights = self.mine(ids).float() + 0.5
-        sending = start_send_rows(workspace, payload, self.mine(ids), weights)
-        assert sending.tables is not None
+        handle = dispatch(workspace, payload, self.mine(ids), weights, async_op=True)
+        assert handle.tables is not None
         e = workspace.num_local_experts
         plan = make_plan(
-            *sending.tables,
+            *handle.tables,
             first_expert=rank * e,
             num_local_experts=e,
             alignment=MULTIPLE,
             capacity=Capacity.worst_case(),
             num_experts=workspace.num_experts,
         )
-        self.check_rows(sending.wait().payload, plan, salt)
+        self.check_rows(handle.wait().payload, plan, salt)
         flat = ids.flatten().long() - rank * e
         here = (flat >= 0) & (flat < e)
         sizes = torch.zeros(e + 1, dtype=torch.int64, device=salt.device)
@@ -106,7 +105,7 @@ class Lane:
         rank = self.workspace.transport.rank
         token = torch.arange(ids.shape[1], device=salt.device)[:, None]
         part = self.bytes_of(torch.full_like(token, rank), token, salt)
-        self.check_rows(send_rows(self.workspace, (part,), self.mine(ids)).payload, plan, salt)
+        self.check_rows(dispatch(self.workspace, (part,), self.mine(ids)).payload, plan, salt)
 
     def home(self, ids: Tensor, plan: RoutingPlan, salt: Tensor) -> None:
         """Rows whose values tell where they belong; NaN wherever nothing may be read."""
@@ -119,7 +118,7 @@ class Lane:
         value = self.value_of(rank, token, k, salt)[:, None]
         rows = (value + column).bfloat16().masked_fill(nothing, float("nan"))
         numbers = value.float().masked_fill(nothing, float("nan"))[:, 0]
-        out, values = return_rows(workspace, rows, plan, self.mine(ids), row_values=numbers)
+        out, values = combine(workspace, rows, plan, self.mine(ids), row_values=numbers)
         routed = self.mine(ids) >= 0
         token = torch.arange(tokens, device=salt.device)[:, None]
         k = torch.arange(top_k, device=salt.device)
@@ -166,7 +165,7 @@ def main() -> None:
     if arguments.graph:
         for lane in lanes:
             lane.capture(generator)
-    under_way: list[tuple[Lane, Tensor, RoutingPlan]] = []
+    in_flight: list[tuple[Lane, Tensor, RoutingPlan]] = []
     started = time.monotonic()
     for number in range(arguments.rounds):
         lane = together.choice(lanes)
@@ -177,9 +176,9 @@ def main() -> None:
             lane.replay(brought)
             continue
         plan = lane.send(brought.ids, brought.salt)
-        under_way.append((lane, brought.ids, plan))
-        while under_way and (together.random() < 0.6 or len(under_way) > 4):
-            lane, ids, plan = under_way.pop(together.randrange(len(under_way)))
+        in_flight.append((lane, brought.ids, plan))
+        while in_flight and (together.random() < 0.6 or len(in_flight) > 4):
+            lane, ids, plan = in_flight.pop(together.randrange(len(in_flight)))
             if together.random() < 0.4:
                 lane.again(ids, plan, brought.salt + 1)
             lane.home(ids, plan, brought.salt)
@@ -188,7 +187,7 @@ def main() -> None:
     torch.cuda.synchronize()
     transport.check()
     wrong = sum(int(lane.wrong) for lane in lanes)
-    moves = transport.arena.moves
+    moves = transport.arena.exchanges
     print(
         f"rank {rank} of {world}: {arguments.rounds} rounds, {moves} moves{' captured' if arguments.graph else ''}, "
         f"{time.monotonic() - started:.0f} s, {wrong} wrong",

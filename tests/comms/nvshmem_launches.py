@@ -1,4 +1,4 @@
-"""Kernels of moves by puts, for `python tests/ahead_of_time.py tests/comms/nvshmem_launches.py`.
+"""Kernels of exchanges by puts, for `python tests/ahead_of_time.py tests/comms/nvshmem_launches.py`.
 
 Apart from `launches.py`, as put and meet link NVSHMEM's device library, which takes some 10 s each.
 """
@@ -6,7 +6,7 @@ Apart from `launches.py`, as put and meet link NVSHMEM's device library, which t
 import torch
 
 from mxep.comms.kernels.nvshmem import compile_meet, compile_put
-from mxep.comms.kernels.staged import stage_sums, sum_home, zero_padding
+from mxep.comms.kernels.staged import stage_sums, sum_arrived_slots
 from mxep.comms.layout import Layout
 from mxep.comms.nvshmem import device_library
 from mxep.comms.plan import RoutingPlan
@@ -26,7 +26,7 @@ def sums(dtype: torch.dtype, values: torch.Tensor | None) -> None:
     plan.__dict__.update(slot_rows=ints(W * T, K), num_tokens=ints(W))
     stage_sums(rows, values, plan, layout, torch.empty(W, dtype=torch.int64), buffer)
     home = None if values is None else torch.empty(T, K)
-    sum_home(layout, buffer, ints(T, K), 32, torch.empty(T, D, dtype=dtype), home)
+    sum_arrived_slots(layout, buffer, ints(T, K), 32, torch.empty(T, D, dtype=dtype), home)
 
 
 LAUNCHES = {
@@ -34,5 +34,4 @@ LAUNCHES = {
     "meet": lambda: compile_meet(device_library(), W),
     "sums bf16": lambda: sums(torch.bfloat16, torch.empty(65536)),
     "sums fp32": lambda: sums(torch.float32, None),
-    "padding": lambda: zero_padding(torch.empty(65536, 900, dtype=torch.int64), ints(32), ints(32)),
 }

@@ -1,4 +1,4 @@
-"""Moves by puts on a machine without NVSHMEM: puts are copies into the shared memory of CPU processes."""
+"""Exchanges by puts on a machine without NVSHMEM: puts are copies into the shared memory of CPU processes."""
 
 from dataclasses import fields
 
@@ -6,28 +6,35 @@ import torch
 from torch import Tensor
 
 from mxep.comms import SharedMemoryTransport
-from mxep.comms.moves import Move
-from mxep.comms.puts import PE_SHIFT, PutMoves, StagedBuffer
+from mxep.comms.layout import PE_SHIFT, step_of
+from mxep.comms.transport import StagedBuffer
 
 
-class PlayedTransport(PutMoves, SharedMemoryTransport):
+class PlayedTransport(SharedMemoryTransport):
     """Rank r is PE W - 1 - r: whoever takes one for the other misroutes. Staging starts as NaN."""
 
-    def allocate(self, nbytes: int) -> StagedBuffer:
-        buffer = super().allocate(nbytes)
-        self.bases = torch.arange(self.world_size).flip(0) << PE_SHIFT
+    access = "puts"
+
+    @property
+    def bases(self) -> Tensor:
+        return torch.arange(self.world_size).flip(0) << PE_SHIFT
+
+    def _allocate(self, nbytes: int) -> StagedBuffer:
+        buffer = super()._allocate(nbytes)
         staging = torch.full((nbytes,), 255, dtype=torch.uint8)
         return StagedBuffer(**{f.name: getattr(buffer, f.name) for f in fields(buffer)}, staging=staging)
 
-    def _put(self, move: Move, source: Tensor, destinations: Tensor, *, groups: int = 1) -> None:
+    def put(
+        self, buffer: StagedBuffer, source: Tensor, destinations: Tensor, num_sms: int | None, groups: int = 1
+    ) -> None:
         assert source.dtype == torch.uint8
         assert len(source) == len(destinations)
         assert len(source) % groups == 0
-        for row, everywhere in zip(source, destinations.tolist()):
-            for there in everywhere:
-                if there >= 0:
-                    rank, byte = self.world_size - 1 - (there >> PE_SHIFT), there % (1 << PE_SHIFT)
-                    move.buffer.peers[rank][byte : byte + len(row)] = row
+        for row, of_row in zip(source, destinations.tolist()):
+            for destination in of_row:
+                if destination >= 0:
+                    rank, byte = self.world_size - 1 - (destination >> PE_SHIFT), destination % (1 << PE_SHIFT)
+                    buffer.peers[rank][byte : byte + len(row)] = row
 
-    def _meet(self, move: Move, channel: int, signature: int) -> None:
-        self.barrier(move.name, signature=signature)
+    def meet(self, buffer: StagedBuffer, channel: int, op_id: int, counters_start: int) -> None:
+        self.barrier(step_of(op_id), op_id=op_id)

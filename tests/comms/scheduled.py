@@ -1,4 +1,4 @@
-"""The CUDA moves of several ranks in one process, interleaved by a schedule: plain memory is the peers' memory."""
+"""The CUDA exchanges of several ranks in one process, interleaved by a schedule: plain memory is the peers' memory."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxep.comms.cuda import FaultRecord
 from mxep.comms.kernels import signals
-from mxep.comms.moves import KernelMoves
-from mxep.comms.symmetric_memory import Record
-from mxep.comms.transport import Arena, SymmetricBuffer, pad_bytes
+from mxep.comms.transport import SymmetricBuffer, Transport, signal_pad_bytes
 from schedule import Schedule
 
 
@@ -44,7 +43,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class ScheduledContext:
-    """As much of `ranks.Context` as bodies of moves ask for."""
+    """As much of `ranks.Context` as bodies of tests ask for."""
 
     ranks: Ranks
     rank: int
@@ -60,30 +59,29 @@ class ScheduledContext:
         return ScheduledTransport(self.ranks, self.rank)
 
 
-class ScheduledTransport(KernelMoves):
+class ScheduledTransport(Transport):
     """One rank's. A wait has no limit: if nothing can come any more the schedule says so."""
 
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.rank, self.world_size, self.max_sms = rank, ranks.world_size, ranks.programs
-        self.device, self.group, self.stream, self.clock = torch.device("cpu"), None, None, False
-        self.record = Record(self.world_size, pinned=False)
-        self.state = torch.tensor([0, 2**62, self.record.words.data_ptr()])
-        self._ranks = ranks
-        self.arena = Arena()
-        self._signals = self.allocate(pad_bytes(self.world_size))
+    access = "kernels"
+    clock = False
 
-    def allocate(self, nbytes: int) -> SymmetricBuffer:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        super().__init__(None, torch.device("cpu"), 0.0)
+        self.rank, self.world_size, self.max_sms = rank, ranks.world_size, ranks.programs
+        self.record = FaultRecord(self.world_size, pinned=False)
+        self.state = self.record.state(2**62 / 1e9, self.device)
+        self._ranks = ranks
+        self._signal_pad = self._allocate(signal_pad_bytes(self.world_size))
+
+    def _allocate(self, nbytes: int) -> SymmetricBuffer:
         peers = self._ranks.allocate(self.rank, nbytes)
         return SymmetricBuffer(self.rank, peers, torch.tensor([peer.data_ptr() for peer in peers]))
 
     def free(self, buffer: SymmetricBuffer) -> None:
         pass
 
-    def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
-        signals.barrier((pad or self._signals).pointers, self.state, self.rank, self.clock)
+    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
+        signals.barrier((signal_pad or self._signal_pad).pointers, self.state, self.rank, self.clock)
 
     def check(self) -> None:
         self.record.check(self.rank, 0)
-
-    def close(self) -> None:
-        pass

@@ -18,12 +18,10 @@ from mxep.comms import (
     PeerTimeout,
     SymmetricMemoryTransport,
     Workspace,
+    combine,
+    dispatch,
+    dispatch_to_rows,
     gather_rows,
-    return_rows,
-    send_rows,
-    send_rows_to_groups,
-    start_return_rows,
-    start_send_rows,
 )
 from ranks import Context, distributed
 
@@ -36,12 +34,12 @@ def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
 
     def moves(payload, ids, weights):
-        slots = send_rows(workspace, payload, ids, weights)
+        slots = dispatch(workspace, payload, ids, weights)
         plan = plan_slots(workspace, slots)
         rows = gather_rows(slots.payload, plan.row_slot)[0]
         y = rows[:, :20].float() * plan.row_weight[:, None]
-        out, values = return_rows(workspace, y, plan, ids, row_values=y[:, 0])
-        grouped = send_rows_to_groups(direct, payload, ids, weights, alignment=4)
+        out, values = combine(workspace, y, plan, ids, row_values=y[:, 0])
+        grouped = dispatch_to_rows(direct, payload, ids, weights, alignment=4)
         valid = torch.arange(len(rows), device=ctx.device) < plan.offs[-1]
         same = ((rows == grouped.payload[0][: len(rows)]) | ~valid[:, None]).all()
         return out.clone(), values.clone(), same
@@ -74,7 +72,7 @@ def test_a_graph_of_one_move_may_be_replayed_again_at_once(ctx: Context):
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
 
     def move():
-        arrived = send_rows(workspace, (part,), ids).payload[0][(1 - ctx.rank) * 64 :][:64]
+        arrived = dispatch(workspace, (part,), ids).payload[0][(1 - ctx.rank) * 64 :][:64]
         if ctx.rank == 1:
             torch.cuda._sleep(2_000_000)
         wrong.add_((arrived != part).sum())
@@ -104,22 +102,22 @@ def test_returns_of_two_workspaces_never_keep_each_other_out(ctx: Context):
     streams = [torch.cuda.Stream() for _ in range(2)]
     ids = torch.arange(2048, device=ctx.device)[:, None] % 2
     part, weights = content(ctx.rank, 2048, 16).to(ctx.device), torch.ones(2048, 1, device=ctx.device)
-    plans = [plan_slots(workspace, send_rows(workspace, (part,), ids, weights)) for workspace in workspaces]
+    plans = [plan_slots(workspace, dispatch(workspace, (part,), ids, weights)) for workspace in workspaces]
     rows = torch.ones(plans[0].max_rows, 512, dtype=torch.bfloat16, device=ctx.device)
     for workspace, plan in zip(workspaces, plans):
-        return_rows(workspace, rows, plan, ids)
+        combine(workspace, rows, plan, ids)
     torch.cuda.synchronize()
     dist.barrier(ctx.group)
     for _ in range(3):
-        under_way = []
+        in_flight = []
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 if i == ctx.rank:
                     torch.cuda._sleep(40_000_000)
-                under_way.append(start_return_rows(workspaces[i], rows, plans[i], ids))
-        for stream, returning in zip(streams, under_way):
+                in_flight.append(combine(workspaces[i], rows, plans[i], ids, async_op=True))
+        for stream, handle in zip(streams, in_flight):
             with torch.cuda.stream(stream):
-                assert bool((returning.wait()[0] == 1).all())
+                assert bool((handle.wait()[0] == 1).all())
         torch.cuda.synchronize()
         transport.check()
 
@@ -139,7 +137,7 @@ def test_moves_on_two_streams_take_turns(ctx: Context):
         workspace = workspaces[number % 2]
         with torch.cuda.stream(streams[number // 3 % 2]):
             part = torch.full((48, 64), number, dtype=torch.uint8, device=ctx.device)
-            (arrived,) = send_rows(workspace, (part,), ids).payload
+            (arrived,) = dispatch(workspace, (part,), ids).payload
             torch.cuda._sleep(2_000_000 * (1 + ctx.rank))
             wrong.append((arrived[peer * workspace.max_tokens :][:48] != number).sum())
     torch.cuda.synchronize()
@@ -154,19 +152,19 @@ def test_what_was_waited_for_has_come(ctx: Context):
     peer = 1 - ctx.rank
     ids = torch.full((4, 1), peer, dtype=torch.int32, device=ctx.device)
     part, weights = torch.zeros(4, 32, dtype=torch.uint8, device=ctx.device), torch.ones(4, 1, device=ctx.device)
-    plan = plan_slots(workspace, send_rows(workspace, (part,), ids, weights))
+    plan = plan_slots(workspace, dispatch(workspace, (part,), ids, weights))
     rows = torch.zeros(plan.max_rows, 16, dtype=torch.bfloat16, device=ctx.device)
     torch.cuda.synchronize()
     for number in range(1, 6):
         dist.barrier(ctx.group)
         if ctx.rank == 1:
             torch.cuda._sleep(20_000_000)
-        sending = start_send_rows(workspace, (part + number,), ids)
-        arrived = sending.wait().payload[0][peer * workspace.max_tokens :][:4].clone()
+        handle = dispatch(workspace, (part + number,), ids, async_op=True)
+        arrived = handle.wait().payload[0][peer * workspace.max_tokens :][:4].clone()
         if ctx.rank == 0:
             torch.cuda._sleep(20_000_000)
-        returning = start_return_rows(workspace, rows + number, plan, ids)
-        out = returning.wait()[0].clone()
+        handle = combine(workspace, rows + number, plan, ids, async_op=True)
+        out = handle.wait()[0].clone()
         assert bool((arrived == number).all()), number
         assert bool((out == number).all()), number
     workspace.transport.check()
@@ -182,7 +180,7 @@ def test_a_graph_goes_on_with_the_buffers_that_it_was_captured_on(ctx: Context):
     part = torch.zeros(16, 64, dtype=torch.uint8, device=ctx.device)
 
     def move(workspace: Workspace) -> torch.Tensor:
-        return send_rows(workspace, (part,), ids).payload[0][peer * workspace.max_tokens :][:16].clone()
+        return dispatch(workspace, (part,), ids).payload[0][peer * workspace.max_tokens :][:16].clone()
 
     move(small)
     torch.cuda.synchronize()
@@ -215,10 +213,10 @@ def test_one_gpu_alone_needs_no_process_group():
     weights = torch.ones(8, 2, device=transport.device)
 
     def there_and_back() -> torch.Tensor:
-        slots = send_rows(workspace, (x.view(torch.uint8),), ids, weights)
+        slots = dispatch(workspace, (x.view(torch.uint8),), ids, weights)
         plan = plan_slots(workspace, slots)
         (rows,) = gather_rows(slots.payload, plan.row_slot)
-        return return_rows(workspace, rows.view(torch.float32), plan, ids)[0]
+        return combine(workspace, rows.view(torch.float32), plan, ids)[0]
 
     there_and_back()
     torch.cuda.synchronize()
@@ -237,16 +235,16 @@ def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
 
     def moves():
-        plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
-        return_rows(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
+        combine(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
 
     moves()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         moves()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events()]
-    assert any("put_rows_kernel" in name for name in names), names
-    assert any("return_sums_kernel" in name for name in names), names
+    assert any("dispatch_kernel" in name for name in names), names
+    assert any("combine_kernel" in name for name in names), names
     assert not [name for name in names if "nccl" in name.lower()]
 
 
@@ -254,21 +252,21 @@ def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
 def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
     workspace = make_workspace(ctx, timeout=LIMIT)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    send_rows(workspace, mine.payload, mine.ids, mine.weights)
+    dispatch(workspace, mine.payload, mine.ids, mine.weights)
     torch.cuda.synchronize()
     workspace.transport.check()
     dist.barrier(ctx.group)
     if ctx.rank != 1:
         started = time.monotonic()
-        send_rows(workspace, mine.payload, mine.ids)
-        send_rows(workspace, mine.payload, mine.ids)  # nothing is known yet; its wait ends at once
+        dispatch(workspace, mine.payload, mine.ids)
+        dispatch(workspace, mine.payload, mine.ids)  # nothing is known yet; its wait ends at once
         torch.cuda.synchronize()
         assert LIMIT - 0.2 < time.monotonic() - started < LIMIT + 2
-        with pytest.raises(PeerTimeout, match=r"at put_rows, barrier 1, for rank 1 \(last seen at barrier 0\)") as info:
+        with pytest.raises(PeerTimeout, match=r"at dispatch, barrier 1, for rank 1 \(last seen at barrier 0\)") as info:
             workspace.transport.check()
         assert info.value.missing == (1,)
         with pytest.raises(PeerTimeout):
-            send_rows(workspace, mine.payload, mine.ids)
+            dispatch(workspace, mine.payload, mine.ids)
     dist.barrier(ctx.group)
 
 
@@ -276,13 +274,13 @@ def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
 def test_ranks_in_other_moves_are_told(ctx: Context):
     workspace = make_workspace(ctx, timeout=LIMIT)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
+    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
     if ctx.rank == 0:
-        send_rows(workspace, mine.payload, mine.ids)
+        dispatch(workspace, mine.payload, mine.ids)
     else:
-        return_rows(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
+        combine(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
     torch.cuda.synchronize()
-    got = "rank 0 at put_rows with rows of 27 bytes, rank 1 at return_sums with rows of 80 bytes"
+    got = "rank 0 at dispatch with rows of 27 bytes, rank 1 at combine with rows of 80 bytes"
     with pytest.raises(PeersDisagree, match=got):
         workspace.transport.check()
 
@@ -296,13 +294,13 @@ def die(rank: int, world_size: int, folder: Path) -> None:
     workspace = Workspace(transport, max_tokens=4, top_k=1, dim=16, num_experts=2 * world_size)
     part = content(rank, 4, 16).to(transport.device)
     ids = torch.arange(4, device=transport.device)[:, None] % (2 * world_size)
-    send_rows(workspace, (part,), ids)
+    dispatch(workspace, (part,), ids)
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    send_rows(workspace, (part,), ids)
+    dispatch(workspace, (part,), ids)
     torch.cuda.synchronize()
     try:
         transport.check()
@@ -329,5 +327,5 @@ def test_survivors_of_a_killed_rank_are_told_who_it_was_and_exit(tmp_path):
     for rank in range(world_size):
         if rank != 1:
             told = (tmp_path / f"told-{rank}").read_text()
-            assert "at put_rows, barrier 1, for rank 1 (last seen at barrier 0)" in told, told
+            assert "at dispatch, barrier 1, for rank 1 (last seen at barrier 0)" in told, told
             assert float(told.split()[-2]) < LIMIT + 2, told

@@ -1,4 +1,4 @@
-"""send_rows_to_groups: bitwise the rows that slots and a gather make, with the same plan."""
+"""dispatch_to_rows: bitwise the rows that slots and a gather make, with the same plan."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import torch
 
 from comms.cases import CASES, assert_bitwise, gather
 from comms.test_exchange import bring_to, check_return, make_workspace, plan_slots
-from mxep.comms import Capacity, RoutingPlan, gather_rows, send_rows, send_rows_to_groups
+from mxep.comms import Capacity, RoutingPlan, dispatch, dispatch_to_rows, gather_rows
 from ranks import Context, distributed
 
 
@@ -30,9 +30,9 @@ def check_direct(ctx: Context, kind: type | None, cases: tuple[str, ...]) -> Non
         everyone = gather(ctx.group, bring_to(direct_workspace, case, ctx.rank, seed))
         for capacity in (Capacity.worst_case(), Capacity.factor(0.5)):
             mine = bring_to(direct_workspace, case, ctx.rank, seed).to(ctx.device)
-            slots = send_rows(slots_workspace, mine.payload, mine.ids, mine.weights)
+            slots = dispatch(slots_workspace, mine.payload, mine.ids, mine.weights)
             plan = plan_slots(slots_workspace, slots, capacity=capacity)
-            grouped = send_rows_to_groups(
+            grouped = dispatch_to_rows(
                 direct_workspace, mine.payload, mine.ids, mine.weights, alignment=4, capacity=capacity
             )
             assert_same_plan(grouped.plan, plan)
@@ -49,7 +49,7 @@ def test_a_workspace_without_room_for_the_rows_is_refused(ctx: Context):
     workspace = make_workspace(ctx, direct_rows=8)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
     with pytest.raises(ValueError, match="direct_rows: got 8 in the workspace, wanted at least 48"):
-        send_rows_to_groups(workspace, mine.payload, mine.ids, mine.weights, alignment=4)
+        dispatch_to_rows(workspace, mine.payload, mine.ids, mine.weights, alignment=4)
     with pytest.raises(ValueError, match=r"capacity: got Capacity.exact\(\), wanted a bound that all ranks know"):
-        send_rows_to_groups(workspace, mine.payload, mine.ids, mine.weights, alignment=4, capacity=Capacity.exact())
-    assert workspace.moves == 0
+        dispatch_to_rows(workspace, mine.payload, mine.ids, mine.weights, alignment=4, capacity=Capacity.exact())
+    assert workspace.exchanges == 0

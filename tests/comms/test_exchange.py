@@ -1,4 +1,4 @@
-"""send_rows, make_plan, return_rows over real ranks: bitwise what plain collectives and python loops make."""
+"""dispatch, make_plan, combine over real ranks: bitwise what plain collectives and python loops make."""
 
 import dataclasses
 
@@ -23,12 +23,10 @@ from mxep.comms import (
     Slots,
     Transport,
     Workspace,
+    combine,
+    dispatch,
     gather_rows,
     make_plan,
-    return_rows,
-    send_rows,
-    start_return_rows,
-    start_send_rows,
 )
 from ranks import Context, distributed
 
@@ -117,7 +115,7 @@ def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, alignment:
 def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed: int, what: str, fits=False) -> None:
     mine = everyone[ctx.rank]
     rows, values = expert_rows(workspace, plan, everyone, dtype, seed)
-    out, back = return_rows(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values)
+    out, back = combine(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values)
     lost = set() if fits else lost_pairs(workspace, everyone, ctx.rank, plan.alignment, plan.max_rows)
     sizes = {"experts_per_rank": workspace.num_local_experts, "world_size": ctx.world_size}
     outputs = expert_outputs(mine, ctx.rank, workspace.dim, dtype, seed)
@@ -137,7 +135,7 @@ def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> N
         mine = bring_to(workspace, case, ctx.rank, seed)
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
-        slots = send_rows(workspace, here.payload, here.ids, here.weights)
+        slots = dispatch(workspace, here.payload, here.ids, here.weights)
         plan = plan_slots(workspace, slots)
         check_arrived(slots, plan, everyone, experts, case)
         for dtype in (torch.bfloat16, torch.float32):
@@ -145,13 +143,11 @@ def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> N
 
         # Once more along the same plan, other bytes and no tables, as a backward does.
         again = [content(rank, len(sent.ids), 30, salt=50) for rank, sent in enumerate(everyone)]
-        repeat = send_rows(workspace, (again[ctx.rank].to(ctx.device),), here.ids.long())
+        repeat = dispatch(workspace, (again[ctx.rank].to(ctx.device),), here.ids.long())
         assert repeat.expert_ids is repeat.weights is repeat.num_tokens is None
         sent_again = [dataclasses.replace(sent, payload=(bytes_,)) for sent, bytes_ in zip(everyone, again)]
         check_arrived(repeat, plan, sent_again, experts, f"{case}, again")
-        out, nothing = return_rows(
-            workspace, torch.zeros(plan.max_rows, workspace.dim, device=ctx.device), plan, here.ids
-        )
+        out, nothing = combine(workspace, torch.zeros(plan.max_rows, workspace.dim, device=ctx.device), plan, here.ids)
         assert nothing is None
         assert not out.any()
 
@@ -168,7 +164,7 @@ def check_over_capacity(ctx: Context, workspace: Workspace, cases: tuple[str, ..
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
         for capacity in (Capacity.factor(0.2), Capacity.factor(1.0), Capacity.exact()):
-            slots = send_rows(workspace, here.payload, here.ids, here.weights)
+            slots = dispatch(workspace, here.payload, here.ids, here.weights)
             plan = plan_slots(workspace, slots, alignment=2, capacity=capacity)
             what = f"{case}, {capacity}"
             check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), what)
@@ -200,14 +196,14 @@ def check_other_sizes(ctx: Context, kind: type | None, cases: tuple[str, ...]) -
         for workspace in (one, other):
             mine = bring_to(workspace, case, ctx.rank, seed)
             everyone, here = gather(ctx.group, mine), mine.to(ctx.device)
-            slots = send_rows(workspace, here.payload, here.ids, here.weights)
+            slots = dispatch(workspace, here.payload, here.ids, here.weights)
             plan = plan_slots(workspace, slots)
             check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), case)
             sent.append((plan, everyone))
         for workspace, (plan, everyone) in zip((one, other), sent):
             check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, case)
     assert one.buffers is other.buffers
-    assert one.moves == 4 * len(cases)
+    assert one.exchanges == 4 * len(cases)
 
 
 @distributed(2)
@@ -219,7 +215,7 @@ def check_one_token(ctx: Context, workspace: Workspace) -> None:
     wide = content(ctx.rank, 1, 27).to(ctx.device)
     ids = torch.full((1, TOP_K), -1, device=ctx.device)
     ids[0, 0] = 0
-    slots = send_rows(workspace, (wide[:, :24], wide[:, 24:]), ids)
+    slots = dispatch(workspace, (wide[:, :24], wide[:, 24:]), ids)
     if ctx.rank == 0:
         for rank in range(2):
             for part, wanted in zip(slots.payload, content(rank, 1, 27).split((24, 3), 1)):
@@ -231,10 +227,10 @@ def test_a_nan_stays_in_its_token(ctx: Context):
     workspace = make_workspace(ctx, top_k=2)
     ids = torch.tensor([[0, 3], [3, 0], [1, -1]], device=ctx.device)
     payload = (content(ctx.rank, 3, 8).to(ctx.device),)
-    plan = plan_slots(workspace, send_rows(workspace, payload, ids, torch.ones(3, 2, device=ctx.device)))
+    plan = plan_slots(workspace, dispatch(workspace, payload, ids, torch.ones(3, 2, device=ctx.device)))
     rows = torch.ones(plan.max_rows, DIM, device=ctx.device)
     token_zero_of_rank_one = plan.row_slot == MAX_TOKENS
-    out, _ = return_rows(workspace, rows.masked_fill(token_zero_of_rank_one[:, None], float("nan")), plan, ids)
+    out, _ = combine(workspace, rows.masked_fill(token_zero_of_rank_one[:, None], float("nan")), plan, ids)
     nan = out.isnan().all(1).tolist()
     assert nan == [ctx.rank == 1, False, False]
     assert out[1:].tolist() == [[2.0] * DIM, [1.0] * DIM]
@@ -248,15 +244,15 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
     payload, weights = (content(ctx.rank, 2, 8).to(ctx.device),), torch.ones(2, 2, device=ctx.device)
     if ctx.device.type == "cpu":
         with pytest.raises(ValueError, match=rf"expert ids: got \[-5, {wrong}, {2**40}\], wanted -1 \(not routed\) to"):
-            send_rows(workspace, payload, ids, weights)
+            dispatch(workspace, payload, ids, weights)
         with pytest.raises(ValueError, match="expert ids: got"):
-            send_rows(workspace, payload, ids)
-        assert workspace.moves == (0 if ctx.world_size == 1 else 1), "which refused"
+            dispatch(workspace, payload, ids)
+        assert workspace.exchanges == (0 if ctx.world_size == 1 else 1), "which refused"
         return
-    plan = plan_slots(workspace, send_rows(workspace, payload, ids, weights))
+    plan = plan_slots(workspace, dispatch(workspace, payload, ids, weights))
     assert int(plan.invalid) == 3 * ctx.world_size
     assert int(plan.group_sizes.sum()) == (ctx.world_size if ctx.rank == 0 else 0)
-    out, _ = return_rows(workspace, torch.ones(plan.max_rows, DIM, device=ctx.device), plan, ids)
+    out, _ = combine(workspace, torch.ones(plan.max_rows, DIM, device=ctx.device), plan, ids)
     assert out[:, 0].tolist() == [1.0, 0.0]
 
 
@@ -264,54 +260,54 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
 def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     workspace = make_workspace(ctx)
     good = bring_to(workspace, "full", 0, 0).to(ctx.device)
-    plan = plan_slots(workspace, send_rows(workspace, good.payload, good.ids, good.weights))
+    plan = plan_slots(workspace, dispatch(workspace, good.payload, good.ids, good.weights))
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     wide, seven = torch.zeros(6, 81, dtype=torch.uint8, device=ctx.device), torch.zeros(7, 3, device=ctx.device)
     refused = [
-        (lambda: send_rows(workspace, (seven,), good.ids), r"payload: got torch.float32 \(7, 3\), wanted torch.uint8"),
+        (lambda: dispatch(workspace, (seven,), good.ids), r"payload: got torch.float32 \(7, 3\), wanted torch.uint8"),
         (
-            lambda: send_rows(workspace, (wide[:, :0], wide[:, :8]), good.ids),
+            lambda: dispatch(workspace, (wide[:, :0], wide[:, :8]), good.ids),
             r"payload: .* \(6, 0\), .* at least one byte",
         ),
-        (lambda: send_rows(workspace, (wide,), good.ids), "payload: got 81 bytes a row, wanted 1 to 80"),
+        (lambda: dispatch(workspace, (wide,), good.ids), "payload: got 81 bytes a row, wanted 1 to 80"),
         (
-            lambda: send_rows(workspace, (good.payload[0], wide[:5]), good.ids),
+            lambda: dispatch(workspace, (good.payload[0], wide[:5]), good.ids),
             r"payload: .* \(5, 81\), wanted .* \(6, bytes",
         ),
         (
-            lambda: send_rows(workspace, (seven.byte(),), seven.int()),
+            lambda: dispatch(workspace, (seven.byte(),), seven.int()),
             "payload: got 7 tokens, wanted at most max_tokens = 6",
         ),
         (
-            lambda: start_send_rows(workspace, good.payload, good.ids, num_sms=0),
+            lambda: dispatch(workspace, good.payload, good.ids, num_sms=0, async_op=True),
             "num_sms: got 0, wanted at least 1",
         ),
         (
-            lambda: start_return_rows(workspace, rows, plan, good.ids, num_sms=-1),
+            lambda: combine(workspace, rows, plan, good.ids, num_sms=-1, async_op=True),
             "num_sms: got -1, wanted at least 1",
         ),
         (
-            lambda: send_rows(workspace, good.payload, good.ids.float()),
+            lambda: dispatch(workspace, good.payload, good.ids.float()),
             r"expert_ids: got torch.float32 \(6, 3\), wanted",
         ),
-        (lambda: send_rows(workspace, good.payload, good.ids[:, :2]), r"expert_ids: .* \(6, 2\), wanted .* \(6, 3\)"),
-        (lambda: send_rows(workspace, good.payload, good.ids, good.weights.bfloat16()), r"weights: got torch.bfloat16"),
+        (lambda: dispatch(workspace, good.payload, good.ids[:, :2]), r"expert_ids: .* \(6, 2\), wanted .* \(6, 3\)"),
+        (lambda: dispatch(workspace, good.payload, good.ids, good.weights.bfloat16()), r"weights: got torch.bfloat16"),
         (
-            lambda: return_rows(workspace, rows[1:], plan, good.ids),
+            lambda: combine(workspace, rows[1:], plan, good.ids),
             "rows: got torch.float32 .*, wanted torch.bfloat16 or",
         ),
-        (lambda: return_rows(workspace, rows.half(), plan, good.ids), "rows: got torch.float16"),
-        (lambda: return_rows(workspace, rows, plan, good.ids, row_values=rows), "row_values: got torch.float32"),
-        (lambda: return_rows(workspace, rows, plan, seven.int()), "expert_ids: got 7 tokens, wanted at most"),
+        (lambda: combine(workspace, rows.half(), plan, good.ids), "rows: got torch.float16"),
+        (lambda: combine(workspace, rows, plan, good.ids, row_values=rows), "row_values: got torch.float32"),
+        (lambda: combine(workspace, rows, plan, seven.int()), "expert_ids: got 7 tokens, wanted at most"),
         (
-            lambda: return_rows(workspace, rows, short_plan(plan), good.ids),
+            lambda: combine(workspace, rows, short_plan(plan), good.ids),
             r"plan.slot_rows: got \(5, 3\), wanted \(6, 3",
         ),
     ]
     for call, message in refused:
         with pytest.raises(ValueError, match=message):
             call()
-    assert workspace.moves == 1
+    assert workspace.exchanges == 1
 
 
 def short_plan(plan: RoutingPlan) -> RoutingPlan:
@@ -322,11 +318,11 @@ def short_plan(plan: RoutingPlan) -> RoutingPlan:
 def test_a_row_too_wide_for_the_workspace_is_refused_on_the_way_home(ctx: Context):
     workspace = make_workspace(ctx, row_bytes=None)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
+    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     with pytest.raises(ValueError, match=r"rows: got 80 bytes a row, wanted at most 48 \(row_bytes\)"):
-        return_rows(workspace, rows, plan, mine.ids)
-    out, _ = return_rows(workspace, rows.bfloat16(), plan, mine.ids)
+        combine(workspace, rows, plan, mine.ids)
+    out, _ = combine(workspace, rows.bfloat16(), plan, mine.ids)
     assert not out.any()
 
 
@@ -337,8 +333,8 @@ def test_moves_wait_for_no_device_read(ctx: Context):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
         rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
-        return_rows(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
+        combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
     finally:
         torch.cuda.set_sync_debug_mode("default")

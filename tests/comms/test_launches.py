@@ -8,6 +8,7 @@ import pytest
 
 from ahead_of_time import report, table
 
+pytestmark = pytest.mark.slow
 LAUNCHES = Path(__file__).with_name("launches.py")
 
 
@@ -28,14 +29,14 @@ def test_a_plan_of_another_size_compiles_nothing(rows):
     assert set(made.values()) == {1}, made
 
 
-@pytest.mark.parametrize("launch", ["barrier", "put_rows", "put_tables", "return_sums"])
+@pytest.mark.parametrize("launch", ["barrier", "dispatch", "tables", "combine"])
 def test_ranks_meet_by_release_and_acquire_at_system_scope(rows, launch):
     """What `test_schedules.py` shows to be enough, and each of it to be needed, reaches the code of the GPU."""
     (order,) = [row["order"] for row in rows if row["launch"] == launch]
     announced, heard = "atom exch release sys", "atom add acquire sys"
     arrived, told, drawn = "atom add acq_rel sys", "atom cas acq_rel sys", "atom add relaxed gpu"
     assert {step for step in order if step not in ("st", "bar")} == (
-        {announced, "ld volatile", heard, arrived, told} | ({drawn} if launch == "return_sums" else set())
+        {announced, "ld volatile", heard, arrived, told} | ({drawn} if launch == "combine" else set())
     )
     for i, step in enumerate(order):
         if step == arrived:  # all threads' stores before the one thread's atomic that vouches for them

@@ -26,10 +26,10 @@ from comms.test_exchange import (
     plan_slots,
 )
 from comms.test_stress import check_rounds
-from mxep.comms import NvshmemTransport, PeersDisagree, PeerTimeout, SymmetricMemoryTransport, return_rows, send_rows
+from mxep.comms import NvshmemTransport, PeersDisagree, PeerTimeout, SymmetricMemoryTransport, combine, dispatch
 from mxep.comms.kernels import nvshmem
+from mxep.comms.layout import PE_SHIFT
 from mxep.comms.nvshmem import check_group, check_versions, choose_backend, device_library, device_version, host_version
-from mxep.comms.puts import PE_SHIFT
 from ranks import Context, distributed
 
 TESTS = Path(__file__).parents[1]
@@ -82,12 +82,12 @@ def test_long_rows_are_put_in_pieces(ctx: Context):
     ids, weights = torch.full((3, 9), -1), torch.rand(3, 9)
     ids[:, 0] = 9 * (1 - ctx.rank)  # to the other rank
     here = [tensor.to(ctx.device) for tensor in (payload, ids, weights)]
-    slots = send_rows(workspace, here[:1], *here[1:])
+    slots = dispatch(workspace, here[:1], *here[1:])
     other = (1 - ctx.rank) * 1100
     assert_bitwise(slots.payload[0][other : other + 3], payload - ctx.rank + (1 - ctx.rank), "rows")
     assert_bitwise(slots.expert_ids[ctx.rank, :3], ids.int(), "own ids")
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    slots = send_rows(workspace, [part[:, :8] for part in mine.payload], mine.ids, mine.weights)
+    slots = dispatch(workspace, [part[:, :8] for part in mine.payload], mine.ids, mine.weights)
     for rank in range(2):
         theirs = bring_to(workspace, "full", rank, 0)
         assert_bitwise(slots.expert_ids[rank, : len(theirs.ids)], theirs.ids.int(), f"ids of rank {rank}")
@@ -102,9 +102,9 @@ def test_a_captured_graph_replays_with_new_routing(ctx: Context):
 
     def step():
         rows, ids, weights = given
-        slots = send_rows(workspace, (rows,), ids, weights)
+        slots = dispatch(workspace, (rows,), ids, weights)
         plan = plan_slots(workspace, slots)
-        back, _ = return_rows(workspace, torch.ones(plan.max_rows, workspace.dim, device=ctx.device), plan, ids)
+        back, _ = combine(workspace, torch.ones(plan.max_rows, workspace.dim, device=ctx.device), plan, ids)
         return slots.payload[0].clone(), slots.expert_ids.clone(), back
 
     stream = torch.cuda.Stream()
@@ -144,9 +144,9 @@ def test_moves_wait_for_no_device_read(ctx: Context):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
         rows = torch.zeros(plan.max_rows, workspace.dim, device=ctx.device)
-        return_rows(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
+        combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -156,10 +156,10 @@ def test_a_rank_that_never_comes_is_named(ctx: Context):
     workspace = make_workspace(ctx, kind_of(ctx), timeout=0.5)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
     if ctx.rank != 1:
-        send_rows(workspace, mine.payload, mine.ids)
+        dispatch(workspace, mine.payload, mine.ids)
         torch.cuda.synchronize()
-        with pytest.raises(PeerTimeout, match=r"waited 0.5 s at put_rows, barrier 1, for rank 1 \(last seen at barr"):
-            send_rows(workspace, mine.payload, mine.ids)
+        with pytest.raises(PeerTimeout, match=r"waited 0.5 s at dispatch, barrier 1, for rank 1 \(last seen at barr"):
+            dispatch(workspace, mine.payload, mine.ids)
     dist.barrier(ctx.group)
 
 
@@ -167,10 +167,10 @@ def test_a_rank_that_never_comes_is_named(ctx: Context):
 def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
     workspace = make_workspace(ctx, kind_of(ctx))
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    send_rows(workspace, mine.payload[: 1 + ctx.rank], mine.ids)
+    dispatch(workspace, mine.payload[: 1 + ctx.rank], mine.ids)
     torch.cuda.synchronize()
     with pytest.raises(
-        PeersDisagree, match="rank 0 at put_rows with rows of 24 bytes, rank 1 at put_rows with rows of"
+        PeersDisagree, match="rank 0 at dispatch with rows of 24 bytes, rank 1 at dispatch with rows of"
     ):
         workspace.transport.check()
 
@@ -294,6 +294,7 @@ def test_symmetric_memory_of_another_backend_is_refused(monkeypatch):
     assert os.environ["NVSHMEM_DISABLE_NVLS"] == "1"
 
 
+@pytest.mark.slow
 def test_a_kernel_that_calls_nvshmem_compiles_and_carries_the_version_of_the_host_library():
     if not symm_mem.is_nvshmem_available():
         pytest.skip("this torch has no NVSHMEM")

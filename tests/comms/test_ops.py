@@ -7,8 +7,8 @@ from torch.library import opcheck
 
 from comms.cases import assert_bitwise, content
 from mxep.comms import gather_rows, plan, rows, sum_slots
-from mxep.comms.kernels import gather, sums
-from mxep.comms.layout import CHANNELS, OWN_WORDS, Layout
+from mxep.comms.kernels import combine, gather
+from mxep.comms.layout import CHANNELS, NUM_COUNTERS, Layout
 
 IDS = torch.tensor([[0, 3], [-1, 1], [2, 2]], dtype=torch.int32)
 SLOT_ROWS = torch.tensor([[0, 3], [-1, 1], [2, -2], [-2, -2], [-1, -1], [4, 5]], dtype=torch.int32)
@@ -30,7 +30,7 @@ def calls():
 @pytest.mark.parametrize("name", calls())
 def test_opcheck(name):
     op, args = calls()[name]
-    opcheck(op, args)
+    opcheck(op.opdef, args)
 
 
 @pytest.mark.parametrize("name", calls())
@@ -44,7 +44,7 @@ def test_a_reference_never_reads_from_the_device(name):
         return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
     with mode:  # raises on .item(), boolean masks and anything else whose shape or value depends on data
-        op._init_fn(*[fake(arg) for arg in args])
+        op.reference(*[fake(arg) for arg in args])
 
 
 def test_gather_makes_zero_rows_where_there_is_no_row():
@@ -78,7 +78,7 @@ def test_slots_are_summed_in_fp32_and_rounded_once():
 def test_regions_of_a_layout_are_aligned_and_apart():
     layout = Layout(world_size=3, max_tokens=5, top_k=3, row_bytes=48, num_rows=17)
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    regions = [buffer[layout.signals_start :][: CHANNELS * 3 * 8], buffer[layout.own_start :][: OWN_WORDS * 8]]
+    regions = [buffer[layout.signals_start :][: CHANNELS * 3 * 8], buffer[layout.counters_start :][: NUM_COUNTERS * 8]]
     regions += [layout.rows(buffer), layout.ids(buffer), layout.values(buffer), layout.num_tokens(buffer)]
     ends = 0
     for region in regions:
@@ -90,8 +90,8 @@ def test_regions_of_a_layout_are_aligned_and_apart():
     assert regions[2].shape == (17, 48)
     assert regions[3].shape == regions[4].shape == (3, 5, 3)
     other = Layout(world_size=3, max_tokens=50, top_k=1, row_bytes=64, num_rows=170)
-    places = (layout.signals_start, layout.own_start, layout.rows_start)
-    assert places == (other.signals_start, other.own_start, other.rows_start)
+    places = (layout.signals_start, layout.counters_start, layout.rows_start)
+    assert places == (other.signals_start, other.counters_start, other.rows_start)
 
 
 @pytest.mark.parametrize("name", ["gather_rows", "sum_slots"])
@@ -105,10 +105,10 @@ def test_the_kernels_equal_their_references_whatever_the_strides(name):
         pairs = [
             pair
             for which in (index[:, 0], None)
-            for pair in zip(gather.gather_rows(payload, which, None), rows.gather_parts._init_fn(payload, which, None))
+            for pair in zip(gather.gather_rows(payload, which, None), rows.gather_parts.reference(payload, which, None))
         ]
     else:
         summands = torch.randn(4, 37, device=device).bfloat16()[:, :21]
-        pairs = [(sums.sum_slots(summands, index), rows.add_rows._init_fn(summands, index))]
+        pairs = [(combine.sum_slots(summands, index), rows.add_rows.reference(summands, index))]
     for got, wanted in pairs:
         assert_bitwise(got, wanted, name)

@@ -137,14 +137,13 @@ def test_the_worst_case_holds_whatever_distinct_experts_ask():
 
 def test_capacities_have_the_sizes_they_promise():
     def rows(capacity: Capacity) -> int:
-        options = {"num_local_experts": 2, "alignment": 32, "needed": lambda: torch.tensor(96)}
+        options = {"num_local_experts": 2, "alignment": 32}
         return capacity.rows(4, 100, 3, **options)
 
     assert rows(Capacity.worst_case()) == 864  # 400 * min(3, 2) + 2 * 31 = 862
     assert rows(Capacity.factor(1.0)) == 384  # 300 + 62 = 362
     assert rows(Capacity.factor(1.25)) == 448  # 375 + 62 = 437
     assert rows(Capacity.factor(100)) == 864
-    assert rows(Capacity.exact()) == 96
     assert str(Capacity.factor(1.25)) == "Capacity.factor(1.25)"
     assert str(Capacity.factor(1.25, overflow="drop")) == "Capacity.factor(1.25, overflow='drop')"
     with pytest.raises(ValueError, match="got 0, wanted a positive number"):

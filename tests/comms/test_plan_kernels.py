@@ -118,7 +118,7 @@ def check_plan(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 def test_the_kernels_make_the_plan_of_the_reference(name):
     case = (CASES | LARGE)[name]
     args = case.plan(case.tables())
-    check_plan(kernels.make_plan(*on_device(args)), plan.plan_rows._init_fn(*args))
+    check_plan(kernels.make_plan(*on_device(args)), plan.plan_rows.reference(*args))
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=needs_gpu) for name in LARGE)])
@@ -128,7 +128,7 @@ def test_the_kernels_find_the_destinations_of_the_reference(name):
     for rank in {0, case.W - 1}:
         args = case.destinations(tables, rank, case.T - case.T // 3)
         assert_bitwise(
-            kernels.plan_destinations(*on_device(args)).cpu(), plan.plan_destinations._init_fn(*args), f"rank {rank}"
+            kernels.plan_destinations(*on_device(args)).cpu(), plan.plan_destinations.reference(*args), f"rank {rank}"
         )
 
 
@@ -153,9 +153,9 @@ def test_order_carries_over_the_tiles_of_a_program(monkeypatch):
     assert three_tiles // 3 * 2 < case.T * case.K < three_tiles
     monkeypatch.setattr(kernels, "_shape", lambda *sizes: (experts, segments, three_tiles, 1))
     tables = case.tables()
-    check_plan(kernels.make_plan(*on_device(case.plan(tables))), plan.plan_rows._init_fn(*case.plan(tables)))
+    check_plan(kernels.make_plan(*on_device(case.plan(tables))), plan.plan_rows.reference(*case.plan(tables)))
     args = case.destinations(tables, 1, case.T)
-    assert_bitwise(kernels.plan_destinations(*on_device(args)).cpu(), plan.plan_destinations._init_fn(*args), "rows")
+    assert_bitwise(kernels.plan_destinations(*on_device(args)).cpu(), plan.plan_destinations.reference(*args), "rows")
 
 
 def test_token_numbers_that_cannot_be_are_taken_for_none_or_all():
@@ -163,20 +163,20 @@ def test_token_numbers_that_cannot_be_are_taken_for_none_or_all():
     ids, weights, _ = case.tables()
     tables = ids, weights, torch.tensor([-5, 2**31 - 1, 20, 0], dtype=torch.int32)
     args = case.plan(tables)
-    check_plan(kernels.make_plan(*on_device(args)), plan.plan_rows._init_fn(*args))
+    check_plan(kernels.make_plan(*on_device(args)), plan.plan_rows.reference(*args))
 
 
 @needs_gpu
 def test_ops_pass_opcheck_on_a_gpu():
     case = CASES["16 ranks"]
     tables = case.tables()
-    opcheck(plan.plan_rows, on_device(case.plan(tables)))
-    opcheck(plan.plan_destinations, on_device(case.destinations(tables, 1, 5)))
+    opcheck(plan.plan_rows.opdef, on_device(case.plan(tables)))
+    opcheck(plan.plan_destinations.opdef, on_device(case.destinations(tables, 1, 5)))
 
 
 def test_plan_destinations_passes_opcheck():
     case = CASES["16 ranks"]
-    opcheck(plan.plan_destinations, case.destinations(case.tables(), 1, 5))
+    opcheck(plan.plan_destinations.opdef, case.destinations(case.tables(), 1, 5))
 
 
 @needs_gpu

@@ -1,4 +1,4 @@
-"""Kernels of the moves in many orders: right to the bit, no access that nothing orders, nobody waits for ever.
+"""Kernels of the exchange in many orders: right to the bit, no access that nothing orders, nobody waits for ever.
 
 And each line that makes it so is missed, within a few orders, if it is taken away. `--orders 100` plays so many more.
 """
@@ -12,8 +12,9 @@ import torch
 from comms.cases import assert_bitwise
 from comms.scheduled import Ranks, ScheduledContext
 from comms.test_exchange import bring_to, check_arrived, check_return, make_workspace, my_experts, plan_slots
-from mxep.comms import PeersDisagree, gather_rows, send_rows, send_rows_to_groups
-from mxep.comms.kernels import put, signals, sums
+from mxep.comms import PeersDisagree, dispatch_to_rows, gather_rows
+from mxep.comms import dispatch as dispatch_tokens
+from mxep.comms.kernels import combine, dispatch, signals
 from schedule import Deadlock, Race, Schedule, mutate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there kernels are not interpreted")
@@ -32,24 +33,24 @@ def play(
 ) -> None:
     """Five tokens make three chunks of two tiles of one token, or five of one; tables are of two programs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "CHUNK_BYTES", (128, 80)[seed % 2])
-        patch.setattr(sums, "TILE_BYTES", 1)
-        patch.setattr(put, "TABLE_PAIRS", 8)
+        patch.setattr(combine, "CHUNK_BYTES", (128, 80)[seed % 2])
+        patch.setattr(combine, "TILE_BYTES", 1)
+        patch.setattr(dispatch, "TABLE_PAIRS", 8)
         Ranks(Schedule(seed, resident=resident), world_size, programs).run(body)
 
 
 def rounds(ctx: ScheduledContext, cases: tuple[str, ...] = ("random", "full")) -> None:
-    """A round is of three moves, so that buffers change places, the last one of four, so that one brings sums twice."""
+    """A round is of three exchanges, so that buffers alternate, the last one of four, so that one brings sums twice."""
     workspace = make_workspace(ctx, max_tokens=TOKENS)
     for seed, case in enumerate(cases):
         everyone = [bring_to(workspace, case, rank, seed) for rank in range(ctx.world_size)]
         mine, experts = everyone[ctx.rank], my_experts(workspace, ctx.rank)
-        slots = send_rows(workspace, mine.payload, mine.ids, mine.weights)
+        slots = dispatch_tokens(workspace, mine.payload, mine.ids, mine.weights)
         ctx.read(*slots.payload, slots.expert_ids, slots.weights, slots.num_tokens)
         plan = plan_slots(workspace, slots)
         check_arrived(slots, plan, everyone, experts, case)
         check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, case)
-        again = send_rows(workspace, mine.payload, mine.ids)
+        again = dispatch_tokens(workspace, mine.payload, mine.ids)
         ctx.read(*again.payload)
         check_arrived(again, plan, everyone, experts, f"{case}, again")
     check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, f"{case}, again")
@@ -58,9 +59,9 @@ def rounds(ctx: ScheduledContext, cases: tuple[str, ...] = ("random", "full")) -
 def direct(ctx: ScheduledContext) -> None:
     slots_workspace, workspace = make_workspace(ctx), make_workspace(ctx, direct_rows=80)
     mine = bring_to(workspace, "full", ctx.rank, 0)
-    slots = send_rows(slots_workspace, mine.payload, mine.ids, mine.weights)
+    slots = dispatch_tokens(slots_workspace, mine.payload, mine.ids, mine.weights)
     plan = plan_slots(slots_workspace, slots)
-    grouped = send_rows_to_groups(workspace, mine.payload, mine.ids, mine.weights, alignment=4)
+    grouped = dispatch_to_rows(workspace, mine.payload, mine.ids, mine.weights, alignment=4)
     valid = int(plan.offs[-1])
     for rows, wanted in zip(grouped.payload, gather_rows(slots.payload, plan.row_slot)):
         ctx.read(rows)
@@ -68,14 +69,14 @@ def direct(ctx: ScheduledContext) -> None:
 
 
 def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
-    """Sends that all use one buffer, as replays of a graph of one move do."""
+    """Sends that all use one buffer, as replays of a graph of one exchange do."""
     workspace = make_workspace(ctx, max_tokens=TOKENS)
     workspace.arena.buffers = workspace.buffers[:1] * 2
     mine = bring_to(workspace, "full", ctx.rank, 0)
     for _ in range(3):
         if barriers:
             workspace.transport.barrier("between")
-        ctx.read(*send_rows(workspace, mine.payload, mine.ids).payload)
+        ctx.read(*dispatch_tokens(workspace, mine.payload, mine.ids).payload)
 
 
 def wild_ids(ctx: ScheduledContext) -> None:
@@ -83,9 +84,9 @@ def wild_ids(ctx: ScheduledContext) -> None:
     workspace = make_workspace(ctx, top_k=2)
     wrong, layout = workspace.num_experts, workspace.layout
     ids = torch.tensor([[1, 2**32], [-(2**32), 2**40 + 1], [-1, wrong], [2**31, -(2**31) - 1]])
-    move = workspace.begin("wild ids")
-    workspace.transport.put_tables(move, ids, torch.ones(ids.shape))
-    tables = layout.ids(move.buffer.local)[:, : len(ids)].tolist()
+    buffer = workspace.begin("wild ids")
+    workspace.steps.dispatch_tables(buffer, ids, torch.ones(ids.shape))
+    tables = layout.ids(buffer.local)[:, : len(ids)].tolist()
     assert tables == [[[1, wrong], [-2, wrong], [-1, wrong], [wrong, -2]]] * ctx.world_size
 
 
@@ -115,48 +116,51 @@ def missed(body: Callable[..., Any], **options: Any) -> None:
 
 
 def test_a_buffer_that_is_used_again_without_a_barrier_is_noticed():
-    with pytest.raises(Race, match=r"rank \d's buffer 1 .* at put.py:\d+ store_part.*: nothing orders them"):
+    with pytest.raises(Race, match=r"rank \d's buffer 1 .* at dispatch.py:\d+ store_part.*: nothing orders them"):
         missed(lambda ctx: one_buffer(ctx, barriers=False))
 
 
-MEET = "meet(pointers_ptr, own_base, 0, 0, word, state_ptr, rank, W, WP, CLOCK)"
-LEAVE = "leave(pointers_ptr, own_ptr, signals_start, chunk, pushed, chunk_tiles, word, rank, W, WP)"
+MEET = "signal_and_wait(pointers_ptr, local_base, 0, 0, signal, state_ptr, rank, W, WP, CLOCK)"
+LEAVE = "leave_chunk(pointers_ptr, counters_ptr, signals_start, chunk, stored, chunk_tiles, signal, rank, W, WP)"
 CLAMP = "tl.minimum(tl.maximum(ids, -2), W * experts_per_rank)"
 MUTATIONS = {
     # A signal says more than is true.
-    "a chunk announced by each who leaves it": (rounds, sums.leave, "pushed, chunk_tiles)", "0, 0)", Race),
-    "a chunk announced by the first to leave it": (rounds, sums.leave, "pushed, chunk_tiles)", "pushed, pushed)", Race),
+    "a chunk announced by each who leaves it": (rounds, combine.leave_chunk, "stored, chunk_tiles)", "0, 0)", Race),
+    "a chunk announced by the first to leave it": (
+        rounds, combine.leave_chunk, "stored, chunk_tiles)", "stored, stored)", Race
+    ),
     "a chunk announced before its tiles arrived": (
-        rounds, sums.leave, "if arrive(own_ptr + 3 + chunk, pushed, chunk_tiles):\n            ann", "ann", Race
+        rounds, combine.leave_chunk,
+        "if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):\n            sig", "sig", Race
     ),
     "arrived before all have": (rounds, signals.arrive, "+ share == count", "+ share <= count", Race),
-    "rows announced by each": (rounds, put.put_rows_kernel, "+ 3, 1, programs)", "+ 3, 0, 0)", Race),
-    "tables announced by each": (rounds, put.put_tables_kernel, "+ 2, 1, programs)", "+ 2, 0, 0)", Race),
+    "rows announced by each": (rounds, dispatch.dispatch_kernel, "+ 3, 1, programs)", "+ 3, 0, 0)", Race),
+    "tables announced by each": (rounds, dispatch.dispatch_tables_kernel, "+ 2, 1, programs)", "+ 2, 0, 0)", Race),
     # It is given, or taken, without what was done before it.
-    "announce relaxed": (rounds, signals.announce, 'sem="release"', 'sem="relaxed"', Race),
-    "announce on this GPU only": (rounds, signals.announce, 'scope="sys"', 'scope="gpu"', Race),
+    "announce relaxed": (rounds, signals.signal_peers, 'sem="release"', 'sem="relaxed"', Race),
+    "announce on this GPU only": (rounds, signals.signal_peers, 'scope="sys"', 'scope="gpu"', Race),
     "arrive relaxed": (rounds, signals.arrive, 'sem="acq_rel"', 'sem="relaxed"', Race),
     "arrive without release": (rounds, signals.arrive, 'sem="acq_rel"', 'sem="acquire"', Race),
     "arrive without acquire": (rounds, signals.arrive, 'sem="acq_rel"', 'sem="release"', Race),
-    "await relaxed": (rounds, signals.await_peers, 'sem="acquire"', 'sem="relaxed"', Race),
-    "await this GPU only": (rounds, signals.await_peers, 'acquire", scope="sys"', 'acquire", scope="gpu"', Race),
-    "polls not volatile": (rounds, signals.await_peers, "True)\n            if", "False)\n            if", Race),
+    "await relaxed": (rounds, signals.wait_for_peers, 'sem="acquire"', 'sem="relaxed"', Race),
+    "await this GPU only": (rounds, signals.wait_for_peers, 'acquire", scope="sys"', 'acquire", scope="gpu"', Race),
+    "polls not volatile": (rounds, signals.wait_for_peers, "True)\n            if", "False)\n            if", Race),
     # Nobody, or the wrong one, is waited for.
-    "the first chunk not awaited": (rounds, sums.return_sums_kernel, "now >= lag:", "now > lag:", Race),
-    "the chunk before awaited": (rounds, sums.return_sums_kernel, "1 + now - lag, word", "now - lag, word", Deadlock),
-    "the epoch of rows not kept": (rounds, put.put_rows_kernel, "1, word >> 32", "1, 0", (Race, PeersDisagree)),
-    "the epoch of sums not kept": (rounds, sums.return_sums_kernel, "1, word >> 32", "1, 0", (Race, PeersDisagree)),
+    "the first chunk not awaited": (rounds, combine.combine_kernel, "now >= lag:", "now > lag:", Race),
+    "the chunk before awaited": (rounds, combine.combine_kernel, "1 + now - lag, s", "now - lag, s", Deadlock),
+    "the epoch of rows not kept": (rounds, dispatch.dispatch_kernel, "1, signal >> 32", "1, 0", (Race, PeersDisagree)),
+    "the epoch of sums not kept": (rounds, combine.combine_kernel, "1, signal >> 32", "1, 0", (Race, PeersDisagree)),
     "a barrier that does not wait": (one_buffer, signals.barrier_kernel, MEET, "pass", Race),
     # Work is done twice, or never.
-    "a ticket for two": (rounds, signals.take, "tl.full((), 1,", "tl.full((), 0,", Race),
+    "a ticket for two": (rounds, signals.next_ticket, "tl.full((), 1,", "tl.full((), 0,", Race),
     "tickets not taken back": (
-        rounds, sums.return_sums_kernel, "TAKEN, tl.zeros((), tl.int64)", "TAKEN, 99", AssertionError
+        rounds, combine.combine_kernel, "TILE_COUNTER, tl.zeros((), tl.int64)", "TILE_COUNTER, 99", AssertionError
     ),
     "tiles of a chunk counted for the next": (
-        rounds, sums.return_sums_kernel, "chunk = now\n            pushed = 0", "chunk = now", Deadlock
+        rounds, combine.combine_kernel, "chunk = now\n            stored = 0", "chunk = now", Deadlock
     ),
-    "the last chunk not left": (rounds, sums.return_sums_kernel, f"{LEAVE}\n    if", "if", Deadlock),
-    "ids not clamped": (wild_ids, put.put_tables_kernel, CLAMP, "ids", AssertionError),
+    "the last chunk not left": (rounds, combine.combine_kernel, f"{LEAVE}\n    if", "if", Deadlock),
+    "ids not clamped": (wild_ids, dispatch.dispatch_tables_kernel, CLAMP, "ids", AssertionError),
 }  # fmt: skip
 """What is taken away: from which kernel, what it reads instead, and who tells."""
 
@@ -171,18 +175,18 @@ def test_it_is_noticed(monkeypatch, what):
 
 def test_a_program_that_waits_for_one_that_finds_no_room_is_noticed(monkeypatch):
     """Only the last to arrive waits for peers. If all did, all would be well where there is room for all."""
-    monkeypatch.setattr(put, "announce", signals.announce, raising=False)
-    monkeypatch.setattr(put, "await_peers", signals.await_peers, raising=False)
-    rest = "signals_start, 1, word, state_ptr, rank, W, WP, CLOCK)"
-    old = f"if arrive(own_ptr + 3, 1, programs):\n        meet(pointers_ptr, own_base, {rest}"
+    monkeypatch.setattr(dispatch, "signal_peers", signals.signal_peers, raising=False)
+    monkeypatch.setattr(dispatch, "wait_for_peers", signals.wait_for_peers, raising=False)
+    rest = "signals_start, 1, signal, state_ptr, rank, W, WP, CLOCK)"
+    old = f"if arrive(counters_ptr + 3, 1, programs):\n        signal_and_wait(pointers_ptr, local_base, {rest}"
     new = (
-        "full = arrive(own_ptr + 3, 1, programs)\n"
+        "full = arrive(counters_ptr + 3, 1, programs)\n"
         "    if full:\n"
-        "        announce(pointers_ptr, signals_start, 1, word, rank, W, WP)\n"
-        "    await_peers(own_base, signals_start, 1, word, state_ptr, W, WP, CLOCK)\n"
+        "        signal_peers(pointers_ptr, signals_start, 1, signal, rank, W, WP)\n"
+        "    wait_for_peers(local_base, signals_start, 1, signal, state_ptr, W, WP, CLOCK)\n"
         "    if full:"
     )
-    mutate(monkeypatch, put.put_rows_kernel, old, new)
+    mutate(monkeypatch, dispatch.dispatch_kernel, old, new)
     play(one_buffer, 0)
     with pytest.raises(Deadlock, match=r"for room, as 1 run at once"):
         play(one_buffer, 0, resident=1)

@@ -7,7 +7,7 @@ import torch
 
 from comms.cases import CASES
 from comms.test_exchange import bring_to, check_arrived, check_return, make_workspace, my_experts, plan_slots
-from mxep.comms import return_rows, send_rows
+from mxep.comms import combine, dispatch
 from ranks import Context, distributed
 
 ROUNDS = 60
@@ -32,7 +32,7 @@ def check_rounds(ctx: Context, kind: type | None, rounds: int) -> None:
     workspaces = one, make_workspace(ctx, transport=one.transport, top_k=2, max_tokens=3)
     together = random.Random(0)  # the same choices on every rank
     luck = random.Random(ctx.rank + 1)
-    under_way = []
+    in_flight = []
     for seed in range(rounds):
         workspace = together.choice(workspaces)
         case = together.choice(CASES)
@@ -40,17 +40,17 @@ def check_rounds(ctx: Context, kind: type | None, rounds: int) -> None:
         everyone = [bring_to(workspace, case, rank, seed) for rank in range(ctx.world_size)]
         mine = everyone[ctx.rank].to(ctx.device)
         dawdle(ctx, luck)
-        slots = send_rows(workspace, mine.payload, mine.ids, mine.weights)
+        slots = dispatch(workspace, mine.payload, mine.ids, mine.weights)
         dawdle(ctx, luck)
         plan = plan_slots(workspace, slots)
         check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), f"round {seed}")
-        under_way.append((workspace, plan, everyone, seed))
-        while under_way and together.random() < 0.55:
-            workspace, plan, everyone, brought = under_way.pop(together.randrange(len(under_way)))
+        in_flight.append((workspace, plan, everyone, seed))
+        while in_flight and together.random() < 0.55:
+            workspace, plan, everyone, brought = in_flight.pop(together.randrange(len(in_flight)))
             mine = everyone[ctx.rank].to(ctx.device)
             if together.random() < 0.3:
                 dawdle(ctx, luck)
-                slots = send_rows(workspace, mine.payload, mine.ids)
+                slots = dispatch(workspace, mine.payload, mine.ids)
                 check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), f"round {brought} again")
             dawdle(ctx, luck)
             check_return(ctx, workspace, plan, everyone, torch.bfloat16, brought, f"round {brought} at {seed}")
@@ -62,7 +62,7 @@ def test_two_runs_are_bitwise_equal(ctx: Context):
     results = []
     for _ in range(2):
         mine = bring_to(workspace, "full", ctx.rank, 3).to(ctx.device)
-        plan = plan_slots(workspace, send_rows(workspace, mine.payload, mine.ids, mine.weights))
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
         rows = torch.randn(plan.max_rows, workspace.dim, generator=torch.Generator().manual_seed(ctx.rank))
-        results.append(return_rows(workspace, rows.to(ctx.device), plan, mine.ids)[0])
+        results.append(combine(workspace, rows.to(ctx.device), plan, mine.ids)[0])
     assert torch.equal(*results)

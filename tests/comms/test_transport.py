@@ -15,11 +15,11 @@ from mxep.comms import (
     SharedMemoryTransport,
     SymmetricMemoryTransport,
     Workspace,
+    combine,
+    dispatch,
     make_plan,
-    return_rows,
-    send_rows,
 )
-from mxep.comms.transport import cuda_device
+from mxep.comms.cuda import cuda_device
 from mxep.integration.launch import Rank, RanksFailed, run_ranks
 from ranks import Context, distributed
 
@@ -67,10 +67,10 @@ def test_peers_of_a_rank_with_ids_that_are_none_are_told_so(ctx: Context):
     payload, ids = (torch.zeros(2, 8, dtype=torch.uint8),), torch.tensor([[0], [1 + 7 * (ctx.rank == 1)]])
     if ctx.rank == 1:
         with pytest.raises(ValueError, match=r"expert ids: got \[8\], wanted -1 \(not routed\) to 2"):
-            send_rows(workspace, payload, ids, torch.ones(2, 1))
+            dispatch(workspace, payload, ids, torch.ones(2, 1))
     else:
-        with pytest.raises(PeersDisagree, match="refused to send: rank 1 brought expert ids that are none"):
-            send_rows(workspace, payload, ids, torch.ones(2, 1))
+        with pytest.raises(PeersDisagree, match="refused to dispatch: rank 1 brought invalid expert ids"):
+            dispatch(workspace, payload, ids, torch.ones(2, 1))
     dist.barrier(ctx.group)
     for buffer in workspace.buffers:
         assert not workspace.layout.num_tokens(buffer.local)[1], "nothing moved from rank 1"
@@ -87,7 +87,7 @@ def check_too_many_tokens(ctx: Context, kind: type | None = None) -> None:
     def send(tokens: int) -> None:
         part = torch.zeros(tokens, 8, dtype=torch.uint8, device=ctx.device)
         ids = torch.zeros(tokens, 1, dtype=torch.int32, device=ctx.device)
-        send_rows(workspace, (part,), ids, torch.ones(tokens, 1, device=ctx.device))
+        dispatch(workspace, (part,), ids, torch.ones(tokens, 1, device=ctx.device))
         if ctx.device.type == "cuda":
             torch.cuda.synchronize()
         workspace.transport.check()
@@ -98,7 +98,7 @@ def check_too_many_tokens(ctx: Context, kind: type | None = None) -> None:
     if ctx.rank == 1:
         with pytest.raises(ValueError, match="got 9 tokens, wanted at most max_tokens = 6: set max_tokens=9 or more"):
             send(9)
-        with pytest.raises(RuntimeError, match=r"rank 1 refused a move .*: make the layers again"):
+        with pytest.raises(RuntimeError, match=r"rank 1 refused an exchange .*: make the layers again"):
             send(6)
     else:
         with pytest.raises(PeersDisagree, match="rank 1 brought 9 tokens, more than max_tokens: set max_tokens=9 or m"):
@@ -109,9 +109,9 @@ def check_too_many_tokens(ctx: Context, kind: type | None = None) -> None:
 
 @distributed(3, device="cpu")
 def test_ranks_in_other_moves_are_told_on_cpu_too(ctx: Context):
-    check_other_moves(ctx, "rows of 8 bytes, rank 1 at return_sums with rows of 64 bytes", home=ctx.rank == 1)
-    check_other_moves(ctx, "rows of 8 bytes, rank 1 at put_rows with rows of 9 bytes", width=8 + (ctx.rank == 1))
-    said = "with rows of 8 bytes in layout .*, rank 1 at put_rows with rows of 8 bytes in layout"
+    check_other_moves(ctx, "rows of 8 bytes, rank 1 at combine with rows of 64 bytes", home=ctx.rank == 1)
+    check_other_moves(ctx, "rows of 8 bytes, rank 1 at dispatch with rows of 9 bytes", width=8 + (ctx.rank == 1))
+    said = "with rows of 8 bytes in layout .*, rank 1 at dispatch with rows of 8 bytes in layout"
     check_other_moves(ctx, said, larger=ctx.rank == 1)
 
 
@@ -119,13 +119,15 @@ def check_other_moves(ctx: Context, said: str, *, home: bool = False, width: int
     transport = ctx.transport(timeout=20)
     one, other = (Workspace(transport, max_tokens=t, top_k=1, dim=16, num_experts=3, row_bytes=64) for t in (2, 3))
     part, ids = torch.zeros(2, width, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
-    slots = send_rows(one, (part[:, :8],), ids, torch.ones(2, 1))
+    slots = dispatch(one, (part[:, :8],), ids, torch.ones(2, 1))
     tables = slots.expert_ids, slots.weights, slots.num_tokens
     plan = make_plan(*tables, first_expert=ctx.rank, num_local_experts=1, alignment=1)
     rows = torch.zeros(plan.max_rows, 16)
-    with pytest.raises(PeersDisagree, match=f"rank {ctx.rank} met peers in other moves: rank 0 at put_rows .*{said}"):
-        _ = return_rows(one, rows, plan, ids) if home else send_rows(other if larger else one, (part,), ids)
-    with pytest.raises(RuntimeError, match=r"unusable after: rank . met peers in other moves"):
+    with pytest.raises(
+        PeersDisagree, match=f"rank {ctx.rank} met peers in other exchanges: rank 0 at dispatch .*{said}"
+    ):
+        _ = combine(one, rows, plan, ids) if home else dispatch(other if larger else one, (part,), ids)
+    with pytest.raises(RuntimeError, match=r"unusable after: rank . met peers in other exchanges"):
         transport.check()
 
 
@@ -137,17 +139,17 @@ def test_smaller_buffers_make_room_for_larger_ones_and_their_views_stay(ctx: Con
     old = small.buffers
     part = torch.full((2, 16), 7 + ctx.rank, dtype=torch.uint8, device=ctx.device)
     ids = torch.full((2, 1), ctx.world_size - 1, dtype=torch.int32, device=ctx.device)
-    (arrived,) = send_rows(small, (part,), ids).payload
+    (arrived,) = dispatch(small, (part,), ids).payload
     before = arrived.clone()
     larger = Workspace(transport, max_tokens=4, **sizes)
     assert larger.buffers is small.buffers is not old
     assert Workspace(transport, max_tokens=3, **sizes).buffers is larger.buffers
     for _ in range(3):
-        send_rows(larger, (part + 1,), ids)
-        (again,) = send_rows(small, (part,), ids).payload
+        dispatch(larger, (part + 1,), ids)
+        (again,) = dispatch(small, (part,), ids).payload
         assert torch.equal(again, before) or ctx.rank < ctx.world_size - 1
     assert torch.equal(arrived, before)
-    assert small.moves == larger.moves == 7
+    assert small.exchanges == larger.exchanges == 7
 
 
 class FakeStream:
@@ -172,14 +174,14 @@ def test_a_move_on_another_stream_waits_for_the_last_ones_and_is_waited_for(monk
     one, other = FakeStream(), FakeStream()
     moves = (one, small), (one, large), (other, large), (one, small)
     for number, (stream, workspace) in enumerate(moves):
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
-        workspace.begin("move")
-        transport.arena.done, transport.arena.under_way = f"move {number} is over", object()
+        monkeypatch.setattr("mxep.comms.workspace.current_stream", lambda index, stream=stream: stream)
+        workspace.begin("exchange")
+        transport.arena.done, transport.arena.in_flight = f"exchange {number} is over", object()
     # What a move holds is let go of on the stream that it began on, and on the one that goes on with it.
-    assert one.waits_for == ["move 0 is over", "move 1 is over", "move 2 is over", other]
-    assert other.waits_for == ["move 1 is over", one, "move 2 is over"]
+    assert one.waits_for == ["exchange 0 is over", "exchange 1 is over", "exchange 2 is over", other]
+    assert other.waits_for == ["exchange 1 is over", one, "exchange 2 is over"]
     small.join()
-    assert one.waits_for[-1] == "move 3 is over"
+    assert one.waits_for[-1] == "exchange 3 is over"
     transport.close()
 
 
@@ -189,12 +191,12 @@ def test_a_capture_and_what_comes_after_one_begin_with_a_barrier(monkeypatch):
     transport = SharedMemoryTransport()
     workspace = Workspace(transport, max_tokens=2, top_k=2, dim=16, num_experts=4)
     transport.stream, met = FakeStream(), []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: transport.stream)
-    monkeypatch.setattr(transport, "barrier", lambda step, pad: met.append(step))
+    monkeypatch.setattr("mxep.comms.workspace.current_stream", lambda index: transport.stream)
+    monkeypatch.setattr(transport, "barrier", lambda step, signal_pad: met.append(step))
     for capture in (0, 5, 5, 0, 0):
         monkeypatch.setattr("mxep.comms.workspace.capture_of", lambda stream, capture=capture: capture)
-        workspace.begin("move")
-    assert met == ["move, move 1", "move, move 3", "move, move 4"]
+        workspace.begin("exchange")
+    assert met == ["exchange, exchange 1", "exchange, exchange 3", "exchange, exchange 4"]
     transport.close()
 
 
@@ -294,7 +296,7 @@ def test_a_device_without_an_index_is_the_current_one(monkeypatch):
     assert cuda_device("cuda:1") == torch.device("cuda", 1)
 
 
-def test_a_move_whose_turn_is_unknown_begins_with_a_barrier():
+def test_an_exchange_whose_order_is_unknown_begins_with_a_barrier():
     """The first of every capture, and after one all that are in none."""
     if dist.is_initialized():
         pytest.skip("there is a group")
@@ -302,17 +304,17 @@ def test_a_move_whose_turn_is_unknown_begins_with_a_barrier():
     workspace = Workspace(transport, max_tokens=4, top_k=2, dim=16, num_experts=4)
     captures = 0, 0, 5, 5, 7, 7, 0, 0, 9
     unknown = False, False, True, False, True, False, True, True, True
-    assert tuple(workspace._turn_is_unknown(capture) for capture in captures) == unknown
-    with workspace.aside(transport):
-        pass
-    with pytest.raises(RuntimeError, match="under way while a capture starts or ends, wanted wait"):
-        workspace._turn_is_unknown(0)
-    assert workspace._turn_is_unknown(0)  # what was under way is gone with its capture
-    with workspace.aside(transport):
-        pass
+    assert tuple(workspace._is_order_unknown(capture) for capture in captures) == unknown
+    workspace.enter_stream(transport)
+    workspace.leave_stream()
+    with pytest.raises(RuntimeError, match="in flight while a capture starts or ends, wanted wait"):
+        workspace._is_order_unknown(0)
+    assert workspace._is_order_unknown(0)  # what was in flight is gone with its capture
+    workspace.enter_stream(transport)
+    workspace.leave_stream()
     for _ in range(2):  # outside of any it is there until someone waits
         with pytest.raises(RuntimeError, match="wanted wait"):
-            workspace._turn_is_unknown(11)
+            workspace._is_order_unknown(11)
     workspace.join()
-    assert workspace._turn_is_unknown(11)
+    assert workspace._is_order_unknown(11)
     transport.close()

@@ -126,7 +126,7 @@ def test_every_rank_is_told_of_ids_that_one_brings_and_are_none(ctx: Context) ->
                     dispatcher.check()
                 continue
             peers_say = PeersDisagree if kind == "symmetric" and ctx.rank != 1 else ValueError
-            with pytest.raises(peers_say, match=r"1 on rank 1|rank 1 brought expert ids|expert ids: got"):
+            with pytest.raises(peers_say, match=r"1 on rank 1|rank 1 brought invalid expert ids|expert ids: got"):
                 send(dispatcher, ctx, mine, torch.int64)
             dist.barrier(ctx.group)
 
@@ -150,6 +150,13 @@ def test_an_id_past_int32_is_no_experts(ctx: Context, kind: str) -> None:
         moe(torch.ones(2, 64, dtype=torch.bfloat16))
 
 
+@distributed(1, device="cpu")
+def test_nvshmem_by_name_says_that_it_needs_cuda(ctx: Context) -> None:
+    moe = MoE(64, 32, 4, 2, dispatcher="nvshmem", group=ctx.group)
+    with pytest.raises(ValueError, match="dispatcher nvshmem: got tensors on cpu, wanted CUDA; on CPU use symmetric"):
+        moe(torch.ones(2, 64, dtype=torch.bfloat16))
+
+
 @distributed(2)
 def test_check_asks_the_transport_too(ctx: Context) -> None:
     dispatcher = symmetric(ctx, max_tokens=2)
@@ -158,7 +165,7 @@ def test_check_asks_the_transport_too(ctx: Context) -> None:
     (transport,) = dispatcher._opened.values()
 
     def fail() -> None:
-        raise PeersDisagree("met peers in other moves")
+        raise PeersDisagree("met peers in other exchanges")
 
     transport.check = fail
     with pytest.raises(PeersDisagree):
@@ -185,7 +192,7 @@ def test_layers_of_a_group_share_one_pair_of_buffers_and_compute_what_they_do_al
             opened = {id(t): t for layer in layers for t in layer.dispatcher._opened.values()}
             (transport,) = opened.values()
             assert transport.arena.users == 3
-            assert transport.arena.moves == 4 * len(layers)
+            assert transport.arena.exchanges == 4 * len(layers)
             spaces = [w for layer in layers for w in layer.dispatcher._workspaces.values()]
             assert transport.arena.buffers[0].local.numel() == max(w.layout.nbytes for w in spaces)
     assert all(torch.equal(*pair) for pair in zip(*answers))

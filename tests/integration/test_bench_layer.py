@@ -130,7 +130,7 @@ def test_flops_bytes_and_floor_are_those_counted_by_hand():
 
 def test_stages_are_summed_by_name_and_overlap_shows():
     events = [
-        Event("put_rows_kernel", 0, 10),
+        Event("dispatch_kernel", 0, 10),
         Event("void cutlass::device_kernel<gemm>", 5, 25),  # overlaps by 5
         Event("grouped_mm_kernel", 30, 40),  # after 5 of nothing
         Event("what_is_this", 40, 44),
@@ -158,7 +158,7 @@ def test_stages_are_summed_by_name_and_overlap_shows():
         ("quantize_blocks_kernel", "quantize"),
         ("split_fold_tops_kernel", "split fold"),
         ("fold_kernel", "gather + fold"),
-        ("return_sums_kernel", "return"),
+        ("combine_kernel", "return"),
         ("triton_poi_fused_index_where_0", "permute + pointwise"),
         ("void at::native::index_elementwise_kernel<128, 4>", "permute + pointwise"),
         ("Memcpy DtoD (Device -> Device)", "copies"),

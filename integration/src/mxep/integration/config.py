@@ -171,6 +171,8 @@ def _check(config: Config) -> None:
     _divides("parallel.ranks", ranks, "data.batch", data.batch)
     if config.dispatcher.name == "local" and ep != 1:
         raise ConfigError(f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}")
+    if config.dispatcher.name == "nvshmem" and ep != ranks:
+        raise ConfigError(f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}")
     if config.train.graph and sizes_on_host(config):
         raise ConfigError(
             "train.graph=true: the host must read no sizes, as all_to_all, exact capacity and backend=reference make it"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from mxep.comms import SharedMemoryTransport, SymmetricMemoryTransport, Transport, Workspace, send_rows
+from mxep.comms import SharedMemoryTransport, SymmetricMemoryTransport, Transport, Workspace, dispatch
 
 from ..config import ConfigError
 from ..rank import Rank
@@ -214,7 +214,7 @@ def _ceilings(rank: Rank) -> dict[str, float]:
 
     alternatives = {
         "copy engines GB/s": Alternative(copies, len(peers), 0, piece, "never"),  # in a graph they are slower
-        "put of large rows GB/s": Alternative(lambda: send_rows(workspace, [x], ids), tokens, 0, dim),
+        "put of large rows GB/s": Alternative(lambda: dispatch(workspace, [x], ids), tokens, 0, dim),
     }
     timings = round_robin(alternatives, transport)
     transport.close()

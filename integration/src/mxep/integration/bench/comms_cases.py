@@ -27,12 +27,11 @@ from mxep.comms import (
     Slots,
     Transport,
     Workspace,
+    combine,
+    dispatch,
+    dispatch_to_rows,
     gather_rows,
     make_plan,
-    return_rows,
-    send_rows,
-    send_rows_to_groups,
-    start_send_rows,
 )
 
 BLOCK = 32  # elements that share a scale; groups are padded to as many rows
@@ -144,11 +143,11 @@ class Ours:
             direct_rows=rows if direct else 0,
             num_sms=num_sms,
         )
-        sending = start_send_rows(self.workspace, problem.mxfp8, problem.ids, problem.weights)
-        assert sending.tables is not None
-        ids, weights, num_tokens = sending.tables
+        handle = dispatch(self.workspace, problem.mxfp8, problem.ids, problem.weights, async_op=True)
+        assert handle.tables is not None
+        ids, weights, num_tokens = handle.tables
         self.tables = ids.clone(), weights.clone(), num_tokens.clone()
-        sending.wait()
+        handle.wait()
         self.plan = problem.plan_of(self.tables)
         options: dict[str, Any] = {"generator": problem.generator, "device": problem.device}
         self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **options)
@@ -156,24 +155,24 @@ class Ours:
 
     def dispatch(self, payload: Sequence[Tensor]) -> tuple[Slots, RoutingPlan]:
         """Everything that a first move needs: the plan is made while rows travel."""
-        sending = start_send_rows(self.workspace, payload, self.problem.ids, self.problem.weights)
-        assert sending.tables is not None
-        plan = self.problem.plan_of(sending.tables)
-        return sending.wait(), plan
+        handle = dispatch(self.workspace, payload, self.problem.ids, self.problem.weights, async_op=True)
+        assert handle.tables is not None
+        plan = self.problem.plan_of(handle.tables)
+        return handle.wait(), plan
 
     def again(self, payload: Sequence[Tensor]) -> Slots:
         """A move whose plan is there."""
-        return send_rows(self.workspace, payload, self.problem.ids)
+        return dispatch(self.workspace, payload, self.problem.ids)
 
     def make_plan(self) -> RoutingPlan:
         return self.problem.plan_of(self.tables)
 
     def back(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return return_rows(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
+        return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
 
     def direct(self) -> GroupedRows:
         p = self.problem
-        return send_rows_to_groups(self.workspace, p.mxfp8, p.ids, p.weights, alignment=BLOCK, capacity=p.capacity)
+        return dispatch_to_rows(self.workspace, p.mxfp8, p.ids, p.weights, alignment=BLOCK, capacity=p.capacity)
 
     def grouped(self) -> tuple[Tensor, ...]:
         """What direct brings, by slots and a gather."""

@@ -1,15 +1,15 @@
-"""mxep.comms: rows between ranks over symmetric memory. Moves bytes, knows no number format.
+"""mxep.comms: exchange of rows between ranks over symmetric memory. Moves bytes, knows no number format.
 
 Transport   how ranks reach each other's memory     SharedMemoryTransport (CPU), SymmetricMemoryTransport (NVLink),
                                                     NvshmemTransport (hosts; unproven there)
-Workspace   two rotating buffers on a transport
-send_rows   tokens to the ranks of their experts    return_rows   rows home, summed
+Workspace   two buffers on a transport, used in turn
+dispatch    tokens to the ranks of their experts    combine     rows back to their tokens' ranks, summed
 make_plan   which slot feeds which expert-major row, from the tables that came along
 """
 
 from .capacity import Capacity, CapacityExceeded
-from .direct import GroupedRows, send_rows_to_groups
-from .exchange import Returning, Sending, Slots, return_rows, send_rows, start_return_rows, start_send_rows
+from .direct import GroupedRows, dispatch_to_rows
+from .exchange import CombineHandle, DispatchHandle, Slots, combine, dispatch
 from .nvshmem import NvshmemTransport
 from .plan import DROPPED, RoutingPlan, make_plan
 from .rows import gather_rows, sum_slots
@@ -22,25 +22,23 @@ __all__ = [
     "DROPPED",
     "Capacity",
     "CapacityExceeded",
+    "CombineHandle",
+    "DispatchHandle",
     "GroupedRows",
     "NvshmemTransport",
     "PeerTimeout",
     "PeersDisagree",
-    "Returning",
     "RoutingPlan",
-    "Sending",
     "SharedMemoryTransport",
     "Slots",
     "SymmetricBuffer",
     "SymmetricMemoryTransport",
     "Transport",
     "Workspace",
+    "combine",
+    "dispatch",
+    "dispatch_to_rows",
     "gather_rows",
     "make_plan",
-    "return_rows",
-    "send_rows",
-    "send_rows_to_groups",
-    "start_return_rows",
-    "start_send_rows",
     "sum_slots",
 ]

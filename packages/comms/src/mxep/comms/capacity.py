@@ -1,12 +1,12 @@
-"""Capacity: how many expert-major rows a plan has room for. The size is static; the rows that are live are not."""
+"""Capacity: how many expert-major rows a plan has room for. The size is static; the number of valid rows is not."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from .layout import round_up
+
+ANY_ID = 2**31 - 1
+"""As num_experts: not known, so that every id may be an expert's."""
 
 
 class CapacityExceeded(RuntimeError):
@@ -57,15 +57,9 @@ class Capacity:
         *,
         num_local_experts: int,
         alignment: int,
-        needed: Callable[[], Tensor] | None = None,
     ) -> int:
-        """R_max, a multiple of ``alignment``.
-
-        needed: gives () int, the padded rows of this step; asked and read only by ``exact``, which cannot do without.
-        """
-        if self.kind == "exact":
-            assert needed is not None
-            return int(needed())
+        """R_max, a multiple of ``alignment``. Not of ``exact``: only a step's tables know it."""
+        assert self.kind != "exact"
         padding = num_local_experts * (alignment - 1)
         worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, alignment)
         if self.kind == "worst_case":
@@ -84,3 +78,9 @@ class Capacity:
             return f"Capacity.{self.kind}()"
         drop = ", overflow='drop'" if self.overflow == "drop" else ""
         return f"Capacity.factor({self.load:g}{drop})"
+
+
+def num_owners(num_experts: int, num_local_experts: int) -> int:
+    """O, the ranks whose rows a plan counts: all where E is known and they have equal shares, else the planning one."""
+    known = num_experts != ANY_ID and num_experts % num_local_experts == 0
+    return num_experts // num_local_experts if known else 1

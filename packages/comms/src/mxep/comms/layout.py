@@ -1,17 +1,18 @@
-"""Layout: where things lie in a workspace's buffer. One place that both ends of a move compute offsets from.
+"""Layout: where things lie in a workspace's buffer, and the op ids that ranks compare in an exchange.
 
-    signals     (CHANNELS, W) int64                a word for each sender, see `kernels/signals.py`
-    own         (OWN_WORDS,) int64                 the rank's own counters, which no peer touches
-    rows        (num_rows, row_bytes) uint8        slots (source rank, token), or expert-major rows in the direct move
+    signals     (CHANNELS, W) int64                the signal pad: one for each sender, see `kernels/signals.py`
+    counters    (NUM_COUNTERS,) int64              the rank's local counters, which no peer touches
+    rows        (num_rows, row_bytes) uint8        slots (source rank, token), or expert-major rows of dispatch_to_rows
     ids         (W, T_max, K) int32                the senders' tables
-    values      (W, T_max, K) fp32                 routing weights on the way out, row values on the way home
+    values      (W, T_max, K) fp32                 routing weights of a dispatch, row values of a combine
     num_tokens  (W,) int32                         T of each sender
 
-Signals and counters come first: they lie at the same place whatever the layout, so layouts may share buffers.
+Signals and counters come first, at the same offset whatever the layout: layouts may share buffers.
 Every region starts on a multiple of 16 bytes, and so does every row.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,12 +23,23 @@ CHUNKS = 16
 """Pieces that rows travel in at most, each with a signal of its own."""
 CHANNELS = 1 + CHUNKS
 """Signals of a buffer: one for tables, one for each chunk of rows."""
-OWN_WORDS = 2 + CHANNELS + 2
-"""How often tables and rows have moved; programs that arrived at each signal, and at the end; tiles handed out."""
+NUM_COUNTERS = 2 + CHANNELS + 2
+"""Exchanges of tables and of rows; programs that arrived at each signal, and at the end; the tile counter."""
+STEPS = ("barrier", "dispatch_tables", "dispatch", "dispatch_to_rows", "combine", "refused")
+"""Kinds of exchanges; op ids hold their index. "refused": by this rank, whose peers should not wait for it."""
+
+PE_SHIFT = 40
+"""A destination of a put is one int64: PE (the number NVSHMEM gives a process) << 40 | byte in its buffer; -1: none."""
+TABLES, ROWS = 0, 1
+"""Channels of tables and of the first rows."""
 
 
 def round_up(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
+
+
+def step_of(op_id: int) -> str:
+    return STEPS[(op_id >> 24) & 7]
 
 
 @dataclass(frozen=True)
@@ -44,43 +56,51 @@ class Layout:
     row_bytes: int
     num_rows: int
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         return self.world_size * self.max_tokens
 
-    @property
+    @cached_property
     def signals_start(self) -> int:
         return 0
 
-    @property
-    def own_start(self) -> int:
+    @cached_property
+    def counters_start(self) -> int:
         return round_up(CHANNELS * self.world_size * 8, ALIGNMENT)
 
-    @property
+    @cached_property
     def rows_start(self) -> int:
-        return round_up(self.own_start + OWN_WORDS * 8, ROWS_ALIGNMENT)
+        return round_up(self.counters_start + NUM_COUNTERS * 8, ROWS_ALIGNMENT)
 
-    @property
+    @cached_property
     def ids_start(self) -> int:
         return self.rows_start + self.num_rows * self.row_bytes
 
-    @property
+    @cached_property
     def values_start(self) -> int:
         return self.ids_start + round_up(self._table_bytes, ALIGNMENT)
 
-    @property
+    @cached_property
     def num_tokens_start(self) -> int:
         return self.values_start + round_up(self._table_bytes, ALIGNMENT)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.num_tokens_start + round_up(self.world_size * 4, ALIGNMENT)
 
-    @property
+    @cached_property
     def mark(self) -> int:
         """A number below 16 that tells most layouts apart."""
         sizes = (self.max_tokens, self.top_k, self.row_bytes, self.num_rows)
         return sum(size * prime for size, prime in zip(sizes, (3, 5, 7, 11))) % 13
+
+    def op_id(self, step: str, number: int) -> int:
+        """What all ranks of an exchange must have alike: the step, the bytes of its rows and the layout's mark.
+
+        number: less than 2^24. Of dispatch_tables it is K; of a refusal the tokens that there is no room for, 0 for
+        wrong ids.
+        """
+        return self.mark << 27 | STEPS.index(step) << 24 | number
 
     def rows(self, buffer: Tensor) -> Tensor:
         return buffer[self.rows_start : self.ids_start].view(-1, self.row_bytes)
@@ -94,11 +114,11 @@ class Layout:
     def num_tokens(self, buffer: Tensor) -> Tensor:
         return buffer[self.num_tokens_start :][: self.world_size * 4].view(torch.int32)
 
-    @property
+    @cached_property
     def _table_shape(self) -> tuple[int, int, int]:
         return self.world_size, self.max_tokens, self.top_k
 
-    @property
+    @cached_property
     def _table_bytes(self) -> int:
         return self.num_slots * self.top_k * 4
 

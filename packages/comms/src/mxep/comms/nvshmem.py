@@ -1,4 +1,4 @@
-"""NvshmemTransport: CUDA devices that NVSHMEM connects, over torch's NVSHMEM backend; moves are puts by PE.
+"""NvshmemTransport: CUDA devices that NVSHMEM connects, over torch's NVSHMEM backend, by puts to PEs.
 
 Meant for ranks on several hosts. It has run between the GPUs of one host; between hosts it never ran: unproven.
 
@@ -26,17 +26,15 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from .layout import ALIGNMENT, round_up
-from .moves import Move
-from .puts import PE_SHIFT, PutMoves, StagedBuffer
-from .symmetric_memory import Record
-from .transport import Arena, SymmetricBuffer, check_agreement, cuda_device, gather_objects, pad_bytes
+from .cuda import CudaTransport
+from .layout import ALIGNMENT, PE_SHIFT, round_up
+from .transport import StagedBuffer, SymmetricBuffer, check_agreement, gather_objects, signal_pad_bytes
 
 # torch's names of allocations that it never frees. They are the process's, as NVSHMEM itself is.
 _ALLOCATION = itertools.count(0x6D78_6570)
 
 
-class NvshmemTransport(PutMoves):
+class NvshmemTransport(CudaTransport):
     """A :class:`Transport` for CUDA tensors, one rank a GPU.
 
     Every buffer has a staging area of its size beside it: twice the memory of SymmetricMemoryTransport. The first
@@ -52,6 +50,8 @@ class NvshmemTransport(PutMoves):
     one of another version, or has used symmetric memory otherwise; ValueError for a group of some ranks.
     """
 
+    access = "puts"
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -64,95 +64,67 @@ class NvshmemTransport(PutMoves):
         if not dist.is_initialized():
             raise RuntimeError("NvshmemTransport: got no process group, wanted init_process_group before it")
         check_group(dist.get_world_size(group), dist.get_world_size())
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.device = cuda_device(device)
-        # First come, first served would put a move's few programs behind all of what runs beside it.
-        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
-        self.timeout = timeout
-        self.arena = Arena()
-        self._closed = False
-        self._buffers: list[StagedBuffer] = []
+        super().__init__(group, device, timeout)
         failure = None
         try:
             self._prepare()
         except Exception as error:
             failure = error
         # Before the first allocation, which would wait for ever for a rank that raised.
-        for rank, its in enumerate(gather_objects(None if failure is None else str(failure), group)):
-            if its is not None:
-                raise RuntimeError(f"NvshmemTransport: rank {rank}: {its}") from failure
+        for rank, message in enumerate(gather_objects(None if failure is None else str(failure), group)):
+            if message is not None:
+                raise RuntimeError(f"NvshmemTransport: rank {rank}: {message}") from failure
         pes = [dist.get_global_rank(group, rank) if group else rank for rank in range(self.world_size)]
         self.pes = torch.tensor(pes, dtype=torch.int32, device=self.device)
         self.bases = self.pes.long() << PE_SHIFT
-        self.record = Record(self.world_size, pinned=True)
-        self.state = torch.tensor([0, int(timeout * 1e9), self.record.words.data_ptr()], device=self.device)
-        self._signals = self._empty(pad_bytes(self.world_size))
+        self._signal_pad = self._empty(signal_pad_bytes(self.world_size))
         self._agree()
         with torch.cuda.device(self.device):
             for kernel in (self._put_kernel, self._meet_kernel):
-                tell_nvshmem(kernel)
+                init_nvshmem_state(kernel)
 
-    def allocate(self, nbytes: int) -> SymmetricBuffer:
-        check_agreement("allocate", {"nbytes": nbytes}, self.group)
+    def _allocate(self, nbytes: int) -> StagedBuffer:
         padded = round_up(nbytes, 16 * ALIGNMENT)
         block = self._empty(2 * padded)
         local, staging = block[:nbytes], block[padded:][:nbytes]
         self._agree()
         peers = [local if rank == self.rank else local.new_empty(0) for rank in range(self.world_size)]
-        # The own address, which is what names a place on every PE.
+        # The local address, which names the same byte on every PE.
         pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
-        self._buffers.append(StagedBuffer(self.rank, peers, pointers, staging))
-        return self._buffers[-1]
+        return StagedBuffer(self.rank, peers, pointers, staging=staging)
 
-    def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
+    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
         self.check()
-        self._launch_meet(self._signals if pad is None else pad.local, 0, 0, 0, self.world_size * 8)
+        pad = self._signal_pad if signal_pad is None else signal_pad.local
+        with torch.cuda.device(self.device):
+            self._meet(pad, 0, 0, self.world_size * 8)
 
-    def check(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"transport of rank {self.rank}: closed")
-        self.record.check(self.rank, self.timeout)
-
-    def free(self, buffer: SymmetricBuffer) -> None:
-        buffer.peers.clear()
-        self._buffers = [each for each in self._buffers if each is not buffer]
-
-    def close(self) -> None:
-        self._closed = True
-        for buffer in self._buffers:
-            self.free(buffer)
-
-    def _put(self, move: Move, source: Tensor, destinations: Tensor, *, groups: int = 1) -> None:
-        from .kernels.nvshmem import put
-
-        programs = min(move.num_sms or self.max_sms, self.max_sms)
+    def put(
+        self, buffer: StagedBuffer, source: Tensor, destinations: Tensor, num_sms: int | None, groups: int = 1
+    ) -> None:
+        """As `puts.PutTransport` has it."""
+        programs = min(num_sms or self.max_sms, self.max_sms)
         # A program takes every so-manieth put: it should not always be to the same rank.
         while math.gcd(programs, max(destinations.shape[1], groups)) > 1:
             programs -= 1
-        with torch.cuda.device(self.device):
-            put(self._put_kernel, programs, source, move.buffer.local, destinations, groups)
+        self._kernels.put(self._put_kernel, programs, source, buffer.local, destinations, groups)
 
-    def _meet(self, move: Move, channel: int, signature: int) -> None:
-        layout = move.layout
-        self._launch_meet(move.buffer.local, signature, channel, layout.signals_start, layout.own_start)
+    def meet(self, buffer: StagedBuffer, channel: int, op_id: int, counters_start: int) -> None:
+        """As `puts.PutTransport` has it."""
+        self._meet(buffer.local, channel, op_id, counters_start)
 
-    def _launch_meet(self, buffer: Tensor, signature: int, channel: int, signals_start: int, own_start: int) -> None:
-        from .kernels.nvshmem import meet
-
-        places = signature, channel, self.rank, signals_start, own_start
-        with torch.cuda.device(self.device):
-            meet(self._meet_kernel, buffer, self.pes, self.state, *places)
+    def _meet(self, buffer: Tensor, channel: int, op_id: int, counters_start: int) -> None:
+        numbers = op_id, channel, self.rank, 0, counters_start
+        self._kernels.meet(self._meet_kernel, buffer, self.pes, self.state, *numbers)
 
     def _prepare(self) -> None:
         """What can fail on one rank alone; nothing here waits for another."""
-        from .kernels.nvshmem import compile_meet, compile_put
+        from .kernels import nvshmem
 
-        library = device_library()
+        self._kernels, library = nvshmem, device_library()
         with torch.cuda.device(self.device):
-            self._put_kernel = compile_put(library)
-            self._meet_kernel = compile_meet(library, self.world_size)
+            self._put_kernel = nvshmem.compile_put(library)
+            self._meet_kernel = nvshmem.compile_meet(library, self.world_size)
         check_versions(device_version(self._meet_kernel.asm["ptx"]), host_version(), library)
         # Two programs a multiprocessor.
         self.max_sms = 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -168,14 +140,14 @@ class NvshmemTransport(PutMoves):
         return block
 
     def _agree(self) -> None:
-        """All ranks have zeroed the last block, which lies at the same place of the heap on each."""
-        check_agreement("allocate", {"place in the heap": self._last - self._signals.data_ptr()}, self.group)
+        """All ranks have zeroed the last block, which has the same offset in the heap on each."""
+        check_agreement("allocate", {"offset in the heap": self._last - self._signal_pad.data_ptr()}, self.group)
 
 
-def check_group(ranks: int, everyone: int) -> None:
-    if ranks != everyone:
+def check_group(ranks: int, world_size: int) -> None:
+    if ranks != world_size:
         raise ValueError(
-            f"NvshmemTransport: got a group of {ranks} of the job's {everyone} ranks, wanted all of them: "
+            f"NvshmemTransport: got a group of {ranks} of the job's {world_size} ranks, wanted all of them: "
             "NVSHMEM allocates on all. Use SymmetricMemoryTransport for a group on one NVLink domain"
         )
 
@@ -248,8 +220,8 @@ def check_versions(device: str | None, host: str | None, library: str) -> None:
 
 
 @functools.cache
-def tell_nvshmem(kernel: object) -> None:
-    """Have NVSHMEM fill in the state that the kernel's module keeps of it; without, the kernel reads nonsense. Once."""
+def init_nvshmem_state(kernel: object) -> None:
+    """Have NVSHMEM fill in the state in the kernel's module; without, the kernel reads nonsense. Once a kernel."""
     from torch._C._distributed_c10d import _nvshmemx_cumodule_init
 
     kernel._init_handles()  # type: ignore[attr-defined]
@@ -259,6 +231,6 @@ def tell_nvshmem(kernel: object) -> None:
 def _what_to_install() -> str:
     """How to get the library that this torch asks for."""
     cuda = (torch.version.cuda or "13").split(".")[0]
-    asked = [r.split(";")[0].strip() for r in importlib.metadata.requires("torch") or [] if "nvidia-nvshmem" in r]
-    wanted = f" (torch asks for {asked[0]})" if asked else ""
+    listed = [r.split(";")[0].strip() for r in importlib.metadata.requires("torch") or [] if "nvidia-nvshmem" in r]
+    wanted = f" (torch asks for {listed[0]})" if listed else ""
     return f"pip install mxep-comms[nvshmem-cu{cuda}]{wanted}"

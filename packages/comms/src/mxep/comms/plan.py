@@ -20,15 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .capacity import Capacity
-from .kernels import on_cuda
+from .capacity import ANY_ID, Capacity, num_owners
+from .ops import op
 
 DROPPED = -2
 """In ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
 
 PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-ANY_ID = 2**31 - 1
-"""As num_experts: not known, so that every id may be an expert's."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class RoutingPlan:
         group_sizes: (e,) int32 rows of each expert, without padding and before any were dropped.
         counts: (2 O + 1,) int64 what every rank finds alike, as it has the tables of all senders: of the O owners of
             experts in turn the padded rows that they need, then the rows that did not fit R_max; then invalid ids.
-        num_tokens: (W,) int32 live tokens of each sender.
+        num_tokens: (W,) int32 tokens of each sender.
         alignment: what the groups are padded to.
     """
 
@@ -95,7 +93,7 @@ def make_plan(
     Args:
         expert_ids: (W, T_max, K) int32, the tables of W senders; -1 is not routed, other ranks' experts are left out.
         weights: (W, T_max, K) fp32.
-        num_tokens: (W,) int32, live tokens of each sender; what lies past them in the tables is not looked at.
+        num_tokens: (W,) int32, tokens of each sender; the tables past them are not read.
         alignment: every group is padded to it; an expert without rows takes none.
         capacity: bound on rows, default :meth:`Capacity.worst_case`. Only ``exact`` reads from the device.
         num_experts: E, the bound that makes an id invalid; None checks only for ids below -1. A multiple of
@@ -104,23 +102,23 @@ def make_plan(
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """
     _check_tables(expert_ids, weights, num_tokens)
-    for name, value in (("alignment", alignment), ("num_local_experts", num_local_experts)):
-        if value < 1:
-            raise ValueError(f"{name}: got {value}, wanted at least 1")
+    if alignment < 1 or num_local_experts < 1:
+        name, value = ("alignment", alignment) if alignment < 1 else ("num_local_experts", num_local_experts)
+        raise ValueError(f"{name}: got {value}, wanted at least 1")
     if num_experts is not None and first_expert + num_local_experts > num_experts:
         raise ValueError(f"experts {first_expert} to {first_expert + num_local_experts - 1}: got {num_experts} in all")
     bound = ANY_ID if num_experts is None else num_experts
-    if expert_ids.device.type == "cpu":
+    if expert_ids.is_cpu:
         check_ids(expert_ids[_live(expert_ids, num_tokens)], bound)
 
-    def needed() -> Tensor:
-        local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
-        return _round_up(_group_sizes(local, num_local_experts), alignment).sum()
-
     capacity = Capacity.worst_case() if capacity is None else capacity
-    max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, alignment=alignment, needed=needed)
-    tables = (expert_ids, weights, num_tokens)
-    fields: PlanTensors = plan_rows(*tables, first_expert, num_local_experts, alignment, max_rows, bound)
+    if capacity.kind == "exact":
+        local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
+        max_rows = int(_round_up(_group_sizes(local, num_local_experts), alignment).sum())
+    else:
+        max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, alignment=alignment)
+    sizes = first_expert, num_local_experts, alignment, max_rows, bound
+    fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes)
     plan = RoutingPlan(*fields, num_tokens=num_tokens.clone(), alignment=alignment)
     if capacity.kind == "exact":
         plan.overflow.zero_()  # whose R_max is not ours
@@ -139,23 +137,26 @@ def check_ids(expert_ids: Tensor, num_experts: int) -> None:
         raise ValueError(f"expert ids: got {sorted(set(wrong.tolist()))}, wanted -1 (not routed) to {num_experts - 1}")
 
 
-def owners_of(num_experts: int, num_local_experts: int) -> int:
-    """O, the ranks whose rows a plan counts: all where E is known and they have equal shares, else the planning one."""
-    known = num_experts != ANY_ID and num_experts % num_local_experts == 0
-    return num_experts // num_local_experts if known else 1
+def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: int) -> PlanTensors:
+    _, num_local_experts, _, max_rows, num_experts = sizes
+    slots = expert_ids.shape[0] * expert_ids.shape[1]
+    counts = 2 * num_owners(num_experts, num_local_experts) + 1
+    return (
+        expert_ids.new_empty(max_rows),
+        expert_ids.new_empty(max_rows),
+        weights.new_empty(max_rows),
+        expert_ids.new_empty(slots, expert_ids.shape[2]),
+        expert_ids.new_empty(num_local_experts),
+        expert_ids.new_empty(num_local_experts),
+        expert_ids.new_empty(counts, dtype=torch.int64),
+    )
 
 
-@torch.library.custom_op("mxep::make_plan", mutates_args=())
+@op("mxep::make_plan", _fake_plan, "plan:make_plan")
 def plan_rows(
-    expert_ids: Tensor,
-    weights: Tensor,
-    num_tokens: Tensor,
-    first_expert: int,
-    num_local_experts: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> PlanTensors:
+    expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
+    alignment: int, max_rows: int, num_experts: int,
+) -> PlanTensors:  # fmt: skip
     """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them."""
     top_k = expert_ids.shape[2]
     pairs = expert_ids.numel()
@@ -176,7 +177,7 @@ def plan_rows(
     row_weight = weight_or_zero[torch.where(row_source >= 0, row_source, pairs)]
 
     wrong = _live(expert_ids, num_tokens) & ((expert_ids < -1) | (expert_ids >= num_experts))
-    owners = owners_of(num_experts, num_local_experts)
+    owners = num_owners(num_experts, num_local_experts)
     first, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
     sizes_of = _group_sizes(_local_ids(expert_ids, num_tokens, first, counted), counted).view(owners, -1)
     padded_of = _round_up(sizes_of, alignment)
@@ -193,40 +194,15 @@ def plan_rows(
     )
 
 
-@plan_rows.register_fake
-def _(
-    expert_ids: Tensor,
-    weights: Tensor,
-    num_tokens: Tensor,
-    first_expert: int,
-    num_local_experts: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> PlanTensors:
-    slots = expert_ids.shape[0] * expert_ids.shape[1]
-    return (
-        expert_ids.new_empty(max_rows),
-        expert_ids.new_empty(max_rows),
-        weights.new_empty(max_rows),
-        expert_ids.new_empty(slots, expert_ids.shape[2]),
-        expert_ids.new_empty(num_local_experts),
-        expert_ids.new_empty(num_local_experts),
-        expert_ids.new_empty(2 * owners_of(num_experts, num_local_experts) + 1, dtype=torch.int64),
-    )
-
-
-@torch.library.custom_op("mxep::plan_destinations", mutates_args=())
+@op(
+    "mxep::plan_destinations",
+    lambda ids, num_tokens, rank, num_tokens_here, *sizes: ids.new_empty(num_tokens_here, ids.shape[2]),
+    "plan:plan_destinations",
+)
 def plan_destinations(
-    expert_ids: Tensor,
-    num_tokens: Tensor,
-    rank: int,
-    num_tokens_here: int,
-    experts_per_rank: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> Tensor:
+    expert_ids: Tensor, num_tokens: Tensor, rank: int, num_tokens_here: int, experts_per_rank: int, alignment: int,
+    max_rows: int, num_experts: int,
+) -> Tensor:  # fmt: skip
     """(T, K) int32 row of each pair of ``rank``'s first T = num_tokens_here tokens, on the rank that owns its expert.
 
     expert_ids (W, T_max, K) and num_tokens (W,) are tables as :func:`make_plan` takes them; owners have
@@ -239,24 +215,6 @@ def plan_destinations(
     row_of_pair = _rows_of_pairs(local, sizes, (padded.cumsum(1) - padded).flatten())
     rows = torch.where(row_of_pair >= max_rows, DROPPED, row_of_pair).int().view(expert_ids.shape)
     return rows[rank, :num_tokens_here].clone()
-
-
-@plan_destinations.register_fake
-def _(
-    expert_ids: Tensor,
-    num_tokens: Tensor,
-    rank: int,
-    num_tokens_here: int,
-    experts_per_rank: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> Tensor:
-    return expert_ids.new_empty(num_tokens_here, expert_ids.shape[2])
-
-
-on_cuda(plan_rows, "plan", "make_plan")
-on_cuda(plan_destinations, "plan", "plan_destinations")
 
 
 def _live(expert_ids: Tensor, num_tokens: Tensor) -> Tensor:
@@ -302,6 +260,6 @@ def _check_tables(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor) -> No
     if num_tokens.shape != expert_ids.shape[:1] or num_tokens.dtype != torch.int32:
         got, wanted = f"{num_tokens.dtype} {tuple(num_tokens.shape)}", f"torch.int32 ({expert_ids.shape[0]},)"
         raise ValueError(f"num_tokens: got {got}, wanted {wanted}")
-    devices = {str(table.device) for table in (expert_ids, weights, num_tokens)}
-    if len(devices) > 1:
+    if not expert_ids.device == weights.device == num_tokens.device:
+        devices = {str(table.device) for table in (expert_ids, weights, num_tokens)}
         raise ValueError(f"tables: got devices {', '.join(sorted(devices))}, wanted one")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kernels import on_cuda
+from .ops import op
 
 
 def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -15,7 +15,7 @@ def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tenso
     they are, whose dense copies these are, at the speed of a copy where rows of bytes lie apart. offs: (e,)
     int32; rows past the last are neither read nor, on CUDA, written. Results: (R, n_i).
     """
-    return tuple(gather_parts(list(payload), row_index, offs))
+    return tuple(gather_parts(list(payload), row_index, offs)) if payload else ()
 
 
 def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
@@ -28,7 +28,11 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
     return summed
 
 
-@torch.library.custom_op("mxep::gather_rows", mutates_args=())
+def _fake_gather(payload: list[Tensor], row_index: Tensor | None, offs: Tensor | None) -> list[Tensor]:
+    return [part.new_empty((part if row_index is None else row_index).shape[0], part.shape[1]) for part in payload]
+
+
+@op("mxep::gather_rows", _fake_gather, "gather:gather_rows")
 def gather_parts(payload: list[Tensor], row_index: Tensor | None, offs: Tensor | None) -> list[Tensor]:
     return [
         part.clone(memory_format=torch.contiguous_format) if row_index is None else _gather(part, row_index)
@@ -36,22 +40,12 @@ def gather_parts(payload: list[Tensor], row_index: Tensor | None, offs: Tensor |
     ]
 
 
-@gather_parts.register_fake
-def _(payload: list[Tensor], row_index: Tensor | None, offs: Tensor | None) -> list[Tensor]:
-    return [part.new_empty(len(part if row_index is None else row_index), part.shape[1]) for part in payload]
-
-
-@torch.library.custom_op("mxep::sum_slots", mutates_args=())
+@op("mxep::sum_slots", lambda rows, slot_rows: rows.new_empty(slot_rows.shape[0], rows.shape[1]), "combine:sum_slots")
 def add_rows(rows: Tensor, slot_rows: Tensor) -> Tensor:
     total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device)
     for row_index in slot_rows.unbind(1):
         total += _gather(rows, row_index).float()
     return total.to(rows.dtype)
-
-
-@add_rows.register_fake
-def _(rows: Tensor, slot_rows: Tensor) -> Tensor:
-    return rows.new_empty(slot_rows.shape[0], rows.shape[1])
 
 
 def _gather(part: Tensor, row_index: Tensor) -> Tensor:
@@ -69,7 +63,3 @@ def _as_words(part: Tensor) -> Tensor:
     if any(count * size % 8 for count in (part.shape[1], part.stride(0), part.storage_offset())) or part.stride(1) != 1:
         return part
     return part.view(torch.int64)
-
-
-on_cuda(gather_parts, "gather", "gather_rows")
-on_cuda(add_rows, "sums", "sum_slots")

@@ -1,42 +1,58 @@
-"""How ranks reach each other's memory: buffers that every peer can write, moves that store into them, a barrier.
+"""Transports: how ranks reach each other's memory.
 
-allocate(n)     rank 0: [ n bytes ]   rank 1: [ n bytes ]   ...   each rank maps all of them
-put_..., return_sums(move, ...)      stores of one move (`moves.py`), over when all ranks' stores have landed
+allocate(n)     rank 0: [ n bytes ]   rank 1: [ n bytes ]   ...   each rank has the addresses of all of them
 barrier(step)   no rank leaves before all have entered; what was stored before it is visible after it
+check()         raises what is known of barriers that failed
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .moves import Move
-    from .plan import RoutingPlan
+from .layout import step_of
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SymmetricBuffer:
-    """The same number of bytes on every rank, all of them mapped here.
+    """The same number of bytes on every rank.
 
     Attributes:
         rank: this rank.
-        peers: uint8 (nbytes,) one for each rank; ``peers[rank]`` is local. Empty once the transport is closed.
+        peers: uint8 (nbytes,) one for each rank; ``peers[rank]`` is local. Empty once the buffer is freed.
         pointers: int64 (W,) on the transport's device, the peers' addresses, for kernels.
+        views: of the local bytes, kept by who reads them.
     """
 
     rank: int
     peers: list[Tensor]
     pointers: Tensor
+    views: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def local(self) -> Tensor:
         return self.peers[self.rank]
+
+    def free(self) -> None:
+        self.peers.clear()
+        self.views.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class StagedBuffer(SymmetricBuffer):
+    """A buffer that peers put into, and what this rank puts from. ``peers`` of other ranks may be empty tensors.
+
+    Attributes:
+        staging: uint8 (nbytes,), symmetric memory too, laid out as the buffer. No peer touches it.
+    """
+
+    staging: Tensor = field(kw_only=True)
 
 
 @dataclass(eq=False)
@@ -44,20 +60,21 @@ class Arena:
     """What all workspaces of a transport share; `workspace.py` says how.
 
     Attributes:
-        buffers: two, of one size, that moves take turns in; none before the first workspace. moves: made so far.
-        pad: of a barrier that moves nothing, where moves run on a stream.
-        stream: that the last move began on. under_way: what it uses, until it is over. done: when it is.
-        capture: the CUDA graph's that the last move is part of, 0 if none. was_captured: whether any was.
+        buffers: two, of one size, that exchanges alternate between; none before the first workspace.
+        exchanges: how many began.
+        signal_pad: of a barrier that moves no rows, where exchanges run on a stream.
+        stream: that the last exchange began on. in_flight: tensors that it uses, until it is over. done: when it is.
+        capture: the CUDA graph's that the last exchange is part of, 0 if none. was_captured: whether any was.
         replaced: smaller buffers that graphs store to.
-        refused: why this rank refused a move, after which there are no more.
+        refused: why this rank refused an exchange, after which there are no more.
         users: who opened the transport together and have not closed it, counted by whoever shares it.
     """
 
     buffers: tuple[SymmetricBuffer, ...] = ()
-    moves: int = 0
-    pad: SymmetricBuffer | None = None
+    exchanges: int = 0
+    signal_pad: SymmetricBuffer | None = None
     stream: torch.cuda.Stream | None = None
-    under_way: object = None
+    in_flight: object = None
     done: torch.cuda.Event | None = None
     capture: int = 0
     was_captured: bool = False
@@ -66,73 +83,62 @@ class Arena:
     users: int = 0
 
 
-class Transport(Protocol):
-    """What verbs ask of a medium. Every method but check, free, refuse and close is collective: all ranks call it, in
-    one order.
+class Transport(ABC):
+    """Base of the transports. allocate and barrier are collective: all ranks call them, in one order.
 
     Attributes:
-        rank, world_size: of ``group``. device: where buffers live. group: None for a process alone.
-        stream: where moves run that the caller does not wait for, those of all its workspaces one after the other: a
+        access: how a peer's memory is written: by the "host", by "kernels" that store to its address, or by "puts".
+        rank, world_size: of ``group``. device: where buffers are. group: None for a process alone.
+        stream: of exchanges that the caller does not wait for, those of all its workspaces one after the other: a
             kernel that waits on every multiprocessor must never keep out the one that its peers wait for. None on CPU.
         timeout: seconds that a wait for a peer takes at most. arena: what its workspaces share.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
-    group: dist.ProcessGroup | None
-    stream: torch.cuda.Stream | None
-    timeout: float
-    arena: "Arena"
+    access: ClassVar[str]
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> None:
+        self.group = (group or dist.group.WORLD) if dist.is_initialized() else None
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.world_size = 1 if self.group is None else self.group.size()
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        self.timeout = timeout
+        self.arena = Arena()
+        self._buffers: list[SymmetricBuffer] = []
+        self._unusable: str | None = None
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """A zeroed buffer. Raises ValueError if the ranks ask for different sizes."""
-        ...
+        check_agreement("allocate", {"nbytes": nbytes}, self.group)
+        self._buffers.append(self._allocate(nbytes))
+        return self._buffers[-1]
 
-    def free(self, buffer: SymmetricBuffer) -> None:
-        """Let go of a buffer that no move is under way in. Local; views that are still held stay valid."""
-        ...
+    @abstractmethod
+    def _allocate(self, nbytes: int) -> SymmetricBuffer: ...
 
-    def barrier(self, step: str, pad: SymmetricBuffer | None = None) -> None:
+    @abstractmethod
+    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
         """Wait for all ranks; ``step`` says in an error what they were doing. Raises PeerTimeout.
 
-        pad: of :func:`pad_bytes`, to meet over. Barriers that may run at once, on two streams, need a pad each.
+        signal_pad: of :func:`signal_pad_bytes`, to meet over. Barriers that may run at once, on two streams, need one
+        each.
         """
-        ...
 
-    def refuse(self, move: "Move", tokens: int) -> None:
-        """Tell the peers that this rank will not come to the move: PeersDisagree there. Waits for nobody.
-
-        tokens: that there is no room for; 0 if that is not why.
-        """
-        ...
-
-    def put_tables(self, move: "Move", expert_ids: Tensor, weights: Tensor) -> None: ...
-
-    def put_rows(self, move: "Move", payload: Sequence[Tensor], expert_ids: Tensor) -> None: ...
-
-    def put_rows_to_groups(
-        self, move: "Move", payload: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: "RoutingPlan"
-    ) -> None: ...
-
-    def return_sums(
-        self,
-        move: "Move",
-        rows: Tensor,
-        row_values: Tensor | None,
-        plan: "RoutingPlan",
-        expert_ids: Tensor,
-        out: Tensor,
-        values: Tensor | None,
-    ) -> None: ...
+    def free(self, buffer: SymmetricBuffer) -> None:
+        """Let go of a buffer that no exchange is in flight in. Local; views that are still held stay valid."""
+        buffer.free()
+        self._buffers = [each for each in self._buffers if each is not buffer]
 
     def check(self) -> None:
         """Raise PeerTimeout or PeersDisagree if that is known of a barrier that is past. Waits for nothing."""
-        ...
+        if self._unusable:
+            raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
 
     def close(self) -> None:
         """Let go of all buffers. Local; views that are still held stay valid."""
-        ...
+        self._unusable = "closed"
+        for buffer in self._buffers:
+            self.free(buffer)
 
 
 class PeerTimeout(RuntimeError):
@@ -151,35 +157,47 @@ class PeerTimeout(RuntimeError):
 
 
 class PeersDisagree(RuntimeError):
-    """Ranks met in different moves, or with rows of different widths. The transport cannot be used any more."""
+    """Ranks met in different exchanges, or with rows of different widths. The transport cannot be used any more."""
+
+    @classmethod
+    def over(cls, rank: int, op_ids: Sequence[int]) -> "PeersDisagree":
+        """What to raise on ``rank`` where ranks met with these op ids."""
+        for peer, op_id in enumerate(op_ids):
+            if step_of(op_id) == "refused":
+                tokens = op_id & 0xFFFFFF
+                why = "invalid expert ids"
+                if tokens:
+                    why = f"{tokens} tokens, more than max_tokens: set max_tokens={tokens} or more, on all ranks"
+                return cls(f"rank {rank} met a peer that refused to dispatch: rank {peer} brought {why}")
+        marks = {op_id >> 27 for op_id in op_ids}
+        found = (
+            f"rank {peer} at {step_of(op_id)} with rows of {op_id & 0xFFFFFF} bytes"
+            + (f" in layout {op_id >> 27}" if len(marks) > 1 else "")
+            for peer, op_id in enumerate(op_ids)
+        )
+        return cls(f"rank {rank} met peers in other exchanges: {', '.join(found)}")
 
 
-def pad_bytes(world_size: int) -> int:
-    """What a barrier meets over: a word for each rank, and the own counter."""
+def signal_pad_bytes(world_size: int) -> int:
+    """What a barrier meets over: a signal for each rank, and the local counter."""
     return (world_size + 1) * 8
 
 
-def cuda_device(device: torch.device | str | None) -> torch.device:
-    """With an index, as tensors have it; the current one if none is said."""
-    given = torch.device("cuda" if device is None else device)
-    return torch.device("cuda", torch.cuda.current_device()) if given.index is None else given
-
-
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's value, in rank order; just this one where there is no process group. For set-up, not for moves."""
+    """Every rank's value, in rank order; just this one where there is no process group. For set-up only."""
     if not dist.is_initialized():
         return [value]
-    everyone: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def check_agreement(what: str, mine: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+def check_agreement(what: str, values: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
     """Raise the same ValueError on every rank if the ranks do not hold the same values."""
-    first, *others = gather_objects(dict(mine), group)
+    first, *others = gather_objects(dict(values), group)
     for rank, theirs in enumerate(others, start=1):
-        for name, wanted in first.items():
-            if theirs[name] != wanted:
+        for name, value in first.items():
+            if theirs[name] != value:
                 raise ValueError(
-                    f"{what}: ranks disagree on {name}: got {theirs[name]} on rank {rank}, wanted {wanted} as on rank 0"
+                    f"{what}: ranks disagree on {name}: got {theirs[name]} on rank {rank}, wanted {value} as on rank 0"
                 )

@@ -1,61 +1,66 @@
-"""Workspace: two symmetric buffers that moves take turns in, and the proof that one barrier a move is enough.
+"""Workspace: two symmetric buffers that exchanges alternate between, and the proof that one barrier each is enough.
 
-The buffers are the transport's, its *arena*: workspaces of other sizes share them, and count their moves together, so
-below "move i" is the i-th of all. A workspace is the arena and a layout. One that is larger than all before it brings
-two larger buffers; who holds views of the old ones keeps them.
+The buffers are the transport's, its *arena*: workspaces of other sizes share them, and count their exchanges together,
+so below "exchange i" is the i-th of all. A workspace is the arena and a layout. One that is larger than all before it
+brings two larger buffers; who holds views of the old ones keeps them.
 
-    move        0        1        2        3
+    exchange    0        1        2        3
     buffer      0        1        0        1
     rank p   put|B0|read put|B1|read put|B2|read ...
 
-Move i: stores into the peers' buffer i % 2, barrier B_i, reads of the own buffer i % 2. Every rank makes the same moves
-in the same order, and a move begins after the one before has ended (on a device: in the order of the current stream; a
-stream that was not the last move's waits for that one first, so they are as one).
+Exchange i: stores into the peers' buffer i % 2, barrier B_i, reads of the own buffer i % 2. Every rank makes the same
+exchanges in the same order, and one begins after the one before has ended (on a device: in the order of the current
+stream; a stream that was not the last exchange's waits for that one first, so they are as one).
 
-**No read sees a later move's stores.** Rank p stores move i + 2 into rank q's buffer i % 2 only after it left
+**No read sees a later exchange's stores.** Rank p stores exchange i + 2 into rank q's buffer i % 2 only after it left
 B_{i+1}. It left B_{i+1} only after q entered it, and q enters B_{i+1} (in program order, on a device in stream order)
-after its last read of buffer i % 2, which is borrowed until q's move i + 1.
+after its last read of buffer i % 2, which is borrowed until q's exchange i + 1.
 
-**No read misses its own move's stores.** q reads buffer i % 2 after B_i, which every p enters after its stores.
+**No read misses its own exchange's stores.** q reads buffer i % 2 after B_i, which every p enters after its stores.
 
-**No stale row is read.** What a move reads was written in the same move: a reader looks only where the tables say that
-a sender wrote, and the tables of all W ranks are written whole in the move that they describe.
+**No stale row is read.** What an exchange reads was written in the same exchange: a reader looks only where the tables
+say that a sender wrote, and the tables of all W ranks are written whole in the exchange that they describe.
 
-**One buffer would not do.** p leaves B_i as soon as q has entered it, and may store move i + 1 while q still reads what
-move i brought. It takes two buffers, or a second barrier a move.
+**One buffer would not do.** p leaves B_i as soon as q has entered it, and may store exchange i + 1 while q still reads
+what exchange i brought. It takes two buffers, or a second barrier.
 
-Tables have a barrier of their own, in the same move and in other words of the buffer: with rows on the transport's
-stream, a plan is made of them while rows are under way. A rank enters the barrier of tables of move i + 2 after it left
-that of move i + 1, so the proof holds for them as it stands. `return_rows` cuts B_i into chunks of tokens: rank p sums
-a chunk that all ranks have stored, and has left B_i when it has left the last.
+Tables have a barrier of their own, in the same exchange and in other words of the buffer: with rows on the transport's
+stream, a plan is made of them while rows are in flight. A rank enters the barrier of tables of exchange i + 2 after it
+left that of exchange i + 1, so the proof holds for them as it stands. `combine` cuts B_i into chunks of tokens: rank p
+sums a chunk that all ranks have stored, and has left B_i when it has left the last.
 
-**A captured graph** may be replayed at any time, twice in a row with an odd number of moves, too: then a buffer's turn
-comes twice. So its first move begins with a barrier that moves nothing, after the reads of all that ran before; and so
-does every move outside of a graph once there has been a capture, as nobody tells the host of a replay.
+**A captured graph** may be replayed at any time, twice in a row with an odd number of exchanges, too: then a buffer is
+used twice in a row. So its first exchange begins with a barrier that moves no rows, after the reads of all that ran
+before; and so does every exchange outside of a graph once there has been a capture, as nobody tells the host of a
+replay.
 """
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .layout import ALIGNMENT, Layout, round_up
-from .moves import Move
-from .transport import SymmetricBuffer, Transport, check_agreement, pad_bytes
+from .plain import PlainExchange
+from .transport import SymmetricBuffer, Transport, check_agreement, signal_pad_bytes
+
+Tables = tuple[Tensor, Tensor, Tensor]
 
 
 class Workspace:
-    """The buffers that moves use, of one layout. Several layers may share one; it shares the transport's buffers with
-    all others. Over all of them, every rank makes the same moves in one order.
+    """The buffers of exchanges, of one layout. Several layers may share one; it shares the transport's buffers with all
+    others. Over all of them, every rank makes the same exchanges in one order.
 
     Args:
         transport: how ranks reach each other.
-        max_tokens: T_max, the most tokens a rank sends at once. top_k: K. dim: D, elements of a row on the way home.
-        row_bytes: bytes of the widest row in either direction; None is 2 * dim (bf16 home, bf16 or MXFP8 out).
+        max_tokens: T_max, the most tokens a rank dispatches at once. top_k: K. dim: D, elements of a row of a combine.
+        row_bytes: bytes of the widest row in either direction; None is 2 * dim (enough for bf16 and MXFP8).
         num_experts: E, a multiple of W; rank r owns experts r * E/W .. (r + 1) * E/W - 1.
-        direct_rows: R_max of the direct variant, 0 where it is not used.
-        num_sms: how many multiprocessors of the device a move may take, the same on all ranks, which cut rows into
+        direct_rows: R_max of `dispatch_to_rows`, 0 where it is not used.
+        num_sms: how many multiprocessors of the device an exchange may take, the same on all ranks, which cut rows into
             chunks by it; None: all. Links need few: see the docs.
 
     Collective. Raises ValueError on every rank if the ranks' arguments differ, or if one makes no sense; RuntimeError
@@ -81,7 +86,7 @@ class Workspace:
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
         sizes |= {"num_experts": num_experts, "direct_rows": direct_rows}
-        agreed = {**sizes, "num_sms": num_sms, "moves made before": transport.arena.moves}
+        agreed = {**sizes, "num_sms": num_sms, "exchanges made before": transport.arena.exchanges}
         check_agreement("Workspace", agreed, transport.group)
         for name, size in sizes.items():
             least = 0 if name in ("max_tokens", "direct_rows") else 1
@@ -106,95 +111,126 @@ class Workspace:
         self.direct_rows = direct_rows
         self.layout = Layout(transport.world_size, max_tokens, top_k, round_up(row_bytes, ALIGNMENT), num_rows)
         self.num_sms = num_sms
+        self.num_local_experts = num_experts // transport.world_size
+        self.device = transport.device
+        self._device_index: Any = None if transport.stream is None else transport.device.index
+        self.steps = _make_exchange(transport, self.layout, self.num_local_experts, num_sms)
         self._make_room()
-
-    @property
-    def num_local_experts(self) -> int:
-        return self.num_experts // self.transport.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.transport.device
 
     @property
     def buffers(self) -> tuple[SymmetricBuffer, ...]:
         return self.arena.buffers
 
     @property
-    def moves(self) -> int:
+    def exchanges(self) -> int:
         """Made so far, by all workspaces of the transport."""
-        return self.arena.moves
+        return self.arena.exchanges
 
-    def begin(self, verb: str) -> Move:
-        """The next move's buffer; the views of the move before the last end here, those of the last one at its end.
+    def is_on_other_device(self) -> bool:
+        """Whether the current device is not the transport's."""
+        return self._device_index is not None and torch._C._cuda_getDevice() != self._device_index
 
-        Raises PeerTimeout or PeersDisagree if an earlier move is known to have failed, RuntimeError if one is under way
-        across the start or the end of a CUDA graph's capture, or if this rank has refused one.
+    def begin(self, step: str) -> SymmetricBuffer:
+        """The next exchange's buffer; views of the last exchange but one end here, those of the last at this one's end.
+
+        Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed, RuntimeError if one is in
+        flight across the start or the end of a CUDA graph's capture, or if this rank has refused one.
         """
-        arena = self.arena
-        self.transport.check()
+        arena, transport = self.arena, self.transport
+        transport.check()
         if arena.refused is not None:
-            raise RuntimeError(f"rank {self.transport.rank} refused a move ({arena.refused}): make the layers again")
-        name = f"{verb}, move {arena.moves}"
-        unknown = False
-        if self.transport.stream is not None:
-            stream = torch.cuda.current_stream(self.device)
-            unknown = self._turn_is_unknown(capture_of(stream))
+            raise RuntimeError(f"rank {transport.rank} refused an exchange ({arena.refused}): make the layers again")
+        if transport.stream is not None:
+            stream = current_stream(self._device_index)
+            unknown = self._is_order_unknown(capture_of(stream))
             self._join(stream)
             if arena.stream is not None and arena.stream != stream:
-                stream.wait_stream(arena.stream)  # after all that reads what earlier moves brought
+                stream.wait_stream(arena.stream)  # after all that reads what earlier exchanges brought
             arena.stream = stream
-        if unknown:
-            # After it: all ranks have read what any earlier move brought.
-            self.transport.barrier(name, arena.pad)
-        buffer = arena.buffers[arena.moves % 2]
-        arena.moves += 1
-        return Move(buffer, self.layout, self.num_local_experts, name, self.num_sms)
+            if unknown:
+                # After it: all ranks have read what any earlier exchange brought.
+                transport.barrier(f"{step}, exchange {arena.exchanges}", arena.signal_pad)
+        buffer = arena.buffers[arena.exchanges % 2]
+        arena.exchanges += 1
+        return buffer
 
     def refuse(self, why: str, *, tokens: int = 0) -> None:
-        """Do not come to the next move, and tell the peers: they raise PeersDisagree. A rank alone just goes on."""
+        """Do not come to the next exchange, and tell the peers: they raise PeersDisagree. A rank alone just goes on."""
         if self.transport.world_size > 1 and self.arena.refused is None:
-            self.transport.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
+            self.steps.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
             self.arena.refused = why
 
-    @contextlib.contextmanager
-    def aside(self, keep: object) -> Iterator[None]:
-        """Work on the transport's stream, after all that the one was given on which the move began; ``join`` brings it
-        back.
+    def slots(self, buffer: SymmetricBuffer, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Views of the parts that lie side by side in the buffer's slots, (S, n_i) each."""
+        return self.rows(buffer, self.layout.num_slots, payload)
 
-        keep: what that work uses, held until then.
+    def rows(self, buffer: SymmetricBuffer, num_rows: int, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Views of the parts that lie side by side in the first rows, (num_rows, n_i) each."""
+        widths = tuple(part.shape[1] for part in payload)
+        key = self.layout, num_rows, widths
+        if key not in buffer.views:
+            rows = self.layout.rows(buffer.local)[:num_rows, : sum(widths)]
+            buffer.views[key] = torch.split(rows, list(widths), 1)
+        found: tuple[Tensor, ...] = buffer.views[key]
+        return found
+
+    def tables(self, buffer: SymmetricBuffer) -> Tables:
+        """The senders' (expert_ids, weights, num_tokens) in a buffer."""
+        if self.layout not in buffer.views:
+            layout, local = self.layout, buffer.local
+            buffer.views[layout] = layout.ids(local), layout.values(local), layout.num_tokens(local)
+        ids, weights, num_tokens = buffer.views[self.layout]
+        return ids, weights.detach(), num_tokens  # callers may give a tensor of floats a gradient's history
+
+    def enter_stream(self, in_flight: object) -> None:
+        """Work on the transport's stream, after all that was given to the stream on which the exchange began.
+
+        in_flight: what that work uses, held until `join`.
         """
-        self.arena.under_way = keep
-        stream, begun_on = self.transport.stream, self.arena.stream
-        if stream is None or begun_on is None:
-            yield
-            return
-        stream.wait_stream(begun_on)
-        with torch.cuda.stream(stream):
-            yield
-        self.arena.done = stream.record_event()
+        arena, stream = self.arena, self.transport.stream
+        arena.in_flight = in_flight
+        if stream is not None and arena.stream is not None:
+            self._begun.record(arena.stream)
+            stream.wait_event(self._begun)
+            torch.cuda.set_stream(stream)
+
+    def leave_stream(self) -> None:
+        """Work on the stream again on which the exchange began; `join` waits for what was given to the transport's."""
+        arena, stream = self.arena, self.transport.stream
+        if stream is not None and arena.stream is not None:
+            torch.cuda.set_stream(arena.stream)
+            self._done.record(stream)
+            arena.done = self._done
 
     def join(self) -> None:
-        """The current stream waits for the move that was last aside, if there is one; the host does not."""
+        """The current stream waits for the exchange that was last in flight, if there is one; the host does not."""
         self._join(None)
 
     def _join(self, stream: torch.cuda.Stream | None) -> None:
-        """stream: the current one, if that is known: to ask costs 4 us."""
+        """stream: the current one, if that is known."""
         arena = self.arena
         if arena.done is not None:
-            stream = stream or torch.cuda.current_stream(self.device)
+            stream = stream or current_stream(self._device_index)
             stream.wait_event(arena.done)
-            if arena.under_way is not None and arena.stream is not None and arena.stream != stream:
+            if arena.in_flight is not None and arena.stream is not None and arena.stream != stream:
                 arena.stream.wait_event(arena.done)  # it owns the memory that is let go now
-        arena.under_way = None
+        arena.in_flight = None
+
+    @functools.cached_property
+    def _begun(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    @functools.cached_property
+    def _done(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
 
     def _make_room(self) -> None:
         """Buffers that hold the layout. All ranks' devices are idle once new ones are there, see ``allocate``."""
         arena, transport = self.arena, self.transport
         if arena.buffers and arena.buffers[0].local.numel() >= self.layout.nbytes:
             return
-        if arena.pad is None and transport.stream is not None:
-            arena.pad = transport.allocate(pad_bytes(transport.world_size))
+        if arena.signal_pad is None and transport.stream is not None:
+            arena.signal_pad = transport.allocate(signal_pad_bytes(transport.world_size))
         old, arena.buffers = arena.buffers, tuple(transport.allocate(self.layout.nbytes) for _ in range(2))
         if arena.was_captured:
             arena.replaced += old
@@ -202,29 +238,51 @@ class Workspace:
             for buffer in old:
                 transport.free(buffer)
 
-    def _turn_is_unknown(self, capture: int) -> bool:
-        """Whether the move that runs before this one on the device may be another than the one that was made before it.
+    def _is_order_unknown(self, capture: int) -> bool:
+        """Whether another exchange may run before this one on the device than the one that was made before it.
 
-        capture: the one that this move is part of, 0 if none.
+        capture: the one that this exchange is part of, 0 if none.
         """
         arena = self.arena
         changed = capture != arena.capture
-        if changed and arena.under_way is not None:
+        if changed and arena.in_flight is not None:
             if arena.capture:  # is over, and its events with it
-                arena.under_way = arena.done = arena.stream = None
-            move = f"move {arena.moves - 1}"
-            raise RuntimeError(f"{move}: under way while a capture starts or ends, wanted wait() before")
+                arena.in_flight = arena.done = arena.stream = None
+            last = f"exchange {arena.exchanges - 1}"
+            raise RuntimeError(f"{last}: in flight while a capture starts or ends, wanted wait() before")
         if changed:
             arena.capture, arena.done, arena.stream = capture, None, None  # events do not cross
         arena.was_captured |= capture != 0
         return arena.was_captured and (changed or capture == 0)
 
 
+def _make_exchange(transport: Any, layout: Layout, experts_per_rank: int, num_sms: int | None) -> Any:
+    """Who makes the stores of this transport: plain torch, kernels or puts. The last two import Triton."""
+    if transport.access == "host":
+        return PlainExchange(transport, layout, experts_per_rank)
+    if transport.access == "puts":
+        from .puts import PutExchange
+
+        return PutExchange(transport, layout, experts_per_rank, num_sms)
+    from .kernels.exchange import KernelExchange
+
+    return KernelExchange(transport, layout, experts_per_rank, num_sms)
+
+
+def current_stream(device_index: int) -> torch.cuda.Stream:
+    """As `torch.cuda.current_stream`, which makes a new object at every call."""
+    return _stream(*torch._C._cuda_getCurrentStream(device_index))
+
+
+@functools.lru_cache(256)
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
 def capture_of(stream: torch.cuda.Stream) -> int:
     """A number for the capture that the current stream is part of, 0 outside of one."""
-    with torch.cuda.device(stream.device):
-        if not torch.cuda.is_current_stream_capturing():
-            return 0
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
     # torch tells whether, not which; the driver does.
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2

@@ -31,7 +31,7 @@ class MoE(nn.Module):
             dimension of. Every rank of it must call forward and backward together, with any number of tokens each.
             None: the default group if one is initialised, else this process alone.
         recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ...
-        dispatcher: ``"symmetric"``, ``"all_to_all"``, ``"local"``, or a dispatcher to share between layers.
+        dispatcher: one of :data:`DISPATCHERS`, as ``"symmetric"``, or a dispatcher to share between layers.
         capacity: bound on rows per rank; default ``Capacity.worst_case()``. Belongs to the dispatcher made here.
         num_shared_experts: width, in units of F, of the dense expert that every token takes.
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all

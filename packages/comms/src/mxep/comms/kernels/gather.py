@@ -1,4 +1,4 @@
-"""Rows by an index, in words as wide as rows and their places allow. Programs past the last valid row end at once."""
+"""Rows by an index, in words as wide as rows and their offsets allow. Programs past the last valid row end at once."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.comms.kernels.put import WORDS
+from mxep.comms.kernels.dispatch import WORDS
 
 TILE_BYTES = 16384
 NUM_WARPS = 8
@@ -16,22 +16,22 @@ NUM_WARPS = 8
 
 @triton.jit(do_not_specialize=["rows", "groups"])
 def gather_kernel(
-    part_ptr, index_ptr, ends_ptr, out_ptr, stride, rows, groups,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, NT: tl.constexpr,
+    part_ptr, index_ptr, offs_ptr, out_ptr, stride, rows, groups,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     valid = rows
-    if ends_ptr is not None:
-        valid = tl.minimum(rows, tl.load(ends_ptr + groups - 1))
-    first = tl.program_id(0) * NT
+    if offs_ptr is not None:
+        valid = tl.minimum(rows, tl.load(offs_ptr + groups - 1))
+    first = tl.program_id(0) * BLOCK_T
     if first >= valid:
         return
-    row = first + tl.arange(0, NT)
+    row = first + tl.arange(0, BLOCK_T)
     source = tl.where(row < valid, row, -1)
     if index_ptr is not None:
         source = tl.load(index_ptr + row, mask=row < valid, other=-1)
     column = tl.arange(0, BLOCK)[None, :]
-    place = tl.maximum(source, 0).to(tl.int64)[:, None] * stride + column
-    x = tl.load(part_ptr + place, mask=(source >= 0)[:, None] & (column < WIDTH), other=0)
+    offs = tl.maximum(source, 0).to(tl.int64)[:, None] * stride + column
+    x = tl.load(part_ptr + offs, mask=(source >= 0)[:, None] & (column < WIDTH), other=0)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * WIDTH + column, x, mask=(row < valid)[:, None] & (column < WIDTH))
 
 
@@ -55,6 +55,6 @@ def _gather(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tens
     at_once = max(1, TILE_BYTES // (block * word))
     gather_kernel[(triton.cdiv(len(out), at_once),)](
         source, None if row_index is None else row_index.contiguous(), offs, target, source.stride(0), len(out),
-        0 if offs is None else len(offs), WIDTH=width, BLOCK=block, NT=at_once, num_warps=NUM_WARPS,
+        0 if offs is None else len(offs), WIDTH=width, BLOCK=block, BLOCK_T=at_once, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

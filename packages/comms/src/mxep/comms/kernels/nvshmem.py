@@ -1,13 +1,13 @@
 """The two kernels that call NVSHMEM: puts by PE, and how ranks meet without each other's addresses.
 
-Each links NVSHMEM's device library, which takes some 10 s, and each loaded module must be told to NVSHMEM before it
-runs. So there are two, of run-time sizes and unspecialized arguments: compiled once, when a transport opens, and
-launched as they are; a move compiles nothing, and may be captured at once.
+Each links NVSHMEM's device library, which takes some 10 s, and NVSHMEM initialises each loaded module
+So there are two, of run-time sizes and unspecialized arguments: compiled once, when a transport opens, and
+launched as they are; an exchange compiles nothing, and may be captured at once.
 
-Functions are declared here with C's widths: int64 for addresses, sizes and words, int32 for PEs and operations. A put
+Functions are declared here with C's widths: int64 for addresses, sizes and signals, int32 for PEs and operations. A put
 of a block is called by all its threads; all else by each thread, which is why `meet_kernel` is one warp and only sets.
 
-Memory order. The puts of a move are issued by kernels before `meet_kernel` in its stream. Its quiet ends them all and
+Memory order. Kernels before `meet_kernel` in its stream issue the puts of an exchange. Its quiet ends them all and
 orders them before the signals: between GPUs of one host a fence at system scope, as an acquire by the peer expects;
 over a network it waits for the network. `uint64_test` is NVSHMEM's acquire of what came with a signal over a network.
 """
@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import core
 
-from mxep.comms.kernels.signals import await_peers, word_of
-from mxep.comms.puts import PE_SHIFT
+from mxep.comms.kernels.signals import next_signal, wait_for_peers
+from mxep.comms.layout import PE_SHIFT
 
 SIGNAL_SET = tl.constexpr(9)
 CMP_GE = tl.constexpr(5)
@@ -33,11 +33,11 @@ PUT_WARPS = 16
 
 def _declare(symbol: str, *types: str) -> Any:
     """A device function of NVSHMEM's library; its result, if it has one, is not used."""
-    signature = {tuple(core.dtype(name) for name in types): (symbol, core.dtype("int32"))}
+    op_id = {tuple(core.dtype(name) for name in types): (symbol, core.dtype("int32"))}
 
     @core.extern
     def call(*args: Any, _semantic: Any = None) -> Any:
-        return core.extern_elementwise("", "", list(args), signature, is_pure=False, _semantic=_semantic)
+        return core.extern_elementwise("", "", list(args), op_id, is_pure=False, _semantic=_semantic)
 
     return call
 
@@ -48,7 +48,7 @@ uint64_test = _declare("nvshmem_uint64_test", "int64", "int32", "int64")
 quiet = _declare("nvshmem_quiet")
 
 PUT_ARGUMENTS = ("source_ptr", "buffer_ptr", "destinations_ptr", "stride", "rows", "nbytes", "per_row", "groups")
-MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "signature", "channel", "rank", "signals_start", "own_start")
+MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "op_id", "channel", "rank", "signals_start", "counters_start")
 
 
 @triton.jit(do_not_specialize=PUT_ARGUMENTS)
@@ -58,12 +58,12 @@ def put_kernel(source_ptr, buffer_ptr, destinations_ptr, stride, rows, nbytes, p
     for job in range(tl.program_id(0), rows * per_row * pieces, tl.num_programs(0)):
         pair = job // pieces
         start = (job % pieces) * PIECE
-        turn = pair // per_row
-        row = turn % groups * (rows // groups) + turn // groups
-        there = tl.load(destinations_ptr + row.to(tl.int64) * per_row + pair % per_row)
-        if there >= 0:
-            pe = (there >> PE_BITS).to(tl.int32)
-            byte = there - (pe.to(tl.int64) << PE_BITS)
+        index = pair // per_row
+        row = index % groups * (rows // groups) + index // groups
+        destination = tl.load(destinations_ptr + row.to(tl.int64) * per_row + pair % per_row)
+        if destination >= 0:
+            pe = (destination >> PE_BITS).to(tl.int32)
+            byte = destination - (pe.to(tl.int64) << PE_BITS)
             source = source_ptr.to(tl.int64) + row.to(tl.int64) * stride + start
             size = tl.minimum(nbytes - start, PIECE).to(tl.int64)
             put_nbi_block(buffer_ptr.to(tl.int64) + byte + start, source, size, pe)
@@ -71,21 +71,21 @@ def put_kernel(source_ptr, buffer_ptr, destinations_ptr, stride, rows, nbytes, p
 
 @triton.jit(do_not_specialize=MEET_ARGUMENTS)
 def meet_kernel(
-    buffer_ptr, pes_ptr, state_ptr, signature, channel, rank, signals_start, own_start,
+    buffer_ptr, pes_ptr, state_ptr, op_id, channel, rank, signals_start, counters_start,
     W: tl.constexpr, WP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """All puts of this rank have landed; its word goes to every rank, and every rank's word is awaited. One warp."""
-    own_base = buffer_ptr.to(tl.int64)
-    own_ptr = (own_base + own_start).to(tl.pointer_type(tl.int64)) + channel
-    word = word_of(own_ptr, 0, signature)
+    """All puts of this rank land; its signal goes to every rank, and every rank's signal is awaited. One warp."""
+    local_base = buffer_ptr.to(tl.int64)
+    counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64)) + channel
+    signal = next_signal(counters_ptr, 0, op_id)
     quiet()
-    # Lane r signals rank r; lanes past W repeat what others do, which sets the same word again.
+    # Lane r signals rank r; lanes past W repeat what others do, which sets the same signal again.
     peer = tl.arange(0, LANES) % W
-    place = own_base + signals_start + (channel * W + rank) * 8
-    signal_op(place + peer.to(tl.int64) * 0, word, SIGNAL_SET, tl.load(pes_ptr + peer))
-    await_peers(own_base, signals_start, channel, word, state_ptr, W, WP, True)
-    uint64_test(own_base + signals_start, CMP_GE, tl.zeros((), tl.int64))
-    tl.store(own_ptr, word >> 32)
+    target = local_base + signals_start + (channel * W + rank) * 8
+    signal_op(target + peer.to(tl.int64) * 0, signal, SIGNAL_SET, tl.load(pes_ptr + peer))
+    wait_for_peers(local_base, signals_start, channel, signal, state_ptr, W, WP, True)
+    uint64_test(local_base + signals_start, CMP_GE, tl.zeros((), tl.int64))
+    tl.store(counters_ptr, signal >> 32)
 
 
 def compile_put(library: str) -> Any:
@@ -120,11 +120,11 @@ def put(kernel: Any, programs: int, source: Tensor, buffer: Tensor, destinations
 
 
 def meet(
-    kernel: Any, buffer: Tensor, pes: Tensor, state: Tensor, signature: int, channel: int, rank: int,
-    signals_start: int, own_start: int,
+    kernel: Any, buffer: Tensor, pes: Tensor, state: Tensor, op_id: int, channel: int, rank: int,
+    signals_start: int, counters_start: int,
 ) -> None:  # fmt: skip
-    constants = _meet_constants(len(pes))
-    kernel[(1, 1, 1)](buffer, pes, state, signature, channel, rank, signals_start, own_start, *constants)
+    constants = _meet_constants(pes.shape[0])
+    kernel[(1, 1, 1)](buffer, pes, state, op_id, channel, rank, signals_start, counters_start, *constants)
 
 
 def _meet_constants(world_size: int) -> tuple[int, int, int]:

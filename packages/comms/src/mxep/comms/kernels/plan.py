@@ -19,12 +19,14 @@ A segment's counts, the last sum, are then summed over the tile's segments. Rows
 padding of all groups stay below 2^31.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.comms.plan import PlanTensors, owners_of
+from mxep.comms.capacity import num_owners
 
 SEGMENT = 32
 """Pairs whose order is found by bytes that count: at most 255."""
@@ -47,23 +49,10 @@ def _live_pairs(num_tokens_ptr, source, max_tokens, TOP_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["max_tokens", "chunk", "first_counted", "counted", "num_experts", "max_rows"])
 def count_kernel(
-    ids_ptr,
-    num_tokens_ptr,
-    counts_ptr,
-    wrong_ptr,
-    row_source_ptr,
-    row_slot_ptr,
-    row_weight_ptr,
-    max_tokens,
-    chunk,
-    first_counted,
-    counted,
-    num_experts,
-    max_rows,
-    TOP_K: tl.constexpr,
-    BINS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ids_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_source_ptr, row_slot_ptr, row_weight_ptr,
+    max_tokens, chunk, first_counted, counted, num_experts, max_rows,
+    TOP_K: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Experts first_counted .. first_counted + counted - 1 are counted, BINS at a time.
 
     wrong None: invalid ids are not counted. row_source None: there are no rows to fill."""
@@ -77,11 +66,11 @@ def count_kernel(
     for section in range(0, counted, BINS):
         counts = tl.zeros((BINS,), tl.int32)
         for first in range(begin, end, TILE):
-            here = first + lane < end
-            expert = tl.load(ids_ptr + first + lane, mask=here, other=-1)
+            mask = first + lane < end
+            expert = tl.load(ids_ptr + first + lane, mask=mask, other=-1)
             wrong += ((section == 0) & ((expert < -1) | (expert >= num_experts))).to(tl.int32)
             bin = expert - first_counted - section
-            counts += tl.histogram(bin, BINS, mask=here & (bin >= 0) & (bin < BINS))
+            counts += tl.histogram(bin, BINS, mask=mask & (bin >= 0) & (bin < BINS))
         bins = section + tl.arange(0, BINS)
         tl.store(counts_ptr + program * counted + bins, counts, mask=bins < counted)
     if wrong_ptr is not None:
@@ -100,9 +89,9 @@ def _order(local, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, EXPERTS: tl.con
     (SEGMENTS, EXPERTS) pairs of each expert in each segment."""
     local = tl.trans(tl.reshape(local, (SEGMENTS, SEGMENT)))
     shift = (local & 3) * 8
-    mine = (local >> 2)[:, :, None] == tl.arange(0, EXPERTS // 4)[None, None, :]
-    ones = tl.where(mine, (1 << shift)[:, :, None], 0)
-    place = (tl.sum(tl.where(mine, tl.cumsum(ones, 0), 0), 2) >> shift) & 255
+    mask = (local >> 2)[:, :, None] == tl.arange(0, EXPERTS // 4)[None, None, :]
+    ones = tl.where(mask, (1 << shift)[:, :, None], 0)
+    place = (tl.sum(tl.where(mask, tl.cumsum(ones, 0), 0), 2) >> shift) & 255
     total = (tl.sum(ones, 0)[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 255
     return tl.reshape(tl.trans(place), (SEGMENTS * SEGMENT,)), tl.reshape(total, (SEGMENTS, EXPERTS))
 
@@ -115,8 +104,8 @@ def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constex
     earlier = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, chunks, CHUNKS):
         each = first + tl.arange(0, CHUNKS)[:, None]
-        there = (each < chunks) & (expert < experts)
-        counts = tl.load(counts_ptr + each * counted + expert, mask=there, other=0)
+        mask = (each < chunks) & (expert < experts)
+        counts = tl.load(counts_ptr + each * counted + expert, mask=mask, other=0)
         sizes += tl.sum(counts, 0)
         earlier += tl.sum(tl.where(each < this_chunk, counts, 0), 0)
     return sizes, earlier
@@ -129,38 +118,12 @@ def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constex
     ]
 )  # fmt: skip
 def place_kernel(
-    ids_ptr,
-    weights_ptr,
-    num_tokens_ptr,
-    counts_ptr,
-    wrong_ptr,
-    row_source_ptr,
-    row_slot_ptr,
-    row_weight_ptr,
-    pair_rows_ptr,
-    group_ends_ptr,
-    group_sizes_ptr,
-    totals_ptr,
-    max_tokens,
-    pairs,
-    chunk,
-    chunks,
-    chunks_of_source,
-    first_source,
-    first_counted,
-    counted,
-    first_expert,
-    experts,
-    experts_per_rank,
-    owners,
-    alignment,
-    max_rows,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+    ids_ptr, weights_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_source_ptr, row_slot_ptr, row_weight_ptr,
+    pair_rows_ptr, offs_ptr, group_sizes_ptr, totals_ptr,
+    max_tokens, pairs, chunk, chunks, chunks_of_source, first_source, first_counted, counted, first_expert, experts,
+    experts_per_rank, owners, alignment, max_rows,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """pairs: of each source, whose rows are wanted. row_source None: only pair_rows, for all owners, is made.
 
     totals (2 owners + 1,): rows that owners need, rows that do not fit, wrong ids.
@@ -177,7 +140,7 @@ def place_kernel(
         start -= tl.gather(start, expert // experts_per_rank * experts_per_rank, 0)
     else:
         if this_chunk == 0:
-            tl.store(group_ends_ptr + expert, tl.minimum(ends, max_rows), mask=expert < experts)
+            tl.store(offs_ptr + expert, tl.minimum(ends, max_rows), mask=expert < experts)
             tl.store(group_sizes_ptr + expert, sizes, mask=expert < experts)
             wrong = tl.zeros((1024,), tl.int32)
             for first in range(0, chunks, 1024):
@@ -201,15 +164,15 @@ def place_kernel(
     for first in range(begin, tl.minimum(begin + chunk, pairs), TILE):
         pair = first + lane
         local = tl.load(ids_ptr + flat0 + pair, mask=pair < valid, other=-1) - first_expert
-        mine = (local >= 0) & (local < experts)
-        local = tl.where(mine, local, -1)
+        mask = (local >= 0) & (local < experts)
+        local = tl.where(mask, local, -1)
         place, of_segment = _order(local, SEGMENTS, SEGMENT, EXPERTS)
         first_row = next_row[None, :] + tl.cumsum(of_segment, 0) - of_segment
         next_row += tl.sum(of_segment, 0)
         first_row = tl.reshape(first_row, (SEGMENTS * EXPERTS,))
         row = tl.gather(first_row, lane // SEGMENT * EXPERTS + tl.maximum(local, 0), 0) + place - 1
-        kept = mine & (row < max_rows)
-        pair_row = tl.where(kept, row, tl.where(mine, -2, -1))
+        kept = mask & (row < max_rows)
+        pair_row = tl.where(kept, row, tl.where(mask, -2, -1))
         tl.store(pair_rows_ptr + tl.program_id(1) * pairs + pair, pair_row, mask=pair < pairs)
         if row_source_ptr is not None:
             flat = flat0 + pair
@@ -219,15 +182,9 @@ def place_kernel(
 
 
 def make_plan(
-    expert_ids: Tensor,
-    weights: Tensor,
-    num_tokens: Tensor,
-    first_expert: int,
-    num_local_experts: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> PlanTensors:
+    expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
+    alignment: int, max_rows: int, num_experts: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """mxep::make_plan."""
     sources, max_tokens, top_k = expert_ids.shape
     expert_ids, weights, num_tokens = expert_ids.contiguous(), weights.contiguous(), num_tokens.contiguous()
@@ -236,37 +193,31 @@ def make_plan(
     row_weight = torch.empty(max_rows, dtype=torch.float32, device=device)
     slot_rows = torch.empty((sources * max_tokens, top_k), dtype=torch.int32, device=device)
     offs, group_sizes = (torch.empty(num_local_experts, dtype=torch.int32, device=device) for _ in range(2))
-    owners = owners_of(num_experts, num_local_experts)
+    owners = num_owners(num_experts, num_local_experts)
     first_counted, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
     totals = torch.empty(2 * owners + 1, dtype=torch.int64, device=device)
 
     experts, segments, chunk, chunks = _shape(num_local_experts, sources, pairs)
     counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (counted, 1))
     options = {"TOP_K": max(top_k, 1), "num_warps": NUM_WARPS}
+    rows = row_source, row_slot, row_weight
     count_kernel[(chunks, sources)](
-        expert_ids, num_tokens, counts, wrong, row_source, row_slot, row_weight,
-        max_tokens, chunk, first_counted, counted, num_experts, max_rows, BINS=_bins(counted), TILE=COUNT_TILE,
-        **options,
+        expert_ids, num_tokens, counts, wrong, *rows, max_tokens, chunk, first_counted, counted, num_experts, max_rows,
+        BINS=_bins(counted), TILE=COUNT_TILE, **options,
     )  # fmt: skip
     place_kernel[(chunks, sources)](
-        expert_ids, weights, num_tokens, counts, wrong, row_source, row_slot, row_weight, slot_rows, offs,
-        group_sizes, totals, max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
+        expert_ids, weights, num_tokens, counts, wrong, *rows, slot_rows, offs, group_sizes, totals,
+        max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
         first_expert, num_local_experts, num_local_experts, owners, alignment, max_rows,
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
-    return row_source, row_slot, row_weight, slot_rows, offs, group_sizes, totals
+    return *rows, slot_rows, offs, group_sizes, totals
 
 
 def plan_destinations(
-    expert_ids: Tensor,
-    num_tokens: Tensor,
-    rank: int,
-    num_tokens_here: int,
-    experts_per_rank: int,
-    alignment: int,
-    max_rows: int,
-    num_experts: int,
-) -> Tensor:
+    expert_ids: Tensor, num_tokens: Tensor, rank: int, num_tokens_here: int, experts_per_rank: int, alignment: int,
+    max_rows: int, num_experts: int,
+) -> Tensor:  # fmt: skip
     """mxep::plan_destinations."""
     sources, max_tokens, top_k = expert_ids.shape
     expert_ids, num_tokens = expert_ids.contiguous(), num_tokens.contiguous()
@@ -289,10 +240,12 @@ def plan_destinations(
     return pair_rows
 
 
+@functools.lru_cache(256)
 def _bins(counted: int) -> int:
     return int(min(MOST_BINS, max(LEAST_EXPERTS, triton.next_power_of_2(counted))))
 
 
+@functools.lru_cache(256)
 def _shape(num_experts: int, sources: int, pairs: int) -> tuple[int, int, int, int]:
     """(experts counted, segments a tile, pairs a chunk, chunks of a source) for `pairs` of each source.
 

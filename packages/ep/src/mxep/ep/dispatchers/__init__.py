@@ -10,12 +10,13 @@ from mxep.comms import Capacity
 from .all_to_all import AllToAllDispatcher
 from .base import Routing, TokenDispatcher, find_dispatcher, resolve_group, unused_twin
 from .local import LocalDispatcher
-from .symmetric import SymmetricDispatcher
+from .symmetric import NvshmemDispatcher, SymmetricDispatcher
 
 __all__ = [
     "DISPATCHERS",
     "AllToAllDispatcher",
     "LocalDispatcher",
+    "NvshmemDispatcher",
     "Routing",
     "SymmetricDispatcher",
     "TokenDispatcher",
@@ -23,7 +24,7 @@ __all__ = [
     "make_dispatcher",
 ]
 
-DISPATCHERS = ("local", "all_to_all", "symmetric")
+DISPATCHERS = ("local", "all_to_all", "symmetric", "nvshmem")
 
 
 def make_dispatcher(
@@ -48,9 +49,10 @@ def make_dispatcher(
         raise ValueError(f"unknown dispatcher {name!r}, one of {', '.join(DISPATCHERS)}")
     group = resolve_group(group) if name != "local" else None
     made: TokenDispatcher
-    if name == "symmetric":
+    if name in ("symmetric", "nvshmem"):
+        kind = SymmetricDispatcher if name == "symmetric" else NvshmemDispatcher
         sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
-        made = SymmetricDispatcher(num_experts, group=group, capacity=capacity, **sizes)  # type: ignore[arg-type]
+        made = kind(num_experts, group=group, capacity=capacity, **sizes)  # type: ignore[arg-type]
     elif name == "all_to_all":
         made = AllToAllDispatcher(num_experts, group=group, capacity=capacity)
     else:

@@ -1,4 +1,4 @@
-"""One transport, and so one pair of buffers, for all symmetric dispatchers of a (group, device).
+"""One transport, and so one pair of buffers, for all symmetric dispatchers of a (group, device, kind).
 
 Opening one is collective. So it stays open until all who opened it have closed it, or the group is destroyed: when
 objects are collected differs from rank to rank. A process alone has nobody to agree with: there it goes with its users.
@@ -8,30 +8,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mxep.comms import SharedMemoryTransport, SymmetricMemoryTransport, Transport
+from mxep.comms import NvshmemTransport, SharedMemoryTransport, SymmetricMemoryTransport, Transport
 
-Key = tuple[str | None, torch.device]
+Key = tuple[str | None, torch.device, type[Transport]]
 _open: dict[Key, Transport] = {}
 _alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionary()
 
 
-def open_transport(group: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> Transport:
+def open_transport(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: float | None, kind: type[Transport] | None = None
+) -> Transport:
     """The group's transport on this device, with one user more; a new one where a peer has failed the old one.
 
-    Raises ValueError if it has another timeout than the one asked for.
+    kind: NvshmemTransport, or None for NVLink (CUDA) or shared memory (CPU).
+
+    Raises ValueError if it has another timeout than the one asked for, or for NVSHMEM and a CPU.
     """
     for stale in [key for key, each in _open.items() if not _lives(each.group)]:
         _open.pop(stale).close()
     transports = _alone if group is None or group.size() == 1 else _open
-    key = None if group is None else str(group.group_name), device
+    if kind is NvshmemTransport and device.type != "cuda":
+        raise ValueError(f"dispatcher nvshmem: got tensors on {device}, wanted CUDA; on CPU use symmetric")
+    kind = kind or (SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport)
+    key = None if group is None else str(group.group_name), device, kind
     found = transports.get(key)
     # Names of groups are used again.
     if found is None or found.group is not group or _failed(found):
-        make = SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport
+        make: Any = kind
         found = transports[key] = make(group, timeout=60.0 if timeout is None else timeout)
     elif timeout is not None and timeout != found.timeout:
         others = f"{found.timeout:g} s as other layers of the group have, whose buffers it shares"

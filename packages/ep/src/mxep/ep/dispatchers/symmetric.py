@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, DispatchHandle, Transport, Workspace, combine, dispatch
+from mxep.comms import Capacity, DispatchHandle, NvshmemTransport, Transport, Workspace, combine, dispatch
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher, made_to_stay
 from .shared import close_transport, open_transport
@@ -50,6 +50,8 @@ class SymmetricDispatcher(TokenDispatcher):
     """
 
     borrows = True
+    kind: type[Transport] | None = None
+    """Of the group's own transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ class SymmetricDispatcher(TokenDispatcher):
         def make() -> Workspace:
             transport = self._given or self._opened.get(device)
             if transport is None:
-                transport = self._opened[device] = open_transport(self.group, device, self.timeout)
+                transport = self._opened[device] = open_transport(self.group, device, self.timeout, self.kind)
             return Workspace(
                 transport,
                 max_tokens=max_tokens,
@@ -165,3 +167,13 @@ class SymmetricDispatcher(TokenDispatcher):
 
         made = self._workspaces[device, max_tokens, top_k] = made_to_stay(device, make)
         return made
+
+
+class NvshmemDispatcher(SymmetricDispatcher):
+    """A :class:`SymmetricDispatcher` over NVSHMEM, for CUDA tensors: between hosts, where it never ran.
+
+    Needs all ranks of the job in its group, and the extra of mxep-comms. Raises RuntimeError at the first dispatch if a
+    rank has no CUDA, no NVSHMEM, or symmetric memory of another backend in its process.
+    """
+
+    kind = NvshmemTransport

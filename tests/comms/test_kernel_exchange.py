@@ -22,13 +22,12 @@ from mxep.comms import (
     PeersDisagree,
     PeerTimeout,
     SharedMemoryTransport,
+    combine,
+    dispatch,
     gather_rows,
-    send_rows,
-    start_return_rows,
-    start_send_rows,
 )
+from mxep.comms.cuda import FaultRecord
 from mxep.comms.layout import CHANNELS
-from mxep.comms.symmetric_memory import Record
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels themselves run, in the other files")
@@ -50,11 +49,11 @@ def test_a_bound_on_one_moves_programs_changes_no_bit(ctx: Context):
     sent = bring_to(workspace, "full", ctx.rank, 0)
     results = []
     for bound in (None, 1, 5):
-        slots = start_send_rows(workspace, sent.payload, sent.ids, sent.weights, num_sms=bound).wait()
+        slots = dispatch(workspace, sent.payload, sent.ids, sent.weights, num_sms=bound, async_op=True).wait()
         plan = plan_slots(workspace, slots)
         (rows,) = gather_rows(slots.payload[:1], plan.row_slot)
         rows = torch.nn.functional.pad(rows.float(), (0, workspace.dim))[:, : workspace.dim]
-        results.append(start_return_rows(workspace, rows, plan, sent.ids, num_sms=bound).wait()[0].clone())
+        results.append(combine(workspace, rows, plan, sent.ids, num_sms=bound, async_op=True).wait()[0].clone())
     assert results[0].any()
     assert torch.equal(results[1], results[0])
     assert torch.equal(results[2], results[0])
@@ -78,10 +77,10 @@ def test_epochs_wrap_around(ctx: Context):
     for buffer in workspace.buffers:
         words = buffer.local[layout.signals_start :].view(torch.int64)
         words[: CHANNELS * ctx.world_size] = last << 32
-        buffer.local[layout.own_start :].view(torch.int64)[:2] = last
+        buffer.local[layout.counters_start :].view(torch.int64)[:2] = last
     workspace.transport.barrier("ready")
     check_cases(ctx, workspace, ("random",))
-    assert buffer.local[layout.own_start :].view(torch.int64)[1] < 0
+    assert buffer.local[layout.counters_start :].view(torch.int64)[1] < 0
 
 
 @distributed(2, device="cpu")
@@ -107,9 +106,9 @@ def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
     workspace = make_workspace(ctx, InterpretedTransport, timeout=0.02)
     mine = bring_to(workspace, "full", ctx.rank, 0)
     if ctx.rank != 1:
-        send_rows(workspace, mine.payload, mine.ids, mine.weights)  # ends, whatever it brought
-        with pytest.raises(PeerTimeout, match=r"waited 0.02 s at put_rows, barrier 1, for rank 1 \(last seen at barr"):
-            send_rows(workspace, mine.payload, mine.ids)
+        dispatch(workspace, mine.payload, mine.ids, mine.weights)  # ends, whatever it brought
+        with pytest.raises(PeerTimeout, match=r"waited 0.02 s at dispatch, barrier 1, for rank 1 \(last seen at barr"):
+            dispatch(workspace, mine.payload, mine.ids)
     dist.barrier(ctx.group)
 
 
@@ -117,8 +116,8 @@ def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
 def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
     workspace = make_workspace(ctx, InterpretedTransport)
     mine = bring_to(workspace, "full", ctx.rank, 0)
-    send_rows(workspace, mine.payload[: 1 + ctx.rank], mine.ids)
-    got = "rank 0 at put_rows with rows of 24 bytes, rank 1 at put_rows with rows of 27 bytes"
+    dispatch(workspace, mine.payload[: 1 + ctx.rank], mine.ids)
+    got = "rank 0 at dispatch with rows of 24 bytes, rank 1 at dispatch with rows of 27 bytes"
     with pytest.raises(PeersDisagree, match=got):
         workspace.transport.check()
 
@@ -139,16 +138,16 @@ def test_an_id_past_int32_is_no_experts_after_it_was_narrowed(ctx: Context):
     ids = torch.tensor([[2**32, -(2**32)], [2**31 - 1, 1]])  # the first two have zeroes in the lower half
     for kind in (InterpretedTransport, PlayedTransport, SharedMemoryTransport):
         workspace = make_workspace(ctx, kind, top_k=2)
-        move = workspace.begin("tables")
-        workspace.transport.put_tables(move, ids, torch.ones(2, 2))
-        told = workspace.layout.ids(move.buffer.local)[0, :2].tolist()
+        buffer = workspace.begin("tables")
+        workspace.steps.dispatch_tables(buffer, ids, torch.ones(2, 2))
+        told = workspace.layout.ids(buffer.local)[0, :2].tolist()
         assert told == [[5, -2], [5, 1]]  # there are 5 experts
 
 
 def test_a_record_tells_who_is_late_across_the_wrap():
-    record = Record(3, pinned=False)
+    record = FaultRecord(3, pinned=False)
     before, after = 2**31 - 1 << 32, -(2**31) << 32
-    record.words[:] = torch.tensor([1, 1, after, after, before, after])
+    record.values[:] = torch.tensor([1, 1, after, after, before, after])
     with pytest.raises(PeerTimeout, match="for rank 1 ") as info:
         record.check(0, 1.0)
     assert info.value.missing == (1,)

@@ -1,0 +1,234 @@
+"""Combine, in one kernel: sums of each slot's rows go over the links while the sums that arrived are added up.
+
+    tiles of tokens, in chunks; programs draw tickets for them
+        chunk c             for each rank r: sum the rows of slot (r, t), store the sum into slot (this rank, t) of r
+        and chunk c - lag   sum slots (r, t) over ranks r
+    who leaves a chunk      adds its tiles to the chunk's counter; the last one signals the chunk to all ranks
+    who enters chunk c      waits for all ranks' signals of chunk c - lag
+
+So reads, links and writes are busy at once, and after the last store `lag` chunks are left to sum. Where the links are
+full, programs are not served alike: with a fixed share each, all would wait for the slowest.
+A tile is drawn by a program that runs, and no wait needs one that has not started. So any number ends, if one runs
+on each rank. Two such kernels at once might keep each other out on different ranks: a transport runs them in turn.
+A sum is in fp32, over the token's list in its order, then over ranks in theirs, rounded after each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.comms.kernels.dispatch import owner_of, tokens_per_tile
+from mxep.comms.kernels.signals import arrive, next_signal, next_ticket, signal_peers, wait_for_peers
+from mxep.comms.layout import CHANNELS
+
+TILE_BYTES = 16384
+CHUNK_BYTES = 12 << 20
+"""What a chunk moves at least: to finish one costs a trip over the link."""
+TICKET_BYTES = 64 << 10
+"""What a ticket is for at least, in tiles."""
+LAG = 3
+SPREAD = 256
+"""Programs that a sum of slots is spread over at least, if there are so many slots."""
+PER_SM = 2
+"""Programs that fit on a multiprocessor: one waits for its rows while the other sends."""
+NUM_WARPS = 8
+MAX_REGISTERS = 128
+AT_ONCE = tl.constexpr(4)
+"""Rows of a slot whose loads are in flight together."""
+ARRIVED_AT_END = tl.constexpr(2 + CHANNELS)
+TILE_COUNTER = tl.constexpr(3 + CHANNELS)
+
+SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles", "chunks", "lag", "op_id",
+           "values_start", "signals_start", "counters_start", "rows_start")  # fmt: skip
+
+
+@triton.jit
+def add_rows(acc, rows_ptr, row, D: tl.constexpr, BLOCK: tl.constexpr):
+    """acc (BLOCK_T, BLOCK) + rows `row` (BLOCK_T,), where that is not negative."""
+    column = tl.arange(0, BLOCK)[None, :]
+    offs = tl.maximum(row, 0).to(tl.int64)[:, None] * D + column
+    return acc + tl.load(rows_ptr + offs, mask=(row >= 0)[:, None] & (column < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def sum_slots_kernel(
+    rows_ptr,
+    slot_rows_ptr,
+    out_ptr,
+    slots,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    slot = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
+    for k in range(K):
+        total = add_rows(total, rows_ptr, tl.load(slot_rows_ptr + slot * K + k, mask=slot < slots, other=-1), D, BLOCK)
+    offs = slot.to(tl.int64)[:, None] * D + column
+    tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=(slot < slots)[:, None] & (column < D))
+
+
+@triton.jit
+def rows_of_slots(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K: tl.constexpr, KP: tl.constexpr):
+    """Rows (BLOCK_T, KP) of slots (peer, token), -1 where there is none."""
+    mask = token < tl.load(num_tokens_ptr + peer)
+    k = tl.arange(0, KP)[None, :]
+    pair = (peer * max_tokens + token)[:, None] * K + k
+    return tl.load(slot_rows_ptr + pair, mask=mask[:, None] & (k < K), other=-1)
+
+
+@triton.jit
+def is_sent(row):
+    """Whether slots with rows `row` (BLOCK_T, KP) have a sum. One whose rows were all dropped (-2) has, of zeroes: the
+    token's rank cannot know, and reads it."""
+    return (tl.min(row, 1) < -1) | (tl.max(row, 1) >= 0)
+
+
+@triton.jit
+def store_sum(
+    rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, base, max_tokens, rank, rows_start, values_start,
+    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROW_ELEMENTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Sums of slots (peer, token), whose rows are `row`, into slots (rank, token) of the peer, at address `base`."""
+    sent = is_sent(row)
+    if tl.max(sent.to(tl.int32), 0) > 0:
+        dtype: tl.constexpr = rows_ptr.dtype.element_ty
+        total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
+        for first in range(0, K, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                offs = (peer * max_tokens + token) * K + first + i
+                row_k = tl.load(slot_rows_ptr + offs, mask=sent & (first + i < K), other=-1)
+                total = add_rows(total, rows_ptr, row_k, D, BLOCK)
+        column = tl.arange(0, BLOCK)[None, :]
+        home = rank * max_tokens + token
+        start = tl.multiple_of((base + rows_start).to(tl.pointer_type(dtype)), 16)
+        offs = home.to(tl.int64)[:, None] * ROW_ELEMENTS + column
+        tl.store(start + offs, total.to(dtype), mask=sent[:, None] & (column < D))
+        if row_values_ptr is not None:
+            k = tl.arange(0, KP)[None, :]
+            table = (base + values_start).to(tl.pointer_type(tl.float32))
+            value = tl.load(row_values_ptr + row, mask=row >= 0, other=0.0)
+            tl.store(table + (home[:, None] * K + k), value, mask=sent[:, None] & (k < K))
+
+
+@triton.jit
+def sum_arrived(
+    out_ptr, values_ptr, ids_ptr, token, mask, local_base, max_tokens, experts_per_rank, rows_start, values_start,
+    W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Slots (rank, token) of this rank, summed over ranks, and the values of the tokens' pairs."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    column = tl.arange(0, BLOCK)[None, :]
+    k = tl.arange(0, KP)[None, :]
+    pair = token[:, None] * K + k
+    mask_k = mask[:, None] & (k < K)
+    owner = owner_of(tl.load(ids_ptr + pair, mask=mask_k, other=-1), experts_per_rank, W)
+    total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
+    start = tl.multiple_of((local_base + rows_start).to(tl.pointer_type(dtype)), 16)
+    for peer in range(W):
+        arrived = tl.max((owner == peer).to(tl.int32), 1) > 0
+        offs = (peer * max_tokens + token).to(tl.int64)[:, None] * ROW_ELEMENTS + column
+        total += tl.load(start + offs, mask=arrived[:, None] & (column < D), other=0.0).to(tl.float32)
+    offs = token.to(tl.int64)[:, None] * D + column
+    tl.store(out_ptr + offs, total.to(dtype), mask=mask[:, None] & (column < D))
+    if values_ptr is not None:
+        table = (local_base + values_start).to(tl.pointer_type(tl.float32))
+        value = tl.load(table + (owner * max_tokens * K + pair), mask=owner >= 0, other=0.0)
+        tl.store(values_ptr + pair, value, mask=mask_k)
+
+
+@triton.jit
+def leave_chunk(
+    pointers_ptr,
+    counters_ptr,
+    signals_start,
+    chunk,
+    stored,
+    chunk_tiles,
+    signal,
+    rank,
+    W: tl.constexpr,
+    WP: tl.constexpr,
+):
+    """Count the tiles of a chunk that this program has stored; the last program to count signals the chunk."""
+    if stored > 0:
+        if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):
+            signal_peers(pointers_ptr, signals_start, 1 + chunk, signal, rank, W, WP)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def combine_kernel(
+    rows_ptr, row_values_ptr, slot_rows_ptr, num_tokens_ptr, ids_ptr, out_ptr, values_ptr, pointers_ptr, state_ptr,
+    num_tokens, max_tokens, rank, experts_per_rank, chunk_tiles, chunks, lag, op_id, values_start, signals_start,
+    counters_start, rows_start,
+    W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr, TICKET_TILES: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """num_tokens_ptr (W,): tokens of each rank; num_tokens: of this one. row_values and values None: rows alone."""
+    local_base = tl.load(pointers_ptr + rank)
+    counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
+    signal = next_signal(counters_ptr, 1, op_id)
+    tokens = tl.arange(0, BLOCK_T)
+    chunk = 0
+    stored = 0
+    tile = next_ticket(counters_ptr, TILE_COUNTER) * TICKET_TILES
+    row = rows_of_slots(slot_rows_ptr, num_tokens_ptr, tile * BLOCK_T + tokens, (rank + tile) % W, max_tokens, K, KP)
+    while tile < (chunks + lag) * chunk_tiles:
+        now = tile // chunk_tiles
+        if now > chunk:
+            leave_chunk(pointers_ptr, counters_ptr, signals_start, chunk, stored, chunk_tiles, signal, rank, W, WP)
+            if now >= lag:
+                wait_for_peers(local_base, signals_start, 1 + now - lag, signal, state_ptr, W, WP, CLOCK)
+            chunk = now
+            stored = 0
+        token = tile * BLOCK_T + tokens
+        next_tile = tile + 1
+        if next_tile % TICKET_TILES == 0:
+            next_tile = next_ticket(counters_ptr, TILE_COUNTER) * TICKET_TILES
+        if chunk < chunks:
+            for turn in range(W):
+                peer = (rank + tile + turn) % W
+                # The next rows' indices are loaded while these rows are summed.
+                if turn < W - 1:
+                    next_token = token
+                    next_peer = (peer + 1) % W
+                else:
+                    next_token = next_tile * BLOCK_T + tokens
+                    next_peer = (rank + next_tile) % W
+                next_row = rows_of_slots(slot_rows_ptr, num_tokens_ptr, next_token, next_peer, max_tokens, K, KP)
+                store_sum(
+                    rows_ptr, row_values_ptr, slot_rows_ptr, row, token, peer, tl.load(pointers_ptr + peer),
+                    max_tokens, rank, rows_start, values_start, K, KP, D, BLOCK, ROW_ELEMENTS, BLOCK_T,
+                )  # fmt: skip
+                row = next_row
+            stored += 1
+        if chunk >= lag:
+            token -= lag * chunk_tiles * BLOCK_T
+            sum_arrived(
+                out_ptr, values_ptr, ids_ptr, token, token < num_tokens, local_base, max_tokens,
+                experts_per_rank, rows_start, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, BLOCK_T,
+            )  # fmt: skip
+        tile = next_tile
+    leave_chunk(pointers_ptr, counters_ptr, signals_start, chunk, stored, chunk_tiles, signal, rank, W, WP)
+    if arrive(counters_ptr + ARRIVED_AT_END, 1, tl.num_programs(0)):
+        tl.store(counters_ptr + 1, signal >> 32)
+        tl.store(counters_ptr + TILE_COUNTER, tl.zeros((), tl.int64))
+
+
+def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
+    """mxep::sum_slots."""
+    (slots, top_k), dim = slot_rows.shape, rows.shape[1]
+    out = torch.empty(slots, dim, dtype=rows.dtype, device=rows.device)
+    block = triton.next_power_of_2(dim)
+    block_t = tokens_per_tile(TILE_BYTES // (block * rows.itemsize), slots, SPREAD)
+    if out.numel():
+        sum_slots_kernel[(triton.cdiv(slots, block_t),)](
+            rows.contiguous(), slot_rows.contiguous(), out, slots, K=top_k, D=dim, BLOCK=block, BLOCK_T=block_t,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,186 @@
+"""Dispatch: stores of tokens into slots, or into expert-major rows, of the ranks that need them; and of the tables.
+
+A program takes BLOCK_T tokens at a time. It loads their parts once, then stores to one rank after another the rows that
+it needs. Each program starts with another rank, so that all links are busy. A row's parts lie side by side, each moved
+in words of WORD_i bytes, which divide its width and its offset.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.comms.kernels.signals import arrive, next_signal, signal_and_wait
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+MOST_PARTS = 2
+NUM_WARPS = 16
+TILE_BYTES = 16384
+FEW_PROGRAMS = 64
+"""Up to so many take tiles four times as large."""
+TABLE_PAIRS = 1024
+
+SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "op_id", "signals_start", "counters_start",
+           "rows_start", "ids_start", "values_start", "num_tokens_start", "groups")  # fmt: skip
+
+
+@triton.jit
+def owner_of(expert, experts_per_rank, W: tl.constexpr):
+    """The rank that owns an expert; -1 for what is not an expert's id."""
+    return tl.where((expert >= 0) & (expert < W * experts_per_rank), expert // experts_per_rank, -1).to(tl.int32)
+
+
+@triton.jit
+def load_part(part_ptr, token, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)[None, :]
+    offs = token.to(tl.int64)[:, None] * WIDTH + column
+    return tl.load(part_ptr + offs, mask=mask[:, None] & (column < WIDTH), other=0)
+
+
+@triton.jit
+def load_tokens(
+    ids_ptr, part0_ptr, part1_ptr, tile, num_tokens, experts_per_rank,
+    W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WIDTH0: tl.constexpr, BLOCK0: tl.constexpr,
+    WIDTH1: tl.constexpr, BLOCK1: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """(token, owner of each of its experts, parts) of a tile; nobody owns what is past the last token."""
+    k = tl.arange(0, KP)[None, :]
+    token = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask = token < num_tokens
+    ids = tl.load(ids_ptr + token[:, None] * K + k, mask=mask[:, None] & (k < K), other=-1)
+    x0 = load_part(part0_ptr, token, mask, WIDTH0, BLOCK0)
+    x1 = tl.zeros((1, 1), tl.int32)
+    if part1_ptr is not None:
+        x1 = load_part(part1_ptr, token, mask, WIDTH1, BLOCK1)
+    return token, owner_of(ids, experts_per_rank, W), x0, x1
+
+
+@triton.jit
+def store_part(
+    base, part_ptr, x, row, mask, OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Into rows `row` of a peer, whose first is at address `base`, OFFSET bytes behind each row's start."""
+    WORD: tl.constexpr = part_ptr.dtype.element_ty.primitive_bitwidth // 8
+    # An address out of a table has lost its alignment.
+    start = tl.multiple_of(base.to(tl.pointer_type(part_ptr.dtype.element_ty)), 16)
+    column = tl.arange(0, BLOCK)[None, :]
+    offs = row.to(tl.int64)[:, None] * (ROW_BYTES // WORD) + (OFFSET // WORD + column)
+    tl.store(start + offs, x, mask=mask[:, None] & (column < WIDTH))
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def dispatch_kernel(
+    ids_ptr, rows_ptr, offs_ptr, sizes_ptr, part0_ptr, part1_ptr, pointers_ptr, state_ptr,
+    num_tokens, max_tokens, rank, experts_per_rank, groups, op_id, signals_start, counters_start, rows_start,
+    W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROW_BYTES: tl.constexpr,
+    WIDTH0: tl.constexpr, BLOCK0: tl.constexpr, OFFSET1: tl.constexpr, WIDTH1: tl.constexpr, BLOCK1: tl.constexpr,
+    BLOCK_T: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """rows None: token t goes into slot (rank, t); else pair (t, k) into row rows[t, k], and padding rows become zero.
+
+    part1 None: a row has one part.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    local_base = tl.load(pointers_ptr + rank)
+    token, owner, x0, x1 = load_tokens(
+        ids_ptr, part0_ptr, part1_ptr, program, num_tokens, experts_per_rank,
+        W, K, KP, WIDTH0, BLOCK0, WIDTH1, BLOCK1, BLOCK_T,
+    )  # fmt: skip
+    for tile in range(program, tl.cdiv(num_tokens, BLOCK_T), programs):
+        # The next tile is loaded while this one is stored.
+        next_token, next_owner, next0, next1 = load_tokens(
+            ids_ptr, part0_ptr, part1_ptr, tile + programs, num_tokens, experts_per_rank,
+            W, K, KP, WIDTH0, BLOCK0, WIDTH1, BLOCK1, BLOCK_T,
+        )  # fmt: skip
+        for i in range(W):
+            peer = (i + rank + tile) % W
+            base = tl.load(pointers_ptr + peer) + rows_start
+            if rows_ptr is None:
+                row = rank * max_tokens + token
+                mask = tl.max((owner == peer).to(tl.int32), 1) > 0
+                store_part(base, part0_ptr, x0, row, mask, 0, ROW_BYTES, WIDTH0, BLOCK0)
+                if part1_ptr is not None:
+                    store_part(base, part1_ptr, x1, row, mask, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
+            else:
+                for k in range(K):
+                    row = tl.load(rows_ptr + token * K + k, mask=token < num_tokens, other=-1)
+                    expert = tl.load(ids_ptr + token * K + k, mask=token < num_tokens, other=-1)
+                    mask = (owner_of(expert, experts_per_rank, W) == peer) & (row >= 0)
+                    store_part(base, part0_ptr, x0, row, mask, 0, ROW_BYTES, WIDTH0, BLOCK0)
+                    if part1_ptr is not None:
+                        store_part(base, part1_ptr, x1, row, mask, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
+        token, owner, x0, x1 = next_token, next_owner, next0, next1
+    if rows_ptr is not None:
+        for group in range(program, groups, programs):
+            start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0) + tl.load(sizes_ptr + group)
+            end = tl.load(offs_ptr + group)
+            base = local_base + rows_start
+            for first in range(start, end, BLOCK_T):
+                row = first + tl.arange(0, BLOCK_T)
+                zero0 = tl.zeros((BLOCK_T, BLOCK0), part0_ptr.dtype.element_ty)
+                store_part(base, part0_ptr, zero0, row, row < end, 0, ROW_BYTES, WIDTH0, BLOCK0)
+                if part1_ptr is not None:
+                    zero1 = tl.zeros((BLOCK_T, BLOCK1), part1_ptr.dtype.element_ty)
+                    store_part(base, part1_ptr, zero1, row, row < end, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
+
+    counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
+    signal = next_signal(counters_ptr, 1, op_id)
+    if arrive(counters_ptr + 3, 1, programs):
+        signal_and_wait(pointers_ptr, local_base, signals_start, 1, signal, state_ptr, rank, W, WP, CLOCK)
+        tl.store(counters_ptr + 1, signal >> 32)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def dispatch_tables_kernel(
+    ids_ptr, weights_ptr, pointers_ptr, state_ptr, num_tokens, max_tokens, rank, experts_per_rank, op_id,
+    ids_start, values_start, num_tokens_start, signals_start, counters_start,
+    W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """Ids (T, K), weights (T, K) and T into entry `rank` of every rank's tables."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    local_base = tl.load(pointers_ptr + rank)
+    for first in range(program * BLOCK, num_tokens * K, programs * BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        mask = pair < num_tokens * K
+        ids = tl.load(ids_ptr + pair, mask=mask, other=-1)
+        # Clamped so that no invalid int64 wraps around into a valid int32.
+        ids = tl.minimum(tl.maximum(ids, -2), W * experts_per_rank).to(tl.int32)
+        weights = tl.load(weights_ptr + pair, mask=mask, other=0)
+        for i in range(W):
+            base = tl.load(pointers_ptr + (i + rank) % W)
+            table = tl.multiple_of((base + ids_start).to(tl.pointer_type(tl.int32)), 16)
+            tl.store(table + (rank * max_tokens * K + pair), ids, mask=mask)
+            table = tl.multiple_of((base + values_start).to(tl.pointer_type(tl.float32)), 16)
+            tl.store(table + (rank * max_tokens * K + pair), weights, mask=mask)
+    if program == 0:
+        peer = tl.arange(0, WP)
+        base = tl.load(pointers_ptr + peer, mask=peer < W, other=0)
+        counts = (base + num_tokens_start).to(tl.pointer_type(tl.int32))
+        tl.store(counts + rank, num_tokens, mask=peer < W)
+
+    counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
+    signal = next_signal(counters_ptr, 0, op_id)
+    if arrive(counters_ptr + 2, 1, programs):
+        signal_and_wait(pointers_ptr, local_base, signals_start, 0, signal, state_ptr, rank, W, WP, CLOCK)
+        tl.store(counters_ptr, signal >> 32)
+
+
+def tokens_per_tile(most: int, tokens: int, programs: int) -> int:
+    """A power of two: the largest that is at most `most` and leaves no program without a tile; at least 1."""
+    count = 1
+    while 2 * count <= most and tokens >= 2 * count * programs:
+        count *= 2
+    return count
+
+
+def as_words(part: Tensor, offset: int) -> Tensor:
+    """A part (T, n) uint8 that starts at byte ``offset`` of a row -> its bytes as the widest ints that fit both."""
+    width = part.shape[1]
+    if part.stride() != (width, 1):  # one row is contiguous to torch whatever its stride
+        part = part.contiguous().view(-1).view(part.shape)
+    return part.view(WORDS[math.gcd(8, offset, width, part.storage_offset())])

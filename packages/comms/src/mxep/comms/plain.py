@@ -1,0 +1,135 @@
+"""PlainExchange: exchanges in plain torch, for memory that the host can reach: what kernels must equal to the bit.
+
+    dispatch_tables    ids (T, K), weights (T, K) and T       -> entry (this rank) of every rank's tables
+    dispatch           token t                                -> slot (this rank, t) of each rank that needs it
+    dispatch_to_rows   token t                                -> row rows[t, k] of the owner of its k-th expert
+    combine            the sum of slot (r, t)'s rows          -> slot (this rank, t) of rank r, which sums over ranks
+
+After each, what all ranks stored is here, and what this rank stored is there. `kernels/exchange.py` and `puts.py` have
+the same methods.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import ALIGNMENT, Layout, round_up
+from .plan import RoutingPlan, narrow_ids
+from .rows import sum_slots
+from .shared_memory import SharedMemoryTransport
+from .transport import SymmetricBuffer
+
+
+class PlainExchange:
+    """Of one workspace. ``num_sms`` means nothing here."""
+
+    def __init__(self, transport: SharedMemoryTransport, layout: Layout, experts_per_rank: int) -> None:
+        self.transport, self.layout, self.experts_per_rank = transport, layout, experts_per_rank
+        self.rank = transport.rank
+
+    def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
+        """Tell the peers that this rank will not come: PeersDisagree there. Waits for nobody.
+
+        tokens: that there is no room for; 0 if that is not why.
+        """
+        self.transport.signal(self.layout.op_id("refused", tokens))
+
+    def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
+        layout, tokens = self.layout, expert_ids.shape[0]
+        ids = narrow_ids(expert_ids, layout.world_size * self.experts_per_rank)
+        for peer in buffer.peers:
+            layout.ids(peer)[self.rank, :tokens] = ids
+            layout.values(peer)[self.rank, :tokens] = weights
+            layout.num_tokens(peer)[self.rank] = tokens
+        self._meet("dispatch_tables", layout.top_k)
+
+    def dispatch(
+        self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
+    ) -> None:
+        packed = _pack(payload)
+        slot = self.rank * self.layout.max_tokens + torch.arange(len(packed))
+        owner = owners(expert_ids, self.experts_per_rank)
+        for destination, peer in enumerate(buffer.peers):
+            needed = (owner == destination).any(1)
+            self._store(peer, slot[needed], packed[needed])
+        self._meet("dispatch", width_of(payload))
+
+    def dispatch_to_rows(
+        self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
+    ) -> None:
+        packed = _pack(payload)
+        owner = owners(expert_ids, self.experts_per_rank)
+        for destination, peer in enumerate(buffer.peers):
+            for owner_k, row in zip(owner.unbind(1), rows.unbind(1)):
+                mask = (owner_k == destination) & (row >= 0)
+                self._store(peer, row[mask].long(), packed[mask])
+        # Padding belongs to this rank alone.
+        local = self.layout.rows(buffer.local)[: plan.max_rows, : packed.shape[1]]
+        local.masked_fill_(plan.row_source[:, None] < 0, 0)
+        self._meet("dispatch_to_rows", width_of(payload))
+
+    def combine(
+        self,
+        buffer: SymmetricBuffer,
+        rows: Tensor,
+        row_values: Tensor | None,
+        plan: RoutingPlan,
+        expert_ids: Tensor,
+        out: Tensor,
+        values: Tensor | None,
+        num_sms: int | None = None,
+    ) -> None:
+        layout, local, width = self.layout, buffer.local, rows.shape[1] * rows.itemsize
+        packed = _pack([sum_slots(rows, plan.slot_rows).view(torch.uint8)])
+        slot = self.rank * layout.max_tokens + torch.arange(layout.max_tokens)
+        # A slot whose rows were all dropped sends its zeroes: the token's rank, which cannot know, waits for a sum.
+        was_sent = (plan.slot_rows != -1).any(1)
+        padded = None if row_values is None else torch.cat((row_values, row_values.new_zeros(1)))
+        for rank, peer in enumerate(buffer.peers):
+            of_rank = slice(rank * layout.max_tokens, (rank + 1) * layout.max_tokens)
+            sent = was_sent[of_rank]
+            self._store(peer, slot[sent], packed[of_rank][sent])
+            if padded is not None:
+                row = plan.slot_rows[of_rank][sent]
+                layout.values(peer)[self.rank, sent] = padded[torch.where(row >= 0, row, len(padded) - 1)]
+        self._meet("combine", width)
+        arrived = layout.rows(local)[:, :width].view(rows.dtype)
+        owner = owners(expert_ids, self.experts_per_rank)
+        out.copy_(sum_slots(arrived, self._slots_of(owner)))
+        if values is not None:
+            table = layout.values(local)[:, : expert_ids.shape[0]]
+            values.copy_(torch.where(owner >= 0, table.gather(0, owner.clamp_min(0).long()[None])[0], 0.0))
+
+    def _meet(self, step: str, number: int) -> None:
+        name = f"{step}, exchange {self.transport.arena.exchanges - 1}"
+        self.transport.barrier(name, op_id=self.layout.op_id(step, number))
+
+    def _store(self, peer: Tensor, index: Tensor, packed: Tensor) -> None:
+        """Row i of ``packed`` (N, n) into row ``index[i]`` of a peer, in words of 8 bytes."""
+        rows = self.layout.rows(peer)[:, : packed.shape[1]]
+        rows.view(torch.int64).index_copy_(0, index, packed.view(torch.int64))
+
+    def _slots_of(self, owner: Tensor) -> Tensor:
+        """(T, W) int32: where rank r's sum of token t arrives; -1 if no expert of t is on r."""
+        ranks = torch.arange(self.layout.world_size, dtype=torch.int32)
+        token = torch.arange(len(owner), dtype=torch.int32)
+        needed = (owner[:, :, None] == ranks).any(1)
+        return torch.where(needed, ranks * self.layout.max_tokens + token[:, None], -1)
+
+
+def width_of(payload: Sequence[Tensor]) -> int:
+    """Bytes of a row."""
+    return sum(part.shape[1] for part in payload)
+
+
+def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:
+    """The rank of each id, -1 for -1."""
+    return expert_ids.div(experts_per_rank, rounding_mode="floor")
+
+
+def _pack(payload: Sequence[Tensor]) -> Tensor:
+    """Parts (N, n_i) uint8 -> (N, n) uint8, side by side, n rounded up to 16 bytes."""
+    width = width_of(payload)
+    gap = payload[0].new_zeros(len(payload[0]), round_up(width, ALIGNMENT) - width)
+    return torch.cat((*payload, gap), 1)
