@@ -7,9 +7,9 @@ Both run `layer.py`; the compiler gets the shapes. What decides these is in the 
 recipe's name and the backend's: graphs, and what inductor keeps of them on disk, serve all layers that agree in these,
 and no others. A dispatcher must know its sizes beforehand: the symmetric one with ``max_tokens``, the local one.
 
-Exchanges have to happen in one order on all ranks: as graphs chain layers by their data, in forward and backward, they do.
-Layers that are checkpointed are not chained where they are computed again: compile each by itself, or bring tokens on
-all ranks.
+Exchanges have to happen in one order on all ranks: as graphs chain layers by their data, in forward and backward, they
+do. Layers that are checkpointed are not chained where they are computed again: compile each by itself, or bring tokens
+on all ranks.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class WireFormat:
         """Slot parts (S, ...) -> the plan's expert-major rows (R_max, D).
 
         Codes stay where they lie, under an index (the GEMM gathers them). With ``copy``, for who keeps them beyond the
-        next exchange, they are copied: the slots, or the rows, as `keeps_rows` says. Plain rows are gathered here, which
-        copies them anyway. Padding is zero.
+        next exchange, they are copied: the slots, or the rows, as `keeps_rows` says. Plain rows are gathered here,
+        which copies them anyway. Padding is zero.
         """
         if self.qdata is None:
             (gathered,) = gather_rows(slots, plan.row_slot, plan.offs)

@@ -40,8 +40,8 @@ def make_dispatcher(
 ) -> TokenDispatcher:
     """The dispatcher called ``name``, one of :data:`DISPATCHERS`: one object for layers that ask for the same.
 
-    It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one that
-    only some of them still hold could not be. All symmetric ones of a group share their memory in any case.
+    It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one
+    that only some of them still hold could not be. All symmetric ones of a group share their memory in any case.
 
     timeout: see :class:`SymmetricDispatcher`; all_to_all has its process group's. Raises ValueError on another name.
     """

@@ -4,7 +4,8 @@ A dispatcher transports bytes and plans rows. All it knows of formats is the ali
 
     dispatch    tokens to their experts, with their ids and weights; makes the plan   (dispatch forward)
     redispatch  other bytes of the same tokens, by that plan                          (combine backward)
-    combine     rows home, summed                                                     (combine forward, dispatch backward)
+    combine     rows home, summed                                                     (combine forward, dispatch
+    backward)
 
 Each returns a handle. Where the dispatcher can, the exchange runs on a communication stream until `wait()`.
 
@@ -66,7 +67,7 @@ def unused_twin(made: TokenDispatcher) -> TokenDispatcher | None:
     """A living dispatcher like the one that was `made`, before which nothing was dispatched."""
     for each in _dispatchers.values():
         # Names of groups are used again once a group was destroyed.
-        if each is not made and each.kind == made.kind and each.group is made.group and each.uses and not each.used:
+        if each is not made and each.shapes == made.shapes and each.group is made.group and each.uses and not each.used:
             return each
     return None
 
@@ -149,8 +150,8 @@ class TokenDispatcher(ABC):
     Several layers may share a dispatcher as long as every rank calls it in the same order.
 
     Attributes:
-        kind: all that fixes shapes, as text, the same in every run.
-        key: the kind, numbered where several of it live: :func:`find_dispatcher` finds it by that.
+        shapes: all that fixes shapes, as text, the same in every run.
+        key: the shapes, numbered where several of it live: :func:`find_dispatcher` finds it by that.
         uses: how many users have not closed it.
     """
 
@@ -178,9 +179,9 @@ class TokenDispatcher(ABC):
         """T_max, K, multiple and R_max of the largest plan."""
         facts: dict[str, object] = {"group": self.group and self.group.group_name, "world_size": self.world_size}
         facts |= {"num_experts": num_experts, "capacity": repr(self.capacity)} | (sizes or {})
-        self.kind = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
+        self.shapes = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
         # Another that lives and has the same shapes keeps its name: its exchanges go elsewhere.
-        names = (self.kind if n == 1 else f"{self.kind} #{n}" for n in itertools.count(1))
+        names = (self.shapes if n == 1 else f"{self.shapes} #{n}" for n in itertools.count(1))
         self.key = next(name for name in names if name not in _dispatchers)
         _dispatchers[self.key] = self
         self.uses = 1

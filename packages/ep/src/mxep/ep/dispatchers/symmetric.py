@@ -90,6 +90,7 @@ class SymmetricDispatcher(TokenDispatcher):
         handle = dispatch(
             workspace, payload, expert_ids, weights, async_op=True, num_sms=OVERLAP_SMS if overlap else None
         )
+        assert handle.tables is not None
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
         return _Dispatched(handle, Routing(plan, expert_ids, self.num_local_experts))

@@ -74,7 +74,7 @@ class Hopper(Backend):
 
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> WgradOperands | AlongTokens:
         if isinstance(dy, MXTensor) and isinstance(a, MXTensor):
-            return fold_for_wgrad(a, dy, offs, align=HOPPER_BLOCK_K)
+            return fold_for_wgrad(a, dy, offs, alignment=HOPPER_BLOCK_K)
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
     def wgrad(
@@ -88,7 +88,7 @@ class Hopper(Backend):
     ) -> Tensor | None:
         if isinstance(operands, AlongTokens):
             return Dequant().wgrad(operands, offs, out_dtype=out_dtype, scale=scale, accumulate_into=accumulate_into)
-        folded = operands.y_t, operands.x_t, operands.exponent, operands.ends
+        folded = operands.y_t, operands.x_t, operands.exponent, operands.offs
         if accumulate_into is None:
             dw: Tensor = fp8_grouped_wgrad(*folded, out_dtype, scale)
             return dw
