@@ -208,7 +208,7 @@ class TokenDispatcher(ABC):
         self.uses -= 1
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
-        """(senders, the most tokens of each) of a dispatch of ``num_tokens``, where that is known without running it."""
+        """(senders, the most tokens of each) of a dispatch of ``num_tokens``, where known without running it."""
         return None
 
     @abstractmethod
