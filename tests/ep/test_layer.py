@@ -142,7 +142,7 @@ def test_weights_that_do_not_fit_and_errors_on_the_way_leave_no_move_behind(ctx)
     with pytest.raises(MemoryError), mock.patch.object(Reference, "quantize_weight_rows", side_effect=MemoryError):
         route_through_experts(x, ids, weights, proj, down, setup=setup)
     (workspace,) = dispatcher._workspaces.values()
-    assert workspace.arena.under_way is None
+    assert workspace.arena.in_flight is None
     assert route_through_experts(x, ids, weights, proj, down, setup=setup)[0].shape == x.shape
 
 
