@@ -12,10 +12,11 @@ from rich.console import Console
 from torch import Tensor
 
 from mxep.integration import job
-from mxep.integration.bench import BENCHES, quant, report, run
-from mxep.integration.bench.quant_cases import CASES, GROUPS, Inputs, Plain, padded
-from mxep.integration.bench.report import Ceiling, Line, Report
+from mxep.integration.bench import BENCHES, quant, run
+from mxep.integration.bench.quant import CASES, GROUPS, PLAIN, Inputs, padded
 from mxep.integration.config import ConfigError
+from mxep.integration.launch import Rank
+from mxep.integration.results import Report, Section
 from mxep.integration.schema import Config, configs_dir
 from mxep.quant.fold_for_wgrad import columns_of
 
@@ -53,7 +54,7 @@ def test_what_a_case_moves_are_the_bytes_of_its_tensors(name: str):
 @pytest.mark.parametrize("name", CASES)
 def test_what_torch_compile_gets_computes_the_same_bytes(name: str):
     given = arguments(name)
-    got, wanted = (tensors(CASES[name].call(ops, *given)) for ops in (Plain, torch.ops.mxep))
+    got, wanted = (tensors(CASES[name].call(ops, *given)) for ops in (PLAIN, torch.ops.mxep))
     assert len(got) == len(wanted)
     for one, other in zip(got, wanted):
         assert one.dtype == other.dtype
@@ -76,12 +77,14 @@ def test_every_bench_has_a_config_that_fits(make_config: Callable[..., Config], 
     assert sorted(file.stem for file in (configs_dir() / "bench").glob("*.yaml")) == sorted(BENCHES)
     config = make_config("task=bench", f"bench={name}")
     assert config.bench.name == name
-    importlib.import_module(BENCHES[name]).check(config.bench)
+    config.bench.device = importlib.import_module(BENCHES[name]).DEVICES[-1]
+    if config.bench.device == "cpu":
+        run.check(config.bench)
 
 
-def test_every_case_of_quant_is_measured_at_its_shapes_and_compiled_at_one(make_config, monkeypatch):
-    monkeypatch.setattr(quant, "_line", lambda *line: line[:4])
-    lines = list(quant._lines(make_config("task=bench").bench, torch.Generator()))
+def test_every_case_of_quant_is_measured_at_its_shapes_and_compiled_at_one(make_config):
+    config = make_config("task=bench").bench
+    lines = list(quant.lines(run.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
     assert list(dict.fromkeys(name for name, *_ in lines)) == list(CASES)
     for name, case in CASES.items():
         own = [line[1:] for line in lines if line[0] == name]
@@ -94,11 +97,12 @@ def test_every_case_of_quant_is_measured_at_its_shapes_and_compiled_at_one(make_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["bench.cases=[rows,diagonals]"], "bench.cases: got 'diagonals', wanted some of rows, rows_whole"),
-        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of rows, weights, small"),
-        (["bench.shapes.rows=[[64]]"], "bench.shapes.rows: got [64], wanted 2 numbers"),
-        (["bench.shapes.rows=[[64,96]]"], "the last in 64s, the one before in 32s"),
-        (["bench.shapes.weights=[[2,48,64]]"], "bench.shapes.weights: got [2, 48, 64], wanted 3 numbers"),
+        (["bench.cases=[rows,diagonals]"], "bench.cases: got 'diagonals', wanted some of rows; rows_whole"),
+        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of rows; weights; small"),
+        (["bench.shapes.rows=[[64]]"], "bench.shapes.rows: got [64], wanted 2 sizes, multiples of [32, 64]"),
+        (["bench.shapes.rows=[[64,96]]"], "bench.shapes.rows: got [64, 96], wanted 2 sizes, multiples of [32, 64]"),
+        (["bench.shapes.weights=[[2,48,64]]"], "got [2, 48, 64], wanted 3 sizes, multiples of [1, 32, 64]"),
+        (["bench.picture=x.svg"], "bench.picture: got x.svg, wanted null: bench=quant draws none"),
     ],
 )
 def test_a_case_or_shape_that_there_is_not_is_named(make_config, overrides: list[str], message: str):
@@ -118,16 +122,17 @@ def test_a_bench_or_folder_that_there_is_not_is_named(make_config, override: str
         make_config("task=bench", override)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_what_is_measured_is_told_at_once_with_the_seconds_passed(capsys):
-    results = Report("mxep.nothing", Ceiling("copy", "bytes", "TB/s", 1.0, 1.0), [])
+def test_what_is_measured_is_logged_at_once_with_the_seconds_passed(make_config, monkeypatch, capsys):
+    def measure(bench: run.Bench):
+        bench.ceilings["copy TB/s"] = 4.0
+        yield "skew", {"shape": [1], "us": 1.23456789}
 
-    def measure(say: Callable[[str], None]) -> Report:
-        say(str({"row": [1]}))
-        return results
-
-    assert run._timed(measure, Console(stderr=True)) is results
-    assert re.fullmatch(r" +\d+\.\d s  {'row': \[1]}\n", capsys.readouterr().err)
+    config = make_config("task=bench", "bench=comms", "bench.device=cpu", "bench.sections=[skew]").bench
+    monkeypatch.setattr("mxep.integration.bench.comms.measure", measure)
+    results = run.run(config, 0, Console(stderr=True))
+    assert (results.ceilings, results.lines) == ({"copy TB/s": 4.0}, [{"shape": [1], "us": 1.2346}])
+    line = capsys.readouterr().err
+    assert re.fullmatch(r' +\d+\.\d s  {"section": "skew", "shape": \[1\], "us": 1\.2346}\n', line)
 
 
 def test_without_a_cuda_device_there_is_one_message(mxep):
@@ -137,28 +142,30 @@ def test_without_a_cuda_device_there_is_one_message(mxep):
     assert "Traceback" not in finished.err
 
 
+ROWS = [
+    {"case": "fast", "shape": [8, 4], "us": 100.0, "of copy": 0.95, "kernels": ["one_kernel"]},
+    {"case": "fast", "shape": [16, 4], "us": 100.04, "of copy": None},
+    {"case": "plain", "shape": [8, 4], "us": 200.0, "note": "as it is"},
+    {"case": "broken", "shape": [2, 8, 4], "error": "OutOfMemoryError: 3 GiB"},
+]
 MADE_UP = Report(
     "things",
-    Ceiling("copy", "bytes", "TB/s", 3.9, 4.0),
-    [
-        Line("fast", (8, 4), 100.0, 380_000_000, 0.9, ("one_kernel",), 2.5, {"torch.compile": 250.0}),
-        Line("fast", (16, 4), 100.0, 340_000_000, 0.9, ("one_kernel",), 2.5),
-        Line("plain", (8, 4), 200.0, 100_000_000, None, (), None, {"torch.compile": "KeyError: float8"}),
-        Line("broken", (2, 8, 4), "OutOfMemoryError: 3 GiB", 100, 0.9),
-    ],
+    {"copy TB/s": 4.0},
+    {"kernels": Section("Kernels", ("case", "shape"), {"us": ".1f", "of copy": ".2f"}, ROWS)},
     seconds=12.3,
 )
 
 
-def test_the_table_has_times_rates_shares_and_peers(capsys):
-    report.show(MADE_UP, Console())
+def test_the_table_has_labels_once_figures_and_remarks(capsys):
+    MADE_UP.show(Console())
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert " ".join(lines[0]) == "things: copy is 4.00 TB/s (3.90 before, 4.00 after)"
-    assert " ".join(lines[1]) == "shape us TB/s of copy target empty us torch.compile us"
-    assert lines[3] == ["fast", "8", "x", "4", "100.0", "3.80", "0.950", "0.90", "2.5", "250.0"]
-    assert lines[4] == ["16", "x", "4", "100.0", "3.40", "0.850", "0.90", "2.5"]
-    assert lines[5] == ["plain", "(plain", "torch)", "8", "x", "4", "200.0", "0.50", "0.125", "failed"]
-    assert lines[6] == ["broken", "2", "x", "8", "x", "4", "failed", "0.90"]
+    assert " ".join(lines[0]) == "things: copy TB/s 4; 12 s"
+    assert " ".join(lines[1]) == "Kernels"
+    assert " ".join(lines[2]) == "case shape us of copy"
+    assert lines[4] == ["fast", "8", "x", "4", "100.0", "0.95"]
+    assert lines[5] == ["16", "x", "4", "100.0"]
+    assert lines[6] == ["plain", "8", "x", "4", "200.0", "as", "it", "is"]
+    assert lines[7] == ["broken", "2", "x", "8", "x", "4", "OutOfMemoryError:", "3", "GiB"]
 
 
 def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
@@ -171,24 +178,10 @@ def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
     assert "1 of 4 lines failed" in capsys.readouterr().err
     assert out.read_text() == (tmp_path / "bench.json").read_text()
     results = json.loads(out.read_text())
-    assert results["commit"] == "abc123"
-    assert results["copy TB/s"] == {"before": 3.9, "after": 4.0}
+    assert (results["what"], results["commit"], results["ceilings"]) == ("things", "abc123", {"copy TB/s": 4.0})
     assert {"what", "device", "driver", "versions", "date", "command", "seconds"} <= results.keys()
-    fast, _, plain, broken = results["lines"]
-    assert fast == {
-        "name": "fast",
-        "shape": [8, 4],
-        "us": 100.0,
-        "bytes": 380_000_000,
-        "TB/s": pytest.approx(3.8),
-        "share": pytest.approx(0.95),
-        "target": 0.9,
-        "kernels": ["one_kernel"],
-        "empty us": 2.5,
-        "torch.compile us": 250.0,
-    }
-    assert plain["torch.compile us"] == "KeyError: float8"
-    assert (broken["us"], broken["TB/s"], broken["share"]) == ("OutOfMemoryError: 3 GiB", None, None)
+    assert results["versions"]["torch"] == torch.__version__
+    assert results["sections"] == {"kernels": ROWS}
 
 
 @needs_cuda
@@ -197,8 +190,10 @@ def test_small_shapes_are_measured_from_end_to_end(mxep, tmp_path: Path):
     finished = mxep("task=bench", shapes, "bench.compiled=[[1024,1024]]", "bench.cases=[rows,fold,weights_tiles]")
     assert finished.code == 0, finished.out + finished.err
     results = json.loads((tmp_path / "run" / "bench.json").read_text())
-    assert [line["name"] for line in results["lines"]] == ["rows", "rows", "fold", "fold", "weights_tiles"]
-    for line in results["lines"]:
+    lines = results["sections"]["kernels"]
+    assert [line["case"] for line in lines] == ["rows", "rows", "fold", "fold", "weights_tiles"]
+    for line in lines:
         assert line["kernels"]
+        assert 0 < line["of copy"] < 2
         assert 0 < line["empty us"] < line["us"] < 1000
         assert isinstance(line.get("torch.compile us", 0.0), float)

@@ -2,47 +2,48 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from mxep.integration.bench import comms, comms_picture, comms_timing
-from mxep.integration.bench.comms_cases import Alternative, Collective, Ours, Problem, Shape, Traffic, routing
-from mxep.integration.bench.comms_timing import FailedTogether, Timing
-from mxep.integration.bench.comms_verify import Verification
+from mxep.integration.bench import comms, comms_verify, picture, run
+from mxep.integration.bench.comms_cases import CALLS, Collective, Exchange, Problem, Shape, Traffic, routing
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.results import Report
+from mxep.integration.timer import Alternative
 
 HEADLINE, SWEEP = Shape(24, 64, 8, 2), Shape(16, 32, 4, 1)
 SHAPES = "bench.shapes={headline:[[24,64,8,2],[16,32,4,1],[16,32,3,1]],skew:[[24,64,8,2]],sweep:[[16,32,4,1]]}"
-SWEPT = {"dispatch mxfp8", "dispatch bf16", "return bf16", "gloo bf16", "gloo 8-bit", "gloo bf16, home"}
-SKEWED = {*SWEPT, "dispatch mxfp8, again", "return bf16, values", "plan"}
-OURS = ("dispatch mxfp8", "dispatch bf16", "return bf16", "dispatch mxfp8, again", "return bf16, values")
-EVERYTHING = {*SKEWED, *(f"{name}, {comms.FEW} SMs" for name in OURS)}
+SWEPT = {"dispatch mxfp8", "dispatch bf16", "combine bf16", "gloo bf16", "gloo 8-bit", "gloo bf16, combine"}
 DIRECT = {"direct mxfp8", "slots + gather mxfp8"}
+SKEWED = {*SWEPT, *CALLS} - DIRECT
+EVERYTHING = SKEWED | {f"{name}, {comms.FEW} SMs" for name in {*CALLS} - DIRECT - {"plan"}}
 
 
 def leaving(shape: Shape, skew: float = 0.0) -> dict[str, int]:
-    """Rows that leave the rank of 2 which sends most, counted one by one: for tokens, and for pairs; home likewise."""
+    """Rows that leave the rank of 2 which sends most, counted one by one: for tokens, and for pairs; back likewise."""
     tokens, pairs = [0, 0], [0, 0]
     for rank in range(2):
-        for chosen in routing(shape, skew, torch.Generator().manual_seed(1000 + rank)).tolist():
+        ids = routing(shape.tokens, shape.experts, shape.top_k, skew, torch.Generator().manual_seed(1000 + rank))
+        for chosen in ids.tolist():
             away = sum(expert * 2 // shape.experts != rank for expert in chosen)
             tokens[rank] += away > 0
             pairs[rank] += away
-    # What one of two ranks sends, the other brings home: the largest is the same.
+    # What one of two ranks sends, the other sends back: the largest is the same.
     return {"tokens": max(tokens), "pairs": max(pairs)}
 
 
 def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path: Path):
-    out, picture = tmp_path / "out.json", tmp_path / "picture.svg"
+    out, drawn = tmp_path / "out.json", tmp_path / "picture.svg"
     on_cpu = ("task=bench", "bench=comms", "bench.device=cpu", "parallel.ranks=2", "parallel.timeout=120")
-    finished = mxep(*on_cpu, SHAPES, f"bench.out={out}", f"bench.picture={picture}", "bench.commit=abc1234")
+    finished = mxep(*on_cpu, SHAPES, f"bench.out={out}", f"bench.picture={drawn}", "bench.commit=abc1234")
     assert finished.code == 0, finished.out + finished.err
     results = json.loads(out.read_text())
     assert {"what", "device", "versions", "date", "command", "seconds", "ceilings", "commit"} <= results.keys()
-    assert results["what"] == "mxep.comms, 2 ranks"
+    assert results["what"] == "mxep comms, 2 ranks"
     assert set(results["ceilings"]) == {"copy engines GB/s", "put of large rows GB/s"}
     wire = max(results["ceilings"].values())
     by_shape = {
@@ -72,25 +73,26 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
             assert row["wire GB/s"] == pytest.approx(row["wire bytes"] / row["us"] / 1e3, rel=1e-3)
             assert row["logical GB/s"] == pytest.approx(row["logical bytes"] / row["us"] / 1e3, rel=1e-3)
             assert row["of wire"] == pytest.approx(row["wire GB/s"] / wire, rel=1e-3)
-            peer = "gloo bf16, home" if what.startswith("return") or "home" in what else "gloo bf16"
+            peer = "gloo bf16, combine" if "combine" in what else "gloo bf16"
             assert row["x bf16"] == pytest.approx(us[peer] / us[what], rel=1e-3)
             assert row.get("x 8-bit") == (pytest.approx(us["gloo 8-bit"] / us[what], rel=1e-3) if narrow else None)
-    assert "return bf16, values, 32 SMs" in finished.out
-    assert "<svg" in picture.read_text()
+    assert "combine bf16, values, 32 SMs" in finished.out
+    assert "<svg" in drawn.read_text()
 
 
 def test_traffic_counts_a_token_once_a_rank_and_a_pair_each_time():
     ids = torch.tensor([[[0, 1], [2, 3]], [[0, 2], [1, -1]]])  # experts 0 and 1 on rank 0, 2 and 3 on rank 1
-    traffic = Traffic.of(ids, ranks=2, experts=4)
+    traffic = Traffic.of(ids, experts=4)
     assert traffic == Traffic(tokens=[[1, 1], [2, 1]], pairs=[[2, 2], [2, 1]])
-    lopsided = [[9, 1, 0], [4, 9, 5], [1, 2, 9]]
-    assert (Traffic.leaving(lopsided), Traffic.leaving(lopsided, home=True)) == (9, 5)
+    lopsided = Traffic(tokens=[[9, 1, 0], [4, 9, 5], [1, 2, 9]], pairs=[[9, 2, 0], [8, 9, 5], [2, 4, 9]])
+    assert (lopsided.leaving(), lopsided.leaving(combine=True)) == ((9, 13), (5, 10))
+    assert (lopsided.most_pairs, lopsided.capacity(10), lopsided.capacity(19)) == (19, 1.9, 1.25)
 
 
 def test_routing_draws_different_experts_and_skew_prefers_the_first():
     shape = Shape(4096, 32, 8, 3)
     for skew in (0.0, 1.0):
-        ids = routing(shape, skew, torch.Generator().manual_seed(0))
+        ids = routing(shape.tokens, shape.experts, shape.top_k, skew, torch.Generator().manual_seed(0))
         assert ids.dtype == torch.int32
         assert (ids.sort(1).values.diff(dim=1) > 0).all()
         share = ids[:, 0].bincount(minlength=8) / len(ids)
@@ -103,48 +105,47 @@ def tamper(rank: Rank) -> dict[str, list[str]]:
     """What verification finds where one thing is wrong, by the name of what is."""
     transport = comms.open_transport(rank)
     problem = Problem(transport, SWEEP, 0.0, 0)
-    ours, collective = Ours(problem, direct=True), Collective(problem, problem.bf16, torch.bfloat16)
+    exchange, collective = Exchange(problem, direct=True), Collective(problem, problem.bf16, torch.bfloat16)
 
     def findings() -> list[str]:
-        verification = Verification(problem)
-        verification.moves(ours, direct=True)
-        verification.collective(collective, problem.bf16)
-        return verification.wrong
+        found = comms_verify.differences(comms_verify.exchange(exchange, direct=True))
+        return found + comms_verify.differences(comms_verify.collective(collective, problem, problem.bf16))
 
     found = {"nothing": findings()}
-    dispatch, again, direct, back, out = ours.dispatch, ours.again, ours.direct, ours.back, collective.out
+    dispatch, again, direct, combine = exchange.dispatch, exchange.again, exchange.direct, exchange.combine
+    all_to_all = collective.dispatch
 
     def wrong_bits(parts):
         return dispatch([torch.cat((part[:, :-1], part[:, -1:] ^ 128), 1) for part in parts])
 
     def late_values(values=None):
-        sums, got = back(values)
+        sums, got = combine(values)
         return sums, None if got is None else got.roll(1, 0)
 
     def doubled(values=None):
-        sums, got = back(values)
+        sums, got = combine(values)
         return sums * 2, got
 
     def padded():
         grouped = direct()
-        for part in grouped.payload:
+        for part in grouped.parts:
             part.masked_fill_(grouped.plan.row_source[:, None] < 0, 1)
         return grouped
 
     def mixed():
-        return out().roll(1, 0)
+        return all_to_all().roll(1, 0)
 
     for name, where, wrong in (
         ("dispatch", "dispatch", wrong_bits),
-        ("values", "back", late_values),
-        ("sums", "back", doubled),
+        ("values", "combine", late_values),
+        ("sums", "combine", doubled),
         ("padding", "direct", padded),
-        ("again", "again", lambda parts: again([part.flip(0) for part in parts])),
+        ("again", "again", lambda parts: again([~part for part in parts])),  # what the dispatch before it brought
     ):
-        setattr(ours, where, wrong)
+        setattr(exchange, where, wrong)
         found[name] = findings()
-        delattr(ours, where)
-    collective.out = mixed
+        delattr(exchange, where)
+    collective.dispatch = mixed
     found["collective"] = findings()
     transport.close()
     return found
@@ -156,11 +157,11 @@ def test_verification_finds_each_thing_that_is_wrong():
         assert found.pop("nothing") == []
         for name, wrong in found.items():
             assert wrong, name
-            word = {"sums": "return bf16: at", "values": "return bf16, values: at", "padding": "direct, part 0"}
+            word = {"sums": "combine bf16: at", "values": "combine bf16, values: at", "padding": "direct, part 0"}
             assert any(word.get(name, name) in line for line in wrong), (name, wrong)
 
 
-def fail_on_one(rank: Rank) -> dict[str, str]:
+def fail_on_one(rank: Rank) -> dict[str, dict[str, object]]:
     transport = comms.open_transport(rank)
 
     def fail() -> None:
@@ -168,62 +169,53 @@ def fail_on_one(rank: Rank) -> dict[str, str]:
             raise KeyError("mine alone")
 
     def sleepy() -> None:
-        comms_timing.time.sleep(0.004 * rank.rank)
+        time.sleep(0.004 * rank.rank)
 
-    alternatives = {"fails": Alternative(fail), "works": Alternative(sleepy)}
-    found = comms_timing.round_robin(alternatives, transport)
+    alternatives = {"fails": Alternative(lambda: [fail]), "works": Alternative(lambda: [sleepy])}
+    found = comms.make_timer(transport).compare(alternatives)
     transport.close()
-    return {name: str(timing.us if isinstance(timing, Timing) else timing) for name, timing in found.items()}
+    return found
 
 
 def test_a_failure_of_one_rank_is_known_to_all_and_the_slowest_rank_counts():
     ranks = run_ranks(fail_on_one, world_size=2, device="cpu", timeout=60)
     assert ranks[0] == ranks[1]
-    assert ranks[0]["fails"] == "rank 1: KeyError: 'mine alone'"
-    assert float(ranks[0]["works"]) >= 4000
-    assert comms.figures(Alternative(lambda: None), FailedTogether("why")) == {"error": "why"}
-
-
-def test_figures_of_others_are_marked_as_not_run():
-    bench = comms.Bench(Rank(0, 4, torch.device("cpu")), 0, "NCCL", 355.0)
-    found = comms._elsewhere({"dispatch mxfp8": {"us": 262.0}}, bench, Shape(8192, 7168, 128, 8))
-    assert all("us" not in row and "not of this one" in row["note"] for row in found)
-    assert found[0]["note"] == f"524 us {comms.EARLIER}; dispatch mxfp8 here is 2.00 x as fast"
-    assert comms._elsewhere({}, bench, SWEEP) == []
+    assert ranks[0]["fails"] == {"error": "rank 1: KeyError: 'mine alone'"}
+    assert ranks[0]["works"]["us"] >= 4000
 
 
 def test_a_picture_is_drawn_from_results_alone(tmp_path: Path):
     row = {"shape": [1, 32, 4, 2], "what": "NCCL bf16", "us": 1.0, "wire bytes": 10, "logical bytes": 20}
     row |= {"wire GB/s": 0.1, "logical GB/s": 0.2}
-    broken = {"shape": [1, 32, 4, 2], "what": "return bf16", "error": "RuntimeError"}
+    broken = {"shape": [1, 32, 4, 2], "what": "combine bf16", "error": "RuntimeError"}
     file = tmp_path / "picture.svg"
     results = {"device": "NVIDIA H200", "ceilings": {"put GB/s": 355.0}, "sections": {"headline": [row, broken]}}
-    comms_picture.draw(results, file)
+    picture.draw(results, file)
     assert "<svg" in file.read_text()
-    with pytest.raises(ValueError, match="needs section sweep or headline: got no moves"):
-        comms_picture.draw({"sections": {"sweep": [broken]}}, file)
+    with pytest.raises(ValueError, match="needs section products, sweep, headline or stages: got no figures"):
+        picture.draw({"sections": {"sweep": [broken]}}, file)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["bench.device=tpu"], "bench.device: got 'tpu', wanted cuda or cpu"),
-        (["bench.sections=[heads]"], "bench.sections: got 'heads', wanted some of headline, skew, sweep"),
-        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of headline, skew, sweep"),
-        (["bench.shapes.skew=[[8,48,4,2]]"], "bench.shapes.skew: got [8, 48, 4, 2], wanted tokens, dim in 32s"),
-        (["bench.shapes.sweep=[[8,32,4,5]]"], "got [8, 32, 4, 5], wanted tokens, dim in 32s, experts and top-k of"),
+        (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda; cpu"),
+        (["bench.sections=[heads]"], "bench.sections: got 'heads', wanted some of headline; skew; sweep"),
+        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of headline; skew; sweep"),
+        (["bench.shapes.skew=[[8,48,4,2]]"], "got [8, 48, 4, 2], wanted 4 tokens, dim, experts, top-k, multiples of ["),
+        (["bench.shapes.sweep=[[8,32,4,5]]"], "got [8, 32, 4, 5], wanted 4 tokens, dim, experts, top-k"),
         (["bench.picture=/no/such/folder/x.svg"], "bench.picture: no such folder: /no/such/folder"),
     ],
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        comms.check(make_config("task=bench", "bench=comms", *overrides).bench)
+        run.check(make_config("task=bench", "bench=comms", *overrides).bench)
 
 
 def test_one_rank_alone_is_refused(make_config):
     config = make_config("task=bench", "bench=comms").bench
     with pytest.raises(ConfigError, match="wants at least 2 ranks, got 1"):
-        comms.measure_on_rank(Rank(0, 1, torch.device("cpu")), config, 0, print)
+        list(comms.measure(run.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="measures at least two GPUs")

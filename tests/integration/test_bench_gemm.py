@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,12 @@ from rich.console import Console
 from torch import Tensor
 
 from mxep.gemm import BACKENDS
-from mxep.integration.bench import gemm, gemm_cases, gemm_numerics, meter, roofline, run, timing
+from mxep.integration import timer
+from mxep.integration.bench import gemm, gemm_cases, gemm_numerics, picture, run
 from mxep.integration.bench.gemm_cases import PRODUCTS, SKEWS, Problem, group_sizes
-from mxep.integration.bench.timing import Timing, round_robin
 from mxep.integration.config import ConfigError
+from mxep.integration.snr import snr
+from mxep.integration.timer import Alternative, Timer
 
 CPU = torch.device("cpu")
 SHAPE = 96, 64, 128, 2
@@ -41,7 +42,7 @@ def problem(shape: tuple[int, ...] = SHAPE) -> Problem:
 
 
 def exact(p: Problem) -> dict[str, Tensor]:
-    out, dx, dw = gemm_numerics.products(p, (p.a, p.w), (p.dy, p.w), (p.dy, p.a))
+    out, dx, dw = gemm_numerics.products(p, p.a, p.w, p.dy, p.w, p.dy, p.a)
     return {"forward": out, "dgrad": dx, "wgrad": dw}
 
 
@@ -72,10 +73,10 @@ def test_alternatives_compute_the_same_product(product: str, backend: str):
     p = problem()
     wanted = exact(p)[product]
     bf16 = gemm_cases.bf16_product(product, p)()
-    assert gemm_numerics.snr(wanted, bf16) > 50  # a result rounded to 9 bits: 55 dB
-    ours = gemm_cases.our_product(product, BACKENDS[backend], p)()
-    assert gemm_numerics.snr(wanted, ours) > 27  # two operands in E4M3
-    assert ours.dtype == bf16.dtype == torch.bfloat16
+    assert snr(wanted, bf16) > 50  # a result rounded to 9 bits: 55 dB
+    mxep = gemm_cases.stages(BACKENDS[backend], p)[product][0]()
+    assert snr(wanted, mxep) > 27  # two operands in E4M3
+    assert mxep.dtype == bf16.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -84,7 +85,7 @@ def test_row_scaled_peers_get_the_same_product_in_the_layouts_that_torch_wants(p
     left, right, left_scale, right_scale = gemm_cases._row_scaled(product, p)
     assert left.stride(-1) == right.stride(-2) == 1
     values = left.double() * left_scale[:, None], right.double() * right_scale.unsqueeze(-2)
-    assert gemm_numerics.snr(exact(p)[product], (values[0] @ values[1]).reshape(exact(p)[product].shape)) > 27
+    assert snr(exact(p)[product], (values[0] @ values[1]).reshape(exact(p)[product].shape)) > 27
 
 
 @needs_row_scales
@@ -92,7 +93,7 @@ def test_row_scaled_peers_get_the_same_product_in_the_layouts_that_torch_wants(p
 def test_the_dense_row_scaled_product_is_the_same_product(product: str):
     p = problem((64, 64, 96, 1))
     dense = gemm_cases.dense_product(product, True, p)()
-    assert gemm_numerics.snr(exact(p)[product].reshape(dense.shape), dense) > 27
+    assert snr(exact(p)[product].reshape(dense.shape), dense) > 27
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -123,55 +124,80 @@ def test_steps_give_both_gradients_pre_quantized_or_not():
     for name, make in gemm_cases.steps(BACKENDS["reference"]).items():
         if name != "torchao fp8 row":
             da, dw = make(p)()
-            assert gemm_numerics.snr(wanted["dgrad"], da) > 24, name
-            assert gemm_numerics.snr(wanted["wgrad"], dw) > 24, name
+            assert snr(wanted["dgrad"], da) > 24, name
+            assert snr(wanted["wgrad"], dw) > 24, name
 
 
 def test_a_round_robin_changes_neighbours_and_keeps_what_fails_apart():
     order: list[str] = []
 
-    def alternative(name: str) -> Callable[[], list[timing.Call]]:
-        return lambda: [lambda: order.append(name)]
+    def alternative(name: str) -> Alternative:
+        return Alternative(lambda: [lambda: order.append(name)])
 
-    def broken() -> list[timing.Call]:
+    def broken() -> list[timer.Call]:
         raise KeyError("broken")
 
-    found = round_robin({"a": alternative("a"), "x": broken, "b": alternative("b")}, CPU)
-    assert order[:2] == ["a", "b"]  # each once to get ready
-    rounds = ["".join(order[i : i + 2]) for i in range(2, len(order), 2)]
-    assert len(rounds) == timing.ROUNDS
+    def missing() -> list[timer.Call]:
+        raise ImportError("not installed")
+
+    alternatives = {"a": alternative("a"), "x": Alternative(broken), "b": alternative("b"), "y": Alternative(missing)}
+    found = Timer(CPU, seconds=0.1, rounds=4).compare(alternatives)
+    assert order[:4] == ["a", "a", "b", "b"]  # one that compiles, one whose result counts
+    rounds = ["".join(order[i : i + 2]) for i in range(4, len(order), 2)]
+    assert len(rounds) == 4
     assert set(rounds) == {"ab", "ba"}
-    assert list(found) == ["a", "x", "b"]
-    assert isinstance(found["x"], KeyError)
-    assert isinstance(found["a"], Timing)
-    assert (found["a"].mhz, meter.open_meter(CPU)) == (None, None)
+    assert list(found) == ["a", "x", "b", "y"]
+    assert (found["x"], found["y"]) == ({"error": "KeyError: 'broken'"}, {"note": "not installed"})
+    assert list(found["a"]) == ["us"]
+    assert timer.open_meter(CPU) is None
+
+
+def test_what_fails_late_has_no_more_turns_and_what_is_shared_ends_all():
+    calls: list[int] = []
+
+    def fails() -> None:
+        calls.append(0)
+        if len(calls) > 3:
+            raise ValueError("worn out")
+
+    alternatives = {"fails": Alternative(lambda: [fails]), "works": Alternative(lambda: [lambda: None])}
+    found = Timer(CPU, seconds=0.1, rounds=4).compare(alternatives)
+    assert (found["fails"], list(found["works"])) == ({"error": "ValueError: worn out"}, ["us"])
+    assert len(calls) == 4
+    calls.clear()
+    with pytest.raises(timer.FailedOnRanks, match="worn out"):
+        Timer(CPU, seconds=0.1, rounds=4, shared=True).compare(alternatives)
+
+
+def test_what_is_inspected_is_the_first_result_after_a_reset():
+    total, seen = torch.zeros(()), []
+    accumulating = Alternative(
+        lambda: [lambda: total.add_(1)], reset=total.zero_, inspect=lambda x: seen.append(float(x))
+    )
+    Timer(CPU, seconds=0.1, rounds=2).compare({"accumulating": accumulating})
+    assert seen == [1.0]
+    assert total == 3  # two rounds more
 
 
 def test_folding_is_near_mx_on_ordinary_data_and_far_from_it_where_magnitudes_are_anti_aligned():
     random = torch.Generator().manual_seed(0)
     hopper = BACKENDS["hopper"]
     for row in gemm_numerics.compare("Gaussian", (128, 64, 256, 2), hopper, random):
-        assert min(row["MX"], row["ours"], row["wire"], row["dequant"]) > 27
-        assert min(row["ours / MX"], row["wire / MX"], row["wire / ours"]) > 60
+        assert min(row["MX"], row["mxep"], row["wire"], row["dequant"]) > 27
+        assert min(row["mxep / MX"], row["wire / MX"], row["wire / mxep"]) > 60
     out, *_ = gemm_numerics.compare("anti-aligned x30000", (128, 64, 256, 2), hopper, random)
     assert out["MX"] > 27
-    assert out["ours / MX"] < 40
+    assert out["mxep / MX"] < 40
 
 
 def test_sums_that_come_out_small_show_as_bias(monkeypatch: pytest.MonkeyPatch):
     def shrunk(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return 0.9 * (a.double() @ w.double().mT)
 
-    monkeypatch.setattr(gemm_numerics, "_SUMS", {"shrunk": shrunk})
+    monkeypatch.setattr(gemm_numerics, "SUMS", {"shrunk": shrunk})
     for data in ("Gaussian", "same sign"):
         (row,) = gemm_numerics.accumulation(data, (32, 32, 64, 1), torch.Generator().manual_seed(0))
         assert (row["bias"], row["dB"]) == (pytest.approx(-0.1), pytest.approx(20))
-
-
-def test_snr_tells_the_same_from_nan():
-    x = torch.ones(3)
-    assert gemm_numerics.snr(x, x) == gemm_numerics.SAME
-    assert not gemm_numerics.snr(x, x * torch.nan) <= gemm_numerics.SAME
 
 
 @needs_row_scales
@@ -184,7 +210,7 @@ def test_all_sections_are_measured_on_a_cpu_from_end_to_end(mxep, tmp_path: Path
     assert results["commit"] == "abc1234"
     assert list(results["sections"]) == list(gemm.SECTIONS)
     for name, rows in results["sections"].items():
-        section, _ = gemm.SECTIONS[name]
+        section = gemm.SECTIONS[name]
         assert rows
         assert all(set(section.labels) <= row.keys() and "error" not in row for row in rows), name
         assert all("note" in row or row.keys() & section.figures.keys() for row in rows), name
@@ -192,12 +218,12 @@ def test_all_sections_are_measured_on_a_cpu_from_end_to_end(mxep, tmp_path: Path
     assert steps["torchao fp8 row"]["note"].startswith("not installed: ")
     assert "us" not in steps["torchao fp8 row"]
     assert steps["bf16"]["x bf16"] == 1
-    ours = steps["ours mxfp8"]
-    assert ours["x bf16"] == pytest.approx(steps["bf16"]["us"] / ours["us"])
-    assert ours["TF"] == pytest.approx(6 * 96 * 64 * 128 / ours["us"] / 1e6)
+    mxep = steps["mxep mxfp8"]
+    assert mxep["x bf16"] == pytest.approx(steps["bf16"]["us"] / mxep["us"], rel=1e-3)
+    assert mxep["TF"] == pytest.approx(6 * 96 * 64 * 128 / mxep["us"] / 1e6, rel=1e-3)
     products = {(row["product"], row["what"]): row for row in results["sections"]["products"]}
     assert max(row.get("of dense", 0) for (_, what), row in products.items() if what.startswith("dense")) == 1
-    assert "ours mxfp8, pre-quantized" in finished.out
+    assert "mxep mxfp8, pre-quantized" in finished.out
     assert "<svg" in picture.read_text()
 
 
@@ -209,55 +235,39 @@ def test_a_shape_that_fails_leaves_the_others(make_config, monkeypatch: pytest.M
     config = make_config(*ON_CPU, SHAPES, "bench.sections=[numerics,accumulation]")
     results = run.run(config.bench, 0, Console(quiet=True))
     assert results.failed == 1
-    numerics, accumulation = results.to_json()["sections"].values()
-    (ended,) = numerics
+    (ended,) = results.sections["numerics"].rows
     assert (ended["shape"], ended["error"]) == ([64, 32, 64, 2], "ended early: RuntimeError: the device is gone")
-    assert len(accumulation) == 2 * len(gemm_numerics._SUMS)
+    assert len(results.sections["accumulation"].rows) == 2 * len(gemm_numerics.SUMS)
 
 
-def test_ratios_are_to_each_of_the_others_whichever_came_first(monkeypatch: pytest.MonkeyPatch):
-    fast, slow = Timing(10.0, 1500.0, 690.0), Timing(40.0)
-    timings = {"bf16": fast, "torchao fp8 row": slow, "ours mxfp8": ImportError("no"), "ours fp8": KeyError("yes")}
-    monkeypatch.setattr(gemm, "round_robin", lambda *_: timings)
-    bench = gemm.Bench(BACKENDS["reference"], torch.Generator().manual_seed(0), {})
-    bf16, torchao, missing, failed = gemm._steps(bench, SHAPE)
-    assert (bf16["x bf16"], bf16["x torchao"], torchao["x bf16"], torchao["x torchao"]) == (1, 4, 0.25, 1)
-    assert (bf16["MHz"], bf16["W"], bf16["TF"]) == (1500, 690, pytest.approx(6 * 96 * 64 * 128 / 10 / 1e6))
-    assert (missing["note"], failed["error"]) == ("no", "KeyError: 'yes'")
-
-
-def test_deepgemm_is_marked_as_not_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(gemm.DEEPGEMM, SHAPE, 1234)
-    bench = gemm.Bench(BACKENDS["reference"], torch.Generator().manual_seed(0), {})
-    (row,) = [row for row in gemm._products(bench, SHAPE) if row["what"] == "DeepGEMM"]
-    assert (row["product"], row["TF"], "us" in row) == ("forward", 1234, False)
-    assert "not of this one" in row["note"]
+def test_ratios_are_to_each_of_the_others_whichever_came_first():
+    rows = {"bf16": {"us": 10.0}, "torchao": {"us": 40.0}, "mxep": {"note": "no"}}
+    bf16, torchao, mxep = (gemm.beside(row, {"x bf16": rows["bf16"], "x ao": rows["torchao"]}) for row in rows.values())
+    assert (bf16["x bf16"], bf16["x ao"], torchao["x bf16"], torchao["x ao"]) == (1, 4, 0.25, 1)
+    assert mxep == {"note": "no"}
 
 
 def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
-    row = {"product": "wgrad", "shape": [1, 1, 1, 1], "what": "ours", "us": 1.0, "flop": 4e12, "bytes": 2e9, "TF": 1200}
+    row = {"product": "wgrad", "shape": [1, 1, 1, 1], "what": "mxep", "us": 1.0, "flop": 4e12, "bytes": 2e9, "TF": 1200}
     dense = {**row, "what": "dense fp8, row", "TF": 1300.0}
-    broken = {"product": "dgrad", "what": "ours", "error": "RuntimeError"}
+    broken = {"product": "dgrad", "what": "mxep", "error": "RuntimeError"}
     results = {"device": "NVIDIA H200", "ceilings": {"copy TB/s": 4.2}, "sections": {"products": [row, dense, broken]}}
     file = tmp_path / "picture.svg"
-    roofline.draw(results, file)
+    picture.draw(results, file)
     assert "<svg" in file.read_text()
-    with pytest.raises(ValueError, match="a roofline needs section 'products': got none"):
-        roofline.draw({"sections": {"products": [broken]}}, file)
+    with pytest.raises(ValueError, match="needs section products, sweep, headline or stages: got no figures"):
+        picture.draw({"sections": {"products": [broken]}}, file)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda, cpu"),
-        (["bench.backend=null"], "bench.backend: got 'None', wanted some of reference, dequant, hopper"),
-        (["bench.sections=[products,colors]"], "bench.sections: got 'colors', wanted some of products, steps, stages"),
-        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of layers, skew"),
-        (
-            ["bench.shapes.skew=[[64,64,32]]"],
-            "bench.shapes.skew: got [64, 64, 32], wanted rows, N, K in 32s and groups",
-        ),
-        (["bench.shapes.layers=[[64,48,32,2]]"], "bench.shapes.layers: got [64, 48, 32, 2], wanted rows, N, K in 32s"),
+        (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda; cpu"),
+        (["bench.backend=abacus"], "bench.backend: got 'abacus', wanted some of reference; dequant; hopper"),
+        (["bench.sections=[products,colors]"], "bench.sections: got 'colors', wanted some of products; steps; stages"),
+        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of layers; skew"),
+        (["bench.shapes.skew=[[64,64,32]]"], "bench.shapes.skew: got [64, 64, 32], wanted 4 rows, N, K, groups, mul"),
+        (["bench.shapes.layers=[[64,48,32,2]]"], "bench.shapes.layers: got [64, 48, 32, 2], wanted 4 rows, N, K, gro"),
         (["bench.picture=/no/such/folder/x.svg"], "bench.picture: no such folder: /no/such/folder"),
         (["bench.picture=x.svg", "bench.sections=[steps]"], "bench.picture: wants section products"),
     ],
@@ -268,7 +278,7 @@ def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides
 
 
 def test_bench_quant_measures_cuda_alone(make_config):
-    with pytest.raises(ConfigError, match=r"bench\.device: got 'cpu', wanted cuda"):
+    with pytest.raises(ConfigError, match=r"bench\.device: got 'cpu', wanted some of cuda"):
         run.run(make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, Console(quiet=True))
 
 

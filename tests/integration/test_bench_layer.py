@@ -11,52 +11,62 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mxep.integration.bench import layer, layer_counts, layer_picture, layer_stages, layer_verify
-from mxep.integration.bench.comms_cases import Traffic, everyone
-from mxep.integration.bench.layer_cases import CASE_NAMES, MX, STANDARD, Case, Problem, Shape
+from mxep.integration import snr as snr_module
+from mxep.integration.bench import layer, layer_cases, layer_host, layer_stages, layer_work, run
+from mxep.integration.bench.comms_cases import Traffic
+from mxep.integration.bench.layer_cases import BASELINE, MX, Case, Problem, Shape
 from mxep.integration.bench.layer_stages import Event, breakdown
 from mxep.integration.bench.standard import Groups, StandardLayer
+from mxep.integration.collective import all_gather_tensor
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.reference import Problem as Dense
-from mxep.integration.reference import Results, moe_layer, snr
+from mxep.integration.reference import Results, moe_layer
+from mxep.integration.results import Report
+from mxep.integration.schema import BenchConfig
+from mxep.integration.snr import snr
 
 TINY = Shape(24, 64, 32, 8, 2)
 TINY_SHAPE = "bench.shapes.tiny=[[24,64,32,8,2]]"
-ON_CPU = ("task=bench", "bench=layer", "bench.device=cpu", "parallel.timeout=120", f"+{TINY_SHAPE}")
-CASES = ("standard fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "bf16/all_to_all")
+HOST_SHAPE = "bench.shapes.host=[[24,64,32,4,2]]"
+ON_CPU = ("task=bench", "bench=layer", "bench.device=cpu", "parallel.timeout=300", f"+{TINY_SHAPE}", HOST_SHAPE)
+CASES = ("baseline fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "bf16/all_to_all")
 
 
 def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path: Path):
     out, picture = tmp_path / "out.json", tmp_path / "picture.svg"
     cases = f"bench.cases=[{','.join(json.dumps(case) for case in CASES)}]"
     files = f"bench.out={out}", f"bench.picture={picture}", "bench.commit=abc1234"
-    finished = mxep(*ON_CPU, "parallel.ranks=2", "bench.models=[tiny]", cases, *files)
+    finished = mxep(*ON_CPU, "parallel.ranks=2", "bench.models=[tiny,host]", cases, *files)
     assert finished.code == 0, finished.out + finished.err
     results = json.loads(out.read_text())
-    assert results["what"] == "mxep.ep, 2 ranks"
+    assert results["what"] == "mxep layer, 2 ranks"
     assert set(results["ceilings"]) == {"dense bf16 TF", "dense fp8 TF"}
     sections = results["sections"]
-    for name, skew in layer.SKEWS.items():
+    for name in ("layer", "stages", "memory", "skew"):
         for row in sections[name]:
-            assert (row["model"], row["shape"], row["ranks"], row["skew"]) == ("tiny", list(TINY), 2, skew)
+            assert (row["model"], row["shape"], row["ranks"], row["skew"]) == ("tiny", list(TINY), 2, name == "skew")
     for name in ("layer", "skew"):
         rows = {row["what"]: row for row in sections[name]}
-        assert list(rows) == [STANDARD, *CASES]
-        assert rows.pop("standard fp8")["note"].startswith(("not installed", "does not import", "needs CUDA"))
+        assert list(rows) == [BASELINE, *CASES]
+        assert rows.pop("baseline fp8")["note"].startswith(("not installed", "does not import", "needs CUDA"))
         for what, row in rows.items():
             assert row["TF"] == pytest.approx(18 * 24 * 2 * 64 * 32 / row["ms"] / 1e9, rel=1e-3)
-            assert row["x bf16"] == pytest.approx(rows[STANDARD]["ms"] / row["ms"], rel=1e-3)
-            assert row["x fwd"] == pytest.approx(rows[STANDARD]["fwd ms"] / row["fwd ms"], rel=1e-3)
-            if what != STANDARD:
-                assert row["dB"] == min(row["snr dB"].values()) >= Case.named(what).least_snr
+            assert row["x bf16"] == pytest.approx(rows[BASELINE]["ms"] / row["ms"], rel=1e-3)
+            assert row["x fwd"] == pytest.approx(rows[BASELINE]["fwd ms"] / row["fwd ms"], rel=1e-3)
+            if what != BASELINE:
+                assert row["dB"] == min(row["snr dB"].values()) >= Case(what).least_snr
                 assert row["snr dB"].keys() == {field.name for field in dataclasses.fields(Results)}
                 assert row["capacity"] >= 1.25
-    assert [row["what"] for row in sections["memory"]] == [STANDARD, *CASES]
+    assert [row["what"] for row in sections["memory"]] == [BASELINE, *CASES]
     assert all("note" in row for row in sections["memory"])
-    for what in (MX, STANDARD):
+    host = {row["what"]: row for row in sections["host"]}
+    assert list(host) == [BASELINE, *CASES, layer_host.PRODUCT]
+    assert host.pop("baseline fp8").keys() >= {"note"}
+    assert all(row["fwd ms"] > 0 and row["ms"] > 0 and row["fwd ops"] < row["ops"] for row in host.values())
+    for what in (MX, BASELINE):
         us = {row["stage"]: row["us"] for row in sections["stages"] if row["what"] == what}
-        totals = {total: us.pop(total) for total in layer_picture.TOTALS}
+        totals = {total: us.pop(total) for total in layer_stages.TOTALS}
         assert sum(us.values()) == pytest.approx(totals["sum"], rel=1e-3)
         assert totals["busy"] <= totals["whole"] * 1.001
     assert "<svg" in picture.read_text()
@@ -69,7 +79,8 @@ def compare_with_dense(rank: Rank) -> list[float]:
     leaves = [each.float().detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2)]
     out = StandardLayer(*leaves[2:], group=dist.group.WORLD)(leaves[0], p.ids, leaves[1])
     got = Results(out.detach(), *torch.autograd.grad(out, leaves, p.d_out.float()))
-    x, d_out, ids, weights, w13, w2 = (everyone(each) for each in (p.x, p.d_out, p.ids, p.weights, p.w13, p.w2))
+    operands = p.x, p.d_out, p.ids, p.weights, p.w13, p.w2
+    x, d_out, ids, weights, w13, w2 = map(all_gather_tensor, operands)
     floats = [each.flatten(0, 1).float() for each in (x, d_out, weights, w13, w2)]
     dense = moe_layer(Dense(floats[0], floats[1], ids.flatten(0, 1), *floats[2:]))
     tokens = slice(rank.rank * len(p.x), (rank.rank + 1) * len(p.x))
@@ -104,45 +115,43 @@ def problem_of(shape: Shape, traffic: Traffic) -> SimpleNamespace:
         w13=torch.empty(experts // 2, 2 * hidden, dim, **meta),
         w2=torch.empty(experts // 2, dim, hidden, **meta),
         traffic=traffic,
-        most_rows=max(map(sum, zip(*traffic.pairs))),
     )
 
 
 def test_flops_bytes_and_floor_are_those_counted_by_hand():
     # Rank 0 sends 3 of 4 tokens to rank 1, 5 pairs; rank 1 sends 2 tokens, 2 pairs. Rank 1 computes 5 + 6 rows.
     p = problem_of(Shape(4, 32, 64, 4, 2), Traffic(tokens=[[3, 3], [2, 4]], pairs=[[3, 5], [2, 6]]))
-    ours, standard, bf16 = Case.named(MX), Case.named(STANDARD), Case.named("bf16/all_to_all")
-    assert layer_counts.useful_flop(p) == 3 * 2 * 8 * 3 * 32 * 64
-    assert layer_counts.wire_bytes(p, ours) == (2 * 3 * 33, 2 * 3 * 64)
-    assert layer_counts.wire_bytes(p, standard) == layer_counts.wire_bytes(p, bf16) == (2 * 5 * 64, 2 * 5 * 64)
-    assert layer_counts.least_wire_bytes(p, "mxfp8") == 2 * 3 * 33 + 2 * 3 * 64
+    mx, baseline, bf16 = Case(MX), Case(BASELINE), Case("bf16/all_to_all")
+    assert layer_work.useful_flop(p) == 3 * 2 * 8 * 3 * 32 * 64
+    assert layer_work.wire_bytes(p, "mxfp8") == (2 * 3 * 33, 2 * 3 * 64)
+    assert layer_work.work(p, baseline)["NCCL"] == ("wire bytes", 2 * 5 * 64 + 2 * 5 * 64)
     weights = 2 * 3 * 64 * 32
-    assert layer_counts.least_memory_bytes(p, kept=False) == 4 * 4 * 32 * 2 + 2 * 2 * weights
-    assert layer_counts.least_memory_bytes(p, kept=True) == 4 * 4 * 32 * 2 + (1 + 2) * weights
+    assert layer_work.memory_bytes(p, kept=False) == 4 * 4 * 32 * 2 + 2 * 2 * weights
+    assert layer_work.memory_bytes(p, kept=True) == 4 * 4 * 32 * 2 + (1 + 2) * weights
     ceilings = {"copy TB/s": 4.0, "dense fp8 TF": 1000.0, "dense bf16 TF": 500.0}
     wanted = 18 * 11 * 32 * 64 / 1e15 + 582 / 450e9 + (1024 + 4 * weights) / 4e12
-    assert layer_counts.floor_ms(p, ours, ceilings) == pytest.approx(wanted * 1e3)
-    assert layer_counts.floor_ms(p, bf16, ceilings) > layer_counts.floor_ms(p, ours, ceilings)
-    assert layer_counts.floor_ms(p, ours, {"dense fp8 TF": 1.0}) is None
-    kept = layer_stages.work(p, Case.named(f"{MX}, kept"))
-    assert kept["quantize weights"][1] * 4 == layer_stages.work(p, ours)["quantize weights"][1] == 6 * weights
+    assert layer_work.floor_ms(p, mx, ceilings) == pytest.approx(wanted * 1e3)
+    assert layer_work.floor_ms(p, bf16, ceilings) > layer_work.floor_ms(p, mx, ceilings)
+    assert layer_work.floor_ms(p, mx, {"dense fp8 TF": 1.0}) is None
+    kept = layer_work.work(p, Case(f"{MX}, kept"))
+    assert kept["quantize weights"][1] * 4 == layer_work.work(p, mx)["quantize weights"][1] == 6 * weights
 
 
 def test_stages_are_summed_by_name_and_overlap_shows():
     events = [
-        Event("dispatch_kernel", 0, 10),
+        Event("put_rows_kernel", 0, 10),
         Event("void cutlass::device_kernel<gemm>", 5, 25),  # overlaps by 5
         Event("grouped_mm_kernel", 30, 40),  # after 5 of nothing
         Event("what_is_this", 40, 44),
     ]
     found = breakdown(reversed(events), steps=2)
-    assert found.us == {"push": 5, "GEMMs": 15, "other": 2}
-    assert (found.sum, found.busy, found.whole) == (22, 19.5, 22)
+    assert found.us == {"dispatch": 5, "GEMMs": 15, "other": 2, "sum": 22, "busy": 19.5, "whole": 22}
     assert found.others == ["what_is_this"]
     p = problem_of(Shape(4, 32, 64, 4, 2), Traffic(tokens=[[3, 3], [2, 4]], pairs=[[3, 5], [2, 6]]))
-    rows = {row["stage"]: row for row in layer_stages.rows(p, Case.named(MX), [found, found], {"dense fp8 TF": 1e-3})}
+    rows = {row["stage"]: row for row in layer_stages.rows(p, Case(MX), [found, found], {"dense fp8 TF": 1e-3})}
+    assert list(rows) == ["GEMMs", "dispatch", "other", *layer_stages.TOTALS]
     assert rows["GEMMs"]["share"] == pytest.approx(18 * 11 * 32 * 64 / 1e9 / 15e-6)
-    assert rows["push"]["left us"] == pytest.approx(5 - 2 * 3 * 33 / 450e3)
+    assert rows["dispatch"]["left us"] == pytest.approx(5 - 2 * 3 * 33 / 450e3)
     assert rows["other"]["note"] == "what_is_this"
     with pytest.raises(ValueError, match="saw no kernels"):
         breakdown([])
@@ -158,7 +167,7 @@ def test_stages_are_summed_by_name_and_overlap_shows():
         ("quantize_blocks_kernel", "quantize"),
         ("split_fold_tops_kernel", "split fold"),
         ("fold_kernel", "gather + fold"),
-        ("combine_kernel", "return"),
+        ("return_sums_kernel", "combine"),
         ("triton_poi_fused_index_where_0", "permute + pointwise"),
         ("void at::native::index_elementwise_kernel<128, 4>", "permute + pointwise"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
@@ -170,78 +179,69 @@ def test_a_kernel_has_the_stage_of_its_name(kernel: str, stage: str):
 
 
 def test_signal_to_noise_is_that_of_the_reference_and_finite(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layer_verify, "CHUNK", 10)
+    monkeypatch.setattr(snr_module, "CHUNK", 10)
     one = torch.randn(7, 9, generator=torch.Generator().manual_seed(0))
     other = one + 0.01 * torch.randn(7, 9, generator=torch.Generator().manual_seed(1))
-    assert layer_verify.signal_to_noise(one, other) == pytest.approx(snr(one, other))
-    assert layer_verify.signal_to_noise(one, one) == layer_verify.LIMIT
-    assert layer_verify.signal_to_noise(one, torch.full_like(one, math.nan)) == -layer_verify.LIMIT
+    assert snr(one, other) == pytest.approx(20 * math.log10(one.norm() / (one - other).norm()))
+    assert snr(one, one) == snr_module.LIMIT
+    assert snr(one, torch.full_like(one, math.nan)) == -snr_module.LIMIT
     with pytest.raises(ValueError, match=r"got shape \(9, 7\), wanted \(7, 9\)"):
-        layer_verify.signal_to_noise(one, one.T)
+        snr(one, one.T)
 
 
-def spoil(rank: Rank, shape: Shape) -> tuple[dict[str, dict[str, object]], list[object]]:
-    """Rows on one rank where a layer forgets a gradient's factor, and where one fails; what memory alone lists."""
+def spoil(rank: Rank, config: BenchConfig) -> list[dict[str, object]]:
+    """Rows on one rank where a layer forgets a gradient's factor, and where one fails."""
+    original = layer_cases.Mxep.step
 
-    class Wrong:
-        def __init__(self, p: Problem, name: str) -> None:
-            self.inner = layer.Case.named(MX).make(p, MX)
-            self.name = name
+    def step(self: layer_cases.Mxep) -> Results:
+        if self.micro_batches > 1:
+            raise RuntimeError("no step")
+        found = original(self)
+        return dataclasses.replace(found, dx=2 * found.dx)
 
-        def __getattr__(self, key: str) -> object:
-            return getattr(self.inner, key)
-
-        def step(self) -> Results:
-            if self.name.endswith("kept"):
-                raise RuntimeError("no step")
-            found = self.inner.step()
-            return dataclasses.replace(found, dx=2 * found.dx)
-
-    memory = [row["what"] for _, row in layer.Bench(rank, 0, None, {}).rows(["memory"], shape, 0.0)]
-    bench = layer.Bench(rank, 0, [MX, f"{MX}, kept"], {})
-    original = layer._made
-    layer._made = lambda case, p: original(case, p) if case.standard else (Wrong(p, case.name), None)
-    return {row["what"]: row for _, row in bench.rows(["layer"], shape, 0.0)}, memory
+    layer_cases.Mxep.step = step
+    sections = {"layer": layer.SECTIONS["layer"].empty()}
+    return [row for _, row in layer.measure(run.Bench(rank, config, 0, Report("", {}, sections)))]
 
 
-def test_a_layer_that_is_wrong_or_fails_has_no_figures_but_an_error():
-    ((rows, memory),) = run_ranks(spoil, (TINY,), world_size=1, device="cpu", timeout=60)
-    assert rows[STANDARD]["ms"] > 0
+def test_a_layer_that_is_wrong_or_fails_has_no_figures_but_an_error(make_config):
+    config = make_config(*ON_CPU, "bench.models=[tiny]", f'bench.cases=["{MX}","{MX}, kept"]').bench
+    (found,) = run_ranks(spoil, (config,), world_size=1, device="cpu", timeout=60)
+    rows = {row["what"]: row for row in found}
+    assert rows[BASELINE]["ms"] > 0
     assert "wanted 20 dB at least" in rows[MX]["error"]
     assert rows[MX]["snr dB"]["dx"] < 0.1 < 20 < rows[MX]["snr dB"]["out"]
     assert rows[f"{MX}, kept"]["error"] == "rank 0: RuntimeError: no step"
     assert "ms" not in rows[MX]
     assert "ms" not in rows[f"{MX}, kept"]
-    assert memory == [STANDARD, MX, f"{MX}, worst_case", f"{MX}, exact"]
-
-
-def test_a_picture_needs_stages(tmp_path: Path):
-    with pytest.raises(ValueError, match="needs section stages: got none"):
-        layer_picture.draw({"sections": {"layer": []}}, tmp_path / "picture.svg")
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["bench.device=tpu"], "bench.device: got 'tpu', wanted cuda or cpu"),
-        (["bench.sections=[heads]"], "bench.sections: got 'heads', wanted some of layer; stages; memory; skew"),
+        (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda; cpu"),
+        (["bench.sections=[heads]"], "bench.sections: got 'heads', wanted some of layer; stages; memory; skew; host"),
         (["bench.models=[gpt2]"], "bench.models: got 'gpt2', wanted some of deepseek_v3; "),
-        (["bench.cases=[fp4/symmetric]"], "bench.cases: got 'fp4/symmetric', wanted some of standard bf16; "),
-        (["bench.shapes.mixtral_8x7b=[[8,64,48,4,2]]"], "got [8, 64, 48, 4, 2], wanted tokens, dim and hidden dim in"),
-        (["bench.shapes.mixtral_8x7b=[[8,64,32,4,5]]"], "got [8, 64, 32, 4, 5], wanted tokens, dim and hidden dim in"),
+        (["bench.cases=[fp4/symmetric]"], "bench.cases: got 'fp4/symmetric', wanted some of baseline bf16; "),
+        (
+            ["bench.shapes.mixtral_8x7b=[[8,64,48,4,2]]"],
+            "got [8, 64, 48, 4, 2], wanted 5 tokens, dim, hidden dim",
+        ),
+        (
+            ["bench.shapes.mixtral_8x7b=[[8,64,32,4,5]]"],
+            "got [8, 64, 32, 4, 5], wanted 5 tokens, dim, hidden dim",
+        ),
         (["bench.picture=/no/such/folder/x.svg"], "bench.picture: no such folder: /no/such/folder"),
-        (["bench.picture=x.svg", "bench.sections=[skew]"], "bench.picture: wants section stages, which"),
+        (["bench.picture=x.svg", "bench.sections=[skew]"], "bench.picture: wants section stages in"),
     ],
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        layer.check(make_config("task=bench", "bench=layer", *overrides).bench)
+        run.check(make_config("task=bench", "bench=layer", *overrides).bench)
 
 
-def test_every_default_case_is_one_that_a_config_may_name(make_config):
-    names = ",".join(f'"{name}"' for name in CASE_NAMES)
-    layer.check(make_config("task=bench", "bench=layer", f"bench.cases=[{names}]").bench)
-    assert [Case.named(name).name for name in CASE_NAMES] == list(CASE_NAMES)
+def test_every_default_case_is_one_that_a_config_may_name():
+    assert {name for names in layer.CASES_OF.values() for name in names} <= set(layer.CASES)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="measures GPUs")

@@ -34,7 +34,7 @@ def test_every_dispatcher_and_every_base_recipe_is_a_choice():
 
 def test_the_recipe_section_changes_the_named_recipe(make_config: Callable[..., Config]):
     assert make_recipe(make_config()) == Recipe.mxfp8()
-    changed = make_config("recipe=mxfp8_e5m2", "recipe.mode=floor", "recipe.weight_block_size=32x32")
+    changed = make_config("recipe=mxfp8_e5m2", "recipe.mode=floor", "recipe.weight_block=32x32")
     assert make_recipe(changed) == Recipe.mxfp8(grad_fmt=E5M2, mode=ScaleMode.FLOOR, weight_block="32x32")
 
 

@@ -35,13 +35,12 @@ from torch.distributed.tensor import DTensor
 
 from mxep.gemm import Recipe
 
-from .bench.report import WIDTH, environment, git_commit
-from .bench.tables import Section
 from .config import ConfigError, make_recipe, to_json
 from .data import read_text
 from .launch import Rank
 from .mesh import Mesh, local
 from .progress import show_backend
+from .results import WIDTH, Section, environment, git_commit
 from .schema import Config
 from .train import Run, Trainer
 

@@ -127,7 +127,7 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    from .bench import ON_RANKS, PICTURES, report, run  # imports Triton, too
+    from .bench import ON_RANKS, PICTURES, run  # imports Triton, too
 
     if config.bench.name in ON_RANKS:
         run.check(config.bench)
@@ -137,7 +137,7 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
         result = run.run(config.bench, config.seed, Console(stderr=True, quiet=not reports()))
     if reports():
         files = [folder / "bench.json", *([Path(config.bench.out)] if config.bench.out else [])]
-        report.write(result, _command(), config.bench.commit, files)
+        _write(result.to_json(_command(), config.bench.commit), files)
         result.show(Console())
         if config.bench.picture:
             picture = importlib.import_module(PICTURES[config.bench.name])

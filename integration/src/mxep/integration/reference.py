@@ -25,6 +25,8 @@ from torch.nn import functional as F
 from mxep.gemm import Recipe
 from mxep.quant import MXFormat, quantize
 
+from .snr import snr as snr
+
 Quantizer = Callable[[Tensor], Tensor]
 
 
@@ -126,12 +128,6 @@ def moe_layer(problem: Problem, q: Quantizers = EXACT) -> Results:
         d_down_proj[expert] = q.gradient_tokens(d_y).T @ q.activation_tokens(h)
         d_gate_up_proj[expert] = q.gradient_tokens(d_gate_up).T @ q.activation_tokens(rows)
     return Results(out, dx, d_weights, d_gate_up_proj, d_down_proj)
-
-
-def snr(reference: Tensor, got: Tensor) -> float:
-    """Signal to noise in dB: 20 log10(|reference| / |reference - got|)."""
-    reference, got = reference.double(), got.double()
-    return 20 * torch.log10(reference.norm() / (reference - got).norm()).item()
 
 
 def _swiglu_backward(d_h: Tensor, gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,8 +30,10 @@ from .config import to_json
 from .launch import Rank, resolve_device
 from .mesh import Mesh, local
 from .progress import show_backend
-from .reference import EXACT, Problem, Results, moe_layer, quantizers, snr
+from .reference import EXACT, Problem, Results, moe_layer, quantizers
+from .results import environment, git_commit
 from .schema import Config
+from .snr import snr
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
@@ -86,8 +88,6 @@ def verify(rank: Rank, config: Config) -> list[Result]:
 
 def to_report(results: list[Result], config: Config, command: str) -> dict[str, Any]:
     """All checks, with where and of what they were made."""
-    from .bench.report import environment, git_commit  # imports Triton, for which other tasks need not wait
-
     sizes = to_json(config)["verify"]
     device = torch.device(resolve_device(config.parallel.device, config.ranks))
     return {

@@ -1,19 +1,17 @@
-"""What bench=comms times at one shape: moves of mxep.comms, and the collective of the same bytes.
+"""What bench=comms times at one shape: the exchange of mxep.comms, and the collective of the same bytes.
 
-    ours        dispatch (tables, rows, plan, barriers), again (rows alone), plan, return, direct
+    mxep        dispatch (tables, rows, plan, barriers), again (rows alone), plan, combine, direct
     collective  all_to_all_single, one row for each (token, expert) pair: split sizes known on the host beforehand, rows
                 permuted already, nothing unpermuted after: its best case
 
 T tokens a rank, D elements of a row, E experts, K experts a token, W ranks. A row of MXFP8 is D qdata and D/32 scales.
-What goes from rank s to rank r: tokens[s][r] rows of ours, a row for each token that r needs; pairs[s][r] rows of the
-collective. Payload counts, tables and signals do not.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +25,15 @@ from mxep.comms import (
     Slots,
     Transport,
     Workspace,
-    combine,
-    dispatch,
-    dispatch_to_rows,
     gather_rows,
     make_plan,
+    return_rows,
+    send_rows,
+    send_rows_to_groups,
+    start_send_rows,
 )
+
+from ..collective import all_gather_tensor
 
 BLOCK = 32  # elements that share a scale; groups are padded to as many rows
 SLACK = 1.25  # of the balanced load, the capacity that plans have room for, unless the routing needs more
@@ -51,73 +52,76 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows from each rank to each, by whom and to whom."""
+    """Rows from each rank to each: one for each token that a rank needs, and one for each (token, expert) pair."""
 
     tokens: list[list[int]]
     pairs: list[list[int]]
 
     @staticmethod
-    def of(ids: Tensor, ranks: int, experts: int) -> Traffic:
+    def of(ids: Tensor, experts: int) -> Traffic:
         """ids: (W, T, K) of all ranks."""
-        owner = ids.div(experts // ranks, rounding_mode="floor")
-        to = [owner == rank for rank in range(ranks)]
-        tokens = torch.stack([there.any(2).sum(1) for there in to], 1)
-        pairs = torch.stack([there.sum((1, 2)) for there in to], 1)
-        return Traffic(tokens.tolist(), pairs.tolist())
+        owner = ids.div(experts // len(ids), rounding_mode="floor")
+        masks = [owner == rank for rank in range(len(ids))]
+        tokens = torch.stack([mask.any(2).sum(1) for mask in masks], 1)
+        return Traffic(tokens.tolist(), torch.stack([mask.sum((1, 2)) for mask in masks], 1).tolist())
 
-    @staticmethod
-    def leaving(rows: list[list[int]], *, home: bool = False) -> int:
-        """Rows that leave the rank which sends most; home: on their way back."""
-        ranks = range(len(rows))
-        return max(sum(rows[r][q] if home else rows[q][r] for r in ranks if r != q) for q in ranks)
+    @property
+    def most_pairs(self) -> int:
+        """Of the rank whose experts get most."""
+        return max(map(sum, zip(*self.pairs)))
+
+    def capacity(self, pairs: int) -> float:
+        """Of a plan, as a multiple of the balanced load of `pairs` a rank: SLACK, or what this routing needs."""
+        return max(SLACK, self.most_pairs / pairs)
+
+    def leaving(self, *, combine: bool = False) -> tuple[int, int]:
+        """Rows for tokens and for pairs that leave the rank which sends most."""
+        return _leaving(self.tokens, combine), _leaving(self.pairs, combine)
 
 
-def routing(shape: Shape, skew: float, generator: torch.Generator) -> Tensor:
+def _leaving(rows: list[list[int]], combine: bool) -> int:
+    ranks = range(len(rows))
+    return max(sum(rows[r][q] if combine else rows[q][r] for r in ranks if r != q) for q in ranks)
+
+
+def routing(tokens: int, experts: int, top_k: int, skew: float, generator: torch.Generator) -> Tensor:
     """(T, K) int32, K different experts a token; expert i is as likely as 1 / (i + 1) ** skew.
 
     Drawn without replacement: the K largest of log-probability plus Gumbel noise.
     """
-    uniform = torch.rand(shape.tokens, shape.experts, generator=generator, device=generator.device)
-    rank_of_expert = torch.arange(1, shape.experts + 1, device=generator.device)
-    noise = -(-uniform.clamp_min(1e-20).log()).log()
-    return (noise - skew * rank_of_expert.log()).topk(shape.top_k, 1).indices.int()
+    uniform = torch.rand(tokens, experts, generator=generator, device=generator.device)
+    popularity = -skew * torch.arange(1, experts + 1, device=generator.device).log()
+    return (popularity - (-uniform.clamp_min(1e-20).log()).log()).topk(top_k, 1).indices.int()
 
 
 class Problem:
-    """Operands of one shape on this rank. Collective."""
+    """Operands of one shape on this rank. tables: what a dispatch brings of all ranks' routing. Collective."""
 
     def __init__(self, transport: Transport, shape: Shape, skew: float, seed: int) -> None:
         self.transport, self.shape = transport, shape
         self.rank, self.ranks, self.device = transport.rank, transport.world_size, transport.device
-        generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
-        options: dict[str, Any] = {"generator": generator, "device": self.device}
-        self.generator = generator
-        self.ids = routing(shape, skew, generator)
-        self.weights = torch.rand(self.ids.shape, **options)
+        self.generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
+        self.options: dict[str, Any] = {"generator": self.generator, "device": self.device}
+        self.ids = routing(shape.tokens, shape.experts, shape.top_k, skew, self.generator)
+        self.weights = torch.rand(self.ids.shape, **self.options)
         widths = shape.dim, shape.dim // BLOCK
-        self.mxfp8 = [torch.randint(256, (shape.tokens, n), dtype=torch.uint8, **options) for n in widths]
-        self.bf16 = [torch.randn(shape.tokens, shape.dim, **options).bfloat16().view(torch.uint8)]
-        self.all_ids = everyone(self.ids)
-        self.traffic = Traffic.of(self.all_ids, self.ranks, shape.experts)
+        self.mxfp8 = [torch.randint(256, (shape.tokens, n), dtype=torch.uint8, **self.options) for n in widths]
+        self.bf16 = [torch.randn(shape.tokens, shape.dim, **self.options).bfloat16().view(torch.uint8)]
+        self.all_ids = all_gather_tensor(self.ids)
+        self.traffic = Traffic.of(self.all_ids, shape.experts)
+        self.local_experts = shape.experts // self.ranks
+        tokens = torch.full((self.ranks,), shape.tokens, dtype=torch.int32, device=self.device)
+        self.tables = self.all_ids, all_gather_tensor(self.weights), tokens
 
-    @property
-    def local_experts(self) -> int:
-        return self.shape.experts // self.ranks
-
-    @property
-    def first_expert(self) -> int:
-        return self.rank * self.local_experts
-
-    @cached_property
+    @functools.cached_property
     def capacity(self) -> Capacity:
         """The same on all ranks; no row is left out."""
-        most = max(sum(column) for column in zip(*self.traffic.pairs))
-        return Capacity.factor(max(SLACK, most / self.ids.numel()))
+        return Capacity.factor(self.traffic.capacity(self.ids.numel()))
 
     def plan_of(self, tables: Tables) -> RoutingPlan:
         return make_plan(
             *tables,
-            first_expert=self.first_expert,
+            first_expert=self.rank * self.local_experts,
             num_local_experts=self.local_experts,
             alignment=BLOCK,
             capacity=self.capacity,
@@ -125,78 +129,63 @@ class Problem:
         )
 
 
-class Ours:
-    """Moves of mxep.comms on a workspace of their own. Collective. num_sms: see Workspace."""
+class Exchange:
+    """mxep.comms on a workspace of its own. Collective. num_sms: see Workspace. direct: whether to groups, too."""
 
     def __init__(self, problem: Problem, *, num_sms: int | None = None, direct: bool = False) -> None:
-        self.problem = problem
-        tokens, dim, experts, top_k = problem.shape
-        rows = problem.capacity.rows(
-            problem.ranks, tokens, top_k, num_local_experts=problem.local_experts, alignment=BLOCK
-        )
-        self.workspace = Workspace(
-            problem.transport,
-            max_tokens=tokens,
-            top_k=top_k,
-            dim=dim,
-            num_experts=experts,
-            direct_rows=rows if direct else 0,
-            num_sms=num_sms,
-        )
-        handle = dispatch(self.workspace, problem.mxfp8, problem.ids, problem.weights, async_op=True)
-        assert handle.tables is not None
-        ids, weights, num_tokens = handle.tables
-        self.tables = ids.clone(), weights.clone(), num_tokens.clone()
-        handle.wait()
-        self.plan = problem.plan_of(self.tables)
-        options: dict[str, Any] = {"generator": problem.generator, "device": problem.device}
-        self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **options)
-        self.values = torch.rand(rows, **options)
+        self.problem = p = problem
+        tokens, dim, experts, top_k = p.shape
+        rows = p.capacity.rows(p.ranks, tokens, top_k, num_local_experts=p.local_experts, alignment=BLOCK)
+        sizes = {"max_tokens": tokens, "top_k": top_k, "dim": dim, "num_experts": experts}
+        self.workspace = Workspace(p.transport, **sizes, direct_rows=rows if direct else 0, num_sms=num_sms)
+        _, self.plan = self.dispatch(p.mxfp8)
+        self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **p.options)
+        self.values = torch.rand(rows, **p.options)
 
     def dispatch(self, payload: Sequence[Tensor]) -> tuple[Slots, RoutingPlan]:
-        """Everything that a first move needs: the plan is made while rows travel."""
-        handle = dispatch(self.workspace, payload, self.problem.ids, self.problem.weights, async_op=True)
-        assert handle.tables is not None
-        plan = self.problem.plan_of(handle.tables)
-        return handle.wait(), plan
+        """Everything that a first dispatch needs: the plan is made while rows travel."""
+        sending = start_send_rows(self.workspace, payload, self.problem.ids, self.problem.weights)
+        assert sending.tables is not None
+        plan = self.problem.plan_of(sending.tables)
+        return sending.wait(), plan
 
     def again(self, payload: Sequence[Tensor]) -> Slots:
-        """A move whose plan is there."""
-        return dispatch(self.workspace, payload, self.problem.ids)
+        """A dispatch whose plan is there."""
+        return send_rows(self.workspace, payload, self.problem.ids)
 
     def make_plan(self) -> RoutingPlan:
-        return self.problem.plan_of(self.tables)
+        return self.problem.plan_of(self.problem.tables)
 
-    def back(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
+    def combine(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return return_rows(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
 
     def direct(self) -> GroupedRows:
+        """Straight to expert-major rows."""
         p = self.problem
-        return dispatch_to_rows(self.workspace, p.mxfp8, p.ids, p.weights, alignment=BLOCK, capacity=p.capacity)
+        return send_rows_to_groups(self.workspace, p.mxfp8, p.ids, p.weights, alignment=BLOCK, capacity=p.capacity)
 
-    def grouped(self) -> tuple[Tensor, ...]:
-        """What direct brings, by slots and a gather."""
+    def gathered(self) -> tuple[Tensor, ...]:
+        """What `direct` brings, by slots and a gather."""
         slots, plan = self.dispatch(self.problem.mxfp8)
         return gather_rows(slots.payload, plan.row_slot, plan.offs)
 
 
 class Collective:
-    """Rows of `payload`, side by side, of each (token, expert) pair to the expert's rank and home again."""
+    """Rows of `payload`, side by side, of each (token, expert) pair to the expert's rank and back again."""
 
     def __init__(self, problem: Problem, payload: Sequence[Tensor], dtype: torch.dtype) -> None:
         p = problem
-        self.sends, self.receives = p.traffic.pairs[p.rank], [row[p.rank] for row in p.traffic.pairs]
-        tokens = pairs_by_owner(p.ids, p.local_experts)
-        self.sent = torch.cat([part[tokens] for part in payload], 1).view(dtype)
-        self.received = self.sent.new_empty(sum(self.receives), self.sent.shape[1])
+        self.sizes = [row[p.rank] for row in p.traffic.pairs], p.traffic.pairs[p.rank]  # that come, that go
+        self.sent = torch.cat([part[pairs_by_owner(p.ids, p.local_experts)] for part in payload], 1).view(dtype)
+        self.received = self.sent.new_empty(sum(self.sizes[0]), self.sent.shape[1])
 
-    def out(self) -> Tensor:
-        dist.all_to_all_single(self.received, self.sent, self.receives, self.sends)
+    def dispatch(self) -> Tensor:
+        dist.all_to_all_single(self.received, self.sent, *self.sizes)
         return self.received
 
-    def home(self) -> Tensor:
-        """The rows that `out` brought, back to where they lay."""
-        dist.all_to_all_single(self.sent, self.received, self.sends, self.receives)
+    def combine(self) -> Tensor:
+        """The rows that `dispatch` brought, back to where they lay."""
+        dist.all_to_all_single(self.sent, self.received, self.sizes[1], self.sizes[0])
         return self.sent
 
 
@@ -206,63 +195,35 @@ def pairs_by_owner(ids: Tensor, experts_per_rank: int) -> Tensor:
     return owner.argsort(stable=True) // ids.shape[1]
 
 
-def everyone(mine: Tensor) -> Tensor:
-    """(W, ...) of all ranks' tensors of one shape. Collective."""
-    words = mine.contiguous().view(torch.uint8)
-    found = [torch.empty_like(words) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, words)
-    return torch.stack(found).view(mine.dtype)
+CALLS: dict[str, tuple[str, Callable[[Exchange], object]]] = {
+    "dispatch mxfp8": ("sweep", lambda e: e.dispatch(e.problem.mxfp8)),
+    "dispatch bf16": ("sweep", lambda e: e.dispatch(e.problem.bf16)),
+    "combine bf16": ("sweep", lambda e: e.combine()),
+    "dispatch mxfp8, again": ("few", lambda e: e.again(e.problem.mxfp8)),
+    "combine bf16, values": ("few", lambda e: e.combine(e.values)),
+    "plan": ("plan", lambda e: e.make_plan()),
+    "direct mxfp8": ("top-1", lambda e: e.direct()),
+    "slots + gather mxfp8": ("top-1", lambda e: e.gathered()),
+}
+"""What is timed of an exchange: name -> where (sweep: everywhere; few: on few multiprocessors, too), and how."""
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """A call to be timed.
-
-    rows: that leave the rank which sends most. pairs: that would, one for each (token, expert). row_bytes: of each.
-    graph: "must", "may" (timed without one where it cannot be captured) or "never" be in a CUDA graph.
-    """
-
-    call: Callable[[], object]
-    rows: int = 0
-    pairs: int = 0
-    row_bytes: int = 0
-    graph: str = "must"
+def calls(exchange: Exchange, *groups: str, suffix: str = "") -> dict[str, Callable[[], object]]:
+    """Those of CALLS that are of `groups`."""
+    chosen = {name: call for name, (group, call) in CALLS.items() if group in groups}
+    return {name + suffix: functools.partial(call, exchange) for name, call in chosen.items()}
 
 
-def moves(ours: Ours, *, every: bool, suffix: str = "") -> dict[str, Alternative]:
-    """The moves on slots. every: those, too, that a sweep does without."""
-    p = ours.problem
-    out = Traffic.leaving(p.traffic.tokens), Traffic.leaving(p.traffic.pairs)
-    home = Traffic.leaving(p.traffic.tokens, home=True), Traffic.leaving(p.traffic.pairs, home=True)
-    mx, bf16 = sum(part.shape[1] for part in p.mxfp8), 2 * p.shape.dim
-    found = {
-        "dispatch mxfp8": Alternative(lambda: ours.dispatch(p.mxfp8), *out, mx),
-        "dispatch bf16": Alternative(lambda: ours.dispatch(p.bf16), *out, bf16),
-        "return bf16": Alternative(ours.back, *home, bf16),
-    }
-    if every:
-        found["dispatch mxfp8, again"] = Alternative(lambda: ours.again(p.mxfp8), *out, mx)
-        found["return bf16, values"] = Alternative(lambda: ours.back(ours.values), *home, bf16)
-    return {name + suffix: alternative for name, alternative in found.items()}
+def leaving(name: str, p: Problem) -> tuple[int, int]:
+    """Bytes that leave the rank which sends most: as what is called `name` sends them, and by a row for each pair."""
+    if name == "plan":
+        return 0, 0
+    tokens, pairs = p.traffic.leaving(combine="combine" in name)
+    row_bytes = p.shape.dim + p.shape.dim // BLOCK if is_narrow(name) else 2 * p.shape.dim
+    in_pairs = name.startswith("direct") or not name.startswith(tuple(CALLS))
+    return (pairs if in_pairs else tokens) * row_bytes, pairs * row_bytes
 
 
-def direct_moves(ours: Ours) -> dict[str, Alternative]:
-    """Straight to expert-major rows, and the same rows by slots and a gather."""
-    p = ours.problem
-    rows, pairs = Traffic.leaving(p.traffic.tokens), Traffic.leaving(p.traffic.pairs)
-    mx = sum(part.shape[1] for part in p.mxfp8)
-    return {
-        "direct mxfp8": Alternative(ours.direct, pairs, pairs, mx),
-        "slots + gather mxfp8": Alternative(ours.grouped, rows, pairs, mx),
-    }
-
-
-def collectives(bf16: Collective, mx: Collective, traffic: Traffic, name: str) -> dict[str, Alternative]:
-    """name: of the library behind them."""
-    out, home = Traffic.leaving(traffic.pairs), Traffic.leaving(traffic.pairs, home=True)
-    wide, narrow = (each.sent.shape[1] * each.sent.itemsize for each in (bf16, mx))
-    return {
-        f"{name} bf16": Alternative(bf16.out, out, out, wide, "may"),
-        f"{name} 8-bit": Alternative(mx.out, out, out, narrow, "may"),
-        f"{name} bf16, home": Alternative(bf16.home, home, home, wide, "may"),
-    }
+def is_narrow(name: str) -> bool:
+    """Whether rows are MXFP8."""
+    return "mxfp8" in name or "8-bit" in name

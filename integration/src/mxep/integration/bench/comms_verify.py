@@ -3,121 +3,111 @@
     slots     slot (s, t) = row t of rank s, for every t that this rank needs
     plan      that of the CPU kernel, from the gathered ids
     direct    row i = row of its slot, zero on padding
-    return    sums of rows by hand, then an all-to-all of equal splits, then sums over ranks
+    combine   sums of rows by hand, then an all-to-all of equal splits, then sums over ranks
 
-Collective: all ranks go through all of it, whatever they find, and raise at the end.
+Each dispatch carries other bytes than the one before it, so that what an earlier one left is no right answer.
+Collective: all ranks go through all of it, whatever they find. A tensor is compared before the next call is made, which
+may write its memory again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comms_cases import Collective, Ours, Problem, everyone, pairs_by_owner
+from ..collective import all_gather_tensor
+from .comms_cases import Collective, Exchange, Problem, pairs_by_owner
+
+Expected = Iterator[tuple[str, Tensor, Tensor, Tensor | None]]
+"""What a tensor is, the tensor, what it must be, and which of its rows count, (n,) bool, None for all."""
 
 
-class Mismatch(RuntimeError):
-    """Some move brought other bytes than it should."""
-
-
-class Verification:
-    """Collects what differs. wrong: a line for each tensor, with the first place."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.wrong: list[str] = []
-
-    def close(self) -> None:
-        """Raise Mismatch if anything differed."""
-        if self.wrong:
-            raise Mismatch("; ".join(self.wrong))
-
-    def moves(self, ours: Ours, *, direct: bool) -> None:
-        """All moves of a workspace, once. direct: those to groups, too."""
-        p = self.problem
-        self._plan(ours)
-        here = (p.all_ids.div(p.local_experts, rounding_mode="floor") == p.rank).any(2).flatten()
-        for name, payload in (("mxfp8", p.mxfp8), ("bf16", p.bf16)):
-            wanted = [everyone(part).flatten(0, 1) for part in payload]
-            slots, plan = ours.dispatch(payload)
-            self._same_parts(f"dispatch {name}", slots.payload, wanted, here)
-            self._same("dispatch's plan", plan.slot_rows, ours.plan.slot_rows)
-            self._same_parts(f"dispatch {name}, again", ours.again(payload).payload, wanted, here)
-            if direct and name == "mxfp8":
-                valid = torch.arange(plan.max_rows, device=p.device) < plan.offs[-1]
-                rows = [_take(part, plan.row_slot) for part in wanted]
-                self._same_parts("direct", ours.direct().payload, rows, valid)
-                self._same_parts("slots + gather", ours.grouped(), rows, valid)
-        self._return(ours)
-
-    def collective(self, collective: Collective, payload: Sequence[Tensor]) -> None:
-        """It brings the rows of this rank's experts, by source and token, and takes them home again."""
-        p = self.problem
-        before = collective.sent.clone()
-        got = collective.out().view(torch.uint8)
-        rows = everyone(torch.cat(list(payload), 1))
-        wanted = []
-        for theirs, ids, sizes in zip(rows, p.all_ids, p.traffic.pairs):
-            start = sum(sizes[: p.rank])
-            wanted.append(theirs[pairs_by_owner(ids, p.local_experts)[start : start + sizes[p.rank]]])
-        self._same("the collective", got, torch.cat(wanted))
-        collective.sent.zero_()
-        self._same("the collective, home", collective.home(), before)
-
-    def _plan(self, ours: Ours) -> None:
-        p, plan = self.problem, ours.plan
-        weights, tokens = everyone(p.weights), torch.full((p.ranks,), p.shape.tokens, dtype=torch.int32)
-        wanted = p.plan_of((p.all_ids.cpu(), weights.cpu(), tokens))
-        lost = int(plan.overflow.sum())
-        if lost or int(plan.invalid):
-            self.wrong.append(f"plan: {lost} rows too many, {int(plan.invalid)} ids that are none")
-        for name in ("offs", "group_sizes", "slot_rows"):
-            self._same(f"plan.{name}", getattr(plan, name).cpu(), getattr(wanted, name))
-        valid = torch.arange(wanted.max_rows) < wanted.offs[-1]
-        for name in ("row_source", "row_slot", "row_weight"):
-            self._same(f"plan.{name}", getattr(plan, name).cpu(), getattr(wanted, name), valid)
-
-    def _return(self, ours: Ours) -> None:
-        p, slot_rows = self.problem, ours.plan.slot_rows
-        total = torch.zeros(len(slot_rows), p.shape.dim, device=p.device)
-        for row in slot_rows.unbind(1):
-            total += _take(ours.rows, row).float()
-        wanted = torch.zeros(p.shape.tokens, p.shape.dim, device=p.device)
-        for theirs in self._exchange(total.to(ours.rows.dtype)):
-            wanted += theirs.float()
-        of_pairs = torch.stack([_take(ours.values[:, None], row)[:, 0] for row in slot_rows.unbind(1)], 1)
-        values = self._exchange(of_pairs).sum(0)  # one rank has the pair, others have zeroes
-        out, _ = ours.back()
-        self._same("return bf16", out, wanted.to(out.dtype))
-        out, got = ours.back(ours.values)
-        assert got is not None
-        self._same("return bf16, values: rows", out, wanted.to(out.dtype))
-        self._same("return bf16, values", got, values)
-
-    def _exchange(self, mine: Tensor) -> Tensor:
-        """(W * T, n) by the rank they are for -> (W, T, n) by the rank they are from."""
-        there = torch.empty_like(mine)
-        dist.all_to_all_single(there, mine)
-        return there.view(self.problem.ranks, self.problem.shape.tokens, -1)
-
-    def _same_parts(self, what: str, got: Sequence[Tensor], wanted: Sequence[Tensor], valid: Tensor) -> None:
-        for i, (one, other) in enumerate(zip(got, wanted)):
-            self._same(f"{what}, part {i}", one, other, valid)
-
-    def _same(self, what: str, got: Tensor, wanted: Tensor, valid: Tensor | None = None) -> None:
-        """live: (n,) bool, rows to look at."""
+def differences(expected: Iterable[tuple[str, Tensor, Tensor, Tensor | None]]) -> list[str]:
+    """A line for each tensor that differs in any bit, with the first place."""
+    found = []
+    for what, got, wanted, mask in expected:
         if got.shape != wanted.shape:
-            self.wrong.append(f"{what}: got shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}")
-            return
+            found.append(f"{what}: got shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}")
+            continue
         differs = _bits(got) != _bits(wanted)
-        if valid is not None:
-            differs &= valid.view(-1, *(1 for _ in range(differs.dim() - 1)))
+        if mask is not None:
+            differs &= mask.view(-1, *(1 for _ in range(differs.dim() - 1)))
         if count := int(differs.sum()):
             place = tuple(differs.nonzero()[0].tolist())
-            self.wrong.append(f"{what}: at {place} got {got[place]}, wanted {wanted[place]}; {count} in all")
+            found.append(f"{what}: at {place} got {got[place]}, wanted {wanted[place]}; {count} in all")
+    return found
+
+
+def exchange(e: Exchange, *, direct: bool) -> Expected:
+    """All moves of a workspace, once. direct: those to groups, too."""
+    p = e.problem
+    yield from _plan(e)
+    needed = (p.all_ids.div(p.local_experts, rounding_mode="floor") == p.rank).any(2).flatten()
+    for name, payload in (("mxfp8", p.mxfp8), ("bf16", p.bf16)):
+        wanted = [all_gather_tensor(part).flatten(0, 1) for part in payload]
+        slots, plan = e.dispatch(payload)
+        yield from _parts(f"dispatch {name}", slots.payload, wanted, needed)
+        yield "dispatch's plan", plan.slot_rows, e.plan.slot_rows, None
+        again = e.again([~part for part in payload])
+        yield from _parts(f"dispatch {name}, again", again.payload, [~part for part in wanted], needed)
+        if direct and name == "mxfp8":
+            valid = torch.arange(plan.max_rows, device=p.device) < plan.offs[-1]
+            rows = [_take(part, plan.row_slot) for part in wanted]
+            yield from _parts("direct", e.direct().payload, rows, valid)
+            yield from _parts("slots + gather", e.gathered(), rows, valid)
+    yield from _combine(e)
+
+
+def collective(c: Collective, p: Problem, payload: Sequence[Tensor]) -> Expected:
+    """It brings the rows of this rank's experts, by source and token, and takes them back again."""
+    before, wanted = c.sent.clone(), []
+    c.received.view(torch.uint8).fill_(0xFF)
+    for theirs, ids, sizes in zip(all_gather_tensor(torch.cat(list(payload), 1)), p.all_ids, p.traffic.pairs):
+        start = sum(sizes[: p.rank])
+        wanted.append(theirs[pairs_by_owner(ids, p.local_experts)[start : start + sizes[p.rank]]])
+    yield "the collective", c.dispatch().view(torch.uint8), torch.cat(wanted), None
+    c.sent.view(torch.uint8).fill_(0xFF)
+    yield "the collective, combine", c.combine(), before, None
+
+
+def _plan(e: Exchange) -> Expected:
+    ids, weights, tokens = (table.cpu() for table in e.problem.tables)
+    wanted = e.problem.plan_of((ids, weights, tokens))
+    valid = torch.arange(wanted.max_rows) < wanted.offs[-1]
+    for name in ("offs", "group_sizes", "slot_rows", "overflow", "invalid"):
+        yield f"plan.{name}", getattr(e.plan, name).cpu(), getattr(wanted, name), None
+    yield "plan.overflow", wanted.overflow, torch.zeros_like(wanted.overflow), None
+    for name in ("row_source", "row_slot", "row_weight"):
+        yield f"plan.{name}", getattr(e.plan, name).cpu(), getattr(wanted, name), valid
+
+
+def _combine(e: Exchange) -> Expected:
+    slot_rows, p = e.plan.slot_rows.unbind(1), e.problem
+
+    def exchanged(rows: Tensor) -> Tensor:
+        """(W * T, n) by the rank they are for -> (W, T, n) by the rank they are from."""
+        arrived = torch.empty_like(rows)
+        dist.all_to_all_single(arrived, rows)
+        return arrived.view(p.ranks, p.shape.tokens, -1)
+
+    zero = torch.zeros((), device=p.device)
+    total = sum((_take(e.rows, row).float() for row in slot_rows), zero)
+    wanted = sum((theirs.float() for theirs in exchanged(total.to(e.rows.dtype))), zero).to(e.rows.dtype)
+    of_pairs = torch.cat([_take(e.values[:, None], row) for row in slot_rows], 1)
+    values = exchanged(of_pairs).sum(0)  # one rank has the pair, others have zeroes
+    yield "combine bf16", e.combine()[0], wanted, None
+    out, got = e.combine(e.values)
+    assert got is not None
+    yield "combine bf16, values: rows", out, wanted, None
+    yield "combine bf16, values", got, values, None
+
+
+def _parts(what: str, got: Sequence[Tensor], wanted: Sequence[Tensor], mask: Tensor) -> Expected:
+    for i, (one, other) in enumerate(zip(got, wanted)):
+        yield f"{what}, part {i}", one, other, mask
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

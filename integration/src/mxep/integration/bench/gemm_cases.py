@@ -1,12 +1,12 @@
-"""What bench=gemm compares: the three products of ragged groups, whole steps and their stages, by ours and by peers.
+"""What bench=gemm compares: the three products of ragged groups, whole steps and their stages, of mxep and its peers.
 
     forward  out = a w^T    dgrad  da = dy w    wgrad  dw = dy^T a     2 M N K flop each, of valid rows
     step     all three from bf16 operands, every quantization included, the weights' too
 
-An alternative is a function of a Problem that makes everything ready and returns the call to be timed. It raises
-ImportError or NotImplementedError where it cannot run. Peers are torch's own grouped mm: bf16; FP8 with a scale a row,
-whose sums stay in the tensor cores (fast) or leave them now and then (slow); torchao's on top of that; and a dense FP8
-product of the same M, N, K, with a scale a row or a tensor, as ceiling.
+A maker is a function of a Problem that makes everything ready and returns the call to be timed. Peers are torch's own
+grouped mm: bf16, the baseline; FP8 with a scale a row, whose sums stay in the tensor cores (fast) or leave them now and
+then (slow); torchao's on top of that; and a dense FP8 product of the same M, N, K, with a scale a row or a tensor, as
+ceiling.
 
 M rows, N out features, K in features, G groups.
 """
@@ -16,16 +16,18 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxep.gemm import Backend, Recipe, grouped_mm
-from mxep.quant import BLOCK, MXTensor, quantize
+from mxep.gemm import Backend, QuantizedWeight, Recipe, grouped_mm
+from mxep.gemm.backends.hopper import STEP, fp8_grouped_wgrad
+from mxep.quant import BLOCK, MXTensor, quantize, fold_for_wgrad
 
-from .timing import Call, describe
+from ..collective import describe
+from ..timer import Call
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x32")
@@ -39,8 +41,8 @@ SKEWS: Mapping[str, Callable[[int], list[float]]] = {
 
 
 def group_sizes(weights: Sequence[float], rows: int, alignment: int = BLOCK) -> list[int]:
-    """Multiples of `alignment` that sum up to `rows` (one, too), shared out by weight; what rounding leaves, from the
-    first group on. Example: weights 1, 1/2, 1/3 and 96 rows: 64, 32, 0."""
+    """Multiples of `alignment` that sum up to `rows`, shared out by weight; what rounding leaves, from the first group
+    on. Example: weights 1, 1/2, 1/3 and 96 rows: 64, 32, 0."""
     units = rows // alignment
     sizes = [int(units * weight / sum(weights)) for weight in weights]
     some = [g for g, weight in enumerate(weights) if weight]
@@ -59,23 +61,21 @@ class Problem:
     sizes: tuple[int, ...]
     ends: Tensor
 
-    @classmethod
-    def of(cls, a: Tensor, w: Tensor, dy: Tensor, sizes: Sequence[int]) -> Problem:
-        return cls(a, w, dy, tuple(sizes), torch.tensor(sizes, device=a.device).cumsum(0, dtype=torch.int32))
+    @staticmethod
+    def of(a: Tensor, w: Tensor, dy: Tensor, skew: str = "balanced") -> Problem:
+        sizes = tuple(group_sizes(SKEWS[skew](len(w)), len(a)))
+        return Problem(a, w, dy, sizes, torch.tensor(sizes, device=a.device).cumsum(0, dtype=torch.int32))
 
-    @classmethod
-    def gaussian(cls, shape: Sequence[int], generator: torch.Generator) -> Problem:
+    @staticmethod
+    def gaussian(shape: Sequence[int], generator: torch.Generator) -> Problem:
         """M, N, K, G of balanced groups."""
         m, n, k, g = shape
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=torch.bfloat16, generator=generator, device=generator.device)
-
-        return cls.of(draw(m, k), draw(g, n, k), draw(m, n), group_sizes(SKEWS["balanced"](g), m))
+        draw = functools.partial(torch.randn, dtype=torch.bfloat16, generator=generator, device=generator.device)
+        return Problem.of(draw(m, k), draw(g, n, k), draw(m, n))
 
     def skewed(self, skew: str) -> Problem:
         """The same rows in groups of other sizes."""
-        return Problem.of(self.a, self.w, self.dy, group_sizes(SKEWS[skew](len(self.sizes)), len(self.a)))
+        return Problem.of(self.a, self.w, self.dy, skew)
 
     def oversized(self, times: int) -> Problem:
         """The same groups in `times` as many rows."""
@@ -94,13 +94,13 @@ class Problem:
         return element * read + 2 * written
 
 
-Alternative = Callable[[Problem], Call]
+Maker = Callable[[Problem], Call]
 
 
-def need_cuda(x: Tensor) -> None:
+def need_cuda(device: torch.device) -> None:
     """NotImplementedError elsewhere."""
-    if not x.is_cuda:
-        raise NotImplementedError(f"needs CUDA, got {x.device}")
+    if device.type != "cuda":
+        raise NotImplementedError(f"needs CUDA, got {device}")
 
 
 def bf16_product(product: str, p: Problem) -> Call:
@@ -110,24 +110,19 @@ def bf16_product(product: str, p: Problem) -> Call:
 
 def _row_scaled(product: str, p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes (rows, C), (C, columns) or (G, C, columns), C contiguous in both, and fp32 scales a row, a column."""
-    left: Tensor
-    right: Tensor
-    if product == "forward":
-        left, right = quantize(p.a, block_size=None), quantize(p.w, block_size=None).mT
-    elif product == "dgrad":
-        left, right = quantize(p.dy, block_size=None), quantize(p.w, axis=-2, block_size=None)
-    else:
-        left, right = quantize(p.dy, axis=-2, block_size=None).mT, quantize(p.a, axis=-2, block_size=None)
+    one, other = {"forward": (p.a, p.w), "dgrad": (p.dy, p.w), "wgrad": (p.dy, p.a)}[product]
+    left = quantize(one, axis=-2, block_size=None).mT if product == "wgrad" else quantize(one, block_size=None)
+    right = quantize(other, block_size=None).mT if product == "forward" else quantize(other, axis=-2, block_size=None)
     assert isinstance(left, MXTensor)
     assert isinstance(right, MXTensor)
     return left.qdata, right.qdata, left.scale.float().squeeze(-1), right.scale.float().squeeze(-2)
 
 
 def row_product(product: str, fast: bool, p: Problem) -> Call:
-    need_cuda(p.a)
+    need_cuda(p.a.device)
     left, right, left_scale, right_scale = _row_scaled(product, p)
     if product == "wgrad":  # one scale for all groups, but an entry for each
-        left_scale, right_scale = (scale.repeat(len(p.sizes)) for scale in (left_scale, right_scale))
+        left_scale, right_scale = left_scale.repeat(len(p.sizes)), right_scale.repeat(len(p.sizes))
     scales = left_scale.contiguous(), right_scale.contiguous()
     return lambda: torch._scaled_grouped_mm(
         left, right, *scales, offs=p.ends, out_dtype=torch.bfloat16, use_fast_accum=fast
@@ -139,127 +134,111 @@ def dense_product(product: str, rows: bool, p: Problem) -> Call:
     left, right, left_scale, right_scale = _row_scaled(product, p)
     if product != "wgrad":
         right, right_scale = right[0], right_scale[0]
-    scales = left_scale[:, None].contiguous(), right_scale[None].contiguous()
-    if not rows:
-        scales = left_scale.new_ones(()), left_scale.new_ones(())
+    one = left_scale.new_ones(())
+    scales = (left_scale[:, None].contiguous(), right_scale[None].contiguous()) if rows else (one, one)
     return lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def our_product(product: str, backend: Backend, p: Problem) -> Call:
-    """Of operands that are as the backend wants them; for wgrad on Hopper: folded and transposed."""
-    return _stages(backend, p)[product]
-
-
-def _stages(backend: Backend, p: Problem) -> dict[str, Call]:
+def backend_products(
+    backend: Backend, p: Problem, a: Any, dy: Any, w: QuantizedWeight, out_dtype: torch.dtype
+) -> dict[str, Call]:
+    """The three of operands that are as the backend wants them."""
+    assert w.cols is not None
     recipe = Recipe.mxfp8()
-    quantize_a = functools.partial(backend.quantize_rows, p.a, recipe.fmt, recipe)
-    quantize_dy = functools.partial(backend.quantize_rows, p.dy, recipe.grad_fmt, recipe)
-    quantize_w = functools.partial(backend.quantize_weight, p.w, recipe)
-    a, dy, w = quantize_a(), quantize_dy(), quantize_w()
-    assert isinstance(a, MXTensor)
-    assert isinstance(dy, MXTensor)
-    assert w.colwise is not None
-    out_dtype = torch.bfloat16
-    forward = functools.partial(backend.forward, a, w.rowwise, p.ends, bias=None, out_dtype=out_dtype)
-    dgrad = functools.partial(backend.dgrad, dy, w.colwise, p.ends, out_dtype=out_dtype)
-    calls: dict[str, Call] = {
-        "quantize a": quantize_a,
-        "quantize w, both ways": quantize_w,
-        "forward": forward,
-        "quantize dy": quantize_dy,
-        "dgrad": dgrad,
+    return {
+        "forward": functools.partial(backend.forward, a, w.rows, p.ends, bias=None, out_dtype=out_dtype),
+        "dgrad": functools.partial(backend.dgrad, dy, w.cols, p.ends, out_dtype=out_dtype),
+        "wgrad": functools.partial(backend.wgrad, dy, a, p.ends, recipe=recipe, out_dtype=out_dtype),
     }
-    prepare = functools.partial(backend.prepare_wgrad, dy, a, p.ends, recipe)
-    if backend.name == "hopper":
-        calls["split fold"] = prepare
-        calls["wgrad"] = functools.partial(backend.wgrad, prepare(), p.ends, out_dtype=out_dtype)
-    else:
-        calls["wgrad"] = lambda: backend.wgrad(prepare(), p.ends, out_dtype=out_dtype)
-    return calls
 
 
 def stages(backend: Backend, p: Problem) -> dict[str, tuple[Call, int]]:
-    """What a step of ours consists of, in order, with the bytes that a stage must move, 0 for products."""
+    """What a step of mxep consists of, with the bytes that a stage must move, 0 for products.
+
+    bf16 in, qdata and scales out; a scale a row, and for weights also a column.
+    """
+    recipe, bf16 = Recipe.mxfp8(), torch.bfloat16
     m, n, k, weights = sum(p.sizes), p.dy.shape[1], p.a.shape[1], p.w.numel()
-    moved = {  # bf16 in, qdata and scales out; a scale a row, and for weights also a column
-        "quantize a": 3 * m * k + m,
-        "quantize w, both ways": 4 * weights + len(p.sizes) * (n + k),
-        "quantize dy": 3 * m * n + m,
-        "split fold": 2 * m * (k + n) + 2 * m,
+    quantize_a = functools.partial(backend.quantize_rows, p.a, recipe.fmt, recipe)
+    quantize_dy = functools.partial(backend.quantize_rows, p.dy, recipe.grad_fmt, recipe)
+    quantize_w = functools.partial(backend.quantize_weight, p.w, recipe, cols=True)
+    a, dy, w = quantize_a(), quantize_dy(), quantize_w()
+    found: dict[str, tuple[Call, int]] = {
+        "quantize a": (quantize_a, 3 * m * k + m),
+        "quantize dy": (quantize_dy, 3 * m * n + m),
+        "quantize w, both ways": (quantize_w, 4 * weights + len(p.sizes) * (n + k)),
     }
-    return {name: (call, moved.get(name, 0)) for name, call in _stages(backend, p).items()}
+    calls = backend_products(backend, p, a, dy, w, bf16)
+    if backend.name == "hopper":
+        assert isinstance(a, MXTensor)
+        assert isinstance(dy, MXTensor)
+        fold = functools.partial(fold_for_wgrad, a, dy, p.ends, align=STEP)
+        split = fold()
+        found["split fold"] = fold, 2 * m * (k + n) + 2 * m
+        calls["wgrad"] = lambda: fp8_grouped_wgrad(split.y_t, split.x_t, split.exponent, split.ends, bf16)
+    return found | {product: (call, 0) for product, call in calls.items()}
 
 
-def _step(
-    product: Callable[[Tensor, Tensor], Tensor], p: Problem, a: Tensor | None = None, dy: Tensor | None = None
-) -> Call:
+def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
     """Forward and backward of product(a, w); the result is both gradients."""
-    leaves = (p.a if a is None else a).detach().requires_grad_(), p.w.detach().requires_grad_()
-    gradient = p.dy if dy is None else dy
-    return lambda: torch.autograd.grad(product(*leaves), leaves, gradient)
+    leaves = p.a.detach().requires_grad_(), p.w.detach().requires_grad_()
+    return lambda: torch.autograd.grad(product(*leaves), leaves, p.dy)
 
 
 def bf16_step(p: Problem) -> Call:
     return _step(lambda a, w: torch._grouped_mm(a, w.mT, offs=p.ends), p)
 
 
-def torchao_step(p: Problem) -> Call:
-    product = torchao_product()
-    need_cuda(p.a)
-    return _step(lambda a, w: product(a, w.mT, p.ends, pad_token_groups_for_grouped_mm=False), p)
-
-
-def torchao_product() -> Callable[..., Tensor]:
-    """torchao's fp8 rowwise grouped mm, differentiable. ImportError, which says why, without it."""
+def torchao_product(device: torch.device) -> Callable[..., Tensor]:
+    """(a, w, ends) -> torchao's fp8 rowwise grouped mm, differentiable. ImportError, which says why, without it."""
     try:
         module: Any = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
-        product: Callable[..., Tensor] = module._to_fp8_rowwise_then_scaled_grouped_mm
+        product = module._to_fp8_rowwise_then_scaled_grouped_mm
     except ModuleNotFoundError as error:
         raise ImportError(f"not installed: {error}") from None
     except Exception as error:
         raise ImportError(f"does not import: {describe(error)}") from None
-    return product
+    need_cuda(device)
+
+    def call(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        out: Tensor = product(a, w.mT, ends, pad_token_groups_for_grouped_mm=False)
+        return out
+
+    return call
 
 
-def our_step(recipe: str, backend: Backend, p: Problem) -> Call:
+def mxep_step(recipe: str, backend: Backend, p: Problem) -> Call:
     return _step(lambda a, w: grouped_mm(a, w, p.ends, recipe=recipe, backend=backend), p)
 
 
 def prequantized_step(backend: Backend, p: Problem) -> Call:
     """a and dy arrive as MXTensors; weights are quantized before, as those of further micro-batches are."""
     recipe = Recipe.mxfp8()
-    weight = backend.quantize_weight(p.w, recipe)
+    weight = backend.quantize_weight(p.w, recipe, cols=True)
 
     def product(a: Tensor, w: Tensor) -> Tensor:
         return grouped_mm(a, w, p.ends, recipe=recipe, backend=backend, quantized_weight=weight)
 
-    return _step(product, p, recipe.quantize_activation(p.a), recipe.quantize_gradient(p.dy))
+    return _step(product, replace(p, a=recipe.quantize_activation(p.a), dy=recipe.quantize_gradient(p.dy)))
 
 
-def products(product: str, backend: Backend) -> dict[str, Alternative]:
-    """By name. The first is what others are compared with."""
+def products(product: str, backend: Backend) -> dict[str, Maker]:
+    """By name, the baseline first."""
     return {
         "bf16": functools.partial(bf16_product, product),
         "fp8 row, fast": functools.partial(row_product, product, True),
         "fp8 row, slow": functools.partial(row_product, product, False),
-        "ours": functools.partial(our_product, product, backend),
+        "mxep": lambda p: stages(backend, p)[product][0],  # operands as the backend wants them, on Hopper folded
         "dense fp8, row": functools.partial(dense_product, product, True),
         "dense fp8, tensor": functools.partial(dense_product, product, False),
     }
 
 
-def steps(backend: Backend) -> dict[str, Alternative]:
-    """By name."""
+def steps(backend: Backend) -> dict[str, Maker]:
+    """By name, the baseline first."""
     return {
         "bf16": bf16_step,
-        "torchao fp8 row": torchao_step,
-        **{f"ours {recipe}": functools.partial(our_step, recipe, backend) for recipe in RECIPES},
-        "ours mxfp8, pre-quantized": functools.partial(prequantized_step, backend),
+        "torchao fp8 row": lambda p: _step(functools.partial(torchao_product(p.a.device), ends=p.ends), p),
+        **{f"mxep {recipe}": functools.partial(mxep_step, recipe, backend) for recipe in RECIPES},
+        "mxep mxfp8, pre-quantized": functools.partial(prequantized_step, backend),
     }
-
-
-def skewed(product: str, backend: Backend) -> dict[str, Alternative]:
-    """bf16 and ours, of a product or of "step"."""
-    if product == "step":
-        return {"bf16": bf16_step, "ours": functools.partial(our_step, "mxfp8", backend)}
-    return {name: products(product, backend)[name] for name in ("bf16", "ours")}

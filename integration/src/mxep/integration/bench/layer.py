@@ -1,316 +1,245 @@
-"""bench=layer: the layer of mxep.ep on all ranks, forward and backward, beside the standard bf16 one, in one run.
+"""bench=layer: the layer of mxep.ep on all ranks, forward and backward, beside the baseline in bf16, in one run.
 
     layer    every case of layer_cases, balanced routing
-    stages   kernels of ours and of the standard layer, by stage (layer_stages)
+    stages   kernels of mxep and of the baseline, by stage (layer_stages)
     skew     some cases, where expert i is as likely as 1 / (i + 1)
-    memory   peak memory of ours by capacity; in use: over the standard layer's
+    memory   peak memory by capacity; in use: over the baseline's
+    host     what calls cost the host, at shapes "host" (layer_host)
 
-ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's (layer_timing)
-x bf16         how many times as fast as the standard bf16 layer; in JSON also x fwd, forward alone
-TF             flops of valid rows over ms (layer_counts)
+ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's. mxep's are
+               replays of one CUDA graph a step
+x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
+TF             flops of valid rows over ms (layer_work)
 peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
-floor ms       least time, of which the formula is in layer_counts; of floor: floor over ms
-dB             of the output and the gradients against the standard bf16 layer's, the least of all tensors and ranks,
-               checked on what is timed and before that; a case below its bound fails
-
-Each row is a JSON line as soon as it is there.
+floor ms       least time, of which the formula is in layer_work; of floor: floor over ms
+dB             of the output and the gradients against the baseline's, the least of all tensors and ranks, checked on
+               what is timed and before that; a case below its bound fails
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from mxep.ep import CASES
 from mxep.quant import BLOCK
 
-from ..config import ConfigError
-from ..rank import Rank
+from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from ..reference import Results as Tensors
-from ..schema import BenchConfig
-from . import layer_stages as stages
-from .comms_timing import FailedTogether, gathered, together
+from ..results import Row
+from ..snr import snr
+from ..timer import Alternative, Call, Run, Timer, failure, free_memory
+from . import layer_host, layer_stages
 from .gemm import ceilings
-from .layer_cases import CASE_NAMES, MX, STANDARD, SUFFIXES, Case, Layer, Problem, Shape
-from .layer_counts import floor_ms, useful_flop
-from .layer_timing import Memory, Run, Sustained, free_memory, prepare, round_robin
-from .layer_verify import compared
-from .tables import Results, Row, Section
+from .layer_cases import BASELINE, MX, NAMES, Case, Layer, Problem, Shape
+from .layer_work import floor_ms, useful_flop
+from .run import Bench, table
 
-SKEWS = {"layer": 0.0, "stages": 0.0, "memory": 0.0, "skew": 1.0}
-"""Section -> exponent of the experts' popularity; also all sections there are."""
-TIMED = ("layer", "skew")
 CASES_OF = {
-    "layer": CASE_NAMES,
-    "stages": (MX, STANDARD),
-    "memory": (STANDARD, MX, f"{MX}, worst_case", f"{MX}, exact"),
-    "skew": (STANDARD, MX, "bf16/symmetric"),
+    "layer": (BASELINE, "baseline fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric"),
+    "stages": (BASELINE, MX),
+    "memory": (BASELINE, MX, f"{MX}, worst_case", f"{MX}, exact"),
+    "skew": (BASELINE, MX, "bf16/symmetric"),
+    "host": layer_host.NAMES,
 }
 """Section -> its cases where the config names none."""
-FORWARD_SECONDS = 0.5  # of a stretch of forward alone
+HOST = "host"  # the kind of shapes that section host takes, experts of a rank
+FORWARD_SECONDS = 0.5
+GIB = 1 << 30
+
+DEVICES = ("cuda", "cpu")
+CASES = NAMES
+SHAPES = {"*": (1, BLOCK, BLOCK, 1, 1)}
+SHAPE = "tokens, dim, hidden dim, experts, top-k"
+PICTURED = ("stages",)
+TIMES = "fwd ms, ms, x bf16, TF, peak GiB, floor ms, of floor, MHz, W, dB"
+SECTIONS = {
+    "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
+    "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
+    "memory": table(f"memory; in use: over {BASELINE}", "model, what", "peak GiB, outside GiB, in use"),
+    "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
+    "host": table("host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, launches, allocations, ops"),
+}
 
 
-def check(config: BenchConfig) -> None:
-    """ConfigError for devices, sections, cases, models, shapes or folders that there are not."""
-    if config.device not in ("cuda", "cpu"):
-        raise ConfigError(f"bench.device: got {config.device!r}, wanted cuda or cpu")
-    names = (STANDARD, "standard fp8", *(f"{case}{suffix}" for case in CASES for suffix in SUFFIXES))
-    known = {"sections": tuple(SKEWS), "models": tuple(config.shapes), "cases": names}
-    for key, wanted in known.items():
-        for name in getattr(config, key) or ():
-            if name not in wanted:
-                raise ConfigError(f"bench.{key}: got {name!r}, wanted some of {'; '.join(wanted)}")
-    for model, shapes in config.shapes.items():
-        for shape in shapes:
-            fits = len(shape) == 5 and min(shape) >= 1 and not any(size % BLOCK for size in shape[1:3])
-            if not fits or shape[4] > shape[3]:
-                wanted_sizes = f"tokens, dim and hidden dim in {BLOCK}s, experts and top-k of them"
-                raise ConfigError(f"bench.shapes.{model}: got {list(shape)}, wanted {wanted_sizes}")
-    if config.picture is not None and not Path(config.picture).absolute().parent.is_dir():
-        raise ConfigError(f"bench.picture: no such folder: {Path(config.picture).parent}")
-    if config.picture is not None and "stages" not in (config.sections or SKEWS):
-        raise ConfigError("bench.picture: wants section stages, which bench.sections leaves out")
-
-
-def measure_on_rank(rank: Rank, config: BenchConfig, seed: int, say: Callable[[str], None]) -> Results:
-    """All sections, model by model; `say` gets each row when it is there. Collective, the same on all ranks."""
-    bench = Bench(rank, seed, config.cases, _ceilings(rank))
-    sections = {name: _section(name) for name in config.sections or SKEWS}
-    for model in config.models or config.shapes:
-        for shape in (Shape(*sizes) for sizes in config.shapes[model]):
-            if rank.device.type == "cuda":
-                # The standard layer is compiled for the widths of a shape; another's would make them variables.
+def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
+    """All sections, model by model. Collective, with the same rows on all ranks."""
+    if bench.report.sections.keys() - {HOST}:
+        # Of the slowest rank; all measure at the same time, as they work.
+        bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4, metered=False)))
+    for model in bench.config.models or bench.config.shapes:
+        for shape in (Shape(*sizes) for sizes in bench.config.shapes[model]):
+            about = {"model": model, "shape": list(shape), "ranks": bench.rank.world_size}
+            if bench.device.type == "cuda":
+                # The baseline is compiled for the widths of a shape; another's would make them variables.
                 importlib.import_module("torch._dynamo").reset()
-            for skew in dict.fromkeys(SKEWS[name] for name in sections):
-                names = [name for name in sections if SKEWS[name] == skew]
-                about = {"model": model, "shape": list(shape), "ranks": rank.world_size, "skew": skew}
-                for name, row in bench.rows(names, shape, skew):
-                    row = {key: _short(value) for key, value in {**about, **row}.items()}
-                    sections[name].rows.append(row)
-                    say(json.dumps({"section": name, **row}))
-    return Results(f"mxep.ep, {rank.world_size} ranks", bench.ceilings, sections)
+            for name in bench.report.sections:
+                if (name == HOST) == (model == HOST):
+                    skew = {} if name == HOST else {"skew": float(name == "skew")}
+                    for row in _section(bench, name, shape):
+                        yield name, about | skew | row
+                    free_memory(bench.device)
 
 
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _short(each) for key, each in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def _ceilings(rank: Rank) -> dict[str, float]:
-    """The least of all ranks, which measure at the same time, as they work."""
-    everyone = gathered(together(lambda: ceilings(rank.device)))
-    return {name: min(theirs[name] for theirs in everyone) for name in everyone[0]}
-
-
-@dataclass
-class Ready:
-    """A case at a shape, verified, or why it is not. row: what is known of it before it is timed."""
-
-    case: Case
-    row: Row = field(default_factory=dict)
-    layer: Layer | None = None
-    step: Run | None = None
-    forward: Run | None = None
+def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
+    chosen = bench.config.cases or CASES_OF[section]
+    names = tuple(dict.fromkeys((BASELINE, *chosen)))  # others are compared with the baseline
+    with ExitStack() as opened:
+        try:
+            if section == HOST:
+                yield from layer_host.rows(bench, shape, names, opened)
+            elif shape.experts % bench.rank.world_size:
+                yield {"what": "all", "note": f"{shape.experts} experts are not the same number on each rank"}
+            else:
+                skew = float(section == "skew")
+                p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed))
+                timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)  # main_grad adds up
+                yield from MEASURED[section](At(bench, p, timer, opened), names)
+        except FailedOnRanks as error:
+            yield {"what": "all", **failure(error)}
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What a visit to a shape needs. cases: names, None for those of the sections. ceilings: as gemm has them."""
+class At:
+    """A problem, and what sections need. opened: closes what is made."""
 
-    rank: Rank
-    seed: int
-    cases: list[str] | None
-    ceilings: dict[str, float]
+    bench: Bench
+    p: Problem
+    timer: Timer
+    opened: ExitStack
 
-    def rows(self, sections: list[str], shape: Shape, skew: float) -> Iterator[tuple[str, Row]]:
-        """(section, row) of all sections of one routing: layers are made once. Collective."""
-        if shape.experts % self.rank.world_size:
-            note = {"what": "all", "note": f"{shape.experts} experts are not the same number on each rank"}
-            yield from ((name, dict(note)) for name in sections)
-            return
-        with ExitStack() as open_layers:
-            open_layers.callback(free_memory, self.rank.device)
-            try:
-                yield from self._visit(sections, shape, skew, open_layers)
-            except FailedTogether as error:
-                yield from ((name, {"what": "all", "error": str(error)}) for name in sections)
+    def make(self, case: Case) -> Layer:
+        """Collective. Raises FailedOnRanks."""
+        layer = on_all_ranks(lambda: case.make(self.p))
+        self.opened.callback(layer.close)
+        return layer
 
-    def _visit(
-        self, sections: list[str], shape: Shape, skew: float, open_layers: ExitStack
-    ) -> Iterator[tuple[str, Row]]:
-        problem = together(lambda: Problem(self.rank, shape, skew, self.seed))
-        pool = Pool(self.rank.device)
-        reference = None
-        ready: dict[str, Ready] = {}
-        names = {section: self._names(section) for section in sections}
-        for name in dict.fromkeys((STANDARD, *(name for section in sections for name in names[section]))):
-            wanted = {section for section in sections if name in names[section]}
-            ready[name] = made = self._prepare(Case.named(name), problem, reference, pool, open_layers, wanted)
-            if name == STANDARD:
-                if made.step is None:
-                    raise FailedTogether(f"{name}: {made.row.get('error')}")
-                reference, made.step.result = made.step.result, None
-        reference = None
-        free_memory(self.rank.device)
-        for section in sections:
-            of_section = {name: ready[name] for name in names[section]}
-            if section in TIMED:
-                found = self._timed(problem, of_section)
-            elif section == "memory":
-                found = self._memory(of_section)
-            else:
-                found = (row for each in of_section.values() for row in self._stages(problem, each))
-            yield from ((section, row) for row in found)
+    def prepare(
+        self, layer: Layer, call: Call, inspect: Callable[[Tensors], None] | None = None, seconds: float | None = None
+    ) -> Run:
+        """A graph, or launched by the host where the layer is not made for one. Collective. Raises FailedOnRanks."""
+        graph = "may" if layer.in_graph else "never"
+        return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, layer.reset, inspect))
 
-    def _names(self, section: str) -> tuple[str, ...]:
-        """The standard layer first, which others are compared with, but where it stands beside ours."""
-        if section == "stages":
-            return tuple(name for name in CASES_OF[section] if not self.cases or name in (STANDARD, *self.cases))
-        return tuple(dict.fromkeys((STANDARD, *(self.cases or CASES_OF[section]))))
 
-    def _prepare(
-        self,
-        case: Case,
-        problem: Problem,
-        reference: Tensors | None,
-        pool: Pool,
-        open_layers: ExitStack,
-        sections: set[str],
-    ) -> Ready:
-        """Made, its memory measured, in a graph, compared, as its sections want it. Collective."""
-        ready = Ready(case, {"what": case.name})
-        if not case.standard and not case.name.endswith(("worst_case", "exact")):
-            ready.row["capacity"] = problem.capacity
-        device = problem.device
+def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
+    rows: dict[str, Row] = {}
+    layers: dict[str, Layer] = {}
+    runs: dict[str, Run] = {}
+    reference: list[Tensors] = []
+    for name in names:
+        case, row = Case(name), rows.setdefault(name, {"what": name} | _capacity(at.p, name))
         try:
-            layer, missing = together(lambda: _made(case, problem))
-            if layer is None:
-                ready.row["note"] = missing
-                return ready
-            open_layers.callback(layer.close)
-            memory = Memory(device)
-            together(lambda: memory.measure(layer.step))
-            if memory.peak is not None and memory.outside is not None:
-                ready.row |= {"peak GiB": memory.peak + memory.outside, "outside GiB": memory.outside}
-            if sections == {"memory"} and reference is not None:
-                return ready
-            options = {"in_graph": layer.in_graph, "pool": pool.handle}
-            step = prepare(layer.step, layer, device, **options)
-            if step.note is not None:
-                ready.row["note"] = step.note
-                pool.renew()
-            if reference is not None:
-                snr = compared(reference, step.result)
-                ready.row |= {"snr dB": snr, "dB": min(snr.values())}
-                if not min(snr.values()) >= case.least_snr:
-                    ready.row["error"] = f"wanted {case.least_snr:g} dB at least against {STANDARD}, got {snr}"
-                    return ready
-            if reference is not None:
-                step.result = None
-            if sections & set(TIMED):
-                options = {"in_graph": layer.in_graph and step.note is None, "pool": pool.handle}
-                ready.forward = prepare(layer.forward, layer, device, seconds=FORWARD_SECONDS, **options)
-                ready.forward.result = None
-            ready.layer, ready.step = layer, step
-        except FailedTogether as error:
-            ready.row["error" if "NotImplementedError" not in str(error) else "note"] = str(error)
-        return ready
+            layer = at.make(case)
+            row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device))  # type: ignore[misc]
+            step = at.prepare(layer, layer.step, lambda got, case=case, row=row: _compare(case, reference, got, row))  # type: ignore[misc]
+            runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
+            layers[name] = layer
+            row |= {"note": step.note} if step.note else {}
+        except FailedOnRanks as error:
+            if name == BASELINE:
+                raise
+            row |= failure(error)
+    reference.clear()
+    free_memory(at.bench.device)
+    timed = at.timer.measure(runs)
+    base: Row = rows[BASELINE]
+    for name, row in rows.items():
+        for what, column, ratio in ((f"fwd {name}", "fwd ms", "x fwd"), (name, "ms", "x bf16")):
+            found = timed.get(what, {})
+            row |= {key: value for key, value in found.items() if key != "us"}
+            if "us" in found:
+                row[column] = found["us"] / 1e3 / (layers[name].micro_batches if column == "ms" else 1)
+                row |= {ratio: base[column] / row[column]} if column in base else {}
+        if "ms" in row:
+            row["TF"] = useful_flop(at.p) / row["ms"] / 1e9
+            if (floor := floor_ms(at.p, Case(name), at.bench.ceilings)) is not None:
+                row |= {"floor ms": floor, "of floor": floor / row["ms"]}
+        yield row
 
-    def _timed(self, problem: Problem, ready: Mapping[str, Ready]) -> Iterator[Row]:
-        runs: dict[str, Run] = {}
-        for name, each in ready.items():
-            runs |= {key: run for key, run in ((name, each.step), (f"{name} fwd", each.forward)) if run is not None}
-        timings = round_robin(runs, self.rank.device)
-        rows = {name: self._figures(problem, each, timings) for name, each in ready.items()}
-        for row in rows.values():
-            for column, ratio in (("ms", "x bf16"), ("fwd ms", "x fwd")):
-                if column in row and column in rows[STANDARD]:
-                    row[ratio] = rows[STANDARD][column] / row[column]
-            yield row
 
-    def _memory(self, ready: Mapping[str, Ready]) -> Iterator[Row]:
-        base = ready[STANDARD].row.get("peak GiB")
-        for each in ready.values():
-            keys = ("what", "capacity", "peak GiB", "outside GiB", "note", "error")
-            row = {key: each.row[key] for key in keys if key in each.row}
-            if base and "peak GiB" in row:
+def _compare(case: Case, reference: list[Tensors], got: Tensors, row: Row) -> None:
+    """Adds SNR, of the rank where it is least, tensor by tensor. The first, the baseline's own, becomes the reference.
+
+    Raises FailedOnRanks below the case's bound. Collective.
+    """
+    if not reference:
+        reference.append(got)
+        return
+    names = [field.name for field in dataclasses.fields(Tensors)]
+    found = from_all_ranks(lambda: {name: snr(getattr(reference[0], name), getattr(got, name)) for name in names})
+    row["snr dB"] = {name: min(theirs[name] for theirs in found) for name in names}
+    row["dB"] = min(row["snr dB"].values())
+    if not row["dB"] >= case.least_snr:
+        raise FailedOnRanks(f"wanted {case.least_snr:g} dB at least against {BASELINE}, got {row['snr dB']}")
+
+
+def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
+    base: float | None = None
+    for name in names:
+        row: Row = {"what": name} | _capacity(at.p, name)
+        try:
+            layer = at.make(Case(name))
+            row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device))  # type: ignore[misc]
+            if "peak GiB" in row:
+                base = base or row["peak GiB"]
                 row["in use"] = row["peak GiB"] / base
-            elif "error" not in row and "peak GiB" not in row:
-                row.setdefault("note", "memory is measured on GPUs")
-            yield row
+            else:
+                row["note"] = "memory is measured on GPUs"
+        except FailedOnRanks as error:
+            row |= failure(error)
+        yield row
 
-    def _figures(self, p: Problem, ready: Ready, timings: Mapping[str, Sustained | FailedTogether]) -> Row:
-        row, layer = dict(ready.row), ready.layer
-        step, forward = timings.get(ready.case.name), timings.get(f"{ready.case.name} fwd")
-        if isinstance(forward, FailedTogether):
-            row["error"] = f"forward: {forward}"
-        if isinstance(step, FailedTogether):
-            row["error"] = str(step)
-        if layer is None or not isinstance(step, Sustained):
-            return row
-        row["ms"] = step.ms / layer.micro_batches
-        if isinstance(forward, Sustained):
-            row["fwd ms"] = forward.ms
-        row |= {"MHz": step.mhz, "W": step.watts}
-        row["TF"] = useful_flop(p) / row["ms"] / 1e9
-        if (floor := floor_ms(p, ready.case, self.ceilings)) is not None:
-            row |= {"floor ms": floor, "of floor": floor / row["ms"]}
-        return row
 
-    def _stages(self, problem: Problem, ready: Ready) -> Iterator[Row]:
-        case, run = ready.case, ready.step
-        if run is None:
-            kept: Row = {key: ready.row[key] for key in ("note", "error") if key in ready.row}
-            yield {"what": case.name, "stage": "all", **kept}
-            return
-        call = run.call
+def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
+    for name in names:
         try:
-            events = together(lambda: stages.profiled(call, problem.device))
-            seen = gathered(together(lambda: stages.breakdown(events, stages.STEPS)))
-        except FailedTogether as error:
-            yield {"what": case.name, "stage": "all", "error": str(error)}
-            return
-        for row in stages.rows(problem, case, seen, self.ceilings):
-            yield {"what": case.name, **row}
+            layer = at.make(Case(name))
+            step = at.prepare(layer, layer.step)
+            events = on_all_ranks(lambda step=step: layer_stages.kernels(step.replay, at.bench.device))  # type: ignore[misc]
+            seen = from_all_ranks(lambda events=events: layer_stages.breakdown(events, layer_stages.STEPS))  # type: ignore[misc]
+            for row in layer_stages.rows(at.p, Case(name), seen, at.bench.ceilings):
+                yield {"what": name, **row}
+        except FailedOnRanks as error:
+            yield {"what": name, "stage": "all", **failure(error)}
 
 
-class Pool:
-    """Memory that graphs of one shape share, as they never run side by side."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.renew()
-
-    def renew(self) -> None:
-        """After a capture that failed in it."""
-        self.handle: Any = torch.cuda.graph_pool_handle() if self.cuda else None
+MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {
+    "layer": _timed,
+    "stages": _stages,
+    "memory": _memory,
+    "skew": _timed,
+}
+"""Section -> what measures its rows."""
 
 
-def _made(case: Case, problem: Problem) -> tuple[Layer | None, str | None]:
-    """The layer, or why there cannot be any."""
-    try:
-        return case.make(problem, case.name), None
-    except (ImportError, NotImplementedError) as error:
-        return None, str(error)
+def _capacity(p: Problem, name: str) -> Row:
+    """What is known of a case beforehand."""
+    return {} if name.startswith("baseline") or name.endswith(("worst_case", "exact")) else {"capacity": p.capacity}
 
 
-def _section(name: str) -> Section:
-    if name == "stages":
-        title = "stages: kernels of a step by stage; share: of what bounds the stage"
-        figures = {"us": ".0f", "of sum": ".0%", "share": ".2f", "left us": ".0f"}
-        return Section(title, ("model", "what", "stage"), figures)
-    if name == "memory":
-        title = "memory: above operands and parameters, peers' memory included; in use: over standard bf16"
-        return Section(title, ("model", "what"), {"peak GiB": ".2f", "outside GiB": ".2f", "in use": ".2f"})
-    title = f"{name}; x: how many times as fast as {STANDARD}"
-    figures = {"fwd ms": ".2f", "ms": ".2f", "x bf16": ".2f", "TF": ".0f", "peak GiB": ".2f"}
-    figures |= {"floor ms": ".2f", "of floor": ".2f", "MHz": ".0f", "W": ".0f", "dB": ".1f"}
-    return Section(title, ("model", "what"), figures)
+def memory_of(step: Callable[[], object], device: torch.device) -> Row:
+    """Of a step launched by the host, once warmed up, in GiB above what was there before it; nothing on a CPU.
+
+    peak GiB: in the allocator and outside. outside GiB: peers' memory, libraries' buffers.
+    """
+    if device.type != "cuda":
+        return {}
+
+    def outside() -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    free_memory(device)
+    before, outside_before = torch.cuda.memory_allocated(), outside()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    apart = max(0, outside() - outside_before) / GIB
+    return {"peak GiB": (torch.cuda.max_memory_allocated() - before) / GIB + apart, "outside GiB": apart}

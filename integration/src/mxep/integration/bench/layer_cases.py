@@ -1,4 +1,4 @@
-"""What bench=layer times at one shape: MoE layers of mxep.ep, and the standard layer, of the same routing and weights.
+"""What bench=layer times at one shape: MoE layers of mxep.ep, and the baseline, of the same routing and weights.
 
     RECIPE/DISPATCHER              any of mxep.ep.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
                                    every step
@@ -6,7 +6,7 @@
                                    quantizes, as that of the first one
     RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
     ..., worst_case; ..., exact    with these capacities
-    standard bf16, standard fp8    standard.StandardLayer; fp8: its products by torchao, each row and column scaled
+    baseline bf16, baseline fp8    standard.StandardLayer; fp8: its products by torchao, each row and column scaled
 
 A step is forward and backward: gradients of x, of the routing weights and of both projections. Routing, that is ids and
 weights, is given: a router is what all have in common.
@@ -17,9 +17,8 @@ T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,21 +29,21 @@ from mxep.ep import CASES, MoE
 from mxep.gemm import quantize_weights_once
 from mxep.gemm.backends import select
 
+from ..collective import all_gather_tensor
 from ..mesh import local, share
 from ..rank import Rank
 from ..reference import Results
 from ..verify import FixedRouting
-from . import comms_cases
-from .comms_cases import SLACK, Traffic, everyone, routing
+from .comms_cases import Traffic, routing
 from .gemm_cases import torchao_product
 from .standard import StandardLayer, bf16_product
 
 KEPT = 4
-STANDARD = "standard bf16"
+BASELINE = "baseline bf16"
 MX = "mxfp8/symmetric"
-CASE_NAMES = (STANDARD, "standard fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric")
-"""Those of a run that names none."""
 SUFFIXES = ("", ", kept", ", main_grad", ", worst_case", ", exact")
+NAMES = (BASELINE, "baseline fp8", *(f"{case}{suffix}" for case in CASES for suffix in SUFFIXES))
+"""All cases."""
 
 
 class Shape(NamedTuple):
@@ -58,10 +57,10 @@ class Shape(NamedTuple):
 
 
 class Problem:
-    """Operands on this rank. Collective.
+    """Operands on this rank. Collective, but with a rank of one.
 
     x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D), w2: (e, D, F).
-    traffic: of all ranks.
+    traffic: of all ranks. capacity: of a plan, as a multiple of the balanced load.
     """
 
     def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int) -> None:
@@ -73,53 +72,45 @@ class Problem:
             options: dict[str, Any] = {"generator": generator, "device": self.device}
             return torch.randn(sizes, dtype=torch.bfloat16, **options).mul_(std)
 
-        self.ids = routing(comms_cases.Shape(tokens, dim, experts, top_k), skew, generator)
+        self.ids = routing(tokens, experts, top_k, skew, generator)
         scores = torch.rand(self.ids.shape, generator=generator, device=self.device) + 0.1
         self.weights = scores / scores.sum(1, keepdim=True)
         self.x, self.d_out = draw(tokens, dim), draw(tokens, dim)
-        self.w13 = draw(self.local_experts, 2 * hidden, dim, std=dim**-0.5)
-        self.w2 = draw(self.local_experts, dim, hidden, std=hidden**-0.5)
-        self.traffic = Traffic.of(everyone(self.ids), self.ranks, experts)
-
-    @property
-    def local_experts(self) -> int:
-        return self.shape.experts // self.ranks
-
-    @property
-    def most_rows(self) -> int:
-        """Pairs of the rank whose experts get most."""
-        return max(sum(int(pairs) for pairs in column) for column in zip(*self.traffic.pairs))
-
-    @property
-    def capacity(self) -> float:
-        """Of a plan, as a multiple of the balanced load: SLACK, or what this routing needs."""
-        return max(SLACK, self.most_rows / self.ids.numel())
+        own = experts // self.ranks
+        self.w13, self.w2 = draw(own, 2 * hidden, dim, std=dim**-0.5), draw(own, dim, hidden, std=hidden**-0.5)
+        self.traffic = Traffic.of(all_gather_tensor(self.ids) if self.ranks > 1 else self.ids[None], experts)
+        self.capacity = self.traffic.capacity(self.ids.numel())
 
 
-class Layer(Protocol):
-    """micro_batches: in a step. in_graph: whether it is made for a CUDA graph."""
+class Layer:
+    """A layer on a problem. in_graph: whether it is made for a CUDA graph. leaves: x, weights, w13, w2."""
 
-    micro_batches: int
-    in_graph: bool
+    micro_batches = 1  # in a step
+    in_graph = False
+    p: Problem
+    leaves: tuple[Tensor, ...]
 
-    def forward(self) -> Tensor: ...
+    def out(self) -> Tensor:
+        raise NotImplementedError
 
-    def step(self) -> Results: ...
+    def forward(self) -> Tensor:
+        return self.out().detach()
+
+    def step(self) -> Results:
+        out = self.out()
+        return Results(out.detach(), *torch.autograd.grad(out, self.leaves, self.p.d_out))
 
     def reset(self) -> None:
         """Forget what steps have accumulated."""
-        ...
 
     def check(self) -> None:
         """Raise what went wrong on the device."""
-        ...
 
     def close(self) -> None:
         """Let go of what peers map."""
-        ...
 
 
-class Ours:
+class Mxep(Layer):
     """An MoE on the problem's weights. Raises NotImplementedError where the MoE does not offer what is asked."""
 
     in_graph = True
@@ -129,10 +120,9 @@ class Ours:
         recipe, dispatcher = CASES[case].recipe, CASES[case].dispatcher
         if dispatcher == "local" and p.ranks > 1:
             raise NotImplementedError("one rank's experts alone, all of them: parallel.ranks=1")
-        self.p, self.name = p, name
+        self.p = p
         self.micro_batches = KEPT if suffix == "kept" else 1
         capacities = {"worst_case": Capacity.worst_case(), "exact": Capacity.exact()}
-        backend = select("auto", p.device)
         self.router = FixedRouting(p.ids, p.weights)
         self.moe = MoE(
             p.shape.dim,
@@ -145,8 +135,8 @@ class Ours:
             capacity=capacities.get(suffix, Capacity.factor(p.capacity)),
             max_tokens=p.shape.tokens,
             router=self.router,
-            backend=backend,  # type: ignore[arg-type,unused-ignore]
-            gradient_reduction="sum",  # as the standard layer's
+            backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]
+            gradient_reduction="sum",  # as the baseline's
             device=p.device,
         )
         experts = self.moe.experts
@@ -160,14 +150,14 @@ class Ours:
             for weight, main_grad in zip(self.leaves[2:], self.main_grads):
                 weight.main_grad = main_grad  # type: ignore[attr-defined]
 
-    def forward(self) -> Tensor:
+    def out(self) -> Tensor:
         out: Tensor = self.moe(self.x)
-        return out.detach()
+        return out
 
     def step(self) -> Results:
         with quantize_weights_once() if self.micro_batches > 1 else contextlib.nullcontext():
             for _ in range(self.micro_batches):
-                out = self.moe(self.x)
+                out = self.out()
                 found = torch.autograd.grad(out, self.leaves, self.p.d_out, allow_unused=True)
         if self.main_grads:
             if found[2] is not None or found[3] is not None:
@@ -186,21 +176,16 @@ class Ours:
         self.moe.close()
 
 
-class Standard:
+class Baseline(Layer):
     """The standard layer, launched by the host, which reads sizes in every step. Raises ImportError without torchao."""
-
-    micro_batches = 1
-    in_graph = False
 
     def __init__(self, p: Problem, name: str) -> None:
         product = bf16_product
-        if name != STANDARD:
-            quantized = torchao_product()
-            if p.device.type != "cuda":
-                raise NotImplementedError(f"needs CUDA, got {p.device}")
+        if name != BASELINE:
+            quantized = torchao_product(p.device)
 
             def product(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-                return quantized(rows, w.mT, ends, pad_token_groups_for_grouped_mm=False)
+                return quantized(rows, w, ends)
 
         self.p = p
         self.leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))
@@ -208,43 +193,26 @@ class Standard:
         self.group = dist.new_group()
         self.layer = StandardLayer(*self.leaves[2:], group=self.group, product=product)
 
-    def forward(self) -> Tensor:
-        return self._out().detach()
-
-    def step(self) -> Results:
-        out = self._out()
-        return Results(out.detach(), *torch.autograd.grad(out, self.leaves, self.p.d_out))
-
-    def reset(self) -> None: ...
-
-    def check(self) -> None: ...
+    def out(self) -> Tensor:
+        return self.layer(self.leaves[0], self.p.ids, self.leaves[1])
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)
 
-    def _out(self) -> Tensor:
-        return self.layer(self.leaves[0], self.p.ids, self.leaves[1])
-
 
 @dataclass(frozen=True)
 class Case:
-    """name: of the list above. recipe: what its products and its rows on the wire are."""
+    """name: one of NAMES. recipe: what its products and its rows on the wire are."""
 
     name: str
-    recipe: str
-    make: Callable[[Problem, str], Layer]
-
-    @staticmethod
-    def named(name: str) -> Case:
-        """KeyError for a name that is none."""
-        if name.startswith("standard "):
-            return {each: Case(each, each.split()[1], Standard) for each in (STANDARD, "standard fp8")}[name]
-        base = next(name.removesuffix(suffix) for suffix in reversed(SUFFIXES) if name.endswith(suffix))
-        return Case(name, CASES[base].recipe, Ours)
 
     @property
-    def standard(self) -> bool:
-        return self.make is Standard
+    def baseline(self) -> bool:
+        return self.name.startswith("baseline ")
+
+    @property
+    def recipe(self) -> str:
+        return self.name.split()[1] if self.baseline else self.name.split("/")[0]
 
     @property
     def kept(self) -> bool:
@@ -252,5 +220,8 @@ class Case:
 
     @property
     def least_snr(self) -> float:
-        """dB against the standard layer in bf16. Quantized on both sides of every product: about 23."""
+        """dB against the baseline in bf16. Quantized on both sides of every product: about 23."""
         return 40.0 if self.recipe == "bf16" else 20.0
+
+    def make(self, p: Problem) -> Layer:
+        return Baseline(p, self.name) if self.baseline else Mxep(p, self.name)

@@ -1,85 +1,260 @@
-"""bench=quant: the kernels of mxep.quant beside the copy ceiling, and beside their plain references compiled.
+"""bench=quant: kernels of mxep.quant beside a plain copy, empty kernels, and their plain references compiled.
 
-    quant_cases.CASES x bench.shapes -> a Line each: us, the bytes that must move, share of the copy ceiling
+A case calls ops by name, from one of two places: `torch.ops.mxep`, whose CUDA kernels are the Triton launchers, or
+`PLAIN`, the references behind them. `moved` is what has to move at least: inputs read once and outputs written once,
+scales, indices and group ends included. What a kernel reads twice, or leaves for the next one to read, does not count.
 
-Shapes of kind "small" go through the cases of "rows" without a target: there, starting is what takes the time, and the
-empty kernels are what to compare with.
+of copy            bytes a second over those of a plain copy, measured before the cases; measured again after them
+target             the share to reach, if one is set; none for shapes of kind "small", where starting takes the time
+empty us           Triton kernels of the same grids with nothing in them
+torch.compile us   the plain reference under torch.compile, at shapes of bench.compiled
+
+Rows are Gaussian, E4M3, RCEIL, blocks of 32. A gathered case takes every stored row once, in random order, from slots
+where qdata and scales lie side by side. Groups are of random size, some empty; all rows are live.
+
+r rows, k width (of gate and up together, for SwiGLU), e experts, n rows of an expert.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 
-from mxep.quant import BLOCK
+from mxep.quant import BLOCK, E4M3, ScaleMode
 
-from ..config import ConfigError
-from ..schema import BenchConfig
-from .quant_cases import CASES, Inputs, Plain
-from .report import Ceiling, Line, Report
-from .timing import compiled_us, copy_tb_s, describe, empty_us, recorded, rotations, time_us
+from ..results import Row
+from ..timer import Alternative, Call, Launch, Timer, copy_tb_s, empty, free_memory, recorded, rotations
+from .run import Bench, table
 
-KINDS = {"rows": (2, "rows"), "weights": (3, "weights"), "small": (2, "rows")}
-"""Kind of shape -> how many numbers it has, and of which kind the cases are that take it."""
-
-
-def check(config: BenchConfig) -> None:
-    """ConfigError for cases, kinds of shapes or shapes that there are not, and for another device than CUDA's."""
-    if config.device != "cuda":
-        raise ConfigError(f"bench.device: got {config.device!r}, wanted cuda, whose kernels are measured")
-    for name in config.cases or ():
-        if name not in CASES:
-            raise ConfigError(f"bench.cases: got {name!r}, wanted some of {', '.join(CASES)}")
-    for kind, shapes in config.shapes.items():
-        if kind not in KINDS:
-            raise ConfigError(f"bench.shapes: got {kind!r}, wanted some of {', '.join(KINDS)}")
-        for shape in shapes:
-            numbers = KINDS[kind][0]
-            if len(shape) != numbers or min(shape) < 1 or shape[-1] % (2 * BLOCK) or shape[-2] % BLOCK:
-                raise ConfigError(
-                    f"bench.shapes.{kind}: got {list(shape)}, "
-                    f"wanted {numbers} numbers, the last in {2 * BLOCK}s, the one before in {BLOCK}s"
-                )
+HOW = (E4M3.dtype, ScaleMode.RCEIL.value)
+GROUPS = 32
+SHAPES = {"rows": (BLOCK, 2 * BLOCK), "weights": (1, BLOCK, 2 * BLOCK), "small": (BLOCK, 2 * BLOCK)}
+SHAPE = "sizes"
+DEVICES = ("cuda",)
+PICTURED = ()
+FIGURES = "us, TB/s, of copy, target, empty us, torch.compile us"
+SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", FIGURES)}
 
 
-def measure(config: BenchConfig, seed: int, say: Callable[[str], None]) -> Report:
-    """All cases at all their shapes, case by case; `say` gets each line when it is there."""
-    before = copy_tb_s()
-    lines = []
-    for line in _lines(config, torch.Generator("cuda").manual_seed(seed)):
-        lines.append(line)
-        say(line.summary)
-        torch.cuda.empty_cache()
-    return Report("mxep.quant", Ceiling("copy", "bytes", "TB/s", before, copy_tb_s()), lines)
+PLAIN = SimpleNamespace(**{name.removeprefix("mxep::"): op._init_fn for name, op in OPDEFS.items()})
+"""The plain-torch functions behind the ops, under the ops' names. What folds calls the op `fold` inside."""
 
 
-def _lines(config: BenchConfig, generator: torch.Generator) -> Iterator[Line]:
+@dataclass(frozen=True)
+class Inputs:
+    """What cases take, of one shape, on the generator's device."""
+
+    shape: tuple[int, ...]
+    generator: torch.Generator
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"generator": self.generator, "device": self.generator.device}
+
+    def values(self, *shape: int) -> Tensor:
+        """Gaussian, bf16, of another shape if given."""
+        return torch.randn(shape or self.shape, dtype=torch.bfloat16, **self._where)
+
+    def mx(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales of values, blocked along rows."""
+        qdata, scale = torch.ops.mxep.quantize_rows(self.values(), *HOW, BLOCK)
+        return qdata, scale
+
+    def slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes and scales side by side in rows of 16-byte multiples, and an index of all rows in random order."""
+        qdata, scale = self.mx()
+        k, scales = qdata.shape[1], scale.shape[1]
+        buffer = qdata.new_empty((self.rows, round_up(k + scales, 16)), dtype=torch.uint8)
+        slot_codes, slot_scale = buffer[:, :k], buffer[:, k : k + scales]
+        slot_codes.copy_(qdata.view(torch.uint8))
+        slot_scale.copy_(scale.view(torch.uint8))
+        index = torch.randperm(self.rows, dtype=torch.int32, **self._where)
+        return slot_codes.view(qdata.dtype), slot_scale.view(scale.dtype), index
+
+    def ends(self, alignment: int = BLOCK) -> Tensor:
+        """Ends of GROUPS groups over all rows, in multiples of `alignment`."""
+        cuts = torch.randint(0, self.rows // alignment + 1, (GROUPS - 1,), **self._where).sort().values * alignment
+        return torch.nn.functional.pad(cuts, (0, 1), value=self.rows).int()
+
+    def weight(self) -> Tensor:
+        """One per row."""
+        return torch.rand(self.rows, **self._where)
+
+    def padding(self) -> Tensor:
+        """The row index of groups padded to 32."""
+        sizes = torch.diff(self.ends(1), prepend=torch.zeros(1, dtype=torch.int32, device=self.generator.device))
+        index: Tensor = torch.ops.mxep.pad_index(sizes, self.rows, BLOCK)[1]
+        return index
+
+
+def mx(elements: int) -> int:
+    """Bytes of qdata and their scales."""
+    return elements + elements // BLOCK
+
+
+def round_up(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
+
+
+def padded(rows: int) -> int:
+    """The capacity of `pad_groups`."""
+    return round_up(rows + GROUPS * (BLOCK - 1), BLOCK)
+
+
+def swizzled(rows: int, width: int) -> int:
+    """Bytes of swizzled scales."""
+    return round_up(rows, 128) * round_up(width // BLOCK, 4)
+
+
+def _both_whole(ops: Any, x: Tensor) -> tuple[Tensor, ...]:
+    *rows, amax = ops.quantize_rows_whole(x, *HOW)
+    return *rows, *ops.quantize_columns_whole(x, amax, *HOW)
+
+
+@dataclass(frozen=True)
+class Case:
+    """kind: of its shapes. target: share of the copy to reach. moved(*shape): bytes. make(Inputs): arguments.
+    call(ops, *arguments): what is measured; ops is torch.ops.mxep or PLAIN."""
+
+    kind: str
+    target: float | None
+    moved: Callable[..., int]
+    make: Callable[[Inputs], tuple[Any, ...]]
+    call: Callable[..., Any]
+
+
+def _values(i: Inputs) -> tuple[Tensor]:
+    return (i.values(),)
+
+
+def _gathered(i: Inputs) -> tuple[Tensor, ...]:
+    return *i.slots(), i.ends()
+
+
+def _gate_up(i: Inputs) -> tuple[Tensor, ...]:
+    return i.values(), i.weight(), i.ends()
+
+
+def _d_h(i: Inputs) -> tuple[Tensor, ...]:
+    return i.values(i.rows, i.shape[1] // 2), *_gate_up(i)
+
+
+CASES = {
+    "rows": Case("rows", 0.95, lambda r, k: 2 * r * k + mx(r * k), _values,
+                 lambda ops, x: ops.quantize_rows(x, *HOW, BLOCK)),
+    "rows_whole": Case("rows", 0.95, lambda r, k: 3 * r * k + r, _values,  # row-scaled FP8
+                       lambda ops, x: ops.quantize_rows(x, *HOW, x.shape[1])),
+    "columns": Case("rows", 0.90, lambda r, k: 2 * r * k + mx(r * k), _values,
+                    lambda ops, x: ops.quantize_columns(x, *HOW, BLOCK)),
+    "both": Case("rows", 0.90, lambda r, k: 2 * r * k + 2 * mx(r * k), _values,
+                 lambda ops, x: ops.quantize_both(x, *HOW, BLOCK)),
+    "weights_both": Case("weights", 0.90, lambda e, n, k: 2 * e * n * k + 2 * mx(e * n * k), _values,
+                         lambda ops, x: ops.quantize_both(x, *HOW, BLOCK)),
+    # A column's scale needs every row before its first code: x is read twice, 0.67 is all.
+    "weights_both_whole": Case("weights", None, lambda e, n, k: 4 * e * n * k + e * (n + k), _values, _both_whole),
+    "weights_tiles": Case("weights", 0.90, lambda e, n, k: 3 * e * n * k + e * n * k // BLOCK**2, _values,
+                          lambda ops, x: ops.quantize_tiles(x, *HOW, BLOCK)),
+    "requantize": Case("rows", 0.85, lambda r, k: 2 * mx(r * k), Inputs.mx,
+                       lambda ops, qdata, scale: ops.requantize(qdata, scale, 1, BLOCK, None, None, *HOW)),
+    "requantize_gathered": Case("rows", 0.85, lambda r, k: 2 * mx(r * k) + 4 * (r + GROUPS), _gathered,
+                                lambda ops, qdata, scale, *rows: ops.requantize(qdata, scale, 1, BLOCK, *rows, *HOW)),
+    "fold": Case("rows", 0.93, lambda r, k: mx(r * k) + 4 * (r + GROUPS) + r * k + r, _gathered,
+                 lambda ops, qdata, *rest: ops.fold(qdata, *rest, BLOCK, qdata.shape[1])),
+    "fold_for_wgrad": Case("rows", 0.85, lambda r, k: 2 * (mx(r * k) + 4 * r + r * k) + 8 * GROUPS,
+                       lambda i: (*i.slots(), *_gathered(i)), lambda ops, *args: ops.fold_for_wgrad(*args, 128)),
+    "swiglu": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + mx(r * k // 2), _gate_up,
+                   lambda ops, *args: ops.swiglu_quantize(*args, *HOW, BLOCK, False)),
+    "swiglu_folded": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + r * k // 2 + r, _gate_up,
+                          lambda ops, *args: ops.swiglu_quantize(*args, *HOW, BLOCK, True)),
+    "swiglu_backward": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + mx(r * k), _d_h,
+                            lambda ops, *args: ops.swiglu_backward_quantize(*args, *HOW, BLOCK, False)),
+    "swiglu_backward_folded": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + r * k + r, _d_h,
+                                   lambda ops, *args: ops.swiglu_backward_quantize(*args, *HOW, BLOCK, True)),
+    "pad": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * padded(r) + 2 * padded(r) * k,
+                lambda i: (i.values(), i.padding()), lambda ops, *args: ops.pad_rows(*args)),
+    "unpad": Case("rows", 0.90, lambda r, k: 4 * r * k + 4 * padded(r),  # rows of padding are not read
+                  lambda i: (i.values(padded(i.rows), i.shape[1]), i.padding(), i.rows),
+                  lambda ops, *args: ops.unpad_rows(*args)),
+    "gather_swizzled": Case("rows", 0.90, lambda r, k: mx(r * k) + 4 * r + r * k + swizzled(r, k), Inputs.slots,
+                            lambda ops, *args: ops.gather_swizzled(*args, None)),
+    # torch's own cast, without a scale: what a small shape takes at least.
+    "cast": Case("rows", None, lambda r, k: 3 * r * k, _values, lambda ops, x: (x.to(E4M3.dtype),)),
+}  # fmt: skip
+
+
+def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
+    """All cases at all their shapes, case by case."""
+    timer = Timer(bench.device, seconds=0.02, rounds=7, metered=False)
+    bench.ceilings["copy TB/s"] = copy_tb_s(timer)
+    generator = torch.Generator(bench.device).manual_seed(bench.seed)
+    for name, shape, target, compiled in lines(bench):
+        figures = _figures(timer, CASES[name], Inputs(shape, generator), compiled)
+        row: Row = {"case": name, "shape": list(shape), **figures, "target": target}
+        if "TB/s" in row:
+            row["of copy"] = row["TB/s"] / bench.ceilings["copy TB/s"]
+        yield "kernels", row
+        free_memory(bench.device)
+    bench.ceilings["copy TB/s, after"] = copy_tb_s(timer)
+
+
+def lines(bench: Bench) -> Iterator[tuple[str, tuple[int, ...], float | None, bool]]:
+    """(case, shape, target, whether torch.compile is timed, too) of every row."""
+    config = bench.config
     for name in config.cases or CASES:
         for kind, shapes in config.shapes.items():
-            if CASES[name].kind == KINDS[kind][1]:
+            if CASES[name].kind == ("weights" if kind == "weights" else "rows"):
                 for shape in map(tuple, shapes):
-                    target = None if kind == "small" else CASES[name].target
-                    yield _line(name, shape, target, list(shape) in config.compiled, generator)
+                    yield name, shape, None if kind == "small" else CASES[name].target, list(shape) in config.compiled
 
 
-def _line(name: str, shape: tuple[int, ...], target: float | None, compiled: bool, generator: torch.Generator) -> Line:
-    """One case at one shape. What fails fails alone, unless it leaves the device unusable: RuntimeError."""
-    case = CASES[name]
-    moved = case.moved(*shape)
-    try:
-        inputs = [case.make(Inputs(shape, generator)) for _ in range(rotations(moved))]
-        with recorded() as launches:
-            case.call(torch.ops.mxep, *inputs[0])
-        us = time_us(lambda *args: case.call(torch.ops.mxep, *args), inputs)
-        empty = empty_us(launches) if launches else None
-        peers = {"torch.compile": compiled_us(lambda *args: case.call(Plain, *args), inputs)} if compiled else {}
-        kernels = tuple(launch.kernel for launch in launches)
-        return Line(name, shape, us, moved, target, kernels, empty, peers)
-    except Exception as error:
-        failure = describe(error)
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            raise RuntimeError(f"{name} at {shape}: {failure}") from error
-        return Line(name, shape, failure, moved, target)
+def _figures(timer: Timer, case: Case, inputs: Inputs, compiled: bool) -> Row:
+    """RuntimeError if a failure left the device unusable."""
+    moved = case.moved(*inputs.shape)
+    sets: list[tuple[Any, ...]] = []
+    launches: list[Launch] = []
+
+    def calls(fn: Callable[..., Any]) -> list[Call]:
+        return [functools.partial(fn, *each) for each in sets]
+
+    def ops() -> list[Call]:
+        op = functools.partial(case.call, torch.ops.mxep)
+        sets[:] = [case.make(inputs) for _ in range(rotations(moved, timer.device))]
+        with recorded() as seen:
+            op(*sets[0])
+        launches[:] = seen
+        return calls(op)
+
+    def reference() -> list[Call]:
+        torch._dynamo.reset()
+        return calls(torch.compile(lambda *args: case.call(PLAIN, *args), dynamic=False))
+
+    def nothing() -> list[Call]:
+        if not launches:
+            raise NotImplementedError("plain torch")
+        return [empty(launches)]
+
+    alternatives = {"us": Alternative(ops), "empty us": Alternative(nothing)}
+    if compiled:
+        alternatives["torch.compile us"] = Alternative(reference)
+    rows = timer.compare(alternatives)
+    torch.cuda.synchronize()
+    row: Row = {name: each["us"] for name, each in rows.items() if "us" in each}
+    row |= {"bytes": moved, "kernels": [name for name, *_ in launches]}
+    if "us" in row:
+        row["TB/s"] = moved / row["us"] / 1e6
+    if "error" in rows["us"]:
+        row["error"] = rows["us"]["error"]
+    elif compiled and "us" not in rows["torch.compile us"]:
+        row["note"] = "torch.compile: " + next(iter(rows["torch.compile us"].values()))
+    return row

@@ -1,60 +1,108 @@
-"""A bench, from its config to its report: in this process, or in a rank."""
+"""A bench, from its config to its report: in this process, or on all ranks."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import time
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from ..config import ConfigError
 from ..rank import Rank
+from ..results import Report, Section
 from ..schema import BenchConfig
-from . import BENCHES, PICTURES
-from .report import Results
+from . import BENCHES
+
+ANY = "*"
 
 
-def check(config: BenchConfig) -> ModuleType:
-    """The module of the bench that `config` names.
+@dataclass(frozen=True)
+class Bench:
+    """What a bench measures with. report: it adds its ceilings there; rows it yields."""
 
-    Raises ConfigError for a config that does not fit, or without a CUDA device where it wants one.
-    """
-    module = importlib.import_module(BENCHES[config.name])
-    module.check(config)
-    if config.picture is not None and config.name not in PICTURES:
-        raise ConfigError(f"bench.picture: got {config.picture}, wanted null: bench={config.name} draws none")
+    rank: Rank
+    config: BenchConfig
+    seed: int
+    report: Report
+
+    @property
+    def device(self) -> torch.device:
+        return self.rank.device
+
+    @property
+    def ceilings(self) -> dict[str, float]:
+        return self.report.ceilings
+
+
+def check(config: BenchConfig) -> Any:
+    """The module of the bench that `config` names. ConfigError for what there is not, a CUDA device included."""
+    module: Any = importlib.import_module(BENCHES[config.name])
+    _known("bench.device", [config.device], module.DEVICES)
+    _known("bench.sections", config.sections or (), module.SECTIONS)
+    _known("bench.backend", [config.backend] if config.backend else (), getattr(module, "BACKENDS", ()))
+    _known("bench.cases", config.cases or (), module.CASES)
+    _known("bench.models", config.models or (), config.shapes)
+    _known("bench.shapes", config.shapes, config.shapes if ANY in module.SHAPES else module.SHAPES)
+    for kind, shapes in config.shapes.items():
+        units = module.SHAPES.get(kind) or module.SHAPES[ANY]
+        for shape in shapes:
+            fits = len(shape) == len(units) and all(size >= 1 and not size % unit for size, unit in zip(shape, units))
+            if not fits or ("top-k" in module.SHAPE and shape[-1] > shape[-2]):
+                wanted = f"{len(units)} {module.SHAPE}, multiples of {list(units)}"
+                raise ConfigError(f"bench.shapes.{kind}: got {list(shape)}, wanted {wanted}")
+    if config.picture is not None:
+        if not module.PICTURED:
+            raise ConfigError(f"bench.picture: got {config.picture}, wanted null: bench={config.name} draws none")
+        if not Path(config.picture).absolute().parent.is_dir():
+            raise ConfigError(f"bench.picture: no such folder: {Path(config.picture).parent}")
+        if not set(module.PICTURED) & set(config.sections or module.SECTIONS):
+            raise ConfigError(f"bench.picture: wants section {' or '.join(module.PICTURED)} in bench.sections")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("bench needs a CUDA device, and there is none here")
     return module
 
 
-def run(config: BenchConfig, seed: int, console: Console) -> Results:
-    """Measure what `config` names on the device it names; `console` gets a line as soon as it is there.
-
-    Raises ConfigError as `check` does.
-    """
-    module = check(config)
-    return _timed(lambda say: module.measure(config, seed, say), console)
+def _known(key: str, got: Iterable[str], known: Iterable[str]) -> None:
+    for name in got:
+        if name not in known:
+            raise ConfigError(f"{key}: got {name!r}, wanted some of {'; '.join(known)}")
 
 
-def run_on_rank(rank: Rank, config: BenchConfig, seed: int) -> Results:
-    """The same on one of several ranks, for a bench that is made for them; rank 0 tells. Collective."""
-    module = check(config)
-    return _timed(
-        lambda say: module.measure_on_rank(rank, config, seed, say), Console(stderr=True, quiet=rank.rank > 0)
-    )
+def run(config: BenchConfig, seed: int, console: Console) -> Report:
+    """Measure what `config` names in this process; `console` gets each row, as JSON, as soon as it is there."""
+    check(config)
+    return _measure(Rank(0, 1, torch.device(config.device)), config, seed, console)
 
 
-def _timed(measure: Callable[[Callable[[str], None]], Results], console: Console) -> Results:
-    start = time.monotonic()
+def run_on_rank(rank: Rank, config: BenchConfig, seed: int) -> Report:
+    """The same on one of several ranks; rank 0 logs. Collective, with the same report on all ranks."""
+    return _measure(rank, config, seed, Console(stderr=True, quiet=rank.rank > 0))
 
-    def say(line: str) -> None:
-        passed = time.monotonic() - start
-        console.print(f"{passed:6.1f} s  {line}", soft_wrap=True, highlight=False, markup=False)
 
-    report = measure(say)
-    report.seconds = time.monotonic() - start
+def _measure(rank: Rank, config: BenchConfig, seed: int, console: Console) -> Report:
+    module, begin = check(config), time.monotonic()
+    sections = {name: module.SECTIONS[name].empty() for name in config.sections or module.SECTIONS}
+    title = f"mxep {config.name}" + (f", {rank.world_size} ranks" if rank.world_size > 1 else "")
+    report = Report(title, {}, sections)
+    for name, row in module.measure(Bench(rank, config, seed, report)):
+        added = json.dumps({"section": name, **report.add(name, row)})
+        console.print(f"{time.monotonic() - begin:6.1f} s  {added}", soft_wrap=True, highlight=False, markup=False)
+    report.seconds = time.monotonic() - begin
     return report
+
+
+def table(title: str, labels: str, figures: str) -> Section:
+    """A section of columns whose names have a comma between them."""
+    return Section(title, tuple(labels.split(", ")), {name: FORMATS.get(name, ".2f") for name in figures.split(", ")})
+
+
+FORMATS = {"bias": ".2%", "of sum": ".0%"}
+FORMATS |= dict.fromkeys(("us", "empty us", "torch.compile us", "left us", "dB"), ".1f")
+FORMATS |= dict.fromkeys(("TF", "MHz", "W", "wire GB/s", "logical GB/s"), ".0f")
+FORMATS |= dict.fromkeys(("launches", "allocations", "ops", "fwd launches", "fwd allocations", "fwd ops"), ".0f")
