@@ -26,7 +26,9 @@ RECIPES = pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 
 def make_moe(ctx, recipe: str, **options) -> MoE:
     """All experts in a process alone; over several ranks the symmetric dispatcher, whose sizes are known beforehand."""
-    spread = {"dispatcher": "local"} if ctx.world_size == 1 else {"max_tokens": MAX_TOKENS}
+    spread = (
+        {"dispatcher": "local"} if ctx.world_size == 1 else {"max_tokens": MAX_TOKENS, "timeout": 150.0}
+    )  # compilers
     options = {"group": ctx.group, "device": ctx.device, "recipe": recipe} | spread | options
     return MoE(DIM, HIDDEN, EXPERTS, TOP_K, **options)
 
@@ -115,6 +117,8 @@ def assert_close(got: list[Tensor], wanted: list[Tensor]) -> None:
 @pytest.mark.timeout(900)  # inductor compiles forward and backward, for a batch size and then for any, in two modes
 @RECIPES
 def test_reduce_overhead_trains_several_layers_as_eager_does(ctx, recipe: str) -> None:
+    if ctx.device.type == "cpu" and recipe == "bf16":
+        pytest.skip("without graphs one recipe is enough")
     # The first call of a size warms up, the second is recorded, others are replayed. Another size compiles again.
     lengths = [48, 48, 32, 32, 48] if ctx.device.type == "cuda" else [48, 32]
     runs = []
