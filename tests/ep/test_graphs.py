@@ -26,11 +26,10 @@ RECIPES = pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 
 def make_moe(ctx, recipe: str, **options) -> MoE:
     """All experts in a process alone; over several ranks the symmetric dispatcher, whose sizes are known beforehand."""
-    spread = (
-        {"dispatcher": "local"} if ctx.world_size == 1 else {"max_tokens": MAX_TOKENS, "timeout": 150.0}
-    )  # compilers
-    options = {"group": ctx.group, "device": ctx.device, "recipe": recipe} | spread | options
-    return MoE(DIM, HIDDEN, EXPERTS, TOP_K, **options)
+    # A peer may compile for longer than the default timeout.
+    symmetric = {"max_tokens": MAX_TOKENS, "timeout": 150.0}
+    dispatcher = {"dispatcher": "local"} if ctx.world_size == 1 else symmetric
+    return MoE(DIM, HIDDEN, EXPERTS, TOP_K, group=ctx.group, device=ctx.device, recipe=recipe, **dispatcher, **options)
 
 
 class Block(nn.Module):
