@@ -80,7 +80,7 @@ def copies(model: nn.Module, *, gradients: bool = False) -> list[Tensor]:
 def train(ctx, model: nn.Module, call: Callable[[Tensor], Tensor], lengths: list[int]) -> list[Tensor]:
     """A step of two micro-batches for each of `lengths`, by SGD: outputs, gradients of x, those of weights, weights."""
     allocate_gradients(model)
-    optimizer = torch.optim.SGD(parameter_groups(model), lr=0.05)
+    optimizer = torch.optim.SGD(parameter_groups(model), lr=1.0)  # down_proj moves by 6% a step
     results = []
     for step, length in enumerate(lengths):
         model.zero_grad(set_to_none=False)
@@ -102,14 +102,16 @@ def assert_same(got: list[Tensor], wanted: list[Tensor]) -> None:
     assert not wrong, f"results {wrong} of {len(got)} differ"
 
 
-def assert_close(got: list[Tensor], wanted: list[Tensor]) -> None:
+def assert_close(got: list[Tensor], wanted: list[Tensor], recipe: str) -> None:
     """Within what fused elementwise code may differ by, as it rounds to bf16 less often: 2^-9 of an input.
 
     That moves one element in 2^-9 / 2^-4 = 1/32 to the next E4M3 number, 2^-3 away: 2% of a product's norm (the root of
-    1/32 times 2^-3), which comes into gradients by two operands, of two layers. Stale inputs or weights make it 100%.
+    1/32 times 2^-3), which comes into gradients by two operands, of two layers; 2.5% were seen, in bf16 0.7%. Stale
+    inputs make it 100%.
     """
+    bound = {"bf16": 0.02, "mxfp8": 0.06}[recipe]
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        assert (a.float() - b.float()).norm() <= 0.06 * b.float().norm(), f"result {i} of {len(got)}"
+        assert (a.float() - b.float()).norm() <= bound * b.float().norm(), f"result {i} of {len(got)}"
 
 
 @distributed(1, 2, timeout=400)
@@ -131,7 +133,7 @@ def test_reduce_overhead_trains_several_layers_as_eager_does(ctx, recipe: str) -
         if ctx.device.type == "cuda":
             assert counters["inductor"]["cudagraph_skips"] == 0
     model = make_model(ctx, recipe)
-    assert_close(runs[0], train(ctx, model, model, lengths))
+    assert_close(runs[0], train(ctx, model, model, lengths), recipe)
     if len(runs) == 2:
         assert_same(runs[0], runs[1])  # the same kernels, launched by the host
 
@@ -148,7 +150,7 @@ def test_a_graphed_callable_is_the_layer_bit_for_bit(ctx, recipe: str) -> None:
     runs = []
     for layer, call in ((plain, plain), (moe, graphed)):
         allocate_gradients(layer)
-        optimizer = torch.optim.SGD(parameter_groups(layer), lr=0.1)
+        optimizer = torch.optim.SGD(parameter_groups(layer), lr=1.0)
         results = []
         for step in range(3):
             layer.zero_grad(set_to_none=False)
