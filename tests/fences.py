@@ -34,8 +34,8 @@ def fences(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[int, ...]
             if (buffer[:FENCE] != BYTE).any() or (buffer[-FENCE:] != BYTE).any()
         ]  # fmt: skip
 
-    def new_empty(x: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
-        return empty(*shape, dtype=dtype or x.dtype, device=x.device)
+    def new_empty(x: Tensor, *shape: Any, **how: Any) -> Tensor:
+        return empty(*shape, **{"dtype": x.dtype, "device": x.device} | how)
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(Tensor, "new_empty", new_empty)
