@@ -115,7 +115,8 @@ def _blocked(mx: MX) -> tuple[int, ...]:
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     """Rows anywhere; along a blocked axis whole blocks only (ValueError)."""
     mx = args[0]
-    dim, start, end, step = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+    given: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+    dim, start, end, step = given
     dim = dim % mx.ndim - mx.ndim
     if mx.row_index is not None and dim == -2:
         return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, start, end, step))
