@@ -90,8 +90,8 @@ def _halves(x):
 
 @triton.jit
 def _tree_sum(chunks):
-    """`mxep.quant.swiglu.tree_sum` of a row in chunks (a tuple) of a power of two elements, reduced to sums of eight. The upper levels
-    are between chunks."""
+    """`mxep.quant.swiglu.tree_sum` of a row in chunks (a tuple) of a power of two elements, reduced to sums of eight.
+    The upper levels are between chunks."""
     if len(chunks) > 1:
         half: tl.constexpr = triton.next_power_of_2(len(chunks)) // 2
         sums = ()
