@@ -31,8 +31,7 @@ from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
 
 HARMFUL_DB = 40.0
 """SNR of folding below which other backends are advised; MX itself stands near 28 dB."""
-_WATCHED = {"forward": "forward", "dgrad": "dgrad", "prepare_wgrad": "wgrad"}
-_WATCHED |= {"quantize_weight_rowwise": "", "quantize_weight_colwise": ""}
+_WATCHED = ("forward", "dgrad", "prepare_wgrad", "quantize_weight_rowwise", "quantize_weight_colwise")
 
 
 @dataclass
@@ -88,7 +87,7 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
             try:
                 if outer is None and isinstance(x, MXTensor) and isinstance(y, MXTensor):
                     with torch.no_grad():
-                        record(_WATCHED[name], x, y, args[0])
+                        record(name.removeprefix("prepare_"), x, y, args[0])
                 out = method(backend, x, y, *args, **options)
             finally:
                 inside.name = outer
