@@ -4,6 +4,8 @@ At every call Triton works out what a kernel is specialized for, and looks for w
 facts are a short key to the kernels that Triton has launched once.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,34 +40,46 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         kernel[grid](*map(_for_triton, args), **constants)
         return
     device = torch._C._cuda_getDevice()
-    key: list[Any] = [id(kernel), device, *constants.items()]
-    values: list[Any] = []
-    for x in args:
-        kind = type(x)
-        if kind is int:
-            # Triton compiles different kernels for ints by size, for 1, and for multiples of 16.
-            key.append(1 if x == 1 else (x & 15 == 0, -(2**31) <= x < 2**31, x < 2**63))
-        elif isinstance(x, Tensor):
-            address = x.data_ptr()  # costs the launch less than a tensor
-            key.append((x.dtype, address & 15 == 0))
-            x = address
-        elif hasattr(x, "for_triton"):
-            key.append((kind, x.base.dtype, x.block_shape))
-        else:
-            key.append(kind)
-        values.append(x)
-    found = _compiled.get(tuple(key))
+    facts, values = _reader(*map(type, args))(*args)
+    key = id(kernel), device, facts, *constants.items()
+    found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*map(_for_triton, args), **constants)
         if isinstance(compiled, CompiledKernel):
-            constexprs = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-            _compiled[tuple(key)] = compiled, constexprs, kernel
+            _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
         return
     compiled, constexprs, _ = found
     x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
     how = compiled.function, compiled.packed_metadata, None, None, None
     compiled.run(x, y, z, stream, *how, *values, *constexprs)
+
+
+@functools.cache
+def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """A function of arguments of these types: what Triton compiles different kernels for, and the values to launch.
+
+    Of tensors the dtype, and whether the address is a multiple of 16; of ints the size, whether it is 1, or a multiple
+    of 16. A loop over the arguments would take three times as long as the function written for them.
+    """
+    facts, values, lines = [repr(tuple(kind.__name__ for kind in kinds))], [], []
+    for i, kind in enumerate(kinds):
+        x = f"x{i}"
+        values.append(x)
+        if kind is int:
+            facts.append(f"{x} == 1, not {x} & 15, -2147483648 <= {x} < 2147483648, {x} < 9223372036854775808")
+        elif issubclass(kind, Tensor):
+            lines.append(f"p{i} = {x}.data_ptr()")
+            facts.append(f"{x}.dtype, not p{i} & 15")
+            values[-1] = f"p{i}"  # an address costs the launch less than a tensor
+        elif hasattr(kind, "for_triton"):
+            facts.append(f"{x}.base.dtype, {x}.block_shape")
+    arguments = ", ".join(f"x{i}" for i in range(len(kinds)))
+    lines.append(f"return ({', '.join(facts)},), ({', '.join(values)},)")
+    found: dict[str, Any] = {}
+    exec(f"def read({arguments}):\n    " + "\n    ".join(lines), found)
+    read: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]] = found["read"]
+    return read
 
 
 def _for_triton(x: Any) -> Any:
