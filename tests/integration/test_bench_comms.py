@@ -127,7 +127,7 @@ def tamper(rank: Rank) -> dict[str, list[str]]:
 
     def padded():
         grouped = direct()
-        for part in grouped.payload:
+        for part in grouped.parts:
             part.masked_fill_(grouped.plan.row_source[:, None] < 0, 1)
         return grouped
 

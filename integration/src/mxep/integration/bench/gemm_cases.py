@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mxep.gemm import Backend, Guard, Hopper, Recipe, grouped_mm
 from mxep.gemm.backends.hopper import STEP, fp8_grouped_wgrad
-from mxep.quant import BLOCK, MXTensor, fold_for_wgrad, quantize
+from mxep.quant import BLOCK, MXTensor, quantize, fold_for_wgrad
 
 from .timing import Call, describe
 
