@@ -1,7 +1,7 @@
 """For tests of kernels: what torch allocates lies between fences of bytes 0xff: a kernel that writes there shows.
 
-What is read there is NaN in any float format, and -1. With the fixture, `torch.empty`, `zeros` and `empty_like` fence
-what they give, and so `fenced` operands do; `fences()` tells the shapes of what was written outside.
+What is read there is NaN in any float format, and -1. With the fixture, `torch.empty`, `zeros`, `empty_like` and
+`new_empty` fence what they give, and so `fenced` operands do; `fences()` tells the shapes of what was written outside.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,11 @@ def fences(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[int, ...]
             if (buffer[:FENCE] != BYTE).any() or (buffer[-FENCE:] != BYTE).any()
         ]  # fmt: skip
 
+    def new_empty(x: Tensor, *shape: Any, **how: Any) -> Tensor:
+        return empty(*shape, **{"dtype": x.dtype, "device": x.device} | how)
+
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(Tensor, "new_empty", new_empty)
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: empty(*args, **kwargs).zero_())
     monkeypatch.setattr(torch, "empty_like", lambda x: empty(x.shape, dtype=x.dtype, device=x.device))
     return broken

@@ -106,7 +106,8 @@ def test_dequant_uses_the_older_name_where_there_is_no_newer_one(monkeypatch: py
 
 
 def test_auto_says_once_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
-    select.__globals__["_log_choice"].cache_clear()
+    for name in ("_best", "_log_choice"):
+        select.__globals__[name].cache_clear()
     with caplog.at_level("INFO", logger="mxep.gemm"):
         assert select("auto", CPU).name == "reference"
         select("auto", CPU)
@@ -134,11 +135,13 @@ def test_auto_always_ends_at_a_backend_that_runs_and_says_why(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    select.__globals__["_log_choice"].cache_clear()
+    for name in ("_best", "_log_choice"):
+        select.__globals__[name].cache_clear()
     device = torch.device("cuda")
     with caplog.at_level("INFO", logger="mxep.gemm"):
         assert select("auto", device).unsupported_reason(device) is None
         assert select("auto", device).name == wanted
+    select.__globals__["_best"].cache_clear()
     (record,) = caplog.records
     assert re.search(said.replace("(", r"\(").replace(")", r"\)"), record.getMessage())
     assert (record.levelname == "WARNING") == (wanted == "reference")

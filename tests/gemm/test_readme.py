@@ -10,7 +10,7 @@ README = Path(__file__).parents[2] / "packages" / "gemm" / "README.md"
 
 
 def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
-    product, model = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    product, model, diagnostic = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(product, names)
     assert names["out"].shape == (100, 256)
@@ -20,3 +20,5 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     exec(model, {})
     assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", model)
+    exec(diagnostic, {})
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["forward", "wgrad"]

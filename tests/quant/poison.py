@@ -21,4 +21,8 @@ def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
         result.view(torch.uint8).fill_(POISON)
         return result
 
+    def new_empty(x: Tensor, *shape: Any, **how: Any) -> Tensor:
+        return poisoned(*shape, **{"dtype": x.dtype, "device": x.device} | how)
+
     monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(Tensor, "new_empty", new_empty)

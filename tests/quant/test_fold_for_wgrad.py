@@ -294,5 +294,5 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
         fold_for_wgrad(x, y, ends_of(8).long())
     with pytest.raises(ValueError, match="got 9, want 0 to 8"):
         fold_for_wgrad(x, y, ends_of(9))
-    with pytest.raises(ValueError, match="align: got 0, want 1 or more"):
+    with pytest.raises(ValueError, match="alignment: got 0, want 1 or more"):
         fold_for_wgrad(x, y, ends_of(8), alignment=0)

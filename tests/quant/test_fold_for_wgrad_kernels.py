@@ -49,11 +49,11 @@ def ends_of(*sizes: int) -> Tensor:
     return torch.tensor(sizes).cumsum(0).int()
 
 
-def check(*args: Tensor | None, align: int = 1, **tuning: Any) -> None:
+def check(*args: Tensor | None, alignment: int = 1, **tuning: Any) -> None:
     """The kernels' result on DEVICE against the op's on the CPU: exponents, ends and live columns bit for bit."""
-    want = torch.ops.mxep.fold_for_wgrad(*args, align)
+    want = torch.ops.mxep.fold_for_wgrad(*args, alignment)
     on_device = [arg if arg is None else arg.to(DEVICE) for arg in args]
-    got = kernels.fold_for_wgrad(*on_device, align, **SMALL | tuning)  # type: ignore[arg-type]
+    got = kernels.fold_for_wgrad(*on_device, alignment, **SMALL | tuning)  # type: ignore[arg-type]
     for a, b in zip(got, want):
         assert (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True)
     assert torch.equal(got[2].cpu(), want[2])

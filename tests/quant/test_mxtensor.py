@@ -290,7 +290,7 @@ def test_along_of_batches_and_of_blocks() -> None:
     assert_same(quantize(w, axis=TILES).along(-2)[1], quantize(w[1], axis=TILES).along(-2))
     rows = quantize(w)
     assert rows.along(-1) is rows
-    with pytest.raises(ValueError, match=r"along: got a tensor blocked along -1, want tiles or axis -2: requantize"):
+    with pytest.raises(ValueError, match=r"along: got blocks along -1, want 2-D blocks or axis -2: requantize"):
         rows.along(-2)
     with pytest.raises(ValueError, match=r"along"):
         rows.along(TILES)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, ops
 from mxep.quant.kernels import columns, per_row, requantize, rows
-from mxep.quant.requantize import requantize_op
+from mxep.quant.requantize import _requantize
 from quant import exact
 from quant.poison import poisoned_allocations as poisoned_allocations
 
@@ -157,7 +157,7 @@ def test_empty_inputs(shape: tuple[int, ...]) -> None:
 
 def requantized(mx_parts: tuple[Tensor, Tensor], *args: object, valid: int | None = None) -> None:
     """The kernel equals the reference on qdata and scale of `mx_parts`, in the first `valid` rows."""
-    want = requantize_op(*mx_parts, *args)
+    want = _requantize(*mx_parts, *args)
     moved = [part.to(DEVICE) if isinstance(part, Tensor) else part for part in (*mx_parts, *args)]
     for part, original in zip(moved, mx_parts):  # .to() keeps strides only of dense tensors
         assert part.stride() == original.stride()

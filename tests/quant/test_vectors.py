@@ -1,6 +1,5 @@
 """Vectors (row_index, offs, row_weight ...) reach the kernels packed and of the right dtype, from every op."""
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -10,14 +9,14 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._pytree import tree_leaves
 
 from mxep import quant
-from mxep.quant import E4M3, MXTensor, kernels, ops, quantize
+from mxep.quant import E4M3, MXTensor, op, ops, quantize
 from quant.exact import parts
 from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 R, D = 64, 64
 HOW = E4M3.dtype, "rceil"
-RUNS_ON = kernels.runs_on
+RUNS_ON = op.runs_on
 
 
 def values(columns: int = D, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,24 +45,21 @@ def rest() -> tuple[Any, ...]:
 
 CASES: dict[str, Any] = {
     "materialize": lambda: (*mx(), index()),
-    "fold": lambda: (*mx(), index(), ends(), 32, D),
-    "fold_with_stats": lambda: (*mx(), index(), ends(), 32, D),
+    "fold": lambda: (*mx(), index(), ends()),
+    "fold_with_stats": lambda: (*mx(), index(), ends()),
     "fold_for_wgrad": lambda: (*mx(), index(), *mx(), index(), ends(), 32),
     "requantize": lambda: (*mx(), 1, 32, index(), ends(), *HOW),
     "swizzle_scales": lambda: (mx()[1], ends()),
-    "quantize_swizzled": lambda: (values(), index(), ends(), *HOW),
     "gather_swizzled": lambda: (*mx(), index(), ends()),
     "quantize_per_column": lambda: (values(), values().abs().amax(0), *HOW),
     "pad_index": lambda: (torch.tensor([3, 0, 40], dtype=torch.int32, device=DEVICE), R, 32),
     "pad_rows": lambda: (values(), index()),
-    "pad_quantize": lambda: (values(), index(), *HOW),
     "unpad_rows": lambda: (values(), torch.arange(-1, R - 1, device=DEVICE).int(), R),
     "swiglu": lambda: (values(2 * D), weight(), ends()),
     "swiglu_quantize": lambda: (values(2 * D), weight(), ends(), *rest()),
     "swiglu_backward": lambda: (values(), values(2 * D), weight(), ends()),
-    "swiglu_backward_quantize": lambda: (values(), values(2 * D), weight(), ends(), *rest()),
-    "swiglu_backward_overwrite": lambda: (
-        values(dtype=torch.bfloat16), values(2 * D), weight(), ends(), *HOW, 2 * D, False
+    "swiglu_backward_quantize": lambda: (
+        values(), values(2 * D), weight(), ends(), values(2 * D).to(E4M3.dtype), *rest()[1:]
     ),
 }  # fmt: skip
 WITHOUT_VECTORS = {
@@ -77,14 +73,20 @@ WITHOUT_VECTORS = {
 
 def launch(name: str, *args: Any) -> list[Tensor]:
     """What a CUDA tensor makes of the op `name`."""
-    return tree_leaves(OPDEFS[f"mxep::{name}"]._backend_fns["cuda"](*args))
+    return results(name, OPDEFS[f"mxep::{name}"]._backend_fns["cuda"], *args)
+
+
+def results(name: str, fn: Any, *args: Any) -> list[Tensor]:
+    """What fn returns and what it writes."""
+    written = [args[4]] if name == "swiglu_backward_quantize" else []
+    return tree_leaves(fn(*args)) + written
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(kernels, "runs_on", lambda device: True)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(op, "runs_on", lambda device: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
 
 
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
@@ -150,10 +152,10 @@ def test_every_other_row_of_an_indexed_tensor() -> None:
 def test_a_gpu_without_e4m3_runs_the_reference_and_says_so_once(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels, "runs_on", lambda device: False)
+    monkeypatch.setattr(op, "runs_on", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    kernels._say_that_it_is_slow.cache_clear()
+    op._log_that_it_is_slow.cache_clear()
     args, device = CASES[name](), torch.empty(0, device=DEVICE).device
     with caplog.at_level("WARNING", logger="mxep.quant"):
         got = launch(name, *args)
@@ -162,16 +164,16 @@ def test_a_gpu_without_e4m3_runs_the_reference_and_says_so_once(
         f"{device} (an A100, capability 8.0): no E4M3 conversions in Triton before 8.9, so MX ops run in plain torch, "
         "slowly"
     ]
-    assert_same([x.cpu() for x in got], tree_leaves(OPDEFS[f"mxep::{name}"](*[on_cpu(x) for x in CASES[name]()])))
+    assert_same([x.cpu() for x in got], results(name, OPDEFS[f"mxep::{name}"], *map(on_cpu, CASES[name]())))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_the_reference_reads_no_row_that_is_not_there_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot know where the valid rows end; the index behind them may hold anything."""
-    monkeypatch.setattr(kernels, "runs_on", lambda device: False)
+    monkeypatch.setattr(op, "runs_on", lambda device: False)
     wild, valid = index(), ends() // 2
     wild[int(valid[-1]) :] = 1 << 30
-    for name in ("fold", "requantize", "quantize_swizzled", "gather_swizzled"):
+    for name in ("fold", "requantize", "gather_swizzled"):
         args = [wild if getattr(x, "shape", ()) == (R,) else x for x in CASES[name]()]
         launch(name, *[valid if getattr(x, "shape", ()) == (3,) else x for x in args])
     torch.cuda.synchronize()

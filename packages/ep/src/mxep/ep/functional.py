@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mxep import quant
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
-from mxep import quant
 
 from .dispatchers.base import Routing, TokenDispatcher
 from .wire_format import WireFormat

@@ -5,12 +5,10 @@
     print(report)
 
 The hopper backend folds MX rows to one scale a row: elements far below the largest of their row lose bits. That does
-harm only where the other operand is large just there. So each product of MX operands is computed twice more, as it is
-and folded, and the report has the lowest SNR of a row of results. Backends that fold nothing learn what it would do.
-
-Seen are products of `grouped_mm`, converted modules and MoE layers, forward and backward, while it is open. Meanwhile
-nothing is quantized to one scale a row at once, and compiled code runs eagerly. Not seen: replayed CUDA graphs, and
-weights that `quantize_weights_once` has held since before.
+harm only where the other operand is large just there, so the report has the lowest SNR of a row of results, too. With
+other backends it tells what folding would do. Recorded are products of `grouped_mm`, converted modules and MoE layers.
+While it is open nothing is quantized to one scale a row at once, and compiled code runs eagerly. Replayed CUDA graphs
+and weights that `quantize_weights_once` has held since before are not seen.
 """
 
 import contextlib
@@ -33,8 +31,7 @@ from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
 
 HARMFUL_DB = 40.0
 """SNR of folding below which other backends are advised; MX itself stands near 28 dB."""
-_WATCHED = {"forward": "forward", "dgrad": "dgrad", "prepare_wgrad": "wgrad"}
-_WATCHED |= {"quantize_weight_rowwise": "", "quantize_weight_colwise": ""}
+_WATCHED = ("forward", "dgrad", "prepare_wgrad", "quantize_weight_rowwise", "quantize_weight_colwise")
 
 
 @dataclass
@@ -90,7 +87,7 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
             try:
                 if outer is None and isinstance(x, MXTensor) and isinstance(y, MXTensor):
                     with torch.no_grad():
-                        record(_WATCHED[name], x, y, args[0])
+                        record(name.removeprefix("prepare_"), x, y, args[0])
                 out = method(backend, x, y, *args, **options)
             finally:
                 inside.name = outer
@@ -108,10 +105,9 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
                 found = vars(cls)[name]
                 stack.callback(setattr, cls, name, found)
                 setattr(cls, name, watched(name, found) if name in _WATCHED else False)
-        push = register_module_forward_pre_hook(lambda m, _: modules.append(names.get(m, type(m).__name__)))
-        pop = register_module_forward_hook(lambda *_: modules.pop() and None, always_call=True)
-        stack.callback(push.remove)
-        stack.callback(pop.remove)
+        enter = register_module_forward_pre_hook(lambda m, _: modules.append(names.get(m, type(m).__name__)))
+        stack.callback(enter.remove)
+        stack.callback(register_module_forward_hook(lambda *_: modules.pop() and None, always_call=True).remove)
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield report
@@ -141,7 +137,9 @@ def _add_product(p: FoldedProduct, a: MXTensor, w: Any, offs: Tensor) -> None:
 def _add_wgrad(p: FoldedProduct, dy: MXTensor, a: MXTensor, offs: Tensor) -> None:
     """dy (M, N) and a (M, K), contracted along the tokens of each group."""
     valid, folded = int(offs[-1]), fold_for_wgrad(a, dy, offs)
-    (y, y_scale), (x, x_scale) = ((values_of_rows(parts_of(v), valid), _max_scale(v, valid)) for v in (dy, a))
+    y, x = (values_of_rows(parts_of(v), valid) for v in (dy, a))
+    (y_rows, of_y), (x_rows, of_x) = (fold_with_stats(v, offs=offs) for v in (dy, a))
+    y_scale, x_scale = (rows.scale.view(torch.uint8)[:valid, 0].int() - 127 for rows in (y_rows, x_rows))
     token = torch.arange(valid, dtype=torch.int32, device=offs.device)
     behind = folded.exponent[torch.searchsorted(offs, token, right=True)] - y_scale - x_scale
     x_exponent, y_exponent = x_scale + behind // 2, y_scale + behind - behind // 2
@@ -150,22 +148,13 @@ def _add_wgrad(p: FoldedProduct, dy: MXTensor, a: MXTensor, offs: Tensor) -> Non
         p.elements += values.numel()
         p.rounded += int(((after != values) & after.isfinite()).sum())
         p.flushed += int(((after == 0) & (values != 0)).sum())
-    spreads = (fold_with_stats(v, offs=offs)[1].spread[:valid] for v in (dy, a))
-    p.spread = max([p.spread, *behind[x.any(1) & y.any(1)].tolist(), *torch.cat((*spreads,)).tolist()])
+    spreads = behind[x.any(1) & y.any(1)], of_y.spread[:valid], of_x.spread[:valid]
+    p.spread = max([p.spread, *torch.cat(spreads).tolist()])
     exact = grouped_wgrad_reference(y, None, None, x, None, None, offs, torch.float32)
     parts = folded.y_t, folded.x_t, folded.exponent, folded.ends
     product = fp8_grouped_wgrad.reference(*parts, torch.float32)
     _add_snr(p, exact, product)
     _add_snr(p, exact.mT, product.mT)
-
-
-def _max_scale(mx: MXTensor, valid: int) -> Tensor:
-    """The exponent of the largest scale of each of the first `valid` rows."""
-    scale = mx.scale.view(torch.uint8).int()
-    if mx.row_index is not None:
-        index = mx.row_index[:valid]
-        scale = scale[index.clamp(min=0)].masked_fill((index < 0).unsqueeze(1), 0)
-    return scale[:valid].amax(1) - 127
 
 
 def _add_snr(p: FoldedProduct, exact: Tensor, folded: Tensor) -> None:

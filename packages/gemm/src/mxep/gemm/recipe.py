@@ -10,6 +10,7 @@ scaling "none" multiplies what it is given ("bf16"), "row" has one power-of-two 
 M rows, N out features, K in features, G groups.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
@@ -78,6 +79,7 @@ class Recipe:
         return cls("mx", **changes)
 
     @classmethod
+    @functools.cache
     def named(cls, name: str) -> Self:
         """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16".
 

@@ -43,7 +43,7 @@ def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return all(part.is_pinned() for part in (mx.qdata, mx.scale, mx.row_index) if part is not None)
 
 
-def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Between MXTensors that agree in all but their bytes; a plain tensor takes the values."""
     to, source = args[:2]
     if not hasattr(to, "qdata"):
@@ -115,7 +115,8 @@ def _blocked(mx: MX) -> tuple[int, ...]:
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     """Rows anywhere; along a blocked axis whole blocks only (ValueError)."""
     mx = args[0]
-    dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    given: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+    dim, start, end, step = given
     dim = dim % mx.ndim - mx.ndim
     if mx.row_index is not None and dim == -2:
         return mx.with_parts(mx.qdata, mx.scale, func(mx.row_index, 0, start, end, step))

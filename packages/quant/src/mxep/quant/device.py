@@ -63,7 +63,7 @@ def abs_bits(x):
 @triton.jit
 def scale_of_amax(bits, MODE: tl.constexpr, DTYPE: tl.constexpr):
     """Scale (int32) of a block whose largest `abs_bits` are `bits`, for qdata of DTYPE."""
-    E4M3: tl.constexpr = tl.float8e4nv == DTYPE
+    E4M3: tl.constexpr = DTYPE == tl.float8e4nv
     MAX_EXPONENT: tl.constexpr = 8 if E4M3 else 15
     if MODE == "rceil":
         reciprocal_of_max: tl.constexpr = 1.0 / 448.0 if E4M3 else 1.0 / 57344.0
@@ -126,7 +126,8 @@ def valid_rows(offs_ptr, num_groups, rows):
     """The end of the last group, at most `rows`; below 0 it means no rows, too. `rows` if offs_ptr is None."""
     if offs_ptr is None:
         return rows
-    return tl.minimum(tl.load(offs_ptr + num_groups - 1), rows)
+    else:
+        return tl.minimum(tl.load(offs_ptr + num_groups - 1), rows)
 
 
 @triton.jit

@@ -241,7 +241,7 @@ def _swiglu_backward(
 
 @op(
     "mxep::swiglu_backward_quantize",
-    fake=lambda d_h, gate_up, row_weight, offs, out, mode, block_size, folded: (
+    fake=lambda d_h, gate_up, row_weight, offs, out, scale_mode, block_size, folded: (
         empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded),
         gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
     ),
@@ -254,7 +254,7 @@ def _swiglu_backward_quantize(
     row_weight: Tensor | None,
     offs: Tensor | None,
     out: Tensor,
-    mode: str,
+    scale_mode: str,  # torch takes `mode` for itself in ops that write
     block_size: int,
     folded: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -262,6 +262,6 @@ def _swiglu_backward_quantize(
     or, with one scale a row, d_h's."""
     rows = gate_up.shape[0]
     d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid_rows(offs, rows))
-    qdata, scale = _encode(d_gate_up, rows, out.dtype, mode, block_size, folded)
+    qdata, scale = _encode(d_gate_up, rows, out.dtype, scale_mode, block_size, folded)
     out.copy_(qdata)
     return scale, fill_rows(d_row_weight, rows).squeeze(-1)

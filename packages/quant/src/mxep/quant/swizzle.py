@@ -103,7 +103,9 @@ def _gather_swizzled(
 
 @op(
     "mxep::swizzle_scales",
-    fake=lambda scale, offs: scale.new_empty((*scale.shape[:-2], *swizzled_shape(*scale.shape[-2:], offs))),
+    fake=lambda scale, offs: scale.new_empty(
+        (*scale.shape[:-2], *swizzled_shape(scale.shape[-2], scale.shape[-1], offs))
+    ),
     launcher="mxep.quant.kernels.gather:swizzle_scales",
 )
 def _swizzle(scale: Tensor, offs: Tensor | None) -> Tensor:

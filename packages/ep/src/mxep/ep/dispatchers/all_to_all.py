@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, gather_rows, sum_slots
+from mxep.comms.plan import narrow_ids
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher
 
@@ -45,6 +46,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
+        expert_ids = narrow_ids(expert_ids, self.num_experts)
         wrong = (expert_ids < -1) | (expert_ids >= self.num_experts)
         found = expert_ids[wrong].unique().tolist() if expert_ids.device.type == "cpu" else []
         expert_ids = torch.where(wrong, -1, expert_ids)

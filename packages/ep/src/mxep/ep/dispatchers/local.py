@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mxep.comms import sum_slots
+from mxep.comms.plan import narrow_ids
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher
 
@@ -21,6 +22,7 @@ class LocalDispatcher(TokenDispatcher):
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
+        expert_ids = narrow_ids(expert_ids, self.num_experts)
         num_tokens = torch.full((1,), len(expert_ids), dtype=torch.int32, device=expert_ids.device)
         plan = self._plan(expert_ids[None], weights[None], num_tokens, alignment=alignment, capacity=self.capacity)
         return Done((payload, Routing(plan, expert_ids, self.num_local_experts)))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, DispatchHandle, NvshmemTransport, Transport, Workspace, combine, dispatch
+from mxep.comms.plan import narrow_ids
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher, made_to_stay
 from .shared import close_transport, open_transport
@@ -86,6 +87,7 @@ class SymmetricDispatcher(TokenDispatcher):
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
+        expert_ids = narrow_ids(expert_ids, self.num_experts)
         workspace = self._workspace(expert_ids)
         handle = dispatch(
             workspace, payload, expert_ids, weights, async_op=True, num_sms=OVERLAP_SMS if overlap else None

@@ -40,7 +40,7 @@ def select(backend: str | Backend, device: torch.device) -> Backend:
     ValueError for a name that is none; RuntimeError, with the reason, if it cannot run on `device`.
     """
     if backend == "auto":
-        return _best(device)
+        return _best.__wrapped__(device) if torch.compiler.is_compiling() else _best(device)
     if isinstance(backend, str):
         if backend not in BACKENDS:
             raise ValueError(f"backend: got {backend!r}, want auto, {', '.join(BACKENDS)} or a Backend")
@@ -50,6 +50,7 @@ def select(backend: str | Backend, device: torch.device) -> Backend:
     return backend
 
 
+@functools.cache
 def _best(device: torch.device) -> Backend:
     against = ""
     for name in AUTO.get(device.type, ("reference",)):

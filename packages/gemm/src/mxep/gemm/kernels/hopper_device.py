@@ -162,11 +162,8 @@ def _power(scale):
 
 @gluon.jit
 def _before_and_after(scale):
-    """Two factors of a row's `_power`: one before the column's, and what is left of it after, mostly 1.
-
-    A sum of products of qdata is 0 or within 2^-32 to 2^47. Times a row's 2^-64 to 2^80, the column's scale and the
-    rest, in this order, it leaves the range of fp32 only where the result does.
-    """
+    """Two factors of a row's `_power`: one (2^-64 to 2^80) before the column's, what is left of it after, mostly 1.
+    A sum of products of qdata is 0 or within 2^-32 to 2^47: in this order it leaves fp32 only where the result does."""
     scale = scale.to(gl.int32)
     before = gl.maximum(gl.minimum(scale, 127 + MAX_BEFORE), 127 + MIN_BEFORE)
     return _power(before), _power(gl.where(scale == 255, 255, 127 + scale - before))

@@ -148,8 +148,8 @@ def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
     x = x.contiguous()
     results = empty_both(x, dtype, block_size)
     if x.numel():
-        capped = on_hopper(maxnreg=80) if x.element_size() == 2 else {}  # fp32 would spill
-        _quantize_tiles(x, *results, mode, block_size, **capped)
+        max_registers = on_hopper(maxnreg=80).get("maxnreg") if x.element_size() == 2 else None  # fp32 would spill
+        _quantize_tiles(x, *results, mode, block_size, max_registers)
     return results
 
 
@@ -165,12 +165,12 @@ def _quantize_tiles(
     transposed_scale: Tensor,
     mode: str,
     block_size: int,
-    **options: int,
+    max_registers: int | None = None,
 ) -> None:
     n, k = x.shape[-2:]
     block_m, block_n = TILE
     grid = (x.numel() // (n * k) * triton.cdiv(n, block_m) * triton.cdiv(k, block_n),)
     quantize_tile_kernel[grid](
         x, qdata, None if scale is None else as_bytes(scale), transposed, as_bytes(transposed_scale), n, k,
-        MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS, **options,
+        MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS, maxnreg=max_registers,
     )  # fmt: skip

@@ -15,6 +15,8 @@ While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 i
 backward; folded it takes 38 and 57. Hence a sigmoid without a division, and a sum over a row that leaves a thread late.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -89,9 +91,7 @@ def _halves(x):
 @triton.jit
 def _tree_sum(chunks):
     """`mxep.quant.swiglu.tree_sum` of a row in chunks (a tuple) of a power of two elements, reduced to sums of eight.
-
-    Sums of two numbers have but one order, so each level is a tl.sum. The upper levels are between chunks.
-    """
+    The upper levels are between chunks."""
     if len(chunks) > 1:
         half: tl.constexpr = triton.next_power_of_2(len(chunks)) // 2
         sums = ()
@@ -240,7 +240,7 @@ def swiglu_kernel(
             tl.store(d_weight_ptr + row, _tree_sum(sums))
 
 
-def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: int) -> Tensor:
+def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: Any) -> Tensor:
     """mxep::swiglu; tuning as for `_launch`."""
     out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
     _launch(None, gate_up, row_weight, offs, out, **tuning)
@@ -255,7 +255,7 @@ def swiglu_quantize(
     mode: str,
     block_size: int,
     folded: bool,
-    **tuning: int,
+    **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_quantize; tuning as for `_launch`, which says what blocks there may be."""
     qdata = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=dtype)
@@ -265,7 +265,7 @@ def swiglu_quantize(
 
 
 def swiglu_backward(
-    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: int
+    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: Any
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward; tuning as for `_launch`."""
     d_gate_up, d_row_weight = gate_up.new_empty(gate_up.shape), gate_up.new_empty(len(gate_up), dtype=torch.float32)
@@ -282,7 +282,7 @@ def swiglu_backward_quantize(
     mode: str,
     block_size: int,
     folded: bool,
-    **tuning: int,
+    **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward_quantize; tuning as for `_launch`, which says what blocks there may be.
 
