@@ -357,7 +357,7 @@ def test_compiles_in_one_graph(recipe: str, backend: str) -> None:
 def test_ops_pass_opcheck() -> None:
     p = problem(unused=0)
     a, w, dy = quantize(p.a), quantize(p.w), indexed(quantize(p.dy), valid=p.valid)
-    forward, wgrad = grouped_mm_reference, grouped_wgrad_reference
+    forward, wgrad = grouped_mm_reference.opdef, grouped_wgrad_reference.opdef
     torch.library.opcheck(forward, (p.a, None, None, p.w, None, p.offs, torch.zeros(4, 96), torch.float32))
     torch.library.opcheck(wgrad, (p.dy, None, None, p.a, None, None, p.offs, torch.float32))
     # test_schema compares inputs by allclose, which fp8 has not

@@ -18,7 +18,7 @@ from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
 from mxep.integration.results import Report, Section
 from mxep.integration.schema import Config, configs_dir
-from mxep.quant.fold_for_wgrad import columns_of
+from mxep.quant.shapes import padded_rows
 
 SHAPES = {"rows": (96, 64), "weights": (2, 32, 192)}
 
@@ -39,7 +39,7 @@ def unmoved(name: str) -> int:
     """Bytes of tensors that a case need not move: rows of padding, columns past what groups take, where these end."""
     rows, width = SHAPES["rows"]
     if name == "fold_for_wgrad":
-        return 2 * width * (columns_of(rows, GROUPS, 128) - rows) + 4 * GROUPS
+        return 2 * width * (padded_rows(rows, GROUPS, 128) - rows) + 4 * GROUPS
     return 2 * width * (padded(rows) - rows) if name == "unpad" else 0
 
 

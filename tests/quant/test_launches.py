@@ -8,6 +8,8 @@ import triton
 
 from ahead_of_time import report, table
 
+pytestmark = pytest.mark.slow
+
 LAUNCHES = Path(__file__).with_name("launches.py")
 TESTED = (
     "quantize_rows",

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
 from mxep.quant import BLOCK, E4M3, ScaleMode
+from mxep.quant.shapes import padded_rows, round_up
 
 from ..results import Row
 from ..timer import Alternative, Call, Launch, Timer, copy_tb_s, empty, free_memory, recorded, rotations
@@ -103,13 +104,9 @@ def mx(elements: int) -> int:
     return elements + elements // BLOCK
 
 
-def round_up(n: int, alignment: int) -> int:
-    return -(-n // alignment) * alignment
-
-
 def padded(rows: int) -> int:
     """The capacity of `pad_groups`."""
-    return round_up(rows + GROUPS * (BLOCK - 1), BLOCK)
+    return padded_rows(rows, GROUPS, BLOCK)
 
 
 def swizzled(rows: int, width: int) -> int:

@@ -9,7 +9,8 @@ weights live, `backends` who multiplies, `convert` puts all of it under a model 
 """
 
 from mxep.gemm.backends import BACKENDS, Backend
-from mxep.gemm.convert import Converted, convert, converted, revert
+from mxep.gemm.convert import convert, converted, revert
+from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
 from mxep.gemm.functional import grouped_mm
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once

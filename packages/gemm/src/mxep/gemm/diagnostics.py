@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,9 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
         module = owner.get((_address(y), shape) if product == "wgrad" else _address(y), "")
         p = report.setdefault((module, shape, product), FoldedProduct(module, shape, product))
         p.calls += 1
-        (_add_wgrad if product == "wgrad" else _add_product)(p, x, y.mT if product == "dgrad" else y, offs)
+        (_add_wgrad if product == "wgrad" else _add_product)(
+            p, x, cast(MXTensor, y.mT) if product == "dgrad" else y, offs
+        )
 
     def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -99,6 +101,9 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
 
         return run
 
+    def left(*_: Any) -> None:
+        modules.pop()
+
     with contextlib.ExitStack() as stack:
         for cls in _subclasses(Backend):
             for name in vars(cls).keys() & {*_WATCHED, "wants_rowwise"}:
@@ -107,7 +112,7 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
                 setattr(cls, name, watched(name, found) if name in _WATCHED else False)
         enter = register_module_forward_pre_hook(lambda m, _: modules.append(names.get(m, type(m).__name__)))
         stack.callback(enter.remove)
-        stack.callback(register_module_forward_hook(lambda *_: modules.pop() and None, always_call=True).remove)
+        stack.callback(register_module_forward_hook(left, always_call=True).remove)
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield report
@@ -151,7 +156,7 @@ def _add_wgrad(p: FoldedProduct, dy: MXTensor, a: MXTensor, offs: Tensor) -> Non
     spreads = behind[x.any(1) & y.any(1)], of_y.spread[:valid], of_x.spread[:valid]
     p.spread = max([p.spread, *torch.cat(spreads).tolist()])
     exact = grouped_wgrad_reference(y, None, None, x, None, None, offs, torch.float32)
-    parts = folded.y_t, folded.x_t, folded.exponent, folded.ends
+    parts = folded.y_t, folded.x_t, folded.exponent, folded.offs
     product = fp8_grouped_wgrad.reference(*parts, torch.float32)
     _add_snr(p, exact, product)
     _add_snr(p, exact.mT, product.mT)

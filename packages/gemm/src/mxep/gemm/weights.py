@@ -57,14 +57,14 @@ def quantize_weight_rowwise(
     """
     if recipe.scaling == "none":
         return w, None
-    how = {"fmt": recipe.fmt, "mode": recipe.mode}
+    w, fmt, mode = w.detach(), recipe.fmt, recipe.mode
     if is_2d(recipe, per_row):
-        return quantize(w.detach(), axis=(-2, -1), **how), None
-    if recipe.block_size is None or per_row:
-        return (
-            quantize_with_amax(w.detach(), **how) if with_amax else (quantize(w.detach(), block_size=None, **how), None)
-        )
-    return quantize(w.detach(), **how), None
+        return quantize(w, fmt=fmt, mode=mode, axis=(-2, -1)), None
+    if recipe.block_size is not None and not per_row:
+        return quantize(w, fmt=fmt, mode=mode), None
+    if with_amax:
+        return quantize_with_amax(w, fmt=fmt, mode=mode)
+    return quantize(w, fmt=fmt, mode=mode, block_size=None), None
 
 
 def quantize_weight_colwise(w: Tensor, recipe: Recipe, amax: Tensor | None = None, *, per_row: bool = False) -> Tensor:

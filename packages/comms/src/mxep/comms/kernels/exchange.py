@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mxep.comms.cuda import CudaTransport
 from mxep.comms.kernels import combine, dispatch, signals
+from mxep.comms.launch import launch
 from mxep.comms.layout import CHUNKS, Layout, round_up
 from mxep.comms.plan import RoutingPlan
 from mxep.comms.transport import SymmetricBuffer
@@ -42,12 +43,12 @@ class KernelExchange:
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
         layout = self.layout
         op_id, starts = layout.op_id("refused", tokens), (layout.signals_start, layout.counters_start)
-        signals.refuse_kernel[(1,)](buffer.pointers, self.rank, op_id, *starts, **self._ranks, num_warps=1)
+        launch(signals.refuse_kernel, (1,), buffer.pointers, self.rank, op_id, *starts, **self._ranks, num_warps=1)
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
         tokens, top_k = expert_ids.shape
         programs = max(1, min(-(-tokens * top_k // dispatch.TABLE_PAIRS), self.max_sms))
-        dispatch.dispatch_tables_kernel[(programs,)](
+        launch(dispatch.dispatch_tables_kernel, (programs,),
             expert_ids, weights, buffer.pointers, self.state, tokens, self.layout.max_tokens, self.rank,
             self.experts_per_rank, *self._tables,
             **self._ranks, K=top_k, BLOCK=dispatch.TABLE_PAIRS, **self._clock, num_warps=8,
@@ -87,7 +88,7 @@ class KernelExchange:
         tokens, layout = expert_ids.shape[0], self.layout
         sms = self.max_sms if num_sms is None else min(num_sms, self.max_sms)
         block_t = dispatch.tokens_per_tile(tile_tokens, tokens, sms)
-        dispatch.dispatch_kernel[(max(1, min(-(-tokens // block_t), sms)),)](
+        launch(dispatch.dispatch_kernel, (max(1, min(-(-tokens // block_t), sms)),),
             expert_ids, *to_rows, part0, part1, buffer.pointers, self.state, tokens, layout.max_tokens, self.rank,
             self.experts_per_rank, groups, op_id, layout.signals_start, layout.counters_start, layout.rows_start,
             **constants, BLOCK_T=block_t, **self._clock, num_warps=dispatch.NUM_WARPS,
@@ -129,7 +130,7 @@ class KernelExchange:
         if key not in self._combines:
             self._combines[key] = self._combine_constants(*key)
         programs, scalars, constants = self._combines[key]
-        combine.combine_kernel[(programs,)](
+        launch(combine.combine_kernel, (programs,),
             rows.contiguous(), None if row_values is None else row_values.contiguous(), plan.slot_rows,
             plan.num_tokens, expert_ids, out, values, buffer.pointers, self.state, expert_ids.shape[0],
             self.layout.max_tokens, self.rank, self.experts_per_rank, *scalars,

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.comms.capacity import num_owners
+from mxep.comms.launch import launch
 
 SEGMENT = 32
 """Pairs whose order is found by bytes that count: at most 255."""
@@ -201,11 +202,11 @@ def make_plan(
     counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (counted, 1))
     options = {"TOP_K": max(top_k, 1), "num_warps": NUM_WARPS}
     rows = row_source, row_slot, row_weight
-    count_kernel[(chunks, sources)](
+    launch(count_kernel, (chunks, sources),
         expert_ids, num_tokens, counts, wrong, *rows, max_tokens, chunk, first_counted, counted, num_experts, max_rows,
         BINS=_bins(counted), TILE=COUNT_TILE, **options,
     )  # fmt: skip
-    place_kernel[(chunks, sources)](
+    launch(place_kernel, (chunks, sources),
         expert_ids, weights, num_tokens, counts, wrong, *rows, slot_rows, offs, group_sizes, totals,
         max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
         first_expert, num_local_experts, num_local_experts, owners, alignment, max_rows,
@@ -227,11 +228,11 @@ def plan_destinations(
     experts, segments, chunk, chunks = _shape(num_experts, sources, max_tokens * top_k)
     counts = torch.empty(sources * chunks * num_experts, dtype=torch.int32, device=expert_ids.device)
     options = {"TOP_K": top_k, "num_warps": NUM_WARPS}
-    count_kernel[(chunks, sources)](
+    launch(count_kernel, (chunks, sources),
         expert_ids, num_tokens, counts, None, None, None, None,
         max_tokens, chunk, 0, num_experts, num_experts, 0, BINS=_bins(num_experts), TILE=COUNT_TILE, **options,
     )  # fmt: skip
-    place_kernel[(triton.cdiv(pair_rows.numel(), chunk), 1)](
+    launch(place_kernel, (triton.cdiv(pair_rows.numel(), chunk), 1),
         expert_ids, None, num_tokens, counts, None, None, None, None, pair_rows, None, None, None,
         max_tokens, pair_rows.numel(), chunk, sources * chunks, chunks, rank, 0, num_experts, 0, num_experts,
         experts_per_rank, 0, alignment, max_rows,

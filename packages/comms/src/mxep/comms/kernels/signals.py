@@ -24,6 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
+from mxep.comms.launch import launch
+
 POLL_NS = tl.constexpr(20_000)
 """ns that a poll counts for under the interpreter."""
 
@@ -127,4 +129,4 @@ def barrier(pointers: Tensor, state: Tensor, rank: int, clock: bool) -> None:
     """Over buffers of (W + 1) int64 that are used for nothing else."""
     world_size = pointers.shape[0]
     padded = triton.next_power_of_2(world_size)
-    barrier_kernel[(1,)](pointers, state, rank, W=world_size, WP=padded, CLOCK=clock, num_warps=1)
+    launch(barrier_kernel, (1,), pointers, state, rank, W=world_size, WP=padded, CLOCK=clock, num_warps=1)

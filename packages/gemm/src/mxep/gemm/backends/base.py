@@ -102,4 +102,4 @@ class Backend(Protocol):
 
     def wgrad_product(self, operands: Any, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
         """What `wgrad` returns."""
-        ...
+        raise NotImplementedError

@@ -16,6 +16,7 @@ nothing for rows past the last group; quantizing plain operands takes all rows t
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,17 +87,21 @@ class Hopper(Backend):
         scale: float = 1.0,
         accumulate_into: Tensor | None = None,
     ) -> Tensor | None:
-        if isinstance(operands, AlongTokens):
-            return Dequant().wgrad(operands, offs, out_dtype=out_dtype, scale=scale, accumulate_into=accumulate_into)
+        if accumulate_into is None or not accumulate_into.is_contiguous() or isinstance(operands, AlongTokens):
+            options: dict[str, Any] = {"out_dtype": out_dtype, "scale": scale, "accumulate_into": accumulate_into}
+            return super().wgrad(operands, offs, **options)
         folded = operands.y_t, operands.x_t, operands.exponent, operands.offs
-        if accumulate_into is None:
-            dw: Tensor = fp8_grouped_wgrad(*folded, out_dtype, scale)
-            return dw
-        if accumulate_into.is_contiguous():
-            fp8_accumulate_wgrad(accumulate_into, *folded, scale)
-        else:
-            accumulate_into.add_(fp8_grouped_wgrad(*folded, accumulate_into.dtype, scale))
+        fp8_accumulate_wgrad(accumulate_into, *folded, scale)
         return None
+
+    def wgrad_product(
+        self, operands: WgradOperands | AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float
+    ) -> Tensor:
+        if isinstance(operands, AlongTokens):
+            return Dequant().wgrad_product(operands, offs, out_dtype, scale)
+        folded = operands.y_t, operands.x_t, operands.exponent, operands.offs
+        dw: Tensor = fp8_grouped_wgrad(*folded, out_dtype, scale)
+        return dw
 
 
 @functools.cache

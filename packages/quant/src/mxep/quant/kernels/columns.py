@@ -22,6 +22,7 @@ from mxep.quant.kernels.tile import (
     quantize_tile_rows,
     store_transposed,
 )
+from mxep.quant.launch import launch
 from mxep.quant.shapes import empty_both, empty_columns
 
 TILE = (256, 64)
@@ -126,7 +127,7 @@ def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
     block_m, block_n = TILE
     if bits.numel() and block_size:
         grid = (bits.numel() // k * triton.cdiv(block_size, block_m) * triton.cdiv(k, block_n),)
-        column_amax_kernel[grid](x, bits, block_size, k, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS)
+        launch(column_amax_kernel, grid, x, bits, block_size, k, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS)
 
 
 def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor, mode: str, block_size: int) -> None:
@@ -134,7 +135,7 @@ def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor,
     n, k = x.shape[-2:]
     block_m, block_n = LONG_TILE
     grid = (bits.shape[0] * triton.cdiv(block_size, block_m) * triton.cdiv(k, block_n),)
-    quantize_long_columns_kernel[grid](
+    launch(quantize_long_columns_kernel, grid,
         x, bits, qdata, as_bytes(scale), block_size, n, k, MODE=mode,
         PACK=8 if block_size % 8 == 0 else 1, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -170,7 +171,7 @@ def _quantize_tiles(
     n, k = x.shape[-2:]
     block_m, block_n = TILE
     grid = (x.numel() // (n * k) * triton.cdiv(n, block_m) * triton.cdiv(k, block_n),)
-    quantize_tile_kernel[grid](
+    launch(quantize_tile_kernel, grid,
         x, qdata, None if scale is None else as_bytes(scale), transposed, as_bytes(transposed_scale), n, k,
         MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS, maxnreg=max_registers,
     )  # fmt: skip

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import NAN_SCALE, as_bytes, num_sms, rows_of, shifted, valid_rows
+from mxep.quant.launch import launch
 from mxep.quant.shapes import empty_folded, num_rows
 
 TILE_ELEMENTS = 2048
@@ -157,7 +158,9 @@ def _launch(
         # What takes registers.
         share = 4 if spread is not None else 1 if qdata.dtype == torch.float8_e4m3fn else 2
         tiles = triton.cdiv(folded_scale.numel(), rows)
-        fold_kernel[(min(tiles, programs_per_sm * num_sms(qdata.device)),)](
+        launch(
+            fold_kernel,
+            (min(tiles, programs_per_sm * num_sms(qdata.device)),),
             qdata,
             scale,
             row_index,

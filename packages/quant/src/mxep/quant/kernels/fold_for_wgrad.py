@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mxep.quant.device import NAN_SCALE, as_bytes, group_bounds, num_sms, rows_of, shifted, valid_rows
 from mxep.quant.kernels.tile import store_transposed
+from mxep.quant.launch import launch
 from mxep.quant.shapes import num_rows, padded_rows
 
 SCALE_ELEMENTS = 8192
@@ -224,13 +225,22 @@ def fold_for_wgrad(
     padded_groups = triton.next_power_of_2(num_groups)
     widest = max(padded_groups, *(triton.next_power_of_2(scale.shape[1]) for scale in (x_scale, y_scale)))
     rows = min(64, max(1, scale_elements // widest))
-    max_scales_kernel[(min(programs, triton.cdiv(capacity, rows)),)](
+    launch(max_scales_kernel, (min(programs, triton.cdiv(capacity, rows)),),
         x_scale, x_index, y_scale, y_index, offs, x_record, y_record, most, out_offs, x_scale.stride(0),
         y_scale.stride(0), capacity, num_groups, alignment, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1],
         GROUPS=padded_groups, ROWS=rows,
     )  # fmt: skip
-    split_kernel[(triton.cdiv(width, SPLIT_ROWS),)](
-        x_record, y_record, most, out_offs, exponent, num_groups, GROUPS=padded_groups, ROWS=SPLIT_ROWS
+    launch(
+        split_kernel,
+        (triton.cdiv(width, SPLIT_ROWS),),
+        x_record,
+        y_record,
+        most,
+        out_offs,
+        exponent,
+        num_groups,
+        GROUPS=padded_groups,
+        ROWS=SPLIT_ROWS,
     )
     block_m, block_n = tile
     for qdata, scale, record, out in ((x, x_scale, x_record, x_t), (y, y_scale, y_record, y_t)):
@@ -239,7 +249,7 @@ def fold_for_wgrad(
             block_size = columns // scale.shape[1]
             sub = math.gcd(block_size, 32)
             tiles = triton.cdiv(width, block_m) * triton.cdiv(columns, block_n)
-            shift_transpose_kernel[(tiles,)](
+            launch(shift_transpose_kernel, (tiles,),
                 qdata, scale, record, out_offs, out, width, columns, qdata.stride(0), scale.stride(0), num_groups,
                 SUB=sub, PER_SCALE=block_size // sub, PACK=8 if width % 8 == 0 else 1, BLOCK_M=block_m,
                 BLOCK_N=block_n, GROUP_M=group_m, num_warps=num_warps,

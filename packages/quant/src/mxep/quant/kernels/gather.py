@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import as_bytes, group_bounds, valid_rows
+from mxep.quant.launch import launch
 from mxep.quant.shapes import SWIZZLE_ROWS, empty_picked, num_rows, padded_rows, swizzled_shape
 
 WIDE = (8, 1024)
@@ -187,7 +188,7 @@ def unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     inverse = torch.full((num_rows,), -1, dtype=torch.int32, device=y.device)
     indices = row_index.shape[0]
     if indices:
-        invert_kernel[(triton.cdiv(indices, 1024),)](row_index, inverse, indices, num_rows, TILE=1024)
+        launch(invert_kernel, (triton.cdiv(indices, 1024),), row_index, inverse, indices, num_rows, TILE=1024)
     return pad_rows(y, inverse)
 
 
@@ -197,7 +198,7 @@ def pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tenso
     capacity = padded_rows(num_rows, num_groups, alignment)
     offs = torch.empty(num_groups, dtype=torch.int32, device=group_sizes.device)
     index = torch.empty(capacity, dtype=torch.int32, device=group_sizes.device)
-    pad_index_kernel[(max(1, triton.cdiv(capacity, 256)),)](
+    launch(pad_index_kernel, (max(1, triton.cdiv(capacity, 256)),),
         group_sizes, offs, index, capacity, num_rows, num_groups, alignment,
         GROUPS=min(triton.next_power_of_2(num_groups), PAD_GROUPS), TILE=256,
     )  # fmt: skip
@@ -232,7 +233,7 @@ def _pick(
         assert out_scale is not None
         row_tiles = out_scale.shape[-2] // SWIZZLE_ROWS
     num_groups = 0 if offs is None else offs.shape[0]
-    pick_kernel[(row_tiles * triton.cdiv(k, block_n), batch)](
+    launch(pick_kernel, (row_tiles * triton.cdiv(k, block_n), batch),
         x, scale, row_index, offs, out, None if out_scale is None else as_bytes(out_scale),
         0 if x is None else x.stride(0), *((0, 0, 0) if scale is None else scale.stride()), rows, k, num_groups,
         0 if out_scale is None or batch == 1 else out_scale.shape[-2] * out_scale.shape[-1],

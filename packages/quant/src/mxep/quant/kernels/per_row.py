@@ -18,6 +18,7 @@ from torch import Tensor
 from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
 from mxep.quant.kernels.columns import column_amax, quantize_long_columns
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
+from mxep.quant.launch import launch
 from mxep.quant.shapes import empty_columns, empty_rows
 
 ROWS_PER_PROGRAM = 128
@@ -77,8 +78,19 @@ def quantize_per_row(
     warps = min(16, max(4, padded // (32 * THREAD_ELEMENTS)))
     rows = min(max(1, 32 * THREAD_ELEMENTS * warps // padded), rows_per_program)
     grid = (x.numel() // (n * k) * triton.cdiv(n, rows_per_program),)
-    quantize_rows_with_amax_kernel[grid](
-        x, qdata, as_bytes(scale), bits, n, K=k, MODE=mode, ROWS=rows, STEPS=rows_per_program // rows, num_warps=warps
+    launch(
+        quantize_rows_with_amax_kernel,
+        grid,
+        x,
+        qdata,
+        as_bytes(scale),
+        bits,
+        n,
+        K=k,
+        MODE=mode,
+        ROWS=rows,
+        STEPS=rows_per_program // rows,
+        num_warps=warps,
     )
     return qdata, scale, amax
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mxep.quant import sigmoid
 from mxep.quant.device import NAN_SCALE, abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax, shifted, valid_rows
+from mxep.quant.launch import launch
 from mxep.quant.shapes import empty_swiglu_scale
 
 WARP_ELEMENTS = 2048
@@ -341,7 +342,7 @@ def _launch(
         if triton.cdiv(F, chunk) * chunk > 1.1 * F:
             chunk //= 2
     chunk = min(chunk, padded)
-    swiglu_kernel[(min(rows, programs_per_sm * num_sms(gate_up.device)),)](
+    launch(swiglu_kernel, (min(rows, programs_per_sm * num_sms(gate_up.device)),),
         None if d_h is None else d_h.contiguous(), gate_up.contiguous(), row_weight, offs,
         out, None if scale is None else as_bytes(scale), d_row_weight, rows, 0 if offs is None else offs.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK_SIZE=0 if by_row else block_size,
