@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from mxep.ep import CASES
 from mxep.gemm import Recipe
 from mxep.integration import job
-from mxep.integration.reference import Problem, Results, moe_layer, quantizers, snr
+from mxep.integration.reference import Problem, Results, moe_layer, quantizers
 from mxep.integration.schema import Config
+from mxep.integration.snr import snr
 from mxep.integration.verify import Check, Result, compare, make_problem
 
 TAMPERED = 3  # a token whose experts are all routed; an expert

@@ -4,7 +4,7 @@
 
     command line + configs/ -> Config -> ranks (run_ranks; under torchrun this process is one) -> report -> exit code
 
-Exit qdata: 0 done, 1 failed (one message on stderr; a failed rank's traceback is in the run folder), 130 stopped by
+Exit codes: 0 done, 1 failed (one message on stderr; a failed rank's traceback is in the run folder), 130 stopped by
 Ctrl-C with a checkpoint to resume from.
 
 This module imports nothing heavy: Hydra answers a wrong command line first, then the ranks' fork server and this

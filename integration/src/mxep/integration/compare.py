@@ -37,9 +37,9 @@ from mxep.gemm import Recipe
 
 from .config import make_recipe, to_json
 from .data import read_text
-from .launch import Rank
 from .mesh import Mesh, local
 from .progress import log_backend
+from .rank import Rank
 from .results import WIDTH, Section, provenance
 from .schema import Config
 from .train import Run, Trainer

@@ -16,7 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from . import checkpoint, report
+from . import checkpoint, compare, report
+from .bench import ON_RANKS, PICTURES, run
 from .config import RESTORED, ConfigError, override_key, resolve, restore, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
 from .process import STOPPED, reports, under_torchrun
@@ -85,8 +86,6 @@ def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 
 def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    from . import compare  # imports Triton, for which the other tasks need not wait
-
     outcome: compare.Outcome = _on_ranks(compare.compare, (config, str(folder)), config)
     if outcome.stopped:
         print("mxep: stopped before all seeds were done: no results", file=sys.stderr)
@@ -100,8 +99,6 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    from .bench import ON_RANKS, run  # imports Triton, too
-
     if config.bench.name in ON_RANKS:
         run.check(config.bench)
         results = _on_ranks(run.run_on_rank, (config.bench, config.seed), config, device=config.bench.device)
@@ -136,8 +133,6 @@ def _finish(
 
     Returns the exit code: 1 if some of them failed.
     """
-    from .bench import PICTURES
-
     if reports():
         files = [file, *([Path(section.out)] if section.out else [])]
         write(results.to_json(shlex.join(["mxep", *sys.argv[1:]]), section.commit), files)

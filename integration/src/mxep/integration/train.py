@@ -37,10 +37,10 @@ from .collective import all_gather
 from .config import ConfigError, make_capacity, recipes, sizes_on_host, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed
-from .launch import Rank
 from .mesh import Gradients, Mesh
 from .model import Transformer
 from .progress import log_backend, progress
+from .rank import Rank
 from .schema import Config, OptimizerConfig
 
 

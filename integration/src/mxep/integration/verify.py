@@ -28,9 +28,10 @@ from mxep.gemm.backends import select
 
 from .collective import all_gather
 from .config import to_json
-from .launch import Rank, resolve_device
+from .launch import resolve_device
 from .mesh import Mesh, local
 from .progress import log_backend
+from .rank import Rank
 from .reference import Problem, Results, moe_layer, quantizers
 from .results import provenance
 from .schema import Config

@@ -108,7 +108,7 @@ def bf16_product(product: str, p: Problem) -> Call:
 
 
 def _row_scaled(product: str, p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes (rows, C), (C, columns) or (G, C, columns), C contiguous in both, and fp32 scales a row, a column."""
+    """Qdata (rows, C), (C, columns) or (G, C, columns), C contiguous in both, and fp32 scales a row, a column."""
     one, other = {"forward": (p.a, p.w), "dgrad": (p.dy, p.w), "wgrad": (p.dy, p.a)}[product]
     left = quantize(one, axis=-2, block_size=None).mT if product == "wgrad" else quantize(one, block_size=None)
     right = quantize(other, block_size=None).mT if product == "forward" else quantize(other, axis=-2, block_size=None)

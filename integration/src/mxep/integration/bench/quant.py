@@ -68,20 +68,20 @@ class Inputs:
         return torch.randn(shape or self.shape, dtype=torch.bfloat16, **self._where)
 
     def mx(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales of values, blocked along rows."""
+        """Qdata and scales of values, blocked along rows."""
         qdata, scale = torch.ops.mxep.quantize_rows(self.values(), *HOW, BLOCK)
         return qdata, scale
 
     def slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes and scales side by side in rows of 16-byte multiples, and an index of all rows in random order."""
+        """Qdata and scales side by side in rows of 16-byte multiples, and an index of all rows in random order."""
         qdata, scale = self.mx()
         k, scales = qdata.shape[1], scale.shape[1]
         buffer = qdata.new_empty((self.rows, round_up(k + scales, 16)), dtype=torch.uint8)
-        slot_codes, slot_scale = buffer[:, :k], buffer[:, k : k + scales]
-        slot_codes.copy_(qdata.view(torch.uint8))
+        slot_qdata, slot_scale = buffer[:, :k], buffer[:, k : k + scales]
+        slot_qdata.copy_(qdata.view(torch.uint8))
         slot_scale.copy_(scale.view(torch.uint8))
         index = torch.randperm(self.rows, dtype=torch.int32, **self._where)
-        return slot_codes.view(qdata.dtype), slot_scale.view(scale.dtype), index
+        return slot_qdata.view(qdata.dtype), slot_scale.view(scale.dtype), index
 
     def offs(self, alignment: int = BLOCK) -> Tensor:
         """Ends of GROUPS groups over all rows, in multiples of `alignment`."""
@@ -159,7 +159,7 @@ CASES = {
                  lambda ops, x: ops.quantize_both(x, *HOW, BLOCK)),
     "weights_both": Case("weights", 0.90, lambda e, n, k: 2 * e * n * k + 2 * mx(e * n * k), _values,
                          lambda ops, x: ops.quantize_both(x, *HOW, BLOCK)),
-    # A column's scale needs every row before its first code: x is read twice, 0.67 is all.
+    # A column's scale needs every row before its first element: x is read twice, 0.67 is all.
     "weights_per_row": Case("weights", None, lambda e, n, k: 4 * e * n * k + e * (n + k), _values, _both_per_row),
     "weights_2d": Case("weights", 0.90, lambda e, n, k: 3 * e * n * k + e * n * k // BLOCK**2, _values,
                           lambda ops, x: ops.quantize_2d(x, *HOW, BLOCK)),
