@@ -181,8 +181,8 @@ def test_where_there_is_no_hopper_gpu_it_says_so() -> None:
 def test_ops_pass_opcheck() -> None:
     p = here(problem((64, 0, 96), n=32, k=64))
     a, w = quantize(p.a, block_size=None), quantize(p.w, block_size=None)
-    split = fold_for_wgrad(a, quantize(p.dy), p.offs, align=HOPPER_BLOCK_K)
-    args = split.y_t, split.x_t, split.exponent, split.ends
+    split = fold_for_wgrad(a, quantize(p.dy), p.offs, alignment=HOPPER_BLOCK_K)
+    args = split.y_t, split.x_t, split.exponent, split.offs
     utils = ("test_faketensor", "test_aot_dispatch_dynamic")  # test_schema multiplies inputs, which fp8 cannot
     torch.library.opcheck(fp8_accumulate_wgrad.opdef, (torch.zeros(3, 32, 64, device=DEVICE), *args), test_utils=utils)
     torch.library.opcheck(fp8_grouped_wgrad.opdef, (*args, torch.bfloat16), test_utils=utils)
@@ -224,8 +224,8 @@ def test_kernels_give_the_products_of_their_codes(
     out = hopper.grouped_mm(a.qdata, a.scale, w.qdata, w.scale, p.offs, bias, out_dtype, **options)
     group = torch.searchsorted(p.offs, torch.arange(p.valid, device=DEVICE), right=True)
     assert error(out[valid], want.out + bias.double()[group]) < bound
-    split = fold_for_wgrad(a, dy, p.offs, align=HOPPER_BLOCK_K)
-    args = split.y_t, split.x_t, split.exponent, split.ends
+    split = fold_for_wgrad(a, dy, p.offs, alignment=HOPPER_BLOCK_K)
+    args = split.y_t, split.x_t, split.exponent, split.offs
     torch.full((p.w.numel(),), torch.nan, device=DEVICE, dtype=out_dtype)
     dw = hopper.grouped_wgrad(*args, out_dtype, **options)
     assert error(dw, want.dw) < bound
@@ -306,8 +306,8 @@ def test_every_group_has_its_own_exponent_and_its_own_bias(out_dtype: torch.dtyp
     bias = torch.randn(p.w.shape[:2], device=DEVICE) * 2.0 ** (24 * torch.arange(4, device=DEVICE).view(-1, 1) - 36)
     want = p.product(*(x.dequantize(torch.float32) for x in (a, w, dy)))
     out = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, p.offs, bias, out_dtype)
-    split = fold_for_wgrad(a, dy, p.offs, align=HOPPER_BLOCK_K)
-    args = split.y_t, split.x_t, split.exponent, split.ends
+    split = fold_for_wgrad(a, dy, p.offs, alignment=HOPPER_BLOCK_K)
+    args = split.y_t, split.x_t, split.exponent, split.offs
     assert len(set(split.exponent.tolist())) == 4
     dw, total = fp8_grouped_wgrad(*args, out_dtype, 0.5), torch.zeros(p.w.shape, device=DEVICE)
     fp8_accumulate_wgrad(total, *args, 0.5)

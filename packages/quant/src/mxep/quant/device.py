@@ -16,6 +16,7 @@ written outside.
     offs 64, 32, 500 in a buffer of 128 rows:  groups 0 to 64, 64 to 32 (no rows), 32 to 128;  128 valid rows
 """
 
+import functools
 import os
 
 import torch
@@ -40,6 +41,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
+@functools.cache
 def num_sms(device: torch.device) -> int:
     """How many SMs the device has; 1 under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

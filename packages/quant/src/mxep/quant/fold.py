@@ -62,8 +62,7 @@ def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
         offs[-1] on are not read; what the result holds there is unspecified.
     No autograd. ValueError for 2-D blocks (use `mx.along(axis)`), a wrong offs.
     """
-    by_row = _check(mx, offs)
-    return _result(mx, *fold_op(by_row.qdata, by_row.scale, by_row.row_index, offs))
+    return _result(mx, *fold_op(*_parts_by_row(mx, offs), offs))
 
 
 def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTensor, FoldStats]:
@@ -71,13 +70,12 @@ def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTens
 
     Rows from offs[-1] on are not counted; their spread is unspecified. ValueError as for `fold`.
     """
-    by_row = _check(mx, offs)
-    qdata, scale, *stats = _fold_with_stats(by_row.qdata, by_row.scale, by_row.row_index, offs)
+    qdata, scale, *stats = _fold_with_stats(*_parts_by_row(mx, offs), offs)
     return _result(mx, qdata, scale), FoldStats(*stats)
 
 
-def _check(mx: MXTensor, offs: Tensor | None) -> MXTensor:
-    """`mx` transposed so that it is blocked along -1, detached."""
+def _parts_by_row(mx: MXTensor, offs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """qdata, scale and row index of `mx`, transposed so that it is blocked along -1."""
     if not isinstance(mx, MXTensor):
         raise ValueError(f"fold: got a {type(mx).__name__}, want an MXTensor: quantize it")
     if mx.axis == BLOCKS_2D:
@@ -86,14 +84,13 @@ def _check(mx: MXTensor, offs: Tensor | None) -> MXTensor:
     check_offs(offs, mx)
     if offs is not None and mx.axis != -1:
         raise ValueError(f"fold: got offs for axis {mx.axis}, want axis -1: groups are of rows")
-    by_row = mx.detach() if mx.axis == -1 else mx.detach().mT
-    assert isinstance(by_row, MXTensor)
-    return by_row
+    return (mx.qdata, mx.scale, mx.row_index) if mx.axis == -1 else (mx.qdata.mT, mx.scale.mT, None)
 
 
 def _result(mx: MXTensor, qdata: Tensor, scale: Tensor) -> MXTensor:
-    folded = MXTensor(qdata, scale, None, -1, qdata.shape[-1], mx.dtype, trusted=True)
-    return folded if mx.axis == -1 else folded.mT  # type: ignore[return-value]
+    if mx.axis != -1:
+        return MXTensor(qdata.mT, scale.mT, None, -2, qdata.shape[-1], mx.dtype, trusted=True)
+    return MXTensor(qdata, scale, None, -1, qdata.shape[-1], mx.dtype, trusted=True)
 
 
 def flush_shift(dtype: torch.dtype) -> int:

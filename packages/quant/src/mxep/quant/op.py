@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _INDEX_DTYPES = (torch.int32,)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Op:
@@ -53,44 +54,45 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return self._overload(*args)
-        on_cuda = False
+        on_cuda, graded = False, torch.is_grad_enabled()
         for i in self._tensors[: len(args)]:
             x = args[i]
             if x is None:
                 continue
-            if (type(x) is not Tensor and type(x) is not Parameter) or (x.requires_grad and torch.is_grad_enabled()):
+            kind = type(x)
+            if (kind is not Tensor and kind is not Parameter) or (graded and x.requires_grad):
                 return self._overload(*args)
-            on_cuda = on_cuda or x.is_cuda
-        if on_cuda and self._name:
-            for i in self._written:
-                torch.autograd.graph.increment_version(args[i])
-            return self._launch(*args)
-        return self.reference(*args)
+            on_cuda = x.is_cuda
+        if not on_cuda or self._name is None:
+            return self.reference(*args)
+        for i in self._written:
+            torch.autograd.graph.increment_version(args[i])
+        return self._launch(*args)
 
-    def _launch(self, *given: Any) -> Any:
+    def _launch(self, *args: Any) -> Any:
         """The launcher, with vectors (tensors of one axis: row_index, offs, bias ...) packed, as kernels read them."""
-        args, device = list(given), None
+        index = -1
         for i in self._tensors[: len(args)]:
             x = args[i]
             if x is None:
                 continue
-            device = device or x.device
+            index = x.get_device()
             if x.ndim == 1 and i not in self._written:
-                if x.dtype not in self._index_dtypes and x.dtype.is_signed and not x.dtype.is_floating_point:
+                if x.dtype in _INTEGERS and x.dtype not in self._index_dtypes:
                     wanted = " or ".join(map(str, self._index_dtypes))
                     raise ValueError(f"{self._arguments[i].name}: got {x.dtype}, want {wanted}")
-                args[i] = x.contiguous()
-        assert device is not None
-        if not runs_on(device):
-            _log_that_it_is_slow(device)
+                if not x.is_contiguous():
+                    args = (*args[:i], x.contiguous(), *args[i + 1 :])
+        if not runs_on(index):
+            _log_that_it_is_slow(index)
             return self.reference(*args)
         if self._launcher is None:
             assert self._name is not None
             module, function = self._name.split(":")
             self._launcher = getattr(importlib.import_module(module), function)
-        if device.index == torch.cuda.current_device():
+        if index == torch._C._cuda_getDevice():
             return self._launcher(*args)
-        with torch.cuda.device(device):
+        with torch.cuda.device(index):
             return self._launcher(*args)
 
 
@@ -112,18 +114,16 @@ def op(
 
 
 @functools.cache
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run on `device`, which they do where Triton converts to E4M3: on CUDA from capability 8.9
-    (Ada, Hopper, Blackwell; not A100). On an older GPU every op runs its plain-torch reference."""
-    if device.type != "cuda":
-        return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
+def runs_on(index: int) -> bool:
+    """Whether the kernels run on CUDA device `index`, which they do where Triton converts to E4M3: from capability 8.9
+    on (Ada, Hopper, Blackwell; not A100). On an older GPU every op runs its plain-torch reference."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 9)
 
 
 @functools.cache
-def _log_that_it_is_slow(device: torch.device) -> None:
-    name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+def _log_that_it_is_slow(index: int) -> None:
+    name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     logging.getLogger("mxep.quant").warning(
-        "%s (%s, capability %d.%d): no E4M3 conversions in Triton before 8.9, so MX ops run in plain torch, slowly",
-        device, name, major, minor,
+        "cuda:%d (%s, capability %d.%d): no E4M3 conversions in Triton before 8.9, so MX ops run as plain torch",
+        index, name, major, minor,
     )  # fmt: skip

@@ -42,7 +42,7 @@ def quantize(
     axis = check_axis(axis, x)
     block_size = check_block(block_size, axis, x)
     how = check_format(fmt), check_mode(mode), block_size
-    source, transposed = _as_stored(x.detach())
+    source, transposed = _as_stored(x)
     if amax is not None:
         if axis != -2 or block_size != x.shape[-2]:
             raise ValueError(f"amax: got axis {axis}, block {block_size}, want axis -2 and block None, whose they are")
@@ -76,7 +76,7 @@ def quantize_both(
     check_values("quantize_both", x)
     check_axis(BLOCKS_2D, x)
     how = check_format(fmt), check_mode(mode)
-    source, transposed = _as_stored(x.detach())
+    source, transposed = _as_stored(x)
     if block_size is None:
         n, k = check_block(None, -2, x), check_block(None, -1, x)
         rows, row_scale, amax = ops.quantize_per_row(source, *how)
@@ -106,7 +106,7 @@ def quantize_with_amax(
     check_block(None, -2, x)
     block_size = check_block(None, -1, x)
     how = check_format(fmt), check_mode(mode)
-    source, transposed = _as_stored(x.detach())
+    source, transposed = _as_stored(x)
     if transposed:  # columns will be rows of what lies there, and need no amax; but a caller may look at them
         rows, scale = ops.quantize_columns(source, *how, block_size)
         amax = torch.linalg.vector_norm(source, torch.inf, -1, dtype=torch.float32)
@@ -116,7 +116,8 @@ def quantize_with_amax(
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
-    """x.mT and True where that is how x lies in memory, one row after another; else x."""
+    """x.mT and True where that is how x lies in memory, one row after another; else x. Detached."""
+    x = x.detach() if x.requires_grad else x
     if not x.is_contiguous() and x.mT.is_contiguous():
         return x.mT, True
     return x, False

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mxep.comms.kernels.dispatch import owner_of, tokens_per_tile
 from mxep.comms.kernels.signals import arrive, next_signal, next_ticket, signal_peers, wait_for_peers
-from mxep.comms.launch import launch
+from mxep.comms.launch import cdiv, launch, next_power_of_2
 from mxep.comms.layout import CHANNELS
 
 TILE_BYTES = 16384
@@ -225,10 +225,10 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
     """mxep::sum_slots."""
     (slots, top_k), dim = slot_rows.shape, rows.shape[1]
     out = torch.empty(slots, dim, dtype=rows.dtype, device=rows.device)
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     block_t = tokens_per_tile(TILE_BYTES // (block * rows.itemsize), slots, SPREAD)
     if out.numel():
-        launch(sum_slots_kernel, (triton.cdiv(slots, block_t),),
+        launch(sum_slots_kernel, (cdiv(slots, block_t),),
             rows.contiguous(), slot_rows.contiguous(), out, slots, K=top_k, D=dim, BLOCK=block, BLOCK_T=block_t,
             num_warps=NUM_WARPS,
         )  # fmt: skip

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from mxep.comms.cuda import CudaTransport
 from mxep.comms.kernels import combine, dispatch, signals
-from mxep.comms.launch import launch
+from mxep.comms.launch import launch, next_power_of_2
 from mxep.comms.layout import CHUNKS, Layout, round_up
 from mxep.comms.plan import RoutingPlan
 from mxep.comms.transport import SymmetricBuffer
@@ -30,8 +29,8 @@ class KernelExchange:
         self.layout, self.experts_per_rank = layout, experts_per_rank
         self.max_sms = min(num_sms or transport.max_sms, transport.max_sms)
         world_size, top_k = layout.world_size, layout.top_k
-        self._ranks = {"W": world_size, "WP": triton.next_power_of_2(world_size)}
-        self._sizes = {**self._ranks, "K": top_k, "KP": triton.next_power_of_2(top_k)}
+        self._ranks = {"W": world_size, "WP": next_power_of_2(world_size)}
+        self._sizes = {**self._ranks, "K": top_k, "KP": next_power_of_2(top_k)}
         self._clock = {"CLOCK": transport.clock}
         self._tables = (
             layout.op_id("dispatch_tables", top_k), layout.ids_start, layout.values_start, layout.num_tokens_start,
@@ -100,7 +99,7 @@ class KernelExchange:
         """(op id, tokens of the largest tile, constexprs)."""
         sms = self.max_sms if num_sms is None else min(num_sms, self.max_sms)
         last = part0 if part1 is None else part1
-        block0 = triton.next_power_of_2(part0.shape[1])
+        block0 = next_power_of_2(part0.shape[1])
         bytes0 = part0.shape[1] * part0.itemsize
         row_bytes = bytes0 + (0 if part1 is None else part1.shape[1] * part1.itemsize)
         tile_bytes = dispatch.TILE_BYTES * (4 if sms <= dispatch.FEW_PROGRAMS else 1)
@@ -111,7 +110,7 @@ class KernelExchange:
             "BLOCK0": block0,
             "OFFSET1": bytes0,
             "WIDTH1": last.shape[1],
-            "BLOCK1": triton.next_power_of_2(last.shape[1]),
+            "BLOCK1": next_power_of_2(last.shape[1]),
         }
         return self.layout.op_id(step, row_bytes), tile_bytes // (block0 * part0.itemsize), constants
 
@@ -141,7 +140,7 @@ class KernelExchange:
         self, dtype: torch.dtype, dim: int, num_sms: int | None
     ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
         """(programs, scalars, constexprs)."""
-        layout, block = self.layout, triton.next_power_of_2(dim)
+        layout, block = self.layout, next_power_of_2(dim)
         programs = combine.PER_SM * (self.max_sms if num_sms is None else min(num_sms, self.max_sms))
         most = combine.TILE_BYTES // (block * dtype.itemsize)
         block_t = dispatch.tokens_per_tile(most, layout.max_tokens, programs)

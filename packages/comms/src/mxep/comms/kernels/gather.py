@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.comms.kernels.dispatch import WORDS
-from mxep.comms.launch import launch
+from mxep.comms.launch import cdiv, launch, next_power_of_2
 
 TILE_BYTES = 16384
 NUM_WARPS = 8
@@ -52,9 +52,9 @@ def _gather(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tens
     word = math.gcd(8, part.shape[1] * size, part.stride(0) * size, part.storage_offset() * size)
     source, target = part.view(WORDS[word]), out.view(WORDS[word])
     width = source.shape[1]
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     at_once = max(1, TILE_BYTES // (block * word))
-    launch(gather_kernel, (triton.cdiv(len(out), at_once),),
+    launch(gather_kernel, (cdiv(len(out), at_once),),
         source, None if row_index is None else row_index.contiguous(), offs, target, source.stride(0), len(out),
         0 if offs is None else len(offs), WIDTH=width, BLOCK=block, BLOCK_T=at_once, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language import core
 
 from mxep.comms.kernels.signals import next_signal, wait_for_peers
+from mxep.comms.launch import cdiv, next_power_of_2
 from mxep.comms.layout import PE_SHIFT
 
 SIGNAL_SET = tl.constexpr(9)
@@ -112,7 +113,7 @@ def put(kernel: Any, programs: int, source: Tensor, buffer: Tensor, destinations
     """Rows (N, n) uint8 to destinations (N, J) int64 by as many programs at most."""
     rows, nbytes = source.shape
     per_row = destinations.shape[1]
-    jobs = rows * per_row * triton.cdiv(nbytes, PIECE.value)
+    jobs = rows * per_row * cdiv(nbytes, PIECE.value)
     if jobs:
         kernel[(min(programs, jobs), 1, 1)](
             source, buffer, destinations.contiguous(), source.stride(0), rows, nbytes, per_row, groups
@@ -128,5 +129,5 @@ def meet(
 
 
 def _meet_constants(world_size: int) -> tuple[int, int, int]:
-    padded = triton.next_power_of_2(world_size)
+    padded = next_power_of_2(world_size)
     return world_size, padded, max(32, padded)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.comms.capacity import num_owners
-from mxep.comms.launch import launch
+from mxep.comms.launch import cdiv, launch, next_power_of_2
 
 SEGMENT = 32
 """Pairs whose order is found by bytes that count: at most 255."""
@@ -232,7 +232,7 @@ def plan_destinations(
         expert_ids, num_tokens, counts, None, None, None, None,
         max_tokens, chunk, 0, num_experts, num_experts, 0, BINS=_bins(num_experts), TILE=COUNT_TILE, **options,
     )  # fmt: skip
-    launch(place_kernel, (triton.cdiv(pair_rows.numel(), chunk), 1),
+    launch(place_kernel, (cdiv(pair_rows.numel(), chunk), 1),
         expert_ids, None, num_tokens, counts, None, None, None, None, pair_rows, None, None, None,
         max_tokens, pair_rows.numel(), chunk, sources * chunks, chunks, rank, 0, num_experts, 0, num_experts,
         experts_per_rank, 0, alignment, max_rows,
@@ -243,7 +243,7 @@ def plan_destinations(
 
 @functools.lru_cache(256)
 def _bins(counted: int) -> int:
-    return int(min(MOST_BINS, max(LEAST_EXPERTS, triton.next_power_of_2(counted))))
+    return int(min(MOST_BINS, max(LEAST_EXPERTS, next_power_of_2(counted))))
 
 
 @functools.lru_cache(256)
@@ -252,8 +252,8 @@ def _shape(num_experts: int, sources: int, pairs: int) -> tuple[int, int, int, i
 
     32 experts, 4 sources of 65536 pairs: (32, 32, 1024, 64), 256 programs on the 132 SMs of an H200.
     """
-    experts = max(LEAST_EXPERTS, triton.next_power_of_2(num_experts))
+    experts = max(LEAST_EXPERTS, next_power_of_2(num_experts))
     segments = max(1, TILE_COUNTS // experts)
     most = max(1, min(256, max(128, 32768 // experts)) // sources)
-    chunk = segments * SEGMENT * max(1, triton.cdiv(pairs, segments * SEGMENT * most))
-    return experts, segments, chunk, max(1, triton.cdiv(pairs, chunk))
+    chunk = segments * SEGMENT * max(1, cdiv(pairs, segments * SEGMENT * most))
+    return experts, segments, chunk, max(1, cdiv(pairs, chunk))

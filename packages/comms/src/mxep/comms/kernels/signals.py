@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from mxep.comms.launch import launch
+from mxep.comms.launch import launch, next_power_of_2
 
 POLL_NS = tl.constexpr(20_000)
 """ns that a poll counts for under the interpreter."""
@@ -128,5 +128,5 @@ def refuse_kernel(pointers_ptr, rank, op_id, signals_start, counters_start, W: t
 def barrier(pointers: Tensor, state: Tensor, rank: int, clock: bool) -> None:
     """Over buffers of (W + 1) int64 that are used for nothing else."""
     world_size = pointers.shape[0]
-    padded = triton.next_power_of_2(world_size)
+    padded = next_power_of_2(world_size)
     launch(barrier_kernel, (1,), pointers, state, rank, W=world_size, WP=padded, CLOCK=clock, num_warps=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mxep.comms.kernels.combine import is_sent, rows_of_slots, store_sum, sum_arrived
 from mxep.comms.kernels.dispatch import tokens_per_tile
-from mxep.comms.launch import launch
+from mxep.comms.launch import cdiv, launch, next_power_of_2
 from mxep.comms.layout import Layout
 from mxep.comms.plan import RoutingPlan
 
@@ -63,13 +63,13 @@ def stage_sums(
     """
     dim = rows.shape[1]
     row_values = None if row_values is None else row_values.contiguous()
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     block_t = tokens_per_tile(TILE_ELEMENTS // block, layout.num_slots, PROGRAMS)
     destinations = torch.empty(layout.num_slots, dtype=torch.int64, device=rows.device)
-    launch(stage_sums_kernel, (max(1, triton.cdiv(layout.max_tokens, block_t)), layout.world_size),
+    launch(stage_sums_kernel, (max(1, cdiv(layout.max_tokens, block_t)), layout.world_size),
         rows.contiguous(), row_values, plan.slot_rows, plan.num_tokens, homes, staging, destinations,
         layout.max_tokens, layout.rows_start, layout.values_start, ROW_BYTES=layout.row_bytes, K=layout.top_k,
-        KP=triton.next_power_of_2(layout.top_k), D=dim, BLOCK=block,
+        KP=next_power_of_2(layout.top_k), D=dim, BLOCK=block,
         ROW_ELEMENTS=layout.row_bytes // rows.itemsize, BLOCK_T=block_t, num_warps=NUM_WARPS,
     )  # fmt: skip
     return destinations
@@ -80,10 +80,10 @@ def sum_arrived_slots(
 ) -> None:
     """Sums that arrived in ``buffer``, uint8 -> ``out`` (T, D); values that came along -> ``values`` (T, K)."""
     tokens, dim = out.shape
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     block_t = tokens_per_tile(TILE_ELEMENTS // block, tokens, PROGRAMS)
-    launch(sum_arrived_kernel, (max(1, triton.cdiv(tokens, block_t)),),
+    launch(sum_arrived_kernel, (max(1, cdiv(tokens, block_t)),),
         buffer, expert_ids, out, values, tokens, layout.max_tokens, experts_per_rank, layout.rows_start,
-        layout.values_start, W=layout.world_size, K=layout.top_k, KP=triton.next_power_of_2(layout.top_k), D=dim,
+        layout.values_start, W=layout.world_size, K=layout.top_k, KP=next_power_of_2(layout.top_k), D=dim,
         BLOCK=block, ROW_ELEMENTS=layout.row_bytes // out.itemsize, BLOCK_T=block_t, num_warps=NUM_WARPS,
     )  # fmt: skip

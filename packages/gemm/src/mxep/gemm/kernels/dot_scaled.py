@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from mxep.quant.device import as_bytes, group_bounds, num_sms
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch, next_power_of_2
 
 BLOCK = tl.constexpr(32)
 
@@ -199,13 +199,13 @@ def grouped_mm(
         return out
     a_index, offs, bias = (x if x is None else x.contiguous() for x in (a_index, offs, bias))
     how = launch_options() | options
-    tiles = (triton.cdiv(m, how["BLOCK_M"]) + groups) * triton.cdiv(n, how["BLOCK_N"])
+    tiles = (cdiv(m, how["BLOCK_M"]) + groups) * cdiv(n, how["BLOCK_N"])
     launch(
         grouped_mm_kernel, (_programs(tiles, a.device),),
         a, as_bytes(a_scale), a_index, w, as_bytes(w_scale), offs,
         bias, out, m, n, c, groups,
         *a.stride(), *a_scale.stride(), *w.stride(), *w_scale.stride(), out.stride(0),
-        W_BLOCK=n // w_scale.shape[1], GROUPS=triton.next_power_of_2(groups), **how,
+        W_BLOCK=n // w_scale.shape[1], GROUPS=next_power_of_2(groups), **how,
     )  # fmt: skip
     return out
 
@@ -259,13 +259,13 @@ def _launch_wgrad(
         return
     groups, n, k = out.shape
     how = launch_options() | options
-    tiles = groups * triton.cdiv(n, how["BLOCK_M"]) * triton.cdiv(k, how["BLOCK_N"])
+    tiles = groups * cdiv(n, how["BLOCK_M"]) * cdiv(k, how["BLOCK_N"])
     y, y_scale, x, x_scale = y.mT, as_bytes(y_scale).mT, x.mT, as_bytes(x_scale).mT
     launch(
         grouped_wgrad_kernel, (_programs(tiles, x.device),),
         y, y_scale, x, x_scale, offs.contiguous(), out, y.shape[1], n, k, groups,
         *y.stride(), *y_scale.stride(), *x.stride(), *x_scale.stride(), factor,
-        ADD=add, GROUPS=triton.next_power_of_2(groups), **how,
+        ADD=add, GROUPS=next_power_of_2(groups), **how,
     )  # fmt: skip
 
 

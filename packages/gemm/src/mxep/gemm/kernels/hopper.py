@@ -1,6 +1,7 @@
 """Launchers of the FP8 grouped GEMM on Hopper: `hopper_device` has the kernel, and what it computes."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.kernels.hopper_device import grouped_mm_kernel
+from mxep.gemm.quantize_once import in_graph_tree
 from mxep.quant.device import num_sms as num_sms_of
 from mxep.quant.launch import launch
 
@@ -72,6 +74,36 @@ def accumulate_wgrad(
         _launch(out, y_t, x_t, exponent, None, None, ends, N, K, C, **options)
 
 
+class Descriptor(NamedTuple):
+    """A tensor descriptor that is launched without the checks of Triton's, which the first launch of a kind makes."""
+
+    base: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block_shape: tuple[int, int]
+    layout: gl.NVMMASharedLayout
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+    def for_triton(self) -> TensorDescriptor:
+        return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), self.layout)
+
+
+_zeros: dict[tuple[int, int], list[Tensor]] = {}
+"""By device and stream: zeros that were made together. Each is given away once."""
+
+
+def _zero(device: torch.device) -> Tensor:
+    """(1,) int32, a zero on the current stream that nobody else has."""
+    if torch.cuda.is_current_stream_capturing() or in_graph_tree(device):
+        return torch.zeros(1, dtype=torch.int32, device=device)  # a replay wants it zeroed again
+    index = torch._C._cuda_getDevice()
+    zeros = _zeros.setdefault((index, torch._C._cuda_getCurrentRawStream(index)), [])
+    if not zeros:
+        zeros.extend(torch.zeros((64, 1), dtype=torch.int32, device=device).unbind())
+    return zeros.pop()
+
+
 def _launch(
     out: Tensor,
     a: Tensor,
@@ -91,13 +123,12 @@ def _launch(
     interval: int = INTERVAL,
     group_m: int = GROUP_M,
 ) -> None:
-    a_desc = TensorDescriptor(a, list(a.shape), list(a.stride()), [BLOCK_M, BLOCK_K], _QDATA)
-    b_desc = TensorDescriptor(b, list(b.shape), list(b.stride()), [BLOCK_N, BLOCK_K], _QDATA)
+    a_desc = Descriptor(a, a.shape, a.stride(), (BLOCK_M, BLOCK_K), _QDATA)
+    b_desc = Descriptor(b, b.shape, b.stride(), (BLOCK_N, BLOCK_K), _QDATA)
     out_desc = None
     if out.dtype == torch.bfloat16:
-        out_desc = TensorDescriptor(out, [out.numel() // N, N], [N, 1], [BLOCK_M // 2, BLOCK_N // 2], _BF16)
-    # Not kept from launch to launch: launches on several streams, or in graphs, would share it.
-    tile_counter = torch.zeros(1, dtype=torch.int32, device=out.device)
+        out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (BLOCK_M // 2, BLOCK_N // 2), _BF16)
+    tile_counter = _zero(out.device)
     launch(
         grouped_mm_kernel, (num_sms or num_sms_of(a.device),),
         a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, offs.shape[0], M, N, K, factor,

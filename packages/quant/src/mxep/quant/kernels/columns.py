@@ -22,7 +22,7 @@ from mxep.quant.kernels.tile import (
     quantize_tile_rows,
     store_transposed,
 )
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch
 from mxep.quant.shapes import empty_both, empty_columns
 
 TILE = (256, 64)
@@ -126,7 +126,7 @@ def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
     k = x.shape[-1]
     block_m, block_n = TILE
     if bits.numel() and block_size:
-        grid = (bits.numel() // k * triton.cdiv(block_size, block_m) * triton.cdiv(k, block_n),)
+        grid = (bits.numel() // k * cdiv(block_size, block_m) * cdiv(k, block_n),)
         launch(column_amax_kernel, grid, x, bits, block_size, k, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS)
 
 
@@ -134,7 +134,7 @@ def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor,
     """qdata, scale of quantize_columns, of x (..., N, K) contiguous and its columns' amax bits (segments, K)."""
     n, k = x.shape[-2:]
     block_m, block_n = LONG_TILE
-    grid = (bits.shape[0] * triton.cdiv(block_size, block_m) * triton.cdiv(k, block_n),)
+    grid = (bits.shape[0] * cdiv(block_size, block_m) * cdiv(k, block_n),)
     launch(quantize_long_columns_kernel, grid,
         x, bits, qdata, as_bytes(scale), block_size, n, k, MODE=mode,
         PACK=8 if block_size % 8 == 0 else 1, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
@@ -170,7 +170,7 @@ def _quantize_tiles(
 ) -> None:
     n, k = x.shape[-2:]
     block_m, block_n = TILE
-    grid = (x.numel() // (n * k) * triton.cdiv(n, block_m) * triton.cdiv(k, block_n),)
+    grid = (x.numel() // (n * k) * cdiv(n, block_m) * cdiv(k, block_n),)
     launch(quantize_tile_kernel, grid,
         x, qdata, None if scale is None else as_bytes(scale), transposed, as_bytes(transposed_scale), n, k,
         MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS, maxnreg=max_registers,

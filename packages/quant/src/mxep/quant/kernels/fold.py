@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import NAN_SCALE, as_bytes, num_sms, rows_of, shifted, valid_rows
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_folded, num_rows
 
 TILE_ELEMENTS = 2048
@@ -153,11 +153,11 @@ def _launch(
         per_scale = qdata.shape[-1] // scale.shape[-1] // sub
         qdata, scale = rows_of(qdata), rows_of(as_bytes(scale))
         blocks = qdata.shape[1] // sub
-        padded = triton.next_power_of_2(blocks) * sub
+        padded = next_power_of_2(blocks) * sub
         rows = max(1, tile_elements // padded)
         # What takes registers.
         share = 4 if spread is not None else 1 if qdata.dtype == torch.float8_e4m3fn else 2
-        tiles = triton.cdiv(folded_scale.numel(), rows)
+        tiles = cdiv(folded_scale.numel(), rows)
         launch(
             fold_kernel,
             (min(tiles, programs_per_sm * num_sms(qdata.device)),),

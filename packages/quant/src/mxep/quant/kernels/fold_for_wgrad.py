@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mxep.quant.device import NAN_SCALE, as_bytes, group_bounds, num_sms, rows_of, shifted, valid_rows
 from mxep.quant.kernels.tile import store_transposed
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import num_rows, padded_rows
 
 SCALE_ELEMENTS = 8192
@@ -222,17 +222,17 @@ def fold_for_wgrad(
     x, y, x_scale, y_scale = rows_of(x), rows_of(y), rows_of(as_bytes(x_scale)), rows_of(as_bytes(y_scale))
     programs = programs_per_sm * num_sms(device)
 
-    padded_groups = triton.next_power_of_2(num_groups)
-    widest = max(padded_groups, *(triton.next_power_of_2(scale.shape[1]) for scale in (x_scale, y_scale)))
+    padded_groups = next_power_of_2(num_groups)
+    widest = max(padded_groups, *(next_power_of_2(scale.shape[1]) for scale in (x_scale, y_scale)))
     rows = min(64, max(1, scale_elements // widest))
-    launch(max_scales_kernel, (min(programs, triton.cdiv(capacity, rows)),),
+    launch(max_scales_kernel, (min(programs, cdiv(capacity, rows)),),
         x_scale, x_index, y_scale, y_index, offs, x_record, y_record, most, out_offs, x_scale.stride(0),
         y_scale.stride(0), capacity, num_groups, alignment, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1],
         GROUPS=padded_groups, ROWS=rows,
     )  # fmt: skip
     launch(
         split_kernel,
-        (triton.cdiv(width, SPLIT_ROWS),),
+        (cdiv(width, SPLIT_ROWS),),
         x_record,
         y_record,
         most,
@@ -248,7 +248,7 @@ def fold_for_wgrad(
         if columns:
             block_size = columns // scale.shape[1]
             sub = math.gcd(block_size, 32)
-            tiles = triton.cdiv(width, block_m) * triton.cdiv(columns, block_n)
+            tiles = cdiv(width, block_m) * cdiv(columns, block_n)
             launch(shift_transpose_kernel, (tiles,),
                 qdata, scale, record, out_offs, out, width, columns, qdata.stride(0), scale.stride(0), num_groups,
                 SUB=sub, PER_SCALE=block_size // sub, PACK=8 if width % 8 == 0 else 1, BLOCK_M=block_m,

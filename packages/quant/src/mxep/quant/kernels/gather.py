@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import as_bytes, group_bounds, valid_rows
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import SWIZZLE_ROWS, empty_picked, num_rows, padded_rows, swizzled_shape
 
 WIDE = (8, 1024)
@@ -188,7 +188,7 @@ def unpad_rows(y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
     inverse = torch.full((num_rows,), -1, dtype=torch.int32, device=y.device)
     indices = row_index.shape[0]
     if indices:
-        launch(invert_kernel, (triton.cdiv(indices, 1024),), row_index, inverse, indices, num_rows, TILE=1024)
+        launch(invert_kernel, (cdiv(indices, 1024),), row_index, inverse, indices, num_rows, TILE=1024)
     return pad_rows(y, inverse)
 
 
@@ -198,9 +198,9 @@ def pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tenso
     capacity = padded_rows(num_rows, num_groups, alignment)
     offs = torch.empty(num_groups, dtype=torch.int32, device=group_sizes.device)
     index = torch.empty(capacity, dtype=torch.int32, device=group_sizes.device)
-    launch(pad_index_kernel, (max(1, triton.cdiv(capacity, 256)),),
+    launch(pad_index_kernel, (max(1, cdiv(capacity, 256)),),
         group_sizes, offs, index, capacity, num_rows, num_groups, alignment,
-        GROUPS=min(triton.next_power_of_2(num_groups), PAD_GROUPS), TILE=256,
+        GROUPS=min(next_power_of_2(num_groups), PAD_GROUPS), TILE=256,
     )  # fmt: skip
     return offs, index
 
@@ -228,15 +228,15 @@ def _pick(
         scale = as_bytes(scale)
         scale = scale.flatten(0, -3) if scale.ndim > 2 else scale[None]
     block_m, block_n = (SWIZZLE_ROWS, 128) if swizzle else WIDE
-    row_tiles = triton.cdiv(rows, block_m)
+    row_tiles = cdiv(rows, block_m)
     if swizzle:
         assert out_scale is not None
         row_tiles = out_scale.shape[-2] // SWIZZLE_ROWS
     num_groups = 0 if offs is None else offs.shape[0]
-    launch(pick_kernel, (row_tiles * triton.cdiv(k, block_n), batch),
+    launch(pick_kernel, (row_tiles * cdiv(k, block_n), batch),
         x, scale, row_index, offs, out, None if out_scale is None else as_bytes(out_scale),
         0 if x is None else x.stride(0), *((0, 0, 0) if scale is None else scale.stride()), rows, k, num_groups,
         0 if out_scale is None or batch == 1 else out_scale.shape[-2] * out_scale.shape[-1],
-        BLOCK_SIZE=32, SWIZZLE=swizzle, GROUPS=triton.next_power_of_2(max(num_groups, 1)), BLOCK_M=block_m,
+        BLOCK_SIZE=32, SWIZZLE=swizzle, GROUPS=next_power_of_2(max(num_groups, 1)), BLOCK_M=block_m,
         BLOCK_N=block_n, num_warps=SWIZZLE_WARPS if swizzle else NUM_WARPS,
     )  # fmt: skip

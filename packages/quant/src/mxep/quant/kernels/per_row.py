@@ -18,7 +18,7 @@ from torch import Tensor
 from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
 from mxep.quant.kernels.columns import column_amax, quantize_long_columns
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_columns, empty_rows
 
 ROWS_PER_PROGRAM = 128
@@ -74,10 +74,10 @@ def quantize_per_row(
         column_amax(x, bits, n)
         return *quantize_rows(x, dtype, mode, k), amax
     qdata, scale = empty_rows(x, dtype, k)
-    padded = triton.next_power_of_2(k)
+    padded = next_power_of_2(k)
     warps = min(16, max(4, padded // (32 * THREAD_ELEMENTS)))
     rows = min(max(1, 32 * THREAD_ELEMENTS * warps // padded), rows_per_program)
-    grid = (x.numel() // (n * k) * triton.cdiv(n, rows_per_program),)
+    grid = (x.numel() // (n * k) * cdiv(n, rows_per_program),)
     launch(
         quantize_rows_with_amax_kernel,
         grid,

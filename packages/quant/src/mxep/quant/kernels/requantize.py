@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxep.quant.device import as_bytes, on_hopper, power_of_two, valid_rows
 from mxep.quant.kernels.tile import program_tile, quantize_tile_columns
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch
 from mxep.quant.shapes import empty_requantized
 
 TILE = (128, 128)
@@ -105,7 +105,7 @@ def requantize(
     qdata, scale = (x.flatten(0, -3) if x.ndim > 2 else x[None] for x in (qdata, as_bytes(scale)))
     k, r = out.shape[-2:]
     block_m, block_n = TILE
-    grid = (qdata.shape[0] * triton.cdiv(r, block_m) * triton.cdiv(k, block_n),)
+    grid = (qdata.shape[0] * cdiv(r, block_m) * cdiv(k, block_n),)
     launch(requantize_kernel, grid,
         qdata, scale, row_index, offs, out, as_bytes(out_scale),
         r, k, 0 if offs is None else offs.shape[0],

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_2d, empty_rows
 
 TILE_ELEMENTS = 4096
@@ -98,14 +98,14 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
         return qdata, scale
     if block_size & (block_size - 1) == 0 and block_size <= TILE_ELEMENTS:
         tile = TILE_ELEMENTS // block_size
-        launch(quantize_blocks_kernel, (triton.cdiv(num_blocks, tile),),
+        launch(quantize_blocks_kernel, (cdiv(num_blocks, tile),),
             x, qdata, as_bytes(scale), num_blocks, MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=tile,
             num_warps=4,
         )  # fmt: skip
         return qdata, scale
-    chunk = min(triton.next_power_of_2(block_size), LONGEST)
+    chunk = min(next_power_of_2(block_size), LONGEST)
     tile = max(1, LONG_ELEMENTS // chunk)
-    launch(quantize_long_blocks_kernel, (triton.cdiv(num_blocks, tile),),
+    launch(quantize_long_blocks_kernel, (cdiv(num_blocks, tile),),
         x, qdata, as_bytes(scale), num_blocks, block_size, MODE=mode, NUM_BLOCKS=tile, CHUNK=chunk,
         ONE_CHUNK=block_size <= chunk, num_warps=max(4, chunk // 2048),
     )  # fmt: skip
@@ -120,7 +120,7 @@ def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tu
     k = x.shape[-1]
     qdata, scale = empty_2d(x, dtype, block_size)
     if x.numel():
-        grid = (x.numel() // k // block_size, triton.cdiv(k, BLOCK_N_2D))
+        grid = (x.numel() // k // block_size, cdiv(k, BLOCK_N_2D))
         launch(
             quantize_2d_kernel,
             grid,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mxep.quant import sigmoid
 from mxep.quant.device import NAN_SCALE, abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax, shifted, valid_rows
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_swiglu_scale
 
 WARP_ELEMENTS = 2048
@@ -330,7 +330,7 @@ def _launch(
     if rows == 0:
         return
 
-    padded = max(8, triton.next_power_of_2(F))
+    padded = max(8, next_power_of_2(F))
     if warp_elements is None:
         warp_elements = WARP_ELEMENTS if padded > WARP_ELEMENTS else WARP_ELEMENTS // 2
         if d_h is not None and mode is not None and by_row:
@@ -339,7 +339,7 @@ def _launch(
     chunk = 32 * num_warps * (thread_elements or 2 * THREAD_ELEMENTS)
     if thread_elements is None and F % chunk:
         chunk //= 2
-        if triton.cdiv(F, chunk) * chunk > 1.1 * F:
+        if cdiv(F, chunk) * chunk > 1.1 * F:
             chunk //= 2
     chunk = min(chunk, padded)
     launch(swiglu_kernel, (min(rows, programs_per_sm * num_sms(gate_up.device)),),
