@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import triton_interpreter
 from mxep.integration.launch import FunctionName, Rank, init_process_group, resolve_device, run_ranks
+from mxep.integration.process import start_fork_server
 
 triton_interpreter.on_import()  # a rank has no conftest
 if not torch.cuda.is_available():
@@ -70,8 +71,8 @@ def distributed(
             if device == "cuda" and torch.cuda.device_count() < world_size:
                 pytest.skip(f"fewer than {world_size} GPUs")
             args = (FunctionName.of(body), kwargs)
-            options = {"timeout": timeout, "device": device, "preload": ("pytest",)}
-            skipped = run_ranks(_run_body, args, world_size=world_size, **options)
+            start_fork_server("pytest")
+            skipped = run_ranks(_run_body, args, world_size=world_size, timeout=timeout, device=device)
             if skipped[0] is not None:
                 pytest.skip(skipped[0])
 

@@ -17,7 +17,8 @@ from ep.problem import Ranks, make_ranks, share
 from mxep.comms import Capacity, CapacityExceeded
 from mxep.ep import CASES, SEVEN_CASES, ExpertParallel, MoE, Router, SymmetricDispatcher
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.integration.reference import Results, quantizers, snr
+from mxep.integration.reference import Results, quantizers
+from mxep.integration.snr import snr
 from mxep.integration.verify import BF16, MARGIN, FixedRouting
 from ranks import distributed
 

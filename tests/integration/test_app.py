@@ -13,15 +13,13 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file
 
 from mxep.integration import checkpoint
-from mxep.integration.job import first_failure
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
 MARK = "MXEP_TEST_MARK"
-LINES = 20  # of metrics.jsonl, before a test interferes
+LINES = 8  # of metrics.jsonl, before a test interferes
 START = 150  # seconds that a job may take to get there, on a machine that is busy
 
 
@@ -165,18 +163,3 @@ def test_under_torchrun_every_process_is_a_rank_and_rank_0_reports(text: Path, t
     assert finished.stdout.count("held-out text") == 1
     assert steps_of(tmp_path / "run") == 3
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("rank 1 was killed by SIGKILL before it returned", "rank 1 was killed by SIGKILL before it returned"),
-        (
-            "rank 0 raised:\nTraceback (most recent call last):\n  File ...\n    f()\n    ^^^\n"
-            "mxep.comms.PeerTimeout: rank 1 is late\n\nrank 1 raised:\nTraceback:\n  File\nValueError: other",
-            "rank 0 raised: PeerTimeout: rank 1 is late",
-        ),
-    ],
-)
-def test_the_message_of_a_failure_is_the_first_ranks_error(text: str, message: str):
-    assert first_failure(text) == message

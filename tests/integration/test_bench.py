@@ -18,7 +18,7 @@ from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
 from mxep.integration.results import Report, Section
 from mxep.integration.schema import Config, configs_dir
-from mxep.quant.fold_for_wgrad import columns_of
+from mxep.quant.shapes import padded_rows
 
 SHAPES = {"rows": (96, 64), "weights": (2, 32, 192)}
 
@@ -39,7 +39,7 @@ def unmoved(name: str) -> int:
     """Bytes of tensors that a case need not move: rows of padding, columns past what groups take, where these end."""
     rows, width = SHAPES["rows"]
     if name == "fold_for_wgrad":
-        return 2 * width * (columns_of(rows, GROUPS, 128) - rows) + 4 * GROUPS
+        return 2 * width * (padded_rows(rows, GROUPS, 128) - rows) + 4 * GROUPS
     return 2 * width * (padded(rows) - rows) if name == "unpad" else 0
 
 
@@ -66,10 +66,10 @@ def test_inputs_are_what_the_module_says():
     qdata, scale, index = inputs.slots()
     assert qdata.stride() == scale.stride() == (80, 1)  # 64 + 2, rounded up to 16
     assert torch.equal(index.sort().values, torch.arange(4096, dtype=torch.int32))
-    ends = inputs.ends()
-    assert (ends.dtype, ends.shape, int(ends[-1])) == (torch.int32, (32,), 4096)
-    assert torch.equal(ends, ends.sort().values)
-    assert not (ends % 32).any()
+    offs = inputs.offs()
+    assert (offs.dtype, offs.shape, int(offs[-1])) == (torch.int32, (32,), 4096)
+    assert torch.equal(offs, offs.sort().values)
+    assert not (offs % 32).any()
 
 
 @pytest.mark.parametrize("name", sorted(BENCHES))
@@ -97,7 +97,7 @@ def test_every_case_of_quant_is_measured_at_its_shapes_and_compiled_at_one(make_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["bench.cases=[rows,diagonals]"], "bench.cases: got 'diagonals', wanted some of rows; rows_whole"),
+        (["bench.cases=[rows,diagonals]"], "bench.cases: got 'diagonals', wanted some of rows; rows_per_row"),
         (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of rows; weights; small"),
         (["bench.shapes.rows=[[64]]"], "bench.shapes.rows: got [64], wanted 2 sizes, multiples of [32, 64]"),
         (["bench.shapes.rows=[[64,96]]"], "bench.shapes.rows: got [64, 96], wanted 2 sizes, multiples of [32, 64]"),
@@ -187,11 +187,11 @@ def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
 @needs_cuda
 def test_small_shapes_are_measured_from_end_to_end(mxep, tmp_path: Path):
     shapes = "bench.shapes={rows:[[1024,1024]],weights:[[2,256,1024]],small:[[128,1024]]}"
-    finished = mxep("task=bench", shapes, "bench.compiled=[[1024,1024]]", "bench.cases=[rows,fold,weights_tiles]")
+    finished = mxep("task=bench", shapes, "bench.compiled=[[1024,1024]]", "bench.cases=[rows,fold,weights_2d]")
     assert finished.code == 0, finished.out + finished.err
     results = json.loads((tmp_path / "run" / "bench.json").read_text())
     lines = results["sections"]["kernels"]
-    assert [line["case"] for line in lines] == ["rows", "rows", "fold", "fold", "weights_tiles"]
+    assert [line["case"] for line in lines] == ["rows", "rows", "fold", "fold", "weights_2d"]
     for line in lines:
         assert line["kernels"]
         assert 0 < line["of copy"] < 2

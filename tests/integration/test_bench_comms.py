@@ -128,7 +128,7 @@ def tamper(rank: Rank) -> dict[str, list[str]]:
 
     def padded():
         grouped = direct()
-        for part in grouped.parts:
+        for part in grouped.payload:
             part.masked_fill_(grouped.plan.row_source[:, None] < 0, 1)
         return grouped
 

@@ -109,7 +109,7 @@ def test_the_least_bytes_of_a_bf16_product_are_those_of_its_tensors(product: str
 def test_stages_are_those_of_the_backend_and_move_the_bytes_of_their_results(backend: str):
     p = problem((96, 64, 128, 1))  # of one group, so that a scale a column is one for the weight
     found = gemm_cases.stages(BACKENDS[backend], p)
-    assert ("split fold" in found) == (backend == "hopper")
+    assert ("fold for wgrad" in found) == (backend == "hopper")
     if backend == "hopper":
         qdata = found["quantize a"][0]()
         assert found["quantize a"][1] == p.a.nbytes + qdata.qdata.nbytes + qdata.scale.nbytes
@@ -191,7 +191,7 @@ def test_folding_is_near_mx_on_ordinary_data_and_far_from_it_where_magnitudes_ar
 
 
 def test_sums_that_come_out_small_show_as_bias(monkeypatch: pytest.MonkeyPatch):
-    def shrunk(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    def shrunk(a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         return 0.9 * (a.double() @ w.double().mT)
 
     monkeypatch.setattr(gemm_numerics, "SUMS", {"shrunk": shrunk})

@@ -101,7 +101,7 @@ def test_groups_lie_as_the_docstring_says():
     groups = Groups.of(torch.tensor([[1, 2], [2, 0]]), 5, 8, [], [], alignment=4)
     assert groups.index.tolist() == [0, 3, 4, -1, 1, 2, -1, -1]
     assert groups.position.tolist() == [0, 4, 5, 1, 2]
-    assert groups.ends.tolist() == [4, 8]
+    assert groups.offs.tolist() == [4, 8]
 
 
 def problem_of(shape: Shape, traffic: Traffic) -> SimpleNamespace:
@@ -139,7 +139,7 @@ def test_flops_bytes_and_floor_are_those_counted_by_hand():
 
 def test_stages_are_summed_by_name_and_overlap_shows():
     events = [
-        Event("put_rows_kernel", 0, 10),
+        Event("dispatch_kernel", 0, 10),
         Event("void cutlass::device_kernel<gemm>", 5, 25),  # overlaps by 5
         Event("grouped_mm_kernel", 30, 40),  # after 5 of nothing
         Event("what_is_this", 40, 44),
@@ -163,11 +163,11 @@ def test_stages_are_summed_by_name_and_overlap_shows():
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
         ("triton_poi_fused_mul_silu_split_0", "SwiGLU"),
         ("swiglu_kernel", "SwiGLU"),
-        ("rows_and_column_magnitudes_kernel", "quantize weights"),
+        ("quantize_rows_with_amax_kernel", "quantize weights"),
         ("quantize_blocks_kernel", "quantize"),
-        ("split_fold_tops_kernel", "split fold"),
+        ("shift_transpose_kernel", "fold for wgrad"),
         ("fold_kernel", "gather + fold"),
-        ("return_sums_kernel", "combine"),
+        ("combine_kernel", "combine"),
         ("triton_poi_fused_index_where_0", "permute + pointwise"),
         ("void at::native::index_elementwise_kernel<128, 4>", "permute + pointwise"),
         ("Memcpy DtoD (Device -> Device)", "copies"),

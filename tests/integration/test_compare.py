@@ -19,7 +19,6 @@ from mxep.integration.compare import (
     NUDGED,
     Outcome,
     Trial,
-    check,
     compare,
     differs,
     nudge,
@@ -125,12 +124,13 @@ def test_a_nudge_moves_every_weight_by_no_more_than_a_rounding_and_alike_on_ever
         (["recipe=bf16"], "recipe must be another one"),
         (["compare.seeds=[1]"], "compare.seeds: got [1], wanted two or more that differ"),
         (["compare.seeds=[1,2,1]"], "compare.seeds: got [1, 2, 1], wanted two or more that differ"),
+        (["resume=/some/run"], "task=compare starts anew: resume must be null"),
         (["compare.out=/no/such/folder/x.json"], "compare.out: no such folder: /no/such/folder"),
     ],
 )
 def test_what_cannot_be_compared_is_named(make_config: Callable[..., Config], overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check(make_config(*overrides))
+        make_config("task=compare", *overrides)
 
 
 def test_the_command_trains_all_seeds_and_leaves_one_file(mxep, text: Path, tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
@@ -48,7 +48,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
     ("overrides", "message"),
     [
         (["recipe.name=int3"], "recipe: got 'int3', want bf16, fp8, mxfp8"),
-        (["recipe.mode=up"], "recipe.mode: got 'UP', wanted one of FLOOR, CEIL, EVEN, RCEIL"),
+        (["recipe.mode=up"], "recipe.mode: got 'up', wanted one of floor, ceil, even, rceil"),
         (["dispatcher.name=pigeon"], "dispatcher.name: got 'pigeon', wanted one of local, all_to_all, symmetric"),
         (["dispatcher.capacity=none"], "dispatcher.capacity: got 'none', wanted one of worst_case"),
         (["dispatcher=local", "parallel.ep=2"], "parallel.ep must be 1, got 2"),
@@ -68,14 +68,38 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
             "dispatcher.overflow: got 'spill', wanted one of",
         ),
         (["train.skip_bad_steps=-1"], "train.skip_bad_steps must be at least 0, got -1"),
+        (["train.checkpoint_every=-1"], "train.checkpoint_every must be at least 0, got -1"),
+        (["optimizer.warmup=-1"], "optimizer.warmup must be at least 0, got -1"),
+        (
+            ["backend=triton"],
+            "backend=triton multiplies MX operands alone, and bf16 has none; wanted train.compare=fal",
+        ),
+        (["backend=blackwell", "train.compare=false", "recipe=fp8"], "and fp8 has none; wanted another backend"),
+        (["backend=triton", "recipe=bf16"], "and bf16 has none; wanted another backend"),
+        (["backend=triton", "task=compare"], "and bf16 has none; wanted another backend"),
+        (["backend=triton", "task=verify"], "and bf16 has none; wanted another backend"),
         (["verify.out=/no/such/file"], "verify.out: no such folder: /no/such"),
         (["verify.cases=[bf16/pigeon]"], "verify.cases: got 'bf16/pigeon'"),
         (["data.path=/no/such/file"], "data.path: no such file or folder: /no/such/file"),
+        (["data.path=null"], "data.source=text wants data.path, a file or a folder"),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(make_config: Callable[..., Config], overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_config(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["backend=triton", "train.compare=false"],
+        ["backend=triton", "task=verify", "verify.cases=[mxfp8/local]"],
+        ["backend=triton", "task=bench"],
+        ["recipe.mode=FLOOR", "train.checkpoint_every=null", "optimizer.warmup=0"],
+    ],
+)
+def test_a_value_that_fits_passes(make_config: Callable[..., Config], overrides: list[str]):
+    make_config(*overrides)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +171,9 @@ def test_a_checkpoint_says_nothing_of_tasks_places_and_files_to_write(make_confi
         ("data", {"path": ["a"]}),
     ],
 )
-def test_a_saved_config_is_plain_values_of_known_keys(
-    make_config: Callable[..., Config], section: str, changes: dict[str, object]
-):
-    saved = to_json(make_config())
+def test_a_saved_config_is_plain_values_of_known_keys(section: str, changes: dict[str, object]):
+    raw = composed()
+    saved = OmegaConf.to_container(raw)
     for broken in (saved | {section: saved[section] | changes}, saved | {section: [changes]}, {}):
         with pytest.raises(ConfigError, match="the checkpoint's config does not fit"):
-            restore(composed(), broken, [])
+            restore(raw, broken, [])

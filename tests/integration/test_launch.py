@@ -16,6 +16,8 @@ import torch.distributed as dist
 from mxep.integration.launch import Rank, RanksFailed, run_ranks
 from ranks import Context, distributed
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def alive(pid: int) -> bool:
     """Running, not a zombie that its parent has yet to reap."""
@@ -46,9 +48,9 @@ def note_pid(rank: Rank, folder: Path) -> None:
 
 
 def sum_over_ranks(rank: Rank, offset: int) -> torch.Tensor:
-    mine = torch.tensor([rank.rank + offset])
-    dist.all_reduce(mine)
-    return torch.cat([mine, torch.tensor([rank.rank])])
+    total = torch.tensor([rank.rank + offset])
+    dist.all_reduce(total)
+    return torch.cat([total, torch.tensor([rank.rank])])
 
 
 def test_results_come_back_in_rank_order():
@@ -60,9 +62,10 @@ def environment_of(rank: Rank) -> tuple[str, str, int, str]:
     return os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads(), os.environ["MXEP_TEST"]
 
 
-def test_ranks_see_the_callers_environment_of_this_call():
+def test_ranks_see_the_callers_environment_of_this_call(monkeypatch: pytest.MonkeyPatch):
     for value in ("first", "second"):
-        seen = run_ranks(environment_of, world_size=2, timeout=60, device="cpu", env={"MXEP_TEST": value})
+        monkeypatch.setenv("MXEP_TEST", value)
+        seen = run_ranks(environment_of, world_size=2, timeout=60, device="cpu")
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
         assert seen == [("0", "2", threads, value), ("1", "2", threads, value)]
 
@@ -82,6 +85,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
         run_ranks(raise_on_rank_one, (tmp_path,), world_size=3, timeout=60, device="cpu")
     assert info.value.ranks == (1,)
     assert "rank 0, 2 had not finished" in str(info.value)
+    assert info.value.first == "rank 1 raised: KeyError: 'the token got lost'"
     assert gone(read_pids(tmp_path, 3), within=0.5)
 
 
@@ -104,8 +108,9 @@ def be_killed(rank: Rank) -> None:
 
 
 def test_a_rank_that_dies_is_named_with_its_signal():
-    with pytest.raises(RanksFailed, match=r"rank 0 was killed by SIGSEGV before it returned"):
+    with pytest.raises(RanksFailed, match=r"rank 0 was killed by SIGSEGV before it returned") as info:
         run_ranks(be_killed, world_size=2, timeout=60, device="cpu")
+    assert info.value.first == "rank 0 was killed by SIGSEGV before it returned"
 
 
 def fork_and_be_killed(rank: Rank, folder: Path) -> None:
@@ -130,8 +135,9 @@ def start_a_child_and_hang(rank: Rank, folder: Path) -> None:
 
 
 def test_a_job_over_its_limit_ends_with_the_ranks_stacks_and_takes_their_children_along(tmp_path):
-    with pytest.raises(RanksFailed, match=r"rank 0, 1 did not finish within 4.0 s(.|\n)*in start_a_child_and_hang"):
-        run_ranks(start_a_child_and_hang, (tmp_path,), world_size=2, timeout=4.0, device="cpu")
+    run_ranks(process_group_of, world_size=2, timeout=60, device="cpu")  # the fork server is up
+    with pytest.raises(RanksFailed, match=r"rank 0, 1 did not finish within 2.5 s(.|\n)*in start_a_child_and_hang"):
+        run_ranks(start_a_child_and_hang, (tmp_path,), world_size=2, timeout=2.5, device="cpu")
     assert gone(read_pids(tmp_path, 2))
 
 
@@ -214,6 +220,9 @@ def test_a_terminals_ctrl_c_reaches_only_the_caller(tmp_path):
 CALLER = """
 import os, sys, threading, time
 from pathlib import Path
+from mxep.integration.process import start_fork_server
+if __name__ == "__main__":
+    start_fork_server()  # which imports torch while this process does
 sys.path.insert(0, sys.argv[1])
 import test_launch
 folder = Path(sys.argv[2])
@@ -251,9 +260,9 @@ def test_ranks_end_when_the_caller_is_killed_though_a_child_that_it_forked_lives
 
 @distributed(1, 2)
 def test_distributed_bodies_get_parameters_and_fixtures(ctx: Context, word, tmp_path):
-    everyone = [None] * ctx.world_size
-    dist.all_gather_object(everyone, (ctx.rank, word), group=ctx.group)
-    assert everyone == [(rank, "given") for rank in range(ctx.world_size)]
+    words = [None] * ctx.world_size
+    dist.all_gather_object(words, (ctx.rank, word), group=ctx.group)
+    assert words == [(rank, "given") for rank in range(ctx.world_size)]
     assert tmp_path.exists()
 
 
@@ -267,16 +276,34 @@ def test_a_skip_inside_a_body_is_a_skip(ctx: Context):
     pytest.skip("not here")
 
 
+UNDER_TORCHRUN = """
+import pytest
+import torch.distributed as dist
+from ranks import Context, distributed
+
+@distributed(1, 2)
+def test_bodies(ctx: Context, word, tmp_path):
+    words = [None] * ctx.world_size
+    dist.all_gather_object(words, (ctx.rank, word), group=ctx.group)
+    assert words == [(rank, "given") for rank in range(ctx.world_size)]
+    assert tmp_path.exists()
+
+@pytest.fixture
+def word():
+    return "given"
+"""
+
+
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
-def test_distributed_bodies_run_in_place_under_torchrun():
-    file = Path(__file__)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pytest", "-q", str(file)]
+def test_distributed_bodies_run_in_place_under_torchrun(tmp_path):
+    (tmp_path / "test_bodies.py").write_text(UNDER_TORCHRUN)
+    pytest_here = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     run = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "-k", "bodies_get"],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *pytest_here, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=file.parents[2],
+        cwd=ROOT,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("2 passed") == 2

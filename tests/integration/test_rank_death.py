@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from mxep.integration import launch
+from mxep.integration.config import recipes
 from mxep.integration.data import read_text
 from mxep.integration.launch import Rank, RanksFailed, run_ranks
 from mxep.integration.mesh import Mesh
 from mxep.integration.schema import Config
-from mxep.integration.train import Trainer, recipes
+from mxep.integration.train import Trainer
 
 DIES_AT = 10  # a replay, where steps are captured
-TIMEOUT = 8.0
+TIMEOUT = 5.0
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs")
 
 

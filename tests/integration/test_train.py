@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 from mxep.comms import CapacityExceeded
 from mxep.ep import MoE
 from mxep.integration import checkpoint, report
+from mxep.integration.config import recipes
 from mxep.integration.data import read_text
 from mxep.integration.launch import Rank, StopFlag, run_ranks
 from mxep.integration.mesh import Mesh
-from mxep.integration.progress import show_backend
+from mxep.integration.progress import log_backend
 from mxep.integration.schema import Config
-from mxep.integration.train import Outcome, Trainer, learning_rate, recipes, train
+from mxep.integration.train import Outcome, Trainer, learning_rate, train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -37,7 +38,7 @@ class StopAfter(StopFlag):
         super().__init__()
         self.left = steps
 
-    def agreed(self, group: object = None) -> bool:
+    def agreed(self) -> bool:
         self.left -= 1
         return self.left < 0
 
@@ -166,7 +167,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(make_config: Callable[
     run_ranks(save_one, (config, tmp_path), world_size=1, timeout=60, device="cpu")
     wider = make_config("recipe=bf16", "parallel.ranks=1", "model.hidden_dim=64")
     (message,) = run_ranks(load_error, (wider, tmp_path), world_size=1, timeout=60, device="cpu")
-    assert "model.safetensors: blocks.0.moe.experts.gate_up_proj is (4, 64, 32), wanted ('E', 128, 32)" in message
+    assert "model.safetensors: blocks.0.moe.experts.gate_up_proj is (4, 64, 32), wanted (4, 128, 32)" in message
 
 
 def save_one(rank: Rank, config: Config, folder: Path) -> None:
@@ -339,21 +340,21 @@ def test_rows_over_the_capacity_may_be_dropped_and_are_counted(make_config: Call
     assert "rows dropped" in console.export_text()
 
 
-def say_backends(rank: Rank, config: Config, folder: Path) -> tuple[str, set[str], str]:
-    """What is said of "auto" when it is asked for twice, the backends of a model's layers, and who cannot run here."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+def log_backends(rank: Rank, config: Config, folder: Path) -> tuple[str, set[str], str]:
+    """What is logged of "auto", chosen twice; the backends of a model's layers; the error of one that cannot run."""
+    with contextlib.redirect_stderr(io.StringIO()) as logged:
         for _ in range(2):
-            show_backend("auto", rank.device, shown=rank.rank == 0)
+            log_backend("auto", rank)
     layers = {moe.backend for moe in make_trainer(rank, config, folder).model.moes}
     with pytest.raises(RuntimeError) as error:
         train(rank, dataclasses.replace(config, backend="hopper"), str(folder), {})
-    return said.getvalue(), layers, str(error.value)
+    return logged.getvalue(), layers, str(error.value)
 
 
-def test_a_config_picks_the_backend_and_what_auto_is_is_said_once(make_config: Callable[..., Config], tmp_path: Path):
+def test_a_config_picks_the_backend_and_what_auto_is_is_logged_once(make_config: Callable[..., Config], tmp_path: Path):
     config = make_config("recipe=bf16", "parallel.ranks=2", "backend=dequant")
-    results = run_ranks(say_backends, (config, tmp_path), world_size=2, timeout=60, device="cpu")
-    assert [said.count("\n") for said, *_ in results] == [1, 0]
+    results = run_ranks(log_backends, (config, tmp_path), world_size=2, timeout=60, device="cpu")
+    assert [logged.count("\n") for logged, *_ in results] == [1, 0]
     assert "reference" in results[0][0]
     for _, layers, error in results:
         assert layers == {"dequant"}
@@ -395,7 +396,7 @@ def save_until_the_power_fails(rank: Rank, config: Config, folder: Path) -> list
             except PowerFailure:
                 found = checkpoint.find(folder)["bf16"]
                 assert checkpoint.read_state(found).step == int(found.name[-1])
-                checkpoint.load(found, model=trainer.model, optimizer=trainer.optimizer, mesh=trainer.mesh)
+                checkpoint.load(found, model=trainer.model, optimizer=trainer.optimizer)
                 continue
             return calls
     raise AssertionError("a save that never ends")

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from mxep.ep import CASES
 from mxep.gemm import Recipe
 from mxep.integration import job
-from mxep.integration.reference import Problem, Results, moe_layer, quantizers, snr
+from mxep.integration.reference import Problem, Results, moe_layer, quantizers
 from mxep.integration.schema import Config
+from mxep.integration.snr import snr
 from mxep.integration.verify import Check, Result, compare, make_problem
 
 TAMPERED = 3  # a token whose experts are all routed; an expert
@@ -38,7 +39,7 @@ def test_all_cases_pass_on_two_ranks_and_the_table_is_written(mxep, tmp_path: Pa
 
 def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path, make_config):
     results = [Result("bf16/local", [Check("out", 50.0, 45.0, 0), Check("dx", 44.9, 45.0, 1)])]
-    monkeypatch.setattr(job, "_on_ranks", lambda *_: [results])
+    monkeypatch.setattr(job, "_on_ranks", lambda *_: results)
     assert job._verify(make_config(), tmp_path, {}) == 1
     out, err = capsys.readouterr()
     assert "FAIL" in out

@@ -6,15 +6,15 @@
                                  metrics.jsonl           one line a step so far
 
 Expert tensors are whole, (E, ...), whatever number of ranks wrote them; each rank that loads takes its own experts.
-Rank 0 writes into a hidden folder, waits until the disk has it, renames it, waits for that, too, and only then
-deletes older checkpoints: whenever the power fails, the newest folder that is there is complete. What is not finite is
-not saved.
+Rank 0 writes into a hidden folder, waits until the disk has it, renames it, waits for that, too, and then deletes
+older checkpoints. So the newest folder is complete whenever the power fails. What is not finite is not saved.
 
-E experts in all, e experts of this rank.
+E experts in all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -29,7 +29,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from .collective import all_gather
 from .mesh import Mesh, local
 from .model import Transformer
 
@@ -39,12 +41,10 @@ MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint knows beside its tensors.
+    """What a checkpoint has besides its tensors.
 
-    Attributes:
-        run: which of the runs it belongs to: the recipe's name. step: steps done.
-        config: the whole config, plain JSON values. digest: of the text.
-        metrics: one dict a step done.
+    run: the recipe's name. step: steps done. config: the whole config, plain JSON values. digest: of the text.
+    metrics: one dict a step done.
     """
 
     run: str
@@ -54,22 +54,19 @@ class State:
     metrics: list[dict[str, Any]]
 
 
-def save(
-    folder: Path, state: State, *, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh
-) -> Path | None:
-    """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes, the others get None.
+def save(folder: Path, state: State, *, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes.
 
     Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
     """
-    weights, moments = _local(_tensors(model)), _local(_moments(model, optimizer))
-    _refuse_unless_finite({**weights, **moments}, state, mesh)
+    weights, moments = model.state_dict(), _moments(model, optimizer)
+    _refuse_unless_finite({**weights, **moments}, state)
     if mesh.rank < dist.get_world_size(mesh.ep):  # the ranks that share experts with rank 0
-        experts = model.expert_parameters()
-        weights = _gathered(weights, experts, mesh)
-        moments = _gathered(moments, {f"{moment}.{name}" for moment in MOMENTS for name in experts}, mesh)
+        weights, moments = _whole(weights), _whole(moments)
     if mesh.rank != 0:
-        return None
-    about = {"format": FORMAT, "run": state.run, "step": state.step, "digest": state.digest, "config": state.config}
+        return
+    about = {"format": FORMAT, **dataclasses.asdict(state)}
+    metrics = "".join(json.dumps(row) + "\n" for row in about.pop("metrics"))
     target = step_folder(folder, state.step)
     partial, replaced = folder / f".{target.name}.partial", folder / f".{target.name}.replaced"
     for left in (partial, replaced):
@@ -77,7 +74,7 @@ def save(
     partial.mkdir(parents=True)
     save_file(weights, partial / "model.safetensors")
     save_file(moments, partial / "optimizer.safetensors")
-    (partial / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in state.metrics))
+    (partial / "metrics.jsonl").write_text(metrics)
     (partial / "state.json").write_text(json.dumps(about, indent=1))
     for written in (*sorted(partial.iterdir()), partial):
         _sync(written)
@@ -89,7 +86,6 @@ def save(
     for old in (replaced, *_steps(folder)):
         if old != target:
             shutil.rmtree(old, ignore_errors=old == replaced)
-    return target
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -97,16 +93,14 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
     """Fill model and optimizer in place from ``folder/step-N``. Each rank takes its experts, at any ep degree.
 
     Raises ValueError naming the tensor, got and wanted, where a file does not fit the model.
     """
-    experts = model.expert_parameters()
-    rank = dist.get_rank(mesh.ep)
-    _fill(folder / "model.safetensors", _local(_tensors(model)), experts, rank)
     moments = _moments(model, optimizer)
-    _fill(folder / "optimizer.safetensors", _local(moments), {f"{m}.{name}" for m in MOMENTS for name in experts}, rank)
+    _fill(folder / "model.safetensors", model.state_dict())
+    _fill(folder / "optimizer.safetensors", moments)
     # AdamW counts the steps that were taken.
     step = torch.tensor(float(sum(not row.get("skipped") for row in read_state(folder).metrics)))
     for name, parameter in model.named_parameters():
@@ -134,12 +128,12 @@ def read_state(folder: Path) -> State:
     try:
         about = json.loads((folder / "state.json").read_text())
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        if about["format"] != FORMAT:
-            raise ValueError(f"format: got {about['format']}, wanted {FORMAT}")
+        if (found := about.pop("format")) != FORMAT:
+            raise ValueError(f"format: got {found}, wanted {FORMAT}")
         for key, kind in {"run": str, "step": int, "config": dict, "digest": str}.items():
             if not isinstance(about[key], kind):
                 raise ValueError(f"{key}: got {about[key]!r}, wanted {kind.__name__}")
-        return State(about["run"], about["step"], about["config"], about["digest"], metrics)
+        return State(**about, metrics=metrics)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is not a checkpoint: {type(error).__name__}: {error}") from None
 
@@ -158,21 +152,11 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _refuse_unless_finite(tensors: dict[str, Tensor], state: State, mesh: Mesh) -> None:
-    largest = torch.stack([tensor.abs().max() for tensor in tensors.values()]).float()
+def _refuse_unless_finite(tensors: dict[str, Tensor], state: State) -> None:
+    largest = torch.stack([local(tensor).abs().max() for tensor in tensors.values()]).float()
     wrong = [name for name, value in zip(tensors, largest.tolist()) if not math.isfinite(value)]
-    everyones: list[list[str]] = [wrong] * mesh.ranks
-    dist.all_gather_object(everyones, wrong)
-    if names := list(dict.fromkeys(name for each in everyones for name in each)):
-        raise FloatingPointError(f"{state.run}, step {state.step}: {names[0]} is not finite: not saved")
-
-
-def _tensors(model: Transformer) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
-def _local(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: local(tensor) for name, tensor in tensors.items()}
+    if name := next((name for names in all_gather(wrong) for name in names), None):
+        raise FloatingPointError(f"{state.run}, step {state.step}: {name} is not finite: not saved")
 
 
 def _moments(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -184,31 +168,23 @@ def _moments(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def _gathered(tensors: dict[str, Tensor], experts: set[str], mesh: Mesh) -> dict[str, Tensor]:
-    """Everything on the CPU; the experts of all ranks of the ep group in one tensor. Collective over that group."""
-    whole = {}
-    for name, tensor in tensors.items():
-        if name in experts:
-            shares = [torch.empty_like(tensor) for _ in range(dist.get_world_size(mesh.ep))]
-            dist.all_gather(shares, tensor.contiguous(), group=mesh.ep)
-            tensor = torch.cat(shares)
-        whole[name] = tensor.cpu().contiguous()
-    return whole
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Everything on the CPU, all experts of the ep group in one tensor. Collective over that group."""
+    whole = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    return {name: tensor.cpu().contiguous() for name, tensor in whole.items()}
 
 
-def _fill(file: Path, tensors: dict[str, Tensor], experts: set[str], rank: int) -> None:
+def _fill(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Copy this rank's share of the stored tensors."""
     try:
         with safe_open(file, framework="pt") as stored:
             if missing := set(tensors) ^ set(stored.keys()):
                 raise ValueError(f"{file}: {sorted(missing)[0]} is only in the file or only in the model")
             for name, tensor in tensors.items():
-                source = stored.get_slice(name)
-                first = rank * len(tensor) if name in experts else 0
-                got, rest = tuple(source.get_shape()), tuple(tensor.shape[1:])
-                fits = got[1:] == rest and (got[0] % len(tensor) == 0 if name in experts else got[0] == len(tensor))
-                if not fits or first + len(tensor) > got[0]:
-                    wanted = ("E", *rest) if name in experts else tuple(tensor.shape)
+                source, own = stored.get_slice(name), local(tensor)
+                if (got := tuple(source.get_shape())) != (wanted := tuple(tensor.shape)):
                     raise ValueError(f"{file}: {name} is {got}, wanted {wanted}")
-                tensor.copy_(source[first : first + len(tensor)])
+                first = tensor.device_mesh.get_local_rank() * len(own) if isinstance(tensor, DTensor) else 0
+                own.copy_(source[first : first + len(own)])
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: {error}") from None

@@ -3,18 +3,18 @@
     for each seed:   bf16   the recipe   bf16 nudged           the same model and batches, on the same ranks
     first seed:      bf16 again                                is a run repeatable to the last bit?
 
-Losses are in nats a byte, on held-out text, the same for all runs, and in training, over the last LAST steps. The mean
-over the n seeds of (recipe - bf16) stands beside three measures of noise:
+Losses are in nats a byte: on held-out text, the same for all runs, and in training, over the last LAST steps. The mean
+over the n seeds of (recipe - bf16) is reported with three measures of noise:
 
     seeds             the standard deviation of bf16's loss over seeds, which choose weights and batches
     nudges            the root mean square of (bf16 nudged - bf16), first weights moved by as much as a rounding to bf16
                       may, over the root of n: what the mean of n differences without a cause would be
     standard errors   two of the mean itself
 
-"within" says that the mean is no further from zero than that. Few seeds know either badly: read the numbers beside it.
+"within" says that the mean is no further from zero than that. Few seeds measure either badly, so read the numbers too.
 
-A step has a row of metrics only if `check()` was clean on every rank, and what raises ends the job: there are results
-only if all steps of all runs were clean.
+A step has a row of metrics only if `check()` was clean on every rank, and what raises ends the job. So there are
+results only if all steps of all runs were clean.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torch.distributed.tensor import DTensor
 
 from mxep.gemm import Recipe
 
-from .config import ConfigError, make_recipe, to_json
+from .config import make_recipe, to_json
 from .data import read_text
-from .launch import Rank
 from .mesh import Mesh, local
-from .progress import show_backend
-from .results import WIDTH, Section, environment, git_commit
+from .progress import log_backend
+from .rank import Rank
+from .results import WIDTH, Section, provenance
 from .schema import Config
 from .train import Run, Trainer
 
@@ -66,22 +66,43 @@ class Trial:
 class Outcome:
     """All trials. text: what they read, without its bytes. stopped: by a signal, the last trial missing."""
 
-    trials: list[Trial]
+    config: Config
     text: dict[str, Any]
+    trials: list[Trial]
     stopped: bool = False
 
+    failed = 0  # what fails raises
 
-def check(config: Config) -> None:
-    """ConfigError for what cannot be compared."""
-    seeds = config.compare.seeds
-    if make_recipe(config).scaling == "none":
-        raise ConfigError("task=compare puts a recipe beside bf16: recipe must be another one")
-    if len(set(seeds)) < max(2, len(seeds)):
-        raise ConfigError(
-            f"compare.seeds: got {seeds}, wanted two or more that differ: noise is what lies between them"
-        )
-    if config.resume is not None:
-        raise ConfigError("task=compare starts anew: resume must be null")
+    @property
+    def what(self) -> str:
+        return f"mxep task=compare: {make_recipe(self.config).name} beside bf16, losses in nats a byte"
+
+    def to_json(self, command: str, commit: str | None) -> dict[str, Any]:
+        """The summary, with `provenance` and of what it was made."""
+        config, settings = self.config, to_json(self.config)
+        return {
+            "what": self.what,
+            **provenance(command, commit),
+            "backend": config.backend,
+            "ranks": config.ranks,
+            "ep": config.ep,
+            "steps": config.train.steps,
+            "train_loss over last": min(LAST, config.train.steps),
+            **{section: settings[section] for section in ("model", "data", "recipe", "dispatcher", "optimizer")},
+            "text": self.text,
+            **summarize(self.trials),
+        }
+
+    def show(self, console: Console) -> None:
+        """Tables of runs and of differences, then sentences with the verdicts."""
+        report = summarize(self.trials)
+        console.width = max(console.width, WIDTH)
+        figures = {"valid_loss": ".4f", "train_loss": ".4f", "checked steps": "d", "ms a step": ".1f", "seconds": ".1f"}
+        Section(self.what, ("seed", "run"), figures, report["runs"]).show(console)
+        figures = {"mean": "+.4f", "deviation": ".4f", "standard error": ".4f"}
+        Section("over seeds", ("loss", "what"), figures, report["differences"]).show(console)
+        for line in sentences(report):
+            console.print(line, highlight=False)
 
 
 def compare(rank: Rank, config: Config, folder: str) -> Outcome:
@@ -89,20 +110,22 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
 
     Raises what `train` raises.
     """
-    show_backend(config.backend, rank.device, shown=rank.rank == 0)
+    log_backend(config.backend, rank)
     text, mesh = read_text(config.data), Mesh.make(config.ep, rank.device)
     about = {"bytes": len(text.train) + len(text.valid), "sha256": text.digest, "unigram entropy": text.entropy}
-    outcome = Outcome([], about)
+    outcome = Outcome(config, about, [])
     clean_steps_only = dataclasses.replace(config.train, checkpoint_every=None, skip_bad_steps=0)
     for seed in config.compare.seeds:
         seeded = dataclasses.replace(config, seed=seed, train=clean_steps_only)
         outcome.trials.append(Trial(seed, {}))
-        for name, recipe in _runs(make_recipe(config), again=len(outcome.trials) == 1):
+        recipe, base = make_recipe(config), Recipe.bf16()
+        runs = {BASE: base, recipe.name: recipe, NUDGED: base, **({AGAIN: base} if len(outcome.trials) == 1 else {})}
+        for name, trained in runs.items():
             if rank.rank == 0:
                 print(f"seed {seed}, {name}", file=sys.stderr)
             where = Path(folder, f"seed-{seed}", name.replace(" ", "-"))
             where.mkdir(parents=True, exist_ok=True)
-            trainer = Trainer(rank, seeded, recipe, mesh, text, where)
+            trainer = Trainer(rank, seeded, trained, mesh, text, where)
             if name == NUDGED:
                 nudge(trainer.model, seed)
             run = trainer.run()
@@ -125,21 +148,22 @@ def nudge(model: nn.Module, seed: int) -> None:
 
 
 def summarize(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Each run, the differences beside the noise, and whether a run repeats; see the module's docstring."""
+    """Each run, the differences and the noise, and whether a run repeats; see the module's docstring."""
     (name,) = trials[0].runs.keys() - {BASE, NUDGED, AGAIN}
     runs = [{"seed": trial.seed, "run": run, **_summarize(trial.runs[run])} for trial in trials for run in trial.runs]
     differences = []
     for loss, key in LOSSES.items():
         of = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
-        ours, nudged = ([a - b for a, b in zip(of[run], of[BASE])] for run in (name, NUDGED))
-        mean, spread = statistics.fmean(ours), _spread(ours)
+        difference, nudged = ([a - b for a, b in zip(of[run], of[BASE])] for run in (name, NUDGED))
+        spread = _spread(difference)
         noise = {
             "seeds": statistics.stdev(of[BASE]),
             "nudges": (statistics.fmean(d * d for d in nudged) / len(nudged)) ** 0.5,
             "standard errors": 2 * spread["standard error"],
         }
+        verdicts = {key: {"nats": nats, "within": abs(spread["mean"]) <= nats} for key, nats in noise.items()}
         differences += [
-            {"loss": loss, "what": f"{name} - {BASE}", **spread, **_verdicts(mean, noise)},
+            {"loss": loss, "what": f"{name} - {BASE}", **spread, "noise": verdicts},
             {"loss": loss, "what": f"{NUDGED} - {BASE}", **_spread(nudged)},
             {"loss": loss, "what": BASE, **_spread(of[BASE])},
             {"loss": loss, "what": name, **_spread(of[name])},
@@ -157,36 +181,6 @@ def differs(one: Run, two: Run) -> int | None:
     return None if one.valid_loss == two.valid_loss else one.steps
 
 
-def to_report(outcome: Outcome, config: Config, command: str) -> dict[str, Any]:
-    """The summary, with where and of what it was made."""
-    settings = to_json(config)
-    return {
-        "what": f"mxep task=compare: {make_recipe(config).name} beside bf16, losses in nats a byte",
-        **environment(),
-        "commit": config.compare.commit or git_commit(),
-        "command": command,
-        "backend": config.backend,
-        "ranks": config.ranks,
-        "ep": config.ep,
-        "steps": config.train.steps,
-        "train_loss over last": min(LAST, config.train.steps),
-        **{section: settings[section] for section in ("model", "data", "recipe", "dispatcher", "optimizer")},
-        "text": outcome.text,
-        **summarize(outcome.trials),
-    }
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    """Tables of runs and of differences, then what they say in sentences."""
-    console.width = max(console.width, WIDTH)
-    figures = {"valid_loss": ".4f", "train_loss": ".4f", "checked steps": "d", "ms a step": ".1f", "seconds": ".1f"}
-    Section(report["what"], ("seed", "run"), figures, report["runs"]).show(console)
-    figures = {"mean": "+.4f", "deviation": ".4f", "standard error": ".4f"}
-    Section("over seeds", ("loss", "what"), figures, report["differences"]).show(console)
-    for line in sentences(report):
-        console.print(line, highlight=False)
-
-
 def sentences(report: dict[str, Any]) -> Iterator[str]:
     """Each verdict with its numbers, and whether a run repeats."""
     for row in report["differences"]:
@@ -196,14 +190,6 @@ def sentences(report: dict[str, Any]) -> Iterator[str]:
             yield f"{row['loss']} loss: {row['what']} is {row['mean']:+.4f} on average, {inside} {measure}"
     step, seed = report[AGAIN]["differs from step"], report[AGAIN]["seed"]
     yield f"{AGAIN}, seed {seed}: " + ("the same to the last bit" if step is None else f"differs from step {step} on")
-
-
-def _runs(recipe: Recipe, *, again: bool) -> Iterator[tuple[str, Recipe]]:
-    yield BASE, Recipe.bf16()
-    yield recipe.name, recipe
-    yield NUDGED, Recipe.bf16()
-    if again:
-        yield AGAIN, Recipe.bf16()
 
 
 def _summarize(run: Run) -> dict[str, Any]:
@@ -223,7 +209,3 @@ def _spread(values: list[float]) -> dict[str, Any]:
     deviation = statistics.stdev(values)
     error = deviation / len(values) ** 0.5
     return {"each": values, "mean": statistics.fmean(values), "deviation": deviation, "standard error": error}
-
-
-def _verdicts(mean: float, noise: dict[str, float]) -> dict[str, Any]:
-    return {"noise": {name: {"nats": nats, "within": abs(mean) <= nats} for name, nats in noise.items()}}

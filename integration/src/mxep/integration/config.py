@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, DISPATCHERS
@@ -29,6 +30,42 @@ from mxep.quant import ScaleMode
 from .bench import BENCHES
 from .data import SOURCES
 from .schema import Config
+
+RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
+"""What `resume` takes from a checkpoint: names, numbers, and one path that is read, `data.path`. The command line says
+everything else, above all what is written and where."""
+
+CHOICES = {
+    "backend": ("auto", *BACKENDS),
+    "bench.name": BENCHES,
+    "data.source": SOURCES,
+    "dispatcher.name": DISPATCHERS,
+    "dispatcher.capacity": ("worst_case", "exact", "factor"),
+    "dispatcher.overflow": ("raise", "drop"),
+    "parallel.device": ("auto", "cpu", "cuda"),
+    "recipe.mode": tuple(ScaleMode),
+    "recipe.weight_block": ("1x32", "32x32"),
+    "recipe.wgrad": ("mx", "bf16"),
+}
+"""Key -> the values it may have, besides null where the schema allows that."""
+
+POSITIVE = (
+    *("parallel.ranks", "parallel.ep", "dispatcher.timeout", "optimizer.lr", "optimizer.clip"),
+    *("model.dim", "model.layers", "model.heads", "model.experts", "model.hidden_dim"),
+    *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches"),
+    *("verify.tokens", "verify.dim", "verify.hidden_dim", "verify.experts", "verify.top_k"),
+)
+NOT_NEGATIVE = ("train.skip_bad_steps", "train.checkpoint_every", "optimizer.warmup")
+
+DIVIDES = (
+    ("parallel.ep", "parallel.ranks"),
+    ("parallel.ranks", "data.batch"),
+    ("parallel.ep", "model.experts"),
+)
+"""(divisor, multiple)."""
+
+MX_ONLY = ("triton", "blackwell")
+"""Backends that multiply MX operands alone."""
 
 
 class ConfigError(ValueError):
@@ -42,22 +79,29 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
     """
     if missing := OmegaConf.missing_keys(raw):
         raise ConfigError(f"no value for {', '.join(sorted(missing))}: give it as {min(missing)}=...")
+    try:  # `+key=value` adds keys that Hydra refuses without the +
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(raw))
+    except ConfigKeyError as error:
+        raise ConfigError(f"no such key: {error.full_key}") from None
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
-    _known_keys(raw, config)
+    if config.recipe.mode is not None:
+        config.recipe.mode = config.recipe.mode.lower()
+    for key, choices in CHOICES.items():
+        if (value := attrgetter(key)(config)) is not None and value not in choices:
+            raise ConfigError(f"{key}: got {value!r}, wanted one of {', '.join(choices)}")
     _fill_parallel(config, ranks)
-    _check(config)
+    try:
+        complaint = next(_complaints(config), None)
+    except ValueError as error:  # of a Recipe or a Capacity
+        complaint = str(error)
+    if complaint is not None:
+        raise ConfigError(complaint)
     return config
 
 
-RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
-"""What a checkpoint knows of its run: sections of names and numbers. All else, what is written and where it runs above
-all, is said anew. `data.path`, which is read, is the one path."""
-
-
 def restore(raw: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
-    """`raw` with the RESTORED sections of a saved config, but for the keys that `overrides` names: what `resume=...`
-    runs on.
+    """`raw` with the RESTORED sections of a saved config, except for the keys that `overrides` names.
 
     The saved config is data of unknown origin: plain values of known keys are taken, and none is interpolated. Raises
     ConfigError for others.
@@ -66,17 +110,15 @@ def restore(raw: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str])
     given = {override_key(override) for override in overrides}
     try:
         for section in RESTORED:
-            value = saved[section]
-            values = (
-                {f"{section}.{key}": each for key, each in value.items()} if section != "seed" else {section: value}
-            )
-            for key, each in values.items():
-                if isinstance(each, str) and ("${" in each or each == "???"):
-                    raise ValueError(f"{key}: got {each!r}, wanted plain text")
-                if not isinstance(each, str | int | float | None):
-                    raise ValueError(f"{key}: got {each!r}, wanted text or a number")
+            nested = {"": saved[section]} if section == "seed" else {f".{key}": v for key, v in saved[section].items()}
+            for suffix, value in nested.items():
+                key = section + suffix
+                if isinstance(value, str) and ("${" in value or value == "???"):
+                    raise ValueError(f"{key}: got {value!r}, wanted plain text")
+                if not isinstance(value, str | int | float | None):
+                    raise ValueError(f"{key}: got {value!r}, wanted text or a number")
                 if not given & {section, key}:
-                    OmegaConf.update(config, key, each)
+                    OmegaConf.update(config, key, value)
     except (ValueError, KeyError, AttributeError, OmegaConfBaseException) as error:
         raise ConfigError(f"the checkpoint's config does not fit: {str(error).splitlines()[0]}") from None
     return config
@@ -94,47 +136,35 @@ def to_json(config: Config) -> dict[str, Any]:
 
 
 def make_recipe(config: Config) -> Recipe:
-    """The recipe that the config names, with the changes that it asks for. Raises ValueError for one that is none."""
-    changes: dict[str, Any] = {}
-    if config.recipe.mode is not None:
-        changes["mode"] = ScaleMode[_one_of("recipe.mode", config.recipe.mode.upper(), ScaleMode.__members__)]
-    if config.recipe.weight_block is not None:
-        changes["weight_block"] = _one_of("recipe.weight_block", config.recipe.weight_block, ("1x32", "32x32"))
-    if config.recipe.wgrad is not None:
-        changes["wgrad"] = _one_of("recipe.wgrad", config.recipe.wgrad, ("mx", "bf16"))
-    return dataclasses.replace(Recipe.named(config.recipe.name), **changes)
+    """The recipe that the config names, with its changes. Raises ValueError if there is none."""
+    changes = {key: value for key, value in dataclasses.asdict(config.recipe).items() if value is not None}
+    recipe = Recipe.named(changes.pop("name"))
+    if "mode" in changes:
+        changes["mode"] = ScaleMode(changes["mode"])
+    return dataclasses.replace(recipe, **changes)
+
+
+def recipes(config: Config) -> list[Recipe]:
+    """What task=train trains: bf16 first with train.compare, then the config's recipe."""
+    recipe = make_recipe(config)
+    return [Recipe.bf16(), recipe] if config.train.compare and recipe.scaling != "none" else [recipe]
 
 
 def make_capacity(config: Config) -> Capacity:
-    """The bound on a rank's rows that the config asks for."""
-    kind = _one_of("dispatcher.capacity", config.dispatcher.capacity, ("worst_case", "exact", "factor"))
-    overflow = _one_of("dispatcher.overflow", config.dispatcher.overflow, ("raise", "drop"))
-    if kind == "factor":
-        return Capacity.factor(config.dispatcher.factor, overflow)
-    if overflow == "drop":
-        raise ConfigError(f"dispatcher.overflow=drop: nothing overflows {kind}; wanted dispatcher.capacity=factor")
-    return getattr(Capacity, kind)()  # type: ignore[no-any-return]
+    """The bound on a rank's rows."""
+    if config.dispatcher.capacity == "factor":
+        return Capacity.factor(config.dispatcher.factor, config.dispatcher.overflow)
+    return Capacity.exact() if config.dispatcher.capacity == "exact" else Capacity.worst_case()
 
 
 def sizes_on_host(config: Config) -> bool:
     """Whether a layer waits for the host to read how many rows there are."""
     loops = config.backend == "reference"
-    return config.dispatcher.name == "all_to_all" or make_capacity(config) == Capacity.exact() or loops
-
-
-def _known_keys(raw: DictConfig, typed: Any, prefix: str = "") -> None:
-    """Raise ConfigError for keys that the types do not have: `+key=value` adds what Hydra refuses without the +."""
-    fields = {field.name for field in dataclasses.fields(typed)}
-    for key in map(str, raw):
-        if key not in fields:
-            raise ConfigError(f"no such key: {prefix}{key}")
-        if dataclasses.is_dataclass(inner := getattr(typed, key)):
-            _known_keys(raw[key], inner, f"{prefix}{key}.")
+    return config.dispatcher.name == "all_to_all" or config.dispatcher.capacity == "exact" or loops
 
 
 def _fill_parallel(config: Config, ranks: int | None) -> None:
     parallel = config.parallel
-    _one_of("parallel.device", parallel.device, ("auto", "cpu", "cuda"))
     if ranks is not None:
         parallel.ranks = ranks
     elif parallel.ranks is None:
@@ -144,73 +174,65 @@ def _fill_parallel(config: Config, ranks: int | None) -> None:
         parallel.ep = 1 if config.dispatcher.name == "local" else parallel.ranks
 
 
-def _check(config: Config) -> None:
-    """Raise ConfigError for the first value that does not fit; everything a rank would trip over is caught here."""
-    try:
-        recipe = make_recipe(config)
-        make_capacity(config)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    _one_of("dispatcher.name", config.dispatcher.name, DISPATCHERS)
-    _one_of("data.source", config.data.source, SOURCES)
-    _one_of("backend", config.backend, ("auto", *BACKENDS))
-    _positive(config)
-    for name in config.verify.cases or ():
-        _one_of("verify.cases", name, CASES)
-    _one_of("bench.name", config.bench.name, BENCHES)
-    for section in ("bench", "compare", "verify"):
-        out = getattr(config, section).out
-        if out is not None and not Path(out).absolute().parent.is_dir():
-            raise ConfigError(f"{section}.out: no such folder: {Path(out).parent}")
-    if config.train.skip_bad_steps < 0:
-        raise ConfigError(f"train.skip_bad_steps must be at least 0, got {config.train.skip_bad_steps}")
-    ranks, ep, model, data = config.ranks, config.ep, config.model, config.data
-    _divides("parallel.ep", ep, "parallel.ranks", ranks)
-    _divides("parallel.ranks", ranks, "data.batch", data.batch)
-    if config.dispatcher.name == "local" and ep != 1:
-        raise ConfigError(f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}")
-    if config.dispatcher.name == "nvshmem" and ep != ranks:
-        raise ConfigError(f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}")
-    if config.train.graph and sizes_on_host(config):
-        raise ConfigError(
-            "train.graph=true: the host must read no sizes, as all_to_all, exact capacity and backend=reference make it"
-        )
-    _divides("parallel.ep", ep, "model.experts", model.experts)
-    _divides("model.heads", 2 * model.heads, "model.dim", model.dim)
+def _complaints(config: Config) -> Iterator[str]:
+    """What does not fit; everything that a rank would trip over is caught here."""
+
+    def value(key: str) -> Any:
+        return attrgetter(key)(config)
+
+    model, path, recipe, capacity = config.model, config.data.path, make_recipe(config), make_capacity(config)
+    for key in POSITIVE:
+        if not value(key) > 0:
+            yield f"{key} must be positive, got {value(key)}"
+    for key in NOT_NEGATIVE:
+        if value(key) is not None and value(key) < 0:
+            yield f"{key} must be at least 0, got {value(key)}"
+    for divisor, multiple in DIVIDES:
+        if value(multiple) % value(divisor):
+            yield f"{multiple} must be a multiple of {value(divisor)} ({divisor}), got {value(multiple)}"
+    if model.dim % (2 * model.heads):
+        yield f"model.dim must be a multiple of {2 * model.heads} (twice model.heads), got {model.dim}"
     if not 1 <= model.top_k <= model.experts:
-        raise ConfigError(f"model.top_k must lie in 1..{model.experts} (model.experts), got {model.top_k}")
+        yield f"model.top_k must lie in 1..{model.experts} (model.experts), got {model.top_k}"
     if recipe.scaling == "mx" and (model.dim % 32 or model.hidden_dim % 32):
-        got = f"{model.dim} and {model.hidden_dim}"
-        raise ConfigError(f"recipe {recipe.name} wants model.dim and model.hidden_dim in 32s, got {got}")
-    if data.path is not None and not Path(data.path).exists():
-        raise ConfigError(f"data.path: no such file or folder: {data.path}")
+        sizes = f"{model.dim} and {model.hidden_dim}"
+        yield f"recipe {recipe.name} wants model.dim and model.hidden_dim in 32s, got {sizes}"
+    if config.dispatcher.overflow == "drop" and config.dispatcher.capacity != "factor":
+        yield f"dispatcher.overflow=drop: nothing overflows {capacity.kind}; wanted dispatcher.capacity=factor"
+    if config.dispatcher.name == "local" and config.ep != 1:
+        yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {config.ep}"
+    if config.dispatcher.name == "nvshmem" and config.ep != config.ranks:
+        yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {config.ranks}, got {config.ep}"
+    if config.train.graph and sizes_on_host(config):
+        yield "train.graph=true: the host must read no sizes, but with all_to_all, exact capacity or reference it does"
+    if config.data.source == "text" and path is None:
+        yield "data.source=text wants data.path, a file or a folder"
+    if path is not None and not Path(path).exists():
+        yield f"data.path: no such file or folder: {path}"
+    for case in config.verify.cases or ():
+        if case not in CASES:
+            yield f"verify.cases: got {case!r}, wanted one of {', '.join(CASES)}"
+    for key in ("bench.out", "compare.out", "verify.out"):
+        if value(key) is not None and not Path(value(key)).absolute().parent.is_dir():
+            yield f"{key}: no such folder: {Path(value(key)).parent}"
+    if config.task.name == "compare":
+        seeds = config.compare.seeds
+        if recipe.scaling == "none":
+            yield "task=compare compares a recipe with bf16: recipe must be another one"
+        if len(set(seeds)) < max(2, len(seeds)):
+            yield f"compare.seeds: got {seeds}, wanted two or more that differ: noise is what lies between them"
+        if config.resume is not None:
+            yield "task=compare starts anew: resume must be null"
+    names = [one.name for one in _multiplied(config) if one.scaling != "mx"]
+    if config.backend in MX_ONLY and names:
+        wanted = "train.compare=false" if config.task.name == "train" and recipe.scaling == "mx" else "another backend"
+        yield f"backend={config.backend} multiplies MX operands alone, and {names[0]} has none; wanted {wanted}"
 
 
-def _positive(config: Config) -> None:
-    wanted = {
-        "parallel": ("ranks", "ep"),
-        "model": ("dim", "layers", "heads", "experts", "hidden_dim"),
-        "data": ("max_bytes", "batch", "length"),
-        "train": ("steps", "valid_batches"),
-        "verify": ("tokens", "dim", "hidden_dim", "experts", "top_k"),
-        "optimizer": ("lr", "clip"),
-        "dispatcher": ("timeout",),
-    }
-    for section, keys in wanted.items():
-        for key in keys:
-            value = getattr(getattr(config, section), key)
-            if not value > 0:
-                raise ConfigError(f"{section}.{key} must be positive, got {value}")
-
-
-def _divides(name: str, value: int, of_name: str, of: int) -> None:
-    if of % value:
-        raise ConfigError(f"{of_name} must be a multiple of {value} ({name}), got {of}")
-
-
-def _one_of(key: str, value: str, names: Iterable[str]) -> str:
-    if value not in (names := tuple(names)):
-        raise ConfigError(f"{key}: got {value!r}, wanted one of {', '.join(names)}")
-    return value
+def _multiplied(config: Config) -> list[Recipe]:
+    """The recipes whose products `backend` computes in this task."""
+    if config.task.name == "verify":
+        return [Recipe.named(CASES[name].recipe) for name in config.verify.cases or CASES]
+    if config.task.name == "compare":
+        return [Recipe.bf16(), make_recipe(config)]
+    return recipes(config) if config.task.name == "train" else []

@@ -32,11 +32,8 @@ SUFFIXES = {".py", ".pyi", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".rs", ".j
 class Text:
     """A text cut in two.
 
-    Attributes:
-        name: where it comes from.
-        train, valid: uint8 (N,), (M,).
-        digest: sha256 of all of it, to notice that a resumed run has another text.
-        entropy: of single bytes, in nats a byte: the loss of a model that knows byte frequencies and nothing else.
+    name: where it comes from. train, valid: uint8 (N,), (M,). digest: sha256 of all of it, to notice that a resumed run
+    has another text. entropy: of single bytes, in nats a byte: the loss of a model that knows byte frequencies only.
     """
 
     name: str
@@ -47,15 +44,9 @@ class Text:
 
 
 def read_text(config: DataConfig) -> Text:
-    """The text that ``config`` names, as :func:`load_text`."""
-    return load_text(config.source, config.path, max_bytes=config.max_bytes, length=config.length)
-
-
-def load_text(source: str, path: str | None, *, max_bytes: int, length: int) -> Text:
-    """The text called ``source``, one of :data:`SOURCES`; raises ValueError if it is missing or too short."""
-    if source not in SOURCES:
-        raise ValueError(f"data.source: got {source!r}, wanted one of {', '.join(SOURCES)}")
-    name, raw = SOURCES[source](path, max_bytes)
+    """The text that ``config`` names. Raises ValueError if it is too short."""
+    name, raw = SOURCES[config.source](config)
+    length = config.length
     size = min(CHUNK, len(raw) // HELD_OUT)
     if size < 2 * (length + 1):
         raise ValueError(f"{name}: got {len(raw)} bytes, wanted at least {2 * (length + 1) * HELD_OUT}")
@@ -80,32 +71,30 @@ def make_batch(
     return window[:, :-1], window[:, 1:]
 
 
-def _stdlib(path: str | None, max_bytes: int) -> tuple[str, bytes]:
+def _stdlib(config: DataConfig) -> tuple[str, bytes]:
     folder = Path(sysconfig.get_path("stdlib"))
-    return f"the standard library in {folder}", _read(sorted(folder.rglob("*.py")), folder, max_bytes)
+    return f"the standard library in {folder}", _read(sorted(folder.rglob("*.py")), folder, config.max_bytes)
 
 
-def _files(path: str | None, max_bytes: int) -> tuple[str, bytes]:
-    if path is None:
-        raise ValueError("data.source 'text' wants data.path, a file or a folder")
-    root = Path(path)
-    if not root.exists():
-        raise ValueError(f"data.path: no such file or folder: {path}")
+def _files(config: DataConfig) -> tuple[str, bytes]:
+    assert config.path is not None, "resolve() has checked it"
+    root = Path(config.path)
     if root.is_file():
-        return path, _read([root], root.parent, max_bytes)
-    return path, _read(sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES), root, max_bytes)
+        return config.path, _read([root], root.parent, config.max_bytes)
+    files = sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES)
+    return config.path, _read(files, root, config.max_bytes)
 
 
 def _read(files: list[Path], root: Path, max_bytes: int) -> bytes:
     """The files one after the other, without tests and installed packages, up to ``max_bytes``."""
-    parts: list[bytes] = []
+    payload: list[bytes] = []
     left = max_bytes
     for file in files:
         if left > 0 and file.is_file() and not NOT_TEXT.intersection(file.relative_to(root).parts[:-1]):
             with file.open("rb") as stream:
-                parts.append(stream.read(left))
-            left -= len(parts[-1])
-    return b"".join(parts)
+                payload.append(stream.read(left))
+            left -= len(payload[-1])
+    return b"".join(payload)
 
 
 SOURCES = {"stdlib": _stdlib, "text": _files}

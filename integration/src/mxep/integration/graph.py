@@ -1,4 +1,4 @@
-"""A call of static shapes, as one CUDA graph: what nothing on the way waits for the host is good for."""
+"""A call of static shapes as one CUDA graph, where nothing on the way waits for the host."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def capturing(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
     except Exception:
         if raised is None:
             raise
-    if raised is not None:  # the end of a capture that failed raises, too, and says less
+    if raised is not None:  # the end of a failed capture raises, too, without the reason
         raise raised
 
 
 class Graphed:
     """fn(*inputs) -> results; from the call after WARM_UP others on a CUDA graph, whose replay costs one launch.
 
-    Inputs have the same shapes at each call. Results, and all else that fn keeps on the device, are the graph's memory:
-    the next call writes them anew. RuntimeError, from CUDA, if fn waits for the device. Collective if fn is.
+    Inputs have the same shapes at each call. Results, and all else that fn keeps on the device, are the graph's memory,
+    which the next call overwrites. RuntimeError, from CUDA, if fn waits for the device. Collective if fn is.
     """
 
     def __init__(self, fn: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -61,8 +61,8 @@ class Graphed:
         if self._graph is None:
             self._inputs = tuple(each.clone() for each in inputs)
             self._graph = self._captured()
-        for mine, given in zip(self._inputs, inputs, strict=True):
-            mine.copy_(given)
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
         self._graph.replay()
         return self._results
 

@@ -13,12 +13,10 @@ b sequences of S bytes on this rank, D model dim, H heads.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.comms import Capacity
-from mxep.ep import Experts, MoE, Router, SharedExpert, make_dispatcher
+from mxep.ep import Experts, MoE, Router, SharedExpert, TokenDispatcher
 from mxep.gemm import Recipe
 
 from .data import VOCABULARY
@@ -42,7 +40,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: ``x`` (b, H, S, d) with its halves transposed by the angles (S, d / 2) of their position."""
+    """Rotary positions: ``x`` (b, H, S, d) with its halves rotated by the angles (S, d / 2) of their position."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -66,59 +64,31 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The model of the module's docstring.
 
-    Args:
-        config: sizes. recipe, backend: of the MoE layers.
-        group: the ranks that share the experts. dispatcher: name of how tokens reach them; one for all layers.
-        capacity: bound on rows per rank. max_tokens: most tokens a rank brings to a step. timeout: seconds that a rank
-            is waited for.
+    config: sizes. dispatcher: how tokens reach the experts, one for all layers. recipe, backend: of the MoE layers.
 
     Draws from the default generator: after one seed every rank has the same model and its share of the same experts.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        recipe: Recipe,
-        dispatcher: str,
-        group: dist.ProcessGroup | None = None,
-        capacity: Capacity | None = None,
-        max_tokens: int | None = None,
-        timeout: float | None = None,
-        backend: str = "auto",
-    ) -> None:
+    def __init__(self, config: ModelConfig, dispatcher: TokenDispatcher, recipe: Recipe, backend: str = "auto") -> None:
         super().__init__()
-        dim = config.dim
+        dim, experts, top_k = config.dim, config.experts, config.top_k
         self.head_dim = dim // config.heads
         self.embedding = nn.Embedding(VOCABULARY, dim)
-        shared = make_dispatcher(
-            dispatcher,
-            config.experts,
-            dim=dim,
-            group=group,
-            capacity=capacity,
-            max_tokens=max_tokens,
-            timeout=timeout,
-        )
-        self.blocks = nn.ModuleList(
-            Block(
+        self.blocks = nn.ModuleList()
+        for _ in range(config.layers):
+            moe = MoE(
                 dim,
-                config.heads,
-                MoE(
-                    dim,
-                    config.hidden_dim,
-                    config.experts,
-                    config.top_k,
-                    recipe=recipe,
-                    backend=backend,
-                    dispatcher=shared,
-                    num_shared_experts=config.shared_experts,
-                    router=Router(dim, config.experts, config.top_k, balance=True),
-                    dtype=torch.float32,
-                ),
+                config.hidden_dim,
+                experts,
+                top_k,
+                recipe=recipe,
+                backend=backend,
+                dispatcher=dispatcher,
+                num_shared_experts=config.shared_experts,
+                router=Router(dim, experts, top_k, balance=True),
+                dtype=torch.float32,
             )
-            for _ in range(config.layers)
-        )
+            self.blocks.append(Block(dim, config.heads, moe))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
         self.reset_parameters()
@@ -155,15 +125,6 @@ class Transformer(nn.Module):
     @property
     def routers(self) -> list[Router]:
         return [module for module in self.modules() if isinstance(module, Router)]
-
-    def expert_parameters(self) -> set[str]:
-        """Names of the parameters that hold this rank's share of the experts: (e, ...) here, (E, ...) in all."""
-        return {
-            f"{prefix}.{name}"
-            for prefix, module in self.named_modules()
-            if isinstance(module, Experts)
-            for name, _ in module.named_parameters()
-        }
 
     def _rotation(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         frequency = 1e4 ** (-torch.arange(0, self.head_dim, 2, device=device) / self.head_dim)

@@ -1,7 +1,7 @@
 """What the fork server imports once, so that each rank starts with it in memory.
 
 A module that fails to import is skipped here: the rank that needs it imports it again and reports the error with its
-own traceback, where an error in the fork server would only show as a broken pipe.
+own traceback. An error in the fork server would only show as a broken pipe.
 """
 
 import contextlib
@@ -12,15 +12,11 @@ import signal
 # the fork server until then, and it ends with the caller in any case.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-_NAMES = (
+for _name in (
     "torch._dynamo",  # every custom op imports it at its first call, for seconds
-    "torch.distributed",
-    "mxep.comms",
-    "mxep.quant",
-    "mxep.gemm",
-    "mxep.ep",
     "mxep.integration.launch",
-)
-for _name in _NAMES:
+    "mxep.integration.train",
+    "mxep.integration.verify",
+):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)

@@ -37,10 +37,10 @@ class StopFlag:
         """A signal handler."""
         self.requested = True
 
-    def agreed(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether any rank of `group` was asked to stop: one answer for all. A collective on the host (gloo)."""
+    def agreed(self) -> bool:
+        """Whether any rank shall stop: one answer for all. A collective on the host (gloo)."""
         flag = torch.tensor([self.requested], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
 
@@ -69,10 +69,9 @@ class FunctionName:
         return FunctionName(fn.__module__, os.path.abspath(inspect.getfile(fn)), fn.__qualname__)
 
     def load(self) -> Callable[..., Any]:
-        found: Any = sys.modules.get(self.module)
-        if found is None:
-            with contextlib.suppress(ImportError):
-                found = importlib.import_module(self.module)
+        found: Any = None
+        with contextlib.suppress(ImportError):
+            found = importlib.import_module(self.module)
         if self.module != "__main__" and getattr(found, "__file__", None) != self.file:
             # pytest's importlib mode gives test modules names that nobody else can import.
             spec = importlib.util.spec_from_file_location(self.module, self.file)
@@ -86,7 +85,7 @@ class FunctionName:
 
 
 def init_process_group(device: str, rank: int, world_size: int, *, init_method: str = "env://") -> torch.device:
-    """Bring up the default group: gloo, or nccl beside gloo for "cuda". Returns this rank's device, made current."""
+    """Bring up the default group: gloo, or nccl and gloo for "cuda". Returns this rank's device, made current."""
     here = torch.device("cpu")
     if device == "cuda":
         os.environ.update(NO_MULTICAST)
@@ -108,6 +107,7 @@ def rank_main(
     scratch: str,
     environment: dict[str, str],
 ) -> None:
+    """The rank's process: sends ("ready", None), then ("value", result) or ("error", (in one line, traceback))."""
     os.setsid()
     _die_with_caller()
     os.environ.clear()  # the fork server's are those of the first call
@@ -119,15 +119,15 @@ def rank_main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     with stack_file(scratch, rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR2, file=stack)
-        connection.send_bytes(pickle.dumps(("ready",)))
+        connection.send_bytes(pickle.dumps(("ready", None)))
         try:
             name, args = pickle.loads(payload)
             fn = name.load()
             here = init_process_group(device, rank, world_size, init_method=f"file://{scratch}/store")
             value = fn(Rank(rank, world_size, here, stop), *pickle.loads(args))
             message = pickle.dumps(("value", value))
-        except BaseException:
-            message = pickle.dumps(("error", traceback.format_exc()))
+        except BaseException as error:
+            message = pickle.dumps(("error", (f" {type(error).__name__}: {error}", f"\n{traceback.format_exc()}")))
         # An error goes out before the group goes down, or the peers' complaints about that would come first.
         connection.send_bytes(message)
         if dist.is_initialized():
@@ -138,23 +138,16 @@ def rank_main(
 def _die_with_caller() -> None:
     """End this rank and its children when the fork server or the caller is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    caller = multiprocessing.parent_process()
-    assert caller is not None
-    assert caller.pid is not None
-
-    pid = caller.pid
+    caller: Any = multiprocessing.parent_process()
 
     def watch() -> None:
         # The sentinel is a pipe whose other end the caller holds, and every child that it forks later.
-        ends = [caller.sentinel]
         try:
-            ends.append(os.pidfd_open(pid))
+            wait([caller.sentinel, os.pidfd_open(caller.pid)])
         except ProcessLookupError:
-            ends = []  # gone
-        except OSError:
-            pass  # Linux before 5.3 has none
-        if ends:
-            wait(ends)
+            pass  # gone
+        except OSError:  # Linux before 5.3 has none
+            wait([caller.sentinel])
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="caller watch", daemon=True).start()

@@ -7,8 +7,8 @@
     y = h @ rows(w2)^T                              dx = d_gate_up @ cols(w13);  dw13 = tokens(d_gate_up)^T @ tokens(x)
     out = sum of y over a token's experts
 
-With `EXACT` quantizers this is the dense layer that results are compared with; with `quantizers(recipe)` it is the best
-that a layer of that recipe can do, since it has no other error than the recipe's. It shares no code with mxep.ep.
+With `EXACT` quantizers this is the dense layer that results are compared with. With `quantizers(recipe)` it is the best
+that a layer of that recipe can do: it has no other error than the recipe's. It shares no code with mxep.ep.
 
 T tokens, K experts a token, D model dim, F hidden dim, E experts.
 """
@@ -25,8 +25,6 @@ from torch.nn import functional as F
 from mxep.gemm import Recipe
 from mxep.quant import MXFormat, quantize
 
-from .snr import snr as snr
-
 Quantizer = Callable[[Tensor], Tensor]
 
 
@@ -34,9 +32,8 @@ Quantizer = Callable[[Tensor], Tensor]
 class Problem:
     """A layer's input, weights and output gradient, all fp32.
 
-    Attributes:
-        x, d_out: (T, D). expert_ids: (T, K) int, -1 for not routed. weights: (T, K).
-        gate_up_proj: (E, 2F, D). down_proj: (E, D, F).
+    x, d_out: (T, D). expert_ids: (T, K) int, -1 for not routed. weights: (T, K). gate_up_proj: (E, 2F, D). down_proj:
+    (E, D, F).
     """
 
     x: Tensor
@@ -71,11 +68,11 @@ class Quantizers:
     gradient_tokens: Quantizer
 
 
-def _same(x: Tensor) -> Tensor:
+def _exact(x: Tensor) -> Tensor:
     return x
 
 
-EXACT = Quantizers(_same, _same, _same, _same, _same, _same)
+EXACT = Quantizers(_exact, _exact, _exact, _exact, _exact, _exact)
 
 
 def quantizers(recipe: Recipe) -> Quantizers:
@@ -90,7 +87,7 @@ def quantizers(recipe: Recipe) -> Quantizers:
 
     def along_tokens(fmt: MXFormat) -> Quantizer:
         if recipe.scaling == "row":  # the row-scaled qdata are multiplied as they are
-            return _same
+            return _exact
         return lambda x: rounding(fmt, axis=-2)(F.pad(x, (0, 0, 0, -len(x) % recipe.group_alignment)))
 
     return Quantizers(
@@ -121,18 +118,12 @@ def moe_layer(problem: Problem, q: Quantizers = EXACT) -> Results:
         out.index_add_(0, token, h @ q.rows(w2).T)
 
         d_h = d_y @ q.cols(w2)
-        d_gate_up, d_weight = _swiglu_backward(d_h, gate, up, weight)
-        d_gate_up = q.gradient(d_gate_up)
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        d_gate = d_h * up * weight * (sigmoid + silu * (1 - sigmoid))
+        d_gate_up = q.gradient(torch.cat((d_gate, d_h * silu * weight), -1))
         dx.index_add_(0, token, d_gate_up @ q.cols(w13))
-        d_weights[token, k] = d_weight
+        d_weights[token, k] = (d_h * silu * up).sum(-1)
         d_down_proj[expert] = q.gradient_tokens(d_y).T @ q.activation_tokens(h)
         d_gate_up_proj[expert] = q.gradient_tokens(d_gate_up).T @ q.activation_tokens(rows)
     return Results(out, dx, d_weights, d_gate_up_proj, d_down_proj)
-
-
-def _swiglu_backward(d_h: Tensor, gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    d_gate = d_h * up * weight * (sigmoid + silu * (1 - sigmoid))
-    d_up = d_h * silu * weight
-    return torch.cat((d_gate, d_up), -1), (d_h * silu * up).sum(-1)

@@ -1,7 +1,6 @@
-"""What a run is made of, as typed sections: data only. The values are in configs/*.yaml.
+"""What a run is made of, as typed sections: data only. The values are in configs/*.yaml, the checks in config.py.
 
-Imported before anything heavy, so that a command line with a mistake is answered at once; config.py has the checks that
-need the packages.
+Imported before anything heavy, so that a command line with a mistake is answered at once.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ class TrainConfig:
 
 @dataclass
 class CompareConfig:
-    """task=compare trains the recipe beside bf16 from each of `seeds`. out: a file for the results besides compare.json
-    in the run folder. commit: what the results call the code's version; null: ask git."""
+    """task=compare trains the recipe and bf16 from each of `seeds`. out: a file for the results besides compare.json in
+    the run folder. commit: the code's version in the results; null: git's."""
 
     seeds: list[int]
     out: str | None
@@ -123,9 +122,8 @@ class CompareConfig:
 
 @dataclass
 class VerifyConfig:
-    """The layer that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES, null for all. out: a file for
-    the results besides verify.json in the run folder. commit: what the results call the code's version; null: ask git.
-    """
+    """The layer that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES, null for all. out,
+    commit: as of compare, besides verify.json."""
 
     tokens: int
     dim: int
@@ -200,5 +198,5 @@ def configs_dir() -> Path:
 
 
 def register() -> None:
-    """Tell Hydra the types, under the name that configs/config.yaml starts from."""
+    """Register the types with Hydra, under the name that configs/config.yaml starts from."""
     ConfigStore.instance().store(name="schema", node=Config)

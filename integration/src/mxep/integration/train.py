@@ -22,24 +22,25 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mxep.comms import CapacityExceeded
+from mxep.ep import clip_grad_norm_, make_dispatcher, parameter_groups
 from mxep.gemm import Recipe
 
 from . import checkpoint
-from .config import ConfigError, make_capacity, make_recipe, sizes_on_host, to_json
+from .collective import all_gather
+from .config import ConfigError, make_capacity, recipes, sizes_on_host, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed
-from .launch import Rank
 from .mesh import Gradients, Mesh
 from .model import Transformer
-from .progress import Progress, show_backend
+from .progress import log_backend, progress
+from .rank import Rank
 from .schema import Config, OptimizerConfig
 
 
@@ -47,11 +48,8 @@ from .schema import Config, OptimizerConfig
 class Run:
     """One finished or stopped training run.
 
-    Attributes:
-        name: the recipe's. steps: done. stopped: by a signal, before the last step.
-        metrics: a dict for each step, as in metrics.jsonl.
-        valid_loss: nats a byte on held-out text; None if stopped.
-        seconds: spent in training steps, here and before a resume.
+    name: the recipe's. steps: done. stopped: by a signal, before the last step. metrics: a dict for each step, as in
+    metrics.jsonl. valid_loss: nats a byte on held-out text; None if stopped.
     """
 
     name: str
@@ -67,6 +65,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
+        """Spent in training steps, here and before a resume."""
         return float(sum(row["seconds"] for row in self.metrics))
 
 
@@ -86,13 +85,12 @@ class Outcome:
 def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) -> Outcome:
     """Train all runs of ``config`` on this rank; collective over the default group.
 
-    Args:
-        folder: the run folder. resume: checkpoint folders by run name; a run without one starts at step 0.
+    folder: the run folder. resume: checkpoint folders by run name; a run without one starts at step 0.
 
-    Raises ValueError for a checkpoint or a text that does not fit; for a bad step, see the module's docstring,
-    CapacityExceeded or FloatingPointError, which name the step and the last good checkpoint.
+    Raises ValueError for a checkpoint or a text that does not fit. Raises CapacityExceeded or FloatingPointError, which
+    name the step and the last good checkpoint, for a bad step that may not be skipped.
     """
-    show_backend(config.backend, rank.device, shown=rank.rank == 0)
+    log_backend(config.backend, rank)
     text = read_text(config.data)
     mesh = Mesh.make(config.ep, rank.device)
     outcome = Outcome([], text.name, text.entropy)
@@ -106,37 +104,29 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
     return outcome
 
 
-def recipes(config: Config) -> list[Recipe]:
-    """bf16 for comparison, if asked for, then the chosen recipe."""
-    chosen = make_recipe(config)
-    baseline = [Recipe.bf16()] if config.train.compare and chosen.scaling != "none" else []
-    return [*baseline, chosen]
-
-
 class Trainer:
     """One run on this rank: model, optimizer, steps done and their metrics. Every method is collective.
 
-    Args:
-        mesh: how the ranks share the experts. text: what to learn. folder: the run folder; checkpoints go to
-            ``folder / recipe.name``.
+    mesh: how the ranks share the experts. text: what to learn. folder: the run folder; checkpoints go to
+    ``folder / recipe.name``.
     """
 
     def __init__(self, rank: Rank, config: Config, recipe: Recipe, mesh: Mesh, text: Text, folder: Path) -> None:
         self.rank, self.config, self.mesh, self.text, self.folder = rank, config, mesh, text, folder
         self.name = recipe.name
-        torch.manual_seed(config.seed)
-        # Drawn on the CPU, so that one seed is one model on every device.
-        self.model = Transformer(
-            config.model,
-            recipe=recipe,
-            dispatcher=config.dispatcher.name,
+        dispatcher = make_dispatcher(
+            config.dispatcher.name,
+            config.model.experts,
+            dim=config.model.dim,
             group=mesh.ep,
             capacity=make_capacity(config),
             max_tokens=config.tokens_per_rank,
             timeout=config.dispatcher.timeout,
-            backend=config.backend,
-        ).to(rank.device)
-        self.gradients = Gradients(self.model, self.model.expert_parameters(), mesh)
+        )
+        torch.manual_seed(config.seed)
+        # Drawn on the CPU, so that one seed is one model on every device.
+        self.model = Transformer(config.model, dispatcher, recipe, config.backend).to(rank.device)
+        self.gradients = Gradients(self.model, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         captured = _in_graph(config, rank.device)
         self.graphs = (Graphed(self._backward), Graphed(self._reduce)) if captured else None
@@ -154,28 +144,29 @@ class Trainer:
                 f"{self.text.name} is not the text that {folder} was trained on (sha256 {self.text.digest[:12]}, "
                 f"wanted {state.digest[:12]}): losses would not continue; name the text with data=..."
             )
-        checkpoint.load(folder, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
+        checkpoint.load(folder, model=self.model, optimizer=self.optimizer)
         self.step, self.metrics, self.saved = state.step, state.metrics, folder
 
     def run(self) -> Run:
-        """The steps left, or those until a signal; then a checkpoint, unless checkpoint_every is None, and the loss on
-        held-out text if done."""
+        """The steps left, or those until a signal; then a checkpoint, and the loss on held-out text if done."""
         try:
             with _deterministic(self.rank.device):
                 return self._run()
         finally:
             for graph in self.graphs or ():
                 graph.close()
-            self.graphs = None  # which have methods of ours, and would keep us
+            self.graphs = None  # they refer to this object
 
     def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
-        with Progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0) as progress, self._log() as log:
-            progress.advance(self.step, self.metrics[-1] if self.metrics else None)
+        shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
+        with shown as advance, self._metrics_file() as file:
+            if self.metrics:
+                advance(self.step, self.metrics[-1])
             while self.step < steps and not self.rank.stop.agreed():
                 self.train_step()
-                log.write(json.dumps(self.metrics[-1]) + "\n")
-                progress.advance(self.step, self.metrics[-1])
+                file.write(json.dumps(self.metrics[-1]) + "\n")
+                advance(self.step, self.metrics[-1])
                 if every and self.step % every == 0:
                     self.save()
             if every is not None and self.step and self.saved != self._checkpoint():
@@ -190,7 +181,7 @@ class Trainer:
         batch = self._batch(self.text.train, config.seed, self.step)
         backward, reduce = self.graphs or (self._backward, self._reduce)
         (loss,) = backward(*batch)
-        lost = self._lost_rows()  # before collectives, which wait for a rank that died without a limit
+        lost = self._lost_rows()  # before collectives, which wait without a limit for a rank that died
         (norm,) = reduce()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         row, bad = self._measure(loss, norm, lost)
@@ -202,14 +193,15 @@ class Trainer:
         else:
             self.bad_steps += 1
             if self.bad_steps > config.train.skip_bad_steps:
-                raise type(bad)(f"{bad}; it was not taken, and {self._last_good()}")
+                good = f"the last good checkpoint is {self.saved}" if self.saved else "there is no checkpoint"
+                raise type(bad)(f"{bad}; it was not taken, and {good}")
         self.step += 1
         for router in self.model.routers:
             router.update_bias(config.model.balance_rate if bad is None else 0.0)
         seconds = time.perf_counter() - begun
-        tokens = config.data.batch * config.data.length
-        about = {"run": self.name, "step": self.step, **row, "lr": lr, "skipped": None if bad is None else str(bad)}
-        self.metrics.append({**about, "seconds": seconds, "tokens_per_s": tokens / seconds})
+        speed = {"seconds": seconds, "tokens_per_s": config.data.batch * config.data.length / seconds}
+        skipped = None if bad is None else str(bad)
+        self.metrics.append({"run": self.name, "step": self.step, **row, "lr": lr, "skipped": skipped, **speed})
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor]:
         """The loss of this rank's batch, 0-d, whose gradients are left behind."""
@@ -219,12 +211,12 @@ class Trainer:
         return (loss.detach(),)
 
     def _reduce(self) -> tuple[Tensor]:
-        """The norm of all ranks' gradients, which are left reduced and clipped."""
+        """The norm of all ranks' gradients, 0-d, the same on every rank, which are left reduced and clipped."""
         self.gradients.reduce()
-        return (self.gradients.clip(self.config.optimizer.clip),)
+        return (clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip),)
 
     def _measure(self, loss: Tensor, norm: Tensor, lost: Exception | None) -> tuple[dict[str, Any], Exception | None]:
-        """The step's metrics over all ranks and layers, and what is bad about it: one reduction, one copy home.
+        """The step's metrics over all ranks and layers, and what is bad about it: one reduction, one copy to the host.
 
         The same on all ranks. Numbers that are not finite are None.
         """
@@ -247,7 +239,7 @@ class Trainer:
         }
         step = f"{self.name}, step {self.step + 1}"
         if overflowed:
-            return row, CapacityExceeded(f"{step}: {self._everyones(lost)}")
+            return row, CapacityExceeded(f"{step}: {_of_all_ranks(lost)}")
         if None in (row["loss"], row["grad_norm"]):
             return row, FloatingPointError(f"{step}: the loss is {mean_loss:.4g}, the gradient norm {mean_norm:.4g}")
         return row, None
@@ -260,7 +252,7 @@ class Trainer:
         # Seed 0 whatever config.seed is, so that runs of several seeds are comparable.
         losses = [self.model.loss(*self._batch(self.text.valid, 0, i)) for i in range(batches)]
         mean = torch.stack(losses).mean()
-        if lost := self._everyones(self._lost_rows()):
+        if lost := _of_all_ranks(self._lost_rows()):
             raise CapacityExceeded(f"{self.name}, held-out text: {lost}")
         dist.all_reduce(mean)
         loss = mean.item() / self.mesh.ranks
@@ -278,29 +270,11 @@ class Trainer:
                 lost = error
         return lost
 
-    def _everyones(self, error: Exception | None) -> str:
-        """The messages of all ranks that have one. Collective."""
-        messages: list[str | None] = [None] * self.mesh.ranks
-        dist.all_gather_object(messages, None if error is None else str(error))
-        return "; ".join(dict.fromkeys(message for message in messages if message))
-
-    def _last_good(self) -> str:
-        if self.saved is None:
-            return "there is no checkpoint"
-        return f"the last good checkpoint is {self.saved}"
-
     def _batch(self, text: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        data = self.config.data
-        inputs, targets = make_batch(
-            text,
-            seed=seed,
-            step=step,
-            batch=data.batch,
-            length=data.length,
-            rank=self.mesh.rank,
-            ranks=self.mesh.ranks,
-        )
-        return inputs.to(self.rank.device), targets.to(self.rank.device)
+        data, mesh, device = self.config.data, self.mesh, self.rank.device
+        shape = {"batch": data.batch, "length": data.length, "rank": mesh.rank, "ranks": mesh.ranks}
+        inputs, targets = make_batch(text, seed=seed, step=step, **shape)
+        return inputs.to(device), targets.to(device)
 
     def save(self) -> None:
         """A checkpoint of the steps done so far. Raises FloatingPointError, on all ranks, if it would hold a NaN."""
@@ -311,11 +285,10 @@ class Trainer:
     def _checkpoint(self) -> Path:
         return checkpoint.step_folder(self.folder / self.name, self.step)
 
-    def _log(self) -> Any:
-        """metrics.jsonl of the run folder, begun with what a resumed run did before; nowhere on ranks above 0."""
-        if self.rank.rank:
-            return open(os.devnull, "w")
-        stream = (self.folder / "metrics.jsonl").open("a", buffering=1)
+    def _metrics_file(self) -> TextIO:
+        """metrics.jsonl of the run folder, with what a resumed run did before; no file on ranks above 0."""
+        file = Path(os.devnull) if self.rank.rank else self.folder / "metrics.jsonl"
+        stream = file.open("a", buffering=1)
         stream.writelines(json.dumps(row) + "\n" for row in self.metrics)
         return stream
 
@@ -346,15 +319,19 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         memory.fill_uninitialized_memory = before[1]
 
 
+def _of_all_ranks(error: Exception | None) -> str:
+    """The messages of all ranks that have one. Collective."""
+    return "; ".join(dict.fromkeys(each for each in all_gather(error and str(error)) if each))
+
+
 def make_optimizer(model: Transformer, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW; matrices decay, norms and the embedding do not."""
-    named = list(model.named_parameters())
-    decays = [p for name, p in named if p.dim() > 1 and not name.startswith("embedding")]
-    rest = [p for name, p in named if p.dim() <= 1 or name.startswith("embedding")]
-    # One kernel over a group's parameters takes no mix of plain tensors and DTensors.
-    kinds = [[p for p in decays if isinstance(p, DTensor) == spread] for spread in (True, False)]
-    groups = [{"params": kind, "weight_decay": config.weight_decay} for kind in kinds if kind]
-    groups.append({"params": rest, "weight_decay": 0.0})
+    constant = {p for name, p in model.named_parameters() if p.dim() <= 1 or name.startswith("embedding")}
+    groups = []
+    for group in parameter_groups(model):
+        decaying = [p for p in group["params"] if p not in constant]
+        rest = [p for p in group["params"] if p in constant]
+        groups += [{"params": decaying, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), foreach=True)
 
 

@@ -4,20 +4,20 @@
                               -> reference.moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
     signal to noise of the MoE against the exact layer  >=  that of the quantized reference - 0.3 dB
 
-Where a recipe does not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. gate_up, h, a
-row, a slot's sum and the owner's sum are rounded; the first enters through a product of two factors, one of them
-curved, and counts about 3; dx goes through as many. 8 roundings are 55.5 - 10 log10(8) = 46.5 dB, less 1.5 dB for
+Where a recipe does not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. Rounded are
+gate_up, h, a row, a slot's sum and the owner's sum. The first enters through a product of two factors, one of them
+curved, and counts about 3; dx goes through as many. So 8 roundings are 55.5 - 10 log10(8) = 46.5 dB, less 1.5 dB for
 chance.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -26,12 +26,14 @@ from mxep.ep import CASES, Case, MoE
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
 
+from .collective import all_gather
 from .config import to_json
-from .launch import Rank, resolve_device
+from .launch import resolve_device
 from .mesh import Mesh, local
-from .progress import show_backend
-from .reference import EXACT, Problem, Results, moe_layer, quantizers
-from .results import environment, git_commit
+from .progress import log_backend
+from .rank import Rank
+from .reference import Problem, Results, moe_layer, quantizers
+from .results import provenance
 from .schema import Config
 from .snr import snr
 
@@ -56,7 +58,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """A case and its checks: out, dx, d_weights, d_gate_up_proj, d_down_proj."""
+    """A case and its checks, one for each field of `Results`."""
 
     case: str
     checks: list[Check]
@@ -67,7 +69,7 @@ class Result:
 
 
 class FixedRouting(nn.Module):
-    """A router that says what it was told; ``weights`` is a leaf that collects its gradient."""
+    """A router with given results; ``weights`` is a leaf that collects its gradient."""
 
     def __init__(self, expert_ids: Tensor, weights: Tensor) -> None:
         super().__init__()
@@ -78,44 +80,52 @@ class FixedRouting(nn.Module):
         return self.expert_ids, self.weights
 
 
+@dataclass(frozen=True)
+class Verification:
+    """All results, as the command reports them."""
+
+    lines: list[Result]
+    config: Config
+
+    @property
+    def failed(self) -> int:
+        return sum(not result.passed for result in self.lines)
+
+    def to_json(self, command: str, commit: str | None) -> dict[str, Any]:
+        """All checks, with `provenance` and of what they were made."""
+        config, sizes = self.config, to_json(self.config)["verify"]
+        device = torch.device(resolve_device(config.parallel.device, config.ranks))
+        return {
+            "what": "mxep task=verify: SNR in dB of every case against a dense fp32 layer, its bound and worst rank",
+            **provenance(command, commit),
+            "ranks": config.ranks,
+            "backend": select(config.backend, device).name,
+            **{name: sizes[name] for name in ("tokens", "dim", "hidden_dim", "experts", "top_k")},
+            "cases": [{**dataclasses.asdict(result), "passed": result.passed} for result in self.lines],
+        }
+
+    def show(self, console: Console) -> None:
+        """A table of all cases: signal to noise over its bound, of the worst rank."""
+        table = Table(title="Against a dense fp32 layer: SNR, its bound (dB) and worst rank", title_justify="left")
+        table.add_column("case")
+        for check in self.lines[0].checks:
+            table.add_column(check.name, justify="right")
+        table.add_column("")
+        for result in self.lines:
+            cells = [
+                f"[{'default' if check.passed else 'red'}]{check.snr:.2f} [dim]≥ {check.threshold:.2f} r{check.rank}"
+                for check in result.checks
+            ]
+            table.add_row(result.case, *cells, "[green]pass" if result.passed else "[red]FAIL")
+        console.print(table)
+
+
 def verify(rank: Rank, config: Config) -> list[Result]:
-    """Check all cases on this rank; collective, and every rank returns the same: the worst rank of each check."""
-    show_backend(config.backend, rank.device, shown=rank.rank == 0)
+    """Check all cases on this rank; collective. All ranks return the same: the worst rank of each check."""
+    log_backend(config.backend, rank)
     mesh = Mesh.make(rank.world_size, rank.device)
     names = config.verify.cases or list(CASES)
     return [_worst(name, _check_case(CASES[name], config, mesh, rank.device)) for name in names]
-
-
-def to_report(results: list[Result], config: Config, command: str) -> dict[str, Any]:
-    """All checks, with where and of what they were made."""
-    sizes = to_json(config)["verify"]
-    device = torch.device(resolve_device(config.parallel.device, config.ranks))
-    return {
-        "what": "mxep task=verify: SNR in dB of every case against a dense fp32 layer, with its bound and worst rank",
-        **environment(),
-        "commit": config.verify.commit or git_commit(),
-        "command": command,
-        "ranks": config.ranks,
-        "backend": select(config.backend, device).name,
-        **{name: sizes[name] for name in ("tokens", "dim", "hidden_dim", "experts", "top_k")},
-        "cases": [{**dataclasses.asdict(result), "passed": result.passed} for result in results],
-    }
-
-
-def show(results: list[Result], console: Console) -> None:
-    """A table of all cases: signal to noise over its bound, of the worst rank."""
-    table = Table(title="Against a dense fp32 layer: SNR, its bound (dB) and worst rank", title_justify="left")
-    table.add_column("case")
-    for check in results[0].checks:
-        table.add_column(check.name, justify="right")
-    table.add_column("")
-    for result in results:
-        cells = [
-            f"[{'default' if check.passed else 'red'}]{check.snr:.2f} [dim]≥ {check.threshold:.2f} r{check.rank}"
-            for check in result.checks
-        ]
-        table.add_row(result.case, *cells, "[green]pass" if result.passed else "[red]FAIL")
-    console.print(table)
 
 
 def make_problem(config: Config, rank: int) -> Problem:
@@ -159,16 +169,16 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device, ba
         backend=backend,
         gradient_reduction="sum",
     )
-    first, last = _own_experts(moe)
-    with torch.no_grad():
-        local(moe.experts.gate_up_proj).copy_(problem.gate_up_proj[first:last])
-        local(moe.experts.down_proj).copy_(problem.down_proj[first:last])
+    own = _experts_of(moe.dispatcher.rank, moe.dispatcher.num_local_experts)
+    local(moe.experts.gate_up_proj).copy_(problem.gate_up_proj[own])
+    local(moe.experts.down_proj).copy_(problem.down_proj[own])
     x = problem.x.to(device, torch.bfloat16).requires_grad_()
     out = moe(x)
     out.backward(problem.d_out.to(out))
     moe.check()
     leaves = (x, routing.weights, moe.experts.gate_up_proj, moe.experts.down_proj)
-    return Results(*(tensor.detach().float().cpu() for tensor in (out, *(_gradient(leaf) for leaf in leaves))))
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return Results(*(local(tensor).float().cpu() for tensor in (out, *gradients)))
 
 
 def _check_case(case: Case, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
@@ -176,49 +186,32 @@ def _check_case(case: Case, config: Config, mesh: Mesh, device: torch.device) ->
     own = problems[mesh.rank]
     got = run_layer(own, case, mesh, device, config.backend)
     # Without expert parallelism a rank's experts see its own tokens only.
-    seen, first_token = (own, 0) if case.dispatcher == "local" else _joined(problems, mesh.rank)
-    tokens = slice(first_token, first_token + len(own.x))
-    experts = slice(0, None)
-    if len(got.d_down_proj) < len(own.down_proj):
-        experts = slice(mesh.rank * len(got.d_down_proj), (mesh.rank + 1) * len(got.d_down_proj))
+    alone = case.dispatcher == "local"
+    seen, before = ([own], []) if alone else (problems, problems[: mesh.rank])
+    per_token = {
+        name: torch.cat([getattr(problem, name) for problem in seen])
+        for name in ("x", "d_out", "expert_ids", "weights")
+    }
+    joined = dataclasses.replace(own, **per_token)
+    first = sum(len(problem.x) for problem in before)
+    share = dict.fromkeys(("out", "dx", "d_weights"), slice(first, first + len(own.x)))
+    experts = slice(None) if alone else _experts_of(mesh.rank, len(got.d_down_proj))
+    share |= dict.fromkeys(("d_gate_up_proj", "d_down_proj"), experts)
     exact, quantized = (
-        _share(moe_layer(seen, q), tokens, experts) for q in (EXACT, quantizers(Recipe.named(case.recipe)))
+        Results(**{name: getattr(results, name)[part] for name, part in share.items()})
+        for results in (moe_layer(joined), moe_layer(joined, quantizers(Recipe.named(case.recipe))))
     )
     return compare(got, exact, quantized, mesh.rank)
 
 
-def _joined(problems: list[Problem], rank: int) -> tuple[Problem, int]:
-    """All ranks' tokens as one problem, and where ``rank``'s begin."""
-    per_token = {
-        name: torch.cat([getattr(problem, name) for problem in problems])
-        for name in ("x", "d_out", "expert_ids", "weights")
-    }
-    return dataclasses.replace(problems[rank], **per_token), sum(len(problem.x) for problem in problems[:rank])
-
-
-def _share(results: Results, tokens: slice, experts: slice) -> Results:
-    return Results(
-        results.out[tokens],
-        results.dx[tokens],
-        results.d_weights[tokens],
-        results.d_gate_up_proj[experts],
-        results.d_down_proj[experts],
-    )
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return local(leaf.grad)
-
-
-def _own_experts(moe: MoE) -> tuple[int, int]:
-    here = moe.dispatcher.num_local_experts
-    return moe.dispatcher.rank * here, (moe.dispatcher.rank + 1) * here
+def _experts_of(rank: int, num_local: int) -> slice:
+    return slice(rank * num_local, (rank + 1) * num_local)
 
 
 def _worst(name: str, own: list[Check]) -> Result:
     """Of every check the rank with the least to spare. A NaN counts as the least of all. Collective."""
-    per_rank: list[list[Check]] = [own] * dist.get_world_size()
-    dist.all_gather_object(per_rank, own)
-    spare = lambda check: check.snr - check.threshold if check.snr == check.snr else float("-inf")  # noqa: E731
-    return Result(name, [min(checks, key=spare) for checks in zip(*per_rank)])
+
+    def spare(check: Check) -> float:
+        return -math.inf if math.isnan(check.snr) else check.snr - check.threshold
+
+    return Result(name, [min(checks, key=spare) for checks in zip(*all_gather(own))])

@@ -1,8 +1,8 @@
 """bench=comms: the exchange of mxep.comms on all ranks, beside the library's all-to-all, in one run.
 
     headline   everything at a few shapes, with all multiprocessors and with FEW
-    skew       the moves where expert i is as likely as 1 / (i + 1)
-    sweep      the moves over tokens, dim and top-k
+    skew       the exchanges where expert i is as likely as 1 / (i + 1)
+    sweep      the exchanges over tokens, dim and top-k
 
 us            median over rounds of the slowest rank, barriers included; dispatch includes tables and plan
 wire GB/s     payload that leaves the rank which sends most, over that time; ids, tables and signals do not count
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mxep.comms import SharedMemoryTransport, SymmetricMemoryTransport, Transport, Workspace, send_rows
+from mxep.comms import SharedMemoryTransport, SymmetricMemoryTransport, Transport, Workspace, dispatch
 
 from ..collective import FailedOnRanks, on_all_ranks
 from ..config import ConfigError
@@ -112,8 +112,8 @@ def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]
     """Ready and verified. Raises FailedOnRanks."""
     wrong: list[str] = []
 
-    def exchange(programs: int | None, direct: bool = False) -> Exchange:
-        made = Exchange(p, num_sms=programs, direct=direct)
+    def exchange(num_sms: int | None, direct: bool = False) -> Exchange:
+        made = Exchange(p, num_sms=num_sms, direct=direct)
         wrong.extend(comms_verify.differences(comms_verify.exchange(made, direct=direct)))
         return made
 
@@ -158,7 +158,7 @@ def ceilings(rank: Rank) -> dict[str, float]:
             buffer.peers[peer][rank.rank * piece :][:piece].copy_(x.view(-1)[:piece])
 
     def put() -> None:
-        send_rows(workspace, [x], ids)
+        dispatch(workspace, [x], ids)
 
     alternatives = {  # copies are slower in a graph
         "copy engines GB/s": Alternative(lambda: [copies], "never", check=transport.check),

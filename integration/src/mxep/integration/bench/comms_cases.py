@@ -25,12 +25,11 @@ from mxep.comms import (
     Slots,
     Transport,
     Workspace,
+    combine,
+    dispatch,
+    dispatch_to_rows,
     gather_rows,
     make_plan,
-    return_rows,
-    send_rows,
-    send_rows_to_groups,
-    start_send_rows,
 )
 
 from ..collective import all_gather_tensor
@@ -144,25 +143,25 @@ class Exchange:
 
     def dispatch(self, payload: Sequence[Tensor]) -> tuple[Slots, RoutingPlan]:
         """Everything that a first dispatch needs: the plan is made while rows travel."""
-        sending = start_send_rows(self.workspace, payload, self.problem.ids, self.problem.weights)
-        assert sending.tables is not None
-        plan = self.problem.plan_of(sending.tables)
-        return sending.wait(), plan
+        handle = dispatch(self.workspace, payload, self.problem.ids, self.problem.weights, async_op=True)
+        assert handle.tables is not None
+        plan = self.problem.plan_of(handle.tables)
+        return handle.wait(), plan
 
     def again(self, payload: Sequence[Tensor]) -> Slots:
         """A dispatch whose plan is there."""
-        return send_rows(self.workspace, payload, self.problem.ids)
+        return dispatch(self.workspace, payload, self.problem.ids)
 
     def make_plan(self) -> RoutingPlan:
         return self.problem.plan_of(self.problem.tables)
 
     def combine(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return return_rows(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
+        return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
 
     def direct(self) -> GroupedRows:
         """Straight to expert-major rows."""
         p = self.problem
-        return send_rows_to_groups(self.workspace, p.mxfp8, p.ids, p.weights, alignment=BLOCK, capacity=p.capacity)
+        return dispatch_to_rows(self.workspace, p.mxfp8, p.ids, p.weights, alignment=BLOCK, capacity=p.capacity)
 
     def gathered(self) -> tuple[Tensor, ...]:
         """What `direct` brings, by slots and a gather."""

@@ -42,7 +42,7 @@ def differences(expected: Iterable[tuple[str, Tensor, Tensor, Tensor | None]]) -
 
 
 def exchange(e: Exchange, *, direct: bool) -> Expected:
-    """All moves of a workspace, once. direct: those to groups, too."""
+    """All exchanges of a workspace, once. direct: straight to rows, too."""
     p = e.problem
     yield from _plan(e)
     needed = (p.all_ids.div(p.local_experts, rounding_mode="floor") == p.rank).any(2).flatten()

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm import Backend, QuantizedWeight, Recipe, grouped_mm
-from mxep.gemm.backends.hopper import STEP, fp8_grouped_wgrad
-from mxep.quant import BLOCK, MXTensor, fold_for_wgrad, quantize
+from mxep.quant import BLOCK, MXTensor, WgradOperands, quantize
 
 from ..collective import describe
 from ..timer import Call
@@ -53,13 +52,13 @@ def group_sizes(weights: Sequence[float], rows: int, alignment: int = BLOCK) -> 
 
 @dataclass(frozen=True)
 class Problem:
-    """a (M, K), w (G, N, K), dy (M, N) bf16; sizes of the groups, and ends (G,). M may exceed what they sum up to."""
+    """a (M, K), w (G, N, K), dy (M, N) bf16; sizes of the groups, and offs (G,). M may exceed what they sum up to."""
 
     a: Tensor
     w: Tensor
     dy: Tensor
     sizes: tuple[int, ...]
-    ends: Tensor
+    offs: Tensor
 
     @staticmethod
     def of(a: Tensor, w: Tensor, dy: Tensor, skew: str = "balanced") -> Problem:
@@ -79,7 +78,7 @@ class Problem:
 
     def oversized(self, times: int) -> Problem:
         """The same groups in `times` as many rows."""
-        return Problem(self.a.repeat(times, 1), self.w, self.dy.repeat(times, 1), self.sizes, self.ends)
+        return Problem(self.a.repeat(times, 1), self.w, self.dy.repeat(times, 1), self.sizes, self.offs)
 
     @property
     def flop(self) -> int:
@@ -105,11 +104,11 @@ def need_cuda(device: torch.device) -> None:
 
 def bf16_product(product: str, p: Problem) -> Call:
     left, right = {"forward": (p.a, p.w.mT), "dgrad": (p.dy, p.w), "wgrad": (p.dy.mT, p.a)}[product]
-    return lambda: torch._grouped_mm(left, right, offs=p.ends)
+    return lambda: torch._grouped_mm(left, right, offs=p.offs)
 
 
 def _row_scaled(product: str, p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes (rows, C), (C, columns) or (G, C, columns), C contiguous in both, and fp32 scales a row, a column."""
+    """Qdata (rows, C), (C, columns) or (G, C, columns), C contiguous in both, and fp32 scales a row, a column."""
     one, other = {"forward": (p.a, p.w), "dgrad": (p.dy, p.w), "wgrad": (p.dy, p.a)}[product]
     left = quantize(one, axis=-2, block_size=None).mT if product == "wgrad" else quantize(one, block_size=None)
     right = quantize(other, block_size=None).mT if product == "forward" else quantize(other, axis=-2, block_size=None)
@@ -125,7 +124,7 @@ def row_product(product: str, fast: bool, p: Problem) -> Call:
         left_scale, right_scale = left_scale.repeat(len(p.sizes)), right_scale.repeat(len(p.sizes))
     scales = left_scale.contiguous(), right_scale.contiguous()
     return lambda: torch._scaled_grouped_mm(
-        left, right, *scales, offs=p.ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+        left, right, *scales, offs=p.offs, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 
@@ -143,12 +142,16 @@ def backend_products(
     backend: Backend, p: Problem, a: Any, dy: Any, w: QuantizedWeight, out_dtype: torch.dtype
 ) -> dict[str, Call]:
     """The three of operands that are as the backend wants them."""
-    assert w.cols is not None
+    assert w.colwise is not None
     recipe = Recipe.mxfp8()
+
+    def wgrad() -> Tensor | None:
+        return backend.wgrad(backend.prepare_wgrad(dy, a, p.offs, recipe), p.offs, out_dtype=out_dtype)
+
     return {
-        "forward": functools.partial(backend.forward, a, w.rows, p.ends, bias=None, out_dtype=out_dtype),
-        "dgrad": functools.partial(backend.dgrad, dy, w.cols, p.ends, out_dtype=out_dtype),
-        "wgrad": functools.partial(backend.wgrad, dy, a, p.ends, recipe=recipe, out_dtype=out_dtype),
+        "forward": functools.partial(backend.forward, a, w.rowwise, p.offs, bias=None, out_dtype=out_dtype),
+        "dgrad": functools.partial(backend.dgrad, dy, w.colwise, p.offs, out_dtype=out_dtype),
+        "wgrad": wgrad,
     }
 
 
@@ -161,7 +164,7 @@ def stages(backend: Backend, p: Problem) -> dict[str, tuple[Call, int]]:
     m, n, k, weights = sum(p.sizes), p.dy.shape[1], p.a.shape[1], p.w.numel()
     quantize_a = functools.partial(backend.quantize_rows, p.a, recipe.fmt, recipe)
     quantize_dy = functools.partial(backend.quantize_rows, p.dy, recipe.grad_fmt, recipe)
-    quantize_w = functools.partial(backend.quantize_weight, p.w, recipe, cols=True)
+    quantize_w = functools.partial(backend.quantize_weight, p.w, recipe)
     a, dy, w = quantize_a(), quantize_dy(), quantize_w()
     found: dict[str, tuple[Call, int]] = {
         "quantize a": (quantize_a, 3 * m * k + m),
@@ -169,13 +172,10 @@ def stages(backend: Backend, p: Problem) -> dict[str, tuple[Call, int]]:
         "quantize w, both ways": (quantize_w, 4 * weights + len(p.sizes) * (n + k)),
     }
     calls = backend_products(backend, p, a, dy, w, bf16)
-    if backend.name == "hopper":
-        assert isinstance(a, MXTensor)
-        assert isinstance(dy, MXTensor)
-        fold = functools.partial(fold_for_wgrad, a, dy, p.ends, align=STEP)
-        split = fold()
-        found["split fold"] = fold, 2 * m * (k + n) + 2 * m
-        calls["wgrad"] = lambda: fp8_grouped_wgrad(split.y_t, split.x_t, split.exponent, split.ends, bf16)
+    prepare = functools.partial(backend.prepare_wgrad, dy, a, p.offs, recipe)
+    if isinstance(operands := prepare(), WgradOperands):
+        found["fold for wgrad"] = prepare, 2 * m * (k + n) + 2 * m
+        calls["wgrad"] = functools.partial(backend.wgrad, operands, p.offs, out_dtype=bf16)
     return found | {product: (call, 0) for product, call in calls.items()}
 
 
@@ -186,11 +186,11 @@ def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
 
 
 def bf16_step(p: Problem) -> Call:
-    return _step(lambda a, w: torch._grouped_mm(a, w.mT, offs=p.ends), p)
+    return _step(lambda a, w: torch._grouped_mm(a, w.mT, offs=p.offs), p)
 
 
 def torchao_product(device: torch.device) -> Callable[..., Tensor]:
-    """(a, w, ends) -> torchao's fp8 rowwise grouped mm, differentiable. ImportError, which says why, without it."""
+    """(a, w, offs) -> torchao's fp8 rowwise grouped mm, differentiable. ImportError, which says why, without it."""
     try:
         module: Any = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
         product = module._to_fp8_rowwise_then_scaled_grouped_mm
@@ -200,24 +200,24 @@ def torchao_product(device: torch.device) -> Callable[..., Tensor]:
         raise ImportError(f"does not import: {describe(error)}") from None
     need_cuda(device)
 
-    def call(a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        out: Tensor = product(a, w.mT, ends, pad_token_groups_for_grouped_mm=False)
+    def call(a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        out: Tensor = product(a, w.mT, offs, pad_token_groups_for_grouped_mm=False)
         return out
 
     return call
 
 
 def mxep_step(recipe: str, backend: Backend, p: Problem) -> Call:
-    return _step(lambda a, w: grouped_mm(a, w, p.ends, recipe=recipe, backend=backend), p)
+    return _step(lambda a, w: grouped_mm(a, w, p.offs, recipe=recipe, backend=backend), p)
 
 
 def prequantized_step(backend: Backend, p: Problem) -> Call:
     """a and dy arrive as MXTensors; weights are quantized before, as those of further micro-batches are."""
     recipe = Recipe.mxfp8()
-    weight = backend.quantize_weight(p.w, recipe, cols=True)
+    weight = backend.quantize_weight(p.w, recipe)
 
     def product(a: Tensor, w: Tensor) -> Tensor:
-        return grouped_mm(a, w, p.ends, recipe=recipe, backend=backend, quantized_weight=weight)
+        return grouped_mm(a, w, p.offs, recipe=recipe, backend=backend, quantized_weight=weight)
 
     return _step(product, replace(p, a=recipe.quantize_activation(p.a), dy=recipe.quantize_gradient(p.dy)))
 
@@ -238,7 +238,7 @@ def steps(backend: Backend) -> dict[str, Maker]:
     """By name, the baseline first."""
     return {
         "bf16": bf16_step,
-        "torchao fp8 row": lambda p: _step(functools.partial(torchao_product(p.a.device), ends=p.ends), p),
+        "torchao fp8 row": lambda p: _step(functools.partial(torchao_product(p.a.device), offs=p.offs), p),
         **{f"mxep {recipe}": functools.partial(mxep_step, recipe, backend) for recipe in RECIPES},
         "mxep mxfp8, pre-quantized": functools.partial(prequantized_step, backend),
     }

@@ -70,8 +70,8 @@ def products(p: Problem, *operands: Tensor) -> Products:
 def exact_mx(p: Problem, recipe: Recipe) -> Products:
     """What the recipe defines, in float64: products of dequantized operands."""
     a, dy, w = recipe.quantize_activation(p.a), recipe.quantize_gradient(p.dy), quantize_weight(p.w, recipe)
-    assert w.cols is not None
-    operands = a, w.rows, dy, w.cols, recipe.along_tokens(dy, p.ends), recipe.along_tokens(a, p.ends)
+    assert w.colwise is not None
+    operands = a, w.rowwise, dy, w.colwise, recipe.along_tokens(dy, p.offs), recipe.along_tokens(a, p.offs)
     return products(p, *(x.dequantize(torch.float32) if isinstance(x, MXTensor) else x for x in operands))
 
 
@@ -81,7 +81,7 @@ def multiply(backend: Backend, p: Problem, recipe: Recipe, *, quantized: bool = 
     if not quantized:
         a = backend.quantize_rows(p.a, recipe.fmt, recipe)
         dy = backend.quantize_rows(p.dy, recipe.grad_fmt, recipe)
-    w = backend.quantize_weight(p.w, recipe, cols=True)
+    w = backend.quantize_weight(p.w, recipe)
     return tuple(call() for call in backend_products(backend, p, a, dy, w, torch.float32).values())
 
 
@@ -117,28 +117,28 @@ def accumulation(data: str, shape: Sequence[int], generator: torch.Generator) ->
     for name, sums in SUMS.items():
         row: Row = {"data": data, "what": name}
         try:
-            got = on_all_ranks(lambda sums=sums: sums(a, w, p.ends))  # type: ignore[misc]
+            got = on_all_ranks(lambda sums=sums: sums(a, w, p.offs))  # type: ignore[misc]
             bias = float(((got.double() - exact) * exact.sign()).sum() / exact.abs().sum())
             yield {**row, "result": str(got.dtype).removeprefix("torch."), "dB": snr(exact, got), "bias": bias}
         except FailedOnRanks as error:
             yield row | failure(error)
 
 
-def _dense(fast: bool, a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def _dense(fast: bool, a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     one = torch.ones((), device=a.device)
     return torch._scaled_mm(a, w.mT, one, one, out_dtype=torch.float32, use_fast_accum=fast)
 
 
-def _grouped(fast: bool, a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def _grouped(fast: bool, a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     need_cuda(a.device)
     ones = torch.ones(len(a), device=a.device), torch.ones(1, len(w), device=a.device)
-    return torch._scaled_grouped_mm(a, w[None].mT, *ones, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return torch._scaled_grouped_mm(a, w[None].mT, *ones, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-def _mxep(interval: int | None, a: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def _mxep(interval: int | None, a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """interval: of the Hopper kernel's promotion to fp32, in its stages of 128; None: the backend's own."""
     one = torch.full((max(len(a), len(w)), 1), 127, dtype=torch.uint8, device=a.device).view(torch.float8_e8m0fnu)
-    operands = a, one[: len(a)], w[None], one[None, : len(w)], ends, None, torch.float32
+    operands = a, one[: len(a)], w[None], one[None, : len(w)], offs, None, torch.float32
     if interval is None:
         out: Tensor = fp8_grouped_mm(*operands)
         return out

@@ -184,8 +184,8 @@ class Baseline(Layer):
         if name != BASELINE:
             quantized = torchao_product(p.device)
 
-            def product(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-                return quantized(rows, w, ends)
+            def product(rows: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+                return quantized(rows, w, offs)
 
         self.p = p
         self.leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))

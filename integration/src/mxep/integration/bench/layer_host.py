@@ -82,7 +82,7 @@ def _product(bench: Bench, shape: Shape, name: str, opened: ExitStack) -> Calls:
     a, w = p.a.requires_grad_(), p.w.requires_grad_()
 
     def forward() -> torch.Tensor:
-        return grouped_mm(a, w, p.ends, recipe="mxfp8")
+        return grouped_mm(a, w, p.offs, recipe="mxfp8")
 
     return forward, lambda: torch.autograd.grad(forward(), (a, w), p.dy), nothing
 

@@ -99,7 +99,7 @@ def work(p: Problem, case: Case) -> dict[str, Work]:
         # Forward: gate and up read, qdata written; backward: these and d_h read, qdata of both gradients written.
         "SwiGLU": ("bytes", 13 * rows * hidden),
         # Codes of both operands of both weight gradients, read and written.
-        "split fold": ("bytes", 2 * rows * (2 * dim + 3 * hidden)),
+        "fold for wgrad": ("bytes", 2 * rows * (2 * dim + 3 * hidden)),
         # bf16 read twice, since a column's scale needs all its rows first; qdata of both orientations written.
         "quantize weights": ("bytes", weights * 6 / (4 if case.kept else 1)),
     }

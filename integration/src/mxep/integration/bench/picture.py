@@ -20,7 +20,7 @@ Rows = list[dict[str, Any]]
 PRODUCTS = ("mxep", "fp8 row, fast", "fp8 row, slow", "bf16")
 MARKERS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
 TICKS = [50, 100, 200, 500, 1000, 2000, 5000]
-MOVES = ("dispatch mxfp8", "dispatch bf16", "combine bf16", "NCCL bf16", "NCCL 8-bit", "gloo bf16", "gloo 8-bit")
+EXCHANGES = ("dispatch mxfp8", "dispatch bf16", "combine bf16", "NCCL bf16", "NCCL 8-bit", "gloo bf16", "gloo 8-bit")
 TOTALS = ("sum", "busy", "whole")
 
 
@@ -66,14 +66,14 @@ def _products(figure: Any, rows: Rows, ceilings: dict[str, float]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _moves(figure: Any, rows: Rows, ceilings: dict[str, float]) -> None:
-    rows = [row for row in rows if row["what"] in MOVES and row.get("wire bytes")]
+def _exchanges(figure: Any, rows: Rows, ceilings: dict[str, float]) -> None:
+    rows = [row for row in rows if row["what"] in EXCHANGES and row.get("wire bytes")]
     # A line through the shapes that differ in tokens alone; the others are points.
     most = collections.Counter(tuple(row["shape"][1:]) for row in rows).most_common(1)[0][0] if rows else ()
     meanings = {"wire": "leave the GPU", "logical": "would leave, a row for each (token, expert) pair"}
     for place, (kind, meaning) in enumerate(meanings.items()):
         axes = figure.add_subplot(1, 2, place + 1, xlabel=f"MB that {meaning}", ylabel="GB/s", xscale="log")
-        for i, what in enumerate(MOVES):
+        for i, what in enumerate(EXCHANGES):
             points = [(row[f"{kind} bytes"] / 1e6, row[f"{kind} GB/s"], row) for row in rows if row["what"] == what]
             line = sorted((x, y) for x, y, row in points if tuple(row["shape"][1:]) == most)
             axes.plot(*zip(*line) if line else ((), ()), color=f"C{i}", linewidth=1)
@@ -105,7 +105,7 @@ def _stages(figure: Any, rows: Rows, ceilings: dict[str, float]) -> None:
         axes.set_xticks(range(len(cases)), cases, rotation=20, fontsize="x-small", ha="right")
 
 
-DRAWN = {("products",): _products, ("sweep", "headline"): _moves, ("stages",): _stages}
+DRAWN = {("products",): _products, ("sweep", "headline"): _exchanges, ("stages",): _stages}
 """Sections -> what draws them."""
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A case calls ops by name, from one of two places: `torch.ops.mxep`, whose CUDA kernels are the Triton launchers, or
 `PLAIN`, the references behind them. `moved` is what has to move at least: inputs read once and outputs written once,
-scales, indices and group ends included. What a kernel reads twice, or leaves for the next one to read, does not count.
+scales, indices and offs included. What a kernel reads twice, or leaves for the next one to read, does not count.
 
 of copy            bytes a second over those of a plain copy, measured before the cases; measured again after them
 target             the share to reach, if one is set; none for shapes of kind "small", where starting takes the time
@@ -10,7 +10,7 @@ empty us           Triton kernels of the same grids with nothing in them
 torch.compile us   the plain reference under torch.compile, at shapes of bench.compiled
 
 Rows are Gaussian, E4M3, RCEIL, blocks of 32. A gathered case takes every stored row once, in random order, from slots
-where qdata and scales lie side by side. Groups are of random size, some empty; all rows are live.
+where qdata and scales lie side by side. Groups are of random size, some empty; all rows are valid.
 
 r rows, k width (of gate and up together, for SwiGLU), e experts, n rows of an expert.
 """
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
 from mxep.quant import BLOCK, E4M3, ScaleMode
+from mxep.quant.shapes import padded_rows, round_up
 
 from ..results import Row
 from ..timer import Alternative, Call, Launch, Timer, copy_tb_s, empty, free_memory, recorded, rotations
@@ -44,7 +45,7 @@ SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", FIGUR
 
 
 PLAIN = SimpleNamespace(**{name.removeprefix("mxep::"): op._init_fn for name, op in OPDEFS.items()})
-"""The plain-torch functions behind the ops, under the ops' names. What folds calls the op `fold` inside."""
+"""The plain-torch functions behind the ops, under the ops' names."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +68,22 @@ class Inputs:
         return torch.randn(shape or self.shape, dtype=torch.bfloat16, **self._where)
 
     def mx(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales of values, blocked along rows."""
+        """Qdata and scales of values, blocked along rows."""
         qdata, scale = torch.ops.mxep.quantize_rows(self.values(), *HOW, BLOCK)
         return qdata, scale
 
     def slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes and scales side by side in rows of 16-byte multiples, and an index of all rows in random order."""
+        """Qdata and scales side by side in rows of 16-byte multiples, and an index of all rows in random order."""
         qdata, scale = self.mx()
         k, scales = qdata.shape[1], scale.shape[1]
         buffer = qdata.new_empty((self.rows, round_up(k + scales, 16)), dtype=torch.uint8)
-        slot_codes, slot_scale = buffer[:, :k], buffer[:, k : k + scales]
-        slot_codes.copy_(qdata.view(torch.uint8))
+        slot_qdata, slot_scale = buffer[:, :k], buffer[:, k : k + scales]
+        slot_qdata.copy_(qdata.view(torch.uint8))
         slot_scale.copy_(scale.view(torch.uint8))
         index = torch.randperm(self.rows, dtype=torch.int32, **self._where)
-        return slot_codes.view(qdata.dtype), slot_scale.view(scale.dtype), index
+        return slot_qdata.view(qdata.dtype), slot_scale.view(scale.dtype), index
 
-    def ends(self, alignment: int = BLOCK) -> Tensor:
+    def offs(self, alignment: int = BLOCK) -> Tensor:
         """Ends of GROUPS groups over all rows, in multiples of `alignment`."""
         cuts = torch.randint(0, self.rows // alignment + 1, (GROUPS - 1,), **self._where).sort().values * alignment
         return torch.nn.functional.pad(cuts, (0, 1), value=self.rows).int()
@@ -93,7 +94,7 @@ class Inputs:
 
     def padding(self) -> Tensor:
         """The row index of groups padded to 32."""
-        sizes = torch.diff(self.ends(1), prepend=torch.zeros(1, dtype=torch.int32, device=self.generator.device))
+        sizes = torch.diff(self.offs(1), prepend=torch.zeros(1, dtype=torch.int32, device=self.generator.device))
         index: Tensor = torch.ops.mxep.pad_index(sizes, self.rows, BLOCK)[1]
         return index
 
@@ -103,13 +104,9 @@ def mx(elements: int) -> int:
     return elements + elements // BLOCK
 
 
-def round_up(n: int, alignment: int) -> int:
-    return -(-n // alignment) * alignment
-
-
 def padded(rows: int) -> int:
     """The capacity of `pad_groups`."""
-    return round_up(rows + GROUPS * (BLOCK - 1), BLOCK)
+    return padded_rows(rows, GROUPS, BLOCK)
 
 
 def swizzled(rows: int, width: int) -> int:
@@ -117,9 +114,9 @@ def swizzled(rows: int, width: int) -> int:
     return round_up(rows, 128) * round_up(width // BLOCK, 4)
 
 
-def _both_whole(ops: Any, x: Tensor) -> tuple[Tensor, ...]:
-    *rows, amax = ops.quantize_rows_whole(x, *HOW)
-    return *rows, *ops.quantize_columns_whole(x, amax, *HOW)
+def _both_per_row(ops: Any, x: Tensor) -> tuple[Tensor, ...]:
+    *rows, amax = ops.quantize_per_row(x, *HOW)
+    return *rows, *ops.quantize_per_column(x, amax, *HOW)
 
 
 @dataclass(frozen=True)
@@ -139,21 +136,22 @@ def _values(i: Inputs) -> tuple[Tensor]:
 
 
 def _gathered(i: Inputs) -> tuple[Tensor, ...]:
-    return *i.slots(), i.ends()
+    return *i.slots(), i.offs()
 
 
 def _gate_up(i: Inputs) -> tuple[Tensor, ...]:
-    return i.values(), i.weight(), i.ends()
+    return i.values(), i.weight(), i.offs()
 
 
 def _d_h(i: Inputs) -> tuple[Tensor, ...]:
-    return i.values(i.rows, i.shape[1] // 2), *_gate_up(i)
+    qdata = torch.empty(i.shape, dtype=E4M3.dtype, device=i.generator.device)
+    return i.values(i.rows, i.shape[1] // 2), *_gate_up(i), qdata
 
 
 CASES = {
     "rows": Case("rows", 0.95, lambda r, k: 2 * r * k + mx(r * k), _values,
                  lambda ops, x: ops.quantize_rows(x, *HOW, BLOCK)),
-    "rows_whole": Case("rows", 0.95, lambda r, k: 3 * r * k + r, _values,  # row-scaled FP8
+    "rows_per_row": Case("rows", 0.95, lambda r, k: 3 * r * k + r, _values,  # row-scaled FP8
                        lambda ops, x: ops.quantize_rows(x, *HOW, x.shape[1])),
     "columns": Case("rows", 0.90, lambda r, k: 2 * r * k + mx(r * k), _values,
                     lambda ops, x: ops.quantize_columns(x, *HOW, BLOCK)),
@@ -161,16 +159,16 @@ CASES = {
                  lambda ops, x: ops.quantize_both(x, *HOW, BLOCK)),
     "weights_both": Case("weights", 0.90, lambda e, n, k: 2 * e * n * k + 2 * mx(e * n * k), _values,
                          lambda ops, x: ops.quantize_both(x, *HOW, BLOCK)),
-    # A column's scale needs every row before its first code: x is read twice, 0.67 is all.
-    "weights_both_whole": Case("weights", None, lambda e, n, k: 4 * e * n * k + e * (n + k), _values, _both_whole),
-    "weights_tiles": Case("weights", 0.90, lambda e, n, k: 3 * e * n * k + e * n * k // BLOCK**2, _values,
-                          lambda ops, x: ops.quantize_tiles(x, *HOW, BLOCK)),
+    # A column's scale needs every row before its first element: x is read twice, 0.67 is all.
+    "weights_per_row": Case("weights", None, lambda e, n, k: 4 * e * n * k + e * (n + k), _values, _both_per_row),
+    "weights_2d": Case("weights", 0.90, lambda e, n, k: 3 * e * n * k + e * n * k // BLOCK**2, _values,
+                          lambda ops, x: ops.quantize_2d(x, *HOW, BLOCK)),
     "requantize": Case("rows", 0.85, lambda r, k: 2 * mx(r * k), Inputs.mx,
                        lambda ops, qdata, scale: ops.requantize(qdata, scale, 1, BLOCK, None, None, *HOW)),
     "requantize_gathered": Case("rows", 0.85, lambda r, k: 2 * mx(r * k) + 4 * (r + GROUPS), _gathered,
                                 lambda ops, qdata, scale, *rows: ops.requantize(qdata, scale, 1, BLOCK, *rows, *HOW)),
     "fold": Case("rows", 0.93, lambda r, k: mx(r * k) + 4 * (r + GROUPS) + r * k + r, _gathered,
-                 lambda ops, qdata, *rest: ops.fold(qdata, *rest, BLOCK, qdata.shape[1])),
+                 lambda ops, qdata, *rest: ops.fold(qdata, *rest)),
     "fold_for_wgrad": Case("rows", 0.85, lambda r, k: 2 * (mx(r * k) + 4 * r + r * k) + 8 * GROUPS,
                        lambda i: (*i.slots(), *_gathered(i)), lambda ops, *args: ops.fold_for_wgrad(*args, 128)),
     "swiglu": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + mx(r * k // 2), _gate_up,
@@ -178,9 +176,9 @@ CASES = {
     "swiglu_folded": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + r * k // 2 + r, _gate_up,
                           lambda ops, *args: ops.swiglu_quantize(*args, *HOW, BLOCK, True)),
     "swiglu_backward": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + mx(r * k), _d_h,
-                            lambda ops, *args: ops.swiglu_backward_quantize(*args, *HOW, BLOCK, False)),
+                            lambda ops, *args: ops.swiglu_backward_quantize(*args, HOW[1], BLOCK, False)),
     "swiglu_backward_folded": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + r * k + r, _d_h,
-                                   lambda ops, *args: ops.swiglu_backward_quantize(*args, *HOW, BLOCK, True)),
+                                   lambda ops, *args: ops.swiglu_backward_quantize(*args, HOW[1], BLOCK, True)),
     "pad": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * padded(r) + 2 * padded(r) * k,
                 lambda i: (i.values(), i.padding()), lambda ops, *args: ops.pad_rows(*args)),
     "unpad": Case("rows", 0.90, lambda r, k: 4 * r * k + 4 * padded(r),  # rows of padding are not read

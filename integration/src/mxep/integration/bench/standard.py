@@ -31,11 +31,11 @@ from torch.nn import functional as F
 PAD = 16  # rows: what FP8 tensor cores and aligned loads want
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""rows (R, D), w (e, N, D), ends (e,) int32 -> (R, N), differentiable."""
+"""rows (R, D), w (e, N, D), offs (e,) int32 -> (R, N), differentiable."""
 
 
-def bf16_product(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return torch._grouped_mm(rows, w.mT, offs=ends)
+def bf16_product(rows: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return torch._grouped_mm(rows, w.mT, offs=offs)
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
@@ -117,8 +117,8 @@ class StandardLayer:
         if self.ranks > 1:
             pairs = _AllToAll.apply(pairs, groups.sent, groups.arrived, self.group)  # type: ignore[no-untyped-call]
         rows = _Take.apply(pairs, groups.index, groups.position, self.kernels)  # type: ignore[no-untyped-call]
-        h = self.kernels.swiglu(self.product(rows, self.w13, groups.ends))
-        rows = self.product(h, self.w2, groups.ends)
+        h = self.kernels.swiglu(self.product(rows, self.w13, groups.offs))
+        rows = self.product(h, self.w2, groups.offs)
         pairs = _Take.apply(rows, groups.position, groups.index, self.kernels)  # type: ignore[no-untyped-call]
         if self.ranks > 1:
             pairs = _AllToAll.apply(pairs, groups.arrived, groups.sent, self.group)  # type: ignore[no-untyped-call]
@@ -145,15 +145,15 @@ class StandardLayer:
 class Groups:
     """Where arrived pairs, by source rank and then expert, lie among the rows.
 
-    index: (R,) int64, pair of a row, -1 for padding. position: (pairs,) int64, row of a pair. ends: (e,) int32.
+    index: (R,) int64, pair of a row, -1 for padding. position: (pairs,) int64, row of a pair. offs: (e,) int32.
     sent, arrived: pairs to and from each rank.
 
-    Example, PAD 4, 2 sources: counts [[1, 2], [2, 0]] are rows [0, 3, 4, -, 1, 2, -, -], ends [4, 8].
+    Example, PAD 4, 2 sources: counts [[1, 2], [2, 0]] are rows [0, 3, 4, -, 1, 2, -, -], offs [4, 8].
     """
 
     index: Tensor
     position: Tensor
-    ends: Tensor
+    offs: Tensor
     sent: list[int]
     arrived: list[int]
 
@@ -164,14 +164,14 @@ class Groups:
         """counts: (W, e), pairs from each rank for each expert."""
         sizes = counts.sum(0)
         padded = (sizes + alignment - 1) // alignment * alignment
-        ends = padded.cumsum(0)
+        offs = padded.cumsum(0)
         lies = counts.flatten().cumsum(0) - counts.flatten()
-        goes = (ends - padded + counts.cumsum(0) - counts).flatten()
+        goes = (offs - padded + counts.cumsum(0) - counts).flatten()
         here = torch.arange(pairs, device=counts.device)
         position = here + (goes - lies).repeat_interleave(counts.flatten(), output_size=pairs)
         index = torch.full((rows,), -1, device=counts.device)
         index[position] = here
-        return Groups(index, position, ends.int(), sent, arrived)
+        return Groups(index, position, offs.int(), sent, arrived)
 
 
 def _inverse(order: Tensor) -> Tensor:
