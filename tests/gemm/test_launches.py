@@ -12,6 +12,8 @@ import pytest
 import ahead_of_time
 from mxep.gemm.backends.triton import OLDEST
 
+pytestmark = pytest.mark.slow
+
 LAUNCHES = Path(__file__).with_name("launches.py")
 
 

@@ -161,7 +161,8 @@ def test_a_gpu_without_e4m3_runs_the_reference_and_says_so_once(
         got = launch(name, *args)
         launch(name, *CASES[name]())
     assert [record.getMessage() for record in caplog.records] == [
-        f"cuda:{index} (an A100, capability 8.0): no E4M3 conversions in Triton before 8.9, so MX ops run as plain torch"
+        f"cuda:{index} (an A100, capability 8.0): no E4M3 conversions in Triton before 8.9, "
+        "so MX ops run as plain torch"
     ]
     assert_same([x.cpu() for x in got], results(name, OPDEFS[f"mxep::{name}"], *map(on_cpu, CASES[name]())))
 

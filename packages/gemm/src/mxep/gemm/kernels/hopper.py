@@ -95,7 +95,7 @@ _zeros: dict[tuple[int, int], list[Tensor]] = {}
 
 def _zero(device: torch.device) -> Tensor:
     """(1,) int32, a zero on the current stream that nobody else has."""
-    if torch.cuda.is_current_stream_capturing() or in_graph_tree(device):
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or in_graph_tree(device):
         return torch.zeros(1, dtype=torch.int32, device=device)  # a replay wants it zeroed again
     index = torch._C._cuda_getDevice()
     zeros = _zeros.setdefault((index, torch._C._cuda_getCurrentRawStream(index)), [])
