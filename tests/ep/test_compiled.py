@@ -294,11 +294,11 @@ def test_a_step_with_a_compiled_layer_and_its_optimizer_replays_as_a_cuda_graph(
 
 @torch._inductor.config.patch(force_disable_caches=True)
 def test_a_compiled_layer_without_tokens_makes_its_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    sends = []
-    send = LocalDispatcher.send
-    monkeypatch.setattr(LocalDispatcher, "send", lambda *args, **options: sends.append(0) or send(*args, **options))
+    seen, dispatch = [], LocalDispatcher.dispatch
+    spy = lambda *args, **options: seen.append(0) or dispatch(*args, **options)  # noqa: E731
+    monkeypatch.setattr(LocalDispatcher, "dispatch", spy)
     moe = MoE(32, 32, 4, 2, recipe="bf16", dispatcher="local")
     with torch.no_grad():
         out = torch.compile(lambda x: x + moe(x))(torch.empty(0, 32, dtype=torch.bfloat16))
     assert out.shape == (0, 32)
-    assert len(sends) == 1
+    assert len(seen) == 1

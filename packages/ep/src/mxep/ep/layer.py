@@ -30,7 +30,7 @@ from mxep.gemm.quantize_once import rowwise_and_saved
 from .dispatchers.base import Handle, Payload, Routing, TokenDispatcher
 from .functional import checked_tokens, swiglu_backward, swiglu_forward
 from .saved import Saved
-from .shares import local_tensor, spec_of, with_spec
+from .shares import Share, local_tensor
 from .wire_format import WireFormat
 
 
@@ -126,9 +126,9 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[Tensor, Routing]:
         experts, needs = (local_tensor(gate_up_proj), local_tensor(down_proj)), ctx.needs_input_grad[2:4]
         out, routing, saved = layer_forward(dispatched, *experts, config, backward, needs)
-        ctx.save_for_backward(gate_up_proj, down_proj, *saved)
+        ctx.save_for_backward(*experts, *saved)
         ctx.config, ctx.routing, ctx.kept = config, routing, None
-        ctx.dtypes, ctx.specs = (gate_up_proj.dtype, down_proj.dtype), (spec_of(gate_up_proj), spec_of(down_proj))
+        ctx.dtypes, ctx.shares = (gate_up_proj.dtype, down_proj.dtype), (Share(gate_up_proj), Share(down_proj))
         return out, routing
 
     @staticmethod
@@ -147,17 +147,18 @@ class _Layer(torch.autograd.Function):
                     if wanted[i]:
                         operands = config.backend.prepare_wgrad(dy, a, offs, config.recipe)
                         grads[i] = weight_gradient(i, ctx.dtypes[i], operands, offs, config)
-                return None, None, *map(with_spec, grads, ctx.specs), None, None, None, None
+                return None, None, *map(Share.gradient, ctx.shares, grads), None, None, None, None
         gate_up_proj, down_proj, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
         left: Pending | None = {} if retained else None
-        experts = local_tensor(gate_up_proj), local_tensor(down_proj)
+        for share in ctx.shares:
+            share.check()
         dx, d_weights, *grads = layer_backward(
-            d_out, saved, *experts, ctx.routing, ctx.config, needs, wanted=wanted, left=left
+            d_out, saved, gate_up_proj, down_proj, ctx.routing, ctx.config, needs, wanted=wanted, left=left
         )
         if left:
             ctx.kept = Kept.of(d_out, left)
-        return dx, d_weights, *map(with_spec, grads, ctx.specs), None, None, None, None
+        return dx, d_weights, *map(Share.gradient, ctx.shares, grads), None, None, None, None
 
 
 @torch.no_grad()

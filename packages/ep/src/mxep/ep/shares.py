@@ -46,14 +46,29 @@ def local_tensor(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
-def spec_of(x: Tensor) -> Any:
-    """How a DTensor is spread over ranks; None for other tensors."""
-    return x._spec if isinstance(x, DTensor) else None
+class Share:
+    """A weight that a node of autograd used, by the tensor that this rank holds of it."""
 
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._version = weight, weight._version
 
-def with_spec(local: Tensor | None, spec: Any) -> Tensor | None:
-    """A DTensor of which this rank holds `local`, or `local` itself where there is no spec."""
-    return local if local is None or spec is None else DTensor(local, spec, requires_grad=False)
+    def check(self) -> None:
+        """Raise RuntimeError if a DTensor has changed since.
+
+        Autograd's own check asks the local tensor, whose version in-place operations on a DTensor leave. (Optimizers'
+        foreach and fused kernels leave the DTensor's, too.)
+        """
+        if isinstance(self._weight, DTensor) and self._weight._version != self._version:
+            raise RuntimeError(
+                f"an expert weight of shape {tuple(self._weight.shape)} has been modified by an inplace operation "
+                f"between forward and backward: got version {self._weight._version}, wanted {self._version}"
+            )
+
+    def gradient(self, local: Tensor | None) -> Tensor | None:
+        """The weight's gradient, of which this rank has computed `local`."""
+        if local is None or not isinstance(self._weight, DTensor):
+            return local
+        return DTensor(local, self._weight._spec, requires_grad=False)
 
 
 def local_weight(weight: Tensor) -> Tensor:
@@ -73,20 +88,13 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: DTensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.weight, ctx.version = weight, weight._version
+        ctx.share = Share(weight)
         return weight._local_tensor.view_as(weight._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
-        weight: DTensor = ctx.weight
-        # Autograd's own check asks the local tensor, whose version in-place operations on a DTensor leave. (Optimizers'
-        # foreach and fused kernels leave the DTensor's, too.)
-        if weight._version != ctx.version:
-            raise RuntimeError(
-                f"an expert weight of shape {tuple(weight.shape)} has been modified by an inplace operation between "
-                f"forward and backward: got version {weight._version}, wanted {ctx.version}"
-            )
-        return None if grad is None else DTensor(grad, weight._spec, requires_grad=False)
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        ctx.share.check()
+        return ctx.share.gradient(grad)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
