@@ -135,7 +135,10 @@ def test_reduce_overhead_trains_several_layers_as_eager_does(ctx, recipe: str) -
     model = make_model(ctx, recipe)
     assert_close(runs[0], train(ctx, model, model, lengths), recipe)
     if len(runs) == 2:
-        assert_same(runs[0], runs[1])  # the same kernels, launched by the host
+        # The same kernels, launched by the host. Only the router's gradient, torch's product of fp32 numbers, was seen
+        # to differ, by the order of its sums.
+        for i, (a, b) in enumerate(zip(*runs, strict=True)):
+            assert torch.equal(a, b) or (a.dtype == torch.float32 and (a - b).norm() <= 1e-5 * b.norm()), f"result {i}"
 
 
 @distributed(1, 2, device="cuda")
