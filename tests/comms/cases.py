@@ -75,7 +75,7 @@ def gather(group: dist.ProcessGroup, mine: Sent) -> list[Sent]:
 
 @dataclass(frozen=True)
 class Expected:
-    """The plan as python sees it. pairs: per live or padding row (rank, token, k) or None."""
+    """The plan as python sees it. pairs: per routed or padding row (rank, token, k) or None."""
 
     pairs: list[tuple[int, int, int] | None]
     offs: list[int]

@@ -78,7 +78,7 @@ def my_experts(workspace: Workspace, rank: int) -> range:
 
 
 def check_arrived(slots: Slots, plan: RoutingPlan, everyone: list[Sent], experts: range, what: str) -> None:
-    """Every live and padding row of every part, gathered from the slots, is what loops make of what was sent."""
+    """Every valid and padding row of the payload, gathered from the slots, is what loops make of what was sent."""
     wanted = expected_plan(everyone, experts, plan.alignment, plan.max_rows)
     assert plan.offs.tolist() == wanted.offs, what
     assert plan.group_sizes.tolist() == wanted.group_sizes, what

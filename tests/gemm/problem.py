@@ -36,7 +36,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Problem:
-    """a (M, K), w (G, N, K), dy (M, N) bf16, offs (G,); the first R rows are live."""
+    """a (M, K), w (G, N, K), dy (M, N) bf16, offs (G,); the first R rows are valid."""
 
     a: Tensor
     w: Tensor

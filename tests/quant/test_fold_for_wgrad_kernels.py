@@ -50,7 +50,7 @@ def ends_of(*sizes: int) -> Tensor:
 
 
 def check(*args: Tensor | None, alignment: int = 1, **tuning: Any) -> None:
-    """The kernels' result on DEVICE against the op's on the CPU: exponents, ends and live columns bit for bit."""
+    """The kernels' result on DEVICE against the op's on the CPU: exponents, offs and valid columns bit for bit."""
     want = torch.ops.mxep.fold_for_wgrad(*args, alignment)
     on_device = [arg if arg is None else arg.to(DEVICE) for arg in args]
     got = kernels.fold_for_wgrad(*on_device, alignment, **SMALL | tuning)  # type: ignore[arg-type]

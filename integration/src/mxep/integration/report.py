@@ -92,7 +92,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 def _summarize(run: Run) -> dict[str, Any]:
-    keys = ("rows_routed", "rows_sent", "rows_live", "rows_padding", "rows_dropped")
+    keys = ("rows_routed", "rows_sent", "rows_valid", "rows_padding", "rows_dropped")
     totals = {key: sum(row.get(key, 0) for row in run.metrics) for key in keys}
     last = run.taken[-LAST:]
     tokens = sum(row["tokens_per_s"] * row["seconds"] for row in run.metrics)
@@ -104,7 +104,7 @@ def _summarize(run: Run) -> dict[str, Any]:
         "valid_loss": run.valid_loss,
         "train_loss": sum(row["loss"] for row in last) / max(1, len(last)),
         **totals,
-        "padding_share": totals["rows_padding"] / max(1, totals["rows_live"]),
+        "padding_share": totals["rows_padding"] / max(1, totals["rows_valid"]),
         "expert_load": sum(row["expert_load"] for row in last) / max(1, len(last)),
         "seconds": run.seconds,
         "tokens_per_s": tokens / max(run.seconds, 1e-9),

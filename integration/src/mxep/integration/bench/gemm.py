@@ -27,7 +27,7 @@ from .gemm_cases import PRODUCTS, SKEWS, Maker, Problem, products, stages, steps
 from .run import Bench, table
 
 DENSE = 8192  # of the square products that are ceilings
-CAPACITY = 4  # how many times as many rows as are live, in section skew
+CAPACITY = 4  # rows of the buffer over valid rows, in section skew
 SHAPES = dict.fromkeys(("layers", "skew", "numerics", "accumulation"), (BLOCK, BLOCK, BLOCK, 1))
 SHAPE = "rows, N, K, groups"
 DEVICES = ("cuda", "cpu")

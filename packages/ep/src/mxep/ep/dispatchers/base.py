@@ -123,7 +123,7 @@ class Routing:
         return {
             "routed": (self.expert_ids >= 0).sum(),
             "sent": self.wire_rows(),
-            "live": valid,
+            "valid": valid,
             "padding": valid - (self.plan.row_slot >= 0).sum(),
             "dropped": self.plan.overflow.sum(),
             "invalid": self.plan.invalid,
