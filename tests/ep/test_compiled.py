@@ -61,6 +61,7 @@ FEW_ROWS = {"top_k": 1, "capacity": Capacity.factor(1.5), "max_tokens": 256}
 """So few that they are kept for backward instead of slots."""
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize(("recipe", "sizes"), [("bf16", {}), ("mxfp8_e5m2", {}), ("mxfp8", FEW_ROWS)])
 def test_it_is_one_graph_and_the_same_bits(ctx, recipe: str, sizes: dict) -> None:
@@ -84,6 +85,7 @@ def blocks(ctx, count: int, **options) -> torch.nn.Sequential:
 BATCHES = (TOKENS, TOKENS, 24, 56)
 
 
+@pytest.mark.slow
 @distributed(1, 2)
 @pytest.mark.parametrize("whole", [False, True])
 def test_ten_layers_of_a_kind_compile_once_for_a_batch_and_once_for_any(ctx, whole: bool) -> None:
@@ -97,6 +99,7 @@ def test_ten_layers_of_a_kind_compile_once_for_a_batch_and_once_for_any(ctx, who
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 @distributed(1, 2)
 def test_blocks_under_fsdp2_and_checkpointing_compile_once(ctx) -> None:
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
@@ -166,6 +169,7 @@ def test_checkpointed_activations_give_the_same_bits(ctx) -> None:
     assert_same(again, results(block, block, ctx))
 
 
+@pytest.mark.slow
 @distributed(1, device="cpu")
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_composed_functions_break_the_graph_and_keep_their_bits(ctx, recipe: str) -> None:
@@ -244,6 +248,7 @@ def test_layers_of_other_widths_share_a_dispatcher() -> None:
     assert_same(runs[1], runs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # two processes that compile C++
 def test_what_inductor_keeps_on_disk_serves_layers_of_the_same_sizes_alone(tmp_path) -> None:
     # One thread: a few small kernels are compiled sooner than a pool of processes has started.

@@ -114,6 +114,7 @@ def assert_close(got: list[Tensor], wanted: list[Tensor], recipe: str) -> None:
         assert (a.float() - b.float()).norm() <= bound * b.float().norm(), f"result {i} of {len(got)}"
 
 
+@pytest.mark.slow
 @distributed(1, 2, timeout=400)
 @pytest.mark.timeout(900)  # inductor compiles forward and backward, for a batch size and then for any, in two modes
 @RECIPES

@@ -38,6 +38,7 @@ def without_graphs(monkeypatch: pytest.MonkeyPatch, names: dict[str, Any]) -> No
         monkeypatch.setattr(torch.cuda, name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="torchrun made a process group")
 @pytest.mark.timeout(600)  # inductor compiles
 @pytest.mark.parametrize("example", EXAMPLES, ids=["compile", "make_graphed_callables", "step"])

@@ -587,6 +587,7 @@ def test_errors_of_a_product_name_the_parameter() -> None:
         model(x, offs[:2])
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("first", ["convert", "fully_shard"])
 def test_fsdp2_gathers_weights_that_are_converted(ctx: Any, first: str) -> None:

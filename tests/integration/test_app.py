@@ -155,6 +155,7 @@ def test_minus_m_runs_one_job_after_the_other(mxep, text: Path, tmp_path: Path):
     assert curves[0][0]["train_loss"] != curves[1][0]["train_loss"]
 
 
+@pytest.mark.slow
 def test_under_torchrun_every_process_is_a_rank_and_rank_0_reports(text: Path, tmp_path: Path):
     arguments = [*TINY, f"data.path={text}", "train.steps=3", "recipe=bf16", f"hydra.run.dir={tmp_path / 'run'}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "mxep.integration.app"]

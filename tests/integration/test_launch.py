@@ -240,6 +240,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_caller_is_killed_though_a_child_that_it_forked_lives_on(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
@@ -294,6 +295,7 @@ def word():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
 def test_distributed_bodies_run_in_place_under_torchrun(tmp_path):
     (tmp_path / "test_bodies.py").write_text(UNDER_TORCHRUN)
