@@ -64,10 +64,11 @@ def find_dispatcher(key: str) -> TokenDispatcher:
 
 
 def unused_twin(made: TokenDispatcher) -> TokenDispatcher | None:
-    """A living dispatcher like the one that was `made`, before which nothing was dispatched."""
+    """A living dispatcher like the one that was `made`, for layers to share, through which nothing was dispatched."""
     for each in _dispatchers.values():
         # Names of groups are used again once a group was destroyed.
-        if each is not made and each.shapes == made.shapes and each.group is made.group and each.uses and not each.used:
+        alike = each.shapes == made.shapes and each.group is made.group
+        if each is not made and each.shared and alike and each.uses and not each.used:
             return each
     return None
 
@@ -189,6 +190,8 @@ class TokenDispatcher(ABC):
     spans_ranks = True
     used = False
     """Whether anything was dispatched."""
+    shared = False
+    """Whether :func:`make_dispatcher` made it, so that it may give it to others; who makes one has it alone."""
     borrows = False
     """Whether slots are the dispatcher's, and written again by a later exchange."""
     row_dtype: torch.dtype | None = None
