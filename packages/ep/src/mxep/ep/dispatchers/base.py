@@ -124,7 +124,7 @@ class Routing:
         return {
             "routed": (self.expert_ids >= 0).sum(),
             "sent": self.wire_rows(),
-            "live": valid,
+            "valid": valid,
             "padding": valid - (self.plan.row_slot >= 0).sum(),
             "dropped": self.plan.overflow.sum(),
             "invalid": self.plan.invalid,
@@ -177,7 +177,7 @@ class TokenDispatcher(ABC):
         self._counts: dict[torch.device, Tensor] = {}
         """As plans count, since the last check: the most rows needed, sums of the others."""
         self._room = (0, 0, 0, 0)
-        """T_max, K, multiple and R_max of the largest plan."""
+        """T_max, K, alignment and R_max of the largest plan."""
         facts: dict[str, object] = {"group": self.group and self.group.group_name, "world_size": self.world_size}
         facts |= {"num_experts": num_experts, "capacity": repr(self.capacity)} | (sizes or {})
         self.shapes = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
