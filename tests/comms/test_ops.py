@@ -33,6 +33,14 @@ def test_opcheck(name):
     opcheck(op.opdef, args)
 
 
+def test_tensors_of_two_devices_reach_no_kernel():
+    """Kernels get addresses: the host's would be an illegal access, after which the process has no device."""
+    with FakeTensorMode():
+        parts = [torch.empty(3, 20, dtype=torch.uint8, device="cuda:0")]
+    with pytest.raises(ValueError, match=r"gather_rows: got tensors on cuda:0 and cpu, wanted one device"):
+        rows.gather_parts._launch(parts, torch.tensor([0], dtype=torch.int32), None)
+
+
 @pytest.mark.parametrize("name", calls())
 def test_a_reference_never_reads_from_the_device(name):
     op, args = calls()[name]

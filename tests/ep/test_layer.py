@@ -260,3 +260,16 @@ def test_nothing_is_kept_without_gradients_and_wgrad_bf16_is_refused(ctx) -> Non
         in_one(*given, dispatcher=dispatcher, recipe=Recipe.named("mxfp8_wgrad_bf16"))
     with pytest.raises(ValueError, match=r"gate_up_proj: got shape .*, want"):
         in_one(*given[:3], given[4], given[3], dispatcher=dispatcher, recipe=Recipe.mxfp8())
+
+
+@distributed(1)
+def test_a_weight_made_for_a_forward_goes_with_its_backward(ctx) -> None:
+    """Not with the graph, which lives as long as somebody holds the loss."""
+    *given, d_out = inputs(make_ranks([30], seed=3), ctx)
+    dispatcher = LocalDispatcher(len(given[3]))
+    made = [w * 1 for w in given[3:]]
+    held = [StorageWeakRef(w.untyped_storage()) for w in made]
+    out = in_one(*given[:3], *made, dispatcher=dispatcher, recipe=Recipe.named("mxfp8"))
+    del made
+    out.backward(d_out)
+    assert all(weight.expired() for weight in held)

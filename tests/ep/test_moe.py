@@ -442,6 +442,15 @@ def test_inference_mode_first_then_training() -> None:
     moe.check()
 
 
+def test_a_layer_made_in_inference_mode_runs_there() -> None:
+    with torch.inference_mode():
+        moe = local()
+        x = torch.randn(20, 64, dtype=torch.bfloat16)
+        again = local()
+        again.load_state_dict(moe.state_dict())
+        assert torch.equal(moe(x), again(x))
+
+
 def test_autocast_changes_nothing() -> None:
     moe = local(recipe="bf16", dtype=torch.float32)
     x = torch.randn(20, 64)

@@ -23,6 +23,11 @@ def put(x: Tensor, to: Tensor) -> None:
     to.copy_(x)
 
 
+@op("mxep_test::pick", fake=lambda x, index: x.new_empty(x.shape), launcher="nowhere:pick")
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    return x[index]
+
+
 @triton.jit
 def times_kernel(x_ptr, y_ptr, extra_ptr, n, factor, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -49,6 +54,15 @@ def test_plain_tensors_call_the_reference_and_all_else_the_op() -> None:
         assert len(called) == 2
     finally:
         times.reference = plain
+
+
+def test_tensors_of_two_devices_reach_no_kernel() -> None:
+    """Kernels get addresses: the host's would be an illegal access, after which the process has no device."""
+    with torch._subclasses.FakeTensorMode():
+        x, index = torch.empty(4, 32, device="cuda:0"), torch.empty(4, dtype=torch.int32)
+    for args in ((x, index), (index, x)):
+        with pytest.raises(ValueError, match=r"got device (cpu|cuda:0), want one for all tensors"):
+            pick._launch(*args)
 
 
 def test_an_op_is_one_node_of_a_graph() -> None:

@@ -44,7 +44,14 @@ class Op:
             module, function = self._name.split(":")
             self._launcher = getattr(importlib.import_module(f"{__package__}.kernels.{module}"), function)
         first = args[0][0] if type(args[0]) is list else args[0]
-        if first.get_device() == torch._C._cuda_getDevice():
+        index = first.get_device()
+        for arg in args:
+            for x in arg if type(arg) is list else (arg,):
+                if isinstance(x, Tensor) and x.get_device() != index:  # kernels get addresses, and nobody looks whose
+                    raise ValueError(
+                        f"{self.opdef._name}: got tensors on {first.device} and {x.device}, wanted one device"
+                    )
+        if index == torch._C._cuda_getDevice():
             return self._launcher(*args)
         with torch.cuda.device(first.device):
             return self._launcher(*args)

@@ -50,7 +50,10 @@ class Share:
     """A weight that a node of autograd used, by the tensor that this rank holds of it."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight, self._version = weight, weight._version
+        # A node outlives its backward while somebody holds its outputs: what autograd saves anyway goes before that.
+        self._weight = weight if isinstance(weight, DTensor) else None
+        # An inference tensor counts no version.
+        self._version = None if self._weight is None or weight.is_inference() else weight._version
 
     def check(self) -> None:
         """Raise RuntimeError if a DTensor has changed since.
@@ -58,7 +61,7 @@ class Share:
         Autograd's own check asks the local tensor, whose version in-place operations on a DTensor leave. (Optimizers'
         foreach and fused kernels leave the DTensor's, too.)
         """
-        if isinstance(self._weight, DTensor) and self._weight._version != self._version:
+        if self._weight is not None and self._version is not None and self._weight._version != self._version:
             raise RuntimeError(
                 f"an expert weight of shape {tuple(self._weight.shape)} has been modified by an inplace operation "
                 f"between forward and backward: got version {self._weight._version}, wanted {self._version}"
@@ -66,7 +69,7 @@ class Share:
 
     def gradient(self, local: Tensor | None) -> Tensor | None:
         """The weight's gradient, of which this rank has computed `local`."""
-        if local is None or not isinstance(self._weight, DTensor):
+        if local is None or self._weight is None:
             return local
         return DTensor(local, self._weight._spec, requires_grad=False)
 

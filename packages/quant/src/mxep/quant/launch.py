@@ -14,6 +14,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+_IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
 """By the key: what was compiled, its constexprs in order, and the kernel, whose id is part of the key."""
 
@@ -36,7 +37,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     constants: constexprs, which follow them in the kernel's signature, and options such as num_warps.
     """
     hooks = knobs.runtime.launch_enter_hook
-    if not isinstance(kernel, JITFunction) or getattr(hooks, "calls", hooks):  # interpreted, or profiled
+    # Interpreted, profiled, or on an AMD GPU, where kernels are specialized for the bytes of a storage, too.
+    if not isinstance(kernel, JITFunction) or getattr(hooks, "calls", hooks) or _IS_HIP:
         kernel[grid](*map(_for_triton, args), **constants)
         return
     device = torch._C._cuda_getDevice()

@@ -62,7 +62,7 @@ class Op:
             kind = type(x)
             if (kind is not Tensor and kind is not Parameter) or (graded and x.requires_grad):
                 return self._overload(*args)
-            on_cuda = x.is_cuda
+            on_cuda = on_cuda or x.is_cuda
         if not on_cuda or self._name is None:
             return self.reference(*args)
         for i in self._written:
@@ -71,18 +71,23 @@ class Op:
 
     def _launch(self, *args: Any) -> Any:
         """The launcher, with vectors (tensors of one axis: row_index, offs, bias ...) packed, as kernels read them."""
-        index = -1
+        index = None
         for i in self._tensors[: len(args)]:
             x = args[i]
             if x is None:
                 continue
-            index = x.get_device()
+            here = x.get_device()
+            if index is None:
+                index = here
+            elif here != index:  # a kernel gets an address, and nobody would look whose it is
+                raise ValueError(f"{self._arguments[i].name}: got device {x.device}, want one for all tensors")
             if x.ndim == 1 and i not in self._written:
                 if x.dtype in _INTEGERS and x.dtype not in self._index_dtypes:
                     wanted = " or ".join(map(str, self._index_dtypes))
                     raise ValueError(f"{self._arguments[i].name}: got {x.dtype}, want {wanted}")
                 if not x.is_contiguous():
                     args = (*args[:i], x.contiguous(), *args[i + 1 :])
+        assert index is not None
         if not runs_on(index):
             _log_that_it_is_slow(index)
             return self.reference(*args)

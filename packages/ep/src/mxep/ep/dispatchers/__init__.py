@@ -59,6 +59,7 @@ def make_dispatcher(
         made = LocalDispatcher(num_experts, capacity=capacity)
     twin = unused_twin(made)
     if twin is None:
+        made.shared = True
         return made
     twin.uses += 1
     return twin

@@ -64,10 +64,11 @@ def find_dispatcher(key: str) -> TokenDispatcher:
 
 
 def unused_twin(made: TokenDispatcher) -> TokenDispatcher | None:
-    """A living dispatcher like the one that was `made`, before which nothing was dispatched."""
+    """A living dispatcher like the one that was `made`, for layers to share, through which nothing was dispatched."""
     for each in _dispatchers.values():
         # Names of groups are used again once a group was destroyed.
-        if each is not made and each.shapes == made.shapes and each.group is made.group and each.uses and not each.used:
+        alike = each.shapes == made.shapes and each.group is made.group
+        if each is not made and each.shared and alike and each.uses and not each.used:
             return each
     return None
 
@@ -176,7 +177,7 @@ class TokenDispatcher(ABC):
         self._counts: dict[torch.device, Tensor] = {}
         """As plans count, since the last check: the most rows needed, sums of the others."""
         self._room = (0, 0, 0, 0)
-        """T_max, K, multiple and R_max of the largest plan."""
+        """T_max, K, alignment and R_max of the largest plan."""
         facts: dict[str, object] = {"group": self.group and self.group.group_name, "world_size": self.world_size}
         facts |= {"num_experts": num_experts, "capacity": repr(self.capacity)} | (sizes or {})
         self.shapes = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
@@ -189,6 +190,8 @@ class TokenDispatcher(ABC):
     spans_ranks = True
     used = False
     """Whether anything was dispatched."""
+    shared = False
+    """Whether :func:`make_dispatcher` made it, so that it may give it to others; who makes one has it alone."""
     borrows = False
     """Whether slots are the dispatcher's, and written again by a later exchange."""
     row_dtype: torch.dtype | None = None

@@ -99,9 +99,11 @@ def _zero(device: torch.device) -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=device)  # a replay wants it zeroed again
     index = torch._C._cuda_getDevice()
     zeros = _zeros.setdefault((index, torch._C._cuda_getCurrentRawStream(index)), [])
-    if not zeros:
-        zeros.extend(torch.zeros((64, 1), dtype=torch.int32, device=device).unbind())
-    return zeros.pop()
+    while True:
+        try:
+            return zeros.pop()  # not asked before whether there is one: another thread of this stream may take the last
+        except IndexError:
+            zeros.extend(torch.zeros((64, 1), dtype=torch.int32, device=device).unbind())
 
 
 def _launch(
