@@ -11,7 +11,7 @@ from .capacity import Capacity, CapacityExceeded
 from .direct import GroupedRows, dispatch_to_rows
 from .exchange import CombineHandle, DispatchHandle, Slots, combine, dispatch
 from .nvshmem import NvshmemTransport
-from .plan import DROPPED, RoutingPlan, make_plan
+from .plan import DROPPED, RoutingPlan, make_plan, narrow_ids
 from .rows import gather_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
@@ -40,5 +40,6 @@ __all__ = [
     "dispatch_to_rows",
     "gather_rows",
     "make_plan",
+    "narrow_ids",
     "sum_slots",
 ]

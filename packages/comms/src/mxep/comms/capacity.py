@@ -49,15 +49,7 @@ class Capacity:
     def exact() -> "Capacity":
         return Capacity("exact")
 
-    def rows(
-        self,
-        num_sources: int,
-        max_tokens: int,
-        top_k: int,
-        *,
-        num_local_experts: int,
-        alignment: int,
-    ) -> int:
+    def rows(self, num_sources: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> int:
         """R_max, a multiple of ``alignment``. Not of ``exact``: only a step's tables know it."""
         assert self.kind != "exact"
         padding = num_local_experts * (alignment - 1)

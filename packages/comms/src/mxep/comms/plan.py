@@ -108,7 +108,7 @@ def make_plan(
     if num_experts is not None and first_expert + num_local_experts > num_experts:
         raise ValueError(f"experts {first_expert} to {first_expert + num_local_experts - 1}: got {num_experts} in all")
     bound = ANY_ID if num_experts is None else num_experts
-    if expert_ids.is_cpu:
+    if expert_ids.is_cpu and type(expert_ids) is Tensor:  # a fake tensor has no ids
         check_ids(expert_ids[_live(expert_ids, num_tokens)], bound)
 
     capacity = Capacity.worst_case() if capacity is None else capacity
@@ -126,7 +126,7 @@ def make_plan(
 
 
 def narrow_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
-    """As int32. Clamped first, so that no invalid int64 wraps around into a valid id."""
+    """The ids as int32, the tensor itself if it is. Clamped first: no invalid int64 wraps around into a valid id."""
     return expert_ids if expert_ids.dtype == torch.int32 else expert_ids.clamp(-2, num_experts).int()
 
 

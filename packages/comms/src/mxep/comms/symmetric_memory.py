@@ -29,11 +29,7 @@ class SymmetricMemoryTransport(CudaTransport):
     access = "kernels"
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        device: torch.device | str | None = None,
-        timeout: float = 60.0,
+        self, group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None, timeout: float = 60.0
     ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("SymmetricMemoryTransport: got no CUDA device; on CPU use SharedMemoryTransport")

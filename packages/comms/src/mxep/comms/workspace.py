@@ -143,7 +143,7 @@ class Workspace:
         if transport.stream is not None:
             stream = current_stream(self._device_index)
             unknown = self._is_order_unknown(capture_of(stream))
-            self._join(stream)
+            self.join(stream)
             if arena.stream is not None and arena.stream != stream:
                 stream.wait_stream(arena.stream)  # after all that reads what earlier exchanges brought
             arena.stream = stream
@@ -202,12 +202,11 @@ class Workspace:
             self._done.record(stream)
             arena.done = self._done
 
-    def join(self) -> None:
-        """The current stream waits for the exchange that was last in flight, if there is one; the host does not."""
-        self._join(None)
+    def join(self, stream: torch.cuda.Stream | None = None) -> None:
+        """The current stream waits for the exchange that was last in flight, if there is one; the host does not.
 
-    def _join(self, stream: torch.cuda.Stream | None) -> None:
-        """stream: the current one, if that is known."""
+        stream: the current one, if that is known.
+        """
         arena = self.arena
         if arena.done is not None:
             stream = stream or current_stream(self._device_index)

@@ -20,11 +20,7 @@ from .shares import local_tensor
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale all gradients so that their norm over all parameters, of all ranks, is at most ``max_norm``.
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from mxep.comms import RoutingPlan
-from mxep.comms.plan import PlanTensors, plan_rows
+from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.quantize_once import weights_are_held
@@ -168,9 +167,15 @@ def _tensors(plan: RoutingPlan) -> list[Tensor]:
 def _plan_of_shapes(expert_ids: Tensor, weights: Tensor, config: LayerConfig) -> RoutingPlan:
     """What `dispatch` would plan, from fake tensors."""
     dispatcher, alignment, top_k = config.dispatcher, config.recipe.group_alignment, expert_ids.shape[1]
-    e, sizes = dispatcher.num_local_experts, dispatcher.static_tokens(expert_ids.shape[0])
+    sizes = dispatcher.static_tokens(expert_ids.shape[0])
     assert sizes is not None
-    max_rows = dispatcher.capacity.rows(*sizes, top_k, num_local_experts=e, alignment=alignment)
-    tables = expert_ids.new_empty(*sizes, top_k), weights.new_empty(*sizes, top_k), expert_ids.new_empty(sizes[0])
-    fields: PlanTensors = plan_rows(*tables, 0, e, alignment, max_rows, dispatcher.num_experts)
-    return RoutingPlan(*fields, num_tokens=tables[2], alignment=alignment)
+    return make_plan(
+        expert_ids.new_empty(*sizes, top_k),
+        weights.new_empty(*sizes, top_k),
+        expert_ids.new_empty(sizes[0]),
+        first_expert=0,
+        num_local_experts=dispatcher.num_local_experts,
+        alignment=alignment,
+        capacity=dispatcher.capacity,
+        num_experts=dispatcher.num_experts,
+    )

@@ -72,16 +72,14 @@ class Experts(nn.Module):
         and wgrad "mx", and there is no main_grad; else a break.
         """
         proj, down = self.gate_up_proj, self.down_proj
-        main_grads = _main_grad(self.gate_up_proj), _main_grad(self.down_proj)
-        compiling = torch.compiler.is_compiling() and main_grads == (None, None)
-        if compiling and isinstance(backend, str) and compiles(dispatcher, recipe, backend):
-            named: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
-            experts = local_weight(proj), local_weight(down)
-            return compiled_layer(x, expert_ids, weights, *experts, wgrad_scale=wgrad_scale, **named), None
+        main_grads = _main_grad(proj), _main_grad(down)
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
-        how |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
-        run = _run_between_graphs if torch.compiler.is_compiling() else _run  # the former costs 7 us a call
-        return run(x, expert_ids, weights, proj, down, **how)
+        how["wgrad_scale"] = wgrad_scale
+        compiling = torch.compiler.is_compiling()
+        if compiling and main_grads == (None, None) and compiles(dispatcher, recipe, backend):
+            return compiled_layer(x, expert_ids, weights, local_weight(proj), local_weight(down), **how), None
+        run = _run_between_graphs if compiling else _run  # the former costs 7 us a call
+        return run(x, expert_ids, weights, proj, down, main_grads=main_grads, **how)
 
 
 class SharedExpert(nn.Module):
@@ -126,10 +124,9 @@ def _run(
         config = LayerConfig(dispatcher, recipe, select(backend, x.device), main_grads, wgrad_scale)
         return route_through_experts(x, expert_ids, weights, proj, down, config=config)
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
-    ends = routing.plan.offs
-    options: dict[str, Any] = {"recipe": recipe, "backend": backend}
+    options: dict[str, Any] = {"row_weight": row_weight, "recipe": recipe, "backend": backend}
     options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
-    y = expert_mlp(rows, local_weight(proj), local_weight(down), ends, row_weight=row_weight, **options)
+    y = expert_mlp(rows, local_weight(proj), local_weight(down), routing.plan.offs, **options)
     return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep import quant
+from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
 
@@ -90,10 +91,9 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
             f"the dispatcher has room for rows of {widest}, got {x.dtype}: cast x, or make the layer "
             f"(or its dispatcher) with dtype={x.dtype}"
         )
+    ids = narrow_ids(expert_ids, dispatcher.num_experts)
     # A copy of its own, which backward reads.
-    if expert_ids.dtype == torch.int32:
-        return expert_ids.clone(memory_format=torch.contiguous_format)
-    return expert_ids.clamp(-2, dispatcher.num_experts).int()  # no int64 wraps around into a valid id
+    return ids.clone(memory_format=torch.contiguous_format) if ids is expert_ids else ids
 
 
 @_between_graphs

@@ -52,13 +52,7 @@ class LayerConfig:
 
 
 def route_through_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    *,
-    config: LayerConfig,
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, config: LayerConfig
 ) -> tuple[Tensor, Routing]:
     """out (T, D), the weighted sum over each token's experts of their MLPs, and where the rows went.
 

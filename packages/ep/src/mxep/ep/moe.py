@@ -81,18 +81,10 @@ class MoE(nn.Module):
         if gradient_reduction not in ("mean", "sum"):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', got {gradient_reduction!r}")
         mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
+        limits: dict[str, Any] = {"capacity": capacity, "max_tokens": max_tokens, "timeout": timeout}
         if isinstance(dispatcher, str):
-            dispatcher = make_dispatcher(
-                dispatcher,
-                num_experts,
-                dim=dim,
-                dtype=dtype,
-                group=ranks,
-                capacity=capacity,
-                max_tokens=max_tokens,
-                timeout=timeout,
-            )
-        elif any(given is not None for given in (capacity, max_tokens, timeout)):
+            dispatcher = make_dispatcher(dispatcher, num_experts, dim=dim, dtype=dtype, group=ranks, **limits)
+        elif any(limit is not None for limit in limits.values()):
             raise ValueError("capacity, max_tokens and timeout belong to the dispatcher: set them there, not beside it")
         elif dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {dispatcher.num_experts} experts, the layer has {num_experts}")
@@ -108,14 +100,7 @@ class MoE(nn.Module):
         self.backend = backend
         self.gradient_reduction = gradient_reduction
         self.router = Router(dim, num_experts, top_k, device=device) if router is None else router
-        self.experts = Experts(
-            dim,
-            hidden_dim,
-            num_experts,
-            mesh=mesh,
-            device=device,
-            dtype=dtype,
-        )
+        self.experts = Experts(dim, hidden_dim, num_experts, mesh=mesh, device=device, dtype=dtype)
         shared_dim = num_shared_experts * hidden_dim
         self.shared = SharedExpert(dim, shared_dim, device=device, dtype=dtype) if num_shared_experts else None
         self.last_routing = None

@@ -51,9 +51,7 @@ class ExpertParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         self.dispatcher = dispatcher
-        self.capacity = capacity
-        self.max_tokens = max_tokens
-        self.timeout = timeout
+        self.limits: dict[str, Any] = {"capacity": capacity, "max_tokens": max_tokens, "timeout": timeout}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MoE) or isinstance(module.experts.gate_up_proj, DTensor):
@@ -65,9 +63,7 @@ class ExpertParallel(ParallelStyle):
             dim=module.dim,
             dtype=experts.gate_up_proj.dtype,
             group=group_of(device_mesh),
-            capacity=self.capacity,
-            max_tokens=self.max_tokens,
-            timeout=self.timeout,
+            **self.limits,
         )
         for name, weight in list(experts.named_parameters(recurse=False)):
             sharded = nn.Parameter(

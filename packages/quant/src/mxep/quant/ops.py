@@ -31,7 +31,6 @@ from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
 from mxep.quant.shapes import empty_2d, empty_both, empty_columns, empty_picked, empty_rows, num_rows
 
 NAN_ELEMENT = 0x7F
-_KERNELS = "mxep.quant.kernels"
 
 
 def encode(blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
@@ -65,7 +64,7 @@ def encode_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) ->
 @op(
     "mxep::quantize_rows",
     fake=lambda x, dtype, mode, block_size: empty_rows(x, dtype, block_size),
-    launcher=f"{_KERNELS}.rows:quantize_rows",
+    launcher="mxep.quant.kernels.rows:quantize_rows",
 )
 def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K) `dtype`, scale (..., K/block_size) e8m0."""
@@ -75,7 +74,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
 @op(
     "mxep::quantize_columns",
     fake=lambda x, dtype, mode, block_size: empty_columns(x, dtype, block_size),
-    launcher=f"{_KERNELS}.columns:quantize_columns",
+    launcher="mxep.quant.kernels.columns:quantize_columns",
 )
 def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., N, K) bf16 | fp32 | fp16 -> qdata (..., K, N) `dtype`, scale (..., N/block_size, K) e8m0."""
@@ -85,7 +84,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 @op(
     "mxep::quantize_both",
     fake=lambda x, dtype, mode, block_size: empty_both(x, dtype, block_size),
-    launcher=f"{_KERNELS}.columns:quantize_both",
+    launcher="mxep.quant.kernels.columns:quantize_both",
 )
 def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (..., N, K) -> qdata of quantize_rows, their scale transposed, what quantize_columns gives."""
@@ -101,7 +100,7 @@ def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
         *empty_rows(x, dtype, x.shape[-1]),
         x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=torch.float32),
     ),
-    launcher=f"{_KERNELS}.per_row:quantize_per_row",
+    launcher="mxep.quant.kernels.per_row:quantize_per_row",
 )
 def quantize_per_row(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., N, K) -> what quantize_rows gives for blocks of K; the amax of each column, (..., K) fp32."""
@@ -111,7 +110,7 @@ def quantize_per_row(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, 
 @op(
     "mxep::quantize_per_column",
     fake=lambda x, amax, dtype, mode: empty_columns(x, dtype, x.shape[-2]),
-    launcher=f"{_KERNELS}.per_row:quantize_per_column",
+    launcher="mxep.quant.kernels.per_row:quantize_per_column",
 )
 def quantize_per_column(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
     """x (..., N, K), its columns' amax (..., K) fp32 -> what quantize_columns gives for blocks of N."""
@@ -122,7 +121,7 @@ def quantize_per_column(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) 
 @op(
     "mxep::quantize_2d",
     fake=lambda x, dtype, mode, block_size: empty_2d(x, dtype, block_size),
-    launcher=f"{_KERNELS}.rows:quantize_2d",
+    launcher="mxep.quant.kernels.rows:quantize_2d",
 )
 def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., N, K) bf16 | fp32 | fp16 -> qdata (..., N, K) `dtype`, scale (..., N/block_size, K/block_size) e8m0."""
@@ -198,7 +197,7 @@ def dequantize(
     fake=lambda qdata, scale, row_index: tuple(
         x.new_empty(x.shape) if row_index is None else empty_picked(x, row_index) for x in (qdata, scale)
     ),
-    launcher=f"{_KERNELS}.gather:materialize",
+    launcher="mxep.quant.kernels.gather:materialize",
 )
 def materialize(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
     """qdata (S, K), scale (S, K/block_size), row_index int32 (R,) -> qdata (R, K), scale (R, K/block_size); -1: zeros.

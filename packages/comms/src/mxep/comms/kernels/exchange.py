@@ -77,15 +77,15 @@ class KernelExchange:
         if len(payload) > dispatch.MOST_PARTS:
             payload = (torch.cat(tuple(payload), 1),)
         part0, part1 = dispatch.as_words(payload[0], 0), None
-        key: tuple[Any, ...] = step, num_sms, part0.dtype, part0.shape[1]
+        sms = min(num_sms or self.max_sms, self.max_sms)
+        key: tuple[Any, ...] = step, sms, part0.dtype, part0.shape[1]
         if len(payload) > 1:
             part1 = dispatch.as_words(payload[1], payload[0].shape[1])
             key = *key, part1.dtype, part1.shape[1]
         if key not in self._dispatches:
-            self._dispatches[key] = self._dispatch_constants(step, num_sms, part0, part1)
+            self._dispatches[key] = self._dispatch_constants(step, sms, part0, part1)
         op_id, tile_tokens, constants = self._dispatches[key]
         tokens, layout = expert_ids.shape[0], self.layout
-        sms = self.max_sms if num_sms is None else min(num_sms, self.max_sms)
         block_t = dispatch.tokens_per_tile(tile_tokens, tokens, sms)
         launch(dispatch.dispatch_kernel, (max(1, min(-(-tokens // block_t), sms)),),
             expert_ids, *to_rows, part0, part1, buffer.pointers, self.state, tokens, layout.max_tokens, self.rank,
@@ -94,10 +94,9 @@ class KernelExchange:
         )  # fmt: skip
 
     def _dispatch_constants(
-        self, step: str, num_sms: int | None, part0: Tensor, part1: Tensor | None
+        self, step: str, sms: int, part0: Tensor, part1: Tensor | None
     ) -> tuple[int, int, dict[str, Any]]:
         """(op id, tokens of the largest tile, constexprs)."""
-        sms = self.max_sms if num_sms is None else min(num_sms, self.max_sms)
         last = part0 if part1 is None else part1
         block0 = next_power_of_2(part0.shape[1])
         bytes0 = part0.shape[1] * part0.itemsize
@@ -125,7 +124,7 @@ class KernelExchange:
         values: Tensor | None,
         num_sms: int | None = None,
     ) -> None:
-        key = rows.dtype, rows.shape[1], num_sms
+        key = rows.dtype, rows.shape[1], min(num_sms or self.max_sms, self.max_sms)
         if key not in self._combines:
             self._combines[key] = self._combine_constants(*key)
         programs, scalars, constants = self._combines[key]
@@ -136,12 +135,10 @@ class KernelExchange:
             **constants, **self._clock, num_warps=combine.NUM_WARPS, maxnreg=combine.MAX_REGISTERS,
         )  # fmt: skip
 
-    def _combine_constants(
-        self, dtype: torch.dtype, dim: int, num_sms: int | None
-    ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    def _combine_constants(self, dtype: torch.dtype, dim: int, sms: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
         """(programs, scalars, constexprs)."""
         layout, block = self.layout, next_power_of_2(dim)
-        programs = combine.PER_SM * (self.max_sms if num_sms is None else min(num_sms, self.max_sms))
+        programs = combine.PER_SM * sms
         most = combine.TILE_BYTES // (block * dtype.itemsize)
         block_t = dispatch.tokens_per_tile(most, layout.max_tokens, programs)
         tiles = max(1, -(-layout.max_tokens // block_t))

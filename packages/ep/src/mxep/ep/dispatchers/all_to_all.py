@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, gather_rows, sum_slots
-from mxep.comms.plan import narrow_ids
+from mxep.comms import Capacity, gather_rows, narrow_ids, sum_slots
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher
 

@@ -288,14 +288,7 @@ class TokenDispatcher(ABC):
         return f"rows did not fit {self.capacity}, {max_rows} on each rank: {lost}; the step is not usable, {cure}"
 
     def _plan(
-        self,
-        ids: Tensor,
-        weights: Tensor,
-        num_tokens: Tensor,
-        *,
-        alignment: int,
-        capacity: Capacity,
-        invalid: int = 0,
+        self, ids: Tensor, weights: Tensor, num_tokens: Tensor, *, alignment: int, capacity: Capacity, invalid: int = 0
     ) -> RoutingPlan:
         """invalid: ids that are not in the tables any more."""
         self.used = True
@@ -312,15 +305,11 @@ class TokenDispatcher(ABC):
         if invalid:
             plan.counts[-1] += invalid
         self._room = max(self._room, (ids.shape[1], ids.shape[2], alignment, plan.max_rows))
-        self._count(plan.counts)
-        return plan
-
-    def _count(self, counts: Tensor) -> None:
+        counts, owners = plan.counts, len(plan.counts) // 2
         total = self._counts.get(counts.device)
         if total is None:
-            zeros = made_to_stay(counts.device, lambda: torch.zeros_like(counts))
-            total = self._counts[counts.device] = zeros
-        owners = len(counts) // 2
+            total = self._counts[counts.device] = made_to_stay(counts.device, lambda: torch.zeros_like(counts))
         total[owners:].add_(counts[owners:])
         needed = total[:owners]
         torch.maximum(needed, counts[:owners], out=needed)
+        return plan

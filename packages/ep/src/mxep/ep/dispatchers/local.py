@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxep.comms import sum_slots
-from mxep.comms.plan import narrow_ids
+from mxep.comms import narrow_ids, sum_slots
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher
 

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, DispatchHandle, NvshmemTransport, Transport, Workspace, combine, dispatch
-from mxep.comms.plan import narrow_ids
+from mxep.comms import Capacity, DispatchHandle, NvshmemTransport, Transport, Workspace, combine, dispatch, narrow_ids
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher, made_to_stay
 from .shared import close_transport, open_transport
