@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from mxep.integration import checkpoint
