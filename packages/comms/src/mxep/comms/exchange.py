@@ -194,7 +194,7 @@ def combine(
 def check_tokens(
     workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Contiguous ids (T, K) and weights. What only this rank can know to be wrong, its peers are told."""
+    """Contiguous ids (T, K) and weights. Peers learn what only this rank can know to be wrong."""
     tokens, width = payload[0].shape[0], 0
     for part in payload:
         if part.dtype != torch.uint8 or part.ndim != 2 or part.shape[0] != tokens or not part.shape[1]:

@@ -32,29 +32,30 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return self.opdef(*args)
-        first = args[0][0] if type(args[0]) is list else args[0]
-        for arg in args:
-            for x in arg if type(arg) is list else (arg,):
-                if isinstance(x, Tensor) and (type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled())):
-                    return self.opdef(*args)
-        return self._launch(*args) if first.is_cuda else self.reference(*args)
+        tensors = _tensors_of(args)
+        for x in tensors:
+            if type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()):
+                return self.opdef(*args)
+        return self._launch(*args) if tensors[0].is_cuda else self.reference(*args)
 
     def _launch(self, *args: Any) -> Any:
         if self._launcher is None:
             module, function = self._name.split(":")
             self._launcher = getattr(importlib.import_module(f"{__package__}.kernels.{module}"), function)
-        first = args[0][0] if type(args[0]) is list else args[0]
+        first, *others = _tensors_of(args)
         index = first.get_device()
-        for arg in args:
-            for x in arg if type(arg) is list else (arg,):
-                if isinstance(x, Tensor) and x.get_device() != index:  # kernels get addresses, and nobody looks whose
-                    raise ValueError(
-                        f"{self.opdef._name}: got tensors on {first.device} and {x.device}, wanted one device"
-                    )
+        for x in others:
+            if x.get_device() != index:  # kernels get addresses, and nobody looks whose
+                raise ValueError(f"{self.opdef._name}: got tensors on {first.device} and {x.device}, wanted one device")
         if index == torch._C._cuda_getDevice():
             return self._launcher(*args)
         with torch.cuda.device(first.device):
             return self._launcher(*args)
+
+
+def _tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
+    flat = (x for arg in args for x in (arg if type(arg) is list else (arg,)))
+    return [x for x in flat if isinstance(x, Tensor)]
 
 
 def op(name: str, fake: Callable[..., Any], launcher: str) -> Callable[[Callable[..., Any]], Op]:

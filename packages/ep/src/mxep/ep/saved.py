@@ -3,12 +3,12 @@
     rows      (S, D) slots, or (R_max, D) where these are no more   if gate_up_proj has a gradient
     gate_up   (R_max, 2F)
     h         (R_max, F)                                            if down_proj has a gradient
-    later     of both weights, what helps to make their columns: their magnitudes (e, D) and (e, F) fp32 for a backend
-              that wants one scale a column, tiles, which serve both ways, or nothing
+    later     of both weights, what helps to quantize them colwise: their amax (e, D) and (e, F) fp32 for a backend that
+              wants one scale a column, 2-D blocks, which serve both ways, or nothing
 
-rows, h and tiles are qdata and scales, two tensors; with a recipe that quantizes nothing rows and h are one, in x's
-dtype. Slots lie under the plan's index. All of it follows from the recipe, the backend, what has gradients, and sizes:
-nobody remembers what a list holds, and a compiler learns its shapes without running anything.
+rows, h and 2-D blocks are qdata and scales, two tensors; with a recipe that quantizes nothing rows and h are one, in
+x's dtype. Slots lie under the plan's index. All of it follows from the recipe, the backend, what has gradients, and
+sizes: nobody remembers what a list holds, and a compiler learns its shapes without running anything.
 
 R_max rows that fit, S slots, D model dim, F hidden dim, e local experts.
 """

@@ -2,10 +2,9 @@
 
 A dispatcher transports bytes and plans rows. All it knows of formats is the alignment of groups. Three exchanges:
 
-    dispatch    tokens to their experts, with their ids and weights; makes the plan   (dispatch forward)
-    redispatch  other bytes of the same tokens, by that plan                          (combine backward)
-    combine     rows home, summed                                                     (combine forward, dispatch
-    backward)
+    dispatch    tokens to their experts, with their ids and weights; makes the plan   (forward)
+    redispatch  other bytes of the same tokens, by that plan                          (backward of combine)
+    combine     rows home, summed                                                     (forward; backward of dispatch)
 
 Each returns a handle. Where the dispatcher can, the exchange runs on a communication stream until `wait()`.
 

@@ -1,7 +1,7 @@
-"""SymmetricDispatcher: symmetric-memory stores, one barrier a move, no host sync, no collective.
+"""SymmetricDispatcher: symmetric-memory stores, one barrier an exchange, no host sync, no collective.
 
-A token travels once per destination rank; the receiver plans alone. Workspaces are made at a send of new sizes: only
-then the ranks talk through collectives. All of a group's lie in one pair of buffers (`shared.py`).
+A token travels once per destination rank; each receiver makes its own plan. Workspaces are made at a dispatch of new
+sizes: only then the ranks talk through collectives. All of a group's lie in one pair of buffers (`shared.py`).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return tuple(self._opened.values()) if self._given is None else (self._given,)
 
     def _workspace(self, expert_ids: Tensor) -> Workspace:
-        """For a send of these ids."""
+        """For a dispatch of these ids."""
         device, (tokens, top_k) = expert_ids.device, expert_ids.shape
         max_tokens = self.max_tokens or self._most_tokens.get(device) or self._ask_most(tokens, device)
         found = self._workspaces.get((device, max_tokens, top_k))
