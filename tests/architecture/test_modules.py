@@ -23,7 +23,7 @@ PACKAGES = {
 }
 MOST_LINES = 350
 # Besides a package's `__all__`, with a line each in its README.
-PUBLIC_MODULES = {"mxep.quant.device", "mxep.quant.launch", "mxep.quant.op"}
+PUBLIC_MODULES = {"mxep.quant.device", "mxep.quant.launch", "mxep.quant.op", "mxep.quant.replay"}
 
 
 def name_of(path: Path) -> str:
@@ -154,8 +154,9 @@ def test_public_modules_are_in_the_readme(module: str) -> None:
     assert f"| `{module}` |" in (package.parents[2] / "README.md").read_text()
 
 
-def test_quant_and_comms_launch_kernels_alike() -> None:
-    quant, comms = (PACKAGES[name] / "launch.py" for name in ("quant", "comms"))
+@pytest.mark.parametrize("file", ["launch.py", "recorder.py"])
+def test_quant_and_comms_launch_kernels_alike(file: str) -> None:
+    quant, comms = (PACKAGES[name] / file for name in ("quant", "comms"))
     assert quant.read_bytes() == comms.read_bytes(), (
         f"{quant.relative_to(ROOT)} and {comms.relative_to(ROOT)} are one file twice, as comms may not import quant: "
         "make the same change in both"

@@ -17,7 +17,7 @@ from mxep.comms import plan
 from mxep.comms.kernels import plan as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FIELDS = ("row_source", "row_slot", "row_weight", "slot_rows", "offs", "group_sizes", "counts")
+FIELDS = ("row_source", "row_slot", "row_weight", "slot_rows", "offs", "group_sizes", "counts", "num_tokens")
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
@@ -118,7 +118,11 @@ def check_plan(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 def test_the_kernels_make_the_plan_of_the_reference(name):
     case = (CASES | LARGE)[name]
     args = case.plan(case.tables())
-    check_plan(kernels.make_plan(*on_device(args)), plan.plan_rows.reference(*args))
+    owners = case.E // case.e if case.E % case.e == 0 else 1
+    running = torch.randint(0, 2 * case.T + 1, (2 * owners + 1,))
+    got = running.to(DEVICE, copy=True)
+    check_plan(kernels.make_plan(*on_device(args), got), plan.plan_rows.reference(*args, running))
+    assert_bitwise(got.cpu(), running, "running counts")
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=needs_gpu) for name in LARGE)])
@@ -141,7 +145,7 @@ def test_destinations_are_the_rows_of_the_owners_plans(name):
     slots = slice(rank * case.T, rank * case.T + case.T)
     want = torch.full((case.T, case.K), -1, dtype=torch.int32)
     for first in range(0, case.E, case.e):
-        *_, slot_rows, _, _, _ = plan.plan_rows(*valid, first, *case.plan(valid)[4:])
+        *_, slot_rows, _, _, _, _ = plan.plan_rows(*valid, first, *case.plan(valid)[4:], None)
         want = torch.where(slot_rows[slots] == -1, want, slot_rows[slots])
     assert_bitwise(plan.plan_destinations(*case.destinations(tables, rank, case.T)), want, "rows")
 
@@ -153,7 +157,7 @@ def test_order_carries_over_the_tiles_of_a_program(monkeypatch):
     assert three_tiles // 3 * 2 < case.T * case.K < three_tiles
     monkeypatch.setattr(kernels, "_shape", lambda *sizes: (experts, segments, three_tiles, 1))
     tables = case.tables()
-    check_plan(kernels.make_plan(*on_device(case.plan(tables))), plan.plan_rows.reference(*case.plan(tables)))
+    check_plan(kernels.make_plan(*on_device(case.plan(tables))), plan.plan_rows.reference(*case.plan(tables), None))
     args = case.destinations(tables, 1, case.T)
     assert_bitwise(kernels.plan_destinations(*on_device(args)).cpu(), plan.plan_destinations.reference(*args), "rows")
 
@@ -163,14 +167,14 @@ def test_token_numbers_that_cannot_be_are_taken_for_none_or_all():
     ids, weights, _ = case.tables()
     tables = ids, weights, torch.tensor([-5, 2**31 - 1, 20, 0], dtype=torch.int32)
     args = case.plan(tables)
-    check_plan(kernels.make_plan(*on_device(args)), plan.plan_rows.reference(*args))
+    check_plan(kernels.make_plan(*on_device(args)), plan.plan_rows.reference(*args, None))
 
 
 @needs_gpu
 def test_ops_pass_opcheck_on_a_gpu():
     case = CASES["16 ranks"]
     tables = case.tables()
-    opcheck(plan.plan_rows.opdef, on_device(case.plan(tables)))
+    opcheck(plan.plan_rows.opdef, [*on_device(case.plan(tables)), None])
     opcheck(plan.plan_destinations.opdef, on_device(case.destinations(tables, 1, 5)))
 
 

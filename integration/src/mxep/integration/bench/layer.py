@@ -1,13 +1,14 @@
 """bench=layer: the layer of mxep.ep on all ranks, forward and backward, beside the baseline in bf16, in one run.
 
     layer    every case of layer_cases, balanced routing
+    eager    some of them, launched by the host as a user's own loop does, not as graphs
     stages   kernels of mxep and of the baseline, by stage (layer_stages)
     skew     some cases, where expert i is as likely as 1 / (i + 1)
     memory   peak memory by capacity; in use: over the baseline's
     host     what calls cost the host, at shapes "host" (layer_host)
 
 ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's. mxep's are
-               replays of one CUDA graph a step
+               replays of one CUDA graph a step, but in eager
 x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
 TF             flops of valid rows over ms (layer_work)
 peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
@@ -41,6 +42,7 @@ from .run import Bench, table
 
 CASES_OF = {
     "layer": (BASELINE, "baseline fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric"),
+    "eager": (BASELINE, MX, "fp8/symmetric", "bf16/symmetric"),
     "stages": (BASELINE, MX),
     "memory": (BASELINE, MX, f"{MX}, worst_case", f"{MX}, exact"),
     "skew": (BASELINE, MX, "bf16/symmetric"),
@@ -59,6 +61,7 @@ PICTURED = ("stages",)
 TIMES = "fwd ms, ms, x bf16, TF, peak GiB, floor ms, of floor, MHz, W, dB"
 SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
+    "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
     "memory": table(f"memory; in use: over {BASELINE}", "model, what", "peak GiB, outside GiB, in use"),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
@@ -98,19 +101,20 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
                 skew = float(section == "skew")
                 p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed))
                 timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)  # main_grad adds up
-                yield from MEASURED[section](At(bench, p, timer, opened), names)
+                yield from MEASURED[section](At(bench, p, timer, opened, in_graph=section != "eager"), names)
         except FailedOnRanks as error:
             yield {"what": "all", **failure(error)}
 
 
 @dataclass(frozen=True)
 class At:
-    """A problem, and what sections need. opened: closes what is made."""
+    """A problem, and what sections need. opened: closes what is made. in_graph: whether graphs are replayed."""
 
     bench: Bench
     p: Problem
     timer: Timer
     opened: ExitStack
+    in_graph: bool
 
     def make(self, case: Case) -> Layer:
         """Collective. Raises FailedOnRanks."""
@@ -122,7 +126,7 @@ class At:
         self, layer: Layer, call: Call, inspect: Callable[[Tensors], None] | None = None, seconds: float | None = None
     ) -> Run:
         """A graph, or launched by the host where the layer is not made for one. Collective. Raises FailedOnRanks."""
-        graph = "may" if layer.in_graph else "never"
+        graph = "may" if layer.in_graph and self.in_graph else "never"
         return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, layer.reset, inspect))
 
 
@@ -210,6 +214,7 @@ def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
 
 MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {
     "layer": _timed,
+    "eager": _timed,
     "stages": _stages,
     "memory": _memory,
     "skew": _timed,

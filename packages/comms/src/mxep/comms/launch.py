@@ -14,6 +14,8 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from .recorder import recorder
+
 _IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
 """By the key: what was compiled, its constexprs in order, and the kernel, whose id is part of the key."""
@@ -37,24 +39,31 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     constants: constexprs, which follow them in the kernel's signature, and options such as num_warps.
     """
     hooks = knobs.runtime.launch_enter_hook
+    listening = recorder()
     # Interpreted, profiled, or on an AMD GPU, where kernels are specialized for the bytes of a storage, too.
     if not isinstance(kernel, JITFunction) or getattr(hooks, "calls", hooks) or _IS_HIP:
         kernel[grid](*map(_for_triton, args), **constants)
+        if listening is not None:
+            listening.fail("launched by Triton")
         return
     device = torch._C._cuda_getDevice()
     facts, values = _reader(*map(type, args))(*args)
     key = id(kernel), device, facts, *constants.items()
     found = _compiled.get(key)
+    x, y, z = (*grid, 1, 1)[:3]
     if found is None:
         compiled = kernel[grid](*map(_for_triton, args), **constants)
         if isinstance(compiled, CompiledKernel):
             _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
+        if listening is not None:
+            listening.compiled = True
         return
     compiled, constexprs, _ = found
-    x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
     how = compiled.function, compiled.packed_metadata, None, None, None
     compiled.run(x, y, z, stream, *how, *values, *constexprs)
+    if listening is not None:
+        listening.launched(compiled, (x, y, z), args, constexprs)
 
 
 @functools.cache

@@ -6,11 +6,13 @@ about 40 us. In graphs, with fake tensors, subclasses or gradients it goes throu
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .recorder import recorder
 
 
 class Op:
@@ -20,17 +22,19 @@ class Op:
         reference: the plain-torch function. opdef: the op of `torch.library`.
     """
 
-    def __init__(self, name: str, fake: Callable[..., Any], launcher: str, reference: Callable[..., Any]) -> None:
+    def __init__(
+        self, name: str, fake: Callable[..., Any], launcher: str, mutates_args: Sequence[str], reference: Any
+    ) -> None:
         functools.update_wrapper(self, reference)
         self.reference = reference
-        self.opdef = torch.library.custom_op(name, reference, mutates_args=())
+        self.opdef = torch.library.custom_op(name, reference, mutates_args=mutates_args)
         self.opdef.register_fake(fake)
         self.opdef.register_kernel("cuda")(self._launch)
         self._name = launcher
         self._launcher: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and recorder() is None):
             return self.opdef(*args)
         tensors = _tensors_of(args)
         for x in tensors:
@@ -58,10 +62,12 @@ def _tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
     return [x for x in flat if isinstance(x, Tensor)]
 
 
-def op(name: str, fake: Callable[..., Any], launcher: str) -> Callable[[Callable[..., Any]], Op]:
+def op(
+    name: str, fake: Callable[..., Any], launcher: str, mutates_args: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Op]:
     """Make a function of tensors, its reference, an :class:`Op`.
 
     name: ``"mxep::..."``. fake: the shapes of its results. launcher: ``"module:function"`` of `kernels`, imported (with
     Triton) at the first call on CUDA. The first argument, or its first element, is a tensor and says where to run.
     """
-    return lambda reference: Op(name, fake, launcher, reference)
+    return lambda reference: Op(name, fake, launcher, mutates_args, reference)

@@ -16,6 +16,7 @@ Rows of an expert are ordered by (source rank, token, place in the token's list)
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from .ops import op
 DROPPED = -2
 """In ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
 
-PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def make_plan(
     alignment: int,
     capacity: Capacity | None = None,
     num_experts: int | None = None,
+    running: Tensor | None = None,
 ) -> RoutingPlan:
     """Plan the rows of experts first_expert .. first_expert + num_local_experts - 1.
 
@@ -98,6 +100,7 @@ def make_plan(
         capacity: bound on rows, default :meth:`Capacity.worst_case`. Only ``exact`` reads from the device.
         num_experts: E, the bound that makes an id invalid; None checks only for ids below -1. A multiple of
             num_local_experts, where owners have equal shares: then overflow is counted for all of them.
+        running: what earlier plans counted, as ``counts``, which is updated: the most rows needed, sums of the others.
 
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """
@@ -118,10 +121,13 @@ def make_plan(
     else:
         max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, alignment=alignment)
     sizes = first_expert, num_local_experts, alignment, max_rows, bound
-    fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes)
-    plan = RoutingPlan(*fields, num_tokens=num_tokens.clone(), alignment=alignment)
-    if capacity.kind == "exact":
+    exact = capacity.kind == "exact"
+    fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, None if exact else running)
+    plan = RoutingPlan(*fields, alignment=alignment)
+    if exact:
         plan.overflow.zero_()  # whose R_max is not ours
+        if running is not None:
+            _count(plan.counts, running)
     return plan
 
 
@@ -137,8 +143,8 @@ def check_ids(expert_ids: Tensor, num_experts: int) -> None:
         raise ValueError(f"expert ids: got {sorted(set(wrong.tolist()))}, wanted -1 (not routed) to {num_experts - 1}")
 
 
-def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: int) -> PlanTensors:
-    _, num_local_experts, _, max_rows, num_experts = sizes
+def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: Any) -> PlanTensors:
+    _, num_local_experts, _, max_rows, num_experts, *_ = sizes
     slots = expert_ids.shape[0] * expert_ids.shape[1]
     counts = 2 * num_owners(num_experts, num_local_experts) + 1
     return (
@@ -149,13 +155,14 @@ def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: 
         expert_ids.new_empty(num_local_experts),
         expert_ids.new_empty(num_local_experts),
         expert_ids.new_empty(counts, dtype=torch.int64),
+        torch.empty_like(num_tokens),
     )
 
 
-@op("mxep::make_plan", _fake_plan, "plan:make_plan")
+@op("mxep::make_plan", _fake_plan, "plan:make_plan", mutates_args=("running",))
 def plan_rows(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
-    alignment: int, max_rows: int, num_experts: int,
+    alignment: int, max_rows: int, num_experts: int, running: Tensor | None,
 ) -> PlanTensors:  # fmt: skip
     """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them."""
     top_k = expert_ids.shape[2]
@@ -183,6 +190,9 @@ def plan_rows(
     padded_of = _round_up(sizes_of, alignment)
     live_ends = padded_of.cumsum(1) - padded_of + sizes_of
     overflow = torch.minimum((live_ends - max_rows).clamp_min(0), sizes_of).sum(1)
+    counts = torch.cat((padded_of.sum(1), overflow, wrong.sum()[None]))
+    if running is not None:
+        _count(counts, running)
     return (
         row_source.int(),
         row_slot.int(),
@@ -190,8 +200,15 @@ def plan_rows(
         row_of_pair.int().view(-1, top_k),
         ends.clamp(max=max_rows).int(),
         sizes.int(),
-        torch.cat((padded_of.sum(1), overflow, wrong.sum()[None])),
+        counts,
+        num_tokens.clone(),
     )
+
+
+def _count(counts: Tensor, running: Tensor) -> None:
+    owners = len(counts) // 2
+    running[owners:] += counts[owners:]
+    running[:owners] = torch.maximum(running[:owners], counts[:owners])
 
 
 @op(

@@ -80,8 +80,9 @@ def forward_op(
     backward: bool,
 ) -> list[Tensor]:
     config = _config(x.device, dispatcher, recipe, backend, wgrad_scale)
-    dispatched = start_dispatch(x, weights, expert_ids, config)
-    out, routing, saved = layer_forward(dispatched, gate_up_proj, down_proj, config, backward, (needs[0], needs[1]))
+    with torch.no_grad():
+        dispatched = start_dispatch(x, weights, expert_ids, config)
+        out, routing, saved = layer_forward(dispatched, gate_up_proj, down_proj, config, backward, (needs[0], needs[1]))
     if not backward:
         return [out]
     if weights_are_held():
@@ -121,7 +122,8 @@ def backward_op(
     saved, fields = saved[: -len(PLAN)], dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
     routing = Routing(plan, expert_ids, config.dispatcher.num_local_experts)
-    grads = layer_backward(d_out, saved, gate_up_proj, down_proj, routing, config, (needs[0], needs[1]))
+    with torch.no_grad():
+        grads = layer_backward(d_out, saved, gate_up_proj, down_proj, routing, config, (needs[0], needs[1]))
     return [grad for grad in grads if grad is not None]
 
 

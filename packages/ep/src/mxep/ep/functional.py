@@ -35,7 +35,7 @@ from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
 
 from .dispatchers.base import Routing, TokenDispatcher
-from .wire_format import WireFormat
+from .wire_format import WireFormat, pack
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -149,13 +149,14 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, expert_ids: Tensor, dispatcher: TokenDispatcher, recipe: Recipe
     ) -> tuple[Tensor, Tensor, Routing]:
-        payload, wire = WireFormat.pack(recipe.quantize_activation(x))
+        payload = tuple(pack([x], recipe, recipe.fmt))
         alignment = recipe.group_alignment
         slots, routing = dispatcher.dispatch(payload, expert_ids, weights, alignment=alignment).wait()
         ctx.dispatcher, ctx.routing, ctx.dtype = dispatcher, routing, x.dtype
         # Detached: the output gets a grad_fn, and the plan that this node keeps must not point back at it.
-        rows = wire.rows(slots, routing.plan, copy=dispatcher.borrows)
-        return rows, routing.plan.row_weight.detach(), routing
+        plan, wire = routing.plan, WireFormat.of(x, recipe, recipe.fmt)
+        rows = wire.rows(slots, plan.row_slot, plan.offs, copy=dispatcher.borrows)
+        return rows, plan.row_weight.detach(), routing
 
     @staticmethod
     @once_differentiable
@@ -174,9 +175,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        payload, wire = WireFormat.pack(ctx.recipe.quantize_gradient(d_out))
-        slots = ctx.dispatcher.redispatch(payload, ctx.routing).wait()
-        return wire.rows(slots, ctx.routing.plan, copy=ctx.dispatcher.borrows), None, None, None
+        recipe, plan = ctx.recipe, ctx.routing.plan
+        slots = ctx.dispatcher.redispatch(tuple(pack([d_out], recipe, recipe.grad_fmt)), ctx.routing).wait()
+        wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
+        return wire.rows(slots, plan.row_slot, plan.offs, copy=ctx.dispatcher.borrows), None, None, None
 
 
 class _SwiGLU(torch.autograd.Function):

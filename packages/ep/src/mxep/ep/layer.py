@@ -25,12 +25,13 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import rowwise_and_saved
+from mxep.gemm.quantize_once import saved_weight, weights_are_held
 
 from .dispatchers.base import Handle, Payload, Routing, TokenDispatcher
-from .functional import checked_tokens, swiglu_backward, swiglu_forward
+from .functional import checked_tokens
 from .saved import Saved
 from .shares import Share, local_tensor
+from .steps import colwise_weights, mlp_backward, mlp_forward, pack_rows, rowwise_weights, wgrad
 from .wire_format import WireFormat
 
 
@@ -71,7 +72,8 @@ def route_through_experts(
     check_weights(x, *experts, config.dispatcher, config.recipe, config.main_grads)
     tensors = x, weights, gate_up_proj, down_proj
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    dispatched = start_dispatch(x, weights, expert_ids, config)
+    with torch.no_grad():
+        dispatched = start_dispatch(x, weights, expert_ids, config)
     try:
         out, routing = _Layer.apply(*tensors, expert_ids, config, backward, dispatched)  # type: ignore[no-untyped-call]
     except BaseException:
@@ -101,7 +103,7 @@ def check_weights(
 
 Dispatched = tuple[Handle[tuple[Payload, Routing]], WireFormat]
 """A dispatch in flight, and how to read what arrives."""
-Pending = dict[int, tuple[Tensor, Tensor]]
+Pending = dict[int, tuple[Any, Any]]
 """Of gate_up_proj (0) and down_proj (1): the gradient of their rows and the rows, for a weight gradient to come."""
 
 
@@ -137,10 +139,9 @@ class _Layer(torch.autograd.Function):
             pending: Pending = kept.operands
             if all(i in pending for i in (0, 1) if wanted[i]):
                 config, offs, grads = ctx.config, ctx.routing.plan.offs, list[Tensor | None]((None, None))
-                for i, (dy, a) in pending.items():
+                for i, operands in pending.items():
                     if wanted[i]:
-                        operands = config.backend.prepare_wgrad(dy, a, offs, config.recipe)
-                        grads[i] = weight_gradient(i, ctx.dtypes[i], operands, offs, config)
+                        grads[i] = weight_gradient(i, ctx.dtypes[i], list(operands), offs, config)
                 return None, None, *map(Share.gradient, ctx.shares, grads), None, None, None, None
         gate_up_proj, down_proj, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
@@ -155,12 +156,12 @@ class _Layer(torch.autograd.Function):
         return dx, d_weights, *map(Share.gradient, ctx.shares, grads), None, None, None, None
 
 
-@torch.no_grad()
 def start_dispatch(x: Tensor, weights: Tensor, expert_ids: Tensor, config: LayerConfig) -> Dispatched:
     """Begin to dispatch x (T, D), quantized if the recipe says so."""
-    payload, wire = WireFormat.pack(config.recipe.quantize_activation(x))
-    alignment = config.recipe.group_alignment
-    return config.dispatcher.dispatch(payload, expert_ids, weights, alignment=alignment, overlap=True), wire
+    recipe = config.recipe
+    payload = tuple(pack_rows([x], recipe, recipe.fmt))
+    handle = config.dispatcher.dispatch(payload, expert_ids, weights, alignment=recipe.group_alignment, overlap=True)
+    return handle, WireFormat.of(x, recipe, recipe.fmt)
 
 
 def layer_forward(
@@ -178,22 +179,20 @@ def layer_forward(
     """
     dispatcher, recipe, backend = config.dispatcher, config.recipe, config.backend
     handle, wire = dispatched
-    dtype = wire.dtype
     # While rows are in flight.
-    w13, later13 = rowwise_and_saved(gate_up_proj, recipe, backend, dgrad=backward)
-    w2, later2 = rowwise_and_saved(down_proj, recipe, backend, dgrad=backward)
+    quantize = rowwise_weights.direct if weights_are_held() else rowwise_weights
+    w13, amax13, w2, amax2 = quantize([gate_up_proj, down_proj], recipe, backend, backward)
     slots, routing = handle.wait()
     plan = routing.plan
     # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
-    rows = wire.rows(slots, plan, copy=backward and needs[0] and dispatcher.borrows)
-    gate_up = backend.forward(rows, w13, plan.offs, bias=None, out_dtype=dtype)
-    h = swiglu_forward(gate_up, plan.row_weight, plan.offs, recipe, folded=backend.wants_rowwise)
-    y = backend.forward(h, w2, plan.offs, bias=None, out_dtype=dtype)
+    copy, keep = backward and needs[0] and dispatcher.borrows, (backward and needs[0], backward, backward and needs[1])
+    tensors = [plan.row_slot, plan.row_weight, plan.offs, w13, w2, *slots]
+    y, rows, gate_up, h = mlp_forward(tensors, wire, recipe, backend, copy, keep)
     out, _ = dispatcher.combine(y, routing).wait()
     if not backward:
         return out, routing, []
-    saved = Saved(rows if needs[0] else None, gate_up, h if needs[1] else None, (later13, later2))
-    return out, routing, saved.flat()
+    later = saved_weight(w13, gate_up_proj, amax13), saved_weight(w2, down_proj, amax2)
+    return out, routing, Saved(rows, gate_up, h, later).flat()
 
 
 def layer_backward(
@@ -213,48 +212,47 @@ def layer_backward(
     saved: emptied, so that its memory serves the gradients of weights. needs: whether the two weights have any. wanted:
     whether those are computed now. left: takes the operands of those that are not, which nobody else holds.
     """
-    dispatcher, recipe, backend, dtype = config.dispatcher, config.recipe, config.backend, d_out.dtype
-    plan, offs = routing.plan, routing.plan.offs
+    dispatcher, recipe, backend, plan = config.dispatcher, config.recipe, config.backend, routing.plan
     experts = gate_up_proj, down_proj
     rows, gate_up, h, (later13, later2) = Saved.of(saved, plan, experts, recipe, needs, copied=dispatcher.borrows)
     saved.clear()
 
-    payload, wire = WireFormat.pack(recipe.quantize_gradient(d_out))
-    handle = dispatcher.redispatch(payload, routing, overlap=True)
-    w2, w13 = later2.colwise(recipe, backend), later13.colwise(recipe, backend)  # while rows are in flight
-    # Borrowed until the next exchange: the gradient of down_proj comes before that, and before d_h, which takes memory.
+    wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
+    handle = dispatcher.redispatch(tuple(pack_rows([d_out], recipe, recipe.grad_fmt)), routing, overlap=True)
+    # While rows are in flight.
+    quantize = colwise_weights.direct if weights_are_held() else colwise_weights
+    w2, w13 = quantize([*later2, *later13], recipe, backend)
+    del later2, later13
     waits = left is not None and h is not None and not wanted[1]
-    d_y = wire.rows(handle.wait(), plan, copy=waits and dispatcher.borrows)
-    del payload, handle
-    d_down_proj = None
-    if h is not None and wanted[1]:
-        operands = backend.prepare_wgrad(d_y, h, offs, recipe)
-        del h
-        d_down_proj = weight_gradient(1, down_proj.dtype, operands, offs, config)
-        del operands
-    elif h is not None and left is not None:
-        left[1] = d_y, h
-    d_h = backend.dgrad(d_y, w2, offs, out_dtype=dtype)
-    del d_y, w2, later2
-    options = {"folded": backend.wants_rowwise, "overwrite": True}
-    d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, plan.row_weight, offs, recipe, **options)
-    del d_h, gate_up
-    d_rows = backend.dgrad(d_gate_up, w13, offs, out_dtype=dtype)
-    del w13, later13
+    copy = waits and dispatcher.borrows
+    tensors = [plan.row_slot, plan.row_weight, plan.offs, gate_up, h if wanted[1] or waits else None, w2, w13]
+    tensors += [config.main_grads[1], *handle.wait()]
+    del gate_up, h, w2, w13, handle
+    how = wire, recipe, backend, waits, config.wgrad_scale, down_proj.dtype, copy
+    d_rows, d_row_weight, d_gate_up, d_down_proj, *pending = mlp_backward(tensors, *how)
+    if waits and left is not None:
+        left[1] = pending[0], pending[1]
     home = dispatcher.combine(d_rows, routing, d_row_weight, overlap=True)
-    del d_rows
+    del d_rows, pending
     d_gate_up_proj = None
     if rows is not None and wanted[0]:
-        operands = backend.prepare_wgrad(d_gate_up, rows, offs, recipe)
+        operands = [d_gate_up, rows]
         del d_gate_up, rows
-        d_gate_up_proj = weight_gradient(0, gate_up_proj.dtype, operands, offs, config)
+        d_gate_up_proj = weight_gradient(0, gate_up_proj.dtype, operands, plan.offs, config)
     elif rows is not None and left is not None:
         left[0] = d_gate_up, rows
     dx, d_weights = home.wait()
     return dx, d_weights, d_gate_up_proj, d_down_proj
 
 
-def weight_gradient(i: int, dtype: torch.dtype, operands: Any, offs: Tensor, config: LayerConfig) -> Tensor | None:
-    """Of gate_up_proj (0) or down_proj (1): the gradient, or None where it was added to main_grad."""
-    options: dict[str, Any] = {"out_dtype": dtype, "scale": config.wgrad_scale}
-    return config.backend.wgrad(operands, offs, accumulate_into=config.main_grads[i], **options)
+def weight_gradient(
+    i: int, dtype: torch.dtype, operands: list[Any], offs: Tensor, config: LayerConfig
+) -> Tensor | None:
+    """Of gate_up_proj (0) or down_proj (1): the gradient, or None where it was added to main_grad.
+
+    operands: the gradient of the product's rows, and its rows; the list is emptied.
+    """
+    tensors = [*operands, offs, config.main_grads[i]]
+    operands.clear()
+    gradient: Tensor | None = wgrad(tensors, config.recipe, config.backend, config.wgrad_scale, dtype)[0]
+    return gradient

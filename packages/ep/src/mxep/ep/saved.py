@@ -25,17 +25,18 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.quant import MXTensor
+from mxep.quant.replay import MXParts
 
 Needs = tuple[bool, bool]
 """Whether gate_up_proj and down_proj have gradients."""
 
 
 class Saved(NamedTuple):
-    """The list, put together: rows and h as products take them, None where no gradient needs them."""
+    """The list, put together: rows and h as the steps take them, None where no gradient needs them."""
 
-    rows: Tensor | None
+    rows: Tensor | MXParts | None
     gate_up: Tensor
-    h: Tensor | None
+    h: Tensor | MXParts | None
     later: tuple[SavedWeight, SavedWeight]
 
     def flat(self) -> list[Tensor]:
@@ -56,7 +57,7 @@ class Saved(NamedTuple):
         parts = num_parts(recipe)
         (gate_up, *rest), dtype = flat[parts * needs[0] :], flat[parts * needs[0]].dtype
         of_weights = rest[parts * needs[1] :]
-        index = None if keeps_rows(plan, copied=copied) else plan.row_slot
+        index = None if keeps_rows(plan.max_rows, len(plan.slot_rows), copied=copied) else plan.row_slot
         rows, h = _joined(flat[: parts * needs[0]], dtype, index), _joined(rest[: parts * needs[1]], dtype)
         half = len(of_weights) // 2
         later = _later(weights[0], of_weights[:half]), _later(weights[1], of_weights[half:])
@@ -75,7 +76,7 @@ class Saved(NamedTuple):
     ) -> list[Tensor]:
         """A list of the shapes and dtypes that forward would leave, from fake tensors."""
         dim, hidden_dim = weights[1].shape[1:]
-        slots = recipe.scaling != "none" and not keeps_rows(plan, copied=copied)
+        slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, len(plan.slot_rows), copied=copied)
 
         def rows(count: int, width: int, block_size: int | None) -> list[Tensor]:
             if recipe.scaling == "none":
@@ -97,33 +98,31 @@ def num_parts(recipe: Recipe) -> int:
     return 1 if recipe.scaling == "none" else 2
 
 
-def keeps_rows(plan: RoutingPlan, *, copied: bool) -> bool:
+def keeps_rows(max_rows: int, num_slots: int, *, copied: bool) -> bool:
     """Whether quantized rows are kept, instead of slots under an index: where they have to be `copied`, as slots are
     the dispatcher's, and there can be no more of them (top-1, say)."""
-    return copied and plan.max_rows <= plan.slot_rows.shape[0]
+    return copied and max_rows <= num_slots
 
 
-def _parts(x: Tensor | None) -> list[Tensor]:
-    if isinstance(x, MXTensor):
+def _parts(x: Tensor | MXParts | None) -> list[Tensor]:
+    if isinstance(x, MXTensor | MXParts):
         return [x.qdata, x.scale]
     return [] if x is None else [x]
 
 
-def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None = None) -> Tensor | None:
+def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None = None) -> Tensor | MXParts | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     qdata, scale = parts
-    return MXTensor(qdata, scale, index, -1, qdata.shape[1] // scale.shape[1], dtype, trusted=True)
+    return MXParts(qdata, scale, index, -1, qdata.shape[1] // scale.shape[1], dtype)
 
 
 def _of_weight(later: SavedWeight) -> list[Tensor]:
-    return _parts(later.weight) if isinstance(later.weight, MXTensor) else _parts(later.amax)
+    return _parts(later.weight) if isinstance(later.weight, MXTensor | MXParts) else _parts(later.amax)
 
 
 def _later(w: Tensor, parts: list[Tensor]) -> SavedWeight:
     if len(parts) < 2:
         return SavedWeight(w, parts[0] if parts else None)
     qdata, scale = parts
-    return SavedWeight(
-        MXTensor(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], w.dtype, trusted=True), None
-    )
+    return SavedWeight(MXParts(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], w.dtype), None)

@@ -8,15 +8,16 @@ comms transports the parts without knowing what they mean; `WireFormat.rows` put
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mxep.comms import RoutingPlan, gather_rows
-from mxep.quant import MXTensor
+from mxep.comms import gather_rows
+from mxep.gemm import Recipe
+from mxep.quant import MXFormat, MXTensor
 
-from .dispatchers.base import Payload
 from .saved import keeps_rows
 
 
@@ -35,25 +36,25 @@ class WireFormat:
     block_size: int = 0
 
     @staticmethod
-    def pack(rows: Tensor) -> tuple[Payload, WireFormat]:
-        """``rows`` (T, D), plain or MXTensor blocked along D -> uint8 parts and how to read them."""
-        if isinstance(rows, MXTensor):
-            return (_bytes(rows.qdata), _bytes(rows.scale)), WireFormat(rows.dtype, rows.qdata.dtype, rows.block_size)
-        return (_bytes(rows),), WireFormat(rows.dtype)
+    def of(x: Tensor, recipe: Recipe, fmt: MXFormat) -> WireFormat:
+        """Of x (T, D) as the recipe quantizes it to `fmt`."""
+        if recipe.scaling == "none":
+            return WireFormat(x.dtype)
+        return WireFormat(x.dtype, fmt.dtype, recipe.block_size or x.shape[1])
 
-    def rows(self, slots: Payload, plan: RoutingPlan, *, copy: bool) -> Tensor:
+    def rows(self, slots: Sequence[Tensor], row_slot: Tensor, offs: Tensor, *, copy: bool) -> Tensor:
         """Slot parts (S, ...) -> the plan's expert-major rows (R_max, D).
 
-        Codes stay where they lie, under an index (the GEMM gathers them). With ``copy``, for who keeps them beyond the
-        next exchange, they are copied: the slots, or the rows, as `keeps_rows` says. Plain rows are gathered here,
-        which copies them anyway. Padding is zero.
+        row_slot, offs: the plan's. Codes stay where they lie, under an index (the GEMM gathers them). With ``copy``,
+        for who keeps them beyond the next exchange, they are copied: the slots, or the rows, as `keeps_rows` says.
+        Plain rows are gathered here, which copies them anyway. Padding is zero.
         """
         if self.qdata is None:
-            (gathered,) = gather_rows(slots, plan.row_slot, plan.offs)
+            (gathered,) = gather_rows(slots, row_slot, offs)
             return gathered.view(self.dtype)
-        index: Tensor | None = plan.row_slot
-        if keeps_rows(plan, copied=copy):
-            slots, index = gather_rows(slots, index, plan.offs), None
+        index: Tensor | None = row_slot
+        if keeps_rows(len(row_slot), len(slots[0]), copied=copy):
+            slots, index = gather_rows(slots, row_slot, offs), None
         elif copy:
             slots = gather_rows(slots, None)
         qdata, scale = slots
@@ -64,6 +65,13 @@ class WireFormat:
             block_size=self.block_size,
             row_index=index,
         )
+
+
+def pack(tensors: list[Tensor], recipe: Recipe, fmt: MXFormat) -> list[Tensor]:
+    """[x (T, D)] -> the parts of its rows, quantized to `fmt` if the recipe quantizes."""
+    (x,) = tensors
+    rows = recipe.quantize_rows(x, fmt)
+    return [_bytes(rows.qdata), _bytes(rows.scale)] if isinstance(rows, MXTensor) else [_bytes(rows)]
 
 
 def _bytes(x: Tensor) -> Tensor:

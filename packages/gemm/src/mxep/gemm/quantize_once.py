@@ -29,10 +29,10 @@ _T = TypeVar("_T")
 class SavedWeight(NamedTuple):
     """What forward saves of a weight, to make it colwise in backward, so that no qdata wait in between.
 
-    weight: the weight itself, or qdata that serve dgrad as they are. amax: (G, K), of its columns, or None.
+    weight: the weight itself, or 2-D blocks, which serve dgrad as they are. amax: (G, K), of its columns, or None.
     """
 
-    weight: Tensor
+    weight: Any
     amax: Tensor | None
 
     def colwise(self, recipe: Recipe, backend: Backend) -> Tensor:
@@ -50,8 +50,12 @@ def rowwise_and_saved(w: Tensor, recipe: Recipe, backend: Backend, *, dgrad: boo
         return backend.quantize_weight_rowwise(w, recipe, with_amax=with_amax)
 
     rowwise, amax = _once("rowwise", quantize, w, recipe, backend)
-    serves_both = isinstance(rowwise, MXTensor) and rowwise.axis == (-2, -1)
-    return rowwise, SavedWeight(rowwise if serves_both else w, amax)
+    return rowwise, saved_weight(rowwise, w, amax)
+
+
+def saved_weight(rowwise: Any, w: Tensor, amax: Tensor | None) -> SavedWeight:
+    """What to save of w, of what forward had of it: a tensor, or an MXTensor or its parts."""
+    return SavedWeight(rowwise if getattr(rowwise, "axis", None) == (-2, -1) else w, amax)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from mxep.quant.recorder import recorder
+
 _INDEX_DTYPES = (torch.int32,)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -52,7 +54,7 @@ class Op:
         self._launcher: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and recorder() is None):
             return self._overload(*args)
         on_cuda, graded = False, torch.is_grad_enabled()
         for i in self._tensors[: len(args)]:

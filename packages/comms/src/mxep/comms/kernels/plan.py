@@ -120,14 +120,15 @@ def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constex
 )  # fmt: skip
 def place_kernel(
     ids_ptr, weights_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_source_ptr, row_slot_ptr, row_weight_ptr,
-    pair_rows_ptr, offs_ptr, group_sizes_ptr, totals_ptr,
+    pair_rows_ptr, offs_ptr, group_sizes_ptr, totals_ptr, running_ptr, own_tokens_ptr,
     max_tokens, pairs, chunk, chunks, chunks_of_source, first_source, first_counted, counted, first_expert, experts,
     experts_per_rank, owners, alignment, max_rows,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """pairs: of each source, whose rows are wanted. row_source None: only pair_rows, for all owners, is made.
 
-    totals (2 owners + 1,): rows that owners need, rows that do not fit, wrong ids.
+    totals (2 owners + 1,): rows that owners need, rows that do not fit, wrong ids. running: the same of all plans.
+    own_tokens: a copy of num_tokens.
     """
     source = first_source + tl.program_id(1)
     this_chunk = source * chunks_of_source + tl.program_id(0)
@@ -147,14 +148,24 @@ def place_kernel(
             for first in range(0, chunks, 1024):
                 each = first + tl.arange(0, 1024)
                 wrong += tl.load(wrong_ptr + each, mask=each < chunks, other=0)
-            tl.store(totals_ptr + 2 * owners, tl.sum(wrong, 0).to(tl.int64))
+            all_wrong = tl.sum(wrong, 0).to(tl.int64)
+            tl.store(totals_ptr + 2 * owners, all_wrong)
+            if running_ptr is not None:
+                tl.store(running_ptr + 2 * owners, tl.load(running_ptr + 2 * owners) + all_wrong)
+        if tl.program_id(0) == 0:
+            tl.store(own_tokens_ptr + source, tl.load(num_tokens_ptr + source))
         for owner in range(this_chunk, owners, chunks):
             of_owner, _ = _sizes(counts_ptr + owner * experts, counted, experts, chunks, 0, EXPERTS, CHUNKS)
             needed = (of_owner + alignment - 1) // alignment * alignment
             past = tl.cumsum(needed, 0) - needed + of_owner - max_rows
-            tl.store(totals_ptr + owner, tl.sum(needed, 0).to(tl.int64))
-            dropped = tl.minimum(tl.maximum(past, 0), of_owner)
-            tl.store(totals_ptr + owners + owner, tl.sum(dropped, 0).to(tl.int64))
+            all_needed = tl.sum(needed, 0).to(tl.int64)
+            all_dropped = tl.sum(tl.minimum(tl.maximum(past, 0), of_owner), 0).to(tl.int64)
+            tl.store(totals_ptr + owner, all_needed)
+            tl.store(totals_ptr + owners + owner, all_dropped)
+            if running_ptr is not None:
+                most_ptr = running_ptr + owner
+                tl.store(most_ptr, tl.maximum(tl.load(most_ptr), all_needed))
+                tl.store(most_ptr + owners, tl.load(most_ptr + owners) + all_dropped)
 
     TILE: tl.constexpr = SEGMENTS * SEGMENT
     lane = tl.arange(0, TILE)
@@ -184,7 +195,7 @@ def place_kernel(
 
 def make_plan(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
-    alignment: int, max_rows: int, num_experts: int,
+    alignment: int, max_rows: int, num_experts: int, running: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """mxep::make_plan."""
     sources, max_tokens, top_k = expert_ids.shape
@@ -196,7 +207,7 @@ def make_plan(
     offs, group_sizes = (torch.empty(num_local_experts, dtype=torch.int32, device=device) for _ in range(2))
     owners = num_owners(num_experts, num_local_experts)
     first_counted, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
-    totals = torch.empty(2 * owners + 1, dtype=torch.int64, device=device)
+    totals, own_tokens = torch.empty(2 * owners + 1, dtype=torch.int64, device=device), torch.empty_like(num_tokens)
 
     experts, segments, chunk, chunks = _shape(num_local_experts, sources, pairs)
     counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (counted, 1))
@@ -208,11 +219,11 @@ def make_plan(
     )  # fmt: skip
     launch(place_kernel, (chunks, sources),
         expert_ids, weights, num_tokens, counts, wrong, *rows, slot_rows, offs, group_sizes, totals,
-        max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
+        running, own_tokens, max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
         first_expert, num_local_experts, num_local_experts, owners, alignment, max_rows,
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
-    return *rows, slot_rows, offs, group_sizes, totals
+    return *rows, slot_rows, offs, group_sizes, totals, own_tokens
 
 
 def plan_destinations(
@@ -234,8 +245,8 @@ def plan_destinations(
     )  # fmt: skip
     launch(place_kernel, (cdiv(pair_rows.numel(), chunk), 1),
         expert_ids, None, num_tokens, counts, None, None, None, None, pair_rows, None, None, None,
-        max_tokens, pair_rows.numel(), chunk, sources * chunks, chunks, rank, 0, num_experts, 0, num_experts,
-        experts_per_rank, 0, alignment, max_rows,
+        None, None, max_tokens, pair_rows.numel(), chunk, sources * chunks, chunks, rank, 0, num_experts, 0,
+        num_experts, experts_per_rank, 0, alignment, max_rows,
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
     return pair_rows

@@ -14,6 +14,8 @@ S slots: what the local plan indexes (tokens themselves, received rows, or symme
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import weakref
 from abc import ABC, abstractmethod
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
 from mxep.gemm.quantize_once import in_graph_tree
+from mxep.quant.replay import replayed
 
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
@@ -291,24 +294,41 @@ class TokenDispatcher(ABC):
     ) -> RoutingPlan:
         """invalid: ids that are not in the tables any more."""
         self.used = True
-        plan = make_plan(
-            ids,
-            weights,
-            num_tokens,
-            first_expert=self.rank * self.num_local_experts,
-            num_local_experts=self.num_local_experts,
-            alignment=alignment,
-            capacity=capacity,
-            num_experts=self.num_experts,
-        )
-        if invalid:
-            plan.counts[-1] += invalid
-        self._room = max(self._room, (ids.shape[1], ids.shape[2], alignment, plan.max_rows))
-        counts, owners = plan.counts, len(plan.counts) // 2
-        total = self._counts.get(counts.device)
+        total = self._counts.get(ids.device)
         if total is None:
-            total = self._counts[counts.device] = made_to_stay(counts.device, lambda: torch.zeros_like(counts))
-        total[owners:].add_(counts[owners:])
-        needed = total[:owners]
-        torch.maximum(needed, counts[:owners], out=needed)
+            zeros = functools.partial(torch.zeros, 2 * self.world_size + 1, dtype=torch.int64, device=ids.device)
+            total = self._counts[ids.device] = made_to_stay(ids.device, zeros)
+        sizes = self.rank * self.num_local_experts, self.num_local_experts, alignment, capacity, self.num_experts
+        fields = _plan([ids, weights, num_tokens, total], *sizes, invalid)
+        plan = RoutingPlan(*fields, alignment=alignment)  # type: ignore[misc]
+        self._room = max(self._room, (ids.shape[1], ids.shape[2], alignment, plan.max_rows))
         return plan
+
+
+@replayed
+def _plan(
+    tensors: list[Tensor],
+    first_expert: int,
+    num_local_experts: int,
+    alignment: int,
+    capacity: Capacity,
+    num_experts: int,
+    invalid: int,
+) -> list[Tensor]:
+    """[ids, weights, num_tokens, the dispatcher's counts, which are updated] -> the tensors of a RoutingPlan."""
+    ids, weights, num_tokens, running = tensors
+    plan = make_plan(
+        ids,
+        weights,
+        num_tokens,
+        first_expert=first_expert,
+        num_local_experts=num_local_experts,
+        alignment=alignment,
+        capacity=capacity,
+        num_experts=num_experts,
+        running=running,
+    )
+    if invalid:
+        plan.counts[-1] += invalid
+        running[-1] += invalid
+    return [getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "alignment"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mxep.comms import narrow_ids, sum_slots
+from mxep.quant.replay import replayed
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher
 
@@ -32,8 +35,15 @@ class LocalDispatcher(TokenDispatcher):
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
-        slot_rows = routing.plan.slot_rows
-        out = sum_slots(rows, slot_rows)
-        if row_values is None:
-            return Done((out, None))
-        return Done((out, torch.where(slot_rows >= 0, row_values[slot_rows.clamp_min(0).long()], 0.0)))
+        out, values = _sum_home([rows, routing.plan.slot_rows, row_values])
+        return Done((out, values))
+
+
+@replayed
+def _sum_home(tensors: list[Any]) -> list[Tensor | None]:
+    """[rows, slot_rows, row_values or None] -> [their sums (T, D), the values (T, K)]."""
+    rows, slot_rows, row_values = tensors
+    out = sum_slots(rows, slot_rows)
+    if row_values is None:
+        return [out, None]
+    return [out, torch.where(slot_rows >= 0, row_values[slot_rows.clamp_min(0).long()], 0.0)]

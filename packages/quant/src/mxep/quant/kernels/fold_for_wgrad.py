@@ -2,7 +2,7 @@
 write.
 
     max_scales       scales of x and y -> a record per row and operand: its largest scale, where it lies; and per group
-                     the most that a row carries, max_scale of x + max_scale of y + 1, or 0 where no row counts
+                     the most that a row carries, max_scale of x + max_scale of y + 1, or -1 where no row counts
     split            max_scale -> base: max_scale + its operand's half of what the group's most has more; exponents
     shift_transpose  x, then y: qdata * 2^-(base - scale), transposed
 
@@ -111,8 +111,8 @@ def split_kernel(
 ):
     if tl.program_id(0) == 0:
         group = tl.arange(0, GROUPS)
-        most = tl.load(most_ptr + group, mask=group < num_groups, other=0)
-        tl.store(exponent_ptr + group, tl.where(most == 0, 0, most - (1 + 2 * 127)), mask=group < num_groups)
+        most = tl.load(most_ptr + group, mask=group < num_groups, other=-1)
+        tl.store(exponent_ptr + group, tl.where(most < 0, 0, most - (1 + 2 * 127)), mask=group < num_groups)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < tl.load(offs_ptr + num_groups - 1)
     x = tl.load(x_record_ptr + row, mask=mask, other=-1)
@@ -214,11 +214,8 @@ def fold_for_wgrad(
     if not capacity:
         return x_t, y_t, torch.zeros_like(offs), torch.zeros_like(offs)
     exponent, out_offs = torch.empty_like(offs), torch.empty_like(offs)
-    records = torch.empty((2, width), dtype=torch.int64, device=device)
-    if alignment > 1:
-        records.fill_(-1)
-    x_record, y_record = records
-    most = torch.zeros(num_groups, dtype=torch.int32, device=device)
+    unset = torch.full((2 * width + cdiv(num_groups, 2),), -1, dtype=torch.int64, device=device)
+    x_record, y_record, most = unset[:width], unset[width : 2 * width], unset[2 * width :].view(torch.int32)
     x, y, x_scale, y_scale = rows_of(x), rows_of(y), rows_of(as_bytes(x_scale)), rows_of(as_bytes(y_scale))
     programs = programs_per_sm * num_sms(device)
 

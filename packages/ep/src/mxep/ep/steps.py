@@ -1,0 +1,104 @@
+"""What a layer computes between its exchanges: functions of lists of tensors, which are replayed (`mxep.quant.replay`).
+
+    pack_rows        x or d_out (T, D)            -> the parts of its rows
+    rowwise_weights  gate_up_proj, down_proj      -> each as forward wants it, and its amax
+    mlp_forward      slots, plan, weights         -> y, and what backward needs
+    colwise_weights  gate_up_proj, down_proj, ... -> each as dgrad wants it
+    mlp_backward     slots of d_out, plan, ...    -> d_rows, d_row_weight, d_gate_up, the gradient of down_proj
+    wgrad            dy, a, offs                  -> the gradient of a weight
+
+They own their lists, and drop what they have used, so that its memory serves what comes next.
+R_max rows, D model dim, F hidden dim, e local experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxep.gemm import Recipe
+from mxep.gemm.backends import Backend
+from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.quant.replay import replayed
+
+from .functional import swiglu_backward, swiglu_forward
+from .wire_format import WireFormat, pack
+
+Tensors = list[Any]
+"""Tensors, MXTensors and None."""
+pack_rows = replayed(pack)
+
+
+@replayed
+def rowwise_weights(tensors: Tensors, recipe: Recipe, backend: Backend, dgrad: bool) -> Tensors:
+    """[w, w'] -> [w rowwise, its amax, w' rowwise, its amax]. dgrad: whether colwise is wanted later."""
+    made = (rowwise_and_saved(w, recipe, backend, dgrad=dgrad) for w in tensors)
+    return [part for rowwise, saved in made for part in (rowwise, saved.amax)]
+
+
+@replayed
+def colwise_weights(tensors: Tensors, recipe: Recipe, backend: Backend) -> Tensors:
+    """[w, its amax, w', its amax] -> [w colwise, w' colwise]. w: or 2-D blocks, which serve as they are."""
+    weights = (SavedWeight(*tensors[:2]), SavedWeight(*tensors[2:]))
+    return [saved.colwise(recipe, backend) for saved in weights]
+
+
+@replayed
+def mlp_forward(
+    tensors: Tensors, wire: WireFormat, recipe: Recipe, backend: Backend, copy: bool, keep: tuple[bool, bool, bool]
+) -> Tensors:
+    """[row_slot, row_weight, offs, w13, w2, *slots] -> [y (R_max, D), rows, gate_up, h]: those to keep, or None."""
+    row_slot, row_weight, offs, w13, w2, *slots = tensors
+    rows = wire.rows(slots, row_slot, offs, copy=copy)
+    gate_up = backend.forward(rows, w13, offs, bias=None, out_dtype=wire.dtype)
+    h = swiglu_forward(gate_up, row_weight, offs, recipe, folded=backend.wants_rowwise)
+    y = backend.forward(h, w2, offs, bias=None, out_dtype=wire.dtype)
+    return [y, *(x if kept else None for x, kept in zip((rows, gate_up, h), keep))]
+
+
+@replayed
+def mlp_backward(
+    tensors: Tensors,
+    wire: WireFormat,
+    recipe: Recipe,
+    backend: Backend,
+    later: bool,
+    scale: float,
+    dtype: torch.dtype,
+    copy: bool,
+) -> Tensors:
+    """[row_slot, row_weight, offs, gate_up, h, w2, w13, main_grad of down_proj, *slots of d_out] -> [d_rows (R_max, D),
+    d_row_weight (R_max,), d_gate_up (R_max, 2F), the gradient of down_proj, d_y, h].
+
+    h: None if down_proj has no gradient. later: it is not wanted now, but d_y and h are, else they are None.
+    """
+    row_slot, row_weight, offs, gate_up, h, w2, w13, main_grad, *slots = tensors
+    tensors.clear()
+    # Borrowed until the next exchange: the gradient of down_proj comes before that, and before d_h, which takes memory.
+    d_y = wire.rows(slots, row_slot, offs, copy=copy)
+    del slots
+    pending: Tensors = [d_y, h] if later else [None, None]
+    d_down_proj = None
+    if h is not None and not later:
+        (d_down_proj,) = wgrad.function([d_y, h, offs, main_grad], recipe, backend, scale, dtype)
+    del h
+    d_h = backend.dgrad(d_y, w2, offs, out_dtype=wire.dtype)
+    del d_y, w2
+    options = {"folded": backend.wants_rowwise, "overwrite": True}
+    d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, row_weight, offs, recipe, **options)
+    del d_h, gate_up
+    d_rows = backend.dgrad(d_gate_up, w13, offs, out_dtype=wire.dtype)
+    return [d_rows, d_row_weight, d_gate_up, d_down_proj, *pending]
+
+
+@replayed
+def wgrad(tensors: Tensors, recipe: Recipe, backend: Backend, scale: float, dtype: torch.dtype) -> Tensors:
+    """[dy, a, offs, main_grad] -> [the gradient, or None where it was added to main_grad]."""
+    dy, a, offs, main_grad = tensors
+    tensors.clear()
+    operands = backend.prepare_wgrad(dy, a, offs, recipe)
+    del dy, a
+    gradient: Tensor | None = backend.wgrad(operands, offs, out_dtype=dtype, scale=scale, accumulate_into=main_grad)
+    return [gradient]
