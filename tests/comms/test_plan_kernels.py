@@ -189,7 +189,7 @@ def test_a_captured_plan_follows_new_routing_and_never_waits():
     tables = on_device(case.tables())
 
     def run() -> tuple[tuple[Tensor, ...], Tensor]:
-        return plan.plan_rows(*case.plan(tables)), plan.plan_destinations(*case.destinations(tables, 1, case.T))
+        return plan.plan_rows(*case.plan(tables), None), plan.plan_destinations(*case.destinations(tables, 1, case.T))
 
     run()
     torch.cuda.set_sync_debug_mode("error")
@@ -205,5 +205,5 @@ def test_a_captured_plan_follows_new_routing_and_never_waits():
         for table, values in zip(tables, new):
             table.copy_(values)
         graph.replay()
-        check_plan(planned, plan.plan_rows(*case.plan(new)))
+        check_plan(planned, plan.plan_rows(*case.plan(new), None))
         assert_bitwise(destinations.cpu(), plan.plan_destinations(*case.destinations(new, 1, case.T)), "rows")

@@ -96,10 +96,10 @@ class PutExchange:
         destinations = torch.where(mask, self.transport.bases[owner.clamp_min(0)] + offs, -1)
         source = self._stage(buffer, payload)
         self.transport.put(buffer, source, destinations, self.num_sms)
-        # Padding belongs to this rank alone.
+        self._meet(buffer, ROWS, "dispatch_to_rows", width_of(payload))
+        # Only now: masked_fill_ writes other rows, too, with what it has read of them.
         local = layout.rows(buffer.local)[: plan.max_rows, : source.shape[1]].view(torch.int64)
         local.masked_fill_(plan.row_source[:, None] < 0, 0)
-        self._meet(buffer, ROWS, "dispatch_to_rows", width_of(payload))
 
     def combine(
         self,
