@@ -207,7 +207,8 @@ class Trainer:
         """The loss of this rank's batch, 0-d, whose gradients are left behind."""
         self.gradients.zero()
         loss = self.model.loss(inputs, targets)
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own costs the host more
+            loss.backward()
         return (loss.detach(),)
 
     def _reduce(self) -> tuple[Tensor]:

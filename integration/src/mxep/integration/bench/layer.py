@@ -65,7 +65,9 @@ SECTIONS = {
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
     "memory": table(f"memory; in use: over {BASELINE}", "model, what", "peak GiB, outside GiB, in use"),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
-    "host": table("host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, launches, allocations, ops"),
+    "host": table(
+        "host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, caller's ms, launches, allocations, ops"
+    ),
 }
 
 

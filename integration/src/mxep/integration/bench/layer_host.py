@@ -2,6 +2,7 @@
 
     ms, fwd ms    forward and backward; forward alone: the host's clock around calls back to back, which wait for the
                   device only between stretches; median over rounds of the slowest rank
+    caller's ms   forward and backward, with backward in the caller's thread instead of autograd's
     launches      kernels, copies and fills of a forward and backward
     allocations   by torch's allocator
     ops           operators called, those within others included
@@ -51,17 +52,28 @@ def rows(bench: Bench, shape: Shape, names: Iterable[str], opened: ExitStack) ->
         except FailedOnRanks as error:
             found[name] = failure(error)
     calls = {f"{kind}{name}": (name, kind, made[name][i]) for name in made for i, kind in enumerate(("fwd ", ""))}
+    calls |= {f"caller's {name}": (name, "caller's ", _in_callers_thread(made[name][1])) for name in made}
     timed = Timer(bench.device, seconds=0.0, rounds=7, host=True).compare(
         {key: Alternative(lambda call=call: [call], check=made[name][2]) for key, (name, _, call) in calls.items()}  # type: ignore[misc]
     )
     for key, (name, kind, call) in calls.items():
         row = found[name]
-        if "us" in timed[key]:
+        if "us" in timed[key] and kind == "caller's ":
+            row[f"{kind}ms"] = timed[key]["us"] / 1e3
+        elif "us" in timed[key]:
             counted = from_all_ranks(lambda call=call: counts(call, bench.device))[0]  # type: ignore[misc]
             row |= {f"{kind}ms": timed[key]["us"] / 1e3} | {f"{kind}{what}": count for what, count in counted.items()}
         else:
             row |= timed[key]
     yield from ({"what": name, **row} for name, row in found.items())
+
+
+def _in_callers_thread(step: Call) -> Call:
+    def call() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return step()
+
+    return call
 
 
 def _layer(bench: Bench, shape: Shape, name: str, opened: ExitStack) -> Calls:
