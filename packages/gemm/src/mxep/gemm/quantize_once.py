@@ -91,18 +91,34 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
         with _lock:
             once._users -= 1
             if not once._users:
-                once._close()
+                once._held.clear()
                 _open = None
+
+
+def quantize_weights_once_a_step() -> "QuantizedOnce":
+    """Open `quantize_weights_once` for the rest of the process; each step of a torch optimizer makes it forget all.
+
+    For a training loop that is not yours: it has no place to open and close. Weights may change in a step only; a
+    checkpoint that is loaded later raises at the next forward. RuntimeError within `quantize_weights_once`.
+    """
+    global _open
+    with _lock:
+        if _open is None:
+            _open = QuantizedOnce(steps=True)
+            _open._users = 1
+        elif not _open._steps:
+            raise RuntimeError("quantize_weights_once() is open, which ends before a step: close it first")
+        return _open
 
 
 class QuantizedOnce:
     """What an open `quantize_weights_once` holds. quantizations: how many were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, steps: bool = False) -> None:
         self.quantizations = 0
         self._users = 0
+        self._steps = steps
         self._held: dict[tuple[Any, ...], _Held] = {}
-        self._hook = register_optimizer_step_pre_hook(_refuse_step)
 
     @property
     def nbytes(self) -> int:
@@ -136,10 +152,6 @@ class QuantizedOnce:
             held.wait(torch.cuda.current_stream(w.device))
         found: _T = held.made
         return found
-
-    def _close(self) -> None:
-        self._hook.remove()
-        self._held.clear()
 
 
 _lock = threading.RLock()
@@ -215,8 +227,16 @@ def in_graph_tree(device: torch.device) -> bool:
 _TREES = "tree_manager_containers"
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    raise RuntimeError(
-        f"{type(optimizer).__name__} stepped within quantize_weights_once(), which would go on with weights quantized "
-        "before: close it before the optimizer steps"
-    )
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _open is None:
+        return
+    if not _open._steps:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} stepped within quantize_weights_once(), which would go on with weights "
+            "quantized before: close it before the optimizer steps"
+        )
+    with _lock:
+        _open._held.clear()
+
+
+register_optimizer_step_pre_hook(_before_step)
