@@ -1,40 +1,27 @@
-"""torchtitan 0.3's own trainer on CPU processes: its debug models with fewer layers, and tokens that need no file.
-
-torchtitan asks once, at import, which accelerator there is, and takes CUDA for granted. Importing this module answers
-for it; nothing else of it is changed.
-"""
+"""torchtitan 0.3's own trainer on CPU processes: its debug models with fewer layers, and tokens that need no file."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torchtitan.tools.utils as utils
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-_memory = {"memory_stats": lambda *_: {}, "reset_peak_memory_stats": lambda: None, "empty_cache": lambda: None}
-_names = {"get_device_name": lambda *_: "CPU", "get_device_properties": lambda *_: SimpleNamespace(total_memory=1)}
-_calls = {name: getattr(torch.cpu, name) for name in ("device_count", "set_device", "synchronize")}
-utils.device_type, utils.device_module = "cpu", SimpleNamespace(current_device=lambda: 0, **_memory, **_names, **_calls)  # type: ignore[assignment]
-if not hasattr(dist, "set_timeout"):  # torch 2.13 has it under this name
-    dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
+from titan_on_cpu import reduce_over_gloo  # before torchtitan
 
-from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.models import deepseek_v3, qwen3  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.models import deepseek_v3, qwen3
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.trainer import Trainer
 
 LENGTH, BATCH = 32, 2
 FLAVORS = {"qwen3": (qwen3, "debugmodel_moe"), "deepseek_v3": (deepseek_v3, "debugmodel")}
@@ -118,9 +105,7 @@ def train(config: Any, rank: int) -> tuple[list[float], Any]:
     """The losses that it logs, and the trainer, which is to be closed. torch.distributed is initialized."""
     os.environ["LOCAL_RANK"] = str(rank)
     trainer = config.build()
-    for module in trainer.model_parts[0].modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    reduce_over_gloo(trainer.model_parts[0])
     logged, log = [], trainer.metrics_processor.log
 
     def spy(step: int, loss: float, *args: Any, **kwargs: Any) -> None:

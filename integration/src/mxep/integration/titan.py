@@ -75,20 +75,21 @@ class Options:
 
     def run(
         self,
+        recipe: Recipe,
         x: Tensor,
         expert_ids: Tensor,
         scores: Tensor,
         weights: tuple[Tensor, Tensor, Tensor],
         dispatcher: TokenDispatcher,
     ) -> Tensor:
-        """x (T, D) -> (T, D). expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D).
+        """x (T, D) -> (T, D). recipe: of that name. expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D).
 
         Gradients of weights are sums over the tokens of all ranks, as torchtitan divides the loss by all tokens.
         """
         if torch.compiler.is_compiling() and self.max_tokens is None and dispatcher.world_size > 1:
             raise ValueError("torch.compile with expert parallelism needs mxep's max_tokens")
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
-        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": Recipe.named(self.recipe), "backend": self.backend}
+        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": self.backend}
         return run_experts(x, expert_ids, scores.float(), (w1, w3), w2, **how)[0]
 
 

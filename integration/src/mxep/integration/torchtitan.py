@@ -28,6 +28,7 @@ from torchtitan.config import Configurable, derive, override
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from mxep.ep import TokenDispatcher
+from mxep.gemm import Recipe
 
 from .titan import Options
 
@@ -76,7 +77,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.options = config.options
+        self.options, self.recipe = config.options, Recipe.named(config.options.recipe)
         # No buffer: these need a place in torchtitan's sharding config.
         self.load_E = torch.zeros(config.num_experts, dtype=torch.int64)
 
@@ -84,7 +85,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
         if self.training:
             self.load_E.add_(routed.counts_E.detach())
         weights = self.w1_EFD, self.w2_EDF, self.w3_EFD
-        return self.options.run(x_TD, routed.expert_ids_TK, routed.scores_TK, weights, routed.dispatcher)
+        return self.options.run(self.recipe, x_TD, routed.expert_ids_TK, routed.scores_TK, weights, routed.dispatcher)
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         self.load_E = torch.zeros_like(self.load_E, device=buffer_device or self.w1_EFD.device)
