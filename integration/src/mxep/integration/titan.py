@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtitan.components.optimizer import OptimizersContainer
 
@@ -82,13 +81,16 @@ class Options:
         weights: tuple[Tensor, Tensor, Tensor],
         dispatcher: TokenDispatcher,
     ) -> Tensor:
-        """x (T, D) -> (T, D). recipe: of that name. expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D).
+        """x (T, D) -> (T, D).
+
+        recipe: of that name. expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D), or
+        DTensors of them.
 
         Gradients of weights are sums over the tokens of all ranks, as torchtitan divides the loss by all tokens.
         """
         if torch.compiler.is_compiling() and self.max_tokens is None and dispatcher.world_size > 1:
             raise ValueError("torch.compile with expert parallelism needs mxep's max_tokens")
-        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        w1, w2, w3 = weights
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": self.backend}
         return run_experts(x, expert_ids, scores.float(), (w1, w3), w2, **how)[0]
 

@@ -71,7 +71,9 @@ class Converter:
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         if parallel_dims.tp_enabled:
-            raise ValueError("mxep's converter for torchtitan 0.2 does not support tensor parallelism: set its degree to 1")
+            raise ValueError(
+                "mxep's converter for torchtitan 0.2 does not support tensor parallelism: set its degree to 1"
+            )
         self.options: Options = job_config.mxep
         mesh = parallel_dims.get_optional_mesh("ep")
         self.group = None if mesh is None else mesh.get_group()
@@ -82,9 +84,13 @@ class Converter:
                 continue
             experts = moe.experts
             if type(moe) is not MoE or type(experts) is not GroupedExperts:
-                raise ValueError(f"{name}: got {type(moe).__name__} of {type(experts).__name__}, wanted MoE of GroupedExperts")
+                raise ValueError(
+                    f"{name}: got {type(moe).__name__} of {type(experts).__name__}, wanted MoE of GroupedExperts"
+                )
             if moe.score_before_experts:
-                raise ValueError(f"{name}: mxep applies scores to what experts return, this model to what they are given")
+                raise ValueError(
+                    f"{name}: mxep applies scores to what experts return, this model to what they are given"
+                )
             num_experts, hidden_dim, dim = experts.w1.shape
             self.options.check(dim, hidden_dim)
             moe.__class__, experts.__class__ = RoutedMoE, Experts

@@ -95,7 +95,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 def routed_experts(config: Any, **options: Any) -> Any:
     """Options are those of :class:`mxep.integration.titan.Options`.
 
-    Raises ValueError for experts that are not plain gated MLPs: those of other overrides and converters, or with biases.
+    Raises ValueError for experts that are not plain gated MLPs: with biases, or of other overrides and converters.
     """
     chosen, experts = Options(**options), config.inner_experts
     if type(config) is not RoutedExperts.Config or type(experts) is not GroupedExperts.Config:
@@ -126,7 +126,7 @@ def metrics(config: Any) -> Any:
 
 
 def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
-    """"moe_load/<layer>": the busiest expert's tokens over the mean, since the last call. A collective of the group."""
+    """Of each layer the busiest expert's tokens since the last call, over the mean. A collective of the group."""
     layers = dict(_layers(model_parts))
     if not layers:
         return {}
@@ -143,4 +143,7 @@ def _layers(model_parts: list[nn.Module]) -> Iterator[tuple[str, Experts]]:
     for part in model_parts:
         for name, module in part.named_modules():
             if isinstance(module, Experts):
-                yield name.replace("._checkpoint_wrapped_module", "").removesuffix(".moe.routed_experts.inner_experts"), module
+                yield (
+                    name.replace("._checkpoint_wrapped_module", "").removesuffix(".moe.routed_experts.inner_experts"),
+                    module,
+                )

@@ -6,7 +6,7 @@
     python -m mxep.integration.bench.titan --table titan.jsonl
 
 The model is torchtitan's with fewer layers, the text Python's standard library in words, so that losses fall. What is
-measured is what the trainer logs: tokens/s from log to log, losses, and memory. docs/torchtitan.md says what to install.
+measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/torchtitan.md says what to install.
 """
 
 import argparse
@@ -78,12 +78,12 @@ def read_words(vocabulary: int) -> Tensor:
 
 def make_trainer(args: argparse.Namespace) -> Any:
     """torchtitan's trainer for a case. torchrun has set the environment."""
+    from torchtitan.config import ConfigManager, JobConfig
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
     from torchtitan.train import Trainer
 
     from mxep.integration.titan import Options
     from mxep.integration.titan_converter import JobConfig as WithOptions
-    from torchtitan.config import ConfigManager, JobConfig
 
     name, flavor, layers = (MODELS | DEBUG)[args.model]
     spec = get_train_spec(name)
@@ -110,7 +110,9 @@ def make_trainer(args: argparse.Namespace) -> Any:
     elif args.case != "torchtitan":
         config.model.converters = ["mxep"]
         limits = {"max_tokens": args.batch * args.length, "capacity": args.capacity}
-        config.mxep = Options(recipe=args.case, dispatcher=args.dispatcher, dtype=config.training.mixed_precision_param, **limits)
+        config.mxep = Options(
+            recipe=args.case, dispatcher=args.dispatcher, dtype=config.training.mixed_precision_param, **limits
+        )
     return Trainer(config)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
+from mxep.gemm.quantize_once import Weight, joined
 
 from .compiled import compiled_layer, compiles
 from .dispatchers.base import Routing, TokenDispatcher
@@ -91,7 +92,7 @@ def run_experts(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
-    gate_up_proj: Tensor | tuple[Tensor, Tensor],
+    gate_up_proj: Weight,
     down_proj: Tensor,
     *,
     dispatcher: TokenDispatcher,
@@ -104,7 +105,8 @@ def run_experts(
 
     Args:
         expert_ids: (T, K) int32 or int64. weights: (T, K) fp32.
-        gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each. down_proj: (e, D, F). Or DTensors.
+        gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are joined where they are
+            quantized, each way. down_proj: (e, D, F). Or DTensors.
         main_grads: fp32, of this rank's weights' shapes, or None each: gradients are added there and not returned.
         wgrad_scale: factor of weights' gradients.
 
@@ -112,21 +114,22 @@ def run_experts(
     one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one and
     wgrad "mx", and there is no main_grad; else a break.
     """
-    proj = torch.cat(gate_up_proj, 1) if isinstance(gate_up_proj, tuple) else gate_up_proj
     how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
     how["wgrad_scale"] = wgrad_scale
     compiling = torch.compiler.is_compiling()
     if compiling and main_grads == (None, None) and compiles(dispatcher, recipe, backend):
-        return compiled_layer(x, expert_ids, weights, local_weight(proj), local_weight(down_proj), **how), None
+        halved = isinstance(gate_up_proj, tuple)
+        local: Any = tuple(map(local_weight, gate_up_proj)) if halved else local_weight(gate_up_proj)
+        return compiled_layer(x, expert_ids, weights, local, local_weight(down_proj), **how), None
     run = _run_between_graphs if compiling else _run  # the former costs 7 us a call
-    return run(x, expert_ids, weights, proj, down_proj, main_grads=main_grads, **how)
+    return run(x, expert_ids, weights, gate_up_proj, down_proj, main_grads=main_grads, **how)
 
 
 def _run(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
-    proj: Tensor,
+    proj: Weight,
     down: Tensor,
     *,
     dispatcher: TokenDispatcher,
@@ -141,7 +144,7 @@ def _run(
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
     options: dict[str, Any] = {"row_weight": row_weight, "recipe": recipe, "backend": backend}
     options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
-    y = expert_mlp(rows, local_weight(proj), local_weight(down), routing.plan.offs, **options)
+    y = expert_mlp(rows, local_weight(joined(proj)), local_weight(down), routing.plan.offs, **options)
     return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
 
 

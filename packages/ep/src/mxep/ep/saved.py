@@ -23,7 +23,7 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.quantize_once import SavedWeight, Weight, halves, rowwise_and_saved
 from mxep.quant import MXTensor
 
 Needs = tuple[bool, bool]
@@ -46,7 +46,7 @@ class Saved(NamedTuple):
     def of(
         flat: list[Tensor],
         plan: RoutingPlan,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Weight, Tensor],
         recipe: Recipe,
         needs: Needs,
         *,
@@ -66,7 +66,7 @@ class Saved(NamedTuple):
     def shapes(
         x: Tensor,
         plan: RoutingPlan,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Weight, Tensor],
         recipe: Recipe,
         backend: Backend,
         needs: Needs,
@@ -120,10 +120,11 @@ def _of_weight(later: SavedWeight) -> list[Tensor]:
     return _parts(later.weight) if isinstance(later.weight, MXTensor) else _parts(later.amax)
 
 
-def _later(w: Tensor, parts: list[Tensor]) -> SavedWeight:
-    if len(parts) < 2:
-        return SavedWeight(w, parts[0] if parts else None)
-    qdata, scale = parts
+def _later(w: Weight, saved: list[Tensor]) -> SavedWeight:
+    if len(saved) < 2:
+        return SavedWeight(w, saved[0] if saved else None)
+    qdata, scale = saved
     return SavedWeight(
-        MXTensor(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], w.dtype, trusted=True), None
+        MXTensor(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], halves(w)[0].dtype, trusted=True),
+        None,
     )
