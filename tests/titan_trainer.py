@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from titan_on_cpu import reduce_over_gloo  # before torchtitan
 from torch import Tensor
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
@@ -20,6 +19,8 @@ from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingCo
 from torchtitan.models import deepseek_v3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
+
+from titan_on_cpu import reduce_over_gloo  # before torchtitan
 
 LENGTH, BATCH = 32, 2
 FLAVORS = {"qwen3": (qwen3, "debugmodel_moe"), "deepseek_v3": (deepseek_v3, "debugmodel")}
@@ -99,17 +100,24 @@ def make_config(
     )
 
 
+class Logged:
+    """In the place of its TensorBoard: what it logs, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.steps.append(metrics)
+
+    def close(self) -> None:
+        pass
+
+
 def train(config: Any, rank: int) -> tuple[list[float], Any]:
     """The losses that it logs, and the trainer, which is to be closed. torch.distributed is initialized."""
     os.environ["LOCAL_RANK"] = str(rank)
     trainer = config.build()
     reduce_over_gloo(trainer.model_parts[0])
-    logged, log = [], trainer.metrics_processor.log
-
-    def spy(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
-        logged.append(loss)
-        log(step, loss, *args, **kwargs)
-
-    trainer.metrics_processor.log = spy
+    logged = trainer.metrics_processor.logger = Logged()
     trainer.train()
-    return logged, trainer
+    return [metrics["loss_metrics/global_avg_loss"] for metrics in logged.steps], trainer

@@ -1,4 +1,4 @@
-"""torchtitan's trainer on CPU processes. Import this before torchtitan.
+"""torchtitan's trainer, 0.2 and 0.3, on CPU processes. Import this before torchtitan.
 
 torchtitan asks once, when it is imported, which accelerator there is, and takes CUDA for granted. This answers for it,
 and for what gloo and torch 2.13 do not have. Nothing of torchtitan is changed.
