@@ -34,7 +34,7 @@ class Tokens(BaseDataLoader):  # type: ignore[misc]
         pass
 
     def __init__(self, config: Config, *, dp_rank: int, local_batch_size: int, seq_len: int, **_: Any) -> None:
-        self.generator = torch.Generator().manual_seed(dp_rank)
+        self.generator, self.name = torch.Generator().manual_seed(dp_rank), f"rank{dp_rank}"
         self.shape = local_batch_size, seq_len + 1
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -43,10 +43,10 @@ class Tokens(BaseDataLoader):  # type: ignore[misc]
             yield {"input": tokens[:, :-1]}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
+        return {self.name: self.generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.generator.set_state(state_dict["generator"])
+        self.generator.set_state(state_dict[self.name])
 
 
 class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
@@ -90,7 +90,7 @@ def make_config(
         tokenizer=NoTokenizer.Config(),
         dataloader=Tokens.Config(),
         optimizer=optimizer,
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1, total_steps=4),
         training=TrainingConfig(**{**small, "mixed_precision_param": "float32", **(training or {})}),
         # Its default, "spmd_types", needs a newer torch than 2.13.
         parallelism=ParallelismConfig(expert_parallel_degree=ep, spmd_backend="partial_dtensor"),

@@ -43,6 +43,5 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
     assert own[-1] < own[0] - 0.3
     in_bf16 = losses("--case", "bf16")
     torch.testing.assert_close(in_bf16, own, rtol=0, atol=5e-3)
-    assert losses("--case", "bf16", "--checkpoint", "selective") == in_bf16
     assert losses("--case", "bf16", "--checkpoint", "full") == in_bf16
     torch.testing.assert_close(losses("--case", "mxfp8"), own, rtol=0, atol=2e-2)

@@ -1,6 +1,7 @@
 """torchtitan 0.3 with mxep's override: its layers, and its own trainer on CPU processes."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +171,13 @@ def test_micro_batches_share_quantized_weights(ctx: Context, tmp_path: Path) -> 
 @distributed(2, device="cpu", timeout=280)
 def test_rows_over_capacity_stop_the_step(ctx: Context, tmp_path: Path) -> None:
     from mxep.comms import CapacityExceeded
+    from titan_on_cpu import reduce_over_gloo
     from titan_trainer import make_config, train
 
     config = make_config("deepseek_v3", str(tmp_path), ep=2, override=overridden("bf16", capacity=0.1))
+    os.environ["LOCAL_RANK"] = str(ctx.rank)
     trainer = config.build()
+    reduce_over_gloo(trainer.model_parts[0])
     before = [p.detach().clone() for p in trainer.model_parts[0].parameters()]
     with pytest.raises(CapacityExceeded, match="would have been enough"):
         trainer.train()
@@ -190,7 +194,8 @@ def test_checkpoints_and_loads_are_torchtitans(ctx: Context, tmp_path: Path) -> 
     from titan_trainer import make_config, train
 
     def run(folder: str, steps: int, override: Any = None) -> tuple[list[float], Any]:
-        given = {"training": {"steps": steps}, "checkpoint": {"enable": True, "interval": 2, "async_mode": "disabled"}}
+        kept = {"enable": True, "interval": 2, "last_save_model_only": False}
+        given: dict[str, Any] = {"training": {"steps": steps}, "checkpoint": kept}
         if override is not None:
             given["override"] = override
         return train(make_config("deepseek_v3", str(tmp_path / folder), ep=2, **given), ctx.rank)

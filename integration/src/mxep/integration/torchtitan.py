@@ -42,11 +42,11 @@ class Routed(NamedTuple):
     dispatcher: TokenDispatcher
 
 
-class Dispatcher(Configurable):
+class Dispatcher(Configurable):  # type: ignore[misc]
     """In the place of a token dispatcher: it finds the ep mesh, and leaves the exchange to the experts."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
+    class Config(Configurable.Config):  # type: ignore[misc]
         num_experts: int
         dim: int
         options: Options
@@ -91,7 +91,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
         self.load_E = torch.zeros_like(self.load_E, device=buffer_device or self.w1_EFD.device)
 
 
-@override(target=RoutedExperts.Config, description="dispatch, experts and combine by mxep")
+@override(target=RoutedExperts.Config, description="dispatch, experts and combine by mxep")  # type: ignore[untyped-decorator]
 def routed_experts(config: Any, **options: Any) -> Any:
     """Options are those of :class:`mxep.integration.titan.Options`.
 
@@ -120,7 +120,7 @@ class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
         super().log(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
 
 
-@override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")
+@override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")  # type: ignore[untyped-decorator]
 def metrics(config: Any) -> Any:
     return derive(config, LoadMetrics.Config)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.quantize_once import Weight, joined
+from mxep.gemm.quantize_once import Weight, halves, joined
 
 from .compiled import compiled_layer, compiles
 from .dispatchers.base import Routing, TokenDispatcher
@@ -118,8 +118,8 @@ def run_experts(
     how["wgrad_scale"] = wgrad_scale
     compiling = torch.compiler.is_compiling()
     if compiling and main_grads == (None, None) and compiles(dispatcher, recipe, backend):
-        halved = isinstance(gate_up_proj, tuple)
-        local: Any = tuple(map(local_weight, gate_up_proj)) if halved else local_weight(gate_up_proj)
+        gate, *up = map(local_weight, halves(gate_up_proj))
+        local: Weight = (gate, up[0]) if up else gate
         return compiled_layer(x, expert_ids, weights, local, local_weight(down_proj), **how), None
     run = _run_between_graphs if compiling else _run  # the former costs 7 us a call
     return run(x, expert_ids, weights, gate_up_proj, down_proj, main_grads=main_grads, **how)

@@ -77,7 +77,7 @@ def route_through_experts(
     dispatched = start_dispatch(x, weights, expert_ids, config)
     try:
         out, routing = _Layer.apply(  # type: ignore[no-untyped-call]
-            x, weights, gate, down_proj, *(up or [None]), expert_ids, config, backward, dispatched
+            x, weights, gate, down_proj, up[0] if up else None, expert_ids, config, backward, dispatched
         )
     except BaseException:
         dispatched[0].wait()  # nothing stays in flight
