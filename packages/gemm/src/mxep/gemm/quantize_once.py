@@ -104,6 +104,7 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
         with _lock:
             once._users -= 1
             if not once._users:
+                once._hook.remove()
                 once._held.clear()
                 _open = None
 
@@ -132,6 +133,7 @@ class QuantizedOnce:
         self._users = 0
         self._steps = steps
         self._held: dict[tuple[Any, ...], _Held] = {}
+        self._hook = register_optimizer_step_pre_hook(_before_step)
 
     @property
     def nbytes(self) -> int:
@@ -258,6 +260,3 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
     with _lock:
         _open._held.clear()
-
-
-register_optimizer_step_pre_hook(_before_step)
