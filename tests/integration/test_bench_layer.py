@@ -220,7 +220,10 @@ def test_a_layer_that_is_wrong_or_fails_has_no_figures_but_an_error(make_config)
     ("overrides", "message"),
     [
         (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda; cpu"),
-        (["bench.sections=[heads]"], "bench.sections: got 'heads', wanted some of layer; eager; stages; memory; skew; host"),
+        (
+            ["bench.sections=[heads]"],
+            "bench.sections: got 'heads', wanted some of layer; eager; stages; memory; skew; host",
+        ),
         (["bench.models=[gpt2]"], "bench.models: got 'gpt2', wanted some of deepseek_v3; "),
         (["bench.cases=[fp4/symmetric]"], "bench.cases: got 'fp4/symmetric', wanted some of baseline bf16; "),
         (

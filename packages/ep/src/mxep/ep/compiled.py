@@ -25,7 +25,7 @@ from torch.fx.node import has_side_effect
 from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.quantize_once import weights_are_held
+from mxep.gemm.quantize_once import Weight, halves, weights_are_held
 from mxep.quant import E4M3
 
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
@@ -46,7 +46,7 @@ def compiled_layer(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
-    gate_up_proj: Tensor,
+    gate_up_proj: Weight,
     down_proj: Tensor,
     *,
     dispatcher: TokenDispatcher,
@@ -57,11 +57,11 @@ def compiled_layer(
     """out (T, D), as of `route_through_experts`, where this `compiles`."""
     expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
     check_weights(x, gate_up_proj, down_proj, dispatcher, recipe)
-    tensors = x, weights, gate_up_proj, down_proj
-    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    needs = [gate_up_proj.requires_grad, down_proj.requires_grad]
+    proj = halves(gate_up_proj)
+    needs = [any(half.requires_grad for half in proj), down_proj.requires_grad]
+    backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
     names = dispatcher.key, recipe.name, backend, wgrad_scale, needs
-    out: Tensor = forward_op(*tensors, expert_ids, *names, backward)[0]
+    out: Tensor = forward_op(x, weights, list(proj), down_proj, expert_ids, *names, backward)[0]
     return out
 
 
@@ -69,7 +69,7 @@ def compiled_layer(
 def forward_op(
     x: Tensor,
     weights: Tensor,
-    gate_up_proj: Tensor,
+    gate_up_proj: list[Tensor],
     down_proj: Tensor,
     expert_ids: Tensor,
     dispatcher: str,
@@ -82,7 +82,9 @@ def forward_op(
     config = _config(x.device, dispatcher, recipe, backend, wgrad_scale)
     with torch.no_grad():
         dispatched = start_dispatch(x, weights, expert_ids, config)
-        out, routing, saved = layer_forward(dispatched, gate_up_proj, down_proj, config, backward, (needs[0], needs[1]))
+        out, routing, saved = layer_forward(
+            dispatched, _weight(gate_up_proj), down_proj, config, backward, (needs[0], needs[1])
+        )
     if not backward:
         return [out]
     if weights_are_held():
@@ -93,14 +95,14 @@ def forward_op(
 
 
 @forward_op.register_fake
-def _(x: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, *how: Any) -> list[Tensor]:
+def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any) -> list[Tensor]:
     *names, (need_gate_up, need_down), backward = how
     out = x.new_empty(x.shape)
     if not backward:
         return [out]
     config = _config(x.device, *names)
     plan, recipe, needs = _plan_of_shapes(ids, weights, config), config.recipe, (need_gate_up, need_down)
-    experts, copied = (gate_up_proj, down_proj), config.dispatcher.borrows
+    experts, copied = (_weight(proj), down_proj), config.dispatcher.borrows
     saved = Saved.shapes(x, plan, experts, recipe, config.backend, needs, copied=copied)
     return [out, *saved, *_tensors(plan)]
 
@@ -109,7 +111,7 @@ def _(x: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: 
 def backward_op(
     d_out: Tensor,
     saved: list[Tensor],
-    gate_up_proj: Tensor,
+    gate_up_proj: list[Tensor],
     down_proj: Tensor,
     expert_ids: Tensor,
     dispatcher: str,
@@ -122,31 +124,38 @@ def backward_op(
     saved, fields = saved[: -len(PLAN)], dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
     routing = Routing(plan, expert_ids, config.dispatcher.num_local_experts)
+    proj = _weight(gate_up_proj)
     with torch.no_grad():
-        grads = layer_backward(d_out, saved, gate_up_proj, down_proj, routing, config, (needs[0], needs[1]))
+        grads = layer_backward(d_out, saved, proj, down_proj, routing, config, (needs[0], needs[1]))
     return [grad for grad in grads if grad is not None]
 
 
 @backward_op.register_fake
 def _(
-    d_out: Tensor, saved: list[Tensor], gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, *how: Any
+    d_out: Tensor, saved: list[Tensor], gate_up_proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any
 ) -> list[Tensor]:
     d_weights = d_out.new_empty(ids.shape, dtype=torch.float32)
-    grads = (w.new_empty(w.shape) for w, need in zip((gate_up_proj, down_proj), how[-1]) if need)
+    e, dim, hidden_dim = down_proj.shape
+    shapes = (e, 2 * hidden_dim, dim), down_proj.shape
+    grads = (down_proj.new_empty(shape) for shape, need in zip(shapes, how[-1]) if need)
     return [d_out.new_empty(d_out.shape), d_weights, *grads]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, _, gate_up_proj, down_proj, expert_ids, *ctx.names, _ = inputs
     _, *saved = output
-    ctx.save_for_backward(gate_up_proj, down_proj, expert_ids, *saved)
+    ctx.halves = len(gate_up_proj)
+    ctx.save_for_backward(*gate_up_proj, down_proj, expert_ids, *saved)
 
 
-def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    gate_up_proj, down_proj, expert_ids, *saved = ctx.saved_tensors
-    dx, d_weights, *rest = backward_op(grads[0], saved, gate_up_proj, down_proj, expert_ids, *ctx.names)
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    found = ctx.saved_tensors  # to be asked for once
+    proj, (down_proj, expert_ids, *saved) = found[: ctx.halves], found[ctx.halves :]
+    del found
+    dx, d_weights, *rest = backward_op(grads[0], saved, proj, down_proj, expert_ids, *ctx.names)
     *_, needs = ctx.names
-    return dx, d_weights, *(rest.pop(0) if need else None for need in needs), *[None] * 7
+    d_proj = list(rest.pop(0).chunk(ctx.halves, 1)) if needs[0] else [None] * ctx.halves
+    return dx, d_weights, d_proj, rest.pop(0) if needs[1] else None, *[None] * 7
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
@@ -157,6 +166,10 @@ for _op in (torch.ops.mxep.layer_forward.default, torch.ops.mxep.layer_backward.
 
 def _config(device: torch.device, dispatcher: str, recipe: str, backend: str, wgrad_scale: float) -> LayerConfig:
     return LayerConfig(find_dispatcher(dispatcher), _recipe(recipe), select(backend, device), wgrad_scale=wgrad_scale)
+
+
+def _weight(parts: list[Tensor]) -> Weight:
+    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
 
 
 _recipe = functools.cache(Recipe.named)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
+from mxep.gemm.quantize_once import Weight, halves, joined
 
 from .compiled import compiled_layer, compiles
 from .dispatchers.base import Routing, TokenDispatcher
@@ -52,34 +53,14 @@ class Experts(nn.Module):
         for weight in (self.gate_up_proj, self.down_proj):
             init_normal_(weight, weight.shape[2] ** -0.5, per_expert=True)
 
-    def forward(
-        self,
-        x: Tensor,
-        expert_ids: Tensor,
-        weights: Tensor,
-        *,
-        dispatcher: TokenDispatcher,
-        recipe: Recipe,
-        backend: str | Backend = "auto",
-        wgrad_scale: float = 1.0,
-    ) -> tuple[Tensor, Routing | None]:
-        """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) summed over each token's experts, and the routing.
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Routing | None]:
+        """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) and the routing, as :func:`run_experts`.
 
         A weight with an attribute ``main_grad``, fp32 of its shape or of this rank's share of it, gets its gradient
-        added there, and none itself. wgrad_scale: factor of both weights' gradients.
-        Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
-        one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one
-        and wgrad "mx", and there is no main_grad; else a break.
+        added there, and none itself.
         """
         proj, down = self.gate_up_proj, self.down_proj
-        main_grads = _main_grad(proj), _main_grad(down)
-        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
-        how["wgrad_scale"] = wgrad_scale
-        compiling = torch.compiler.is_compiling()
-        if compiling and main_grads == (None, None) and compiles(dispatcher, recipe, backend):
-            return compiled_layer(x, expert_ids, weights, local_weight(proj), local_weight(down), **how), None
-        run = _run_between_graphs if compiling else _run  # the former costs 7 us a call
-        return run(x, expert_ids, weights, proj, down, main_grads=main_grads, **how)
+        return run_experts(x, expert_ids, weights, proj, down, main_grads=(_main_grad(proj), _main_grad(down)), **how)
 
 
 class SharedExpert(nn.Module):
@@ -107,11 +88,48 @@ class SharedExpert(nn.Module):
         return F.linear(F.silu(gate) * up, self.down_proj.to(x.dtype))
 
 
+def run_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Weight,
+    down_proj: Tensor,
+    *,
+    dispatcher: TokenDispatcher,
+    recipe: Recipe,
+    backend: str | Backend = "auto",
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    wgrad_scale: float = 1.0,
+) -> tuple[Tensor, Routing | None]:
+    """``x`` (T, D) -> (T, D), summed over each token's experts, and the routing.
+
+    Args:
+        expert_ids: (T, K) int32 or int64. weights: (T, K) fp32.
+        gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are joined where they are
+            quantized, each way. down_proj: (e, D, F). Or DTensors.
+        main_grads: fp32, of this rank's weights' shapes, or None each: gradients are added there and not returned.
+        wgrad_scale: factor of weights' gradients.
+
+    Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
+    one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one and
+    wgrad "mx", and there is no main_grad; else a break.
+    """
+    how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
+    how["wgrad_scale"] = wgrad_scale
+    compiling = torch.compiler.is_compiling()
+    if compiling and main_grads == (None, None) and compiles(dispatcher, recipe, backend):
+        gate, *up = map(local_weight, halves(gate_up_proj))
+        local: Weight = (gate, up[0]) if up else gate
+        return compiled_layer(x, expert_ids, weights, local, local_weight(down_proj), **how), None
+    run = _run_between_graphs if compiling else _run  # the former costs 7 us a call
+    return run(x, expert_ids, weights, gate_up_proj, down_proj, main_grads=main_grads, **how)
+
+
 def _run(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
-    proj: Tensor,
+    proj: Weight,
     down: Tensor,
     *,
     dispatcher: TokenDispatcher,
@@ -126,7 +144,7 @@ def _run(
     rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
     options: dict[str, Any] = {"row_weight": row_weight, "recipe": recipe, "backend": backend}
     options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
-    y = expert_mlp(rows, local_weight(proj), local_weight(down), routing.plan.offs, **options)
+    y = expert_mlp(rows, local_weight(joined(proj)), local_weight(down), routing.plan.offs, **options)
     return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
 
 

@@ -25,7 +25,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import saved_weight, weights_are_held
+from mxep.gemm.quantize_once import Weight, halves, saved_weight, weights_are_held
 
 from .dispatchers.base import Handle, Payload, Routing, TokenDispatcher
 from .functional import checked_tokens
@@ -53,14 +53,15 @@ class LayerConfig:
 
 
 def route_through_experts(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, config: LayerConfig
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up_proj: Weight, down_proj: Tensor, *, config: LayerConfig
 ) -> tuple[Tensor, Routing]:
     """out (T, D), the weighted sum over each token's experts of their MLPs, and where the rows went.
 
     Args:
         x: (T, D) bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
-        gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F). Or DTensors of which this rank holds that, as
-            `Experts` has them; then their gradients are DTensors, too.
+        gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are joined where they are
+            quantized, each way. down_proj: (e, D, F). Or DTensors of which this rank holds that, as `Experts` has
+            them; then their gradients are DTensors, too.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, and for a recipe with wgrad "bf16", which keeps unquantized
     operands: compose it from `functional.py`.
@@ -68,23 +69,32 @@ def route_through_experts(
     if config.recipe.wgrad != "mx":
         raise ValueError(f"recipe {config.recipe.name}: got wgrad {config.recipe.wgrad!r}, wanted 'mx'")
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
-    experts = local_tensor(gate_up_proj), local_tensor(down_proj)
-    check_weights(x, *experts, config.dispatcher, config.recipe, config.main_grads)
-    tensors = x, weights, gate_up_proj, down_proj
+    gate, *up = halves(gate_up_proj)
+    check_weights(
+        x, local_weights(gate, *up), local_tensor(down_proj), config.dispatcher, config.recipe, config.main_grads
+    )
+    tensors = x, weights, gate, down_proj, *up
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     with torch.no_grad():
         dispatched = start_dispatch(x, weights, expert_ids, config)
     try:
-        out, routing = _Layer.apply(*tensors, expert_ids, config, backward, dispatched)  # type: ignore[no-untyped-call]
+        out, routing = _Layer.apply(  # type: ignore[no-untyped-call]
+            x, weights, gate, down_proj, up[0] if up else None, expert_ids, config, backward, dispatched
+        )
     except BaseException:
         dispatched[0].wait()  # nothing stays in flight
         raise
     return out, routing
 
 
+def local_weights(gate: Tensor, up: Tensor | None = None) -> Weight:
+    """What this rank holds of gate_up_proj, or of its halves."""
+    return local_tensor(gate) if up is None else (local_tensor(gate), local_tensor(up))
+
+
 def check_weights(
     x: Tensor,
-    gate_up_proj: Tensor,
+    gate_up_proj: Weight,
     down_proj: Tensor,
     dispatcher: TokenDispatcher,
     recipe: Recipe,
@@ -92,10 +102,16 @@ def check_weights(
 ) -> None:
     """ValueError for weights that do not fit x, each other, the dispatcher or the recipe: before any exchange."""
     e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if down_proj.dim() else 0
-    for name, w, main_grad, meant, shape in (
-        ("gate_up_proj", gate_up_proj, main_grads[0], "(experts here, 2 F, D)", (e, 2 * hidden_dim, dim)),
-        ("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim)),
-    ):
+    wanted = [("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim))]
+    if isinstance(gate_up_proj, Tensor):
+        shape = e, 2 * hidden_dim, dim
+        wanted.append(("gate_up_proj", gate_up_proj, main_grads[0], "(experts here, 2 F, D)", shape))
+    else:
+        if main_grads[0] is not None:
+            raise ValueError("main_grad: got one of gate and up, which are apart; none, or join them")
+        shape = e, hidden_dim, dim
+        wanted += [(name, w, None, "(experts here, F, D)", shape) for name, w in zip(("gate", "up"), gate_up_proj)]
+    for name, w, main_grad, meant, shape in wanted:
         if w.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(w.shape)}, want {meant} = {shape}")
         check_weight(w, recipe=recipe, device=x.device, main_grad=main_grad, name=name)
@@ -115,45 +131,71 @@ class _Layer(torch.autograd.Function):
         weights: Tensor,
         gate_up_proj: Tensor,
         down_proj: Tensor,
+        up_proj: Tensor | None,
         expert_ids: Tensor,
         config: LayerConfig,
         backward: bool,
         dispatched: Dispatched,
     ) -> tuple[Tensor, Routing]:
-        experts, needs = (local_tensor(gate_up_proj), local_tensor(down_proj)), ctx.needs_input_grad[2:4]
-        out, routing, saved = layer_forward(dispatched, *experts, config, backward, needs)
-        ctx.save_for_backward(*experts, *saved)
+        proj, down = local_weights(gate_up_proj, up_proj), local_tensor(down_proj)
+        ctx.needs = ctx.needs_input_grad[2] or ctx.needs_input_grad[4], ctx.needs_input_grad[3]
+        out, routing, saved = layer_forward(dispatched, proj, down, config, backward, ctx.needs)
+        ctx.halves = len(halves(proj))
+        ctx.save_for_backward(*halves(proj), down, *saved)
         ctx.config, ctx.routing, ctx.kept = config, routing, None
         ctx.dtypes, ctx.shares = (gate_up_proj.dtype, down_proj.dtype), (Share(gate_up_proj), Share(down_proj))
+        ctx.up_share = None if up_proj is None else Share(up_proj)
         return out, routing
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        asked = [need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:4])]
-        needs, wanted = ctx.needs_input_grad[2:4], (asked[2], asked[3])
+        asked = [need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:5])]
+        needs, wanted = ctx.needs, (asked[2] or asked[4], asked[3])
         kept, retained = ctx.kept, graph_is_retained()
         if not retained:
             ctx.kept = None
-        if kept is not None and not any(asked[:2]) and kept.fits(d_out):
+        if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out):
             pending: Pending = kept.operands
             if all(i in pending for i in (0, 1) if wanted[i]):
                 config, offs, grads = ctx.config, ctx.routing.plan.offs, list[Tensor | None]((None, None))
                 for i, operands in pending.items():
                     if wanted[i]:
                         grads[i] = weight_gradient(i, ctx.dtypes[i], list(operands), offs, config)
-                return None, None, *map(Share.gradient, ctx.shares, grads), None, None, None, None
-        gate_up_proj, down_proj, *saved = ctx.saved_tensors
+                return None, None, *_gradients_of_weights(ctx, grads)
+        found = ctx.saved_tensors  # to be asked for once
+        proj, (down_proj, *saved) = found[: ctx.halves], found[ctx.halves :]
+        del found
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
         left: Pending | None = {} if retained else None
-        for share in ctx.shares:
-            share.check()
+        for share in (*ctx.shares, ctx.up_share):
+            if share is not None:
+                share.check()
         dx, d_weights, *grads = layer_backward(
-            d_out, saved, gate_up_proj, down_proj, ctx.routing, ctx.config, needs, wanted=wanted, left=left
+            d_out,
+            saved,
+            proj[0] if ctx.halves == 1 else proj,
+            down_proj,
+            ctx.routing,
+            ctx.config,
+            needs,
+            wanted=wanted,
+            left=left,
         )
         if left:
             ctx.kept = Kept.of(d_out, left)
-        return dx, d_weights, *map(Share.gradient, ctx.shares, grads), None, None, None, None
+        return dx, d_weights, *_gradients_of_weights(ctx, grads)
+
+
+def _gradients_of_weights(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """What `_Layer.backward` returns after dx and d_weights."""
+    proj, down = grads
+    if ctx.up_share is None or proj is None:
+        gate, up = proj, None
+    else:  # FSDP2 and optimizers want them contiguous
+        gate, up = (half.contiguous() for half in proj.chunk(2, 1))
+        up = ctx.up_share.gradient(up)
+    return ctx.shares[0].gradient(gate), ctx.shares[1].gradient(down), up, None, None, None, None
 
 
 def start_dispatch(x: Tensor, weights: Tensor, expert_ids: Tensor, config: LayerConfig) -> Dispatched:
@@ -166,7 +208,7 @@ def start_dispatch(x: Tensor, weights: Tensor, expert_ids: Tensor, config: Layer
 
 def layer_forward(
     dispatched: Dispatched,
-    gate_up_proj: Tensor,
+    gate_up_proj: Weight,
     down_proj: Tensor,
     config: LayerConfig,
     backward: bool,
@@ -181,7 +223,7 @@ def layer_forward(
     handle, wire = dispatched
     # While rows are in flight.
     quantize = rowwise_weights.direct if weights_are_held() else rowwise_weights
-    w13, amax13, w2, amax2 = quantize([gate_up_proj, down_proj], recipe, backend, backward)
+    w13, amax13, w2, amax2 = quantize([*_two(gate_up_proj), down_proj], recipe, backend, backward)
     slots, routing = handle.wait()
     plan = routing.plan
     # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
@@ -198,7 +240,7 @@ def layer_forward(
 def layer_backward(
     d_out: Tensor,
     saved: list[Tensor],
-    gate_up_proj: Tensor,
+    gate_up_proj: Weight,
     down_proj: Tensor,
     routing: Routing,
     config: LayerConfig,
@@ -221,7 +263,7 @@ def layer_backward(
     handle = dispatcher.redispatch(tuple(pack_rows([d_out], recipe, recipe.grad_fmt)), routing, overlap=True)
     # While rows are in flight.
     quantize = colwise_weights.direct if weights_are_held() else colwise_weights
-    w2, w13 = quantize([*later2, *later13], recipe, backend)
+    w2, w13 = quantize([*later2, *_two(later13.weight), later13.amax], recipe, backend)
     del later2, later13
     waits = left is not None and needs[1] and not wanted[1]
     copy, needs_h = waits and dispatcher.borrows, needs[1] and (wanted[1] or waits)
@@ -237,11 +279,16 @@ def layer_backward(
     if rows is not None and wanted[0]:
         operands = [d_gate_up, rows]
         del d_gate_up, rows
-        d_gate_up_proj = weight_gradient(0, gate_up_proj.dtype, operands, plan.offs, config)
+        d_gate_up_proj = weight_gradient(0, halves(gate_up_proj)[0].dtype, operands, plan.offs, config)
     elif rows is not None and left is not None:
         left[0] = d_gate_up, rows
     dx, d_weights = home.wait()
     return dx, d_weights, d_gate_up_proj, d_down_proj
+
+
+def _two(w: Any) -> tuple[Any, Any]:
+    """The halves of a weight; itself and None if it is whole."""
+    return w if type(w) is tuple else (w, None)
 
 
 def weight_gradient(

@@ -22,7 +22,7 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.quantize_once import SavedWeight, Weight, halves, rowwise_and_saved
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts
 
@@ -45,7 +45,7 @@ class Saved(NamedTuple):
     def of(
         flat: list[Tensor],
         plan: RoutingPlan,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Weight, Tensor],
         recipe: Recipe,
         needs: Needs,
         *,
@@ -63,7 +63,7 @@ class Saved(NamedTuple):
     def shapes(
         x: Tensor,
         plan: RoutingPlan,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Weight, Tensor],
         recipe: Recipe,
         backend: Backend,
         needs: Needs,
@@ -113,8 +113,9 @@ def _of_weight(later: SavedWeight) -> list[Tensor]:
     return _parts(later.weight) if isinstance(later.weight, MXTensor | MXParts) else _parts(later.amax)
 
 
-def _later(w: Tensor, parts: list[Tensor]) -> SavedWeight:
+def _later(w: Weight, parts: list[Tensor]) -> SavedWeight:
     if len(parts) < 2:
         return SavedWeight(w, parts[0] if parts else None)
     qdata, scale = parts
-    return SavedWeight(MXParts(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], w.dtype), None)
+    dtype = halves(w)[0].dtype
+    return SavedWeight(MXParts(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], dtype), None)

@@ -34,16 +34,25 @@ pack_rows = replayed(pack)
 
 @replayed
 def rowwise_weights(tensors: Tensors, recipe: Recipe, backend: Backend, dgrad: bool) -> Tensors:
-    """[w, w'] -> [w rowwise, its amax, w' rowwise, its amax]. dgrad: whether colwise is wanted later."""
-    made = (rowwise_and_saved(w, recipe, backend, dgrad=dgrad) for w in tensors)
+    """[gate_up_proj, its other half or None, down_proj] -> [rowwise, amax] of both. dgrad: colwise is wanted later."""
+    weights = _whole(*tensors[:2]), tensors[2]
+    made = (rowwise_and_saved(w, recipe, backend, dgrad=dgrad) for w in weights)
     return [part for rowwise, saved in made for part in (rowwise, saved.amax)]
 
 
 @replayed
 def colwise_weights(tensors: Tensors, recipe: Recipe, backend: Backend) -> Tensors:
-    """[w, its amax, w', its amax] -> [w colwise, w' colwise]. w: or 2-D blocks, which serve as they are."""
-    weights = (SavedWeight(*tensors[:2]), SavedWeight(*tensors[2:]))
+    """[down_proj, its amax, gate_up_proj, its other half or None, its amax] -> [colwise] of both.
+
+    A weight may be 2-D blocks, which serve as they are.
+    """
+    down_proj, amax2, *gate_up_proj, amax13 = tensors
+    weights = SavedWeight(down_proj, amax2), SavedWeight(_whole(*gate_up_proj), amax13)
     return [saved.colwise(recipe, backend) for saved in weights]
+
+
+def _whole(w: Any, other: Tensor | None) -> Any:
+    return w if other is None else (w, other)
 
 
 @replayed

@@ -13,7 +13,7 @@ from mxep.gemm.convert import convert, converted, revert
 from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
 from mxep.gemm.functional import grouped_mm
-from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once
+from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
 
@@ -32,5 +32,6 @@ __all__ = [
     "grouped_mm",
     "quantize_weight",
     "quantize_weights_once",
+    "quantize_weights_once_a_step",
     "revert",
 ]

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.quantize_once import SavedWeight, joined, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
@@ -114,7 +114,7 @@ class _GroupedMM(torch.autograd.Function):
         else:
             rowwise, saved = weight.rowwise, SavedWeight(w if weight.colwise is None else weight.colwise, None)
         a_parts, ctx.a_rest = _taken_apart(a_saved if need_w else None)
-        w_parts, ctx.w_rest = _taken_apart(saved.weight if need_a else None)
+        w_parts, ctx.w_rest = _taken_apart(joined(saved.weight) if need_a else None)  # one tensor, as w is
         ctx.save_for_backward(offs, *a_parts, *w_parts, saved.amax if need_a else None)
         ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
         ctx.kept = None

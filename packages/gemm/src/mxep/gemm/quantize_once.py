@@ -24,12 +24,25 @@ from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
 
 _T = TypeVar("_T")
+Weight = Tensor | tuple[Tensor, Tensor]
+"""(G, N, K), or two halves of it, (G, N / 2, K) each, which are joined where they are quantized and nowhere else."""
+
+
+def joined(w: Weight) -> Tensor:
+    """The whole weight: a copy of halves."""
+    return w if isinstance(w, Tensor) else torch.cat(w, 1)
+
+
+def halves(w: Weight) -> tuple[Tensor, ...]:
+    """The tensors that a weight is."""
+    return (w,) if isinstance(w, Tensor) else w
 
 
 class SavedWeight(NamedTuple):
     """What forward saves of a weight, to make it colwise in backward, so that no qdata wait in between.
 
-    weight: the weight itself, or 2-D blocks, which serve dgrad as they are. amax: (G, K), of its columns, or None.
+    weight: the weight itself, or its halves, or 2-D blocks, which serve dgrad as they are.
+    amax: (G, K), of its columns, or None.
     """
 
     weight: Any
@@ -42,7 +55,7 @@ class SavedWeight(NamedTuple):
         return _once("colwise", backend.quantize_weight_colwise, self.weight, recipe, backend, self.amax)
 
 
-def rowwise_and_saved(w: Tensor, recipe: Recipe, backend: Backend, *, dgrad: bool) -> tuple[Tensor, SavedWeight]:
+def rowwise_and_saved(w: Weight, recipe: Recipe, backend: Backend, *, dgrad: bool) -> tuple[Tensor, SavedWeight]:
     """A weight as forward wants it, and what to save for backward. dgrad: whether that will be used."""
     with_amax = dgrad or weights_are_held()  # what is held serves others, who may have a dgrad
 
@@ -53,7 +66,7 @@ def rowwise_and_saved(w: Tensor, recipe: Recipe, backend: Backend, *, dgrad: boo
     return rowwise, saved_weight(rowwise, w, amax)
 
 
-def saved_weight(rowwise: Any, w: Tensor, amax: Tensor | None) -> SavedWeight:
+def saved_weight(rowwise: Any, w: Weight, amax: Tensor | None) -> SavedWeight:
     """What to save of w, of what forward had of it: a tensor, or an MXTensor or its parts."""
     return SavedWeight(rowwise if getattr(rowwise, "axis", None) == (-2, -1) else w, amax)
 
@@ -95,55 +108,70 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
         with _lock:
             once._users -= 1
             if not once._users:
-                once._close()
+                once._hook.remove()
+                once._held.clear()
                 _open = None
+
+
+def quantize_weights_once_a_step() -> "QuantizedOnce":
+    """Open `quantize_weights_once` for the rest of the process; each step of a torch optimizer makes it forget all.
+
+    For a training loop that is not yours: it has no place to open and close. Weights may change in a step only; a
+    checkpoint that is loaded later raises at the next forward. RuntimeError within `quantize_weights_once`.
+    """
+    global _open
+    with _lock:
+        if _open is None:
+            _open = QuantizedOnce(steps=True)
+            _open._users = 1
+        elif not _open._steps:
+            raise RuntimeError("quantize_weights_once() is open, which ends before a step: close it first")
+        return _open
 
 
 class QuantizedOnce:
     """What an open `quantize_weights_once` holds. quantizations: how many were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, steps: bool = False) -> None:
         self.quantizations = 0
         self._users = 0
+        self._steps = steps
         self._held: dict[tuple[Any, ...], _Held] = {}
-        self._hook = register_optimizer_step_pre_hook(_refuse_step)
+        self._hook = register_optimizer_step_pre_hook(_before_step)
 
     @property
     def nbytes(self) -> int:
         """Bytes of qdata and scales held now."""
         return sum(part.nbytes for held in list(self._held.values()) for part in held.plain())
 
-    def _get(self, way: str, make: Callable[..., _T], w: Tensor, recipe: Recipe, backend: Backend, *args: Any) -> _T:
-        storage = StorageWeakRef(w.untyped_storage())
-        version = None if w.is_inference() else w._version  # an inference tensor counts none
-        capturing = w.is_cuda and torch.cuda.is_current_stream_capturing()
+    def _get(self, way: str, make: Callable[..., _T], w: Weight, recipe: Recipe, backend: Backend, *args: Any) -> _T:
+        lies = [_place(x) for x in halves(w)]
+        first, storages = halves(w)[0], tuple(storage for storage, _, _ in lies)
+        version = tuple(version for _, version, _ in lies)
+        capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         key = (
-            *(way, storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, capturing),
+            *(way, *(place for _, _, place in lies), capturing),
             *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, id(backend)),
         )
         with _lock:
             held = self._held.get(key)
             if held is None:
                 # Of weights that are gone; a weak reference keeps a storage's address from being used again.
-                for gone in [key for key, held in self._held.items() if held.storage.expired()]:
+                for gone in [key for key, held in self._held.items() if any(x.expired() for x in held.storages)]:
                     del self._held[gone]
                 with torch.inference_mode(False), torch.no_grad():  # others may want to save them for backward
-                    made = make(w, recipe, *args)
-                held = self._held[key] = _Held(made, storage, version, backend, *_point_in_time(w, capturing))
+                    made = make(joined(w), recipe, *args)
+                held = self._held[key] = _Held(made, storages, version, backend, *_point_in_time(first, capturing))
                 self.quantizations += 1
         if held.version != version:
             raise RuntimeError(
-                f"a weight {tuple(w.shape)} was written to within quantize_weights_once(), which has its old values: "
-                "close it before weights change"
+                f"a weight {tuple(first.shape)} was written to within quantize_weights_once(), which has its old "
+                "values: close it before weights change"
             )
         if held.stream is not None:
-            held.wait(torch.cuda.current_stream(w.device))
+            held.wait(torch.cuda.current_stream(first.device))
         found: _T = held.made
         return found
-
-    def _close(self) -> None:
-        self._hook.remove()
-        self._held.clear()
 
 
 _lock = threading.RLock()
@@ -155,8 +183,8 @@ class _Held:
     """made: a tensor or several. backend: here, as its id is part of the key. stream, event: where, and by when."""
 
     made: Any
-    storage: StorageWeakRef
-    version: int | None
+    storages: tuple[StorageWeakRef, ...]
+    version: tuple[int | None, ...]
     backend: Backend
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None
@@ -178,6 +206,13 @@ class _Held:
             x.record_stream(stream)
 
 
+def _place(w: Tensor) -> tuple[StorageWeakRef, int | None, tuple[Any, ...]]:
+    """The storage of a weight, its version, which an inference tensor does not count, and what else tells it apart."""
+    storage = StorageWeakRef(w.untyped_storage())
+    version = None if w.is_inference() else w._version
+    return storage, version, (storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype)
+
+
 def _point_in_time(w: Tensor, capturing: bool) -> tuple[torch.cuda.Stream | None, torch.cuda.Event | None]:
     if not w.is_cuda:
         return None, None
@@ -196,13 +231,13 @@ def weights_are_held() -> bool:
     return _open is not None
 
 
-def _once(way: str, make: Callable[..., _T], w: Tensor, recipe: Recipe, backend: Backend, *args: Any) -> _T:
+def _once(way: str, make: Callable[..., _T], w: Weight, recipe: Recipe, backend: Backend, *args: Any) -> _T:
     """make(w, recipe, *args), or what an open `quantize_weights_once` holds of it."""
     once = _open
-    if once is None or torch.compiler.is_compiling():
-        return make(w, recipe, *args)
-    if recipe.scaling == "none" or type(w) not in (Tensor, nn.Parameter) or in_graph_tree(w.device):
-        return make(w, recipe, *args)
+    if once is None or torch.compiler.is_compiling() or recipe.scaling == "none":
+        return make(joined(w), recipe, *args)
+    if any(type(x) not in (Tensor, nn.Parameter) for x in halves(w)) or in_graph_tree(halves(w)[0].device):
+        return make(joined(w), recipe, *args)
     return once._get(way, make, w, recipe, backend, *args)
 
 
@@ -219,8 +254,13 @@ def in_graph_tree(device: torch.device) -> bool:
 _TREES = "tree_manager_containers"
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    raise RuntimeError(
-        f"{type(optimizer).__name__} stepped within quantize_weights_once(), which would go on with weights quantized "
-        "before: close it before the optimizer steps"
-    )
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _open is None:
+        return
+    if not _open._steps:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} stepped within quantize_weights_once(), which would go on with weights "
+            "quantized before: close it before the optimizer steps"
+        )
+    with _lock:
+        _open._held.clear()

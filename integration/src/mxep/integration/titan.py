@@ -1,0 +1,113 @@
+"""What both adapters of torchtitan share: the options, the routed experts' computation, and the hook before steps.
+
+`torchtitan.py` has the override for torchtitan 0.3, `titan_converter.py` the model converter for 0.2.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torchtitan.components.optimizer import OptimizersContainer
+
+from mxep.comms import Capacity
+from mxep.ep import TokenDispatcher, make_dispatcher, run_experts
+from mxep.gemm import Recipe, quantize_weights_once_a_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How routed experts run.
+
+    Attributes:
+        recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`.
+        dispatcher: "symmetric", "all_to_all" or "nvshmem", between the ranks of the ep mesh. Without EP it is "local".
+        capacity: rows that fit on a rank, in balanced loads, or None for the worst case.
+        overflow: what happens to rows over the capacity: "raise" before the optimizer steps, or "drop".
+        max_tokens: most tokens a rank brings to a layer, local_batch_size * seq_len / context parallel degree.
+            torch.compile needs it with EP; else the first batch decides if it is None.
+        dtype: of the activations: "bfloat16", or "float32" where training.mixed_precision_param is that.
+        backend: of the grouped GEMM.
+        timeout: seconds that a wait for a peer takes at most. None: 60.
+        quantize_once: whether the micro-batches of a step share quantized weights.
+    """
+
+    recipe: str = "mxfp8"
+    dispatcher: str = "symmetric"
+    capacity: float | None = None
+    overflow: Literal["raise", "drop"] = "raise"
+    max_tokens: int | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    backend: str = "auto"
+    timeout: float | None = None
+    quantize_once: bool = False
+
+    def check(self, dim: int, hidden_dim: int) -> None:
+        """ValueError for values that are none, and for sizes that the recipe can not quantize."""
+        recipe = Recipe.named(self.recipe)
+        if recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
+            raise ValueError(f"recipe {recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype: got {self.dtype!r}, wanted 'bfloat16' or 'float32'")
+        if self.capacity is None and self.overflow != "raise":
+            raise ValueError("overflow='drop' needs a capacity, such as 1.5")
+        self.rows()
+
+    def rows(self) -> Capacity:
+        return Capacity.worst_case() if self.capacity is None else Capacity.factor(self.capacity, self.overflow)
+
+    def make_dispatcher(self, num_experts: int, dim: int, group: dist.ProcessGroup | None) -> TokenDispatcher:
+        """The dispatcher of a group, shared by layers that are alike, and checked before each optimizer step."""
+        name = self.dispatcher if group is not None else "local"
+        limits: dict[str, Any] = {"capacity": self.rows(), "max_tokens": self.max_tokens, "timeout": self.timeout}
+        dtype = getattr(torch, self.dtype)
+        made = make_dispatcher(name, num_experts, dim=dim, dtype=dtype, group=group, **limits)
+        check_before_steps(made)
+        if self.quantize_once:
+            quantize_weights_once_a_step()
+        return made
+
+    def run(
+        self,
+        recipe: Recipe,
+        x: Tensor,
+        expert_ids: Tensor,
+        scores: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor],
+        dispatcher: TokenDispatcher,
+    ) -> Tensor:
+        """x (T, D) -> (T, D).
+
+        recipe: of that name. expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D), or
+        DTensors of them.
+
+        Gradients of weights are sums over the tokens of all ranks, as torchtitan divides the loss by all tokens.
+        """
+        if torch.compiler.is_compiling() and self.max_tokens is None and dispatcher.world_size > 1:
+            raise ValueError("torch.compile with expert parallelism needs mxep's max_tokens")
+        w1, w2, w3 = weights
+        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": self.backend}
+        return run_experts(x, expert_ids, scores.float(), (w1, w3), w2, **how)[0]
+
+
+_checked: weakref.WeakSet[TokenDispatcher] = weakref.WeakSet()
+
+
+def check_before_steps(dispatcher: TokenDispatcher) -> None:
+    """Let all of torchtitan's optimizers call `dispatcher.check()` before they step, for as long as it lives."""
+    if dispatcher in _checked:
+        return
+    _checked.add(dispatcher)
+    here = weakref.ref(dispatcher)
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # The container's step calls the others', which need no check of their own.
+        if isinstance(optimizer, OptimizersContainer) and (alive := here()) is not None:
+            alive.check()
+
+    weakref.finalize(dispatcher, register_optimizer_step_pre_hook(check).remove)

@@ -1,0 +1,104 @@
+"""Routed experts for torchtitan 0.2, by its model converters: what the override of `torchtitan.py` does for 0.3.
+
+    --job.custom_config_module mxep.integration.titan_converter --model.converters mxep --mxep.recipe mxfp8
+
+gives each MoE and its experts another class. Parameters, their names, sharding and initialisation stay torchtitan's.
+Its own dispatch is made of hooks around the call of the experts' module; that module is not called here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.protocols.model_converter import register_model_converter
+
+from mxep.ep import TokenDispatcher
+from mxep.gemm import Recipe
+
+from .titan import Options
+
+
+@dataclass
+class JobConfig:
+    """What `--job.custom_config_module` adds to torchtitan's config."""
+
+    mxep: Options = field(default_factory=Options)
+
+
+class Scores:
+    """(T, K) fp32, kept from FSDP2, which casts all tensors that a module is called with."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+
+
+class Experts(GroupedExperts):  # type: ignore[misc]
+    """torchtitan's parameters w1, w2, w3, computed by mxep."""
+
+    options: Options
+    recipe: Recipe
+    dispatcher: TokenDispatcher
+
+    def routed(self, x: Tensor, expert_ids: Tensor, scores: Scores) -> Tensor:
+        """x (T, D) -> (T, D): dispatch, experts and combine."""
+        weights = self.w1, self.w2, self.w3
+        return self.options.run(self.recipe, x, expert_ids, scores.scores, weights, self.dispatcher)
+
+    def init_weights(self, init_std: float) -> None:
+        super().init_weights(init_std)
+        if "routed" not in vars(self):  # the first call after FSDP2 has sharded it
+            register_fsdp_forward_method(self, "routed")
+
+
+class RoutedMoE(MoE):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, D) -> (B, L, D)."""
+        tokens = x.flatten(0, 1)
+        scores, expert_ids, counts = self.router(tokens, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        out: Tensor = self.experts.routed(tokens, expert_ids, Scores(scores))
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(tokens)
+        return out.view(x.shape)
+
+
+class Converter:
+    """Converts all MoEs of a model. ValueError for those whose experts mxep does not compute, and for TP."""
+
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        if parallel_dims.tp_enabled:
+            raise ValueError(
+                "mxep's converter for torchtitan 0.2 does not support tensor parallelism: set its degree to 1"
+            )
+        self.options: Options = job_config.mxep
+        mesh = parallel_dims.get_optional_mesh("ep")
+        self.group = None if mesh is None else mesh.get_group()
+
+    def convert(self, model: nn.Module) -> None:
+        for name, moe in model.named_modules():
+            if not isinstance(moe, MoE):
+                continue
+            experts = moe.experts
+            if type(moe) is not MoE or type(experts) is not GroupedExperts:
+                raise ValueError(
+                    f"{name}: got {type(moe).__name__} of {type(experts).__name__}, wanted MoE of GroupedExperts"
+                )
+            if moe.score_before_experts:
+                raise ValueError(
+                    f"{name}: mxep applies scores to what experts return, this model to what they are given"
+                )
+            num_experts, hidden_dim, dim = experts.w1.shape
+            self.options.check(dim, hidden_dim)
+            moe.__class__, experts.__class__ = RoutedMoE, Experts
+            experts.options, experts.recipe = self.options, Recipe.named(self.options.recipe)
+            experts.dispatcher = self.options.make_dispatcher(num_experts, dim, self.group)
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        pass
+
+
+register_model_converter(Converter, "mxep")

@@ -1,0 +1,149 @@
+"""Routed experts for torchtitan 0.3, by its own overrides: dispatch, experts and combine by mxep.
+
+    --override.imports 'mxep.integration.torchtitan.routed_experts={"recipe": "mxfp8"}'
+
+replaces both children of each `RoutedExperts`. Parameters, their names, sharding and initialisation stay torchtitan's:
+
+    token_dispatcher.dispatch   moves nothing: tokens with their ids and scores go to inner_experts as they are
+    inner_experts               dispatches, computes and combines, in one call of mxep
+    token_dispatcher.combine    moves nothing
+
+`metrics` is a second override, which logs the experts' loads.
+
+B batch, L length, T tokens, K experts a token, E experts, D model dim, F hidden dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import Configurable, derive, override
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+from mxep.ep import TokenDispatcher
+from mxep.gemm import Recipe
+
+from .titan import Options
+
+
+class Routed(NamedTuple):
+    """Where tokens go. counts_E: how many of this rank's tokens each expert gets."""
+
+    expert_ids_TK: Tensor
+    scores_TK: Tensor
+    counts_E: Tensor
+    dispatcher: TokenDispatcher
+
+
+class Dispatcher(Configurable):  # type: ignore[misc]
+    """In the place of a token dispatcher: it finds the ep mesh, and leaves the exchange to the experts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):  # type: ignore[misc]
+        num_experts: int
+        dim: int
+        options: Options
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.wire_meshes(ep_mesh=None)  # with neither TP nor EP nobody else does
+
+    def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
+        group = None if ep_mesh is None else ep_mesh.get_group()
+        self.dispatcher = self.config.options.make_dispatcher(self.config.num_experts, self.config.dim, group)
+
+    def dispatch(
+        self, x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, counts_E: Tensor
+    ) -> tuple[Tensor, Routed, None]:
+        return x_TD, Routed(expert_ids_TK, scores_TK, counts_E, self.dispatcher), None
+
+    def combine(self, out_TD: Tensor, metadata: None, x_TD: Tensor) -> Tensor:
+        return out_TD
+
+
+class Experts(GroupedExperts):  # type: ignore[misc]
+    """torchtitan's parameters w1_EFD, w2_EDF, w3_EFD, computed by mxep."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):  # type: ignore[misc]
+        options: Options
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.options, self.recipe = config.options, Recipe.named(config.options.recipe)
+        # No buffer: these need a place in torchtitan's sharding config.
+        self.load_E = torch.zeros(config.num_experts, dtype=torch.int64)
+
+    def forward(self, x_TD: Tensor, routed: Routed) -> Tensor:
+        if self.training:
+            self.load_E.add_(routed.counts_E.detach())
+        weights = self.w1_EFD, self.w2_EDF, self.w3_EFD
+        return self.options.run(self.recipe, x_TD, routed.expert_ids_TK, routed.scores_TK, weights, routed.dispatcher)
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        self.load_E = torch.zeros_like(self.load_E, device=buffer_device or self.w1_EFD.device)
+
+
+@override(target=RoutedExperts.Config, description="dispatch, experts and combine by mxep")  # type: ignore[untyped-decorator]
+def routed_experts(config: Any, **options: Any) -> Any:
+    """Options are those of :class:`mxep.integration.titan.Options`.
+
+    Raises ValueError for experts that are not plain gated MLPs: with biases, or of other overrides and converters.
+    """
+    chosen, experts = Options(**options), config.inner_experts
+    if type(config) is not RoutedExperts.Config or type(experts) is not GroupedExperts.Config:
+        names = type(config).__qualname__, type(experts).__qualname__
+        raise ValueError(f"mxep runs RoutedExperts.Config of GroupedExperts.Config, got {names[0]} of {names[1]}")
+    chosen.check(experts.dim, experts.hidden_dim)
+    dispatcher = Dispatcher.Config(num_experts=experts.num_experts, dim=experts.dim, options=chosen)
+    inner = derive(experts, Experts.Config, options=chosen)
+    return derive(config, RoutedExperts.Config, inner_experts=inner, token_dispatcher=dispatcher)
+
+
+class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
+    """Also logs each layer's largest load since the last log, in mean loads, over the ranks of its ep mesh."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]
+        pass
+
+    def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        mesh = self.parallel_dims.get_optional_mesh("ep")
+        found = loads(self.model_parts or [], None if mesh is None else mesh.get_group())
+        super().log(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
+
+
+@override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")  # type: ignore[untyped-decorator]
+def metrics(config: Any) -> Any:
+    return derive(config, LoadMetrics.Config)
+
+
+def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
+    """Of each layer the busiest expert's tokens since the last call, over the mean. A collective of the group."""
+    layers = dict(_layers(model_parts))
+    if not layers:
+        return {}
+    counts = torch.stack([layer.load_E for layer in layers.values()])
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    for layer in layers.values():
+        layer.load_E.zero_()
+    largest = counts.amax(1) / counts.double().mean(1).clamp_min(1e-9)
+    return {f"moe_load/{name}": load for name, load in zip(layers, largest.tolist())}
+
+
+def _layers(model_parts: list[nn.Module]) -> Iterator[tuple[str, Experts]]:
+    for part in model_parts:
+        for name, module in part.named_modules():
+            if isinstance(module, Experts):
+                yield (
+                    name.replace("._checkpoint_wrapped_module", "").removesuffix(".moe.routed_experts.inner_experts"),
+                    module,
+                )

@@ -1,0 +1,49 @@
+"""Gate and up apart: the same bits as joined, forward and backward, also where only some gradients are asked for."""
+
+import pytest
+import torch
+
+from mxep.ep import LocalDispatcher, run_experts
+from mxep.gemm import Recipe, quantize_weights_once
+
+E, K, D, F, T = 4, 2, 64, 32, 20
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_halves_give_the_bits_of_the_whole(recipe: str) -> None:
+    torch.manual_seed(0)
+    whole, down = torch.randn(E, 2 * F, D), torch.randn(E, D, F)
+    x, ids, weights = torch.randn(T, D), torch.rand(T, E).topk(K).indices, torch.rand(T, K)
+    how = {"dispatcher": LocalDispatcher(E), "recipe": Recipe.named(recipe)}
+    d_out = torch.randn(T, D)
+
+    def run(apart: bool) -> tuple[torch.Tensor, ...]:
+        proj, w2 = whole.clone().requires_grad_(), down.clone().requires_grad_()
+        halves = tuple(half.clone().detach().requires_grad_() for half in whole.chunk(2, 1))
+        given = (halves[0], halves[1]) if apart else proj
+        out, _ = run_experts(x, ids, weights, given, w2, **how)
+        leaves = halves if apart else (proj,)
+        some = torch.autograd.grad(out, leaves[-1:], d_out, retain_graph=True)
+        grads = torch.autograd.grad(out, (*leaves, w2), d_out)
+        assert torch.equal(some[0], grads[len(leaves) - 1])
+        assert all(grad.is_contiguous() for grad in grads)
+        return out, torch.cat(grads[:-1], 1), grads[-1]
+
+    for reference, got in zip(run(False), run(True)):
+        assert torch.equal(reference, got)
+
+
+def test_halves_are_quantized_once() -> None:
+    gate, up, down = (torch.randn(E, *shape, requires_grad=True) for shape in ((F, D), (F, D), (D, F)))
+    ids, how = torch.rand(T, E).topk(K).indices, {"dispatcher": LocalDispatcher(E), "recipe": Recipe.named("mxfp8")}
+    with quantize_weights_once() as once:
+        for _ in range(3):
+            run_experts(torch.randn(T, D), ids, torch.rand(T, K), (gate, up), down, **how)[0].sum().backward()
+    assert once.quantizations == 4  # two weights, two ways
+
+
+def test_errors_name_the_half() -> None:
+    gate, up, down = torch.randn(E, F, D), torch.randn(E, F + 32, D), torch.randn(E, D, F)
+    ids, how = torch.rand(T, E).topk(K).indices, {"dispatcher": LocalDispatcher(E), "recipe": Recipe.named("bf16")}
+    with pytest.raises(ValueError, match=r"up: got shape \(4, 64, 64\)"):
+        run_experts(torch.randn(T, D), ids, torch.rand(T, K), (gate, up), down, **how)

@@ -1,0 +1,214 @@
+"""torchtitan 0.3 with mxep's override: its layers, and its own trainer on CPU processes."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("titan_on_cpu", reason="wants torchtitan", exc_type=ImportError)
+pytest.importorskip("torchtitan.config.override", reason="wants torchtitan 0.3", exc_type=ImportError)
+
+from mxep.integration.snr import snr
+from ranks import Context, distributed
+
+E, K, D, F, T = 8, 3, 64, 96, 40
+NAMES = ("w1_EFD", "w2_EDF", "w3_EFD")
+
+
+def configs(**options: Any) -> tuple[Any, Any]:
+    """RoutedExperts.Config as torchtitan has it, and as the override makes it."""
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    from mxep.integration.torchtitan import routed_experts
+
+    experts = GroupedExperts.Config(dim=D, hidden_dim=F, num_experts=E)
+    dispatcher = LocalTokenDispatcher.Config(num_experts=E, top_k=K)
+    own = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher)
+    return own, routed_experts(own, dtype="float32", **options)
+
+
+def in_fp32(experts: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """What its GroupedExperts compute, which cast to bf16."""
+    w1, w2, w3 = (getattr(experts, name) for name in NAMES)
+    found = []
+    for e, rows in enumerate(x.split(counts.tolist())):
+        found.append((torch.nn.functional.silu(rows @ w1[e].T) * (rows @ w3[e].T)) @ w2[e].T)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("recipe", "least"), [("bf16", 120.0), ("mxfp8", 22.5)])
+@pytest.mark.parametrize("shape", [(T,), (2, T // 2)], ids=str)
+def test_layer_equals_torchtitans(
+    recipe: str, least: float, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan.models.common.moe import GroupedExperts
+
+    monkeypatch.setattr(GroupedExperts, "forward", in_fp32)
+    torch.manual_seed(0)
+    own, ours = (config.build() for config in configs(recipe=recipe))
+    for name in NAMES:
+        torch.nn.init.normal_(getattr(own.inner_experts, name), std=D**-0.5)
+    ours.load_state_dict(own.state_dict())  # the same names
+
+    x = torch.randn(*shape, D)
+    ids = torch.rand(T, E).topk(K).indices
+    scores, counts, d_out = torch.rand(T, K), torch.bincount(ids.flatten(), minlength=E), torch.randn(*shape, D)
+    found = []
+    for layer in (own, ours):
+        inputs = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
+        if len(shape) == 2:
+            given = inputs[0], inputs[1].view(*shape, K), ids.view(*shape, K)
+            out = layer(*given, counts)
+        else:  # as torchtitan's main branch calls these three
+            tokens, routed, metadata = layer.token_dispatcher.dispatch(*inputs, ids, counts)
+            out = layer.token_dispatcher.combine(layer.inner_experts(tokens, routed), metadata, inputs[0])
+        out.backward(d_out)
+        weights = [getattr(layer.inner_experts, name).grad for name in NAMES]
+        found.append([out, *(tensor.grad for tensor in inputs), *weights])
+    for name, reference, got in zip(("out", "x", "scores", *NAMES), *found):
+        assert snr(reference, got) >= least, name
+    assert torch.equal(ours.inner_experts.load_E, counts)
+
+
+def test_errors_name_what_is_wrong() -> None:
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+    from mxep.integration.torchtitan import routed_experts
+
+    with pytest.raises(ValueError, match=r"dtype: got 'half'"):
+        configs()[1].inner_experts.options.__class__(dtype="half").check(D, F)
+    with pytest.raises(ValueError, match="needs a capacity"):
+        configs(overflow="drop")
+    with pytest.raises(TypeError, match="recipes"):
+        configs(recipes="mxfp8")
+    own, _ = configs()
+    own.inner_experts.dim = 40
+    with pytest.raises(ValueError, match="in 32s, got 40"):
+        routed_experts(own)
+    own.inner_experts = GptOssGroupedExperts.Config(dim=D, hidden_dim=F, num_experts=E)
+    with pytest.raises(ValueError, match="of GptOssGroupedExperts"):
+        routed_experts(own)
+
+
+def overridden(recipe: str, **options: Any) -> Any:
+    """As `--override.imports` reads them."""
+    from torchtitan.config.override import OverrideConfig, parse_cli_imports
+
+    given = {"recipe": recipe, "dtype": "float32", "max_tokens": 64, **options}
+    tokens = [f"mxep.integration.torchtitan.routed_experts={json.dumps(given)}", "mxep.integration.torchtitan.metrics"]
+    return OverrideConfig(imports=parse_cli_imports(tokens))
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
+def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
+    """Losses against its own experts, which compute in bf16 whatever the model's dtype, with EP, FSDP2 and AC."""
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    from titan_trainer import make_config, train
+
+    def losses(**options: Any) -> list[float]:
+        found, trainer = train(make_config(model, str(tmp_path), ep=2, **options), ctx.rank)
+        trainer.close()
+        return found
+
+    own = losses()
+    assert own[-1] < own[0] - 0.5
+    in_bf16 = losses(override=overridden("bf16"))
+    torch.testing.assert_close(in_bf16, own, rtol=0, atol=1e-3)
+    assert losses(override=overridden("bf16"), activation_checkpoint=FullAC.Config()) == in_bf16
+    assert losses(override=overridden("bf16"), activation_checkpoint=None) == in_bf16
+    assert losses(override=overridden("bf16", dispatcher="all_to_all")) == in_bf16
+    torch.testing.assert_close(losses(override=overridden("mxfp8")), own, rtol=0, atol=1e-2)
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_its_trainer_compiles_blocks(ctx: Context, tmp_path: Path) -> None:
+    from torchtitan.config import CompileConfig
+
+    from titan_trainer import make_config, train
+
+    found = []
+    for enable in (False, True):
+        how = {"compile": CompileConfig(enable=enable, backend="aot_eager"), "activation_checkpoint": None}
+        losses, trainer = train(
+            make_config("deepseek_v3", str(tmp_path), ep=2, override=overridden("mxfp8"), **how), ctx.rank
+        )
+        trainer.close()
+        found.append(losses)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
+
+    how["override"] = overridden("mxfp8", max_tokens=None)
+    with pytest.raises(Exception, match="needs mxep's max_tokens"):
+        train(make_config("deepseek_v3", str(tmp_path), ep=2, **how), ctx.rank)
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_micro_batches_share_quantized_weights(ctx: Context, tmp_path: Path) -> None:
+    from mxep.gemm import quantize_weights_once_a_step
+    from titan_trainer import BATCH, make_config, train
+
+    batches = {"training": {"global_batch_size": 3 * ctx.world_size * BATCH}}
+    found = []
+    for once in (False, True):
+        override = overridden("mxfp8", quantize_once=once)
+        losses, trainer = train(make_config("deepseek_v3", str(tmp_path), ep=2, override=override, **batches), ctx.rank)
+        trainer.close()
+        found.append(losses)
+    assert found[0] == found[1]
+    # One MoE layer of two weights, two ways, three steps.
+    assert quantize_weights_once_a_step().quantizations == 2 * 2 * 3
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_rows_over_capacity_stop_the_step(ctx: Context, tmp_path: Path) -> None:
+    from mxep.comms import CapacityExceeded
+    from titan_on_cpu import reduce_over_gloo
+    from titan_trainer import make_config, train
+
+    config = make_config("deepseek_v3", str(tmp_path), ep=2, override=overridden("bf16", capacity=0.1))
+    os.environ["LOCAL_RANK"] = str(ctx.rank)
+    trainer = config.build()
+    reduce_over_gloo(trainer.model_parts[0])
+    before = [p.detach().clone() for p in trainer.model_parts[0].parameters()]
+    with pytest.raises(CapacityExceeded, match="would have been enough"):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.model_parts[0].parameters()))
+    trainer.close()
+    config = make_config("deepseek_v3", str(tmp_path), ep=2, override=overridden("bf16", capacity=0.1, overflow="drop"))
+    train(config, ctx.rank)[1].close()
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_checkpoints_and_loads_are_torchtitans(ctx: Context, tmp_path: Path) -> None:
+    """Its checkpoint continues with mxep's experts, and mxep's with its own; names for Hugging Face stay."""
+    from titan_trainer import make_config, train
+
+    def run(folder: str, steps: int, override: Any = None) -> tuple[list[float], Any]:
+        kept = {"enable": True, "interval": 2, "last_save_model_only": False}
+        given: dict[str, Any] = {"training": {"steps": steps}, "checkpoint": kept}
+        if override is not None:
+            given["override"] = override
+        return train(make_config("deepseek_v3", str(tmp_path / folder), ep=2, **given), ctx.rank)
+
+    own, trainer = run("own", 4)
+    names = list(trainer.model_parts[0].state_dict())
+    trainer.close()
+    assert len(own) == 4
+    half, trainer = run("mixed", 2, overridden("bf16"))
+    loads = [metrics["moe_load/layers.1"] for metrics in trainer.metrics_processor.logger.steps]
+    assert all(1 <= load <= 8 for load in loads)  # of 8 experts
+    assert list(trainer.model_parts[0].state_dict()) == names
+    trainer.close()
+    rest, trainer = run("mixed", 4)
+    trainer.close()
+    torch.testing.assert_close([*half, *rest], own, rtol=0, atol=1e-3)
