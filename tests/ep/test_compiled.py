@@ -207,14 +207,15 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
     for recipe, top_k, max_tokens in itertools.product(("bf16", "fp8", "mxfp8", "mxfp8_32x32"), (1, 2), (48, 256)):
         sizes = dispatcher or {"max_tokens": max_tokens, "capacity": Capacity.factor(1.5)}
         moe = MoE(DIM, 96, 4, top_k, recipe=recipe, **sizes)
-        ids, weights = moe.router(x)
+        ids, weights = (found.detach() for found in moe.router(x))
         names = moe.dispatcher.key, recipe, "auto", 1.0
         for needs in itertools.product((True, False), repeat=2):
-            experts = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-            given = x, weights.detach(), *experts, ids, *names, list(needs), True
-            saved = forward_op(*given)
+            proj, down = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
+            options = *names, list(needs), True
+            saved = forward_op(x, weights, [proj], down, ids, *options)
             with FakeTensorMode() as mode:
-                fake = forward_op(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given))
+                one, two, three, four, five = map(mode.from_tensor, (x, weights, proj, down, ids))
+                fake = forward_op(one, two, [three], four, five, *options)
             assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 
