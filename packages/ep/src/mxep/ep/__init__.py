@@ -14,7 +14,7 @@ from .dispatchers import (
     TokenDispatcher,
     make_dispatcher,
 )
-from .experts import Experts, SharedExpert
+from .experts import Experts, SharedExpert, run_experts
 from .functional import combine, dispatch, expert_mlp, swiglu
 from .layer import LayerConfig, route_through_experts
 from .moe import MoE
@@ -45,5 +45,6 @@ __all__ = [
     "make_dispatcher",
     "parameter_groups",
     "route_through_experts",
+    "run_experts",
     "swiglu",
 ]

@@ -63,23 +63,41 @@ class Experts(nn.Module):
         backend: str | Backend = "auto",
         wgrad_scale: float = 1.0,
     ) -> tuple[Tensor, Routing | None]:
-        """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) summed over each token's experts, and the routing.
-
-        A weight with an attribute ``main_grad``, fp32 of its shape or of this rank's share of it, gets its gradient
-        added there, and none itself. wgrad_scale: factor of both weights' gradients.
-        Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
-        one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one
-        and wgrad "mx", and there is no main_grad; else a break.
-        """
-        proj, down = self.gate_up_proj, self.down_proj
-        main_grads = _main_grad(proj), _main_grad(down)
+        """:func:`run_experts` with these weights."""
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
-        how["wgrad_scale"] = wgrad_scale
-        compiling = torch.compiler.is_compiling()
-        if compiling and main_grads == (None, None) and compiles(dispatcher, recipe, backend):
-            return compiled_layer(x, expert_ids, weights, local_weight(proj), local_weight(down), **how), None
-        run = _run_between_graphs if compiling else _run  # the former costs 7 us a call
-        return run(x, expert_ids, weights, proj, down, main_grads=main_grads, **how)
+        return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, **how, wgrad_scale=wgrad_scale)
+
+
+def run_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    dispatcher: TokenDispatcher,
+    recipe: Recipe,
+    backend: str | Backend = "auto",
+    wgrad_scale: float = 1.0,
+) -> tuple[Tensor, Routing | None]:
+    """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) summed over each token's experts, and the routing.
+
+    gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F). Or DTensors of which this rank holds that.
+    A weight with an attribute ``main_grad``, fp32 of its shape or of this rank's share of it, gets its gradient
+    added there, and none itself. wgrad_scale: factor of both weights' gradients.
+    Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
+    one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one
+    and wgrad "mx", and there is no main_grad; else a break.
+    """
+    main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
+    how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
+    how["wgrad_scale"] = wgrad_scale
+    compiling = torch.compiler.is_compiling()
+    if compiling and main_grads == (None, None) and compiles(dispatcher, recipe, backend):
+        experts = local_weight(gate_up_proj), local_weight(down_proj)
+        return compiled_layer(x, expert_ids, weights, *experts, **how), None
+    run = _run_between_graphs if compiling else _run  # the former costs 7 us a call
+    return run(x, expert_ids, weights, gate_up_proj, down_proj, main_grads=main_grads, **how)
 
 
 class SharedExpert(nn.Module):
