@@ -46,15 +46,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def tiny(kind: str = "qwen3_moe", implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """The model of a seed, with experts that matter."""
+    """The model of a seed. Experts have 1 / sqrt(fan-in) as a standard deviation, and embeddings 1, as large as theirs."""
     config = CONFIGS[kind]()
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     for name, parameter in model.named_parameters():
-        if "experts" in name:
-            nn.init.normal_(parameter, std=0.15)
+        if "experts" in name or "embed_tokens" in name:
+            nn.init.normal_(parameter, std=0.125 if "experts" in name else 1.0)
     model.to(dtype)
     if implementation != "eager":
         model.set_experts_implementation(implementation)

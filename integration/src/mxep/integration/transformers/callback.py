@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from transformers import TrainerCallback
-
 from mxep.gemm import quantize_weights_once
 
 from .layer import check, load_report
+from .versions import TrainerCallback
 
 
 class MxepCallback(TrainerCallback):  # type: ignore[misc]

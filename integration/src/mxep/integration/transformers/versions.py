@@ -13,6 +13,7 @@ try:
     from transformers.activations import ACT2FN
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import _default_apply_gate as default_apply_gate
+    from transformers.trainer_callback import TrainerCallback
 except ImportError as error:
     raise ImportError(
         f"transformers {transformers.__version__} has no registry of experts that mxep knows, want 5.17 or newer: "
@@ -24,4 +25,4 @@ try:
 except ImportError:
     own_expert_parallel: Any = None  # type: ignore[no-redef]
 
-__all__ = ["ACT2FN", "ALL_EXPERTS_FUNCTIONS", "default_apply_gate", "own_expert_parallel"]
+__all__ = ["ACT2FN", "ALL_EXPERTS_FUNCTIONS", "TrainerCallback", "default_apply_gate", "own_expert_parallel"]

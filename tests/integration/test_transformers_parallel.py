@@ -1,0 +1,140 @@
+"""Experts spread over ranks, by transformers itself and by our call, against one process; FSDP2 beside it."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("transformers")
+
+from integration.tiny_models import TOKENS, step, tiny, token_ids, worst
+from mxep.integration.snr import snr
+from mxep.integration.transformers import check, expert_parallel, load_report, route_llama4
+from mxep.integration.transformers.versions import own_expert_parallel
+from ranks import Context, distributed
+from transformers import AutoModelForCausalLM
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def of_mean_loss(ctx: Context, model: Any) -> dict[str, torch.Tensor]:
+    """This rank's logits and whole gradients of a step on its two sequences, plain ones averaged by hand."""
+    found = step(model, token_ids(2 * ctx.world_size).to(ctx.device).chunk(ctx.world_size)[ctx.rank])
+    check(model)
+    for name, grad in found.items():
+        if name != "logits" and not isinstance(grad, DTensor):
+            dist.all_reduce(grad, group=ctx.group)
+            grad /= ctx.world_size
+    return {name: whole(each) for name, each in found.items()}
+
+
+def of_one_process(ctx: Context, model: Any) -> dict[str, torch.Tensor]:
+    """The same of all ranks' sequences."""
+    found = step(model.to(ctx.device), token_ids(2 * ctx.world_size).to(ctx.device))
+    return found | {"logits": found["logits"].chunk(ctx.world_size)[ctx.rank]}
+
+
+@distributed(2)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_a_loaded_model_spread_over_ranks_equals_one_process(ctx: Context, kind: str) -> None:
+    model = tiny(kind)
+    wanted = of_one_process(ctx, copy.deepcopy(model))
+    if kind == "llama4":
+        route_llama4(model, "mxep_bf16")
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    names = expert_parallel(model.to(ctx.device), mesh, "mxep_bf16")
+    assert len(names) == 2
+    got = of_mean_loss(ctx, model)
+    assert all(p.to_local().shape[0] == 2 for name, p in model.named_parameters() if ".experts." in name)
+    lowest, name = worst(wanted, got)  # as on one process, and another order of sums over ranks
+    assert lowest > 112, name
+    report = load_report(model)
+    assert list(report) == names
+    rows = torch.tensor([each["rows"] for each in report.values()])
+    dist.all_reduce(rows, group=ctx.group)
+    assert rows.tolist() == [2 * ctx.world_size * TOKENS * model.config.num_experts_per_tok] * 2
+
+
+@distributed(4)
+def test_a_loaded_model_beside_fsdp2_equals_one_process(ctx: Context) -> None:
+    model = tiny("qwen3_moe")
+    wanted = of_one_process(ctx, copy.deepcopy(model))
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "ep"))
+    expert_parallel(model.to(ctx.device), mesh["ep"], "mxep_bf16")
+    every = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["dp"])
+        fully_shard(layer, mesh=every)
+    fully_shard(model, mesh=every)
+    lowest, name = worst(wanted, of_mean_loss(ctx, model))
+    assert lowest > 112, name
+
+
+@distributed(4)
+@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.skipif(own_expert_parallel is None, reason="this transformers has no expert parallelism to plug into")
+def test_transformers_own_fsdp_and_ep_equal_one_process(ctx: Context, tmp_path: Path, ep_size: int) -> None:
+    from transformers.distributed import DistributedConfig
+
+    os.environ["LOCAL_RANK"] = str(ctx.rank)
+    model = tiny("qwen3_moe")
+    if ctx.rank == 0:
+        model.save_pretrained(tmp_path)
+    dist.barrier(ctx.group)
+    wanted = of_one_process(ctx, model)
+
+    def load(implementation: str) -> Any:
+        config = DistributedConfig(fsdp_size=4, ep_size=ep_size, ep_implementation=implementation)
+        return AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)
+
+    model = load("mxep_bf16")
+    lowest, name = worst(wanted, of_mean_loss(ctx, model))
+    assert lowest > 112, name
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    model.save_pretrained(tmp_path / "trained")
+    dist.barrier(ctx.group)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    for (name, parameter), other in zip(model.named_parameters(), again.parameters()):
+        assert torch.equal(whole(parameter).cpu(), other), name
+    quantized = of_mean_loss(ctx, load("mxep_mxfp8"))
+    assert 10 < snr(wanted["logits"], quantized["logits"]) < 60
+
+
+@distributed(2)
+def test_what_cannot_be_spread_says_why_and_changes_nothing(ctx: Context) -> None:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    model = tiny("qwen3_moe", num_experts=5)
+    with pytest.raises(ValueError, match=r"mlp.experts: got 5 experts, want a multiple of the 2 ranks"):
+        expert_parallel(model, mesh)
+    with pytest.raises(ValueError, match=r"got no module of experts .*route_llama4"):
+        expert_parallel(tiny("llama4"), mesh)
+    with pytest.raises(ValueError, match="got 'grouped_mm'"):
+        expert_parallel(model, mesh, "grouped_mm")
+    with pytest.raises(ValueError, match="1-D mesh"):
+        expert_parallel(model, init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "ep")))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert model.config._experts_implementation == "eager"
+
+
+@distributed(2)
+@pytest.mark.skipif(own_expert_parallel is None, reason="this transformers has no expert parallelism to plug into")
+def test_tensor_parallel_ranks_are_refused(ctx: Context, tmp_path: Path) -> None:
+    from transformers.distributed import DistributedConfig
+
+    os.environ["LOCAL_RANK"] = str(ctx.rank)
+    if ctx.rank == 0:
+        tiny("qwen3_moe").save_pretrained(tmp_path)
+    dist.barrier(ctx.group)
+    config = DistributedConfig(tp_size=2, ep_size=2, ep_implementation="mxep_bf16")
+    with pytest.raises(ValueError, match="got tp_size 2, want 1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)
