@@ -14,15 +14,15 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
 import mxep.integration.transformers as mxep_transformers
 from integration.tiny_models import CONFIGS, force_routing, step, tiny, token_ids, worst
-from mxep.gemm import Recipe
-from mxep.integration.snr import snr
 from mxep.ep import LocalDispatcher
-from mxep.gemm import quantize_once
+from mxep.gemm import Recipe, quantize_once
+from mxep.integration.snr import snr
 from mxep.integration.transformers import Implementation, check, load_report, register, route_llama4, versions
 from mxep.integration.transformers.layer import layers
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
 def with_experts(model: Any, name: str) -> Any:

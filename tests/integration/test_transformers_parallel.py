@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM
+
 from integration.tiny_models import TOKENS, step, tiny, token_ids, worst
 from mxep.integration.snr import snr
 from mxep.integration.transformers import check, expert_parallel, load_report, route_llama4
 from mxep.integration.transformers.versions import own_expert_parallel
 from ranks import Context, distributed
-from transformers import AutoModelForCausalLM
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

@@ -45,8 +45,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def tiny(kind: str = "qwen3_moe", implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """The model of a seed. Experts have 1 / sqrt(fan-in) as a standard deviation, and embeddings 1, as large as theirs."""
+def tiny(
+    kind: str = "qwen3_moe", implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
+    """The model of a seed. Experts' weights have a standard deviation of 1 / sqrt(fan-in), embeddings 1, as trained."""
     config = CONFIGS[kind]()
     for name, value in changes.items():
         setattr(config, name, value)

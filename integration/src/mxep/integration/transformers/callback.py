@@ -1,4 +1,4 @@
-"""What a Trainer has to call: the check before the optimizer, the load of experts in its log, one quantization a step."""
+"""What a Trainer has to call: a check before the optimizer, the experts' load in its log, one quantization a step."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
         self.close()
         check(model)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
             return
         report = load_report(model)

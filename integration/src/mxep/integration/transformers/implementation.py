@@ -1,6 +1,6 @@
 """How experts are computed, under one name: what transformers' registry calls in place of a model's own loop.
 
-    experts_implementation="mxep_mxfp8"   ->   Implementation("mxep_mxfp8", Recipe.named("mxfp8"))
+experts_implementation="mxep_mxfp8"   ->   Implementation("mxep_mxfp8", Recipe.named("mxfp8"))
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class Implementation:
     max_tokens: int | None = None
     timeout: float | None = None
 
-    def __call__(
-        self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def __call__(self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The forward of `experts`: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D)."""
         layer: Layer | None = getattr(experts, KEY, None)
         if layer is None or layer.name != self.name:

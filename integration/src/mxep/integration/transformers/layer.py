@@ -57,7 +57,7 @@ class Layer:
     @classmethod
     def of(
         cls,
-        experts: nn.Module,
+        experts: Any,
         name: str,
         recipe: Recipe,
         backend: str,
@@ -72,7 +72,7 @@ class Layer:
         check_experts(experts, name, recipe, spread=dispatcher is not None)
         masks = dispatcher is None and getattr(experts, "_is_expert_parallel", True)
         if dispatcher is None:
-            num_experts: int = experts.down_proj.shape[0]  # type: ignore[union-attr, assignment]
+            num_experts = experts.down_proj.shape[0]
             dispatcher = _local.get(num_experts)
             if dispatcher is None:
                 dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
@@ -101,6 +101,7 @@ class Layer:
             expert_ids = expert_ids.masked_fill(expert_ids >= self.dispatcher.num_experts, -1)
         if weights.dtype != torch.float32:
             weights = weights.float()
+        routing: Routing | None
         if not self.fused:
             out, routing = self._composed(experts, x, expert_ids, weights)
         else:

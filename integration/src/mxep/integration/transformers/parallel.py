@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -95,7 +94,7 @@ def expert_parallel(
     if not isinstance(how, Implementation):
         raise ValueError(f"implementation: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")
     group_of(mesh)
-    found = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    found: dict[str, Any] = {name: module for name, module in model.named_modules() if _is_experts(module)}
     if not found:
         raise ValueError(
             f"{type(model).__name__}: got no module of experts that transformers' registry reaches, want one "
@@ -103,8 +102,8 @@ def expert_parallel(
         )
     for name, module in found.items():
         check_experts(module, how.name, how.recipe, spread=False)
-        num_experts = module.down_proj.shape[0]  # type: ignore[union-attr, index]
-        if num_experts % mesh.size():  # type: ignore[operator]
+        num_experts = module.down_proj.shape[0]
+        if num_experts % mesh.size():
             raise ValueError(f"{name}: got {num_experts} experts, want a multiple of the {mesh.size()} ranks")
     for module in found.values():
         _spread(module, mesh, how, 1 / mesh.size() if gradient_reduction == "mean" else 1.0)
