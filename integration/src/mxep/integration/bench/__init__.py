@@ -7,6 +7,7 @@
     comms     mxep.comms on all ranks beside all-to-alls: comms_cases what is compared, comms_verify that it is right
     layer     mxep.ep's layer on all ranks beside the baseline (standard): layer_cases what is compared, layer_work what
               it must do at least, layer_stages where its time goes, layer_host what it costs the host
+    model     whole models of transformers on all ranks, with mxep's experts, the baseline's or their own
 
 A bench is a module with
     SECTIONS   name -> Section: its tables
@@ -16,10 +17,10 @@ A bench is a module with
     measure    (Bench) -> (section, row), one after the other
 """
 
-BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "comms", "layer")}
+BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "comms", "layer", "model")}
 """Name in the config -> module."""
 
-ON_RANKS = ("comms", "layer")
+ON_RANKS = ("comms", "layer", "model")
 """Those that run on all ranks."""
 
 PICTURES = dict.fromkeys(("gemm", "comms", "layer"), "mxep.integration.bench.picture")

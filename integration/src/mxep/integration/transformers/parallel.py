@@ -79,7 +79,7 @@ def expert_parallel(
     *,
     gradient_reduction: Literal["mean", "sum"] = "mean",
 ) -> list[str]:
-    """Spread the experts of a model, which every rank has loaded, over a 1-D mesh; returns the names of their modules.
+    """Spread the experts of a model that every rank has, or has on meta, over a 1-D mesh; returns their modules' names.
 
     Of each weight and bias (E, ...) a rank keeps E / W experts, as a DTensor sharded on its first dimension. Call it
     before `fully_shard` and before the optimizer is made. What is not expert stays as it is: `fully_shard` or
@@ -119,7 +119,8 @@ def _spread(experts: Any, mesh: DeviceMesh, how: Implementation, wgrad_scale: fl
     for name in ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"):
         weight = experts._parameters.get(name)
         if weight is not None:
-            sharded: DTensor = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+            source = None if weight.is_meta else 0
+            sharded: DTensor = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=source)
             experts.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
     experts.__dict__.pop(KEY, None)
     how.layer_of(experts, dispatcher=dispatcher, wgrad_scale=wgrad_scale)
