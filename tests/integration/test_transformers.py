@@ -84,18 +84,6 @@ def test_mxfp8_with_the_references_routing(recipe: str) -> None:
     assert lowest >= 18.5, name
 
 
-def test_gates_of_ones_own_and_biases_in_mxfp8() -> None:
-    experts = next(m for m in tiny("gpt_oss").modules() if hasattr(m, "has_gate"))
-    x, ids = torch.randn(64, 64), torch.randint(0, 3, (64, 1)).repeat(1, 2)
-    ids[:, 1] = 3
-    weights = torch.full((64, 2), 0.5)
-    experts.config._experts_implementation = "eager"
-    wanted = experts(x, ids, weights).detach()
-    experts.config._experts_implementation = "mxep_mxfp8"
-    # Products of two quantized operands have 28.4 dB each, and there are two of them.
-    assert snr(wanted, experts(x, ids, weights).detach()) > 22.5
-
-
 def test_save_and_load_both_ways(tmp_path: Path) -> None:
     ids = token_ids()
     tiny("qwen3_moe").save_pretrained(tmp_path / "eager")

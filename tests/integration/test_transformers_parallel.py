@@ -46,20 +46,21 @@ def of_one_process(ctx: Context, model: Any) -> dict[str, torch.Tensor]:
 @distributed(2)
 def test_a_loaded_model_spread_over_ranks_equals_one_process(ctx: Context) -> None:
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
-    for kind in ("qwen3_moe", "gpt_oss", "llama4"):
+    runs = ("qwen3_moe", "bf16"), ("gpt_oss", "bf16"), ("llama4", "bf16"), ("gpt_oss", "mxfp8")
+    for kind, recipe in runs:
         model = tiny(kind)
         wanted = of_one_process(ctx, copy.deepcopy(model))
         if kind == "llama4":
-            route_llama4(model, "mxep_bf16")
-        names = expert_parallel(model.to(ctx.device), mesh, "mxep_bf16")
+            route_llama4(model, f"mxep_{recipe}")
+        names = expert_parallel(model.to(ctx.device), mesh, f"mxep_{recipe}")
         assert len(names) == 2
         got = of_mean_loss(ctx, model)
         assert all(p.to_local().shape[0] == 2 for name, p in model.named_parameters() if ".experts." in name)
         lowest, name = worst(wanted, got)  # as in one process, and another order of sums over ranks
-        assert lowest > 112, (kind, name)
+        assert lowest > (112 if recipe == "bf16" else 10), (kind, name)  # free routing: experts may flip
         report = load_report(model)
         assert list(report) == names
-        rows = torch.tensor([each["rows"] for each in report.values()], device=ctx.device)
+        rows = torch.tensor([each["rows"] - each["padding"] for each in report.values()], device=ctx.device)
         dist.all_reduce(rows, group=ctx.group)
         assert rows.tolist() == [2 * ctx.world_size * TOKENS * model.config.num_experts_per_tok] * 2
     what_cannot_be_spread_says_why_and_changes_nothing(ctx, mesh)
@@ -106,7 +107,8 @@ def test_transformers_own_fsdp_and_ep_equal_one_process(ctx: Context, tmp_path: 
         model.save_pretrained(tmp_path)
     dist.barrier(ctx.group)
     wanted = of_one_process(ctx, model)
-    kinds = (2, "mxep_bf16", None), (4, "mxep_bf16", None), (2, "mxep_mxfp8", None), (2, "all_to_all", "mxep_bf16")
+    kinds = [(2, "mxep_bf16", None), (4, "mxep_bf16", None), (2, "mxep_mxfp8", None)]
+    kinds += [(2, "all_to_all", "mxep_bf16"), (1, "auto", "mxep_bf16")]  # FSDP2 alone is the last
     for ep_size, name, experts in kinds:
         config = DistributedConfig(fsdp_size=4, ep_size=ep_size, ep_implementation=name)
         model = AutoModelForCausalLM.from_pretrained(

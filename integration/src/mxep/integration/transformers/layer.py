@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from mxep.ep import LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
 from mxep.ep.shares import local_weight
@@ -28,6 +29,8 @@ from mxep.gemm import Recipe, grouped_mm
 from .versions import ACT2FN, default_apply_gate
 
 KEY = "_mxep_layer"
+WEIGHTS = frozenset(f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias"))
+UNQUANTIZED = Recipe.bf16()
 SILU = type(ACT2FN["silu"]), type(ACT2FN["swish"])
 _local: weakref.WeakValueDictionary[int, LocalDispatcher] = weakref.WeakValueDictionary()
 """By number of experts: layers share one, so that a check asks the device once."""
@@ -40,6 +43,8 @@ class Layer:
     Attributes:
         name: of the implementation.
         fused: whether mxep.ep's layer is what the module computes.
+        cleans: whether it has parameters of its own between products, whose gradients sum over rows: those that hold
+            nothing are zeroed for these.
         masks: whether expert ids from E on mean "not here", as transformers' own expert parallelism has it.
         wgrad_scale: factor of weight gradients.
         routing: the last forward's; None before, and after a compiled one.
@@ -50,6 +55,7 @@ class Layer:
     backend: str
     dispatcher: TokenDispatcher
     fused: bool
+    cleans: bool
     masks: bool
     wgrad_scale: float = 1.0
     routing: Routing | None = field(default=None, repr=False)
@@ -76,7 +82,8 @@ class Layer:
             dispatcher = _local.get(num_experts)
             if dispatcher is None:
                 dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
-        return cls(name, recipe, backend, dispatcher, is_swiglu(experts), masks, wgrad_scale)
+        cleans = any(name not in WEIGHTS for name, _ in experts.named_parameters())
+        return cls(name, recipe, backend, dispatcher, is_swiglu(experts), cleans, masks, wgrad_scale)
 
     @property
     def parallel(self) -> bool:
@@ -120,15 +127,26 @@ class Layer:
         return out
 
     def _composed(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Routing]:
-        way: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": self.recipe}
-        rows, row_weight, routing = dispatch(x, expert_ids, weights, **way)
+        dispatcher, recipe = self.dispatcher, self.recipe
+        rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
+        row_weight = row_weight.to(x.dtype)[:, None]
+        unused = (routing.plan.row_slot < 0)[:, None] if self.cleans else None
+
+        def between(apply: Any, rows: Tensor) -> Tensor:
+            if unused is None:
+                return apply(rows)  # type: ignore[no-any-return]
+            return apply(rows.masked_fill(unused, 0)).masked_fill(unused, 0)  # type: ignore[no-any-return]
+
         gate_up = self._linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing)
-        h = experts._apply_gate(gate_up) if experts.has_gate else experts.act_fn(gate_up)
+        h = between(experts._apply_gate if experts.has_gate else experts.act_fn, gate_up)
+        normed = getattr(experts, "has_post_expert_norm", False)
+        if not normed and not experts.has_bias:  # what follows is linear
+            y = self._linear(experts, "down_proj", h * row_weight, routing)
+            return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
         y = self._linear(experts, "down_proj", h, routing)
-        if getattr(experts, "has_post_expert_norm", False):
-            y = experts.post_expert_norm(y)
-        y = y * row_weight.to(y.dtype)[:, None]
-        return combine(y, routing, **way), routing
+        y = (between(experts.post_expert_norm, y) if normed else y) * row_weight
+        # The gradient comes as it is: only products can use a quantized one.
+        return combine(y, routing, dispatcher=dispatcher, recipe=UNQUANTIZED), routing
 
     def _linear(self, experts: Any, name: str, rows: Tensor, routing: Routing) -> Tensor:
         """rows (R_max, in) -> (R_max, out), each by its expert's weight and bias."""
@@ -161,7 +179,11 @@ def is_swiglu(experts: Any) -> bool:
     """Whether the module computes down(SiLU(gate) * up), gate rows first."""
     plain = experts.has_gate and experts.is_concatenated and not experts.has_bias
     plain = plain and not getattr(experts, "has_post_expert_norm", False)
-    return plain and type(experts)._apply_gate is default_apply_gate and isinstance(experts.act_fn, SILU)
+    return (
+        plain
+        and type(experts)._apply_gate is default_apply_gate
+        and (isinstance(experts.act_fn, SILU) or experts.act_fn is functional.silu)
+    )
 
 
 def check_experts(experts: Any, name: str, recipe: Recipe, *, spread: bool) -> None:
