@@ -125,6 +125,7 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert torch.equal(out, experts(x.bfloat16(), ids, weights).float())
 
 
+@pytest.mark.slow
 def test_a_block_that_ran_once_compiles_into_one_graph() -> None:
     block = tiny("qwen3_moe", "mxep_mxfp8").model.layers[0].mlp
     x = torch.randn(1, 24, 64, requires_grad=True)
@@ -182,6 +183,9 @@ def test_another_recipe_gets_a_name_of_its_own() -> None:
     model = tiny("qwen3_moe", "mxep_test")
     assert snr(tiny("qwen3_moe")(input_ids=token_ids()).logits, model(input_ids=token_ids()).logits) > 10
     assert {layer.backend for _, layer in layers(model)} == {"dequant"}
+    register(Implementation("mxep_test", Recipe.mxfp8(), backend="reference"))
+    model(input_ids=token_ids())
+    assert {layer.backend for _, layer in layers(model)} == {"reference"}
 
 
 def test_every_name_is_registered() -> None:

@@ -96,6 +96,7 @@ def test_a_loaded_model_beside_fsdp2_equals_one_process(ctx: Context) -> None:
     assert lowest > 112, name
 
 
+@pytest.mark.slow
 @distributed(4)
 @pytest.mark.skipif(own_expert_parallel is None, reason="this transformers has no expert parallelism to plug into")
 def test_transformers_own_fsdp_and_ep_equal_one_process(ctx: Context, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mxep.comms import Capacity
 from mxep.gemm import Recipe
 
-from .layer import KEY, Layer
+from .layer import KEY, Layer, check_experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Implementation:
     def __call__(self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The forward of `experts`: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D)."""
         layer: Layer | None = getattr(experts, KEY, None)
-        if layer is None or layer.name != self.name:
+        if layer is None or layer.made_for is not self:
             layer = self.layer_of(experts)
         return layer.forward(experts, hidden_states, top_k_index, top_k_weights)
 
@@ -47,6 +47,7 @@ class Implementation:
         found: Layer | None = getattr(experts, KEY, None)
         if found is not None and found.parallel:  # where experts lie stays
             changes = {"dispatcher": found.dispatcher, "wgrad_scale": found.wgrad_scale} | changes
-        layer = Layer.of(experts, self.name, self.recipe, self.backend, **changes)
+        check_experts(experts, self.name, self.recipe, spread="dispatcher" in changes)
+        layer = Layer.of(experts, self, self.recipe, self.backend, **changes)
         experts.__dict__[KEY] = layer  # nn.Module's own way costs more
         return layer

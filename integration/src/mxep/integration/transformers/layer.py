@@ -41,7 +41,7 @@ class Layer:
     """How a module of experts runs.
 
     Attributes:
-        name: of the implementation.
+        made_for: the implementation.
         fused: whether mxep.ep's layer is what the module computes.
         cleans: whether it has parameters of its own between products, whose gradients sum over rows: those that hold
             nothing are zeroed for these.
@@ -50,7 +50,7 @@ class Layer:
         routing: the last forward's; None before, and after a compiled one.
     """
 
-    name: str
+    made_for: object
     recipe: Recipe
     backend: str
     dispatcher: TokenDispatcher
@@ -64,18 +64,14 @@ class Layer:
     def of(
         cls,
         experts: Any,
-        name: str,
+        made_for: object,
         recipe: Recipe,
         backend: str,
         *,
         dispatcher: TokenDispatcher | None = None,
         wgrad_scale: float = 1.0,
     ) -> Self:
-        """The layer of a decorated module; dispatcher: where its experts are spread over ranks.
-
-        ValueError for what cannot be served.
-        """
-        check_experts(experts, name, recipe, spread=dispatcher is not None)
+        """The layer of a module that was checked; dispatcher: where its experts are spread over ranks."""
         masks = dispatcher is None and getattr(experts, "_is_expert_parallel", True)
         if dispatcher is None:
             num_experts = experts.down_proj.shape[0]
@@ -83,7 +79,7 @@ class Layer:
             if dispatcher is None:
                 dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
         cleans = any(name not in WEIGHTS for name, _ in experts.named_parameters())
-        return cls(name, recipe, backend, dispatcher, is_swiglu(experts), cleans, masks, wgrad_scale)
+        return cls(made_for, recipe, backend, dispatcher, is_swiglu(experts), cleans, masks, wgrad_scale)
 
     @property
     def parallel(self) -> bool:
