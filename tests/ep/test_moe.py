@@ -47,6 +47,22 @@ def assert_same_bits(a: Results, b: Results) -> None:
         assert torch.equal(value.view(torch.uint8), getattr(b, name).view(torch.uint8)), name
 
 
+@distributed(1, 2)
+def test_a_routing_from_outside_takes_the_place_of_the_routers(ctx) -> None:
+    moe = MoE(64, 32, 4, 2, group=ctx.group, recipe="mxfp8", device=ctx.device)
+    x = torch.randn(2, 24, 64, device=ctx.device, dtype=torch.bfloat16)
+    expert_ids, weights = moe.router(x.view(-1, 64))
+    replayed = expert_ids.long().flip(0), weights.detach().flip(0).requires_grad_()
+    assert torch.equal(moe(x, expert_ids=expert_ids, weights=weights), moe(x))
+    out = moe(x, expert_ids=replayed[0], weights=replayed[1])
+    assert torch.equal(out, moe(x.view(-1, 64), expert_ids=replayed[0].int(), weights=replayed[1]).view(x.shape))
+    out.sum().backward()
+    assert replayed[1].grad.ne(0).all()
+    assert moe.router.weight.grad is None
+    with pytest.raises(ValueError, match="got one of them"):
+        moe(x, expert_ids=expert_ids)
+
+
 @distributed(1, 2, 3, 4)
 def test_every_case_equals_a_dense_layer(ctx) -> None:
     ranks = make_ranks([150, 200, 90, 220][: ctx.world_size])

@@ -699,3 +699,34 @@ def test_on_a_gpu_nothing_waits_for_the_host_and_a_graph_replays_with_other_grou
         graph.replay()
         for got, wanted in zip(results, step()):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_conversion_that_multiplies_nothing_is_told_at_the_first_gradient(strict: bool) -> None:
+    """Whoever replaces both the class and the forward of what was converted takes the other warnings with it."""
+    x, offs = inputs()
+    model = convert(made(), strict=strict)
+    model.__class__ = Experts
+    loss = model(x, offs).square().sum()
+    expected = "(gate_up_proj|down_proj): it has a gradient, but no forward ran a product in mxfp8"
+    if strict:
+        with pytest.raises(RuntimeError, match=expected):
+            loss.backward()
+        return
+    with pytest.warns(UserWarning, match=expected) as told:
+        loss.backward()
+    assert len(told) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, offs).square().sum().backward()
+
+
+def test_gradients_of_reverted_and_of_multiplied_weights_tell_nothing() -> None:
+    x, offs = inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        revert(convert(made()))(x, offs).square().sum().backward()
+        model = convert(made())
+        model(x, offs).square().sum().backward()
+        model.__class__ = Experts  # from here on nobody knows
+        model(x, offs).square().sum().backward()

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,17 @@ def pytest_collectstart() -> None:
     """Nearly all files start ranks: the fork server imports torch while tests are collected."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         start_fork_server("pytest")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny models: threads that wait for a busy core take a hundred times as long as the work."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@
     layer     mxep.ep's layer on all ranks beside the baseline (standard): layer_cases what is compared, layer_work what
               it must do at least, layer_stages where its time goes, layer_host what it costs the host
     titan     torchtitan's trainer, by itself under torchrun: not a bench as those are
+    model     whole models of transformers on all ranks, with mxep's experts, the baseline's or their own
 
 A bench is a module with
     SECTIONS   name -> Section: its tables
@@ -17,10 +18,10 @@ A bench is a module with
     measure    (Bench) -> (section, row), one after the other
 """
 
-BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "comms", "layer")}
+BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "comms", "layer", "model")}
 """Name in the config -> module."""
 
-ON_RANKS = ("comms", "layer")
+ON_RANKS = ("comms", "layer", "model")
 """Those that run on all ranks."""
 
 PICTURES = dict.fromkeys(("gemm", "comms", "layer"), "mxep.integration.bench.picture")

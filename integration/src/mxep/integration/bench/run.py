@@ -42,7 +42,10 @@ class Bench:
 
 def check(config: BenchConfig) -> Any:
     """The module of the bench that `config` names. ConfigError for what there is not, a CUDA device included."""
-    module: Any = importlib.import_module(BENCHES[config.name])
+    try:
+        module: Any = importlib.import_module(BENCHES[config.name])
+    except ImportError as error:
+        raise ConfigError(f"bench={config.name}: {error}") from error
     _known("bench.device", [config.device], module.DEVICES)
     _known("bench.sections", config.sections or (), module.SECTIONS)
     _known("bench.backend", [config.backend] if config.backend else (), getattr(module, "BACKENDS", ()))
@@ -102,7 +105,7 @@ def table(title: str, labels: str, figures: str) -> Section:
     return Section(title, tuple(labels.split(", ")), {name: FORMATS.get(name, ".2f") for name in figures.split(", ")})
 
 
-FORMATS = {"bias": ".2%", "of sum": ".0%"}
+FORMATS = {"bias": ".2%", "of sum": ".0%", "of step": ".0%", "tokens/s": ".0f", "loss": ".5f"}
 FORMATS |= dict.fromkeys(("us", "empty us", "torch.compile us", "left us", "dB"), ".1f")
 FORMATS |= dict.fromkeys(("TF", "MHz", "W", "wire GB/s", "logical GB/s"), ".0f")
 FORMATS |= dict.fromkeys(("launches", "allocations", "ops", "fwd launches", "fwd allocations", "fwd ops"), ".0f")

@@ -54,13 +54,8 @@ class Experts(nn.Module):
             init_normal_(weight, weight.shape[2] ** -0.5, per_expert=True)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Routing | None]:
-        """``x`` (T, D), ``expert_ids``, ``weights`` (T, K) -> (T, D) and the routing, as :func:`run_experts`.
-
-        A weight with an attribute ``main_grad``, fp32 of its shape or of this rank's share of it, gets its gradient
-        added there, and none itself.
-        """
-        proj, down = self.gate_up_proj, self.down_proj
-        return run_experts(x, expert_ids, weights, proj, down, main_grads=(_main_grad(proj), _main_grad(down)), **how)
+        """:func:`run_experts` with these weights."""
+        return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, **how)
 
 
 class SharedExpert(nn.Module):
@@ -98,7 +93,6 @@ def run_experts(
     dispatcher: TokenDispatcher,
     recipe: Recipe,
     backend: str | Backend = "auto",
-    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
     wgrad_scale: float = 1.0,
 ) -> tuple[Tensor, Routing | None]:
     """``x`` (T, D) -> (T, D), summed over each token's experts, and the routing.
@@ -106,14 +100,15 @@ def run_experts(
     Args:
         expert_ids: (T, K) int32 or int64. weights: (T, K) fp32.
         gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are joined where they are
-            quantized, each way. down_proj: (e, D, F). Or DTensors.
-        main_grads: fp32, of this rank's weights' shapes, or None each: gradients are added there and not returned.
+            quantized, each way. down_proj: (e, D, F). Or DTensors. A whole weight with an attribute ``main_grad``, fp32
+            of its shape or of this rank's share of it, gets its gradient added there, and none itself.
         wgrad_scale: factor of weights' gradients.
 
     Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
     one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one and
     wgrad "mx", and there is no main_grad; else a break.
     """
+    main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
     how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
     how["wgrad_scale"] = wgrad_scale
     compiling = torch.compiler.is_compiling()
@@ -152,6 +147,6 @@ def _run(
 _run_between_graphs = torch._disable_dynamo(_run)  # type: ignore[attr-defined]
 
 
-def _main_grad(weight: Tensor) -> Tensor | None:
+def _main_grad(weight: Weight) -> Tensor | None:
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     return None if main_grad is None else local_tensor(main_grad)

@@ -105,12 +105,19 @@ class MoE(nn.Module):
         self.shared = SharedExpert(dim, shared_dim, device=device, dtype=dtype) if num_shared_experts else None
         self.last_routing = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype."""
+    def forward(self, x: Tensor, *, expert_ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype.
+
+        expert_ids (T, K) int32 or int64, weights (T, K) fp32: a routing from outside, such as one to replay, instead of
+        the router's. T counts the tokens of all B sequences. Both or neither, else ValueError.
+        """
         if x.dim() not in (2, 3) or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (T, {self.dim}) or (B, S, {self.dim}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.dim)
-        expert_ids, weights = self.router(tokens)
+        if expert_ids is None and weights is None:
+            expert_ids, weights = self.router(tokens)
+        if expert_ids is None or weights is None:
+            raise ValueError("a routing from outside is expert_ids and weights, got one of them")
         options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
         options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
         out: Tensor

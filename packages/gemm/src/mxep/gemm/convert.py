@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from mxep.gemm.backends import BACKENDS, Backend
-from mxep.gemm.convert_mode import Converted, Products, State, report, tell
+from mxep.gemm.convert_mode import Converted, Products, State, parameter_of, report, tell
 from mxep.gemm.recipe import Recipe
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -38,7 +38,8 @@ def convert(
 
     recipe, backend: as for `grouped_mm`. filter(fqn, parameter): which parameters; default every floating 3-D one but
     those of torch's own modules. A converted parameter without a product of ours in a forward is named in a warning,
-    once, and so is one whose `main_grad` cannot be heeded. strict: RuntimeError instead.
+    once, and so is one whose first gradient comes before any product of ours, as where other code has taken the forward
+    over, and one whose `main_grad` cannot be heeded. strict: RuntimeError instead.
     A model may be converted in several calls, with other recipes for other parameters. Convert before `torch.compile`,
     before or after `fully_shard`; optimizers may be made before or after.
 
@@ -63,6 +64,8 @@ def convert(
     for module, name, fqn in chosen:
         how = _state(module).weights[name] = Converted(fqn, recipe, backend, strict)
         _state(model).watched.append(how)
+        if (parameter := parameter_of(module, name)) is not None and parameter.requires_grad:
+            _watch_first_gradient(how, parameter)
     for module in {id(module): module for module, *_ in chosen}.values():
         state = _state(module)
         names = {name for owner, name, _, p in _parameters(module) if owner is module and _is_weight(p)}
@@ -74,6 +77,8 @@ def convert(
 def revert(model: Module) -> Module:
     """Undo every `convert` of this model or of parts of it, in place; returns the model. Parameters are untouched."""
     for module in model.modules():
+        for how in _weights(module).values():
+            how._used = True  # as far as its first gradient is concerned
         if module.__dict__.pop(_KEY, None) is not None and (base := type(module).__dict__.get("_mxep_base")):
             module.__class__ = base  # else somebody has put a class of their own over ours, which does nothing now
     return model
@@ -132,6 +137,17 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> b
             "class's: convert before"
         )
     return True
+
+
+def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
+    """Report a parameter that gets a gradient by others' products alone: those that ours would report may be gone."""
+
+    def look(_: Tensor) -> None:
+        handle.remove()
+        if not how._used:
+            report([how], "it has a gradient, but no forward ran a product in {recipe}: its module has another forward")
+
+    handle = parameter.register_post_accumulate_grad_hook(look)
 
 
 def _state(module: nn.Module) -> State:

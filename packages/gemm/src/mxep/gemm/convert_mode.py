@@ -35,6 +35,7 @@ class Converted:
     strict: bool
     _reported: bool = field(default=False, repr=False)
     _entered: bool = field(default=False, repr=False)
+    _used: bool = field(default=False, repr=False)
 
 
 @dataclass(eq=False)
@@ -127,6 +128,8 @@ class Products(TorchFunctionMode):
             return GROUPED_MM(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
         self.missing = [name for name in self.missing if name not in names]
         how = self.state.weights[names[0]]
+        for name in names:
+            self.state.weights[name]._used = True
         main_grads = [self.main_grad(name, mat2.mT) for name in names]
         main_grad = main_grads[0] if len(names) == 1 else None
         try:

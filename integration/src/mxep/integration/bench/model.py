@@ -1,0 +1,229 @@
+"""bench=model: a whole Qwen3-MoE of transformers on all ranks, forward and backward, with several kinds of experts.
+
+    baseline bf16        standard.StandardLayer in the experts' place
+    transformers bf16    its own grouped_mm; on one rank alone
+    mxep RECIPE          mxep.integration.transformers, experts over all ranks by its expert_parallel
+    ..., graph           a step is a replay of one CUDA graph
+    no experts           experts give back what they get: what is not theirs
+
+One model serves all, of random weights, in bf16. What is not expert is on every rank, attention and norms are compiled
+on GPUs. There is no optimizer, and nothing is reduced over ranks but what experts exchange. Sequences are causal and
+not packed; transformers' mask, which would ask the device for that, is left out.
+
+tokens/s       of all ranks together
+ms             forward and backward: median of sustained stretches, the slowest rank's
+x bf16         how many times as fast as the baseline
+of step        share of the step that `no experts` does not take
+loss           mean over ranks
+dB             of the head's gradient against the baseline's, of the rank where it is least; below LEAST_SNR fails
+peak GiB       most memory of a step above parameters, gradients included
+
+T tokens of a rank, in two sequences; D model dim, F hidden dim, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from mxep.comms import Capacity
+from mxep.ep.shares import local_tensor, local_weight
+from mxep.gemm import Recipe
+
+from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
+from ..rank import Rank
+from ..results import Row
+from ..snr import snr
+from ..timer import Alternative, Timer, failure, free_memory
+from ..transformers import Implementation, check, expert_parallel, register
+from ..transformers.layer import layers
+from ..transformers.versions import ALL_EXPERTS_FUNCTIONS
+from .layer import memory_of
+from .run import Bench, table
+from .standard import StandardLayer
+
+BASELINE, PLAIN = "baseline bf16", "no experts"
+RECIPES = ("bf16", "fp8", "mxfp8")
+VOCABULARY = 32768
+CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
+LEAST_SNR = 6.0  # experts flip between any two kinds of products, the more the more layers; without experts: 1 to 2
+
+DEVICES = ("cuda", "cpu")
+CASES = (BASELINE, "transformers bf16", *(f"mxep {r}{g}" for r in RECIPES for g in ("", ", graph")), PLAIN)
+SHAPES = {"*": (2, 1, 32, 32, 1, 1)}
+SHAPE = "tokens, layers, dim, hidden dim, experts, top-k"
+PICTURED = ()
+FIGURES = "tokens/s, ms, x bf16, of step, peak GiB, loss, dB, MHz, W"
+SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, what", FIGURES)}
+
+
+class Shape(NamedTuple):
+    """T, layers, D, F, E, K."""
+
+    tokens: int
+    layers: int
+    dim: int
+    hidden: int
+    experts: int
+    top_k: int
+
+
+def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
+    """Model by model. Collective, with the same rows on all ranks."""
+    for model in bench.config.models or bench.config.shapes:
+        for shape in (Shape(*sizes) for sizes in bench.config.shapes[model]):
+            if bench.device.type == "cuda":
+                importlib.import_module("torch._dynamo").reset()
+            with ExitStack() as opened:
+                try:
+                    subject = on_all_ranks(lambda shape=shape: Subject.make(bench.rank, shape, bench.seed))  # type: ignore[misc]
+                    opened.callback(subject.close)
+                    rows = list(_rows(bench, subject))
+                except FailedOnRanks as error:
+                    rows = [{"what": "all", **failure(error)}]
+            for row in rows:
+                yield "model", {"model": model, "shape": list(shape), "ranks": bench.rank.world_size} | row
+            free_memory(bench.device)
+
+
+def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
+    timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
+    names = tuple(dict.fromkeys((BASELINE, *(bench.config.cases or CASES), PLAIN)))
+    rows: dict[str, Row] = {name: {"what": name} for name in names}
+    runs, reference = {}, list[Tensor]()
+    for name, row in rows.items():
+
+        def inspect(got: tuple[Tensor, Tensor], name: str = name, row: Row = row) -> None:
+            row["loss"] = statistics.fmean(from_all_ranks(lambda: float(got[0])))
+            if not reference:
+                reference.append(got[1].clone())
+            row["dB"] = min(from_all_ranks(lambda: snr(reference[0], got[1])))
+            if name != PLAIN and not row["dB"] >= LEAST_SNR:
+                raise FailedOnRanks(f"wanted {LEAST_SNR:g} dB at least against {BASELINE}, got {row['dB']:.1f}")
+
+        try:
+            step = on_all_ranks(lambda name=name: subject.step(name))  # type: ignore[misc]
+            row |= on_all_ranks(lambda step=step: memory_of(step, bench.device))  # type: ignore[misc]
+            graph = "must" if name.endswith(", graph") else "never"
+            runs[name] = timer.prepare(
+                Alternative(lambda step=step: [step], graph, check=lambda: check(subject.model), inspect=inspect)  # type: ignore[misc]
+            )
+        except FailedOnRanks as error:
+            if name == BASELINE:
+                raise
+            row |= failure(error)
+    timed = timer.measure(runs)
+    for name, row in rows.items():
+        row |= {key: value for key, value in timed.get(name, {}).items() if key != "us"}
+        if "us" in timed.get(name, {}):
+            row["ms"] = timed[name]["us"] / 1e3
+            row["tokens/s"] = subject.shape.tokens * bench.rank.world_size / row["ms"] * 1e3
+    for row in rows.values():
+        if "ms" in row and "ms" in rows[BASELINE]:
+            row["x bf16"] = rows[BASELINE]["ms"] / row["ms"]
+        if "ms" in row and "ms" in rows[PLAIN]:
+            row["of step"] = 1 - rows[PLAIN]["ms"] / row["ms"]
+    yield from rows.values()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model, and the batch of this rank."""
+
+    model: Any
+    ids: Tensor
+    shape: Shape
+    rank: Rank
+
+    @classmethod
+    def make(cls, rank: Rank, shape: Shape, seed: int) -> Subject:
+        """Collective."""
+        modeling: Any = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+        modeling.create_causal_mask = lambda *_, **__: None
+        limits: dict[str, Any] = {"max_tokens": shape.tokens, "capacity": Capacity.factor(CAPACITY)}
+        for recipe in RECIPES:
+            register(Implementation(f"bench mxep {recipe}", Recipe.named(recipe), **limits))
+        ALL_EXPERTS_FUNCTIONS.register(f"bench {BASELINE}", _standard)
+        ALL_EXPERTS_FUNCTIONS.register(f"bench {PLAIN}", lambda experts, hidden_states, *_: hidden_states)
+        heads = max(2, shape.dim // 64)
+        config = Qwen3MoeConfig(
+            hidden_size=shape.dim,
+            num_hidden_layers=shape.layers,
+            moe_intermediate_size=shape.hidden,
+            num_experts=shape.experts,
+            num_experts_per_tok=shape.top_k,
+            norm_topk_prob=True,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 8),
+            head_dim=128,
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=False,
+        )
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if rank.world_size > 1:
+            mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+            expert_parallel(model, mesh, "bench mxep bf16")
+        model.to_empty(device=rank.device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(rank.device)
+        generator = torch.Generator(rank.device).manual_seed(seed)
+        own = torch.Generator(rank.device).manual_seed(1000 * (seed + 1) + rank.rank)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() == 1:
+                    weight.fill_(1.0)
+                else:
+                    drawn = own if ".experts." in name else generator
+                    local_tensor(weight).normal_(std=weight.shape[-1] ** -0.5, generator=drawn)
+        for layer in model.model.layers if rank.device.type == "cuda" else ():
+            for module in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
+                module.compile()
+        sequences = torch.randint(VOCABULARY, (2, shape.tokens // 2), device=rank.device, generator=own)
+        return cls(model.train(), sequences, shape, rank)
+
+    def step(self, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
+        """A call: forward and backward with these experts, to the loss and the head's gradient.
+
+        NotImplementedError for what there is not on these ranks.
+        """
+        if name.startswith("transformers") and self.rank.world_size > 1:
+            raise NotImplementedError("on one rank alone")
+        case = name.removesuffix(", graph")
+        implementation = "grouped_mm" if case.startswith("transformers") else f"bench {case}"
+
+        def step() -> tuple[Tensor, Tensor]:
+            self.model.config._experts_implementation = implementation
+            self.model.zero_grad(set_to_none=True)
+            loss: Tensor = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+            loss.backward()
+            return loss.detach(), self.model.lm_head.weight.grad
+
+        return step
+
+    def close(self) -> None:
+        """Collective."""
+        for _, layer in layers(self.model):
+            layer.dispatcher.close()
+
+
+def _standard(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The baseline in a module's place, which keeps it."""
+    w13, w2 = local_weight(experts.gate_up_proj), local_weight(experts.down_proj)
+    layer = experts.__dict__.get("_standard")
+    if layer is None:
+        group = dist.group.WORLD if len(w13) < experts.num_experts else None
+        layer = experts.__dict__["_standard"] = StandardLayer(w13, w2, group=group)
+    layer.w13, layer.w2 = w13, w2
+    out: Tensor = layer(hidden_states, top_k_index.int(), top_k_weights.float())
+    layer.w13 = layer.w2 = None  # which would keep a graph
+    return out

@@ -1,0 +1,38 @@
+"""mxep in transformers' models: one argument, not a model, changes.
+
+    import mxep.integration.transformers
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="mxep_mxfp8")
+
+Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8` and others with transformers, as implementations of experts
+and, where transformers has expert parallelism of its own, of that. docs/transformers.md is the page to paste from.
+
+`implementation` has what runs, `parallel` expert parallelism, `callback` what a Trainer calls, `llama4` models whose
+code transformers' registry does not reach.
+"""
+
+from mxep.gemm import Recipe
+
+from .callback import MxepCallback
+from .implementation import Implementation
+from .layer import check, load_report
+from .llama4 import route_llama4
+from .parallel import expert_parallel, register
+
+__all__ = [
+    "NAMES",
+    "Implementation",
+    "MxepCallback",
+    "check",
+    "expert_parallel",
+    "load_report",
+    "register",
+    "route_llama4",
+]
+
+_RECIPES = ("bf16", "fp8", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "mxfp8_wgrad_bf16")
+
+for _recipe in _RECIPES:
+    register(Implementation(f"mxep_{_recipe}", Recipe.named(_recipe)))
+
+NAMES = tuple(f"mxep_{recipe}" for recipe in _RECIPES)
+"""What importing this module registers."""

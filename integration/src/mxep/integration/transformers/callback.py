@@ -1,0 +1,62 @@
+"""What a Trainer has to call: a check before the optimizer, the experts' load in its log, one quantization a step."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from mxep.gemm import quantize_weights_once
+
+from .layer import check, load_report
+from .versions import TrainerCallback
+
+
+class MxepCallback(TrainerCallback):  # type: ignore[misc]
+    """For `Trainer(callbacks=[MxepCallback()])`.
+
+    Before each optimizer step it raises what went wrong on the device (`check`): the step is not taken.
+
+    With each loss it logs, of the last forward of each module of experts, `mxep/NAME/busiest` and the rest of
+    `load_report`, and over all of them `mxep/rows` and `mxep/padding` (sums), `mxep/busiest` and `mxep/dead` (maxima).
+
+    Where gradients are accumulated, micro-batches share one quantization of each weight. That takes 2 bytes and a
+    little for each element of the experts until the optimizer steps. share_quantized_weights=False: they do not.
+
+    After training ended by an exception call `close()`, or train with the same callback again.
+    """
+
+    def __init__(self, *, share_quantized_weights: bool = True, per_layer: bool = True) -> None:
+        self.share_quantized_weights = share_quantized_weights
+        self.per_layer = per_layer
+        self._shared = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """Let go of quantized weights."""
+        self._shared.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+        if self.share_quantized_weights and args.gradient_accumulation_steps > 1:
+            self._shared.enter_context(quantize_weights_once())
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.close()
+        check(model)
+
+    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        report = load_report(model)
+        if not report:
+            return
+        values = list(report.values())
+        found = {f"mxep/{key}": sum(each[key] for each in values) for key in ("rows", "padding")}
+        found |= {f"mxep/{key}": max(each[key] for each in values) for key in ("busiest", "dead")}
+        if self.per_layer:
+            found |= {f"mxep/{name}/{key}": value for name, each in report.items() for key, value in each.items()}
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)

@@ -1,0 +1,249 @@
+"""A module of experts as mxep runs it: what is known of it once, and its forward.
+
+    fused      SiLU(gate) * up, without biases: mxep.ep's layer, which quantizes and multiplies by the routing weights
+               within SwiGLU
+    composed   everything else that `@use_experts_implementation` describes: mxep's dispatch, products and combine, and
+               between them the model's own `_apply_gate` or activation, on unquantized rows
+
+E experts in all, e of them here, D model dim, F hidden dim, T tokens of this rank, K experts a token, R_max rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from mxep.ep import LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
+from mxep.ep.shares import local_weight
+from mxep.gemm import Recipe, grouped_mm
+
+from .versions import ACT2FN, default_apply_gate
+
+KEY = "_mxep_layer"
+WEIGHTS = frozenset(f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias"))
+UNQUANTIZED = Recipe.bf16()
+SILU = type(ACT2FN["silu"]), type(ACT2FN["swish"])
+_local: weakref.WeakValueDictionary[int, LocalDispatcher] = weakref.WeakValueDictionary()
+"""By number of experts: layers share one, so that a check asks the device once."""
+
+
+@dataclass
+class Layer:
+    """How a module of experts runs.
+
+    Attributes:
+        made_for: the implementation.
+        fused: whether mxep.ep's layer is what the module computes.
+        cleans: whether it has parameters of its own between products, whose gradients sum over rows: those that hold
+            nothing are zeroed for these.
+        masks: whether expert ids from E on mean "not here", as transformers' own expert parallelism has it.
+        wgrad_scale: factor of weight gradients.
+        routing: the last forward's; None before, and after a compiled one.
+    """
+
+    made_for: object
+    recipe: Recipe
+    backend: str
+    dispatcher: TokenDispatcher
+    fused: bool
+    cleans: bool
+    masks: bool
+    wgrad_scale: float = 1.0
+    routing: Routing | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        experts: Any,
+        made_for: object,
+        recipe: Recipe,
+        backend: str,
+        *,
+        dispatcher: TokenDispatcher | None = None,
+        wgrad_scale: float = 1.0,
+    ) -> Self:
+        """The layer of a module that was checked; dispatcher: where its experts are spread over ranks."""
+        masks = dispatcher is None and getattr(experts, "_is_expert_parallel", True)
+        if dispatcher is None:
+            num_experts = experts.down_proj.shape[0]
+            dispatcher = _local.get(num_experts)
+            if dispatcher is None:
+                dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
+        cleans = any(name not in WEIGHTS for name, _ in experts.named_parameters())
+        return cls(made_for, recipe, backend, dispatcher, is_swiglu(experts), cleans, masks, wgrad_scale)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether experts are spread over ranks."""
+        return self.dispatcher.spans_ranks
+
+    def forward(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """x (T, D), expert_ids, weights (T, K) -> (T, D) in x's dtype."""
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+            with torch.autocast(kind, enabled=False):
+                return self._forward(experts, x, expert_ids, weights).to(dtype)
+        out = self._forward(experts, x, expert_ids, weights)
+        return out if out.dtype == dtype else out.to(dtype)
+
+    def _forward(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        down = experts.down_proj
+        if x.dtype.itemsize > down.dtype.itemsize:  # norms in fp32 before experts in bf16
+            x = x.to(down.dtype)
+        if self.masks:
+            expert_ids = expert_ids.masked_fill(expert_ids >= self.dispatcher.num_experts, -1)
+        if weights.dtype != torch.float32:
+            weights = weights.float()
+        routing: Routing | None
+        if not self.fused:
+            out, routing = self._composed(experts, x, expert_ids, weights)
+        else:
+            gate_up = experts.gate_up_proj
+            if experts.is_transposed:
+                gate_up, down = local_weight(gate_up).mT, local_weight(down).mT
+            out, routing = run_experts(
+                *(x, expert_ids, weights, gate_up, down),
+                dispatcher=self.dispatcher,
+                recipe=self.recipe,
+                backend=self.backend,
+                wgrad_scale=self.wgrad_scale,
+            )
+        if not torch.compiler.is_compiling():
+            self.routing = routing
+        return out
+
+    def _composed(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Routing]:
+        dispatcher, recipe = self.dispatcher, self.recipe
+        rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
+        row_weight = row_weight.to(x.dtype)[:, None]
+        unused = (routing.plan.row_slot < 0)[:, None] if self.cleans else None
+
+        def between(apply: Any, rows: Tensor) -> Tensor:
+            if unused is None:
+                return apply(rows)  # type: ignore[no-any-return]
+            return apply(rows.masked_fill(unused, 0)).masked_fill(unused, 0)  # type: ignore[no-any-return]
+
+        gate_up = self._linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing)
+        h = between(experts._apply_gate if experts.has_gate else experts.act_fn, gate_up)
+        normed = getattr(experts, "has_post_expert_norm", False)
+        if not normed and not experts.has_bias:  # what follows is linear
+            y = self._linear(experts, "down_proj", h * row_weight, routing)
+            return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
+        y = self._linear(experts, "down_proj", h, routing)
+        y = (between(experts.post_expert_norm, y) if normed else y) * row_weight
+        # The gradient comes as it is: only products can use a quantized one.
+        return combine(y, routing, dispatcher=dispatcher, recipe=UNQUANTIZED), routing
+
+    def _linear(self, experts: Any, name: str, rows: Tensor, routing: Routing) -> Tensor:
+        """rows (R_max, in) -> (R_max, out), each by its expert's weight and bias."""
+        w = local_weight(getattr(experts, name))
+        bias = local_weight(getattr(experts, f"{name}_bias")) if experts.has_bias else None
+        if bias is not None and self.wgrad_scale != 1.0:
+            bias = self.wgrad_scale * bias + (1 - self.wgrad_scale) * bias.detach()
+        return grouped_mm(
+            rows,
+            w.mT if experts.is_transposed else w,
+            routing.plan.offs,
+            recipe=self.recipe,
+            backend=self.backend,
+            bias=bias,
+            wgrad_scale=self.wgrad_scale,
+        )
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), routing=None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # a dispatcher belongs to this process: the next forward makes one
+
+
+def _nothing() -> None:
+    """What a layer is after pickling."""
+
+
+def is_swiglu(experts: Any) -> bool:
+    """Whether the module computes down(SiLU(gate) * up), gate rows first."""
+    plain = experts.has_gate and experts.is_concatenated and not experts.has_bias
+    plain = plain and not getattr(experts, "has_post_expert_norm", False)
+    return (
+        plain
+        and type(experts)._apply_gate is default_apply_gate
+        and (isinstance(experts.act_fn, SILU) or experts.act_fn is functional.silu)
+    )
+
+
+def check_experts(experts: Any, name: str, recipe: Recipe, *, spread: bool) -> None:
+    """ValueError, with a cure, for a module of experts that `recipe` cannot serve."""
+    who = f"{type(experts).__name__}, {name}"
+    if not hasattr(experts, "has_gate"):
+        raise ValueError(f"{who}: got a module without @use_experts_implementation of transformers, want one with it")
+    for weight_name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        weight = getattr(experts, weight_name, None)
+        if not isinstance(weight, Tensor) or weight.dim() != 3 or weight.dtype not in (torch.bfloat16, torch.float32):
+            got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise ValueError(
+                f"{who}: {weight_name} is {got}, want (experts, ., .) in bfloat16 or float32: load the model with "
+                "dtype=torch.bfloat16 and unquantized"
+            )
+        if isinstance(weight, DTensor) and not spread:
+            raise ValueError(
+                f"{who}: {weight_name} is a DTensor over {weight.device_mesh}: spread experts by "
+                f"DistributedConfig(ep_size=, ep_implementation={name!r}), or by mxep's expert_parallel(model, mesh)"
+            )
+        if any(size % recipe.group_alignment for size in weight.shape[1:]):
+            raise ValueError(
+                f"{who}: {weight_name} is {tuple(weight.shape)}, want the last two in {recipe.group_alignment}s for "
+                f"recipe {recipe.name}: use mxep_bf16"
+            )
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """The modules of experts that mxep runs, by name; those that ran or are spread over ranks."""
+    for name, module in model.named_modules():
+        layer = module.__dict__.get(KEY)
+        if layer is not None:
+            yield name, layer
+
+
+def check(model: nn.Module) -> None:
+    """Raise what went wrong on the device since the last check, as `MoE.check`: once a step, before the optimizer."""
+    for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
+        dispatcher.check()
+
+
+@torch.no_grad()
+def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
+    """By name of each module of experts that has run eagerly, of its last forward:
+
+    ``rows``: that this rank's experts computed, padding included. ``padding``: of these. ``busiest``: tokens of the
+    busiest expert over the mean, of all ranks that share the experts. ``dead``: experts without a token.
+
+    It reads from the device once. Ranks that share experts must call it together.
+    """
+    names, counted = [], []
+    for name, layer in layers(model):
+        if layer.routing is None:
+            continue
+        stats, ids = layer.routing.stats(), layer.routing.expert_ids.flatten().long()
+        tokens = torch.zeros(layer.dispatcher.num_experts + 1, dtype=torch.int64, device=ids.device)
+        tokens.scatter_add_(0, ids.clamp_min(-1) + 1, torch.ones_like(ids))
+        tokens = tokens[1:]
+        if layer.dispatcher.group is not None:
+            dist.all_reduce(tokens, group=layer.dispatcher.group)
+        busiest = tokens.max() / tokens.double().mean().clamp_min(1e-9)
+        names.append(name)
+        counted.append(torch.stack((stats["valid"], stats["padding"], busiest, (tokens == 0).sum())))
+    if not counted:
+        return {}
+    keys = "rows", "padding", "busiest", "dead"
+    return {name: dict(zip(keys, values)) for name, values in zip(names, torch.stack(counted).tolist())}

@@ -1,0 +1,127 @@
+"""Experts spread over ranks, by transformers itself or by a call on a loaded model, and the names of both.
+
+    DistributedConfig(fsdp_size=8, ep_size=4, ep_implementation="mxep_mxfp8")    transformers 5.23 and newer
+    expert_parallel(model, mesh["ep"], "mxep_mxfp8")                             any version, any loaded model
+
+E experts in all, W ranks of the mesh.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from mxep.ep import TokenDispatcher, make_dispatcher
+from mxep.ep.shares import group_of
+
+from .implementation import Implementation
+from .layer import KEY, check_experts
+from .versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
+
+
+def register(implementation: Implementation) -> None:
+    """Let `experts_implementation=` and, where transformers has it, `ep_implementation=` name it.
+
+    For other than the recipes' defaults, before the model is built:
+
+        register(Implementation("mxep_8k", Recipe.mxfp8(), max_tokens=8192, capacity=Capacity.factor(1.25)))
+    """
+    ALL_EXPERTS_FUNCTIONS.register(implementation.name, implementation)
+    if own_expert_parallel is not None:
+        own_expert_parallel.EPImplementationInterface.register(implementation.name, _own(implementation))
+
+
+def _own(implementation: Implementation) -> type:
+    """What transformers builds for each module of experts that it spreads over ranks."""
+
+    class MxepEP(own_expert_parallel.EPImplementation):  # type: ignore[misc]
+        def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            if tp_mesh.size() > 1:
+                raise ValueError(
+                    f"{implementation.name}: got tp_size {tp_mesh.size()}, want 1, as ranks of a tensor-parallel group "
+                    'hold the same tokens: give its ranks to fsdp_size, or use ep_implementation="all_to_all" and '
+                    f"experts_implementation={implementation.name!r}"
+                )
+            check_experts(experts, implementation.name, implementation.recipe, spread=True)
+            dispatcher = _dispatcher(experts, self.num_local_experts * ep_mesh.size(), ep_mesh, implementation)
+            # FSDP divides these gradients by the number of batches.
+            self.layer = implementation.layer_of(experts, dispatcher=dispatcher, wgrad_scale=1.0)
+            self.experts = experts
+
+        def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            return self.layer.forward(self.experts, hidden_states, top_k_index, top_k_weights)
+
+    return MxepEP
+
+
+def _dispatcher(experts: Any, num_experts: int, mesh: DeviceMesh, how: Implementation) -> TokenDispatcher:
+    weight = experts.down_proj
+    return make_dispatcher(
+        how.dispatcher,
+        num_experts,
+        dim=weight.shape[2 if experts.is_transposed else 1],
+        dtype=weight.dtype,
+        group=group_of(mesh),
+        capacity=how.capacity,
+        max_tokens=how.max_tokens,
+        timeout=how.timeout,
+    )
+
+
+def expert_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    implementation: str = "mxep_mxfp8",
+    *,
+    gradient_reduction: Literal["mean", "sum"] = "mean",
+) -> list[str]:
+    """Spread the experts of a model that every rank has, or has on meta, over a 1-D mesh; returns their modules' names.
+
+    Of each weight and bias (E, ...) a rank keeps E / W experts, as a DTensor sharded on its first dimension. Call it
+    before `fully_shard` and before the optimizer is made. What is not expert stays as it is: `fully_shard` or
+    `mxep.ep.data_parallel` does the rest, and `mxep.ep.parameter_groups` what optimizers want.
+
+    implementation: a registered name. gradient_reduction: as for `mxep.ep.MoE`.
+
+    ValueError, before anything has changed, for a mesh of more dimensions, a name that is none, a model without experts
+    that transformers' registry reaches, and experts that do not divide or that cannot be served.
+    """
+    how = ALL_EXPERTS_FUNCTIONS.get(implementation, None)
+    if not isinstance(how, Implementation):
+        raise ValueError(f"implementation: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")
+    group_of(mesh)
+    found: dict[str, Any] = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__}: got no module of experts that transformers' registry reaches, want one "
+            "(mxep.integration.transformers.route_llama4 prepares Llama 4)"
+        )
+    for name, module in found.items():
+        check_experts(module, how.name, how.recipe, spread=False)
+        num_experts = module.down_proj.shape[0]
+        if num_experts % mesh.size():
+            raise ValueError(f"{name}: got {num_experts} experts, want a multiple of the {mesh.size()} ranks")
+    for module in found.values():
+        _spread(module, mesh, how, 1 / mesh.size() if gradient_reduction == "mean" else 1.0)
+    return list(found)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return hasattr(module, "has_gate") and hasattr(type(module), "_apply_gate") and hasattr(module, "down_proj")
+
+
+def _spread(experts: Any, mesh: DeviceMesh, how: Implementation, wgrad_scale: float) -> None:
+    dispatcher = _dispatcher(experts, experts.down_proj.shape[0], mesh, how)
+    for name in ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"):
+        weight = experts._parameters.get(name)
+        if weight is not None:
+            source = None if weight.is_meta else 0
+            sharded: DTensor = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=source)
+            experts.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
+    experts.__dict__.pop(KEY, None)
+    how.layer_of(experts, dispatcher=dispatcher, wgrad_scale=wgrad_scale)
+    experts.config._experts_implementation = how.name

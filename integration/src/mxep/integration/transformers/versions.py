@@ -1,0 +1,28 @@
+"""What mxep needs of transformers, or an ImportError that says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError("transformers is missing: pip install 'mxep-integration[transformers]'") from error
+
+try:
+    from transformers.activations import ACT2FN
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import _default_apply_gate as default_apply_gate
+    from transformers.trainer_callback import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        f"transformers {transformers.__version__} has no registry of experts that mxep knows, want 5.17 or newer: "
+        "pip install -U 'mxep-integration[transformers]'"
+    ) from error
+
+try:
+    from transformers.distributed import expert_parallel as own_expert_parallel
+except ImportError:
+    own_expert_parallel: Any = None  # type: ignore[no-redef]
+
+__all__ = ["ACT2FN", "ALL_EXPERTS_FUNCTIONS", "TrainerCallback", "default_apply_gate", "own_expert_parallel"]

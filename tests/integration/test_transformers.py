@@ -1,0 +1,262 @@
+"""mxep as transformers' implementation of experts: the model's own eager code is the measure."""
+
+import copy
+import importlib.util
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import mxep.integration.transformers as mxep_transformers
+from integration.tiny_models import CONFIGS, force_routing, step, tiny, token_ids, worst
+from mxep.ep import LocalDispatcher
+from mxep.gemm import Recipe, quantize_once
+from mxep.integration.snr import snr
+from mxep.integration.transformers import Implementation, check, load_report, register, route_llama4, versions
+from mxep.integration.transformers.layer import layers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def with_experts(model: Any, name: str) -> Any:
+    """A copy of the model that runs this implementation."""
+    model = copy.deepcopy(model)
+    if "Llama4" in type(model).__name__:
+        route_llama4(model, name)
+    else:
+        model.set_experts_implementation(name)
+    return model
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_fp32_equals_the_models_own_code(kind: str) -> None:
+    model = tiny(kind)
+    got = step(routed := with_experts(model, "mxep_bf16"))
+    # fp32 rounds at 144 dB. Sums in another order over two layers cost some 20 of these, of every gradient.
+    lowest, name = worst(step(model), got)
+    assert lowest > 116, name
+    assert snr(step(model)["logits"], got["logits"]) > 120
+    assert {layer.fused for _, layer in layers(routed)} == {kind != "gpt_oss"}
+    check(routed)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_bf16_is_as_far_from_fp32_as_the_models_own_bf16(kind: str) -> None:
+    """Experts may flip where scores are close, in both alike: of one layer with given routing nothing flips."""
+    experts = next(m for m in tiny(kind).modules() if hasattr(m, "has_gate"))
+    x = torch.randn(TOKENS := 40, 64, generator=torch.Generator().manual_seed(2))
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(TOKENS)])
+    weights = torch.softmax(torch.randn(TOKENS, 2), -1)
+
+    def run(experts: Any, dtype: torch.dtype, name: str) -> dict[str, torch.Tensor]:
+        experts = copy.deepcopy(experts).to(dtype)
+        experts.config = copy.deepcopy(experts.config)
+        experts.config._experts_implementation = name
+        rows = x.to(dtype, copy=True).requires_grad_()
+        out = experts(rows, ids, weights.to(dtype))
+        out.backward(torch.ones_like(out))
+        return {"out": out.detach(), "x": rows.grad} | {name: p.grad for name, p in experts.named_parameters()}
+
+    exact = run(experts, torch.float32, "eager")
+    eager, got = run(experts, torch.bfloat16, "eager"), run(experts, torch.bfloat16, "mxep_bf16")
+    for name in exact:  # a bf16 rounding more or less, 3 dB
+        assert snr(exact[name], got[name]) > snr(exact[name], eager[name]) - 3, name
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "mxfp8_wgrad_bf16", "fp8"])
+def test_mxfp8_with_the_references_routing(recipe: str) -> None:
+    model = tiny("qwen3_moe", norm_topk_prob=True)
+    chosen = force_routing(reference := copy.deepcopy(model))
+    wanted = step(reference)
+    force_routing(quantized := with_experts(model, f"mxep_{recipe}"), chosen)
+    got = step(quantized)
+    assert snr(wanted["logits"], got["logits"]) >= 22.5
+    lowest, name = worst(wanted, got, experts=True)
+    assert lowest >= 18.5, name
+
+
+def test_save_and_load_both_ways(tmp_path: Path) -> None:
+    ids = token_ids()
+    tiny("qwen3_moe").save_pretrained(tmp_path / "eager")
+    load = AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "eager", experts_implementation="mxep_mxfp8")
+    assert model.config._experts_implementation == "mxep_mxfp8"
+    logits = model(input_ids=ids).logits
+    model.save_pretrained(tmp_path / "ours")
+    for other in (load(tmp_path / "ours", experts_implementation="mxep_mxfp8"), copy.deepcopy(model)):
+        assert torch.equal(other(input_ids=ids).logits, logits)
+    plain, before = load(tmp_path / "ours"), load(tmp_path / "eager")
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), before.parameters()))
+    assert "mxep" not in (tmp_path / "ours" / "config.json").read_text()
+
+
+def test_generate_gives_the_models_own_tokens() -> None:
+    model = tiny("qwen3_moe")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(token_ids()[:, :8], **options)
+    assert torch.equal(with_experts(model, "mxep_bf16").generate(token_ids()[:, :8], **options), wanted)
+    assert with_experts(model, "mxep_mxfp8").generate(token_ids()[:, :8], **options).shape == wanted.shape
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_bit(reentrant: bool) -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8").train()
+    wanted = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert all(torch.equal(wanted[name], value) for name, value in step(model).items())
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8")
+    experts = next(m for m in model.modules() if hasattr(m, "has_gate"))
+    x, ids, weights = torch.randn(32, 64), torch.randint(0, 4, (32, 1)), torch.ones(32, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = experts(x, ids, weights)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, experts(x.bfloat16(), ids, weights).float())
+
+
+@pytest.mark.slow
+def test_a_block_that_ran_once_compiles_into_one_graph() -> None:
+    block = tiny("qwen3_moe", "mxep_mxfp8").model.layers[0].mlp
+    x = torch.randn(1, 24, 64, requires_grad=True)
+    wanted = block(x)
+    out = torch.compile(block, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(out, wanted)
+    out.sum().backward()
+    assert block.experts.down_proj.grad is not None
+
+
+def test_switching_takes_effect_and_pickles() -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8")
+    quantized = model(input_ids=token_ids()).logits
+    model.set_experts_implementation("mxep_bf16")
+    assert snr(model(input_ids=token_ids()).logits.detach(), quantized.detach()) < 40
+    model.set_experts_implementation("mxep_mxfp8")
+    assert torch.equal(model(input_ids=token_ids()).logits, quantized)
+    experts = next(m for m in model.modules() if hasattr(m, "has_gate"))
+    again = pickle.loads(pickle.dumps(experts))
+    again.config._experts_implementation = "mxep_mxfp8"
+    x, ids, weights = torch.randn(32, 64), torch.randint(0, 4, (32, 1)), torch.ones(32, 1)
+    assert torch.equal(again(x, ids, weights), experts(x, ids, weights))
+
+
+def test_the_load_of_experts_is_counted() -> None:
+    model = tiny("qwen3_moe", "mxep_mxfp8")
+    chosen = force_routing(model)
+    model(input_ids=token_ids())
+    report = load_report(model)
+    assert list(report) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    for ids, found in zip(chosen, report.values()):
+        tokens = torch.bincount(ids.flatten(), minlength=4)
+        padded = int((-(-tokens // 32) * 32).sum())
+        wanted = {"rows": padded, "padding": padded - ids.numel(), "dead": int((tokens == 0).sum())}
+        assert found == wanted | {"busiest": pytest.approx(float(tokens.max() / tokens.float().mean()))}
+    assert load_report(tiny("qwen3_moe")) == {}
+
+
+def test_experts_that_cannot_be_served_say_why() -> None:
+    narrow = tiny("qwen3_moe", "mxep_mxfp8", moe_intermediate_size=40)
+    with pytest.raises(ValueError, match=r"Qwen3MoeExperts, mxep_mxfp8: .* want the last two in 32s .* use mxep_bf16"):
+        narrow(input_ids=token_ids())
+    narrow.set_experts_implementation("mxep_bf16")
+    narrow(input_ids=token_ids())
+    with pytest.raises(ValueError, match=r"is torch.float16 .*dtype=torch.bfloat16"):
+        tiny("qwen3_moe", "mxep_mxfp8", torch.float16)(input_ids=token_ids())
+    with pytest.raises(ValueError, match="got 'mxep_nothing'"):
+        route_llama4(tiny("llama4"), "mxep_nothing")
+    with pytest.raises(ValueError, match="got no Llama4TextMoe"):
+        route_llama4(tiny("qwen3_moe"))
+
+
+def test_another_recipe_gets_a_name_of_its_own() -> None:
+    register(Implementation("mxep_test", Recipe.mxfp8(), backend="dequant"))
+    model = tiny("qwen3_moe", "mxep_test")
+    assert snr(tiny("qwen3_moe")(input_ids=token_ids()).logits, model(input_ids=token_ids()).logits) > 10
+    assert {layer.backend for _, layer in layers(model)} == {"dequant"}
+    register(Implementation("mxep_test", Recipe.mxfp8(), backend="reference"))
+    model(input_ids=token_ids())
+    assert {layer.backend for _, layer in layers(model)} == {"reference"}
+
+
+def test_every_name_is_registered() -> None:
+    assert set(mxep_transformers.NAMES) <= set(versions.ALL_EXPERTS_FUNCTIONS.keys())
+    assert {"mxep_bf16", "mxep_fp8", "mxep_mxfp8"} <= set(mxep_transformers.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"), [(None, "transformers is missing: pip"), ("4.57.0", "transformers 4.57.0 .* want 5.17")]
+)
+def test_a_missing_or_old_transformers_is_named(
+    version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = types.ModuleType("transformers")
+    old.__version__ = version  # type: ignore[attr-defined]
+    for name in [name for name in sys.modules if name.startswith("transformers.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None if version is None else old)  # type: ignore[arg-type]
+    spec = importlib.util.spec_from_file_location("versions_again", versions.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=message):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = token_ids(1, seed=i)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def train(model: nn.Module, folder: Path, callback: Any, **options: Any) -> Trainer:
+    arguments = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], disable_tqdm=True,
+        save_strategy="no", use_cpu=True, learning_rate=1e-2, **options,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=Tokens(), callbacks=[callback])
+    trainer.train()
+    return trainer
+
+
+def test_a_trainer_logs_load_and_shares_quantized_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = tiny("qwen3_moe", "mxep_mxfp8"), []
+    close = quantize_once.QuantizedOnce._close
+    monkeypatch.setattr(
+        quantize_once.QuantizedOnce, "_close", lambda self: (made.append(self.quantizations), close(self))
+    )
+    callback = mxep_transformers.MxepCallback()
+    shared = train(copy.deepcopy(model), tmp_path, callback, gradient_accumulation_steps=2)
+    assert made == [2 * 2 * 2] * 3, "two weights of two layers, two ways, in each of three steps"
+    logged = shared.state.log_history[0]
+    assert logged["mxep/rows"] == sum(logged[f"mxep/model.layers.{i}.mlp.experts/rows"] for i in (0, 1)) > 0
+    assert 1 <= logged["mxep/busiest"] <= 4
+    other = mxep_transformers.MxepCallback(share_quantized_weights=False)
+    alone = train(copy.deepcopy(model), tmp_path, other, gradient_accumulation_steps=2)
+    for a, b in zip(shared.model.parameters(), alone.model.parameters()):
+        assert torch.equal(a, b)
+    assert len(made) == 3
+
+
+def test_a_step_that_check_refuses_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: LocalDispatcher) -> None:
+        raise ValueError("rank 0: 3 expert ids outside -1..3")
+
+    monkeypatch.setattr(LocalDispatcher, "check", refuse)
+    model = tiny("qwen3_moe", "mxep_mxfp8")
+    before = copy.deepcopy(model.state_dict())
+    callback = mxep_transformers.MxepCallback()
+    with pytest.raises(ValueError, match="3 expert ids"):
+        train(model, tmp_path, callback, gradient_accumulation_steps=2)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())

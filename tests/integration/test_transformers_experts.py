@@ -1,0 +1,116 @@
+"""Every module of experts that transformers decorates, alone, against its own eager code."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from mxep.gemm import grouped_mm
+from mxep.integration.snr import snr
+from mxep.integration.transformers import layer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOKENS, DIM = 40, 64
+MODELS = Path(transformers.__file__).parent / "models"
+DECORATED = re.compile(r"@use_experts_implementation(?:\(.*?\))?\s*\nclass (\w+)")
+
+
+class Sizes:
+    """A config that has every field, by what its name says."""
+
+    def __init__(self) -> None:
+        self._experts_implementation = "eager"
+        self.moe_latent_size = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = {
+            r"act": "silu", r"per_tok|topk|top_k": 2, r"experts": 4, r"eps": 1e-6, r"limit": 7.0, r"alpha": 1.7,
+            r"hidden_size|hidden_dim|d_model": DIM, r"bias": False, r"": 32,
+        }  # fmt: skip
+        return next(value for pattern, value in known.items() if re.search(pattern, name))
+
+
+def made(folder: str, name: str) -> Any:
+    torch.manual_seed(0)
+    experts = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)(Sizes())
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=DIM**-0.5)
+    return experts
+
+
+def run(experts: Any, implementation: str) -> dict[str, Tensor]:
+    """Output and all gradients."""
+    experts.config._experts_implementation = implementation
+    experts.zero_grad()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, DIM, generator=generator, requires_grad=True)
+    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(TOKENS)])
+    weights = torch.rand(TOKENS, 2, generator=generator, requires_grad=True)
+    out = experts(x, ids, weights)
+    out.backward(torch.randn(out.shape, generator=generator))
+    grads = {name: p.grad for name, p in experts.named_parameters()}
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad} | grads
+
+
+class Garbage(torch.autograd.Function):
+    """NaN past the last group; the gradient as it comes, which may be quantized."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, offs: Tensor) -> Tensor:
+        return rows.masked_fill((torch.arange(len(rows)) >= offs[-1])[:, None], torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@pytest.mark.slow
+def test_all_of_them_equal_their_own_code() -> None:
+    fused = {}
+    for file in sorted(MODELS.glob("*/modeling_*.py")):
+        for name in DECORATED.findall(file.read_text()):
+            experts = made(file.parent.name, name)
+            wanted, got = run(experts, "eager"), run(experts, "mxep_bf16")
+            lowest = min(snr(wanted[each], got[each]) for each in wanted)
+            assert lowest > 125, name  # fp32, two products, sums in another order
+            fused[name] = getattr(experts, layer.KEY).fused
+    assert len(fused) > 40
+    assert sum(fused.values()) > 0.7 * len(fused)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("qwen3_moe", "Qwen3MoeExperts"),
+        ("aria", "AriaExperts"),
+        ("gpt_oss", "GptOssExperts"),
+        ("nemotron_h", "NemotronHExperts"),
+        ("muse_spark", "MuseSparkExperts"),
+    ],
+)
+def test_each_layout_in_mxfp8_whatever_lies_in_rows_without_a_token(
+    folder: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MODELS / folder / f"modeling_{folder}.py"
+    if not file.exists() or name not in DECORATED.findall(file.read_text()):
+        pytest.skip(f"this transformers does not decorate {name}")
+
+    def garbage(rows: Tensor, w: Tensor, offs: Tensor, **options: Any) -> Tensor:
+        return Garbage.apply(grouped_mm(rows, w, offs, **options), offs)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(layer, "grouped_mm", garbage)
+    experts = made(folder, name)
+    wanted, got = run(experts, "eager"), run(experts, "mxep_mxfp8")
+    for each in wanted:
+        # Two products of two quantized operands, 28.4 dB each, and as many behind each gradient.
+        assert snr(wanted[each], got[each]) > 20, each

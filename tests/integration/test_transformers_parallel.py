@@ -1,0 +1,130 @@
+"""Experts spread over ranks, by transformers itself and by our call, against one process; FSDP2 beside it."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from integration.tiny_models import TOKENS, step, tiny, token_ids, worst
+from mxep.integration.transformers import check, expert_parallel, load_report, route_llama4
+from mxep.integration.transformers.versions import own_expert_parallel
+from ranks import Context, distributed
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def of_mean_loss(ctx: Context, model: Any) -> dict[str, torch.Tensor]:
+    """This rank's logits and whole gradients of a step on its two sequences, plain ones averaged by hand."""
+    found = step(model, token_ids(2 * ctx.world_size).to(ctx.device).chunk(ctx.world_size)[ctx.rank])
+    check(model)
+    for name, grad in found.items():
+        if name != "logits" and not isinstance(grad, DTensor):
+            dist.all_reduce(grad, group=ctx.group)
+            grad /= ctx.world_size
+    return {name: whole(each) for name, each in found.items()}
+
+
+def of_one_process(ctx: Context, model: Any) -> dict[str, torch.Tensor]:
+    """The same of all ranks' sequences."""
+    found = step(model.to(ctx.device), token_ids(2 * ctx.world_size).to(ctx.device))
+    return found | {"logits": found["logits"].chunk(ctx.world_size)[ctx.rank]}
+
+
+@distributed(2)
+def test_a_loaded_model_spread_over_ranks_equals_one_process(ctx: Context) -> None:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    runs = ("qwen3_moe", "bf16"), ("gpt_oss", "bf16"), ("llama4", "bf16"), ("gpt_oss", "mxfp8")
+    for kind, recipe in runs:
+        model = tiny(kind)
+        wanted = of_one_process(ctx, copy.deepcopy(model))
+        if kind == "llama4":
+            route_llama4(model, f"mxep_{recipe}")
+        names = expert_parallel(model.to(ctx.device), mesh, f"mxep_{recipe}")
+        assert len(names) == 2
+        got = of_mean_loss(ctx, model)
+        assert all(p.to_local().shape[0] == 2 for name, p in model.named_parameters() if ".experts." in name)
+        lowest, name = worst(wanted, got)  # as in one process, and another order of sums over ranks
+        assert lowest > (112 if recipe == "bf16" else 10), (kind, name)  # free routing: experts may flip
+        report = load_report(model)
+        assert list(report) == names
+        rows = torch.tensor([each["rows"] - each["padding"] for each in report.values()], device=ctx.device)
+        dist.all_reduce(rows, group=ctx.group)
+        assert rows.tolist() == [2 * ctx.world_size * TOKENS * model.config.num_experts_per_tok] * 2
+    what_cannot_be_spread_says_why_and_changes_nothing(ctx, mesh)
+
+
+def what_cannot_be_spread_says_why_and_changes_nothing(ctx: Context, mesh: DeviceMesh) -> None:
+    model = tiny("qwen3_moe", num_experts=5)
+    with pytest.raises(ValueError, match=r"mlp.experts: got 5 experts, want a multiple of the 2 ranks"):
+        expert_parallel(model, mesh)
+    with pytest.raises(ValueError, match=r"got no module of experts .*route_llama4"):
+        expert_parallel(tiny("llama4"), mesh)
+    with pytest.raises(ValueError, match="got 'grouped_mm'"):
+        expert_parallel(model, mesh, "grouped_mm")
+    with pytest.raises(ValueError, match="1-D mesh"):
+        expert_parallel(model, init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "ep")))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert model.config._experts_implementation == "eager"
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_a_loaded_model_beside_fsdp2_equals_one_process(ctx: Context) -> None:
+    model = tiny("qwen3_moe")
+    wanted = of_one_process(ctx, copy.deepcopy(model))
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "ep"))
+    expert_parallel(model.to(ctx.device), mesh["ep"], "mxep_bf16")
+    every = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["dp"])
+        fully_shard(layer, mesh=every)
+    fully_shard(model, mesh=every)
+    lowest, name = worst(wanted, of_mean_loss(ctx, model))
+    assert lowest > 112, name
+
+
+@pytest.mark.slow
+@distributed(4)
+@pytest.mark.skipif(own_expert_parallel is None, reason="this transformers has no expert parallelism to plug into")
+def test_transformers_own_fsdp_and_ep_equal_one_process(ctx: Context, tmp_path: Path) -> None:
+    from transformers.distributed import DistributedConfig
+
+    os.environ["LOCAL_RANK"] = str(ctx.rank)
+    model = tiny("qwen3_moe")
+    if ctx.rank == 0:
+        model.save_pretrained(tmp_path)
+    dist.barrier(ctx.group)
+    wanted = of_one_process(ctx, model)
+    kinds = [(2, "mxep_bf16", None), (4, "mxep_bf16", None), (2, "mxep_mxfp8", None)]
+    kinds += [(2, "all_to_all", "mxep_bf16"), (1, "auto", "mxep_bf16")]  # FSDP2 alone is the last
+    for ep_size, name, experts in kinds:
+        config = DistributedConfig(fsdp_size=4, ep_size=ep_size, ep_implementation=name)
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path, distributed_config=config, experts_implementation=experts
+        )
+        lowest, of = worst(wanted, of_mean_loss(ctx, model))
+        assert lowest > (10 if name == "mxep_mxfp8" else 112), (ep_size, name, of)
+        if (ep_size, name) != (2, "mxep_bf16"):
+            continue
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.save_pretrained(tmp_path / "trained")
+        dist.barrier(ctx.group)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+        for (of, parameter), other in zip(model.named_parameters(), again.parameters()):
+            assert torch.equal(whole(parameter).cpu(), other), of
+    config = DistributedConfig(tp_size=4, ep_size=4, ep_implementation="mxep_bf16")
+    with pytest.raises(ValueError, match="got tp_size 4, want 1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)

@@ -1,0 +1,106 @@
+"""Random models of transformers, as small as they go: two layers, four experts each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+from mxep.integration.snr import snr
+
+TOKENS = 24
+_BASE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+_DEEPSEEK |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_BASE, head_dim=32, moe_intermediate_size=32, num_experts=4),
+    "mixtral": lambda: MixtralConfig(**_BASE, head_dim=32, num_local_experts=4),
+    "deepseek_v3": lambda: DeepseekV3Config(**_BASE, **_DEEPSEEK, moe_intermediate_size=32, n_routed_experts=4),
+    "gpt_oss": lambda: GptOssConfig(**_BASE, head_dim=32, num_local_experts=4, rope_parameters=dict(_ROPE)),
+    "llama4": lambda: Llama4TextConfig(
+        **_BASE | {"num_experts_per_tok": 1}, head_dim=32, intermediate_size_mlp=64, num_local_experts=4,
+        interleave_moe_layer_step=1, attention_chunk_size=64,
+    ),
+}  # fmt: skip
+
+
+def tiny(
+    kind: str = "qwen3_moe", implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
+    """The model of a seed. Experts' weights have a standard deviation of 1 / sqrt(fan-in), embeddings 1, as trained."""
+    config = CONFIGS[kind]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if "experts" in name or "embed_tokens" in name:
+            nn.init.normal_(parameter, std=0.125 if "experts" in name else 1.0)
+    model.to(dtype)
+    if implementation != "eager":
+        model.set_experts_implementation(implementation)
+    return model
+
+
+def token_ids(rows: int = 2, seed: int = 1, device: Any = None) -> Tensor:
+    return torch.randint(3, 64, (rows, TOKENS), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def step(model: nn.Module, ids: Tensor | None = None) -> dict[str, Tensor]:
+    """Logits of a forward, and the gradients of its loss by the parameters' names."""
+    ids = token_ids() if ids is None else ids
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    grads = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits.detach(), **grads}
+
+
+def worst(wanted: dict[str, Tensor], got: dict[str, Tensor], *, experts: bool = False) -> tuple[float, str]:
+    """The lowest SNR of any tensor, and its name; experts: of their weights alone."""
+    assert wanted.keys() == got.keys()
+    names = [name for name in wanted if not experts or ".experts." in name]
+    return min((snr(wanted[name], got[name]), name) for name in names)
+
+
+def force_routing(model: nn.Module, recorded: list[Tensor] | None = None) -> list[Tensor]:
+    """Record which experts the routers of a model choose, or make them choose what was recorded; the list of both.
+
+    Weights stay the router's own, at the experts that were recorded. For routers that return logits, weights, ids.
+    """
+    found: list[Tensor] = [] if recorded is None else recorded
+    routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+    for i, router in enumerate(routers):
+
+        def hook(module: nn.Module, args: Any, out: Any, i: int = i) -> Any:
+            logits, weights, ids = out
+            if recorded is None:
+                found.append(ids)
+                return None
+            scores = torch.softmax(logits.float(), -1).gather(1, recorded[i])
+            return logits, (scores / scores.sum(-1, keepdim=True)).to(weights.dtype), recorded[i]
+
+        router.register_forward_hook(hook)
+    assert routers
+    return found
