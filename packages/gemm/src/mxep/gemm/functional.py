@@ -14,7 +14,7 @@ An MXTensor is kept by reference: bytes borrowed from a receive slot must be cop
 M rows (capacity), N out features, K in features, G groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,26 +69,43 @@ def grouped_mm(
     must not be made in there, which raises: give the plain tensor, whose qdata are the same.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
-    check_tensors(a, w)
+    check_tensors(a=a, w=w)
     if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
         options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "quantized_weight": quantized_weight}
         options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
-        return _between_graphs(a, w, offs, recipe=recipe, backend=backend, **options)
+        return between_graphs(grouped_mm, a, w, offs, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, offs, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     offs = offs.contiguous()  # torch's kernels, too, read it as packed
     chosen = select(backend, a.device)
     if quantized_weight is not None:
         check_quantized_weight(quantized_weight, w, recipe)
-    how = quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale
+    return multiply(a, w, bias, offs, quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+
+
+def multiply(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    quantized_weight: QuantizedWeight | None,
+    recipe: Recipe,
+    backend: Backend,
+    out_dtype: torch.dtype,
+    main_grad: Tensor | None,
+    wgrad_scale: float,
+) -> Tensor:
+    """`grouped_mm` without its checks. offs None: one group of all rows, any number of them."""
+    how = quantized_weight, recipe, backend, out_dtype, main_grad, wgrad_scale
     out: Tensor = _GroupedMM.apply(a, w, bias, offs, *how)  # type: ignore[no-untyped-call]
     return out
 
 
 # The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _between_graphs(*tensors: Tensor, **options: Any) -> Tensor:
-    return grouped_mm(*tensors, **options)
+def between_graphs(function: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
+    """A break for torch.compile."""
+    return function(*tensors, **options)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -98,7 +115,7 @@ class _GroupedMM(torch.autograd.Function):
         a: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        offs: Tensor,
+        offs: Tensor | None,
         weight: QuantizedWeight | None,
         recipe: Recipe,
         backend: Backend,
@@ -183,8 +200,10 @@ def _quantized_gradient(dy: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
     return backend.quantize_rows(_plain(dy), recipe.grad_fmt, recipe)
 
 
-def _group_sums(x: Tensor, offs: Tensor) -> Tensor:
+def _group_sums(x: Tensor, offs: Tensor | None) -> Tensor:
     """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of x (M, N), in order; no host sync."""
+    if offs is None:
+        return x.sum(0, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     offsets = torch.cat((offs.new_zeros(1), offs))
     x = x if x.dtype == torch.float64 else x.float()
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)

@@ -30,7 +30,7 @@ def grouped_mm(
     a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     **options: Any,
@@ -113,7 +113,7 @@ def _launch(
     a_scale: Tensor,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    offs: Tensor,
+    offs: Tensor | None,
     M: int,
     N: int,
     K: int,
@@ -130,10 +130,10 @@ def _launch(
     out_desc = None
     if out.dtype == torch.bfloat16:
         out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (BLOCK_M // 2, BLOCK_N // 2), _BF16)
-    tile_counter = _zero(out.device)
+    tile_counter, groups = _zero(out.device), 1 if offs is None else offs.shape[0]
     launch(
         grouped_mm_kernel, (num_sms or num_sms_of(a.device),),
-        a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, offs.shape[0], M, N, K, factor,
+        a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, groups, M, N, K, factor,
         RAGGED=ragged, STAGES=STAGES, INTERVAL=interval, GROUP_M=group_m, ADD=add,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
