@@ -37,29 +37,29 @@ class Dequant(Backend):
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         if offs is None:
-            out = _mm(_bf16(a), _bf16(w)[0].mT, out_dtype)
-            return out if bias is None else in_dtype(out + bias, out_dtype)
+            a, w_t = _bf16(a), _bf16(w)[0].mT
+            if bias is not None and bias.dtype == a.dtype:
+                return in_dtype(torch.addmm(bias, a, w_t), out_dtype)
+            out = a @ w_t
+            return in_dtype(out if bias is None else out + bias, out_dtype)
         _check_alignment(*w.shape[1:])
         out = _grouped_mm(_bf16(a), _bf16(w).mT, offs, out_dtype)
         return out if bias is None else in_dtype(out + bias[group_of_row(offs, len(out))], out_dtype)
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         if offs is None:
-            return _mm(_bf16(dy), _bf16(w)[0], out_dtype)
+            return in_dtype(_bf16(dy) @ _bf16(w)[0], out_dtype)
         _check_alignment(*w.shape[1:])
         return _grouped_mm(_bf16(dy), _bf16(w), offs, out_dtype)
 
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         y, x = _bf16(operands.dy), _bf16(operands.a)
-        if offs is not None:
-            _check_alignment(y.shape[1], x.shape[1])
         if scale != 1:  # the narrower one: less to pass over than the product
             y, x = (y * scale, x) if y.shape[1] <= x.shape[1] else (y, x * scale)
-        return _mm(y.mT, x, out_dtype)[None] if offs is None else _grouped_mm(y.mT, x, offs, out_dtype)
-
-
-def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return in_dtype(a @ b, dtype)
+        if offs is None:
+            return in_dtype(y.mT @ x, out_dtype).unsqueeze(0)
+        _check_alignment(y.shape[1], x.shape[1])
+        return _grouped_mm(y.mT, x, offs, out_dtype)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
