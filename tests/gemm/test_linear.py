@@ -79,11 +79,11 @@ def test_it_is_grouped_mm_of_one_group(recipe: str, backend: str | Backend) -> N
     given = operands(160)
     *wanted, d_bias = step(one_group(recipe, backend), *given)
     *got, d_bias_here = step(by(recipe, backend=backend), *given)
-    # torch's grouped mm and its plain one may sum in another order.
+    # torch's grouped mm and its plain one may sum in another order, and the latter rounds once, after the bias.
     torch_sums = backend == "dequant" or (backend is HOPPER and (recipe == "bf16" or "wgrad_bf16" in recipe))
     for want, x in zip(wanted, got):
         if torch_sums:
-            torch.testing.assert_close(x, want, rtol=2**-7, atol=1e-5)
+            torch.testing.assert_close(x, want, rtol=2**-7, atol=2**-6)
         else:
             assert torch.equal(x, want)
     torch.testing.assert_close(d_bias_here, d_bias, rtol=2**-7, atol=0)

@@ -65,7 +65,8 @@ def convert(
             "convert: got no parameter that passes the filter, want a 3-D floating one (experts, ., .) or the weight "
             f"of an nn.Linear; left alone: {left or 'none'}"
         )
-    _prepare_dynamo()
+    if not all(is_linear(module) for module, *_ in chosen):
+        _prepare_dynamo()
     for module, name, fqn in chosen:
         how = _state(module).weights[name] = Converted(fqn, recipe, backend, strict)
         _state(model).watched.append(how)
