@@ -130,8 +130,8 @@ class _GroupedMM(torch.autograd.Function):
             rowwise, saved = rowwise_and_saved(w, recipe, backend, dgrad=need_a)
         else:
             rowwise, saved = weight.rowwise, SavedWeight(w if weight.colwise is None else weight.colwise, None)
-        a_parts, ctx.a_rest = _taken_apart(a_saved if need_w else None)
-        w_parts, ctx.w_rest = _taken_apart(saved.weight if need_a else None)
+        a_parts, ctx.a_rest = taken_apart(a_saved if need_w else None)
+        w_parts, ctx.w_rest = taken_apart(saved.weight if need_a else None)
         ctx.save_for_backward(offs, *a_parts, *w_parts, saved.amax if need_a else None)
         ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
         ctx.kept = None
@@ -149,7 +149,7 @@ class _GroupedMM(torch.autograd.Function):
             offs, qdata, a = kept.operands
         else:
             offs, *parts, amax = ctx.saved_tensors
-            a, w = _joined(parts[:3], ctx.a_rest), _joined(parts[3:], ctx.w_rest)
+            a, w = joined(parts[:3], ctx.a_rest), joined(parts[3:], ctx.w_rest)
             qdata = dy
             if need_a or (need_w and recipe.wgrad == "mx"):
                 qdata = _quantized_gradient(dy, recipe, backend)
@@ -173,8 +173,8 @@ _Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
 _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _taken_apart(x: Tensor | None) -> tuple[_Parts, _Rest]:
-    """What to save of x, and what `_joined` needs to have it back: hooks on saved tensors, as `save_on_cpu` sets them,
+def taken_apart(x: Tensor | None) -> tuple[_Parts, _Rest]:
+    """What to save of x, and what `joined` needs to have it back: hooks on saved tensors, as `save_on_cpu` sets them,
     copy into plain tensors, and get values of an MXTensor."""
     if not isinstance(x, MXTensor):
         return (x, None, None), None
@@ -182,7 +182,7 @@ def _taken_apart(x: Tensor | None) -> tuple[_Parts, _Rest]:
     return (*parts, x.row_index), (x.axis, x.block_size, x.dtype)
 
 
-def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
+def joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
     qdata, scale, row_index = parts
     if rest is None or qdata is None or scale is None:
         return qdata
