@@ -3,7 +3,7 @@
     bytes (b, S) -> embedding -> [ x + attention(norm(x)) ; x + moe(norm(x)) ] x layers -> norm -> logits (b, S, 256)
 
 Weights, attention and the residual stream are fp32 and tokens enter each MoE in bf16, whatever the recipe: so both runs
-that are compared differ in the recipe alone. Attention's projections are torch's, or have a recipe, too. On CPUs without
+that are compared differ in the recipe alone. Attention's projections are torch's, or have a recipe. On CPUs without
 bf16 matrix units bf16 attention is also 3 to 6 times slower than fp32 (measured: 2048 x 192 x 576 at 102 against 26
 GFLOPS on one core). Weights in fp32 are the master weights: there is no second copy, and a recipe quantizes from them.
 
