@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, snr
 from gemm.test_hopper import BACKEND as HOPPER
+from gemm.test_hopper import needs_hopper
 from mxep.gemm import Linear, Recipe, grouped_mm, linear, quantize_weight, quantize_weights_once
 from mxep.gemm.backends import Backend
 
@@ -263,3 +264,46 @@ def test_wrong_operands_say_what_is_wanted(change: dict[str, Any], says: str) ->
     given = {"x": draw(4, 64), "w": draw(96, 64), "bias": None, "recipe": "mxfp8"} | change
     with pytest.raises(ValueError, match=says):
         linear(given.pop("x"), given.pop("w"), given.pop("bias"), **given)
+
+
+def test_tokens_of_a_small_weight_gradient_are_cut_into_parts_that_fill_the_gpu() -> None:
+    from mxep.gemm.kernels.hopper import parts_of_wgrad
+
+    assert parts_of_wgrad(1, 512, 2048, 8320, 132) == 4
+    assert parts_of_wgrad(1, 4096, 2048, 8320, 132) == 1, "256 tiles"
+    assert parts_of_wgrad(1, 128, 256, 2048, 132) == 2, "1024 tokens a part at least"
+    assert parts_of_wgrad(1, 128, 256, 100, 132) == 1
+    assert parts_of_wgrad(2, 512, 2048, 8320, 132) == 1, "several groups have tiles enough"
+
+
+@needs_hopper
+@pytest.mark.parametrize("tokens", [1, 100, 4096, 8192, 9001])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_e5m2", "fp8", "bf16", "mxfp8_wgrad_bf16"])
+def test_on_hopper_it_is_the_reference(recipe: str, tokens: int) -> None:
+    given = [x.detach().cuda().requires_grad_(x.requires_grad) for x in operands(tokens, n=512, k=1024)]
+    wanted, got = (step(by(recipe, backend=backend), *given) for backend in ("reference", "hopper"))
+    # bf16 results: 52 dB between two roundings of the same value.
+    assert all(snr(want.double(), x) > 50 for want, x in zip(wanted, got))
+    again = step(by(recipe, backend="hopper"), *given)
+    assert all(torch.equal(a, b) for a, b in zip(got, again)), "bit for bit, from run to run"
+    main_grad = torch.zeros(512, 1024, device="cuda")
+    linear(given[0], given[1], recipe=recipe, backend="hopper", main_grad=main_grad).backward(given[3])
+    assert snr(wanted[2].double(), main_grad) > 50
+
+
+@needs_hopper
+def test_on_hopper_nothing_waits_for_the_host_and_a_graph_captures_it() -> None:
+    given = [x.detach().cuda().requires_grad_(x.requires_grad) for x in operands(2, 2050, n=512, k=1024)]
+    want = step(by("mxfp8"), *given)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = step(by("mxfp8"), *given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(by("mxfp8"), *given)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, want))

@@ -90,8 +90,8 @@ def bf16(p: Problem) -> Call:
 
 
 def mxep(recipe: str, backend: Backend, p: Problem) -> Call:
-    how = {"recipe": Recipe.named(recipe), "backend": backend}
-    return p.step(lambda x, *weights: [linear(x, w, **how) for w in weights])
+    r = Recipe.named(recipe)
+    return p.step(lambda x, *weights: [linear(x, w, recipe=r, backend=backend) for w in weights])
 
 
 def mxep_shared(recipe: str, backend: Backend, p: Problem) -> Call:

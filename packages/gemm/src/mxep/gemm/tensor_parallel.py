@@ -35,11 +35,11 @@ class QuantizedColwiseParallel(ColwiseParallel):
 
     def __init__(self, *, input_layouts: Placement, output_layouts: Placement | None = None, **options: Any) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, **options)
-        self.desired_input_layouts = (input_layouts,)
+        self.desired_input_layouts: Any = (input_layouts,)
 
 
 def sharded_linear(
-    linear: Callable[..., Tensor], x: Tensor, w: DTensor, bias: Tensor | None, *, main_grad: Tensor | None, **how: Any
+    linear: Callable[..., Tensor], x: Tensor, w: Any, bias: Any, *, main_grad: Tensor | None, **how: Any
 ) -> Tensor:
     """`linear` of DTensors on a 1-D mesh; see the module. ValueError for other meshes and placements."""
     mesh = w.device_mesh
