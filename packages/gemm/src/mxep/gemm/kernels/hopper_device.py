@@ -16,9 +16,8 @@ the same stages. One warpgroup adds while the other multiplies. Stages that are 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
 
-offs None, with ragged rows: one group of all M. Along a ragged contraction groups begin at multiples of BLOCK_K, with
-zeros behind their last column (fold_for_wgrad's align). Stages past the end of K, or of a group, are read past the
-tensor's end, which loads zeros without traffic.
+Along a ragged contraction groups begin at multiples of BLOCK_K, with zeros behind their last column (fold_for_wgrad's
+align). Stages past the end of K, or of a group, are read past the tensor's end, which loads zeros without traffic.
 """
 
 from triton.experimental import gluon
@@ -52,11 +51,9 @@ def _sizes(
     offs_ptr, g, start, M, K,
     RAGGED: gl.constexpr, ADD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, INTERVAL: gl.constexpr,
 ):  # fmt: skip
-    """(end of group g, its row tiles, stages of its contraction: at least INTERVAL, which may hold zeros alone)."""
+    """(end of group g, or without offs of all rows, its row tiles, stages of its contraction: at least INTERVAL)."""
     if RAGGED == "rows":
-        end = M
-        if offs_ptr is not None:
-            end = gl.minimum(gl.load(offs_ptr + g), M)
+        end = M if offs_ptr is None else gl.minimum(gl.load(offs_ptr + g), M)
         end = gl.maximum(end, start)
         return end, gl.cdiv(end - start, BLOCK_M), gl.maximum(gl.cdiv(K, BLOCK_K), INTERVAL)
     else:
