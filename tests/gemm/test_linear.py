@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from gemm.problem import BACKENDS, QUANTIZED, RECIPES, snr
 from gemm.test_hopper import BACKEND as HOPPER
 from gemm.test_hopper import needs_hopper
-from mxep.gemm import Linear, Recipe, grouped_mm, linear, quantize_weight, quantize_weights_once
+from mxep.gemm import Linear, Recipe, grouped_mm, linear, quantize_input, quantize_weight, quantize_weights_once
 from mxep.gemm.backends import Backend
+from mxep.quant import MXTensor
 
 N, K = 96, 64
 every_backend = pytest.mark.parametrize("backend", [*BACKENDS, HOPPER], ids=[*BACKENDS, "hopper"])
@@ -134,16 +135,22 @@ def test_q_k_and_v_of_one_quantization_are_those_of_three(recipe: str, backend: 
     gradients = [draw(2, 37, len(w), seed=9) for w in weights]
 
     def all_of(source: Tensor, shared: bool) -> tuple[list[Tensor], Tensor]:
-        codes = r.quantize_activation(source) if shared else source
+        codes = quantize_input(source, recipe=r, backend=backend) if shared else source
         outs = [linear(codes, w, recipe=r, backend=backend) for w in weights]
         return outs, torch.autograd.grad(outs, source, gradients)[0]
 
     (outs, dx), (wanted, dx_wanted) = all_of(x, True), all_of(x, False)
-    for out, want in zip((*outs, dx), (*wanted, dx_wanted)):
-        out, want = out.detach(), want.detach()
-        # The hopper backend quantizes to one scale a row at once, and folds what comes in blocks: the same but for
-        # elements 2^-14 below the largest of their row.
-        assert snr(want.double(), out) > 60 if backend is HOPPER else torch.equal(out, want)
+    assert all(torch.equal(a, b) for a, b in zip((*outs, dx), (*wanted, dx_wanted)))
+
+
+def test_one_scale_a_row_is_for_backends_that_want_it() -> None:
+    x, w, *_ = operands(40)
+    rows = quantize_input(x, recipe="mxfp8", backend=HOPPER)
+    assert isinstance(rows, MXTensor)
+    assert rows.block_size == K
+    with pytest.raises(ValueError, match="x: got MXTensor.*want axis -1 and one scale for each 32"):
+        linear(rows, w, recipe="mxfp8", backend="reference")
+    assert quantize_input(x, recipe="bf16") is x
 
 
 def test_a_gradient_may_come_quantized() -> None:

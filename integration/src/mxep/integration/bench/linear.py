@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.gemm import Backend, Recipe, backends, linear
+from mxep.gemm import Backend, Recipe, backends, linear, quantize_input
 
 from ..collective import describe
 from ..results import Row
@@ -95,11 +95,11 @@ def mxep(recipe: str, backend: Backend, p: Problem) -> Call:
 
 
 def mxep_shared(recipe: str, backend: Backend, p: Problem) -> Call:
-    """x is quantized once for all weights, as an MXTensor in the recipe's blocks."""
+    """x is quantized once for all weights."""
     r = Recipe.named(recipe)
 
     def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
-        qdata = r.quantize_activation(x)
+        qdata = quantize_input(x, recipe=r, backend=backend)
         return [linear(qdata, w, recipe=r, backend=backend) for w in weights]
 
     return p.step(product)

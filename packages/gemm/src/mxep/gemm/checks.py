@@ -60,13 +60,15 @@ def check_linear(
     recipe: Recipe,
     out_dtype: torch.dtype,
     main_grad: Tensor | None,
+    rowwise: bool = False,
 ) -> None:
-    """The same for x (..., K), w (N, K), bias (N,)."""
+    """The same for x (..., K), w (N, K), bias (N,). rowwise: x with MX scales may also have one scale a row."""
     if w.dim() != 2 or not x.dim() or x.shape[-1] != w.shape[1]:
         raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (..., K) and w (N, K)")
     if main_grad is not None and main_grad.shape != w.shape:
         raise ValueError(f"main_grad: got {tuple(main_grad.shape)}, want {tuple(w.shape)}, the shape of w")
-    _check_values(x, recipe, out_dtype, "x")
+    if not (rowwise and isinstance(x, MXTensor) and recipe.scaling == "mx" and x.block_shape == (1, x.shape[-1])):
+        _check_values(x, recipe, out_dtype, "x")
     grads = None if main_grad is None else main_grad.unsqueeze(0)
     check_weight(w.unsqueeze(0), recipe=recipe, device=x.device, main_grad=grads)
     if bias is not None and (bias.shape != (w.shape[0],) or not bias.is_floating_point()):

@@ -5,7 +5,8 @@
 There are no offs: kernels take M for the only group's end, and M may be any number. What contracts over tokens in
 blocks of 32 sees the last block filled up with zero rows by a row index: nothing is copied.
 
-    q, k, v = (linear(codes, w, recipe=recipe) for w in (wq, wk, wv)) with codes = recipe.quantize_activation(x)
+    qdata = quantize_input(x, recipe=recipe)
+    q, k, v = (linear(qdata, w, recipe=recipe) for w in (wq, wk, wv))
 
 quantizes x once for the three, and sums their gradients in its outer dtype.
 
@@ -39,8 +40,8 @@ def linear(
 ) -> Tensor:
     """(..., N): x @ w.T + bias. Differentiable in x, w and bias, once.
 
-    x: (..., K) bf16 or fp32, or an MXTensor with the recipe's blocks along K, which several products may share. Any
-        number of leading axes, and of rows. Recipe "bf16" also takes fp64, on backend "reference".
+    x: (..., K) bf16 or fp32, or an MXTensor with the recipe's blocks along K or from `quantize_input`, which several
+        products may share. Any number of leading axes, and of rows. Recipe "bf16" also takes fp64, on "reference".
     w: (N, K) bf16 or fp32. bias: (N,) or None. Gradients have their dtypes.
     out_dtype: bf16 or fp32, default x.dtype, or within torch.autocast its dtype. The gradient of x has x.dtype.
     quantized_weight: w as `quantize_weight(w, recipe)` or, best, `backend.quantize_weight` gave it.
@@ -65,15 +66,25 @@ def linear(
     if torch.compiler.is_compiling() and isinstance(x, MXTensor) and x.requires_grad:
         return between_graphs(linear, x, w, bias, **options)
     out_dtype = out_dtype or x.dtype
-    check_linear(x, w, bias, recipe=recipe, out_dtype=out_dtype, main_grad=main_grad)
+    chosen = select(backend, x.device)
+    rowwise = chosen.wants_rowwise
+    check_linear(x, w, bias, recipe=recipe, out_dtype=out_dtype, main_grad=main_grad, rowwise=rowwise)
     weight = None if quantized_weight is None else _one_group(quantized_weight)
     if weight is not None:
         check_quantized_weight(weight, w.unsqueeze(0), recipe)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     bias, main_grad = (part if part is None else part.unsqueeze(0) for part in (bias, main_grad))
-    how = weight, recipe, select(backend, x.device), out_dtype, main_grad, wgrad_scale
-    out = multiply(rows, w.unsqueeze(0), bias, None, *how)
+    out = multiply(rows, w.unsqueeze(0), bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
+
+
+def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto") -> Tensor:
+    """x (..., K) bf16 or fp32 -> an MXTensor as `linear` of this recipe and backend would make it, for several of them.
+
+    x itself with recipe "bf16". The gradient passes unchanged. On "hopper" a row has one scale.
+    """
+    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    return select(backend, x.device).quantize_rows(x, recipe.fmt, recipe)
 
 
 class Linear(nn.Linear):
