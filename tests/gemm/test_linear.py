@@ -148,7 +148,7 @@ def test_one_scale_a_row_is_for_backends_that_want_it() -> None:
     rows = quantize_input(x, recipe="mxfp8", backend=HOPPER)
     assert isinstance(rows, MXTensor)
     assert rows.block_size == K
-    with pytest.raises(ValueError, match="x: got MXTensor.*want axis -1 and one scale for each 32"):
+    with pytest.raises(ValueError, match=r"x: got MXTensor.*want axis -1 and one scale for each 32"):
         linear(rows, w, recipe="mxfp8", backend="reference")
     assert quantize_input(x, recipe="bf16") is x
 
