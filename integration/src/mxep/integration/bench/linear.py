@@ -6,8 +6,9 @@ stages   what a forward and backward of mxep's mxfp8 consist of                 
 host     what the calls cost the host, at a shape that leaves the GPU idle                 shapes "host"
 
 A weight is quantized at each call, once along K and once along N: once a step of one micro-batch. Operands are bf16.
-`scaled_mm row` is torch's three dense FP8 products with a scale a row, operands ready: what is left if quantizing were
-free and sums stayed in the tensor cores. `torchao rowwise` is its float8 training linear, compiled.
+`normed` has an RMSNorm of x before, forward and backward. `scaled_mm row` is torch's three dense FP8 products with a
+scale a row, operands ready: what is left if quantizing were free and sums stayed in the tensor cores. `torchao rowwise`
+is its float8 training linear, compiled.
 
 T tokens, K in features, N out features.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.gemm import Backend, Recipe, backends, linear, quantize_input
+from mxep.gemm import Backend, Recipe, backends, linear, quantize_input, rms_norm_input
 
 from ..collective import describe
 from ..results import Row
@@ -41,6 +42,7 @@ DEVICES = ("cuda", "cpu")
 CASES = ()
 BACKENDS = tuple(backends.BACKENDS)
 PICTURED = ()
+EPS = 1e-6
 STEP = "us, TF, x bf16, MHz, W"
 SECTIONS = {
     "linear": table("Forward and backward of a linear", "shape, what", STEP),
@@ -76,9 +78,9 @@ class Problem:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.x, *self.weights, *self.gradients))
 
-    def step(self, product: Callable[..., Sequence[Tensor]]) -> Call:
-        """Forward and backward of product(x, *weights), which gives an output a weight; the result is all gradients."""
-        leaves = [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights)]
+    def step(self, product: Callable[..., Sequence[Tensor]], *before: Tensor) -> Call:
+        """Forward and backward of product(x, *weights, *before), an output a weight; the result is all gradients."""
+        leaves = [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights, *before)]
         return lambda: torch.autograd.grad(product(*leaves), leaves, self.gradients)
 
 
@@ -103,6 +105,27 @@ def mxep_shared(recipe: str, backend: Backend, p: Problem) -> Call:
         return [linear(qdata, w, recipe=r, backend=backend) for w in weights]
 
     return p.step(product)
+
+
+def bf16_normed(p: Problem) -> Call:
+    def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        *weights, norm = weights
+        h = F.rms_norm(x, norm.shape, norm, EPS)
+        return [F.linear(h, w) for w in weights]
+
+    return p.step(product, torch.ones_like(p.x[0]))
+
+
+def mxep_normed(recipe: str, backend: Backend, p: Problem) -> Call:
+    """RMSNorm and quantization in one pass, once for all weights."""
+    r = Recipe.named(recipe)
+
+    def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        *weights, norm = weights
+        qdata = rms_norm_input(x, norm, eps=EPS, recipe=r, backend=backend)
+        return [linear(qdata, w, recipe=r, backend=backend) for w in weights]
+
+    return p.step(product, torch.ones_like(p.x[0]))
 
 
 def scaled_mm(p: Problem) -> Call:
@@ -142,7 +165,7 @@ def steps(backend: Backend, several: bool) -> dict[str, Maker]:
     makers |= {f"mxep {recipe}": functools.partial(mxep, recipe, backend) for recipe in RECIPES}
     if several:
         makers["mxep mxfp8, x quantized once"] = functools.partial(mxep_shared, "mxfp8", backend)
-        makers["mxep fp8, x quantized once"] = functools.partial(mxep_shared, "fp8", backend)
+        makers |= {"bf16, normed": bf16_normed, "mxep mxfp8, normed": functools.partial(mxep_normed, "mxfp8", backend)}
     return makers | {"torchao rowwise": torchao, "scaled_mm row, products": scaled_mm}
 
 

@@ -14,7 +14,7 @@ from mxep.gemm.convert import convert, converted, revert
 from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
 from mxep.gemm.functional import grouped_mm
-from mxep.gemm.linear import Linear, linear, quantize_input
+from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
@@ -38,4 +38,5 @@ __all__ = [
     "quantize_weight",
     "quantize_weights_once",
     "revert",
+    "rms_norm_input",
 ]

@@ -27,8 +27,8 @@ from mxep.quant.shapes import empty_rows
 from mxep.quant.swiglu import tree_sum
 from mxep.quant.tensor import MXTensor
 
-PARTS = 256
-"""Of the sum over rows that is the gradient of the weight."""
+PARTS = 512
+"""Of the sum over rows that is the gradient of the weight: as many programs, a few for each SM."""
 
 
 def rms_norm_quantize(

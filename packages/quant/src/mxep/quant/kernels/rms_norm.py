@@ -20,7 +20,7 @@ from mxep.quant.launch import launch, next_power_of_2
 from mxep.quant.rms_norm import PARTS
 from mxep.quant.shapes import empty_rows
 
-WARP_ELEMENTS = 1024
+WARP_ELEMENTS, BACKWARD_WARP_ELEMENTS = 1024, 512
 THREAD_ELEMENTS = 8
 PROGRAMS_PER_SM = 16
 
@@ -119,7 +119,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, **tun
     """mxep::rms_norm_backward. tuning: as for `_shape`."""
     rows, D = x.shape
     dx, parts = x.new_empty(x.shape), torch.empty((PARTS, D), dtype=torch.float32, device=x.device)
-    chunk, warps = _shape(D, **tuning)
+    chunk, warps = _shape(D, **{"warp_elements": BACKWARD_WARP_ELEMENTS} | tuning)
     launch(rms_norm_backward_kernel, (PARTS,),
         dy.contiguous(), x.contiguous(), weight, rstd, dx, parts, rows, 1.0 / D,
         D=D, CHUNK=chunk, num_warps=warps, enable_fp_fusion=False,
