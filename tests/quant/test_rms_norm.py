@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, quantize, rms_norm_quantize
 from mxep.quant.kernels import rms_norm as kernels
-from mxep.quant.rms_norm import PARTS, rms_norm_backward_op, rms_norm_quantize_op
+from mxep.quant.rms_norm import rms_norm_backward_op, rms_norm_quantize_op
+from mxep.quant.shapes import RMS_NORM_PARTS
 from mxep.quant.swiglu import tree_sum
 from quant.opchecks import check_op
 
@@ -79,7 +80,7 @@ KERNEL_CASES = [
     (5, 96, 96, {}),
     (2, 768, 32, {}),
     (2, 1280, 1280, {"thread_elements": 1}),
-    (PARTS + 2, 64, 32, {}),
+    (RMS_NORM_PARTS + 2, 64, 32, {}),
 ]
 
 

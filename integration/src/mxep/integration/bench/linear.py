@@ -108,8 +108,8 @@ def mxep_shared(recipe: str, backend: Backend, p: Problem) -> Call:
 
 
 def bf16_normed(p: Problem) -> Call:
-    def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
-        *weights, norm = weights
+    def product(x: Tensor, *given: Tensor) -> list[Tensor]:
+        *weights, norm = given
         h = F.rms_norm(x, norm.shape, norm, EPS)
         return [F.linear(h, w) for w in weights]
 
@@ -120,8 +120,8 @@ def mxep_normed(recipe: str, backend: Backend, p: Problem) -> Call:
     """RMSNorm and quantization in one pass, once for all weights."""
     r = Recipe.named(recipe)
 
-    def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
-        *weights, norm = weights
+    def product(x: Tensor, *given: Tensor) -> list[Tensor]:
+        *weights, norm = given
         qdata = rms_norm_input(x, norm, eps=EPS, recipe=r, backend=backend)
         return [linear(qdata, w, recipe=r, backend=backend) for w in weights]
 

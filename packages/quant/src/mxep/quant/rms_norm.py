@@ -4,11 +4,11 @@
                h = (x * rstd) * weight                     fp32, quantized: qdata and scales are all that is written
     backward   g = dy * weight;  n = x * rstd
                dx = (g - n * mean(g * n)) * rstd           rounded once to x's dtype
-               d_weight = sum of dy * n over rows          in PARTS parts of every PARTS-th row, rows in order
+               d_weight = sum of dy * n over rows          in RMS_NORM_PARTS parts, in order
 
 Sums over a row are `mxep.quant.swiglu.tree_sum`, a mean is such a sum times 1/D rounded to fp32, roots and quotients
 are rounded to nearest, and no multiplication is fused with an addition: so kernels have the reference's bits. So have
-the PARTS sums of d_weight; torch adds them up, in an order of its own.
+the parts of d_weight, of which part p has rows p, p + RMS_NORM_PARTS, ...; torch adds them up, in an order of its own.
 
 R rows, D row length.
 """
@@ -23,12 +23,9 @@ from mxep.quant.checks import check_block, check_format, check_mode, check_value
 from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
 from mxep.quant.op import op
 from mxep.quant.ops import encode_rows
-from mxep.quant.shapes import empty_rows
+from mxep.quant.shapes import RMS_NORM_PARTS, empty_rows
 from mxep.quant.swiglu import tree_sum
 from mxep.quant.tensor import MXTensor
-
-PARTS = 512
-"""Of the sum over rows that is the gradient of the weight: as many programs, a few for each SM."""
 
 
 def rms_norm_quantize(
@@ -106,18 +103,18 @@ def rms_norm_quantize_op(
     "mxep::rms_norm_backward",
     fake=lambda dy, x, weight, rstd: (
         x.new_empty(x.shape),
-        x.new_empty((PARTS, x.shape[1]), dtype=torch.float32),
+        x.new_empty((RMS_NORM_PARTS, x.shape[1]), dtype=torch.float32),
     ),
     launcher="mxep.quant.kernels.rms_norm:rms_norm_backward",
 )
 def rms_norm_backward_op(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dy, x (R, D), weight (D,), rstd (R,) -> dx (R, D) in x's dtype, PARTS sums (PARTS, D) fp32 of d_weight."""
+    """dy, x (R, D), weight (D,), rstd (R,) -> dx (R, D) in x's dtype, (RMS_NORM_PARTS, D) fp32, parts of d_weight."""
     dy, scale = dy.float(), rstd.unsqueeze(-1)
     n, g = x.float() * scale, dy * weight.float()
     mean = tree_sum(g * n) * _reciprocal_of_length(x)
     dx = (g - n * mean.unsqueeze(-1)) * scale
-    terms = torch.nn.functional.pad(dy * n, (0, 0, 0, -len(x) % PARTS)).view(-1, PARTS, x.shape[1])
-    parts = terms.new_zeros(PARTS, x.shape[1])
+    terms = torch.nn.functional.pad(dy * n, (0, 0, 0, -len(x) % RMS_NORM_PARTS)).view(-1, RMS_NORM_PARTS, x.shape[1])
+    parts = terms.new_zeros(RMS_NORM_PARTS, x.shape[1])
     for each in terms:
         parts += each
     return dx.to(x.dtype), parts

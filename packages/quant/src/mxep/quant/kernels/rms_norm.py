@@ -3,7 +3,7 @@
     forward    x (R, D)      read once, kept in registers until its sum is there     bytes an element, bf16: 2 in, 1 out
     backward   dy, x (R, D)  likewise; a program adds up d_weight over its rows                              4 in, 2 out
 
-Programs stride over rows; those of backward are PARTS, so that a part has the same rows on every device. weight comes
+Programs stride over rows; those of backward are RMS_NORM_PARTS, so that a part has the same rows on every device. weight comes
 from L2 with every row. Not measured on a GPU yet.
 """
 
@@ -17,8 +17,7 @@ from torch import Tensor
 from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax
 from mxep.quant.kernels.swiglu import _joined, _load, _store, _sums_of_eight, _tree_sum
 from mxep.quant.launch import launch, next_power_of_2
-from mxep.quant.rms_norm import PARTS
-from mxep.quant.shapes import empty_rows
+from mxep.quant.shapes import RMS_NORM_PARTS, empty_rows
 
 WARP_ELEMENTS, BACKWARD_WARP_ELEMENTS = 1024, 512
 THREAD_ELEMENTS = 8
@@ -118,9 +117,9 @@ def rms_norm_quantize(
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, **tuning: Any) -> tuple[Tensor, Tensor]:
     """mxep::rms_norm_backward. tuning: as for `_shape`."""
     rows, D = x.shape
-    dx, parts = x.new_empty(x.shape), torch.empty((PARTS, D), dtype=torch.float32, device=x.device)
+    dx, parts = x.new_empty(x.shape), torch.empty((RMS_NORM_PARTS, D), dtype=torch.float32, device=x.device)
     chunk, warps = _shape(D, **{"warp_elements": BACKWARD_WARP_ELEMENTS} | tuning)
-    launch(rms_norm_backward_kernel, (PARTS,),
+    launch(rms_norm_backward_kernel, (RMS_NORM_PARTS,),
         dy.contiguous(), x.contiguous(), weight, rstd, dx, parts, rows, 1.0 / D,
         D=D, CHUNK=chunk, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
