@@ -3,8 +3,8 @@
     forward    x (R, D)      read once, kept in registers until its sum is there     bytes an element, bf16: 2 in, 1 out
     backward   dy, x (R, D)  likewise; a program adds up d_weight over its rows                              4 in, 2 out
 
-Programs stride over rows; those of backward are RMS_NORM_PARTS, so that a part has the same rows on every device. weight comes
-from L2 with every row. Not measured on a GPU yet.
+Programs stride over rows; those of backward are RMS_NORM_PARTS, so that a part has the same rows on every device. The
+weight comes from L2 with every row. Not measured on a GPU yet.
 """
 
 from typing import Any
