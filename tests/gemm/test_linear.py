@@ -16,6 +16,7 @@ from gemm.test_hopper import needs_hopper
 from mxep.gemm import (
     Linear,
     Recipe,
+    fold_report,
     grouped_mm,
     linear,
     quantize_input,
@@ -343,3 +344,14 @@ def test_on_hopper_nothing_waits_for_the_host_and_a_graph_captures_it() -> None:
         got = step(by("mxfp8"), *given)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@every_backend
+def test_fold_report_has_linears_of_any_number_of_rows(backend: str | Backend) -> None:
+    x, w, _, dy = operands(2, 37)
+    with fold_report() as report:
+        step(by("mxfp8", backend=backend), x, w, None, dy)
+    assert [(p.weight, p.product) for p in report.values()] == [
+        ((1, N, K), product) for product in ("forward", "dgrad", "wgrad")
+    ]
+    assert all(p.snr_db > 60 and p.elements for p in report.values())
