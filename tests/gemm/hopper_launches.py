@@ -15,6 +15,13 @@ def mm(dtype: torch.dtype = E4M3, bias: torch.dtype | None = None, out_dtype: to
     hopper.grouped_mm(a, scales[0], w, scales[1], ends(), given, out_dtype)
 
 
+def linear(rows: int, bias: torch.dtype | None = None) -> None:
+    a, w = torch.empty(rows, K, dtype=E4M3), torch.empty(1, N, K, dtype=E4M3)
+    scales = torch.empty(rows, 1, dtype=E8M0), torch.empty(1, N, 1, dtype=E8M0)
+    given = None if bias is None else torch.empty(1, N, dtype=bias)
+    hopper.grouped_mm(a, scales[0], w, scales[1], None, given, torch.bfloat16)
+
+
 def wgrad(dtype: torch.dtype = E4M3, out_dtype: torch.dtype = torch.bfloat16, *, add: bool = False) -> None:
     y_t, x_t = torch.empty(N, M, dtype=dtype), torch.empty(K, M, dtype=E4M3)
     if add:
@@ -31,6 +38,8 @@ LAUNCHES = {
     "forward": mm,
     "forward E5M2, fp32": lambda: mm(E5M2, out_dtype=torch.float32),
     "forward bias": lambda: mm(bias=torch.bfloat16),
+    "linear": lambda: linear(8192),
+    "linear of one row, bias": lambda: linear(1, torch.float32),
     "wgrad E5M2": lambda: wgrad(E5M2),
     "wgrad fp32": lambda: wgrad(out_dtype=torch.float32),
     "wgrad add": lambda: wgrad(out_dtype=torch.float32, add=True),

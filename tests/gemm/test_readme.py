@@ -22,3 +22,12 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", model)
     exec(diagnostic, {})
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["forward", "wgrad"]
+
+
+def test_the_page_of_linears_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = README.parents[2] / "docs" / "linear.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["same"](names["x"].float()).shape == (2, 100, 96)
+    assert capsys.readouterr().out.splitlines()[1] == re.findall(r"print\(.*\)  # (.*)", example)[0]

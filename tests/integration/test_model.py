@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 
 from mxep.ep import make_dispatcher
-from mxep.gemm import Recipe
+from mxep.gemm import Linear, Recipe
+from mxep.integration.config import linear_recipe, make_recipe
 from mxep.integration.data import VOCABULARY
 from mxep.integration.model import Transformer, rotate
 from mxep.integration.schema import Config
@@ -38,6 +39,27 @@ def test_a_new_model_knows_nothing(make_config: Callable[..., Config]):
     )
     inputs = torch.randint(0, VOCABULARY, (2, 16))
     assert abs(model.loss(inputs, inputs).item() - torch.log(torch.tensor(VOCABULARY)).item()) < 1e-5
+
+
+def test_projections_have_a_recipe_of_their_own(make_config: Callable[..., Config]):
+    config = make_config("recipe=mxfp8_linear", "model=tiny")
+    recipe = make_recipe(config)
+    assert (recipe, linear_recipe(config, recipe)) == (Recipe.mxfp8(), Recipe.mxfp8())
+    assert linear_recipe(config, Recipe.bf16()) is None, "the baseline has torch's"
+    models = []
+    for linear in (None, Recipe.mxfp8()):
+        torch.manual_seed(0)
+        dispatcher = make_dispatcher("local", config.model.experts, dim=config.model.dim)
+        models.append(Transformer(config.model, dispatcher, recipe, linear=linear))
+        torch.nn.init.normal_(models[-1].head.weight, generator=torch.Generator().manual_seed(1))
+    plain, quantized = models
+    assert {type(m) for m in quantized.modules() if isinstance(m, torch.nn.Linear)} == {Linear, torch.nn.Linear}
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), quantized.parameters()))
+    inputs = torch.randint(0, VOCABULARY, (2, 16))
+    losses = [model.loss(inputs, inputs) for model in models]
+    assert 0 < abs(losses[0] - losses[1]) < 0.05 * losses[0]
+    losses[1].backward()
+    assert all(p.grad is not None for p in quantized.parameters())
 
 
 def test_shared_experts_are_there_if_the_config_has_some(make_config: Callable[..., Config]):

@@ -17,6 +17,7 @@ from mxep.integration.reference import Problem, Results, moe_layer, quantizers
 from mxep.integration.schema import Config
 from mxep.integration.snr import snr
 from mxep.integration.verify import Check, Result, compare, make_problem
+from mxep.integration.verify_linear import LINEAR_CASES, LinearProblem, LinearResults, plain_linear
 
 TAMPERED = 3  # a token whose experts are all routed; an expert
 SMALL = ("verify.tokens=48", "verify.dim=64", "verify.hidden_dim=64", "verify.experts=4", "verify.top_k=2")
@@ -31,10 +32,11 @@ def test_all_cases_pass_on_two_ranks_and_the_table_is_written(mxep, tmp_path: Pa
     assert report["versions"]["torch"] == torch.__version__
     assert report["command"].startswith("mxep task=verify")
     results = report["cases"]
-    assert [result["case"] for result in results] == list(CASES)
+    assert [result["case"] for result in results] == [*CASES, *LINEAR_CASES]
     assert all(result["passed"] for result in results)
-    assert all(len(result["checks"]) == len(dataclasses.fields(Results)) for result in results)
-    assert len(re.findall(r"\bpass\b", finished.out)) == len(CASES)
+    fields = [len(dataclasses.fields(kind)) for kind in (Results, LinearResults)]
+    assert [len(result["checks"]) for result in results] == [fields[0]] * len(CASES) + [fields[1]] * len(LINEAR_CASES)
+    assert len(re.findall(r"\bpass\b", finished.out)) == len(CASES) + len(LINEAR_CASES)
 
 
 def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path, make_config):
@@ -44,6 +46,19 @@ def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, 
     out, err = capsys.readouterr()
     assert "FAIL" in out
     assert "1 of 1 cases failed" in err
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LinearResults)])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_a_nan_or_a_wrong_row_in_a_linears_result_fails_that_result(field: str, recipe: str):
+    problem = LinearProblem.gaussian(45, 64, 96, seed=0)
+    exact, quantized = plain_linear(problem), plain_linear(problem, quantizers(Recipe.named(recipe)))
+    for wrong in (0.0, float("nan")):
+        tampered = getattr(quantized, field).clone()
+        tampered[TAMPERED] = wrong
+        got = dataclasses.replace(quantized, **{field: tampered})
+        assert [check.name for check in compare(got, exact, quantized, 0) if not check.passed] == [field]
+    assert all(check.passed for check in compare(quantized, exact, quantized, 0))
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Results)])

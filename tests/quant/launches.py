@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from mxep.quant.kernels import columns, fold, fold_for_wgrad, gather, per_row, requantize, rows, swiglu
+from mxep.quant.kernels import columns, fold, fold_for_wgrad, gather, per_row, requantize, rms_norm, rows, swiglu
 
 T, D = 8192, 4096
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
@@ -43,6 +43,16 @@ def gate_up(F: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, 
 
 def swiglu_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16):
     return lambda: swiglu.swiglu_quantize(*gate_up(F, dtype), fmt, MODE, block, folded)
+
+
+def rms_norm_quantize(D: int, block: int, dtype: torch.dtype = torch.bfloat16):
+    return lambda: rms_norm.rms_norm_quantize(x(T, D).to(dtype), torch.empty(D, dtype=dtype), 1e-6, E4M3, MODE, block)
+
+
+def rms_norm_backward(D: int, dtype: torch.dtype = torch.bfloat16):
+    return lambda: rms_norm.rms_norm_backward(
+        x(T, D).to(dtype), x(T, D).to(dtype), torch.empty(D, dtype=dtype), torch.empty(T)
+    )
 
 
 def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3):
@@ -98,6 +108,10 @@ LAUNCHES = {
     "fold_for_wgrad E5M2": lambda: fold_for_wgrad.fold_for_wgrad(
         *mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1
     ),
+    "rms_norm_quantize 2048": rms_norm_quantize(2048, 32),
+    **{f"rms_norm_quantize {D} per row": rms_norm_quantize(D, D) for D in (2048, 5120, 8192)},
+    "rms_norm_quantize 4096 per row fp32": rms_norm_quantize(4096, 4096, torch.float32),
+    **{f"rms_norm_backward {D}": rms_norm_backward(D) for D in (2048, 5120, 8192)},
     "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048)),
     "swiglu_quantize 2048": swiglu_quantize(2048, 32, False),
     "swiglu_quantize 14336 per row": swiglu_quantize(14336, 14336, False),

@@ -360,3 +360,18 @@ def test_dequantize_rounds_once_to_the_nearest() -> None:
 def test_ops_it_does_not_know_raise_by_name(name: str, use: object) -> None:
     with pytest.raises(NotImplementedError, match=f"{name}.*dequantize"):
         use(quantize(gaussian(4, 64)))
+
+
+def test_leading_axes_are_reshaped_without_moving_a_byte() -> None:
+    x = torch.randn(2, 3, 5, 64)
+    mx = quantize(x)
+    rows = mx.reshape(-1, 64)
+    assert (rows.shape, rows.axis, rows.block_size) == ((30, 64), -1, 32)
+    assert rows.qdata.data_ptr() == mx.qdata.data_ptr()
+    assert torch.equal(rows.dequantize(), quantize(x.view(30, 64)).dequantize())
+    assert torch.equal(rows.view(3, 10, 64).dequantize().view_as(x), mx.dequantize())
+    for wrong in ((2, 3, 64, 5), (2, 3, 320), (1920,)):
+        with pytest.raises(NotImplementedError, match="its blocks have no such shape"):
+            mx.view(*wrong)
+    with pytest.raises(NotImplementedError, match="its blocks have no such shape"):
+        quantize(torch.randn(2, 32, 64), axis=-2).view(64, 64)

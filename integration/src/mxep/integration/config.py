@@ -30,6 +30,7 @@ from mxep.quant import ScaleMode
 from .bench import BENCHES
 from .data import SOURCES
 from .schema import Config
+from .verify_linear import LINEAR_CASES
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
 """What `resume` takes from a checkpoint: names, numbers, and one path that is read, `data.path`. The command line says
@@ -139,9 +140,16 @@ def make_recipe(config: Config) -> Recipe:
     """The recipe that the config names, with its changes. Raises ValueError if there is none."""
     changes = {key: value for key, value in dataclasses.asdict(config.recipe).items() if value is not None}
     recipe = Recipe.named(changes.pop("name"))
+    changes.pop("linear", None)
     if "mode" in changes:
         changes["mode"] = ScaleMode(changes["mode"])
     return dataclasses.replace(recipe, **changes)
+
+
+def linear_recipe(config: Config, recipe: Recipe) -> Recipe | None:
+    """The recipe of linears beside experts of `recipe`: None where they stay torch's, as they do in a bf16 baseline."""
+    name = config.recipe.linear
+    return Recipe.named(name) if name is not None and recipe == make_recipe(config) else None
 
 
 def recipes(config: Config) -> list[Recipe]:
@@ -197,6 +205,9 @@ def _complaints(config: Config) -> Iterator[str]:
     if recipe.scaling == "mx" and (model.dim % 32 or model.hidden_dim % 32):
         sizes = f"{model.dim} and {model.hidden_dim}"
         yield f"recipe {recipe.name} wants model.dim and model.hidden_dim in 32s, got {sizes}"
+    linear = linear_recipe(config, recipe)
+    if linear is not None and model.dim % linear.group_alignment:
+        yield f"recipe.linear={linear.name} wants model.dim in {linear.group_alignment}s, got {model.dim}"
     if config.dispatcher.overflow == "drop" and config.dispatcher.capacity != "factor":
         yield f"dispatcher.overflow=drop: nothing overflows {capacity.kind}; wanted dispatcher.capacity=factor"
     if config.dispatcher.name == "local" and config.ep != 1:
@@ -210,8 +221,8 @@ def _complaints(config: Config) -> Iterator[str]:
     if path is not None and not Path(path).exists():
         yield f"data.path: no such file or folder: {path}"
     for case in config.verify.cases or ():
-        if case not in CASES:
-            yield f"verify.cases: got {case!r}, wanted one of {', '.join(CASES)}"
+        if case not in (*CASES, *LINEAR_CASES):
+            yield f"verify.cases: got {case!r}, wanted one of {', '.join((*CASES, *LINEAR_CASES))}"
     for key in ("bench.out", "compare.out", "verify.out"):
         if value(key) is not None and not Path(value(key)).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(value(key)).parent}"
@@ -232,7 +243,10 @@ def _complaints(config: Config) -> Iterator[str]:
 def _multiplied(config: Config) -> list[Recipe]:
     """The recipes whose products `backend` computes in this task."""
     if config.task.name == "verify":
-        return [Recipe.named(CASES[name].recipe) for name in config.verify.cases or CASES]
+        named = {name: case.recipe for name, case in CASES.items()} | LINEAR_CASES
+        return [Recipe.named(named[name]) for name in config.verify.cases or named]
+    linear = linear_recipe(config, make_recipe(config))
+    linears = [] if linear is None else [linear]
     if config.task.name == "compare":
-        return [Recipe.bf16(), make_recipe(config)]
-    return recipes(config) if config.task.name == "train" else []
+        return [Recipe.bf16(), make_recipe(config), *linears]
+    return [*recipes(config), *linears] if config.task.name == "train" else []

@@ -62,7 +62,7 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
         if path in checkpoints.values():  # one run alone, no comparison
             raw.train.compare = False
             if state.run == "bf16":
-                raw.recipe = RecipeConfig("bf16", mode=None, weight_block=None, wgrad=None)
+                raw.recipe = RecipeConfig("bf16", mode=None, weight_block=None, wgrad=None, linear=None)
     config = resolve(raw, ranks=int(os.environ["WORLD_SIZE"]) if under_torchrun() else None)
     if config.task.name not in TASKS:
         raise ConfigError(f"task.name: got {config.task.name!r}, wanted one of {', '.join(TASKS)}")

@@ -3,21 +3,23 @@
     bytes (b, S) -> embedding -> [ x + attention(norm(x)) ; x + moe(norm(x)) ] x layers -> norm -> logits (b, S, 256)
 
 Weights, attention and the residual stream are fp32 and tokens enter each MoE in bf16, whatever the recipe: so both runs
-that are compared differ in the recipe alone. On CPUs without bf16 matrix units bf16 attention is also 3 to 6 times
-slower than fp32 (measured: 2048 x 192 x 576 at 102 against 26 GFLOPS on one core). Weights in fp32 are the master
-weights: there is no second copy, and a recipe quantizes from them.
+that are compared differ in the recipe alone. Attention's projections are torch's, or have a recipe. On CPUs without
+bf16 matrix units bf16 attention is also 3 to 6 times slower than fp32 (measured: 2048 x 192 x 576 at 102 against 26
+GFLOPS on one core). Weights in fp32 are the master weights: there is no second copy, and a recipe quantizes from them.
 
 b sequences of S bytes on this rank, D model dim, H heads.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxep.ep import Experts, MoE, Router, SharedExpert, TokenDispatcher
-from mxep.gemm import Recipe
+from mxep.gemm import Linear, Recipe
 
 from .data import VOCABULARY
 from .schema import ModelConfig
@@ -26,11 +28,12 @@ from .schema import ModelConfig
 class Attention(nn.Module):
     """Causal self-attention with rotary positions: (b, S, D) -> (b, S, D)."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, recipe: Recipe | None = None, backend: str = "auto") -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
+        make = nn.Linear if recipe is None else functools.partial(Linear, recipe=recipe, backend=backend)
+        self.qkv = make(dim, 3 * dim, bias=False)
+        self.out = make(dim, dim, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -48,10 +51,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention, then the experts, each on a normed copy and added back."""
 
-    def __init__(self, dim: int, heads: int, moe: MoE) -> None:
+    def __init__(self, attention: Attention, moe: MoE, dim: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim)
-        self.attention = Attention(dim, heads)
+        self.attention = attention
         self.moe_norm = nn.RMSNorm(dim)
         self.moe = moe
 
@@ -65,17 +68,26 @@ class Transformer(nn.Module):
     """The model of the module's docstring.
 
     config: sizes. dispatcher: how tokens reach the experts, one for all layers. recipe, backend: of the MoE layers.
+    linear: recipe of the attention's projections; None: they are nn.Linear.
 
     Draws from the default generator: after one seed every rank has the same model and its share of the same experts.
     """
 
-    def __init__(self, config: ModelConfig, dispatcher: TokenDispatcher, recipe: Recipe, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dispatcher: TokenDispatcher,
+        recipe: Recipe,
+        backend: str = "auto",
+        linear: Recipe | None = None,
+    ) -> None:
         super().__init__()
         dim, experts, top_k = config.dim, config.experts, config.top_k
         self.head_dim = dim // config.heads
         self.embedding = nn.Embedding(VOCABULARY, dim)
         self.blocks = nn.ModuleList()
         for _ in range(config.layers):
+            attention = Attention(dim, config.heads, linear, backend)
             moe = MoE(
                 dim,
                 config.hidden_dim,
@@ -88,7 +100,7 @@ class Transformer(nn.Module):
                 router=Router(dim, experts, top_k, balance=True),
                 dtype=torch.float32,
             )
-            self.blocks.append(Block(dim, config.heads, moe))
+            self.blocks.append(Block(attention, moe, dim))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
         self.reset_parameters()

@@ -48,12 +48,15 @@ class DataConfig:
 
 @dataclass
 class RecipeConfig:
-    """name: of a mxep.gemm.Recipe. mode, weight_block, wgrad: replace the recipe's own where not null."""
+    """name: of a mxep.gemm.Recipe, for the experts. mode, weight_block, wgrad: replace the recipe's own where not null.
+    linear: name of the attention projections' recipe, as "mxfp8"; null: they stay torch's. Embedding, routers and head
+    always do."""
 
     name: str
     mode: str | None
     weight_block: str | None
     wgrad: str | None
+    linear: str | None = None
 
 
 @dataclass
@@ -122,8 +125,8 @@ class CompareConfig:
 
 @dataclass
 class VerifyConfig:
-    """The layer that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES, null for all. out,
-    commit: as of compare, besides verify.json."""
+    """The layer and the linear that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES and of
+    verify_linear.LINEAR_CASES, null for all. out, commit: as of compare, besides verify.json."""
 
     tokens: int
     dim: int

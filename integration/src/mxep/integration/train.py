@@ -34,7 +34,7 @@ from mxep.gemm import Recipe
 
 from . import checkpoint
 from .collective import all_gather
-from .config import ConfigError, make_capacity, recipes, sizes_on_host, to_json
+from .config import ConfigError, linear_recipe, make_capacity, recipes, sizes_on_host, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed
 from .mesh import Gradients, Mesh
@@ -125,7 +125,8 @@ class Trainer:
         )
         torch.manual_seed(config.seed)
         # Drawn on the CPU, so that one seed is one model on every device.
-        self.model = Transformer(config.model, dispatcher, recipe, config.backend).to(rank.device)
+        linear = linear_recipe(config, recipe)
+        self.model = Transformer(config.model, dispatcher, recipe, config.backend, linear).to(rank.device)
         self.gradients = Gradients(self.model, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         captured = _in_graph(config, rank.device)

@@ -1,8 +1,9 @@
-"""task=verify on one rank: every case of mxep.ep.CASES against a dense fp32 layer on the same routing.
+"""task=verify on one rank: every case of mxep.ep.CASES against a dense fp32 layer on the same routing, and linears.
 
     problem from (seed, rank) -> MoE(recipe, dispatcher), forward and backward
                               -> reference.moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
     signal to noise of the MoE against the exact layer  >=  that of the quantized reference - 0.3 dB
+    linear(recipe), forward and backward, in the same way against `verify_linear.plain_linear`
 
 Where a recipe does not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. Rounded are
 gate_up, h, a row, a slot's sum and the owner's sum. The first enters through a product of two factors, one of them
@@ -13,7 +14,9 @@ chance.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +39,11 @@ from .reference import Problem, Results, moe_layer, quantizers
 from .results import provenance
 from .schema import Config
 from .snr import snr
+from .verify_linear import LINEAR_CASES, LinearProblem, LinearResults, plain_linear, run_linear
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
+Outputs = Results | LinearResults
 DROPPED = 3  # tokens of each rank without a first expert
 
 
@@ -58,7 +63,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """A case and its checks, one for each field of `Results`."""
+    """A case and its checks, one for each field of `Results` or `LinearResults`."""
 
     case: str
     checks: list[Check]
@@ -105,13 +110,17 @@ class Verification:
         }
 
     def show(self, console: Console) -> None:
-        """A table of all cases: signal to noise over its bound, of the worst rank."""
-        table = Table(title="Against a dense fp32 layer: SNR, its bound (dB) and worst rank", title_justify="left")
+        """Tables of all cases: signal to noise over its bound, of the worst rank."""
+        for names, results in itertools.groupby(self.lines, lambda result: [check.name for check in result.checks]):
+            self._show(console, names, results)
+
+    def _show(self, console: Console, names: Iterable[str], results: Iterable[Result]) -> None:
+        table = Table(title="Against dense fp32: SNR, its bound (dB) and worst rank", title_justify="left")
         table.add_column("case")
-        for check in self.lines[0].checks:
-            table.add_column(check.name, justify="right")
+        for name in names:
+            table.add_column(name, justify="right")
         table.add_column("")
-        for result in self.lines:
+        for result in results:
             cells = [
                 f"[{'default' if check.passed else 'red'}]{check.snr:.2f} [dim]≥ {check.threshold:.2f} r{check.rank}"
                 for check in result.checks
@@ -124,8 +133,8 @@ def verify(rank: Rank, config: Config) -> list[Result]:
     """Check all cases on this rank; collective. All ranks return the same: the worst rank of each check."""
     log_backend(config.backend, rank)
     mesh = Mesh.make(rank.world_size, rank.device)
-    names = config.verify.cases or list(CASES)
-    return [_worst(name, _check_case(CASES[name], config, mesh, rank.device)) for name in names]
+    names = config.verify.cases or [*CASES, *LINEAR_CASES]
+    return [_worst(name, _check(name, config, mesh, rank.device)) for name in names]
 
 
 def make_problem(config: Config, rank: int) -> Problem:
@@ -143,10 +152,10 @@ def make_problem(config: Config, rank: int) -> Problem:
     return Problem(x, d_out, expert_ids, scores / scores.sum(-1, keepdim=True), w13, w2)
 
 
-def compare(got: Results, exact: Results, quantized: Results, rank: int) -> list[Check]:
+def compare(got: Outputs, exact: Outputs, quantized: Outputs, rank: int) -> list[Check]:
     """One check for each tensor of ``got``, its bound from how far ``quantized`` is from ``exact``."""
     checks = []
-    for field in dataclasses.fields(Results):
+    for field in dataclasses.fields(got):
         reference, bound = getattr(exact, field.name), getattr(quantized, field.name)
         threshold = min(snr(reference, bound) - MARGIN, BF16)
         checks.append(Check(field.name, snr(reference, getattr(got, field.name)), threshold, rank))
@@ -179,6 +188,16 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device, ba
     leaves = (x, routing.weights, moe.experts.gate_up_proj, moe.experts.down_proj)
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     return Results(*(local(tensor).float().cpu() for tensor in (out, *gradients)))
+
+
+def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
+    if name in CASES:
+        return _check_case(CASES[name], config, mesh, device)
+    recipe, sizes, rank = Recipe.named(LINEAR_CASES[name]), config.verify, mesh.rank
+    tokens = max(1, sizes.tokens - DROPPED * (1 + rank))
+    problem = LinearProblem.gaussian(tokens, sizes.dim, sizes.hidden_dim, config.seed * 1000 + 1 + rank)
+    got = run_linear(problem, recipe, device, config.backend)
+    return compare(got, plain_linear(problem), plain_linear(problem, quantizers(recipe)), rank)
 
 
 def _check_case(case: Case, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:

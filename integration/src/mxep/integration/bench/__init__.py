@@ -4,6 +4,7 @@
     picture   a report as a picture
     quant     kernels of mxep.quant
     gemm      mxep.gemm beside its peers: gemm_cases what is compared, gemm_numerics how exact it is
+    linear    mxep.gemm's linear beside torch's and torchao's
     comms     mxep.comms on all ranks beside all-to-alls: comms_cases what is compared, comms_verify that it is right
     layer     mxep.ep's layer on all ranks beside the baseline (standard): layer_cases what is compared, layer_work what
               it must do at least, layer_stages where its time goes, layer_host what it costs the host
@@ -18,7 +19,7 @@ A bench is a module with
     measure    (Bench) -> (section, row), one after the other
 """
 
-BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "comms", "layer", "model")}
+BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "linear", "comms", "layer", "model")}
 """Name in the config -> module."""
 
 ON_RANKS = ("comms", "layer", "model")

@@ -14,12 +14,13 @@ from .dispatchers import (
     TokenDispatcher,
     make_dispatcher,
 )
-from .experts import Experts, SharedExpert, run_experts
+from .experts import Experts, run_experts
 from .functional import combine, dispatch, expert_mlp, swiglu
 from .layer import LayerConfig, route_through_experts
 from .moe import MoE
 from .parallel import ExpertParallel, data_parallel, parameter_groups
 from .router import Router
+from .shared_expert import SharedExpert
 
 __all__ = [
     "CASES",

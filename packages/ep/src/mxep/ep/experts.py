@@ -1,4 +1,4 @@
-"""The weights: routed experts (this rank's share) and the shared expert that every token takes.
+"""The weights of routed experts, this rank's share.
 
 e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_proj are the gate, the next F the up part.
 """
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
@@ -56,31 +55,6 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Routing | None]:
         """:func:`run_experts` with these weights."""
         return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, **how)
-
-
-class SharedExpert(nn.Module):
-    """A dense gated MLP that every token takes: ``gate_up_proj`` (2F, D), ``down_proj`` (D, F)."""
-
-    def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(2 * hidden_dim, dim, device=device, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(dim, hidden_dim, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for weight in (self.gate_up_proj, self.down_proj):
-            init_normal_(weight, weight.shape[1] ** -0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up_proj.to(x.dtype)).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, self.down_proj.to(x.dtype))
 
 
 def run_experts(

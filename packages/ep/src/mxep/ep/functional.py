@@ -104,10 +104,10 @@ def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe:
 
 
 @_between_graphs
-def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, *, recipe: Recipe) -> Tensor:
+def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, *, recipe: Recipe) -> Tensor:
     """``gate_up`` (R_max, 2F) x ``row_weight`` (R_max,) -> h (R_max, F), quantized by the recipe in the same pass.
 
-    The gradient of ``gate_up`` leaves as an MXTensor where the recipe quantizes.
+    offs None: all rows are valid. The gradient of ``gate_up`` leaves as an MXTensor where the recipe quantizes.
     """
     h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, recipe)  # type: ignore[no-untyped-call]
     return h
@@ -183,7 +183,7 @@ class _Combine(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, recipe: Recipe) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(gate_up, row_weight, offs)
         ctx.recipe = recipe
         return swiglu_forward(gate_up, row_weight, offs, recipe)
@@ -197,7 +197,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu_forward(
-    gate_up: Tensor, row_weight: Tensor | None, offs: Tensor, recipe: Recipe, *, folded: bool = False
+    gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, recipe: Recipe, *, folded: bool = False
 ) -> Tensor:
     """:func:`swiglu` without autograd. folded: MX rows with one scale each, for a backend that `folds`."""
     if recipe.scaling == "none":
@@ -211,7 +211,7 @@ def swiglu_backward(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
-    offs: Tensor,
+    offs: Tensor | None,
     recipe: Recipe,
     *,
     folded: bool = False,

@@ -16,8 +16,9 @@ from mxep.comms import Capacity
 from mxep.gemm import Recipe
 
 from .dispatchers import Routing, TokenDispatcher, make_dispatcher
-from .experts import Experts, SharedExpert
+from .experts import Experts
 from .router import Router
+from .shared_expert import SharedExpert
 from .shares import ep_mesh, group_of
 
 
@@ -33,7 +34,7 @@ class MoE(nn.Module):
         recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ...
         dispatcher: one of :data:`DISPATCHERS`, as ``"symmetric"``, or a dispatcher to share between layers.
         capacity: bound on rows per rank; default ``Capacity.worst_case()``. Belongs to the dispatcher made here.
-        num_shared_experts: width, in units of F, of the dense expert that every token takes.
+        num_shared_experts: width, in units of F, of the dense expert that every token takes, in the layer's recipe.
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
@@ -125,7 +126,7 @@ class MoE(nn.Module):
         if not torch.compiler.is_compiling():
             self.last_routing = routing
         if self.shared is not None:
-            out = out + self.shared(tokens)
+            out = out + self.shared(tokens, recipe=self.recipe, backend=self.backend)
         return out.view(x.shape)
 
     def check(self) -> None:

@@ -2,10 +2,11 @@
 
     from mxep.gemm import grouped_mm
     out = grouped_mm(rows, weights, offs, recipe="mxfp8")     # (M, K), (G, N, K), (G,) -> (M, N)
+    out = linear(x, weight, bias, recipe="mxfp8")             # (..., K), (N, K), (N,) -> (..., N)
 
-`functional` has the product and its calculus, `recipe` what is quantized and how, `quantize_once` how long quantized
-weights live, `backends` who multiplies, `convert` puts all of it under a model that calls torch's grouped mm,
-`diagnostics` tells what folding costs.
+`functional` has the product and its calculus, `linear` that of one weight, `recipe` what is quantized and how,
+`quantize_once` how long quantized weights live, `backends` who multiplies, `convert` puts all of it under a model of
+nn.Linear modules and experts that call torch's grouped mm, `diagnostics` tells what folding costs.
 """
 
 from mxep.gemm.backends import BACKENDS, Backend
@@ -13,6 +14,7 @@ from mxep.gemm.convert import convert, converted, revert
 from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
 from mxep.gemm.functional import grouped_mm
+from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
@@ -23,6 +25,7 @@ __all__ = [
     "Backend",
     "Converted",
     "FoldReport",
+    "Linear",
     "QuantizedOnce",
     "QuantizedWeight",
     "Recipe",
@@ -30,8 +33,11 @@ __all__ = [
     "converted",
     "fold_report",
     "grouped_mm",
+    "linear",
+    "quantize_input",
     "quantize_weight",
     "quantize_weights_once",
     "quantize_weights_once_a_step",
     "revert",
+    "rms_norm_input",
 ]

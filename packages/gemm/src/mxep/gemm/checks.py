@@ -8,9 +8,9 @@ from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 
 
-def check_tensors(a: object, w: object) -> None:
+def check_tensors(**operands: object) -> None:
     """qdata and scales by themselves are no operand."""
-    for name, x in (("a", a), ("w", w)):
+    for name, x in operands.items():
         if not isinstance(x, Tensor):
             cure = "MXTensor.from_qdata_and_scales(qdata, scales) makes one tensor of qdata and scales"
             raise ValueError(f"{name}: got a {type(x).__name__}, want a tensor: {cure}")
@@ -50,6 +50,31 @@ def check_operands(
         )
     if offs.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_offs(offs.tolist(), a.shape[0], recipe)
+
+
+def check_linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    *,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    main_grad: Tensor | None,
+    rowwise: bool = False,
+) -> None:
+    """The same for x (..., K), w (N, K), bias (N,). rowwise: x with MX scales may also have one scale a row."""
+    if w.dim() != 2 or not x.dim() or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (..., K) and w (N, K)")
+    if main_grad is not None and main_grad.shape != w.shape:
+        raise ValueError(f"main_grad: got {tuple(main_grad.shape)}, want {tuple(w.shape)}, the shape of w")
+    if not (rowwise and isinstance(x, MXTensor) and recipe.scaling == "mx" and x.block_shape == (1, x.shape[-1])):
+        _check_values(x, recipe, out_dtype, "x")
+    grads = None if main_grad is None else main_grad.unsqueeze(0)
+    check_weight(w.unsqueeze(0), recipe=recipe, device=x.device, main_grad=grads)
+    if bias is not None and (bias.shape != (w.shape[0],) or not bias.is_floating_point()):
+        raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point (N,) = ({w.shape[0]},)")
+    if bias is not None and bias.device != x.device:
+        raise ValueError(f"bias: got device {bias.device}, want {x.device}, where x is")
 
 
 def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w") -> None:
@@ -97,19 +122,21 @@ def _floats(recipe: Recipe) -> list[torch.dtype]:
     return [torch.bfloat16, torch.float32, *([torch.float64] if recipe.scaling == "none" else [])]
 
 
-def _check_values(a: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
+def _check_values(a: Tensor, recipe: Recipe, out_dtype: torch.dtype, name: str = "a") -> None:
     floats = _floats(recipe)
     if not isinstance(a, MXTensor):
         if a.dtype not in floats:
             raise ValueError(
-                f"a: got {a.dtype}, want one of {floats} or an MXTensor (MXTensor.from_qdata_and_scales wraps qdata)"
+                f"{name}: got {a.dtype}, want one of {floats} or an MXTensor "
+                "(MXTensor.from_qdata_and_scales wraps qdata)"
             )
     elif recipe.scaling == "none":
-        raise ValueError(f"a: got {_describe(a)}, want a plain tensor for recipe {recipe.name}: call .dequantize()")
+        got = _describe(a)
+        raise ValueError(f"{name}: got {got}, want a plain tensor for recipe {recipe.name}: call .dequantize()")
     elif not recipe.fits(a):
         wanted = f"one scale for each {recipe.block_size or 'row'}" + (" elements along K" if recipe.block_size else "")
         raise ValueError(
-            f"a: got {_describe(a)}, want axis -1 and {wanted} for recipe {recipe.name}: "
+            f"{name}: got {_describe(a)}, want axis -1 and {wanted} for recipe {recipe.name}: "
             ".dequantize() and let the recipe quantize"
         )
     if out_dtype not in floats:

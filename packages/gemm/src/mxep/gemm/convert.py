@@ -1,14 +1,17 @@
-"""An existing model in one call: its calls of torch's grouped mm on expert weights become `mxep.gemm.grouped_mm`.
+"""An existing model in one call: its nn.Linear modules and its calls of torch's grouped mm on expert weights quantize.
 
-    convert(model, "mxfp8")     torch._grouped_mm(x, self.w1.bfloat16().mT, offs=offs) quantizes, forward and backward
-    revert(model)               it is torch's own again
+    convert(model, "mxfp8")     nn.Linear(...)(x) runs `mxep.gemm.linear`, forward and backward, and
+                                torch._grouped_mm(x, self.w1.bfloat16().mT, offs=offs) runs `mxep.gemm.grouped_mm`
+    revert(model)               both are torch's own again
 
 Parameters stay what and where they are, and reading one gives it. What changes is the class of the modules that own
-them: one derived from their own, of the same name, whose forward runs under a mode that watches torch's functions. It
-knows a converted weight, and what is made of it, by its memory, and multiplies by it with `grouped_mm`.
+them: one derived from their own, of the same name. An nn.Linear's forward is `linear`. That of others runs under a mode
+that watches torch's functions: it knows a converted weight, and what is made of it, by its memory, and multiplies by it
+with `grouped_mm`.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
@@ -17,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from mxep.gemm.backends import BACKENDS, Backend
+from mxep.gemm.convert_linear import by_pattern, is_linear, reason_to_leave, vocabulary_of
 from mxep.gemm.convert_mode import Converted, Products, State, parameter_of, report, tell
+from mxep.gemm.linear import module_forward
 from mxep.gemm.recipe import Recipe
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -34,33 +39,35 @@ def convert(
     backend: str | Backend = "auto",
     strict: bool = False,
 ) -> Module:
-    """Make torch's grouped mm on the model's expert weights run ours, in place; returns the model.
+    """Make the model's nn.Linear modules, and torch's grouped mm on its expert weights, run ours, in place; returns it.
 
-    recipe, backend: as for `grouped_mm`. filter(fqn, parameter): which parameters; default every floating 3-D one but
-    those of torch's own modules. A converted parameter without a product of ours in a forward is named in a warning,
-    once, and so is one whose first gradient comes before any product of ours, as where other code has taken the forward
-    over, and one whose `main_grad` cannot be heeded. strict: RuntimeError instead.
+    recipe, backend: as for `grouped_mm`. filter(fqn, parameter): which parameters, asked about all but biases of
+    nn.Linear. Default: every floating 3-D one but those of torch's own modules, and the weight of every nn.Linear but
+    routers, heads, adapters and what does not fit the recipe (`convert_linear.reason_to_leave`). What was converted and
+    what was left alone, and why, is logged ("mxep.gemm", level INFO).
+    A converted parameter without a product of ours in a forward is named in a warning, once, and so is one whose first
+    gradient comes before any product of ours, as where other code has taken the forward over, and one whose `main_grad`
+    cannot be heeded. strict: RuntimeError instead.
     A model may be converted in several calls, with other recipes for other parameters. Convert before `torch.compile`,
-    before or after `fully_shard`; optimizers may be made before or after.
+    before or after `fully_shard` and `parallelize_module`; optimizers may be made before or after.
 
     What counts are products within the forward of the module that owns the weight: a `checkpoint` goes around that.
 
-    ValueError: unknown recipe or backend, no parameter passes the filter, one that does is not 3-D floating or is
-    converted already, or its module is parametrized or has a forward of its own, not its class's. At a product, with
-    the parameter's name: K or N that do not fit the recipe, wrong dtypes or offs.
+    ValueError: unknown recipe or backend, no parameter passes the filter, one that does is neither 3-D floating nor the
+    weight of an nn.Linear, or is converted already, or its module is parametrized or has a forward of its own, not its
+    class's. At a product, with the parameter's name: K or N that do not fit the recipe, wrong dtypes or offs.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     if isinstance(backend, str) and backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend: got {backend!r}, want auto, {', '.join(BACKENDS)} or a Backend")
-    chosen = [
-        (module, name, fqn)
-        for module, name, fqn, parameter in _parameters(model)
-        if (filter(fqn, parameter) if filter else _is_expert(module, parameter))
-        and _check(module, name, fqn, parameter)
-    ]
+    chosen, left = _chosen(model, recipe, filter)
     if not chosen:
-        raise ValueError("convert: got no parameter that passes the filter, want a 3-D floating one (experts, ., .)")
-    _prepare_dynamo()
+        raise ValueError(
+            "convert: got no parameter that passes the filter, want a 3-D floating one (experts, ., .) or the weight "
+            f"of an nn.Linear; left alone: {left or 'none'}"
+        )
+    if not all(is_linear(module) for module, *_ in chosen):
+        _prepare_dynamo()
     for module, name, fqn in chosen:
         how = _state(module).weights[name] = Converted(fqn, recipe, backend, strict)
         _state(model).watched.append(how)
@@ -71,6 +78,8 @@ def convert(
         names = {name for owner, name, _, p in _parameters(module) if owner is module and _is_weight(p)}
         kinds = {(how.recipe, id(how.backend)) for how in state.weights.values()}
         state.alike = names == set(state.weights) and len(kinds) == 1
+        state.linear = is_linear(module)
+    _log(recipe, [fqn for *_, fqn in chosen], left)
     return model
 
 
@@ -88,6 +97,36 @@ def converted(model: nn.Module) -> dict[str, Converted]:
     """What `convert` has converted, by the parameter's name in `model`."""
     found = ((fqn, _weights(module).get(name)) for module, name, fqn, _ in _parameters(model))
     return {fqn: how for fqn, how in found if how is not None}
+
+
+Chosen = tuple[nn.Module, str, str]
+"""Module, name there, name in the model."""
+
+
+def _chosen(model: nn.Module, recipe: Recipe, filter: Filter | None) -> tuple[list[Chosen], dict[str, list[str]]]:
+    """What to convert, and by reason which of nn.Linear the default leaves alone. ValueError for what cannot be."""
+    chosen, left, vocabulary = list[Chosen](), dict[str, list[str]](), vocabulary_of(model)
+    for module, name, fqn, parameter in _parameters(model):
+        linear = is_linear(module)
+        if linear and name == "bias":
+            continue
+        if filter is None and linear:
+            reason = reason_to_leave(fqn.removesuffix(".weight"), module, vocabulary, recipe)  # type: ignore[arg-type]
+            if is_parametrized(module) or reason is not None:
+                left.setdefault(reason or "parametrized", []).append(fqn)
+                continue
+        elif not (filter(fqn, parameter) if filter else _is_expert(module, parameter)):
+            continue
+        _check(module, name, fqn, parameter)
+        chosen.append((module, name, fqn))
+    return chosen, left
+
+
+def _log(recipe: Recipe, chosen: list[str], left: dict[str, list[str]]) -> None:
+    logger = logging.getLogger("mxep.gemm")
+    logger.info("convert: %s: %s", recipe.name, by_pattern(chosen))
+    for reason, fqns in left.items():
+        logger.info("convert: left alone (%s): %s", reason, by_pattern(fqns))
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
@@ -124,9 +163,13 @@ def _is_expert(module: nn.Module, parameter: Tensor) -> bool:
     return _is_weight(parameter) and not type(module).__module__.startswith("torch.nn.modules.")
 
 
-def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> bool:
-    if not _is_weight(parameter):
-        raise ValueError(f"{fqn}: got {parameter.dtype} {tuple(parameter.shape)}, want a 3-D floating parameter")
+def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> None:
+    if not _is_weight(parameter) and not (is_linear(module) and parameter.is_floating_point()):
+        got = f"{parameter.dtype} {tuple(parameter.shape)} of a {type(module).__name__}"
+        raise ValueError(
+            f"{fqn}: got {got}, want a 3-D floating parameter, or the weight of an nn.Linear (not of a class with a "
+            "forward of its own)"
+        )
     if name in _weights(module):
         raise ValueError(f"{fqn}: already converted, want a plain parameter: revert(model) first")
     if is_parametrized(module):
@@ -136,7 +179,6 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> b
             f"{fqn}: got a {type(module).__name__} whose forward was replaced (accelerate's hooks do that), want its "
             "class's: convert before"
         )
-    return True
 
 
 def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
@@ -182,6 +224,8 @@ def _converted_class(base: Any) -> Any:
         watched = [] if torch.compiler.is_compiling() else state.watched
         for how in watched:
             how._entered = False
+        if state.linear:
+            return _linear_forward(self, state.weights["weight"], *args, **kwargs)
         if state.weights:
             products = Products(self, state)
             with products:
@@ -203,6 +247,14 @@ def _converted_class(base: Any) -> Any:
         base.__name__, (base,), {**names, "_mxep_base": base, "forward": forward, "__reduce_ex__": __reduce_ex__}
     )
     return made
+
+
+def _linear_forward(module: Any, how: Converted, input: Tensor) -> Tensor:
+    how._entered = True
+    try:
+        return module_forward(module, input, how.recipe, how.backend)
+    except ValueError as error:
+        raise ValueError(f"{how.fqn}: {error}") from None
 
 
 def _new(base: Any, *args: Any) -> nn.Module:

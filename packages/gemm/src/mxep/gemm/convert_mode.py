@@ -41,10 +41,12 @@ class Converted:
 @dataclass(eq=False)
 class State:
     """A module's part. weights: whose products its forward runs, by their names in it. alike: they are all its 3-D ones
-    and have one recipe and backend. watched: all of the model that `convert` got, if this is it."""
+    and have one recipe and backend. linear: it is an nn.Linear. watched: all of the model that `convert` got, if this
+    is it."""
 
     weights: dict[str, Converted] = field(default_factory=dict)
     alike: bool = False
+    linear: bool = False
     watched: list[Converted] = field(default_factory=list)
 
 

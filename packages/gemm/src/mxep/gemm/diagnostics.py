@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from mxep.gemm.backends import Backend
+from mxep.gemm.backends.base import ends
 from mxep.gemm.backends.hopper import fp8_grouped_wgrad
 from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference, parts_of, values_of_rows
 from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
@@ -71,7 +72,8 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
     names = {module: name or "model" for name, module in model.named_modules()} if model else {}
     owner: dict[Any, str] = {}  # the module of what was multiplied in forward, by address
 
-    def record(product: str, x: MXTensor, y: MXTensor, offs: Tensor) -> None:
+    def record(product: str, x: MXTensor, y: MXTensor, offs: Tensor | None) -> None:
+        offs = ends(offs, x)
         shape = (len(offs), x.shape[1], y.shape[1]) if product == "wgrad" else tuple(y.shape)
         if product == "forward":
             owner[_address(x), shape] = owner[_address(y)] = modules[-1] if modules else ""

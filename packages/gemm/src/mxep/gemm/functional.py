@@ -14,7 +14,7 @@ An MXTensor is kept by reference: bytes borrowed from a receive slot must be cop
 M rows (capacity), N out features, K in features, G groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import SavedWeight, joined, rowwise_and_saved
+from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
@@ -69,26 +69,43 @@ def grouped_mm(
     must not be made in there, which raises: give the plain tensor, whose qdata are the same.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
-    check_tensors(a, w)
+    check_tensors(a=a, w=w)
     if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
         options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "quantized_weight": quantized_weight}
         options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
-        return _between_graphs(a, w, offs, recipe=recipe, backend=backend, **options)
+        return between_graphs(grouped_mm, a, w, offs, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, offs, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     offs = offs.contiguous()  # torch's kernels, too, read it as packed
     chosen = select(backend, a.device)
     if quantized_weight is not None:
         check_quantized_weight(quantized_weight, w, recipe)
-    how = quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale
+    return multiply(a, w, bias, offs, quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+
+
+def multiply(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    quantized_weight: QuantizedWeight | None,
+    recipe: Recipe,
+    backend: Backend,
+    out_dtype: torch.dtype,
+    main_grad: Tensor | None,
+    wgrad_scale: float,
+) -> Tensor:
+    """`grouped_mm` without its checks. offs None: one group of all rows, any number of them."""
+    how = quantized_weight, recipe, backend, out_dtype, main_grad, wgrad_scale
     out: Tensor = _GroupedMM.apply(a, w, bias, offs, *how)  # type: ignore[no-untyped-call]
     return out
 
 
 # The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _between_graphs(*tensors: Tensor, **options: Any) -> Tensor:
-    return grouped_mm(*tensors, **options)
+def between_graphs(function: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
+    """A break for torch.compile."""
+    return function(*tensors, **options)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -98,7 +115,7 @@ class _GroupedMM(torch.autograd.Function):
         a: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        offs: Tensor,
+        offs: Tensor | None,
         weight: QuantizedWeight | None,
         recipe: Recipe,
         backend: Backend,
@@ -113,8 +130,8 @@ class _GroupedMM(torch.autograd.Function):
             rowwise, saved = rowwise_and_saved(w, recipe, backend, dgrad=need_a)
         else:
             rowwise, saved = weight.rowwise, SavedWeight(w if weight.colwise is None else weight.colwise, None)
-        a_parts, ctx.a_rest = _taken_apart(a_saved if need_w else None)
-        w_parts, ctx.w_rest = _taken_apart(joined(saved.weight) if need_a else None)  # one tensor, as w is
+        a_parts, ctx.a_rest = taken_apart(a_saved if need_w else None)
+        w_parts, ctx.w_rest = taken_apart(saved.weight if need_a else None)
         ctx.save_for_backward(offs, *a_parts, *w_parts, saved.amax if need_a else None)
         ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
         ctx.kept = None
@@ -132,7 +149,7 @@ class _GroupedMM(torch.autograd.Function):
             offs, qdata, a = kept.operands
         else:
             offs, *parts, amax = ctx.saved_tensors
-            a, w = _joined(parts[:3], ctx.a_rest), _joined(parts[3:], ctx.w_rest)
+            a, w = joined(parts[:3], ctx.a_rest), joined(parts[3:], ctx.w_rest)
             qdata = dy
             if need_a or (need_w and recipe.wgrad == "mx"):
                 qdata = _quantized_gradient(dy, recipe, backend)
@@ -156,8 +173,8 @@ _Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
 _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _taken_apart(x: Tensor | None) -> tuple[_Parts, _Rest]:
-    """What to save of x, and what `_joined` needs to have it back: hooks on saved tensors, as `save_on_cpu` sets them,
+def taken_apart(x: Tensor | None) -> tuple[_Parts, _Rest]:
+    """What to save of x, and what `joined` needs to have it back: hooks on saved tensors, as `save_on_cpu` sets them,
     copy into plain tensors, and get values of an MXTensor."""
     if not isinstance(x, MXTensor):
         return (x, None, None), None
@@ -165,7 +182,7 @@ def _taken_apart(x: Tensor | None) -> tuple[_Parts, _Rest]:
     return (*parts, x.row_index), (x.axis, x.block_size, x.dtype)
 
 
-def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
+def joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
     qdata, scale, row_index = parts
     if rest is None or qdata is None or scale is None:
         return qdata
@@ -183,8 +200,10 @@ def _quantized_gradient(dy: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
     return backend.quantize_rows(_plain(dy), recipe.grad_fmt, recipe)
 
 
-def _group_sums(x: Tensor, offs: Tensor) -> Tensor:
+def _group_sums(x: Tensor, offs: Tensor | None) -> Tensor:
     """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of x (M, N), in order; no host sync."""
+    if offs is None:
+        return x.sum(0, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     offsets = torch.cat((offs.new_zeros(1), offs))
     x = x if x.dtype == torch.float64 else x.float()
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)

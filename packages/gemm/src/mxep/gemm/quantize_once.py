@@ -108,8 +108,7 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
         with _lock:
             once._users -= 1
             if not once._users:
-                once._hook.remove()
-                once._held.clear()
+                once._close()
                 _open = None
 
 
@@ -172,6 +171,10 @@ class QuantizedOnce:
             held.wait(torch.cuda.current_stream(first.device))
         found: _T = held.made
         return found
+
+    def _close(self) -> None:
+        self._hook.remove()
+        self._held.clear()
 
 
 _lock = threading.RLock()

@@ -14,6 +14,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
+import torch
 from torch import Tensor
 
 from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantize, requantize
@@ -130,13 +131,16 @@ class Recipe:
         """dy (..., N) bf16 or fp32 -> MXTensor along N; dy itself if scaling is "none"."""
         return self.quantize_rows(dy, self.grad_fmt)
 
-    def along_tokens(self, x: Tensor, offs: Tensor) -> Tensor:
+    def along_tokens(self, x: Tensor, offs: Tensor | None) -> Tensor:
         """An operand of wgrad (M, D), blocked along D (maybe indexed), blocked along M instead, in its own format.
 
+        offs None: one group of all rows, any number of them; the last block is filled up with zero rows.
         Only what wgrad "mx" of MX scales contracts is requantized; anything else is returned as it is.
         """
         if self.scaling != "mx" or not isinstance(x, MXTensor):
             return x
+        if offs is None and (missing := -x.shape[0] % BLOCK):
+            x = _with_zero_rows(x, missing)
         return requantize(x, mode=self.mode, offs=offs)
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat) -> Tensor:
@@ -144,3 +148,11 @@ class Recipe:
         if self.scaling == "none":
             return x
         return quantize(x, fmt=fmt, mode=self.mode, block_size=self.block_size)
+
+
+def _with_zero_rows(x: MXTensor, rows: int) -> MXTensor:
+    """x (M, D) and so many rows of zeros after it, by a row index: no byte of x moves."""
+    index = x.row_index
+    if index is None:
+        index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    return x.with_parts(x.qdata, x.scale, torch.nn.functional.pad(index, (0, rows), value=-1))

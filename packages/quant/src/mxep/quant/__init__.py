@@ -7,6 +7,7 @@ from mxep.quant.formats import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, format_of
 from mxep.quant.groups import PaddedGroups, group_of_rows, pad_groups, unpad_groups, valid_rows
 from mxep.quant.quantize import quantize, quantize_both, quantize_with_amax
 from mxep.quant.requantize import requantize
+from mxep.quant.rms_norm import rms_norm_quantize
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from mxep.quant.swizzle import gather_swizzled, swizzle_scales, unswizzle_scales
 from mxep.quant.tensor import MXTensor
@@ -33,6 +34,7 @@ __all__ = [
     "quantize_both",
     "quantize_with_amax",
     "requantize",
+    "rms_norm_quantize",
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_quantize",

@@ -63,12 +63,14 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     if -1 in size and mx.numel():
         known = math.prod(n for n in size if n != -1)
         size = [mx.numel() // known if n == -1 else n for n in size]
-    if tuple(size) != tuple(mx.shape):
+    if tuple(size) == tuple(mx.shape):
+        return _map(mx, aten.alias.default)
+    if mx.row_index is not None or mx.axis != -1 or len(size) < 2 or size[-1] != mx.shape[-1]:
         raise NotImplementedError(
             f"{func} of an MXTensor {tuple(mx.shape)} as {tuple(size)}: its blocks have no such shape; "
             "call .dequantize() first"
         )
-    return _map(mx, aten.alias.default)
+    return mx.with_parts(mx.qdata.view(size), mx.scale.reshape(*size[:-1], mx.scale.shape[-1]))
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:

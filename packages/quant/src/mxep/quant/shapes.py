@@ -11,6 +11,9 @@ from mxep.quant.formats import BLOCK, SCALE_DTYPE
 SWIZZLE_ROWS, SWIZZLE_COLS = 128, 4
 """Scales in a swizzled tile, see `mxep.quant.swizzle`."""
 
+RMS_NORM_PARTS = 512
+"""Of the gradient of a norm's weight, a sum over rows: as many programs, a few for each SM."""
+
 
 def round_up(n: int, alignment: int) -> int:
     """The smallest multiple of `alignment` that is at least n (n >= 0); also fine for symbolic n."""

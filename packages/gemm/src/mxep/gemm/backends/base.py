@@ -22,7 +22,8 @@ class Backend(Protocol):
 
     Operands are quantized as the recipe says: MXTensor, or plain bf16 / fp32. Activations and gradients are blocked
     along their rows (maybe indexed: bytes still in receive slots); weights as the backend quantized them.
-    Rows past offs[-1] (int32, on the device) are not read; in results they are unspecified.
+    Rows past offs[-1] (int32, on the device) are not read; in results they are unspecified. offs may be None: one group
+    of all rows, which a linear is, and however many there are.
     Only reference waits for the host. Derive from this class to inherit what is defined here.
 
     name: what users pick it by.
@@ -60,21 +61,23 @@ class Backend(Protocol):
             return QuantizedWeight(rowwise, rowwise)
         return QuantizedWeight(rowwise, self.quantize_weight_colwise(w, recipe, amax) if colwise else None)
 
-    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         """a (M, K), w (G, N, K) quantized rowwise -> (M, N): a[rows of g] @ w[g].T + bias[g].
 
         bias: (G, N) or None.
         """
         ...
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         """dy (M, N), w (G, N, K) quantized colwise -> (M, K): dy[rows of g] @ w[g].
 
         The result has memory of its own, which the caller may write over and the next call must not.
         """
         ...
 
-    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> Any:
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
         """dy (M, N) and a (M, K), both blocked along their rows -> the operands that `wgrad` contracts over rows.
 
         What it returns are tensors, and all that `wgrad` needs: dy and a may go before the gradient takes its memory.
@@ -85,7 +88,7 @@ class Backend(Protocol):
     def wgrad(
         self,
         operands: Any,
-        offs: Tensor,
+        offs: Tensor | None,
         *,
         out_dtype: torch.dtype,
         scale: float = 1.0,
@@ -100,6 +103,11 @@ class Backend(Protocol):
         accumulate_into.add_(self.wgrad_product(operands, offs, accumulate_into.dtype, 1.0), alpha=scale)
         return None
 
-    def wgrad_product(self, operands: Any, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+    def wgrad_product(self, operands: Any, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         """What `wgrad` returns."""
         raise NotImplementedError
+
+
+def ends(offs: Tensor | None, rows: Tensor) -> Tensor:
+    """offs, or those of one group of all rows: for kernels that want some."""
+    return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device) if offs is None else offs

@@ -17,7 +17,7 @@ Weights' scales (1/32 of their qdata) are swizzled at each call. Tiles (32x32) a
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import AlongTokens, Backend
+from mxep.gemm.backends.base import AlongTokens, Backend, ends
 from mxep.gemm.backends.dequant import Dequant, group_of_row, in_dtype
 from mxep.gemm.backends.triton import check_mx
 from mxep.gemm.recipe import Recipe
@@ -58,18 +58,21 @@ class Blackwell(Backend):
             return colwise.along(-2).materialize()
         return colwise
 
-    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         a, w = self._e4m3("a", a), self._e4m3("w", w)
+        offs = ends(offs, a)
         if not len(a):
             return torch.empty((0, w.shape[1]), dtype=out_dtype, device=w.device)
         out = multiply(*rows_operand(a, offs), *weight_operand(w), offs)
         out = in_dtype(out, out_dtype)
         return out if bias is None else in_dtype(out + bias[group_of_row(offs, len(out))], out_dtype)
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
-    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> AlongTokens:
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> AlongTokens:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
             return AlongTokens(dy, a)
         dy, a = self._e4m3("dy", dy), self._e4m3("a", a)
@@ -77,10 +80,11 @@ class Blackwell(Backend):
             AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs)) if len(dy) else AlongTokens(dy, a)
         )
 
-    def wgrad_product(self, operands: AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+    def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         y, x = operands
         if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
             return Dequant().wgrad_product(operands, offs, out_dtype, scale)
+        offs = ends(offs, y)
         if not len(y):
             return torch.zeros((offs.shape[0], y.shape[1], x.shape[1]), dtype=out_dtype, device=y.device)
         (y_t, y_scale), (x_t, x_scale) = tokens_operand(y, offs), tokens_operand(x, offs)

@@ -6,7 +6,7 @@ GPUs of compute capability 9 and 10 (on others torch's grouped mm is a loop that
 Against `reference` a result has one more rounding to bf16 where out_dtype is fp32; fp32 operands of recipe "bf16"
 are rounded to bf16. Bias is added after the product's rounding. It saves the bytes of the wire and of what backward
 keeps, but multiplies at bf16 speed and dequantizes capacity, not only valid rows (row indices past the last group must
-be -1 or valid).
+be -1 or valid). One group of all rows, a linear, is torch's plain product, which waits for the host nowhere.
 """
 
 import torch
@@ -33,20 +33,32 @@ class Dequant(Backend):
             return "torch's grouped mm wants compute capability 8.0 or newer; use backend 'reference'"
         return None
 
-    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        if offs is None:
+            a, w_t = _bf16(a), _bf16(w)[0].mT
+            if bias is not None and bias.dtype == a.dtype:
+                return in_dtype(torch.addmm(bias, a, w_t), out_dtype)
+            out = a @ w_t
+            return in_dtype(out if bias is None else out + bias, out_dtype)
         _check_alignment(*w.shape[1:])
         out = _grouped_mm(_bf16(a), _bf16(w).mT, offs, out_dtype)
         return out if bias is None else in_dtype(out + bias[group_of_row(offs, len(out))], out_dtype)
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
+        if offs is None:
+            return in_dtype(_bf16(dy) @ _bf16(w)[0], out_dtype)
         _check_alignment(*w.shape[1:])
         return _grouped_mm(_bf16(dy), _bf16(w), offs, out_dtype)
 
-    def wgrad_product(self, operands: AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+    def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         y, x = _bf16(operands.dy), _bf16(operands.a)
-        _check_alignment(y.shape[1], x.shape[1])
         if scale != 1:  # the narrower one: less to pass over than the product
             y, x = (y * scale, x) if y.shape[1] <= x.shape[1] else (y, x * scale)
+        if offs is None:
+            return in_dtype(y.mT @ x, out_dtype).unsqueeze(0)
+        _check_alignment(y.shape[1], x.shape[1])
         return _grouped_mm(y.mT, x, offs, out_dtype)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import AlongTokens, Backend
+from mxep.gemm.backends.base import AlongTokens, Backend, ends
 from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.backends.reference import grouped_mm_reference
 from mxep.gemm.kernels import HOPPER_BLOCK_K
@@ -61,27 +61,29 @@ class Hopper(Backend):
     def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
         return quantize_weight_colwise(w, recipe, amax, per_row=self.wants_rowwise)
 
-    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         if not isinstance(a, MXTensor):
             return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
         a, w = _folded(a, offs), _folded(w)
         out: Tensor = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
         return out
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         if not isinstance(dy, MXTensor):
             return Dequant().dgrad(dy, w, offs, out_dtype=out_dtype)
         return self.forward(dy, _transposed(w), offs, bias=None, out_dtype=out_dtype)
 
-    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> WgradOperands | AlongTokens:
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> WgradOperands | AlongTokens:
         if isinstance(dy, MXTensor) and isinstance(a, MXTensor):
-            return fold_for_wgrad(a, dy, offs, alignment=HOPPER_BLOCK_K)
+            return fold_for_wgrad(a, dy, ends(offs, a), alignment=HOPPER_BLOCK_K)
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
     def wgrad(
         self,
         operands: WgradOperands | AlongTokens,
-        offs: Tensor,
+        offs: Tensor | None,
         *,
         out_dtype: torch.dtype,
         scale: float = 1.0,
@@ -95,7 +97,7 @@ class Hopper(Backend):
         return None
 
     def wgrad_product(
-        self, operands: WgradOperands | AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float
+        self, operands: WgradOperands | AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float
     ) -> Tensor:
         if isinstance(operands, AlongTokens):
             return Dequant().wgrad_product(operands, offs, out_dtype, scale)
@@ -140,11 +142,12 @@ def fp8_grouped_mm(
     a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), w_scale (G, N, 1), bias (G, N) or None -> (M, N) out_dtype."""
+    """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), w_scale (G, N, 1), offs (G,) or None, bias (G, N) or None
+    -> (M, N) out_dtype."""
     out: Tensor = grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
     return out
 

@@ -29,14 +29,16 @@ class Reference(Backend):
     def unsupported_reason(self, device: torch.device) -> str | None:
         return None
 
-    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         out: Tensor = grouped_mm_reference(*parts_of(a), *parts_of(w)[:2], offs, bias, out_dtype)
         return out
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
-    def wgrad_product(self, operands: AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+    def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         dw: Tensor = grouped_wgrad_reference(*parts_of(operands.dy), *parts_of(operands.a), offs, out_dtype, scale)
         return dw
 
@@ -58,14 +60,15 @@ def grouped_mm_reference(
     a_index: Tensor | None,
     w: Tensor,
     w_scale: Tensor | None,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a (M, K), w (G, N, K), offs int32 (G,), bias (G, N) or None -> (M, N) out_dtype."""
+    """a (M, K), w (G, N, K), offs int32 (G,) or None, bias (G, N) or None -> (M, N) out_dtype."""
     out = a.new_empty((_num_rows(a, a_index), w.shape[1]), dtype=out_dtype)
-    values = values_of_rows((a, a_scale, a_index), int(offs[-1]))
-    for g, rows in _groups(offs):
+    bounds = _bounds(offs, len(out))
+    values = values_of_rows((a, a_scale, a_index), bounds[-1])
+    for g, rows in _groups(bounds):
         w_g = values_of_rows((w[g], None if w_scale is None else w_scale[g], None), w.shape[1]).to(values.dtype)
         product = _product(values[rows], w_g.mT)
         out[rows] = product if bias is None else product + bias[g]
@@ -75,7 +78,7 @@ def grouped_mm_reference(
 @op(
     "mxep::grouped_wgrad_reference",
     fake=lambda dy, dy_scale, dy_index, a, a_scale, a_index, offs, out_dtype, scale=1.0: a.new_empty(
-        (offs.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype
+        (_num_groups(offs), dy.shape[1], a.shape[1]), dtype=out_dtype
     ),
 )
 def grouped_wgrad_reference(
@@ -85,16 +88,16 @@ def grouped_wgrad_reference(
     a: Tensor,
     a_scale: Tensor | None,
     a_index: Tensor | None,
-    offs: Tensor,
+    offs: Tensor | None,
     out_dtype: torch.dtype,
     scale: float = 1.0,
 ) -> Tensor:
-    """dy (M, N), a (M, K), offs int32 (G,) -> scale * (G, N, K) out_dtype, zero where a group is empty."""
-    dw = a.new_zeros((offs.shape[0], dy.shape[1], a.shape[1]), dtype=out_dtype)
-    valid = int(offs[-1])
-    a_values = values_of_rows((a, a_scale, a_index), valid)
-    dy_values = values_of_rows((dy, dy_scale, dy_index), valid).to(a_values.dtype)
-    for g, rows in _groups(offs):
+    """dy (M, N), a (M, K), offs int32 (G,) or None -> scale * (G, N, K) out_dtype, zero where a group is empty."""
+    dw = a.new_zeros((_num_groups(offs), dy.shape[1], a.shape[1]), dtype=out_dtype)
+    bounds = _bounds(offs, _num_rows(a, a_index))
+    a_values = values_of_rows((a, a_scale, a_index), bounds[-1])
+    dy_values = values_of_rows((dy, dy_scale, dy_index), bounds[-1]).to(a_values.dtype)
+    for g, rows in _groups(bounds):
         dw[g] = _product(dy_values[rows].mT, a_values[rows]) * scale
     return dw
 
@@ -123,10 +126,19 @@ def _num_rows(x: Tensor, index: Tensor | None) -> int:
     return x.shape[0] if index is None else index.shape[0]
 
 
-def _groups(offs: Tensor) -> Iterator[tuple[int, slice]]:
+def _num_groups(offs: Tensor | None) -> int:
+    return 1 if offs is None else offs.shape[0]
+
+
+def _bounds(offs: Tensor | None, rows: int) -> list[int]:
+    """The ends of the groups; of `rows` rows without offs."""
+    return [rows] if offs is None else offs.tolist()
+
+
+def _groups(bounds: list[int]) -> Iterator[tuple[int, slice]]:
     """(g, its rows) of every group that has rows."""
     start = 0
-    for g, end in enumerate(offs.tolist()):
+    for g, end in enumerate(bounds):
         if end > start:
             yield g, slice(start, end)
         start = end

@@ -16,7 +16,7 @@ import os
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import AlongTokens, Backend
+from mxep.gemm.backends.base import AlongTokens, Backend, ends
 from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.recipe import Recipe
 from mxep.quant import BLOCK, MXTensor
@@ -43,15 +43,18 @@ class Triton(Backend):
             "use backend 'reference' or 'dequant'"
         )
 
-    def forward(self, a: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
-        out: Tensor = grouped_mm_dot_scaled(a.qdata, a.scale, a.row_index, w.qdata, w.scale, offs, bias, out_dtype)
+        parts = a.qdata, a.scale, a.row_index, w.qdata, w.scale
+        out: Tensor = grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
         return out
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
-    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor, recipe: Recipe) -> AlongTokens:
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> AlongTokens:
         if isinstance(dy, MXTensor) or isinstance(a, MXTensor):
             dy, a = check_mx(self.name, "dy", dy, -1), check_mx(self.name, "a", a, -1)
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
@@ -59,7 +62,7 @@ class Triton(Backend):
     def wgrad(
         self,
         operands: AlongTokens,
-        offs: Tensor,
+        offs: Tensor | None,
         *,
         out_dtype: torch.dtype,
         scale: float = 1.0,
@@ -68,15 +71,15 @@ class Triton(Backend):
         y, x = operands
         in_place = accumulate_into is not None and accumulate_into.is_contiguous()
         if in_place and isinstance(y, MXTensor) and isinstance(x, MXTensor):
-            accumulate_wgrad_dot_scaled(accumulate_into, y.qdata, y.scale, x.qdata, x.scale, offs, scale)
+            accumulate_wgrad_dot_scaled(accumulate_into, y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), scale)
             return None
         return super().wgrad(operands, offs, out_dtype=out_dtype, scale=scale, accumulate_into=accumulate_into)
 
-    def wgrad_product(self, operands: AlongTokens, offs: Tensor, out_dtype: torch.dtype, scale: float) -> Tensor:
+    def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         y, x = operands
         if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
             return Dequant().wgrad_product(operands, offs, out_dtype, scale)
-        dw: Tensor = grouped_wgrad_dot_scaled(y.qdata, y.scale, x.qdata, x.scale, offs, out_dtype, scale)
+        dw: Tensor = grouped_wgrad_dot_scaled(y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), out_dtype, scale)
         return dw
 
 

@@ -12,7 +12,7 @@ from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.kernels.hopper_device import grouped_mm_kernel
 from mxep.gemm.quantize_once import in_graph_tree
 from mxep.quant.device import num_sms as num_sms_of
-from mxep.quant.launch import launch
+from mxep.quant.launch import cdiv, launch
 from mxep.quant.replay import each_time
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, HOPPER_BLOCK_K
@@ -22,6 +22,8 @@ INTERVAL = 2
 GROUP_M = 16
 """Tiles go down so many rows of tiles, then to the next column of them, so that programs share what L2 holds."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+PART_TOKENS, MOST_PARTS = 1024, 8
+"""Of a weight gradient with few tiles: tokens of a part at least, parts at most."""
 _QDATA = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _BF16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -31,7 +33,7 @@ def grouped_mm(
     a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     **options: Any,
@@ -60,6 +62,8 @@ def grouped_wgrad(
     (N, C), (K, _) = y_t.shape, x_t.shape
     if not C:
         return torch.zeros((ends.shape[0], N, K), dtype=out_dtype, device=y_t.device)
+    if (parts := parts_of_wgrad(ends.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
+        return _sum_of_parts(y_t, x_t, exponent, ends, factor, parts, **options).to(out_dtype)
     out = torch.empty((ends.shape[0], N, K), dtype=out_dtype, device=y_t.device)
     _launch(out, y_t, x_t, exponent, None, None, ends, N, K, C, ragged="contraction", factor=factor, **options)
     return out
@@ -70,9 +74,35 @@ def accumulate_wgrad(
 ) -> None:
     """mxep::fp8_accumulate_wgrad: out (G, N, K) fp32, contiguous."""
     (N, C), (K, _) = y_t.shape, x_t.shape
-    if C:
+    if (parts := parts_of_wgrad(ends.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
+        out += _sum_of_parts(y_t, x_t, exponent, ends, factor, parts, **options)
+    elif C:
         options |= {"ragged": "contraction", "add": True, "factor": factor}
         _launch(out, y_t, x_t, exponent, None, None, ends, N, K, C, **options)
+
+
+def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> int:
+    """Into how many parts the only group's tokens are cut, so that a small gradient's tiles occupy the SMs.
+
+    Example: 512 x 2048 are 32 tiles; on 132 SMs 8192 tokens are 4 parts.
+    """
+    if groups > 1:
+        return 1
+    tiles = cdiv(n, BLOCK_M) * cdiv(k, BLOCK_N)
+    return max(1, min(num_sms // tiles, columns // PART_TOKENS, MOST_PARTS))
+
+
+def _sum_of_parts(
+    y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, factor: float, parts: int, **options: Any
+) -> Tensor:
+    """(1, N, K) fp32: parts of the only group as groups, added in order."""
+    (N, C), (K, _) = y_t.shape, x_t.shape
+    part = cdiv(cdiv(C, parts), BLOCK_K) * BLOCK_K
+    cuts = torch.arange(part, parts * part + 1, part, dtype=torch.int32, device=ends.device)
+    out = torch.empty((parts, N, K), dtype=torch.float32, device=y_t.device)
+    exponents, cuts = exponent.expand(parts).contiguous(), torch.minimum(cuts, ends)
+    _launch(out, y_t, x_t, exponents, None, None, cuts, N, K, C, ragged="contraction", factor=factor, **options)
+    return out.sum(0, keepdim=True)
 
 
 class Descriptor(NamedTuple):
@@ -114,7 +144,7 @@ def _launch(
     a_scale: Tensor,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    offs: Tensor,
+    offs: Tensor | None,
     M: int,
     N: int,
     K: int,
@@ -131,10 +161,10 @@ def _launch(
     out_desc = None
     if out.dtype == torch.bfloat16:
         out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (BLOCK_M // 2, BLOCK_N // 2), _BF16)
-    tile_counter = each_time(_zero, out.device)
+    tile_counter, groups = each_time(_zero, out.device), 1 if offs is None else offs.shape[0]
     launch(
         grouped_mm_kernel, (num_sms or num_sms_of(a.device),),
-        a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, offs.shape[0], M, N, K, factor,
+        a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, groups, M, N, K, factor,
         RAGGED=ragged, STAGES=STAGES, INTERVAL=interval, GROUP_M=group_m, ADD=add,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

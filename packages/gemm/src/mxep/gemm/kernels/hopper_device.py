@@ -51,13 +51,13 @@ def _sizes(
     offs_ptr, g, start, M, K,
     RAGGED: gl.constexpr, ADD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, INTERVAL: gl.constexpr,
 ):  # fmt: skip
-    """(end of group g, its row tiles, stages of its contraction: at least INTERVAL, which may hold zeros alone)."""
-    end = gl.load(offs_ptr + g)
+    """(end of group g, or without offs of all rows, its row tiles, stages of its contraction: at least INTERVAL)."""
     if RAGGED == "rows":
-        end = gl.maximum(gl.minimum(end, M), start)
+        end = M if offs_ptr is None else gl.minimum(gl.load(offs_ptr + g), M)
+        end = gl.maximum(end, start)
         return end, gl.cdiv(end - start, BLOCK_M), gl.maximum(gl.cdiv(K, BLOCK_K), INTERVAL)
     else:
-        end = gl.maximum(gl.minimum(end, K), start)
+        end = gl.maximum(gl.minimum(gl.load(offs_ptr + g), K), start)
         m_tiles = gl.cdiv(M, BLOCK_M)
         if ADD:
             m_tiles = gl.where(end > start, m_tiles, 0)

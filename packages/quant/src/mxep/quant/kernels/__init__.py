@@ -12,5 +12,6 @@ specifies it. Device functions that they share, and other packages' kernels, too
     fold        rows by an index, folded
     fold_for_wgrad  both operands of a wgrad, folded and transposed
     swiglu      SwiGLU with quantization, forward and backward
+    rms_norm    RMSNorm with quantization, and its backward
     gather      rows by an index: materialize, pad, unpad; scales swizzled
 """

@@ -1,0 +1,234 @@
+"""bench=linear: `mxep.gemm.linear` beside F.linear and float8 peers, forward and backward, every quantization included.
+
+linear   x (T, K) -> (T, N): both gradients of one weight                                  shapes "linear"
+qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
+stages   what a forward and backward of mxep's mxfp8 consist of                            shapes "linear"
+host     what the calls cost the host, at a shape that leaves the GPU idle                 shapes "host"
+
+A weight is quantized at each call, once along K and once along N: once a step of one micro-batch. Operands are bf16.
+`normed` has an RMSNorm of x before, forward and backward. `scaled_mm row` is torch's three dense FP8 products with a
+scale a row, operands ready: what is left if quantizing were free and sums stayed in the tensor cores. `torchao rowwise`
+is its float8 training linear, compiled.
+
+T tokens, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mxep.gemm import Backend, Recipe, backends, linear, quantize_input, rms_norm_input
+
+from ..collective import describe
+from ..results import Row
+from ..timer import Alternative, Call, Timer, free_memory, rotations
+from . import gemm_cases
+from .gemm import beside, ceilings
+from .layer_host import counts
+from .run import Bench, table
+
+RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
+SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "host": (1, 32, 32)}
+SHAPE = "tokens, K, N (of q), N of k and v"
+DEVICES = ("cuda", "cpu")
+CASES = ()
+BACKENDS = tuple(backends.BACKENDS)
+PICTURED = ()
+EPS = 1e-6
+STEP = "us, TF, x bf16, MHz, W"
+SECTIONS = {
+    "linear": table("Forward and backward of a linear", "shape, what", STEP),
+    "qkv": table("Forward and backward of q, k and v", "shape, what", STEP),
+    "stages": table("Stages of mxfp8; share: of copy or dense product", "shape, stage", "us, TF, TB/s, share"),
+    "host": table("Host, a forward and backward", "shape, what", "us, launches, allocations, ops"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x (T, K), one or several w (N, K), and a gradient (T, N) for each, bf16."""
+
+    x: Tensor
+    weights: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+
+    @staticmethod
+    def gaussian(shape: Sequence[int], generator: torch.Generator) -> Problem:
+        """shape: T, K, N or T, K, Nq, Nkv."""
+        tokens, k, *widths = shape
+        draw = functools.partial(torch.randn, dtype=torch.bfloat16, generator=generator, device=generator.device)
+        widths += widths[1:]  # v is as wide as k
+        weights = tuple(draw(n, k) for n in widths)
+        return Problem(draw(tokens, k), weights, tuple(draw(tokens, n) for n in widths))
+
+    @property
+    def flop(self) -> int:
+        """Of all products of a forward and backward."""
+        return 6 * len(self.x) * sum(w.numel() for w in self.weights)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.x, *self.weights, *self.gradients))
+
+    def step(self, product: Callable[..., Sequence[Tensor]], *before: Tensor) -> Call:
+        """Forward and backward of product(x, *weights, *before), an output a weight; the result is all gradients."""
+        leaves = [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights, *before)]
+        return lambda: torch.autograd.grad(product(*leaves), leaves, self.gradients)
+
+
+Maker = Callable[[Problem], Call]
+
+
+def bf16(p: Problem) -> Call:
+    return p.step(lambda x, *weights: [F.linear(x, w) for w in weights])
+
+
+def mxep(recipe: str, backend: Backend, p: Problem) -> Call:
+    r = Recipe.named(recipe)
+    return p.step(lambda x, *weights: [linear(x, w, recipe=r, backend=backend) for w in weights])
+
+
+def mxep_shared(recipe: str, backend: Backend, p: Problem) -> Call:
+    """x is quantized once for all weights."""
+    r = Recipe.named(recipe)
+
+    def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        qdata = quantize_input(x, recipe=r, backend=backend)
+        return [linear(qdata, w, recipe=r, backend=backend) for w in weights]
+
+    return p.step(product)
+
+
+def bf16_normed(p: Problem) -> Call:
+    def product(x: Tensor, *given: Tensor) -> list[Tensor]:
+        *weights, norm = given
+        h = F.rms_norm(x, norm.shape, norm, EPS)
+        return [F.linear(h, w) for w in weights]
+
+    return p.step(product, torch.ones_like(p.x[0]))
+
+
+def mxep_normed(recipe: str, backend: Backend, p: Problem) -> Call:
+    """RMSNorm and quantization in one pass, once for all weights."""
+    r = Recipe.named(recipe)
+
+    def product(x: Tensor, *given: Tensor) -> list[Tensor]:
+        *weights, norm = given
+        qdata = rms_norm_input(x, norm, eps=EPS, recipe=r, backend=backend)
+        return [linear(qdata, w, recipe=r, backend=backend) for w in weights]
+
+    return p.step(product, torch.ones_like(p.x[0]))
+
+
+def scaled_mm(p: Problem) -> Call:
+    """torch's FP8 products with a scale a row, operands ready."""
+    gemm_cases.need_cuda(p.x.device)
+    calls = [
+        gemm_cases.dense_product(product, True, gemm_cases.Problem.of(p.x, w[None], dy))
+        for w, dy in zip(p.weights, p.gradients)
+        for product in gemm_cases.PRODUCTS
+    ]
+    return lambda: [call() for call in calls]
+
+
+def torchao(p: Problem) -> Call:
+    """torchao's float8 linears, rowwise, compiled. ImportError, which says why, without it."""
+    gemm_cases.need_cuda(p.x.device)
+    try:
+        module: Any = importlib.import_module("torchao.float8")
+        config = module.Float8LinearConfig.from_recipe_name("rowwise")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"not installed: {error}") from None
+    except Exception as error:
+        raise ImportError(f"does not import: {describe(error)}") from None
+    layers = nn.ModuleList(nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta") for w in p.weights)
+    for layer, w in zip(layers, p.weights):
+        layer.weight = nn.Parameter(w.detach())
+    layers = module.convert_to_float8_training(layers, config=config)
+    x = p.x.detach().requires_grad_()
+    leaves = [x, *(layer.weight for layer in layers)]
+    forward = torch.compile(lambda x: [layer(x) for layer in layers])
+    return lambda: torch.autograd.grad(forward(x), leaves, p.gradients)
+
+
+def steps(backend: Backend, several: bool) -> dict[str, Maker]:
+    """By name, the baseline first."""
+    makers: dict[str, Maker] = {"bf16": bf16}
+    makers |= {f"mxep {recipe}": functools.partial(mxep, recipe, backend) for recipe in RECIPES}
+    if several:
+        makers["mxep mxfp8, x quantized once"] = functools.partial(mxep_shared, "mxfp8", backend)
+        makers |= {"bf16, normed": bf16_normed, "mxep mxfp8, normed": functools.partial(mxep_normed, "mxfp8", backend)}
+    return makers | {"torchao rowwise": torchao, "scaled_mm row, products": scaled_mm}
+
+
+def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
+    """All sections, one after the other. A shape that fails leaves the others."""
+    backend = backends.select(bench.config.backend or "auto", bench.device)
+    timer = Timer(bench.device, seconds=0.15, rounds=4)
+    generator = torch.Generator(bench.device).manual_seed(bench.seed)
+    bench.ceilings.update(ceilings(timer))
+    for name in bench.report.sections:
+        for shape in map(tuple, bench.config.shapes.get("linear" if name == "stages" else name, ())):
+            labels = dict.fromkeys(SECTIONS[name].labels) | {"shape": list(shape)}
+            try:
+                for row in MEASURED[name](shape, backend, generator, timer, bench.ceilings):
+                    yield name, labels | row
+            except Exception as error:
+                yield name, labels | {"error": f"ended early: {describe(error)}"}
+            free_memory(bench.device)
+
+
+def _steps(
+    shape: Sequence[int], backend: Backend, generator: torch.Generator, timer: Timer, _: Mapping[str, float]
+) -> Iterator[Row]:
+    first = Problem.gaussian(shape, generator)
+    sets = rotations(first.nbytes, timer.device)
+    problems = [first, *(Problem.gaussian(shape, generator) for _ in range(sets - 1))]
+    makers = steps(backend, several=len(first.weights) > 1)
+
+    def calls(make: Maker) -> list[Call]:
+        return [make(p) for p in problems]
+
+    rows = timer.compare({name: Alternative(functools.partial(calls, make)) for name, make in makers.items()})
+    for name, row in rows.items():
+        row |= {"what": name, "flop": first.flop} | ({"TF": first.flop / row["us"] / 1e6} if "us" in row else {})
+        yield beside(row, {"x bf16": rows["bf16"]})
+
+
+def _stages(
+    shape: Sequence[int], backend: Backend, generator: torch.Generator, timer: Timer, rates: Mapping[str, float]
+) -> Iterator[Row]:
+    p = Problem.gaussian(shape, generator)
+    problem = gemm_cases.Problem.of(p.x, p.weights[0][None], p.gradients[0])
+    work = gemm_cases.stages(backend, problem)
+    rows = timer.compare({name: Alternative(lambda call=call: [call]) for name, (call, _) in work.items()})  # type: ignore[misc]
+    for name, row in rows.items():
+        moved = work[name][1]
+        rate, ceiling = ("TB/s", "copy TB/s") if moved else ("TF", "dense fp8 TF")
+        if "us" in row:
+            row[rate] = (moved or problem.flop) / row["us"] / 1e6
+            row["share"] = row[rate] / rates[ceiling] if ceiling in rates else None
+        yield row | {"stage": name}
+
+
+def _host(
+    shape: Sequence[int], backend: Backend, generator: torch.Generator, timer: Timer, _: Mapping[str, float]
+) -> Iterator[Row]:
+    p = Problem.gaussian(shape, generator)
+    calls = {name: make(p) for name, make in steps(backend, several=False).items() if name.startswith(("bf16", "mxep"))}
+    clock = Timer(timer.device, seconds=0.0, rounds=7, host=True)
+    alternatives = {name: Alternative(functools.partial(lambda call: [call], call)) for name, call in calls.items()}
+    for name, row in clock.compare(alternatives).items():
+        yield row | {"what": name} | (counts(calls[name], timer.device) if "us" in row else {})
+
+
+MEASURED: dict[str, Callable[..., Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "stages": _stages, "host": _host}
+"""Section -> what measures its rows, at a shape."""

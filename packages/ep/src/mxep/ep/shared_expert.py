@@ -1,0 +1,124 @@
+"""The shared expert, which every token takes: a dense gated MLP in the layer's recipe.
+
+    forward                                    backward
+    x (T, D)                                   d_out (T, D)
+      quantize                                   quantize
+    gate_up (T, 2F) = x w13^T                  d_h (T, F) = d_out w2;       dw2 = d_out^T h
+      SwiGLU, quantize                           SwiGLU backward, quantize
+    out (T, D) = h w2^T                        dx (T, D) = d_gate_up w13;   dw13 = d_gate_up^T x
+
+x is quantized once for gate and up, which are one product. One autograd function, so that no MXTensor crosses autograd
+and torch.compile has it in one graph. T is any number: products are `mxep.gemm.linear`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mxep.gemm import Recipe, linear
+from mxep.gemm.backends import Backend, select
+from mxep.gemm.checks import check_linear, check_weight
+from mxep.gemm.functional import joined, taken_apart
+from mxep.gemm.partial_backward import is_wanted
+from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+
+from .functional import swiglu, swiglu_backward, swiglu_forward
+from .shares import init_normal_
+
+
+class SharedExpert(nn.Module):
+    """A dense gated MLP that every token takes: ``gate_up_proj`` (2F, D), ``down_proj`` (D, F).
+
+    A weight with an attribute ``main_grad`` gets its gradient added there, and none itself.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(2 * hidden_dim, dim, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(dim, hidden_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.gate_up_proj, self.down_proj):
+            init_normal_(weight, weight.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor, *, recipe: Recipe, backend: str | Backend = "auto") -> Tensor:
+        """``x`` (T, D) bf16 or fp32 -> (T, D). ValueError for sizes that the recipe does not take."""
+        weights = self.gate_up_proj, self.down_proj
+        main_grads = tuple(getattr(weight, "main_grad", None) for weight in weights)
+        chosen = select(backend, x.device)
+        if recipe.wgrad == "bf16":
+            options: dict[str, Any] = {"recipe": recipe, "backend": chosen}
+            gate_up = linear(x, weights[0], main_grad=main_grads[0], **options)
+            return linear(swiglu(gate_up, None, None, recipe=recipe), weights[1], main_grad=main_grads[1], **options)
+        check_linear(x, weights[0], None, recipe=recipe, out_dtype=x.dtype, main_grad=main_grads[0])
+        grads = None if main_grads[1] is None else main_grads[1].unsqueeze(0)
+        check_weight(weights[1].unsqueeze(0), recipe=recipe, device=x.device, main_grad=grads, name="down_proj")
+        out: Tensor = _SharedMLP.apply(x, *weights, recipe, chosen, main_grads)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _SharedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        recipe: Recipe,
+        backend: Backend,
+        main_grads: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
+        need_x, *needs = ctx.needs_input_grad[:3]
+        backward = any((need_x, *needs))
+        rows = backend.quantize_rows(x, recipe.fmt, recipe)
+        w13, later13 = rowwise_and_saved(gate_up_proj.unsqueeze(0), recipe, backend, dgrad=need_x)
+        gate_up = backend.forward(rows, w13, None, bias=None, out_dtype=x.dtype)
+        del w13
+        h = swiglu_forward(gate_up, None, None, recipe, folded=backend.wants_rowwise)
+        w2, later2 = rowwise_and_saved(down_proj.unsqueeze(0), recipe, backend, dgrad=backward)
+        out = backend.forward(h, w2, None, bias=None, out_dtype=x.dtype)
+        saved = rows if needs[0] else None, h if needs[1] else None, later13.weight, later2.weight
+        parts, ctx.rests = zip(*map(taken_apart, saved))
+        ctx.save_for_backward(gate_up, later13.amax, later2.amax, *(part for three in parts for part in three))
+        ctx.how, ctx.dtypes = (recipe, backend, main_grads), (x.dtype, gate_up_proj.dtype, down_proj.dtype)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        recipe, backend, main_grads = ctx.how
+        need_x, need13, need2 = (need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
+        gate_up, amax13, amax2, *parts = ctx.saved_tensors
+        rows, h, w13, w2 = (joined(parts[3 * i : 3 * i + 3], rest) for i, rest in enumerate(ctx.rests))
+
+        def wgrad(i: int, dy: Tensor, a: Tensor) -> Tensor | None:
+            into = None if main_grads[i] is None else main_grads[i].unsqueeze(0)
+            operands = backend.prepare_wgrad(dy, a, None, recipe)
+            dw = backend.wgrad(operands, None, out_dtype=ctx.dtypes[1 + i], accumulate_into=into)
+            return None if dw is None else dw.squeeze(0)
+
+        d_y = backend.quantize_rows(d_out, recipe.grad_fmt, recipe)
+        dw2 = wgrad(1, d_y, h) if need2 else None
+        dx = dw13 = None
+        if need_x or need13:
+            colwise = SavedWeight(w2, amax2).colwise(recipe, backend)
+            d_h = backend.dgrad(d_y, colwise, None, out_dtype=ctx.dtypes[0])
+            options = {"folded": backend.wants_rowwise, "overwrite": True}
+            d_gate_up, _ = swiglu_backward(d_h, gate_up, None, None, recipe, **options)
+            if need_x:
+                colwise = SavedWeight(w13, amax13).colwise(recipe, backend)
+                dx = backend.dgrad(d_gate_up, colwise, None, out_dtype=ctx.dtypes[0])
+            dw13 = wgrad(0, d_gate_up, rows) if need13 else None
+        return dx, dw13, dw2, None, None, None

@@ -1,0 +1,159 @@
+"""linear: a product with one weight, forward and backward, by the recipes and backends of `grouped_mm`.
+
+    x (..., K) --as rows--> (M, K) --one group of all rows of `grouped_mm`, w (1, N, K)--> (M, N) --> (..., N)
+
+There are no offs: kernels take M for the only group's end, and M may be any number. What contracts over tokens in
+blocks of 32 sees the last block filled up with zero rows by a row index: nothing is copied.
+
+    qdata = quantize_input(x, recipe=recipe)
+    q, k, v = (linear(qdata, w, recipe=recipe) for w in (wq, wk, wv))
+
+quantizes x once for the three, and sums their gradients in its outer dtype.
+
+M rows, N out features, K in features.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mxep.gemm.backends import Backend, select
+from mxep.gemm.checks import check_linear, check_quantized_weight, check_tensors
+from mxep.gemm.functional import between_graphs, multiply
+from mxep.gemm.recipe import Recipe
+from mxep.gemm.weights import QuantizedWeight
+from mxep.quant import MXTensor, rms_norm_quantize
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | str,
+    backend: str | Backend = "auto",
+    out_dtype: torch.dtype | None = None,
+    quantized_weight: QuantizedWeight | None = None,
+    main_grad: Tensor | None = None,
+    wgrad_scale: float = 1.0,
+) -> Tensor:
+    """(..., N): x @ w.T + bias. Differentiable in x, w and bias, once.
+
+    x: (..., K) bf16 or fp32, or an MXTensor with the recipe's blocks along K or from `quantize_input`, which several
+        products may share. Any number of leading axes, and of rows. Recipe "bf16" also takes fp64, on "reference".
+    w: (N, K) bf16 or fp32. bias: (N,) or None. Gradients have their dtypes.
+    out_dtype: bf16 or fp32, default x.dtype, or within torch.autocast its dtype. The gradient of x has x.dtype.
+    quantized_weight: w as `quantize_weight(w, recipe)` or, best, `backend.quantize_weight` gave it.
+    recipe, backend, main_grad (N, K) fp32, wgrad_scale, gradients as MXTensors, and torch.compile: as for `grouped_mm`.
+
+    A w that is a DTensor (tensor parallelism) wants x as one, see `mxep.gemm.tensor_parallel`.
+    ValueError: wrong shapes, dtypes, devices; K or N that are no multiple of recipe.group_alignment.
+    RuntimeError: the backend cannot run here.
+    """
+    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    check_tensors(x=x, w=w)
+    options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype}
+    options |= {"quantized_weight": quantized_weight, "main_grad": main_grad, "wgrad_scale": wgrad_scale}
+    if torch.is_autocast_enabled(x.device.type):
+        options["out_dtype"] = out_dtype or torch.get_autocast_dtype(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            return linear(x, w, bias, **options)
+    if hasattr(w, "device_mesh"):
+        from mxep.gemm.tensor_parallel import sharded_linear  # without DTensors nobody needs torch.distributed
+
+        return sharded_linear(linear, x, w, bias, **options)
+    if torch.compiler.is_compiling() and isinstance(x, MXTensor) and x.requires_grad:
+        return between_graphs(linear, x, w, bias, **options)
+    out_dtype = out_dtype or x.dtype
+    chosen = select(backend, x.device)
+    rowwise = chosen.wants_rowwise
+    check_linear(x, w, bias, recipe=recipe, out_dtype=out_dtype, main_grad=main_grad, rowwise=rowwise)
+    weight = None if quantized_weight is None else _one_group(quantized_weight)
+    if weight is not None:
+        check_quantized_weight(weight, w.unsqueeze(0), recipe)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    bias, main_grad = (part if part is None else part.unsqueeze(0) for part in (bias, main_grad))
+    out = multiply(rows, w.unsqueeze(0), bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
+
+
+def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto") -> Tensor:
+    """x (..., K) bf16 or fp32 -> an MXTensor as `linear` of this recipe and backend would make it, for several of them.
+
+    x itself with recipe "bf16". The gradient passes unchanged. On "hopper" a row has one scale.
+    """
+    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    return select(backend, x.device).quantize_rows(x, recipe.fmt, recipe)
+
+
+def rms_norm_input(
+    x: Tensor, weight: Tensor, *, eps: float, recipe: Recipe | str, backend: str | Backend = "auto"
+) -> Tensor:
+    """RMSNorm of x (..., K) times weight (K,), as `quantize_input` would give it, in one pass forward and one backward.
+
+    Quantized from its fp32 value (`mxep.quant.rms_norm_quantize`), without a rounding to x.dtype before. With recipe
+    "bf16" it is torch's. Not for torch.compile.
+    """
+    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    if recipe.scaling == "none":
+        return nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    block_size = None if select(backend, x.device).wants_rowwise else recipe.block_size
+    return rms_norm_quantize(x, weight, eps=eps, fmt=recipe.fmt, mode=recipe.mode, block_size=block_size)
+
+
+class Linear(nn.Linear):
+    """nn.Linear by a recipe: the same parameters, names and initialization; `linear` has what it computes.
+
+    Its weight is quantized at each call, or once within `quantize_weights_once`. A weight with an attribute `main_grad`
+    gets its gradient added there, and none itself.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | str = "mxfp8",
+        backend: str | Backend = "auto",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+        self.backend = backend
+
+    @classmethod
+    def from_linear(cls, module: nn.Linear, recipe: Recipe | str = "mxfp8", *, backend: str | Backend = "auto") -> Self:
+        """One with the parameters of `module`: the same objects, not copies. Hooks stay where they are."""
+        sizes = module.in_features, module.out_features, module.bias is not None
+        made = cls(*sizes, device="meta", recipe=recipe, backend=backend)
+        made.weight, made.bias = module.weight, module.bias
+        return made.train(module.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return module_forward(self, input, self.recipe, self.backend)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe, backend: str | Backend) -> Tensor:
+    """What an nn.Linear computes, by a recipe."""
+    main_grad = getattr(module.weight, "main_grad", None)
+    return linear(x, module.weight, module.bias, recipe=recipe, backend=backend, main_grad=main_grad)
+
+
+def _one_group(weight: QuantizedWeight) -> QuantizedWeight:
+    """w (N, K), quantized -> (1, N, K)."""
+
+    def stacked(x: Tensor | None) -> Tensor | None:
+        if isinstance(x, MXTensor):
+            return x.with_parts(x.qdata.unsqueeze(0), x.scale.unsqueeze(0))
+        return None if x is None else x.unsqueeze(0)
+
+    rowwise = stacked(weight.rowwise)
+    assert rowwise is not None
+    return QuantizedWeight(rowwise, rowwise if weight.colwise is weight.rowwise else stacked(weight.colwise))
