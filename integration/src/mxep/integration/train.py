@@ -18,6 +18,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,14 +35,16 @@ from mxep.gemm import Recipe
 
 from . import checkpoint
 from .collective import all_gather
-from .config import ConfigError, make_capacity, recipes, sizes_on_host, to_json
+from .config import ConfigError, sizes_on_host, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed
 from .mesh import Gradients, Mesh
 from .model import Transformer
+from .named import make_capacity, recipes
 from .progress import log_backend, progress
 from .rank import Rank
 from .schema import Config, OptimizerConfig
+from .state import State, read_state, step_folder
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,11 @@ class Trainer:
         self.metrics: list[dict[str, Any]] = []
 
     def load(self, folder: Path) -> None:
-        """Go on from the checkpoint ``folder``. Raises ValueError if it, or the text, does not fit."""
-        state = checkpoint.read_state(folder)
+        """Go on from the checkpoint ``folder``, and say if that was of another recipe or read another text.
+
+        Raises ValueError if it does not fit, or if the text has changed under its name.
+        """
+        state = read_state(folder)
         same_data = state.config.get("data") == dataclasses.asdict(self.config.data)
         if same_data and state.digest != self.text.digest:
             raise ConfigError(
@@ -145,6 +151,12 @@ class Trainer:
                 f"wanted {state.digest[:12]}): losses would not continue; name the text with data=..."
             )
         checkpoint.load(folder, model=self.model, optimizer=self.optimizer)
+        if self.rank.rank == 0:
+            where = f"mxep: goes on from step {state.step} of {folder}"
+            if state.run != self.name:
+                print(f"{where}: weights and moments of {state.run}, now trained in {self.name}", file=sys.stderr)
+            if state.digest != self.text.digest:
+                print(f"{where} with another text: {self.text.name}", file=sys.stderr)
         self.step, self.metrics, self.saved = state.step, state.metrics, folder
 
     def run(self) -> Run:
@@ -278,12 +290,12 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint of the steps done so far. Raises FloatingPointError, on all ranks, if it would hold a NaN."""
-        state = checkpoint.State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
+        state = State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
         checkpoint.save(self.folder / self.name, state, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
         self.saved = self._checkpoint()
 
     def _checkpoint(self) -> Path:
-        return checkpoint.step_folder(self.folder / self.name, self.step)
+        return step_folder(self.folder / self.name, self.step)
 
     def _metrics_file(self) -> TextIO:
         """metrics.jsonl of the run folder, with what a resumed run did before; no file on ranks above 0."""

@@ -55,6 +55,11 @@ class Check:
     def passed(self) -> bool:
         return self.snr >= self.threshold
 
+    @property
+    def spare(self) -> float:
+        """dB over the threshold; a NaN has the least of all."""
+        return -math.inf if math.isnan(self.snr) else self.snr - self.threshold
+
 
 @dataclass(frozen=True)
 class Result:
@@ -105,19 +110,24 @@ class Verification:
         }
 
     def show(self, console: Console) -> None:
-        """A table of all cases: signal to noise over its bound, of the worst rank."""
-        table = Table(title="Against a dense fp32 layer: SNR, its bound (dB) and worst rank", title_justify="left")
-        table.add_column("case")
+        """A table of all cases, SNR and the least to spare of any tensor; then a line for each check that failed."""
+        console.print("SNR in dB against a dense fp32 layer, of the worst rank; least: to spare over the bound")
+        table = Table(box=None, pad_edge=False)
+        table.add_column("case", no_wrap=True)
         for check in self.lines[0].checks:
-            table.add_column(check.name, justify="right")
-        table.add_column("")
+            table.add_column(check.name.removesuffix("_proj"), justify="right", no_wrap=True)
+        table.add_column("least", justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
         for result in self.lines:
-            cells = [
-                f"[{'default' if check.passed else 'red'}]{check.snr:.2f} [dim]≥ {check.threshold:.2f} r{check.rank}"
-                for check in result.checks
-            ]
-            table.add_row(result.case, *cells, "[green]pass" if result.passed else "[red]FAIL")
+            cells = [f"[{'default' if check.passed else 'red'}]{check.snr:.1f}" for check in result.checks]
+            least = min(check.spare for check in result.checks)
+            table.add_row(result.case, *cells, f"{least:+.1f}", "[green]pass" if result.passed else "[red]FAIL")
         console.print(table)
+        for result in self.lines:
+            for check in result.checks:
+                if not check.passed:
+                    got = f"{check.snr:.2f} dB on rank {check.rank}, wanted {check.threshold:.2f}"
+                    console.print(f"{result.case}: {check.name}: {got}", highlight=False, soft_wrap=True)
 
 
 def verify(rank: Rank, config: Config) -> list[Result]:
@@ -209,9 +219,5 @@ def _experts_of(rank: int, num_local: int) -> slice:
 
 
 def _worst(name: str, own: list[Check]) -> Result:
-    """Of every check the rank with the least to spare. A NaN counts as the least of all. Collective."""
-
-    def spare(check: Check) -> float:
-        return -math.inf if math.isnan(check.snr) else check.snr - check.threshold
-
-    return Result(name, [min(checks, key=spare) for checks in zip(*all_gather(own))])
+    """Of every check the rank with the least to spare. Collective."""
+    return Result(name, [min(checks, key=lambda check: check.spare) for checks in zip(*all_gather(own))])
