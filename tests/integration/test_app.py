@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,6 +155,9 @@ def test_minus_m_runs_one_job_after_the_other(mxep, text: Path, tmp_path: Path):
     assert finished.code == 0, finished.err
     curves = [json.loads((tmp_path / "sweep" / str(i) / "summary.json").read_text())["runs"] for i in range(2)]
     assert curves[0][0]["train_loss"] != curves[1][0]["train_loss"]
+    table = finished.out.partition("Sweep: ")[2]
+    for job, (run,) in enumerate(curves):
+        assert re.search(rf"^{job}: seed={job} +bf16 +{run['valid_loss']:.4f} ", table, re.MULTILINE), finished.out
 
 
 @pytest.mark.slow

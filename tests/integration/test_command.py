@@ -187,8 +187,8 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so(mxep, text: Path, tm
     other.write_text("another text " * 1000)
     taken = run_in("taken", f"resume={step}", "recipe=fp8", f"data.path={other}", "train.steps=3")
     assert taken.code == 0, taken.err
-    assert f"goes on from step 2 of {step}: weights and moments of mxfp8, now trained in fp8" in taken.err
-    assert f"goes on from step 2 of {step} with another text: {other}" in taken.err
+    assert f"mxep: fp8 goes on from {step}: weights and moments of mxfp8, step 2\n" in taken.err
+    assert f"mxep: fp8 goes on from {step} with another text: {other}\n" in taken.err
     assert (tmp_path / "taken" / "fp8" / "step-000003").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import shlex
@@ -15,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from . import compare, report
+from . import compare, files, report
 from .bench import ON_RANKS, PICTURES, run
 from .config import RESTORED, ConfigError, override_key, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
@@ -23,7 +24,7 @@ from .named import recipes
 from .process import STOPPED, reports, under_torchrun
 from .results import write
 from .schema import BenchConfig, CompareConfig, Config, VerifyConfig
-from .state import find
+from .state import find, read_state
 from .train import Outcome, train
 from .verify import Verification, verify
 
@@ -55,12 +56,27 @@ def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
     if config.task.name != "train" or config.resume is None:
         return {}
     if str(Path(config.resume).resolve()) in checkpoints.values():  # one run goes on, whatever it is called now
-        return dict.fromkeys(names, *checkpoints.values())
+        checkpoints = dict.fromkeys(names, *checkpoints.values())
     if not checkpoints.keys() & set(names):
         raise ConfigError(
             f"resume: {config.resume} has no checkpoint of {', '.join(names)}, only of {', '.join(checkpoints)}"
         )
+    if reports():
+        for name in checkpoints.keys() & set(names):
+            _say_what_changed(name, Path(checkpoints[name]), config)
     return checkpoints
+
+
+def _say_what_changed(name: str, folder: Path, config: Config) -> None:
+    """A line if run ``name`` goes on from another recipe, and one if with another text."""
+    state, begin = read_state(folder), f"mxep: {name} goes on from {_short(folder)}"
+    if state.run != name:
+        print(f"{begin}: weights and moments of {state.run}, step {state.step}", file=sys.stderr)
+    if to_json(config)["data"] == state.config.get("data"):
+        return  # where a text that has changed under its name is refused
+    source, text = files.read(config.data)
+    if hashlib.sha256(text).hexdigest() != state.digest:
+        print(f"{begin} with another text: {source}", file=sys.stderr)
 
 
 def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
@@ -127,13 +143,13 @@ def _finish(
     Returns the exit code: 1 if some of them failed.
     """
     if reports():
-        files = [file, *([Path(section.out)] if section.out else [])]
-        write(results.to_json(shlex.join(["mxep", *sys.argv[1:]]), section.commit), files)
+        written = [file, *([Path(section.out)] if section.out else [])]
+        write(results.to_json(shlex.join(["mxep", *sys.argv[1:]]), section.commit), written)
         results.show(Console())
         if isinstance(section, BenchConfig) and section.picture:
-            files.append(Path(section.picture))
-            importlib.import_module(PICTURES[section.name]).draw(json.loads(file.read_text()), files[-1])
-        print(f"results: {', '.join(map(_short, files))}")
+            written.append(Path(section.picture))
+            importlib.import_module(PICTURES[section.name]).draw(json.loads(file.read_text()), written[-1])
+        print(f"results: {', '.join(map(_short, written))}")
         if results.failed:
             print(f"mxep: {results.failed} of {len(results.lines)} {things} failed", file=sys.stderr)
     return 1 if results.failed else 0

@@ -18,7 +18,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -139,10 +138,7 @@ class Trainer:
         self.metrics: list[dict[str, Any]] = []
 
     def load(self, folder: Path) -> None:
-        """Go on from the checkpoint ``folder``, and say if that was of another recipe or read another text.
-
-        Raises ValueError if it does not fit, or if the text has changed under its name.
-        """
+        """Go on from the checkpoint ``folder``. Raises ValueError if it does not fit, or its text has changed."""
         state = read_state(folder)
         same_data = state.config.get("data") == dataclasses.asdict(self.config.data)
         if same_data and state.digest != self.text.digest:
@@ -151,12 +147,6 @@ class Trainer:
                 f"wanted {state.digest[:12]}): losses would not continue; name the text with data=..."
             )
         checkpoint.load(folder, model=self.model, optimizer=self.optimizer)
-        if self.rank.rank == 0:
-            where = f"mxep: goes on from step {state.step} of {folder}"
-            if state.run != self.name:
-                print(f"{where}: weights and moments of {state.run}, now trained in {self.name}", file=sys.stderr)
-            if state.digest != self.text.digest:
-                print(f"{where} with another text: {self.text.name}", file=sys.stderr)
         self.step, self.metrics, self.saved = state.step, state.metrics, folder
 
     def run(self) -> Run:
