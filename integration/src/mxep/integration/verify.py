@@ -110,18 +110,18 @@ class Verification:
         }
 
     def show(self, console: Console) -> None:
-        """A table of all cases, SNR and the least to spare of any tensor; then a line for each check that failed."""
-        console.print("SNR in dB against a dense fp32 layer, of the worst rank; least: to spare over the bound")
+        """A table of all cases, SNR and the least margin of any tensor; then a line for each check that failed."""
+        console.print("SNR (dB) against a dense fp32 layer, worst rank; margin: least dB over a bound")
         table = Table(box=None, pad_edge=False)
         table.add_column("case", no_wrap=True)
         for check in self.lines[0].checks:
             table.add_column(check.name.removesuffix("_proj"), justify="right", no_wrap=True)
-        table.add_column("least", justify="right", no_wrap=True)
+        table.add_column("margin", justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
         for result in self.lines:
             cells = [f"[{'default' if check.passed else 'red'}]{check.snr:.1f}" for check in result.checks]
-            least = min(check.spare for check in result.checks)
-            table.add_row(result.case, *cells, f"{least:+.1f}", "[green]pass" if result.passed else "[red]FAIL")
+            margin = min(check.spare for check in result.checks)
+            table.add_row(result.case, *cells, f"{margin:+.1f}", "[green]pass" if result.passed else "[red]FAIL")
         console.print(table)
         for result in self.lines:
             for check in result.checks:
