@@ -4,14 +4,22 @@ There a folder's files run side by side, each on cores of its own: threads that 
 it again and again. A file by itself, GPUs, which tests take all of, and torchrun have one process: `-n 0`.
 """
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 import triton_interpreter
 
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # before a conftest imports torch, which counts the cores
+    _cores = sorted(os.sched_getaffinity(0))
+    _first, _step = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.sched_setaffinity(0, _cores[_first::_step] or _cores)
+
 triton_interpreter.on_import()
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # plain C++ on a CPU: no trials, for 8 s, of what it can do
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,12 +30,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run the files of tests; 0 is this one."""
     if "TORCHELASTIC_RUN_ID" in os.environ or not any(Path(argument).is_dir() for argument in config.args):
         return 0
-    import torch
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver: nothing to import torch for
+        gpus = False
+    else:
+        import torch
 
-    return 0 if torch.cuda.is_available() else min(4, len(os.sched_getaffinity(0)))
+        gpus = torch.cuda.is_available()
+    return 0 if gpus else min(4, len(os.sched_getaffinity(0)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if found := getattr(config, "workerinput", None):  # before torch is imported, which counts the cores
-        first, step = int(found["workerid"].removeprefix("gw")), found["workercount"]
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[first::step])
+    if sys.dont_write_bytecode and (cache := getattr(config, "cache", None)):
+        # Tests start dozens of processes that import torch: without bytecode each would compile its sources, for 5 s.
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
+        os.environ["PYTHONDONTWRITEBYTECODE"] = ""

@@ -119,8 +119,8 @@ def assert_close(got: list[Tensor], wanted: list[Tensor], recipe: str) -> None:
 @pytest.mark.timeout(900)  # inductor compiles forward and backward, for a batch size and then for any, in two modes
 @RECIPES
 def test_reduce_overhead_trains_several_layers_as_eager_does(ctx, recipe: str) -> None:
-    if ctx.device.type == "cpu" and recipe == "bf16":
-        pytest.skip("without graphs one recipe is enough")
+    if ctx.device.type == "cpu" and (recipe, ctx.world_size) != ("mxfp8", 2):
+        pytest.skip("without graphs one recipe is enough, on two ranks")
     # The first call of a size warms up, the second is recorded, others are replayed. Another size compiles again.
     lengths = [48, 48, 32, 32, 48] if ctx.device.type == "cuda" else [48, 32]
     runs = []

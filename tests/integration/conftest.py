@@ -66,10 +66,12 @@ def make_config(text: Path) -> Callable[..., Config]:
 
 @pytest.fixture
 def mxep(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Finished]:
-    """mxep(*arguments) -> Finished: the command, run folder tmp_path / "run"."""
+    """mxep(*arguments) -> Finished: the command, run folder tmp_path / "run" unless one is given."""
 
     def run(*arguments: str) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["mxep", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])
+        given = any(argument.startswith("hydra.run.dir=") for argument in arguments)
+        folder = [] if given else [f"hydra.run.dir={tmp_path / 'run'}"]
+        monkeypatch.setattr(sys, "argv", ["mxep", *arguments, *folder])
         capfd.readouterr()
         code: str | int | None = 0
         try:

@@ -138,7 +138,7 @@ def test_what_is_measured_is_logged_at_once_with_the_seconds_passed(make_config,
 def test_without_a_cuda_device_there_is_one_message(mxep):
     finished = mxep("task=bench", "bench=quant")
     assert finished.code == 1
-    assert finished.err.strip().splitlines()[-1] == "mxep: bench needs a CUDA device, and there is none here"
+    assert finished.err.strip().splitlines()[-1] == "mxep: bench=quant needs a CUDA device, and there is none here"
     assert "Traceback" not in finished.err
 
 

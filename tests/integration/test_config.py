@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
-from mxep.integration.config import ConfigError, make_recipe, resolve, restore, to_json
+from mxep.integration.config import ConfigError, resolve, restore, to_json
+from mxep.integration.named import make_recipe
 from mxep.integration.schema import Config, configs_dir, register
 from mxep.quant import E5M2, ScaleMode
 

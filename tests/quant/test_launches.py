@@ -43,7 +43,7 @@ ON_ADA = (
 )
 IN_GROUPS = tuple(
     f"{kernel} {groups} groups"
-    for groups in (1, 32, 256, 512, 1024)
+    for groups in (256, 512, 1024)
     for kernel in ("pad_index", "gather_swizzled", "fold_for_wgrad")
 )
 
@@ -69,8 +69,7 @@ def test_no_kernel_spills(target: int, tested: tuple[str, ...]):
     assert not spilled, "\n" + table(spilled)
 
 
-@pytest.mark.parametrize("launch", ["quantize_rows", "fold 7168", "fold_for_wgrad"])
-def test_before_ada_triton_has_no_e4m3(launch: str):
+def test_before_ada_triton_has_no_e4m3():
     """Why `mxep.quant.op.runs_on` wants capability 8.9."""
     with pytest.raises(RuntimeError, match="fp8e4nv not supported in this architecture"):
-        report(LAUNCHES, [f"={launch}"], [80])
+        report(LAUNCHES, ["=quantize_rows"], [80])

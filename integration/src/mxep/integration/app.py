@@ -7,25 +7,41 @@
 Exit codes: 0 done, 1 failed (one message on stderr; a failed rank's traceback is in the run folder), 130 stopped by
 Ctrl-C with a checkpoint to resume from.
 
-This module imports nothing heavy: Hydra answers a wrong command line first, then the ranks' fork server and this
-process import torch side by side.
+This module imports nothing heavy: a wrong command line is answered first, then the ranks' fork server and this process
+import torch side by side.
 """
 
 import atexit
+import contextlib
 import sys
 import tempfile
+from importlib.metadata import version
+from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from . import files
+from .prepare import prepare
 from .process import STOPPED, reports, start_fork_server, under_torchrun
 from .schema import configs_dir, register
 
 
 def main() -> None:
     """Run the command; ends the process with its exit code."""
+    if "--version" in sys.argv[1:]:
+        print(
+            ", ".join(f"{name} {version(package)}" for name, package in (("mxep", "mxep-integration"), ("torch",) * 2))
+        )
+        return
     register()
-    run = hydra.main(config_path=str(configs_dir()), config_name="config", version_base="1.3")(_job)
+    done: list[tuple[Path, list[str]]] = []
+
+    def job(raw: DictConfig) -> None:
+        _job(raw, done)
+
+    run = hydra.main(config_path=str(configs_dir()), config_name="config", version_base="1.3")(job)
     try:
         if reports():
             run()
@@ -36,16 +52,46 @@ def main() -> None:
     except KeyboardInterrupt:
         print("mxep: stopped before there was anything to save", file=sys.stderr)
         sys.exit(STOPPED)
+    finally:
+        if len(done) > 1 and reports():
+            from .report import show_sweep
+
+            show_sweep(done)
 
 
-def _job(raw: DictConfig) -> None:
-    """One composed config; `-m` calls it once for each."""
-    if not under_torchrun():
-        atexit.register(start_fork_server()._stop)  # waits for its end, so that the command leaves nothing behind
-    from .job import run_job
+def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
+    """One composed config; `-m` calls it once for each. done: gets the folder and overrides of those that end well."""
+    hydra_config = HydraConfig.get()
+    folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
+    try:
+        config, checkpoints = prepare(raw, overrides)
+        if reports() and config.task.name in ("train", "compare") and config.data.source == "text":
+            for note in files.notes(config.data):
+                print(f"mxep: data=text {note}", file=sys.stderr)
+        if not under_torchrun():
+            atexit.register(start_fork_server()._stop)  # waits for its end, so that the command leaves nothing behind
+        from .job import run_job
 
-    if code := run_job(raw):
+        code = run_job(config, checkpoints, folder)
+    except ValueError as error:  # a ConfigError, or of a bad checkpoint
+        code = 1
+        if reports():
+            print(f"mxep: {error}", file=sys.stderr)
+    if code:
+        _remove_empty(folder)
         sys.exit(code)
+    done.append((folder, overrides))
+
+
+def _remove_empty(folder: Path) -> None:
+    """A mistake leaves no run folder behind, nor those around it here: outputs/DATE."""
+    with contextlib.suppress(OSError):  # not empty: something ran
+        folder.rmdir()
+        here = Path.cwd()
+        for parent in folder.parents:
+            if here not in parent.parents:
+                break
+            parent.rmdir()
 
 
 if __name__ == "__main__":

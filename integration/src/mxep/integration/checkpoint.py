@@ -18,11 +18,8 @@ import dataclasses
 import json
 import math
 import os
-import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,24 +31,9 @@ from torch.distributed.tensor import DTensor
 from .collective import all_gather
 from .mesh import Mesh, local
 from .model import Transformer
+from .state import FORMAT, State, read_state, step_folder, steps
 
-FORMAT = 1
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
-
-
-@dataclass(frozen=True)
-class State:
-    """What a checkpoint has besides its tensors.
-
-    run: the recipe's name. step: steps done. config: the whole config, plain JSON values. digest: of the text.
-    metrics: one dict a step done.
-    """
-
-    run: str
-    step: int
-    config: dict[str, Any]
-    digest: str
-    metrics: list[dict[str, Any]]
 
 
 def save(folder: Path, state: State, *, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
@@ -83,14 +65,9 @@ def save(folder: Path, state: State, *, model: Transformer, optimizer: torch.opt
     os.rename(partial, target)
     for parent in (folder, folder.parent):
         _sync(parent)
-    for old in (replaced, *_steps(folder)):
+    for old in (replaced, *steps(folder)):
         if old != target:
             shutil.rmtree(old, ignore_errors=old == replaced)
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """The checkpoint of ``step`` in a run's ``folder``."""
-    return folder / f"step-{step:06d}"
 
 
 def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
@@ -108,39 +85,6 @@ def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer) 
             "step": step.clone(),
             **{key: moments[f"{moment}.{name}"] for moment, key in MOMENTS.items()},
         }
-
-
-def find(path: Path) -> dict[str, Path]:
-    """The newest checkpoint of each run, by name: of a run folder, or the one checkpoint that ``path`` itself is.
-
-    Raises ValueError where there is none.
-    """
-    if (path / "state.json").is_file():
-        return {read_state(path).run: path}
-    found = {folder.name: steps[-1] for folder in sorted(path.glob("*/")) if (steps := _steps(folder))}
-    if not found:
-        raise ValueError(f"no checkpoint in {path}: wanted a run folder or a step-N folder of one")
-    return found
-
-
-def read_state(folder: Path) -> State:
-    """What ``folder/step-N`` is. Raises ValueError where that cannot be read."""
-    try:
-        about = json.loads((folder / "state.json").read_text())
-        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        if (found := about.pop("format")) != FORMAT:
-            raise ValueError(f"format: got {found}, wanted {FORMAT}")
-        for key, kind in {"run": str, "step": int, "config": dict, "digest": str}.items():
-            if not isinstance(about[key], kind):
-                raise ValueError(f"{key}: got {about[key]!r}, wanted {kind.__name__}")
-        return State(**about, metrics=metrics)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} is not a checkpoint: {type(error).__name__}: {error}") from None
-
-
-def _steps(folder: Path) -> list[Path]:
-    found = (step for step in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", step.name))
-    return sorted(found, key=lambda step: int(step.name.removeprefix("step-")))
 
 
 def _sync(path: Path) -> None:

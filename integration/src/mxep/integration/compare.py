@@ -35,9 +35,10 @@ from torch.distributed.tensor import DTensor
 
 from mxep.gemm import Recipe
 
-from .config import make_recipe, to_json
+from .config import to_json
 from .data import read_text
 from .mesh import Mesh, local
+from .named import make_recipe
 from .progress import log_backend
 from .rank import Rank
 from .results import WIDTH, Section, provenance

@@ -5,7 +5,7 @@
         -> `resolve` -> Config, plain data, goes to the ranks
 
 Names (recipe, dispatcher, data source, task) pick from tables in code, so no config can make anything that mxep does
-not name.
+not name. Imports nothing heavy: a mistake is answered before torch is there. What names mean is in `named.py`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,30 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from mxep.comms import Capacity
-from mxep.ep import CASES, DISPATCHERS
-from mxep.gemm import BACKENDS, Recipe
-from mxep.quant import ScaleMode
-
+from . import files
 from .bench import BENCHES
-from .data import SOURCES
+from .process import count_gpus
 from .schema import Config
-from .verify_linear import LINEAR_CASES
+
+BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
+DISPATCHERS = ("local", "all_to_all", "symmetric", "nvshmem")
+MODES = ("floor", "ceil", "even", "rceil")
+RECIPES = ("bf16", "fp8", "mxfp8")
+CHANGES = ("e5m2", "32x32", "wgrad_bf16", "floor", "ceil", "even")  # of the last two recipes, as in mxfp8_e5m2
+CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:3] for recipe in RECIPES)
+LINEAR_CASES = tuple(f"{recipe}/linear" for recipe in RECIPES)
+TASKS = ("train", "compare", "verify", "bench")
+"""Tables that import torch have the same names; a test compares them."""
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
 """What `resume` takes from a checkpoint: names, numbers, and one path that is read, `data.path`. The command line says
@@ -39,31 +45,25 @@ everything else, above all what is written and where."""
 CHOICES = {
     "backend": ("auto", *BACKENDS),
     "bench.name": BENCHES,
-    "data.source": SOURCES,
+    "data.source": files.SOURCES,
     "dispatcher.name": DISPATCHERS,
     "dispatcher.capacity": ("worst_case", "exact", "factor"),
     "dispatcher.overflow": ("raise", "drop"),
     "parallel.device": ("auto", "cpu", "cuda"),
-    "recipe.mode": tuple(ScaleMode),
+    "recipe.mode": MODES,
     "recipe.weight_block": ("1x32", "32x32"),
     "recipe.wgrad": ("mx", "bf16"),
+    "task.name": TASKS,
 }
 """Key -> the values it may have, besides null where the schema allows that."""
 
 POSITIVE = (
-    *("parallel.ranks", "parallel.ep", "dispatcher.timeout", "optimizer.lr", "optimizer.clip"),
+    *("parallel.ranks", "parallel.ep", "dispatcher.timeout", "dispatcher.factor", "optimizer.lr", "optimizer.clip"),
     *("model.dim", "model.layers", "model.heads", "model.experts", "model.hidden_dim"),
     *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches"),
     *("verify.tokens", "verify.dim", "verify.hidden_dim", "verify.experts", "verify.top_k"),
 )
 NOT_NEGATIVE = ("train.skip_bad_steps", "train.checkpoint_every", "optimizer.warmup")
-
-DIVIDES = (
-    ("parallel.ep", "parallel.ranks"),
-    ("parallel.ranks", "data.batch"),
-    ("parallel.ep", "model.experts"),
-)
-"""(divisor, multiple)."""
 
 MX_ONLY = ("triton", "blackwell")
 """Backends that multiply MX operands alone."""
@@ -76,7 +76,7 @@ class ConfigError(ValueError):
 def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
     """What Hydra composed -> a checked Config. `ranks`: how many there are already, under torchrun.
 
-    Raises ConfigError with one line for the user.
+    Raises ConfigError with one line for the user, which has all that does not fit.
     """
     if missing := OmegaConf.missing_keys(raw):
         raise ConfigError(f"no value for {', '.join(sorted(missing))}: give it as {min(missing)}=...")
@@ -92,12 +92,9 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
         if (value := attrgetter(key)(config)) is not None and value not in choices:
             raise ConfigError(f"{key}: got {value!r}, wanted one of {', '.join(choices)}")
     _fill_parallel(config, ranks)
-    try:
-        complaint = next(_complaints(config), None)
-    except ValueError as error:  # of a Recipe or a Capacity
-        complaint = str(error)
-    if complaint is not None:
-        raise ConfigError(complaint)
+    for complaints in (_out_of_range, _complaints):
+        if found := "; ".join(complaints(config)):
+            raise ConfigError(found)
     return config
 
 
@@ -136,35 +133,6 @@ def to_json(config: Config) -> dict[str, Any]:
     return plain
 
 
-def make_recipe(config: Config) -> Recipe:
-    """The recipe that the config names, with its changes. Raises ValueError if there is none."""
-    changes = {key: value for key, value in dataclasses.asdict(config.recipe).items() if value is not None}
-    recipe = Recipe.named(changes.pop("name"))
-    changes.pop("linear", None)
-    if "mode" in changes:
-        changes["mode"] = ScaleMode(changes["mode"])
-    return dataclasses.replace(recipe, **changes)
-
-
-def linear_recipe(config: Config, recipe: Recipe) -> Recipe | None:
-    """The recipe of linears beside experts of `recipe`: None where they stay torch's, as they do in a bf16 baseline."""
-    name = config.recipe.linear
-    return Recipe.named(name) if name is not None and recipe == make_recipe(config) else None
-
-
-def recipes(config: Config) -> list[Recipe]:
-    """What task=train trains: bf16 first with train.compare, then the config's recipe."""
-    recipe = make_recipe(config)
-    return [Recipe.bf16(), recipe] if config.train.compare and recipe.scaling != "none" else [recipe]
-
-
-def make_capacity(config: Config) -> Capacity:
-    """The bound on a rank's rows."""
-    if config.dispatcher.capacity == "factor":
-        return Capacity.factor(config.dispatcher.factor, config.dispatcher.overflow)
-    return Capacity.exact() if config.dispatcher.capacity == "exact" else Capacity.worst_case()
-
-
 def sizes_on_host(config: Config) -> bool:
     """Whether a layer waits for the host to read how many rows there are."""
     loops = config.backend == "reference"
@@ -176,77 +144,89 @@ def _fill_parallel(config: Config, ranks: int | None) -> None:
     if ranks is not None:
         parallel.ranks = ranks
     elif parallel.ranks is None:
-        gpus = torch.cuda.device_count() if parallel.device != "cpu" and torch.cuda.is_available() else 0
-        parallel.ranks = gpus or 2
+        parallel.ranks = (count_gpus() if parallel.device != "cpu" else 0) or 2
     if parallel.ep is None:
         parallel.ep = 1 if config.dispatcher.name == "local" else parallel.ranks
 
 
+def _out_of_range(config: Config) -> Iterator[str]:
+    for key in POSITIVE:
+        if not (value := attrgetter(key)(config)) > 0:
+            yield f"{key} must be positive, got {value}"
+    for key in NOT_NEGATIVE:
+        if (value := attrgetter(key)(config)) is not None and value < 0:
+            yield f"{key} must be at least 0, got {value}"
+    for key, name in (("recipe", config.recipe.name), ("recipe.linear", config.recipe.linear)):
+        if name is None or re.fullmatch(rf"bf16|({'|'.join(RECIPES[1:])})(_({'|'.join(CHANGES)}))*", name):
+            continue
+        changes = ", ".join(f"_{change}" for change in CHANGES)
+        yield f"{key}: got {name!r}, want {', '.join(RECIPES)}; after fp8 and mxfp8 also {changes}"
+
+
 def _complaints(config: Config) -> Iterator[str]:
     """What does not fit; everything that a rank would trip over is caught here."""
-
-    def value(key: str) -> Any:
-        return attrgetter(key)(config)
-
-    model, path, recipe, capacity = config.model, config.data.path, make_recipe(config), make_capacity(config)
-    for key in POSITIVE:
-        if not value(key) > 0:
-            yield f"{key} must be positive, got {value(key)}"
-    for key in NOT_NEGATIVE:
-        if value(key) is not None and value(key) < 0:
-            yield f"{key} must be at least 0, got {value(key)}"
-    for divisor, multiple in DIVIDES:
-        if value(multiple) % value(divisor):
-            yield f"{multiple} must be a multiple of {value(divisor)} ({divisor}), got {value(multiple)}"
+    model, path, scaled = config.model, config.data.path, config.recipe.name.startswith("mx")
+    ranks, ep = config.ranks, config.ep
+    if ranks % ep:
+        cure = f"parallel.ep={math.gcd(ranks, ep)} or parallel.ranks={ep * (ranks // ep + 1)}"
+        yield f"parallel.ranks must be a multiple of {ep} (parallel.ep), got {ranks}: try {cure}"
+    elif model.experts % ep:
+        cure = f"parallel.ep={math.gcd(ranks, model.experts)} or model.experts={ep * (model.experts // ep + 1)}"
+        yield f"model.experts must be a multiple of {ep} (parallel.ep), got {model.experts}: try {cure}"
+    if config.data.batch % ranks:
+        cure = f"data.batch={ranks * (config.data.batch // ranks + 1)}"
+        yield f"data.batch must be a multiple of {ranks} (parallel.ranks), got {config.data.batch}: try {cure}"
     if model.dim % (2 * model.heads):
         yield f"model.dim must be a multiple of {2 * model.heads} (twice model.heads), got {model.dim}"
     if not 1 <= model.top_k <= model.experts:
         yield f"model.top_k must lie in 1..{model.experts} (model.experts), got {model.top_k}"
-    if recipe.scaling == "mx" and (model.dim % 32 or model.hidden_dim % 32):
+    if scaled and (model.dim % 32 or model.hidden_dim % 32):
         sizes = f"{model.dim} and {model.hidden_dim}"
-        yield f"recipe {recipe.name} wants model.dim and model.hidden_dim in 32s, got {sizes}"
-    linear = linear_recipe(config, recipe)
-    if linear is not None and model.dim % linear.group_alignment:
-        yield f"recipe.linear={linear.name} wants model.dim in {linear.group_alignment}s, got {model.dim}"
+        yield f"recipe {config.recipe.name} wants model.dim and model.hidden_dim in 32s, got {sizes}"
+    linear = config.recipe.linear or "bf16"
+    multiple = {"mxfp8": 32, "fp8": 16}.get(linear.partition("_")[0], 1)
+    if model.dim % multiple:
+        yield f"recipe.linear={linear} wants model.dim in {multiple}s, got {model.dim}"
     if config.dispatcher.overflow == "drop" and config.dispatcher.capacity != "factor":
-        yield f"dispatcher.overflow=drop: nothing overflows {capacity.kind}; wanted dispatcher.capacity=factor"
-    if config.dispatcher.name == "local" and config.ep != 1:
-        yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {config.ep}"
-    if config.dispatcher.name == "nvshmem" and config.ep != config.ranks:
-        yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {config.ranks}, got {config.ep}"
+        capacity = config.dispatcher.capacity
+        yield f"dispatcher.overflow=drop: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
+    if config.dispatcher.name == "local" and ep != 1:
+        yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}"
+    if config.dispatcher.name == "nvshmem" and ep != ranks:
+        yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
     if config.train.graph and sizes_on_host(config):
         yield "train.graph=true: the host must read no sizes, but with all_to_all, exact capacity or reference it does"
     if config.data.source == "text" and path is None:
         yield "data.source=text wants data.path, a file or a folder"
-    if path is not None and not Path(path).exists():
+    elif path is not None and not Path(path).exists():
         yield f"data.path: no such file or folder: {path}"
+    elif config.task.name in ("train", "compare") and (complaint := files.complaint(config.data)):
+        yield complaint
     for case in config.verify.cases or ():
         if case not in (*CASES, *LINEAR_CASES):
             yield f"verify.cases: got {case!r}, wanted one of {', '.join((*CASES, *LINEAR_CASES))}"
     for key in ("bench.out", "compare.out", "verify.out"):
-        if value(key) is not None and not Path(value(key)).absolute().parent.is_dir():
-            yield f"{key}: no such folder: {Path(value(key)).parent}"
+        if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
+            yield f"{key}: no such folder: {Path(file).parent}"
     if config.task.name == "compare":
         seeds = config.compare.seeds
-        if recipe.scaling == "none":
+        if config.recipe.name == "bf16":
             yield "task=compare compares a recipe with bf16: recipe must be another one"
         if len(set(seeds)) < max(2, len(seeds)):
             yield f"compare.seeds: got {seeds}, wanted two or more that differ: noise is what lies between them"
         if config.resume is not None:
             yield "task=compare starts anew: resume must be null"
-    names = [one.name for one in _multiplied(config) if one.scaling != "mx"]
+    names = [name for name in _multiplied(config) if not name.startswith("mx")]
     if config.backend in MX_ONLY and names:
-        wanted = "train.compare=false" if config.task.name == "train" and recipe.scaling == "mx" else "another backend"
+        wanted = "train.compare=false" if config.task.name == "train" and scaled else "another backend"
         yield f"backend={config.backend} multiplies MX operands alone, and {names[0]} has none; wanted {wanted}"
 
 
-def _multiplied(config: Config) -> list[Recipe]:
-    """The recipes whose products `backend` computes in this task."""
+def _multiplied(config: Config) -> list[str]:
+    """Names of the recipes whose products `backend` computes in this task."""
     if config.task.name == "verify":
-        named = {name: case.recipe for name, case in CASES.items()} | LINEAR_CASES
-        return [Recipe.named(named[name]) for name in config.verify.cases or named]
-    linear = linear_recipe(config, make_recipe(config))
-    linears = [] if linear is None else [linear]
-    if config.task.name == "compare":
-        return [Recipe.bf16(), make_recipe(config), *linears]
-    return [*recipes(config), *linears] if config.task.name == "train" else []
+        return [name.partition("/")[0] for name in config.verify.cases or (*CASES, *LINEAR_CASES)]
+    if config.task.name == "bench":
+        return []
+    compared = config.task.name == "compare" or config.train.compare
+    return [*(["bf16"] if compared else []), config.recipe.name, *filter(None, [config.recipe.linear])]

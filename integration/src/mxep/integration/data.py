@@ -11,21 +11,16 @@ B sequences a step over all ranks, b = B / ranks of them here, S bytes a sequenc
 from __future__ import annotations
 
 import hashlib
-import sysconfig
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .files import CHUNK, HELD_OUT, least_bytes, read
 from .schema import DataConfig
 
 VOCABULARY = 256
-CHUNK = 1 << 16
-HELD_OUT = 16  # every 16th chunk
-NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-SUFFIXES = {".py", ".pyi", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".rs", ".json", ".yaml", ".toml", ".html", ".tex"}
 
 
 @dataclass(frozen=True)
@@ -45,11 +40,10 @@ class Text:
 
 def read_text(config: DataConfig) -> Text:
     """The text that ``config`` names. Raises ValueError if it is too short."""
-    name, raw = SOURCES[config.source](config)
-    length = config.length
+    name, raw = read(config)
+    if len(raw) < (least := least_bytes(config.length)):
+        raise ValueError(f"{name}: got {len(raw)} bytes, wanted at least {least} for data.length={config.length}")
     size = min(CHUNK, len(raw) // HELD_OUT)
-    if size < 2 * (length + 1):
-        raise ValueError(f"{name}: got {len(raw)} bytes, wanted at least {2 * (length + 1) * HELD_OUT}")
     text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     chunks = text.split(size)
     held_out = chunks[HELD_OUT - 1 :: HELD_OUT]
@@ -69,32 +63,3 @@ def make_batch(
     here = starts.view(ranks, -1)[rank]
     window = text[here[:, None] + torch.arange(length + 1)].long()
     return window[:, :-1], window[:, 1:]
-
-
-def _stdlib(config: DataConfig) -> tuple[str, bytes]:
-    folder = Path(sysconfig.get_path("stdlib"))
-    return f"the standard library in {folder}", _read(sorted(folder.rglob("*.py")), folder, config.max_bytes)
-
-
-def _files(config: DataConfig) -> tuple[str, bytes]:
-    assert config.path is not None, "resolve() has checked it"
-    root = Path(config.path)
-    if root.is_file():
-        return config.path, _read([root], root.parent, config.max_bytes)
-    files = sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES)
-    return config.path, _read(files, root, config.max_bytes)
-
-
-def _read(files: list[Path], root: Path, max_bytes: int) -> bytes:
-    """The files one after the other, without tests and installed packages, up to ``max_bytes``."""
-    payload: list[bytes] = []
-    left = max_bytes
-    for file in files:
-        if left > 0 and file.is_file() and not NOT_TEXT.intersection(file.relative_to(root).parts[:-1]):
-            with file.open("rb") as stream:
-                payload.append(stream.read(left))
-            left -= len(payload[-1])
-    return b"".join(payload)
-
-
-SOURCES = {"stdlib": _stdlib, "text": _files}

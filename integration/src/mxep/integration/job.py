@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -13,60 +13,70 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from rich.console import Console
 
-from . import checkpoint, compare, report
+from . import compare, files, report
 from .bench import ON_RANKS, PICTURES, run
-from .config import RESTORED, ConfigError, override_key, resolve, restore, to_json
+from .config import RESTORED, ConfigError, override_key, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
+from .named import recipes
 from .process import STOPPED, reports, under_torchrun
 from .results import write
-from .schema import BenchConfig, CompareConfig, Config, RecipeConfig, VerifyConfig
+from .schema import BenchConfig, CompareConfig, Config, VerifyConfig
+from .state import find, read_state
 from .train import Outcome, train
 from .verify import Verification, verify
 
 
-def run_job(raw: DictConfig) -> int:
-    """Run what Hydra composed and return the exit code; anything wrong ends in one message on stderr."""
-    hydra_config = HydraConfig.get()
-    folder = Path(hydra_config.runtime.output_dir)
+def run_job(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
+    """Run what `prepare` made and return the exit code; what goes wrong ends in one message on stderr.
+
+    Raises ValueError before anything ran, and with nothing in ``folder``, for mistakes that only torch can tell.
+    """
+    checkpoints = _check(config, checkpoints)
+    if reports():
+        OmegaConf.save(OmegaConf.create(to_json(config)), folder / "config.yaml")
     try:
-        config, checkpoints = prepare(raw, list(hydra_config.overrides.task))
-        if reports():
-            OmegaConf.save(OmegaConf.create(to_json(config)), folder / "config.yaml")
         return TASKS[config.task.name](config, folder, checkpoints)
-    except ConfigError as error:
-        return _failed(str(error)) if reports() else 1
     except RanksFailed as error:
         (folder / "error.txt").write_text(f"{error}\n")
-        return _failed(f"{error.first}\n(the whole story: {_short(folder / 'error.txt')})")
+        story = f"\n(the whole story: {_short(folder / 'error.txt')})"
+        return _failed(f"{error.first}{story}{_how_to_resume(config, folder)}")
     except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
-        return _failed(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return _failed(message + _how_to_resume(config, folder)) if reports() else 1
 
 
-def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
-    """The config to run, and the checkpoint folder of each run to start from.
+def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
+    """The checkpoint of each run to start from, by the run's name. Raises ValueError for what does not fit."""
+    names = [recipe.name for recipe in recipes(config)]
+    if config.task.name == "bench":
+        run.check(config.bench)
+    if config.task.name != "train" or config.resume is None:
+        return {}
+    if str(Path(config.resume).resolve()) in checkpoints.values():  # one run goes on, whatever it is called now
+        checkpoints = dict.fromkeys(names, *checkpoints.values())
+    if not checkpoints.keys() & set(names):
+        raise ConfigError(
+            f"resume: {config.resume} has no checkpoint of {', '.join(names)}, only of {', '.join(checkpoints)}"
+        )
+    if reports():
+        for name in checkpoints.keys() & set(names):
+            _say_what_changed(name, Path(checkpoints[name]), config)
+    return checkpoints
 
-    A resumed job takes from its checkpoint what `restore` says, except for ``overrides``. Raises ConfigError, or
-    ValueError for a bad checkpoint.
-    """
-    checkpoints: dict[str, Path] = {}
-    if raw.resume is not None:
-        path = Path(raw.resume)
-        if not path.exists():
-            raise ConfigError(f"resume: no such file or folder: {path}")
-        checkpoints = checkpoint.find(path)
-        state = checkpoint.read_state(next(iter(checkpoints.values())))
-        raw = restore(raw, state.config, overrides)
-        if path in checkpoints.values():  # one run alone, no comparison
-            raw.train.compare = False
-            if state.run == "bf16":
-                raw.recipe = RecipeConfig("bf16", mode=None, weight_block=None, wgrad=None, linear=None)
-    config = resolve(raw, ranks=int(os.environ["WORLD_SIZE"]) if under_torchrun() else None)
-    if config.task.name not in TASKS:
-        raise ConfigError(f"task.name: got {config.task.name!r}, wanted one of {', '.join(TASKS)}")
-    return config, {run: str(step.resolve()) for run, step in checkpoints.items()}
+
+def _say_what_changed(name: str, folder: Path, config: Config) -> None:
+    """A line if run ``name`` goes on from another recipe, and one if with another text."""
+    state, begin = read_state(folder), f"mxep: {name} goes on from {_short(folder)}"
+    if state.run != name:
+        print(f"{begin}: weights and moments of {state.run}, step {state.step}", file=sys.stderr)
+    if to_json(config)["data"] == state.config.get("data"):
+        return  # where a text that has changed under its name is refused
+    source, text = files.read(config.data)
+    if hashlib.sha256(text).hexdigest() != state.digest:
+        print(f"{begin} with another text: {source}", file=sys.stderr)
 
 
 def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
@@ -100,7 +110,6 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     if config.bench.name in ON_RANKS:
-        run.check(config.bench)
         results = _on_ranks(run.run_on_rank, (config.bench, config.seed), config, device=config.bench.device)
     else:
         results = run.run(config.bench, config.seed, Console(stderr=True, quiet=not reports()))
@@ -134,13 +143,13 @@ def _finish(
     Returns the exit code: 1 if some of them failed.
     """
     if reports():
-        files = [file, *([Path(section.out)] if section.out else [])]
-        write(results.to_json(shlex.join(["mxep", *sys.argv[1:]]), section.commit), files)
+        written = [file, *([Path(section.out)] if section.out else [])]
+        write(results.to_json(shlex.join(["mxep", *sys.argv[1:]]), section.commit), written)
         results.show(Console())
         if isinstance(section, BenchConfig) and section.picture:
-            files.append(Path(section.picture))
-            importlib.import_module(PICTURES[section.name]).draw(json.loads(file.read_text()), files[-1])
-        print(f"results: {', '.join(map(_short, files))}")
+            written.append(Path(section.picture))
+            importlib.import_module(PICTURES[section.name]).draw(json.loads(file.read_text()), written[-1])
+        print(f"results: {', '.join(map(_short, written))}")
         if results.failed:
             print(f"mxep: {results.failed} of {len(results.lines)} {things} failed", file=sys.stderr)
     return 1 if results.failed else 0
@@ -151,6 +160,17 @@ def _resume_command(folder: Path) -> str:
     overrides = HydraConfig.get().overrides.task
     repeated = [one for one in overrides if override_key(one).split(".")[0] not in (*RESTORED, "resume")]
     return shlex.join(["mxep", f"resume={_short(folder)}", *repeated])
+
+
+def _how_to_resume(config: Config, folder: Path) -> str:
+    """A line, if the run that failed left a checkpoint."""
+    if config.task.name != "train":
+        return ""
+    try:
+        step = list(find(folder).values())[-1]
+    except ValueError:
+        return ""
+    return f"\ngo on from {_short(step)} with: {_resume_command(folder)}"
 
 
 def _failed(message: str) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from .results import Section
 from .train import Outcome, Run
@@ -89,6 +91,30 @@ def show(summary: dict[str, Any], console: Console) -> None:
         # Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a deviation of 0.025.
         note = "Rounding alone moves the loss of so short a run by a few hundredths, either way."
         console.print(note, highlight=False)
+
+
+def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | None = None) -> None:
+    """One table of all jobs of a sweep: what each set, and the losses of those that trained.
+
+    jobs: the folder of each, and its overrides.
+    """
+    common = set.intersection(*(set(overrides) for _, overrides in jobs))
+    table = Table(title="Sweep: loss in nats a byte", title_justify="left", box=None, pad_edge=False)
+    for name in ("job", "run"):
+        table.add_column(name, overflow="fold")
+    for name in ("held-out", "training", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for folder, overrides in jobs:
+        label = f"{folder.name}: {' '.join(each for each in overrides if each not in common)}"
+        file = folder / "summary.json"
+        for run in json.loads(file.read_text())["runs"] if file.exists() else [None]:
+            losses = [] if run is None else [_number(run["valid_loss"]), f"{run['train_loss']:.4f}"]
+            cells = ["done"] if run is None else [run["name"], *losses, f"{run['tokens_per_s']:,.0f}"]
+            table.add_row(label, *cells)
+            label = ""
+    console = console or Console()
+    console.print(table, markup=False)
+    console.print(f"sweep folder: {jobs[0][0].parent}", soft_wrap=True, highlight=False)
 
 
 def _summarize(run: Run) -> dict[str, Any]:

@@ -34,14 +34,16 @@ from mxep.gemm import Recipe
 
 from . import checkpoint
 from .collective import all_gather
-from .config import ConfigError, linear_recipe, make_capacity, recipes, sizes_on_host, to_json
+from .config import ConfigError, sizes_on_host, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed
 from .mesh import Gradients, Mesh
 from .model import Transformer
+from .named import linear_recipe, make_capacity, recipes
 from .progress import log_backend, progress
 from .rank import Rank
 from .schema import Config, OptimizerConfig
+from .state import State, read_state, step_folder
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ class Trainer:
         self.metrics: list[dict[str, Any]] = []
 
     def load(self, folder: Path) -> None:
-        """Go on from the checkpoint ``folder``. Raises ValueError if it, or the text, does not fit."""
-        state = checkpoint.read_state(folder)
+        """Go on from the checkpoint ``folder``. Raises ValueError if it does not fit, or its text has changed."""
+        state = read_state(folder)
         same_data = state.config.get("data") == dataclasses.asdict(self.config.data)
         if same_data and state.digest != self.text.digest:
             raise ConfigError(
@@ -280,12 +282,12 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint of the steps done so far. Raises FloatingPointError, on all ranks, if it would hold a NaN."""
-        state = checkpoint.State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
+        state = State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
         checkpoint.save(self.folder / self.name, state, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
         self.saved = self._checkpoint()
 
     def _checkpoint(self) -> Path:
-        return checkpoint.step_folder(self.folder / self.name, self.step)
+        return step_folder(self.folder / self.name, self.step)
 
     def _metrics_file(self) -> TextIO:
         """metrics.jsonl of the run folder, with what a resumed run did before; no file on ranks above 0."""

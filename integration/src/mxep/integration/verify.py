@@ -60,6 +60,11 @@ class Check:
     def passed(self) -> bool:
         return self.snr >= self.threshold
 
+    @property
+    def spare(self) -> float:
+        """dB over the threshold; a NaN has the least of all."""
+        return -math.inf if math.isnan(self.snr) else self.snr - self.threshold
+
 
 @dataclass(frozen=True)
 class Result:
@@ -110,22 +115,27 @@ class Verification:
         }
 
     def show(self, console: Console) -> None:
-        """Tables of all cases: signal to noise over its bound, of the worst rank."""
-        for names, results in itertools.groupby(self.lines, lambda result: [check.name for check in result.checks]):
-            self._show(console, names, results)
+        """Tables of all cases, SNR and the least margin of any tensor; then a line for each check that failed."""
+        console.print("SNR (dB) against dense fp32, worst rank; margin: least dB over a bound")
+        for names, lines in itertools.groupby(self.lines, lambda result: [check.name for check in result.checks]):
+            self._show(console, names, lines)
+        for result in self.lines:
+            for check in result.checks:
+                if not check.passed:
+                    got = f"{check.snr:.2f} dB on rank {check.rank}, wanted {check.threshold:.2f}"
+                    console.print(f"{result.case}: {check.name}: {got}", highlight=False, soft_wrap=True)
 
-    def _show(self, console: Console, names: Iterable[str], results: Iterable[Result]) -> None:
-        table = Table(title="Against dense fp32: SNR, its bound (dB) and worst rank", title_justify="left")
-        table.add_column("case")
+    def _show(self, console: Console, names: Iterable[str], lines: Iterable[Result]) -> None:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("case", no_wrap=True)
         for name in names:
-            table.add_column(name, justify="right")
-        table.add_column("")
-        for result in results:
-            cells = [
-                f"[{'default' if check.passed else 'red'}]{check.snr:.2f} [dim]≥ {check.threshold:.2f} r{check.rank}"
-                for check in result.checks
-            ]
-            table.add_row(result.case, *cells, "[green]pass" if result.passed else "[red]FAIL")
+            table.add_column(name.removesuffix("_proj"), justify="right", no_wrap=True)
+        table.add_column("margin", justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        for result in lines:
+            cells = [f"[{'default' if check.passed else 'red'}]{check.snr:.1f}" for check in result.checks]
+            margin = min(check.spare for check in result.checks)
+            table.add_row(result.case, *cells, f"{margin:+.1f}", "[green]pass" if result.passed else "[red]FAIL")
         console.print(table)
 
 
@@ -228,9 +238,5 @@ def _experts_of(rank: int, num_local: int) -> slice:
 
 
 def _worst(name: str, own: list[Check]) -> Result:
-    """Of every check the rank with the least to spare. A NaN counts as the least of all. Collective."""
-
-    def spare(check: Check) -> float:
-        return -math.inf if math.isnan(check.snr) else check.snr - check.threshold
-
-    return Result(name, [min(checks, key=spare) for checks in zip(*all_gather(own))])
+    """Of every check the rank with the least to spare. Collective."""
+    return Result(name, [min(checks, key=lambda check: check.spare) for checks in zip(*all_gather(own))])

@@ -25,5 +25,8 @@ BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", 
 ON_RANKS = ("comms", "layer", "model")
 """Those that run on all ranks."""
 
+ON_CPU = ("gemm", "comms", "layer")
+"""Those that a CPU can try."""
+
 PICTURES = dict.fromkeys(("gemm", "comms", "layer"), "mxep.integration.bench.picture")
 """Name in the config -> module with `draw(results, file)`."""

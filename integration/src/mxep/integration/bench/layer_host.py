@@ -8,7 +8,7 @@
     ops           operators called, those within others included
 
 The GPU is nearly idle, so what is timed is the host alone, but where sizes are read from the device (all_to_all, the
-baseline). Counts are the profiler's and the allocator's, of other calls than those that are timed. On a CPU the
+baseline). Counts are the profiler's and the allocator's, each of one call that is not timed. On a CPU the
 operators' own work is in the figures, so they say nothing.
 """
 
@@ -35,7 +35,6 @@ from .run import Bench
 
 NAMES = (BASELINE, "bf16/symmetric", "fp8/symmetric", MX, "mxfp8/all_to_all", "mxfp8/local")
 PRODUCT = "grouped_mm mxfp8, bf16 a"
-COUNTED = 3  # calls
 
 Calls = tuple[Call, Call, Call]
 """Forward, forward and backward, check."""
@@ -102,7 +101,7 @@ def _product(bench: Bench, shape: Shape, name: str, opened: ExitStack) -> Calls:
 def counts(call: Callable[[], object], device: torch.device) -> Row:
     """Of one call; allocations on a GPU only. Collective, if the call is."""
     cuda = device.type == "cuda"
-    events = profiled(call, COUNTED, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
+    events = profiled(call, 1, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
     launched = [
         each.device_type == DeviceType.CUDA and not getattr(each, "is_user_annotation", False) for each in events
     ]
@@ -110,7 +109,7 @@ def counts(call: Callable[[], object], device: torch.device) -> Row:
         each.device_type == DeviceType.CPU and "::" in each.name and not each.name.startswith("autograd::")
         for each in events
     ]
-    row: Row = {"launches": sum(launched) / COUNTED, "ops": sum(ops) / COUNTED}
+    row: Row = {"launches": sum(launched), "ops": sum(ops)}
     if cuda:
         before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
         call()

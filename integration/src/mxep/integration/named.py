@@ -1,0 +1,40 @@
+"""What the names of a checked Config mean: its recipes and its capacity."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mxep.comms import Capacity
+from mxep.gemm import Recipe
+from mxep.quant import ScaleMode
+
+from .schema import Config
+
+
+def make_recipe(config: Config) -> Recipe:
+    """The recipe that the config names, with its changes. Raises ValueError if there is none."""
+    changes = {key: value for key, value in dataclasses.asdict(config.recipe).items() if value is not None}
+    recipe = Recipe.named(changes.pop("name"))
+    changes.pop("linear", None)
+    if "mode" in changes:
+        changes["mode"] = ScaleMode(changes["mode"])
+    return dataclasses.replace(recipe, **changes)
+
+
+def linear_recipe(config: Config, recipe: Recipe) -> Recipe | None:
+    """The recipe of linears beside experts of `recipe`: None where they stay torch's, as they do in a bf16 baseline."""
+    name = config.recipe.linear
+    return Recipe.named(name) if name is not None and recipe == make_recipe(config) else None
+
+
+def recipes(config: Config) -> list[Recipe]:
+    """What task=train trains: bf16 first with train.compare, then the config's recipe."""
+    recipe = make_recipe(config)
+    return [Recipe.bf16(), recipe] if config.train.compare and recipe.scaling != "none" else [recipe]
+
+
+def make_capacity(config: Config) -> Capacity:
+    """The bound on a rank's rows."""
+    if config.dispatcher.capacity == "factor":
+        return Capacity.factor(config.dispatcher.factor, config.dispatcher.overflow)
+    return Capacity.exact() if config.dispatcher.capacity == "exact" else Capacity.worst_case()

@@ -1,0 +1,72 @@
+"""From a command line to a job: a checked Config, and the checkpoints to start from.
+
+Imports nothing heavy: a mistake is answered before torch is there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from .bench import ON_CPU
+from .config import ConfigError, override_key, resolve, restore
+from .process import count_gpus, under_torchrun
+from .schema import Config, RecipeConfig
+from .state import find, read_state
+
+
+def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
+    """The config to run, and the checkpoint folder of each run to start from.
+
+    A resumed job takes from its checkpoint what `restore` says, except for ``overrides``. Raises ConfigError, or
+    ValueError for a bad checkpoint.
+    """
+    given = {override_key(override) for override in overrides}
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+    _fit_bench_to_cpu(raw, given)
+    if raw.resume is None:
+        config = resolve(raw, ranks=ranks)
+        checkpoints: dict[str, str] = {}
+    else:
+        config, checkpoints = _resume(raw, overrides, given, ranks)
+    bench = config.bench
+    if config.task.name == "bench" and bench.device != "cuda" and bench.name not in ON_CPU:
+        raise ConfigError(f"bench.device: got {bench.device!r}, and bench={bench.name} measures CUDA devices alone")
+    if config.task.name == "bench" and bench.device == "cuda" and not count_gpus():
+        cure = "; bench.device=cpu tries small shapes without one" if bench.name in ON_CPU else ""
+        raise ConfigError(f"bench={bench.name} needs a CUDA device, and there is none here{cure}")
+    return config, checkpoints
+
+
+def _fit_bench_to_cpu(raw: DictConfig, given: set[str]) -> None:
+    """On a CPU a bench has shapes and a backend of its own, but for those that the command line names."""
+    if raw.bench.device != "cpu":
+        return
+    if raw.bench.backend is not None and "bench.backend" not in given:
+        raw.bench.backend = "reference"
+    if raw.bench.cpu_shapes and "bench.shapes" not in given:
+        named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
+        raw.bench.shapes = {**raw.bench.cpu_shapes, **named}
+
+
+def _resume(raw: DictConfig, overrides: list[str], given: set[str], ranks: int | None) -> tuple[Config, dict[str, str]]:
+    path = Path(raw.resume)
+    if not path.exists():
+        raise ConfigError(f"resume: no such file or folder: {path}")
+    checkpoints = find(path)
+    state = read_state(next(iter(checkpoints.values())))
+    raw = restore(raw, state.config, overrides)
+    if path in checkpoints.values():  # one run alone, no comparison
+        raw.train.compare = False
+        if state.run == "bf16" and not any(key.partition(".")[0] == "recipe" for key in given):
+            raw.recipe = RecipeConfig("bf16", mode=None, weight_block=None, wgrad=None, linear=None)
+    elif (wanted := dict(raw.recipe)) != (trained := state.config["recipe"]):
+        changed = ", ".join(f"recipe.{key}={wanted[key]}" for key in wanted if wanted[key] != trained[key])
+        step = checkpoints.get(trained["name"], next(reversed(checkpoints.values())))
+        raise ConfigError(
+            f"resume: {path} trained {trained['name']}, and {changed} is another recipe: leave it out, or go on from "
+            f"the weights of one run with resume={step}"
+        )
+    return resolve(raw, ranks=ranks), {run: str(step.resolve()) for run, step in checkpoints.items()}

@@ -1,0 +1,65 @@
+"""What a checkpoint says of itself, and where the newest one is. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint has besides its tensors.
+
+    run: the recipe's name. step: steps done. config: the whole config, plain JSON values. digest: of the text.
+    metrics: one dict a step done.
+    """
+
+    run: str
+    step: int
+    config: dict[str, Any]
+    digest: str
+    metrics: list[dict[str, Any]]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The checkpoint of ``step`` in a run's ``folder``."""
+    return folder / f"step-{step:06d}"
+
+
+def find(path: Path) -> dict[str, Path]:
+    """The newest checkpoint of each run, by name: of a run folder, or the one checkpoint that ``path`` itself is.
+
+    Raises ValueError where there is none.
+    """
+    if (path / "state.json").is_file():
+        return {read_state(path).run: path}
+    found = {folder.name: made[-1] for folder in sorted(path.glob("*/")) if (made := steps(folder))}
+    if not found:
+        raise ValueError(f"no checkpoint in {path}: wanted a run folder or a step-N folder of one")
+    return found
+
+
+def read_state(folder: Path) -> State:
+    """What ``folder/step-N`` is. Raises ValueError where that cannot be read."""
+    try:
+        about = json.loads((folder / "state.json").read_text())
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        if (found := about.pop("format")) != FORMAT:
+            raise ValueError(f"format: got {found}, wanted {FORMAT}")
+        for key, kind in {"run": str, "step": int, "config": dict, "digest": str}.items():
+            if not isinstance(about[key], kind):
+                raise ValueError(f"{key}: got {about[key]!r}, wanted {kind.__name__}")
+        return State(**about, metrics=metrics)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is not a checkpoint: {type(error).__name__}: {error}") from None
+
+
+def steps(folder: Path) -> list[Path]:
+    """The checkpoints of a run's ``folder``, the oldest first."""
+    found = (step for step in folder.glob("step-*") if re.fullmatch(r"step-\d{6,}", step.name))
+    return sorted(found, key=lambda step: int(step.name.removeprefix("step-")))

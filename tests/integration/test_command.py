@@ -1,0 +1,203 @@
+"""The command line: what it says of itself, how soon a mistake is told, and that a mistake leaves nothing behind."""
+
+import importlib.metadata
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+
+from mxep import ep, gemm, quant
+from mxep.integration import config as names
+from mxep.integration import files, job
+from mxep.integration.prepare import prepare
+from mxep.integration.report import show_sweep
+from mxep.integration.schema import Config, DataConfig, configs_dir, register
+from mxep.integration.verify import Check, Result, Verification
+
+TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # whoever imports it fails
+from mxep.integration.app import main
+main()
+"""
+
+
+def alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own that cannot import torch, in `folder`."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["parallel.ranks=3"], "model.experts must be a multiple of 3 (parallel.ep), got 8: try parallel.ep=1 or "),
+        (["recipe.name=mxfp8_up"], "recipe: got 'mxfp8_up', want bf16, fp8, mxfp8"),
+        (["task=bench", "bench=layer"], "needs a CUDA device, and there is none here; bench.device=cpu tries"),
+        (["task=bench", "bench=quant", "bench.device=cpu"], "bench=quant measures CUDA devices alone"),
+        (["data=text", "data.path=."], "data.path: no file in . ends in any of .c, "),
+        (["resume=."], "no checkpoint in .: wanted a run folder"),
+        (["-m", "seed=0,1", "train.steps=0"], "train.steps must be positive, got 0"),
+    ],
+)
+def test_a_mistake_is_told_before_torch_is_imported_and_leaves_no_folder(
+    tmp_path: Path, arguments: list[str], message: str
+):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    finished = alone(tmp_path, *arguments)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert finished.returncode == 1
+    assert message in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert not (tmp_path / "outputs").exists()
+    assert after.ru_utime - before.ru_utime < 2  # seconds of a core, whatever else runs here
+
+
+def test_help_names_every_group_and_choice(tmp_path: Path):
+    said = alone(tmp_path, "--help").stdout
+    groups = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in configs_dir().glob("*/")}
+    assert len(groups) == 8
+    for group, choices in groups.items():
+        (line,) = re.findall(rf"^ +{group} +(.*)$", said, re.MULTILINE)
+        assert all(re.search(rf"\b{choice}\b", line) for choice in choices), line
+    assert all(len(line) <= 120 for line in said.splitlines())
+
+
+def test_version_is_that_of_the_distribution(tmp_path: Path):
+    wanted = f"mxep {importlib.metadata.version('mxep-integration')}, torch {importlib.metadata.version('torch')}"
+    assert alone(tmp_path, "--version").stdout.strip() == wanted
+
+
+def test_names_known_without_torch_are_those_of_the_tables():
+    assert tuple(gemm.BACKENDS) == names.BACKENDS
+    assert ep.DISPATCHERS == names.DISPATCHERS
+    assert set(quant.ScaleMode) == set(names.MODES)
+    assert tuple(ep.CASES) == names.CASES
+    assert tuple(job.TASKS) == names.TASKS
+    for base in names.RECIPES[1:]:
+        for change in names.CHANGES:
+            if (base, change) != ("fp8", "32x32"):
+                gemm.Recipe.named(f"{base}_{change}")
+    with pytest.raises(ValueError, match=re.escape(", ".join(f"_{change}" for change in names.CHANGES))):
+        gemm.Recipe.named("bf16_e5m2")
+
+
+def prepared(*overrides: str) -> Config:
+    register()
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        return prepare(compose("config", list(overrides)), list(overrides))[0]
+
+
+@pytest.mark.parametrize("bench", ["gemm", "comms", "layer"])
+def test_on_a_cpu_a_bench_has_small_shapes_and_those_that_the_command_line_names(bench: str):
+    on_cpu = prepared("task=bench", f"bench={bench}", "bench.device=cpu").bench
+    assert on_cpu.shapes == on_cpu.cpu_shapes
+    assert max(size for shapes in on_cpu.shapes.values() for shape in shapes for size in shape) <= 512
+    kind = next(iter(on_cpu.shapes))
+    plus = "+" if kind == "small" else ""
+    named = prepared("task=bench", f"bench={bench}", "bench.device=cpu", f"{plus}bench.shapes.{kind}=[[1,2]]").bench
+    assert named.shapes == on_cpu.shapes | {kind: [[1, 2]]}
+    job.run.check(on_cpu)
+
+
+def test_a_table_of_verification_fits_80_columns_and_names_what_failed(make_config: Callable[..., Config], capsys):
+    checks = ("out", "dx", "d_weights", "d_gate_up_proj", "d_down_proj")
+    good = [Check(name, 55.25, 45.0, 1) for name in checks]
+    lines = [Result(case, good) for case in names.CASES]
+    lines.append(Result("mxfp8/symmetric", [*good[:-1], Check("d_down_proj", float("nan"), 45.0, 3)]))
+    Verification(lines, make_config()).show(Console(width=80))
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert "…" not in out
+    assert len(re.findall(r"\+10\.2 +pass$", out, re.MULTILINE)) == len(names.CASES)
+    assert "mxfp8/symmetric: d_down_proj: nan dB on rank 3, wanted 45.00" in out
+
+
+def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys):
+    for index, loss in enumerate((1.5, 2.5)):
+        (tmp_path / str(index)).mkdir()
+        run = f'{{"name": "bf16", "valid_loss": {loss}, "train_loss": 2.0, "tokens_per_s": 1234.0}}'
+        (tmp_path / str(index) / "summary.json").write_text(f'{{"runs": [{run}]}}')
+    (tmp_path / "2").mkdir()
+    show_sweep([(tmp_path / str(index), ["model=tiny", f"seed={index}"]) for index in range(3)], Console(width=80))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0:", "seed=0", "bf16", "1.5000", "2.0000", "1,234"] in rows
+    assert ["1:", "seed=1", "bf16", "2.5000", "2.0000", "1,234"] in rows
+    assert ["2:", "seed=2", "done"] in rows
+
+
+def data(path: Path, **changes: int) -> DataConfig:
+    return DataConfig("text", str(path), **({"max_bytes": 10**6, "batch": 1, "length": 8} | changes))
+
+
+def test_what_is_read_of_a_folder_and_what_is_not_text_is_said(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("words " * 100)
+    (tmp_path / "b.md").write_bytes(b"\x00\xff" * 100)
+    (tmp_path / "c.bin").write_bytes(b"\x00" * 100)
+    assert list(files.notes(data(tmp_path, max_bytes=500))) == [
+        f"reads 2 files of {tmp_path}, 800 bytes, the first 500 of them (data.max_bytes)",
+        "left out 1 files with other endings: .bin (1); data.path=FILE reads any one",
+        f"1 of 2 files are not UTF-8 text, such as {tmp_path / 'b.md'}: the model learns bytes, whatever they mean",
+    ]
+    assert list(files.notes(data(tmp_path / "a.txt"))) == []
+    (one,) = files.notes(data(tmp_path / "c.bin"))
+    assert one == f"{tmp_path / 'c.bin'} is not UTF-8 text: the model learns bytes, whatever they mean"
+    (tmp_path / "long.txt").write_text("é" * files.HEAD)  # the head that is looked at ends within a character
+    (tmp_path / "odd.txt").write_text("a" + "é" * files.HEAD)
+    assert [list(files.notes(data(tmp_path / name))) for name in ("long.txt", "odd.txt")] == [[], []]
+
+
+def test_a_text_that_is_too_short_is_told_with_its_size(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("words")
+    assert files.complaint(data(tmp_path / "a.txt")) == (
+        f"data.path: got 5 bytes in {tmp_path / 'a.txt'}, wanted at least 288 for data.length=8"
+    )
+    assert "got 5 bytes in 1 files of" in str(files.complaint(data(tmp_path)))
+    assert files.complaint(data(tmp_path, max_bytes=10)) == (
+        "data.max_bytes: got 10, wanted at least 288 for data.length=8"
+    )
+    assert "data.length: got 40000, wanted at most 32767" in str(files.complaint(data(tmp_path, length=40000)))
+
+
+def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so(mxep, text: Path, tmp_path: Path):
+    def run_in(name: str, *arguments: str):
+        return mxep(*arguments, f"hydra.run.dir={tmp_path / name}")
+
+    first = run_in("first", *TINY, f"data.path={text}", "train.steps=2", "train.compare=false")
+    assert first.code == 0, first.err
+    whole = f"resume={tmp_path / 'first'}"
+    step = tmp_path / "first" / "mxfp8" / "step-000002"
+
+    refused = run_in("refused", whole, "recipe=fp8")
+    assert refused.code == 1
+    assert "trained mxfp8, and recipe.name=fp8 is another recipe: leave it out, or go on from" in refused.err
+    assert f"resume={step}" in refused.err
+    assert not (tmp_path / "refused").exists()
+
+    other = tmp_path / "other.txt"
+    other.write_text("another text " * 1000)
+    taken = run_in("taken", f"resume={step}", "recipe=fp8", f"data.path={other}", "train.steps=3")
+    assert taken.code == 0, taken.err
+    assert f"mxep: fp8 goes on from {step}: weights and moments of mxfp8, step 2\n" in taken.err
+    assert f"mxep: fp8 goes on from {step} with another text: {other}\n" in taken.err
+    assert (tmp_path / "taken" / "fp8" / "step-000003").exists()
+
+
+def test_a_run_that_crashes_after_a_checkpoint_says_how_to_go_on(mxep, text: Path, tmp_path: Path):
+    lost = "dispatcher.capacity=factor", "dispatcher.factor=0.3"  # some of its rows
+    begun = mxep(*TINY, f"data.path={text}", "train.steps=1", "train.compare=false", f"hydra.run.dir={tmp_path / 'a'}")
+    assert begun.code == 0, begun.err
+    step = tmp_path / "a" / "mxfp8" / "step-000001"
+    crashed = mxep(f"resume={step}", "train.steps=3", *lost, f"hydra.run.dir={tmp_path / 'a'}")
+    assert crashed.code == 1
+    assert "CapacityExceeded" in crashed.err
+    assert f"go on from {step} with: mxep resume={tmp_path / 'a'} {' '.join(lost)}" in crashed.err
