@@ -20,6 +20,7 @@ from mxep.integration.prepare import prepare
 from mxep.integration.report import show_sweep
 from mxep.integration.schema import Config, DataConfig, configs_dir, register
 from mxep.integration.verify import Check, Result, Verification
+from mxep.integration.verify_linear import LINEAR_CASES
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
 WITHOUT_TORCH = """
@@ -82,6 +83,7 @@ def test_names_known_without_torch_are_those_of_the_tables():
     assert ep.DISPATCHERS == names.DISPATCHERS
     assert set(quant.ScaleMode) == set(names.MODES)
     assert tuple(ep.CASES) == names.CASES
+    assert tuple(LINEAR_CASES) == names.LINEAR_CASES
     assert tuple(job.TASKS) == names.TASKS
     for base in names.RECIPES[1:]:
         for change in names.CHANGES:

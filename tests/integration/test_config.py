@@ -58,7 +58,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["model.experts=5"], "model.experts must be a multiple of 2"),
         (["model.top_k=9"], "model.top_k must lie in 1..4"),
         (["model.dim=40"], "recipe mxfp8 wants model.dim and model.hidden_dim in 32s"),
-        (["recipe.linear=mx4"], "recipe: got 'mx4', want bf16, fp8, mxfp8"),
+        (["recipe.linear=mx4"], "recipe.linear: got 'mx4', want bf16, fp8, mxfp8"),
         (["recipe=bf16", "recipe.linear=mxfp8", "model.dim=40"], "recipe.linear=mxfp8 wants model.dim in 32s, got 40"),
         (["verify.cases=[int3/linear]"], "verify.cases: got 'int3/linear', wanted one of bf16/local"),
         (["train.steps=0"], "train.steps must be positive, got 0"),

@@ -7,9 +7,9 @@ import torch
 
 from mxep.ep import make_dispatcher
 from mxep.gemm import Linear, Recipe
-from mxep.integration.config import linear_recipe, make_recipe
 from mxep.integration.data import VOCABULARY
 from mxep.integration.model import Transformer, rotate
+from mxep.integration.named import linear_recipe, make_recipe
 from mxep.integration.schema import Config
 
 

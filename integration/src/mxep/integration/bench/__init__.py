@@ -25,7 +25,7 @@ BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", 
 ON_RANKS = ("comms", "layer", "model")
 """Those that run on all ranks."""
 
-ON_CPU = ("gemm", "comms", "layer")
+ON_CPU = ("gemm", "linear", "comms", "layer", "model")
 """Those that a CPU can try."""
 
 PICTURES = dict.fromkeys(("gemm", "comms", "layer"), "mxep.integration.bench.picture")

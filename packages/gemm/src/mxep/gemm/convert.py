@@ -250,7 +250,7 @@ def _converted_class(base: Any) -> Any:
 
 
 def _linear_forward(module: Any, how: Converted, input: Tensor) -> Tensor:
-    how._entered = True
+    how._entered = how._used = True
     try:
         return module_forward(module, input, how.recipe, how.backend)
     except ValueError as error:

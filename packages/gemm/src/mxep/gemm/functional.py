@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+import mxep.gemm.steps as steps
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.quantize_once import weights_are_held
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
+from mxep.quant.replay import MXParts, Replayed
 
 
 def grouped_mm(
@@ -123,49 +125,52 @@ class _GroupedMM(torch.autograd.Function):
         main_grad: Tensor | None,
         wgrad_scale: float,
     ) -> Tensor:
-        qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
-        need_a, need_w, *_ = ctx.needs_input_grad
-        a_saved = qdata if recipe.wgrad == "mx" else a
-        if weight is None:
-            rowwise, saved = rowwise_and_saved(w, recipe, backend, dgrad=need_a)
-        else:
-            rowwise, saved = weight.rowwise, SavedWeight(w if weight.colwise is None else weight.colwise, None)
-        a_parts, ctx.a_rest = taken_apart(a_saved if need_w else None)
-        w_parts, ctx.w_rest = taken_apart(saved.weight if need_a else None)
-        ctx.save_for_backward(offs, *a_parts, *w_parts, saved.amax if need_a else None)
+        needs = ctx.needs_input_grad[:2]
+        tensors = [_parts(a), w if weight is None else _parts(weight.rowwise), bias, offs]
+        out, a_saved, blocks, amax = _run(steps.forward)(tensors, recipe, backend, out_dtype, needs)
+        w_saved = w if blocks is None else blocks
+        if weight is not None and weight.colwise is not None:
+            w_saved = weight.colwise
+        a_parts, ctx.a_rest = taken_apart(a_saved)
+        w_parts, ctx.w_rest = taken_apart(w_saved if needs[0] else None)
+        ctx.save_for_backward(offs, *a_parts, *w_parts, amax)
         ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
         ctx.kept = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
-        return backend.forward(qdata, rowwise, offs, bias=bias, out_dtype=out_dtype)
+        result: Tensor = out
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         recipe, backend, kept = ctx.recipe, ctx.backend, ctx.kept
         need_a, need_w, need_bias = (need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
-        a_dtype, w_dtype, bias_dtype = ctx.dtypes
-        da = dw = dbias = None
-        if kept is not None and not need_a and kept.fits(dy):
-            offs, qdata, a = kept.operands
+        *dtypes, bias_dtype = ctx.dtypes
+        w = amax = dbias = None
+        quantized = kept is not None and not need_a and kept.fits(dy)
+        if quantized:
+            offs, gradient, a = kept.operands
         else:
             offs, *parts, amax = ctx.saved_tensors
-            a, w = joined(parts[:3], ctx.a_rest), joined(parts[3:], ctx.w_rest)
-            qdata = dy
-            if need_a or (need_w and recipe.wgrad == "mx"):
-                qdata = _quantized_gradient(dy, recipe, backend)
-        if need_a:
-            da = backend.dgrad(qdata, SavedWeight(w, amax).colwise(recipe, backend), offs, out_dtype=a_dtype)
+            a, w, gradient = _joined(parts[:3], ctx.a_rest), _joined(parts[3:], ctx.w_rest), _parts(dy)
+        tensors = [
+            gradient,
+            a if need_w else None,
+            w if need_a else None,
+            amax,
+            offs,
+            ctx.main_grad if need_w else None,
+        ]
+        da = dw = qdata = None
+        if need_a or need_w:
+            how = recipe, backend, (need_a, need_w), tuple(dtypes), ctx.wgrad_scale, quantized
+            da, dw, qdata = _run(steps.backward)(tensors, *how)
         if not graph_is_retained():
             ctx.kept = None
         elif need_a and ctx.needs_input_grad[1] and not need_w:
-            ctx.kept = Kept.of(dy, (offs, qdata, a))
-        if need_w:
-            dy_a = (qdata, a) if recipe.wgrad == "mx" else (_plain(dy), _plain(a))
-            operands = backend.prepare_wgrad(*dy_a, offs, recipe)
-            how = {"scale": ctx.wgrad_scale, "accumulate_into": ctx.main_grad}
-            dw = backend.wgrad(operands, offs, out_dtype=w_dtype, **how)
+            ctx.kept = Kept.of(dy, (offs, qdata if recipe.wgrad == "mx" else _parts(dy), a))
         if need_bias:
-            dbias = _group_sums(_plain(dy), offs).to(bias_dtype)
+            dbias = _group_sums(steps.plain(dy), offs).to(bias_dtype)
         return da, dw, dbias, *[None] * 7
 
 
@@ -173,31 +178,39 @@ _Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
 _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def taken_apart(x: Tensor | None) -> tuple[_Parts, _Rest]:
+def _run(step: Replayed) -> Callable[..., Any]:
+    """The function itself where it is traced, or where weights that others hold decide what it does."""
+    if torch.compiler.is_compiling():
+        return step.function
+    return step.direct if weights_are_held() else step
+
+
+def _parts(x: Any) -> Any:
+    return MXParts.of(x) if isinstance(x, MXTensor) and not torch.compiler.is_compiling() else x
+
+
+def taken_apart(x: Any) -> tuple[_Parts, _Rest]:
     """What to save of x, and what `joined` needs to have it back: hooks on saved tensors, as `save_on_cpu` sets them,
     copy into plain tensors, and get values of an MXTensor."""
-    if not isinstance(x, MXTensor):
+    if not isinstance(x, MXTensor | MXParts):
         return (x, None, None), None
     parts = (x.qdata, x.scale) if x.axis != -2 else (x.qdata.mT, x.scale.mT)  # as they lie, which copies lose
     return (*parts, x.row_index), (x.axis, x.block_size, x.dtype)
 
 
 def joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
+    """The MXTensor, or the tensor."""
+    found = _joined(parts, rest)
+    return found.join() if isinstance(found, MXParts) else found
+
+
+def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
     qdata, scale, row_index = parts
     if rest is None or qdata is None or scale is None:
         return qdata
     qdata, scale = (qdata, scale) if rest[0] != -2 else (qdata.mT, scale.mT)
-    return MXTensor(qdata, scale, row_index, *rest, trusted=True)
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.dequantize() if isinstance(x, MXTensor) else x
-
-
-def _quantized_gradient(dy: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
-    if isinstance(dy, MXTensor) and recipe.fits(dy):
-        return dy
-    return backend.quantize_rows(_plain(dy), recipe.grad_fmt, recipe)
+    whole = MXTensor(qdata, scale, row_index, *rest, trusted=True) if torch.compiler.is_compiling() else None
+    return MXParts(qdata, scale, row_index, *rest) if whole is None else whole
 
 
 def _group_sums(x: Tensor, offs: Tensor | None) -> Tensor:
