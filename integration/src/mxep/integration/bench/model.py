@@ -113,6 +113,7 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
 
         try:
             step = on_all_ranks(lambda name=name: subject.step(name))  # type: ignore[misc]
+            subject.model.zero_grad(set_to_none=True)  # which memory_of would count as there before
             row |= on_all_ranks(lambda step=step: memory_of(step, bench.device))  # type: ignore[misc]
             graph = "must" if name.endswith(", graph") else "never"
             runs[name] = timer.prepare(
