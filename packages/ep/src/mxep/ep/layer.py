@@ -227,14 +227,14 @@ def layer_forward(
     slots, routing = handle.wait()
     plan = routing.plan
     # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
-    copy, keep = backward and needs[0] and dispatcher.borrows, (backward and needs[0], backward)
+    copy, keep = backward and needs[0] and dispatcher.borrows, (backward and needs[0], backward, backward and needs[1])
     tensors = [plan.row_slot, plan.row_weight, plan.offs, w13, w2, *slots]
-    y, rows, gate_up = mlp_forward(tensors, wire, recipe, backend, copy, keep)
+    y, rows, gate_up, h = mlp_forward(tensors, wire, recipe, backend, copy, keep)
     out, _ = dispatcher.combine(y, routing).wait()
     if not backward:
         return out, routing, []
     later = saved_weight(w13, gate_up_proj, amax13), saved_weight(w2, down_proj, amax2)
-    return out, routing, Saved(rows, gate_up, later).flat()
+    return out, routing, Saved(rows, gate_up, h, later).flat()
 
 
 def layer_backward(
@@ -256,7 +256,7 @@ def layer_backward(
     """
     dispatcher, recipe, backend, plan = config.dispatcher, config.recipe, config.backend, routing.plan
     experts = gate_up_proj, down_proj
-    rows, gate_up, (later13, later2) = Saved.of(saved, plan, experts, recipe, needs, copied=dispatcher.borrows)
+    rows, gate_up, h, (later13, later2) = Saved.of(saved, plan, experts, recipe, needs, copied=dispatcher.borrows)
     saved.clear()
 
     wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
@@ -265,11 +265,12 @@ def layer_backward(
     quantize = colwise_weights.direct if weights_are_held() else colwise_weights
     w2, w13 = quantize([*later2, *_two(later13.weight), later13.amax], recipe, backend)
     del later2, later13
-    waits = left is not None and needs[1] and not wanted[1]
-    copy, needs_h = waits and dispatcher.borrows, needs[1] and (wanted[1] or waits)
-    tensors = [plan.row_slot, plan.row_weight, plan.offs, gate_up, w2, w13, config.main_grads[1], *handle.wait()]
-    del gate_up, w2, w13, handle
-    how = wire, recipe, backend, needs_h, waits, config.wgrad_scale, down_proj.dtype, copy
+    waits = left is not None and h is not None and not wanted[1]
+    copy = waits and dispatcher.borrows
+    tensors = [plan.row_slot, plan.row_weight, plan.offs, gate_up, h if wanted[1] or waits else None, w2, w13]
+    tensors += [config.main_grads[1], *handle.wait()]
+    del gate_up, h, w2, w13, handle
+    how = wire, recipe, backend, waits, config.wgrad_scale, down_proj.dtype, copy
     d_rows, d_row_weight, d_gate_up, d_down_proj, *pending = mlp_backward(tensors, *how)
     if waits and left is not None:
         left[1] = pending[0], pending[1]
