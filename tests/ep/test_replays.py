@@ -5,10 +5,12 @@ import torch
 from torch import Tensor
 
 from mxep.ep import MoE, steps
+from mxep.ep.dispatchers import base, local
 from mxep.gemm import quantize_weights_once
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 T, DIM, HIDDEN_DIM, EXPERTS, TOP_K = 200, 128, 64, 8, 2
+OTHERS = (steps.wgrad, base._plan, local._sum_home)
 STEPS = (steps.pack_rows, steps.rowwise_weights, steps.mlp_forward, steps.colwise_weights, steps.mlp_backward)
 
 
@@ -51,6 +53,7 @@ def test_replays_have_the_bits_of_the_functions(recipe, dispatcher, monkeypatch)
             assert torch.equal(a, b), name
     assert replays() == [now + then for now, then in zip(more, before)], "none went by a tape"
     assert dispatcher == "all_to_all" or all(n >= 3 for n in more), more
+    assert not any(step.refused for step in (*STEPS, *OTHERS) if dispatcher != "all_to_all")
 
 
 def test_weights_that_change_in_place_are_quantized_anew():

@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mxep.quant import MXTensor, quantize, swiglu_quantize
+from mxep.quant import MXTensor, quantize, replay, swiglu_quantize
 from mxep.quant.recorder import recorder
 from mxep.quant.replay import MXParts, each_time, replayed
 from mxep.quant.tape import Recorder
@@ -113,6 +114,8 @@ def test_a_tape_tells_autograd_of_what_it_wrote_to() -> None:
     def function(tensors: list[Any]) -> list[Any]:
         launch_copy(tensors[0], tensors[1], 4)
         torch.autograd.graph.increment_version(tensors[1])
+        if (mode := recorder()) is not None:
+            mode.wrote(tensors[1])
         return []
 
     tape, target = tape_of(function, torch.ones(1), torch.zeros(1)), torch.zeros(1)
@@ -120,6 +123,57 @@ def test_a_tape_tells_autograd_of_what_it_wrote_to() -> None:
     tape([torch.ones(1), target])
     assert target.item() == 1
     assert target._version == before + 1
+
+
+def test_a_tape_makes_views_in_all_forms() -> None:
+    def function(tensors: list[Any]) -> list[Any]:
+        x, y = tensors
+        raw = torch.empty(8, dtype=torch.uint8)
+        raw.fill_(1)
+        big = torch.empty(4, 4)
+        big.zero_()
+        low = torch.empty(4, 4)
+        low.t().copy_(x[:4, :4])
+        odd = torch.empty_strided((2, 3), (1, 2)).copy_(y.view(3, 2).t())
+        return [raw.view(torch.int32), big[:2], y.view(torch.uint8)[4:], low, odd]
+
+    def make() -> list[Tensor]:
+        return [torch.randn(5, 4)[1:], torch.randn(9)[3:]]
+
+    tape, given = tape_of(function, *make()), make()
+    for one, other in zip(tape(list(given)), function(list(given)), strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one, other)
+
+
+def test_a_tape_takes_several_results_and_lists() -> None:
+    def function(tensors: list[Any]) -> list[Any]:
+        (x,) = tensors
+        return [x.max(1)[0], *torch.topk(x, 2), torch.cat([x, x]), *torch.unbind_copy(x)]
+
+    tape, x = tape_of(function, torch.randn(4, 4)), torch.randn(4, 4)
+    for one, other in zip(tape([x]), function([x]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_view_of_an_argument_is_not_the_argument() -> None:
+    x = torch.ones(3, requires_grad=True)
+    (got,) = tape_of(lambda tensors: [tensors[0].detach()], torch.ones(3))([x])
+    assert got is not x
+    assert got.data_ptr() == x.data_ptr()
+
+
+def test_arguments_that_overlap_are_refused() -> None:
+    buffer = torch.zeros(8)
+    for function, tensors in (
+        (lambda given: [given[0].as_strided((8,), (1,)) + 0], (buffer[:4], buffer[4:])),
+        (lambda given: [given[0][2:4].add_(1)], (buffer, buffer[2:4])),
+        (lambda given: [given[0] + given[1]], (buffer, buffer)),
+    ):
+        recording, given = Recorder(list(tensors), CPU), list(tensors)
+        with recording:
+            results = function(given)
+        assert recording.tape(results) is None
 
 
 ELSEWHERE = torch.ones(3)
@@ -131,13 +185,16 @@ ELSEWHERE = torch.ones(3)
         (lambda tensors: [tensors[0] * tensors[0].sum().item()], "reads from the device"),
         (lambda tensors: [tensors[0][tensors[0] > 0]], "reads from the device"),
         (lambda tensors: [tensors[0] + ELSEWHERE], "comes from elsewhere"),
+        (lambda tensors: [each_time(torch.neg, tensors[0]) + 0], "each_time got a tensor"),
+        (lambda tensors: [tensors[0].t_() + 0], "changes what a tensor is"),
     ],
-    ids=["item", "mask", "global"],
+    ids=["item", "mask", "global", "each_time", "t_"],
 )
 def test_what_cannot_be_replayed_says_why(function: Any, why: str) -> None:
-    recording = Recorder([torch.ones(3)], CPU)
+    given = [torch.ones(3)]
+    recording = Recorder(given, CPU)
     with recording:
-        results = function([torch.ones(3)])
+        results = function(given)
     assert recording.tape(results) is None
     assert recording.failed is not None
     assert why in recording.failed
@@ -158,6 +215,97 @@ def test_on_the_cpu_the_function_is_called() -> None:
         assert got.qdata is x.qdata
     assert calls == [MXTensor] * 4
     assert function.replays == 0
+
+
+@pytest.fixture
+def replays_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU stands for a GPU, torch's ops for kernels."""
+    monkeypatch.setattr(replay, "LEAST_DEVICE", -1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    replay._reader.cache_clear()
+    with torch.no_grad():
+        yield
+    replay._reader.cache_clear()
+
+
+def test_the_third_call_of_a_kind_is_a_replay(replays_on_cpu: None) -> None:
+    calls = []
+
+    @replayed
+    def function(tensors: list[Any], factor: float) -> list[Any]:
+        calls.append(factor)
+        x, bias = tensors
+        return [quantize(x * factor), None if bias is None else x + bias]
+
+    bias = torch.randn(64)
+    for kind in ((4, 2.0, None), (4, 3.0, None), (8, 2.0, None), (4, 2.0, bias), (4, 2.0, torch.randn(128)[::2])):
+        rows, factor, given = kind
+        calls.clear()
+        for _ in range(4):
+            x = torch.randn(rows, 64).bfloat16()
+            got, plain = function([x, given], factor)
+            want, other = function.direct([x, given], factor)
+            assert torch.equal(got.join().dequantize(), want.join().dequantize())
+            assert (plain is None) == (other is None)
+            assert plain is None or torch.equal(plain, other)
+        assert len(calls) == 4 + 2, kind
+    assert not function.refused
+
+
+def test_autocast_and_inference_are_kinds_of_their_own(replays_on_cpu: None) -> None:
+    @replayed
+    def function(tensors: list[Any]) -> list[Any]:
+        x = tensors[0] @ tensors[0]
+        with torch.autocast("cpu", enabled=False):
+            return [x, tensors[0] @ tensors[0]]
+
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        for got, want in zip(function([x]), function.direct([x]), strict=True):
+            assert got.dtype == want.dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            for got, want in zip(function([x]), function.direct([x]), strict=True):
+                assert got.dtype == want.dtype
+                assert torch.equal(got, want)
+        with torch.inference_mode():
+            assert all(got.is_inference() for got in function([x]))
+    assert function.replays == 3
+
+
+def test_kinds_that_came_once_make_room_for_others(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_TAPES", 3)
+    function = replayed(lambda tensors: [tensors[0] + 1])
+    for _ in range(2):
+        function([torch.zeros(7)])
+    for size in range(20, 40):
+        function([torch.zeros(size)])
+    assert len(function._tapes) == 3
+    assert torch.equal(function([torch.zeros(7)])[0], torch.ones(7))
+    assert function.replays == 1, "what came again was kept"
+
+
+def test_what_was_refused_is_called_as_ever(replays_on_cpu: None) -> None:
+    function = replayed(lambda tensors: [tensors[0] * tensors[0].sum().item()])
+    for value in (1.0, 2.0, 3.0, 4.0):
+        assert function([torch.full((2,), value)])[0].tolist() == [2 * value * value] * 2
+    assert function.replays == 0
+    assert len(function.refused) == 1
+
+
+def test_errors_of_the_function_come_through_and_leave_nothing(replays_on_cpu: None) -> None:
+    @replayed
+    def function(tensors: list[Any]) -> list[Any]:
+        if fails:
+            raise ValueError("x: got nothing")
+        return [tensors[0] * 2]
+
+    for fails in (False, True, True, False, False, False):
+        if fails:
+            with pytest.raises(ValueError, match="x: got nothing"):
+                function([torch.ones(2)])
+        else:
+            assert torch.equal(function([torch.ones(2)])[0], torch.full((2,), 2.0))
+    assert function.replays == 2
 
 
 @needs_gpu

@@ -69,6 +69,8 @@ class Op:
             return self.reference(*args)
         for i in self._written:
             torch.autograd.graph.increment_version(args[i])
+            if (mode := recorder()) is not None:
+                mode.wrote(args[i])
         return self._launch(*args)
 
     def _launch(self, *args: Any) -> Any:

@@ -13,6 +13,7 @@ its last use, weights may move, calls may overlap, and a graph can be captured o
 """
 
 import functools
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -26,7 +27,9 @@ from mxep.quant.tensor import MXTensor
 
 __all__ = ["MXParts", "Replayed", "each_time", "replayed"]
 MOST_TAPES = 256
-"""Of a function. The oldest goes first."""
+"""Of a function."""
+LEAST_DEVICE = 0
+"""Index of the first device that replays; -1 is the CPU."""
 
 
 class Replayed:
@@ -34,30 +37,38 @@ class Replayed:
 
     Attributes:
         function: the function itself. replays: how many calls ran without it.
-        refused: why not, of kinds of calls that cannot be replayed.
     """
 
     def __init__(self, function: Callable[..., Tensors]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.replays = 0
-        self._tapes: dict[Hashable, Tape | None] = {}
-        """By what decides the course; None of what was seen once."""
-        self.refused: dict[Hashable, str] = {}
+        self._tapes: dict[Hashable, Tape | str | None] = {}
+        """By what decides the course; None of what was seen once, and why not of what cannot be replayed."""
+        self._lock = threading.Lock()
+
+    @property
+    def refused(self) -> list[str]:
+        """Why not, of the kinds of calls that cannot be replayed."""
+        return [tape for tape in self._tapes.values() if isinstance(tape, str)]
 
     def __call__(self, tensors: Tensors, *static: Any) -> Tensors:
+        if torch.compiler.is_compiling():
+            return self.direct(tensors, *static)
         key, flat = _taken_apart(tensors, static)
         if key is None:
             return self.direct(tensors, *static)
         tape = self._tapes.get(key, self)
-        if tape is not None and tape is not self:
+        if callable(tape) and tape is not self:
             tensors.clear()
             self.replays += 1
-            return tape(flat)
-        if tape is self or key in self.refused:
-            if len(self._tapes) >= MOST_TAPES:
-                del self._tapes[next(iter(self._tapes))]
-            self._tapes.setdefault(key)
+            if not torch._C._is_any_autocast_enabled():
+                return tape(flat)
+            with torch._C._DisableAutocast():  # what it casts was written down
+                return tape(flat)
+        if tape is not None:
+            if tape is self:
+                self._keep(key, None)
             flat.clear()
             return self.direct(tensors, *static)
         recording = Recorder(flat, next(x.device for x in flat if x is not None))
@@ -65,10 +76,16 @@ class Replayed:
         with recording:
             results = self.direct(tensors, *static)
         if not recording.compiled:  # else the next call is written down
-            self._tapes[key] = recording.tape(results)
-            if recording.failed is not None:
-                self.refused[key] = recording.failed
+            self._keep(key, recording.tape(results) or recording.failed)
         return results
+
+    def _keep(self, key: Hashable, tape: Tape | str | None) -> None:
+        with self._lock:
+            if key not in self._tapes and len(self._tapes) >= MOST_TAPES:
+                # Shapes that came once go before those that come again.
+                once = (other for other, kept in self._tapes.items() if kept is None)
+                del self._tapes[next(once, next(iter(self._tapes)))]
+            self._tapes[key] = tape
 
     def direct(self, tensors: Tensors, *static: Any) -> Tensors:
         """The function itself, called as it would be replayed."""
@@ -92,15 +109,17 @@ def replayed(function: Callable[..., Tensors]) -> Replayed:
 
 
 def each_time(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """function(*args), a tensor that a replay gets by calling it again: for what others hand out."""
-    mode = recorder()
+    """function(*args), a tensor that a replay gets by calling it again: for what others hand out. args: no tensors."""
+    mode = None if torch.compiler.is_compiling() else recorder()
     return function(*args) if mode is None else mode.provide(function, args)
 
 
 def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | None, Tensors]:
     """What decides the function's course, None where it is not replayed; and the plain tensors."""
-    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return None, []
+    if torch._C._is_any_autocast_enabled():
+        static = *static, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     flat: Tensors = []
     for x in tensors:
         if type(x) is MXParts:
@@ -112,7 +131,7 @@ def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | 
     facts = None if read is None else read(*flat)
     if facts is None or facts[0] != torch._C._cuda_getDevice() or _is_profiled():
         return None, []
-    return (static, facts), flat
+    return (static, torch.is_inference_mode_enabled(), facts), flat
 
 
 @functools.cache
@@ -122,7 +141,7 @@ def _reader(*kinds: type) -> Callable[..., tuple[Hashable, ...] | None] | None:
     if not names or {*kinds} - {Tensor, Parameter, type(None)}:
         return None
     lines = [f"here = {names[0]}.get_device()"]
-    others = " or ".join(["here < 0", *(f"{name}.get_device() != here" for name in names[1:])])
+    others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])
     lines += [f"if {others}:", "    return None"]
     lines += [f"p_{name} = {name}.data_ptr()" for name in names]
     lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 15"]

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mxep.quant.checks import Axis
 from mxep.quant.tensor import MXTensor
@@ -19,7 +18,7 @@ Tensors = list[Any]
 Tape = Callable[[Tensors], Tensors]
 """Takes plain tensors, and empties their list."""
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like"}
-_READS_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 class MXParts(NamedTuple):
@@ -74,11 +73,7 @@ class Recorder(TorchDispatchMode):
         self.failed: str | None = None
         self.compiled = False
         self._inputs = [None if x is None else self._new_slot(x) for x in tensors]
-        self._versions = {
-            slot: (weakref.ref(x), x._version)
-            for slot, x in zip(self._inputs, tensors)
-            if slot is not None and not x.is_inference()
-        }
+        self._given = {slot: weakref.ref(x) for slot, x in zip(self._inputs, tensors) if slot is not None}
         addresses = [slot.start for slot in self._slots if slot.start]
         if len(set(addresses)) < len(addresses):
             self.failed = "two arguments are one"
@@ -89,6 +84,8 @@ class Recorder(TorchDispatchMode):
 
     def provide(self, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         """For `each_time`."""
+        if any(isinstance(x, Tensor) for x in args):
+            self.fail("each_time got a tensor, which would be the same at each replay")
         self._paused = True
         try:
             made = function(*args)
@@ -97,6 +94,13 @@ class Recorder(TorchDispatchMode):
         slot = self._new_slot(made)
         self._lines.append(_Line(f"s{slot} = {self._constant(function)}(*{self._constant(args)})", set(), [slot]))
         return made
+
+    def wrote(self, x: Tensor) -> None:
+        """A kernel writes to x, whose version was counted."""
+        used: set[int] = set()
+        slot, _ = self._slot_of(x, used)
+        if slot in self._given:
+            self._lines.append(_Line(f"wrote(s{slot})", used))
 
     def launched(self, compiled: Any, grid: tuple[int, int, int], args: Iterable[Any], constants: Any) -> None:
         """A kernel was launched."""
@@ -112,9 +116,6 @@ class Recorder(TorchDispatchMode):
         """The straight-line code; None if it cannot be."""
         out: set[int] = set()
         values = [self._result(x, out) for x in results]
-        for slot, (x, version) in self._versions.items():
-            if (now := x()) is not None and now._version != version:
-                self._lines.append(_Line(f"wrote(s{slot})", {slot}))
         if self.failed is not None:
             return None
         device = self._device
@@ -141,14 +142,17 @@ class Recorder(TorchDispatchMode):
         if any(kind is not Tensor and kind is not Parameter for kind in types):
             return NotImplemented  # a subclass, which says what it does with plain ones
         out = func(*args, **(kwargs or {}))
-        if not self._paused:
-            self._saw(func, args, kwargs or {}, out)
+        if not self._paused and self.failed is None:
+            try:
+                self._saw(func, args, kwargs or {}, out)
+            except Exception as error:  # of ours, not of the function, which goes on
+                self.fail(f"{func}: {error}")
         return out
 
     def _saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        results = [x for x in tree_leaves(out) if x is not None]
-        if _READS_HOST & set(func.tags) or not all(isinstance(x, Tensor) and x.device == self._device for x in results):
-            self.fail(f"{func} reads from the device, or makes what is not there")
+        results = list(out) if isinstance(out, list | tuple) else [] if out is None else [out]
+        if _NEVER & set(func.tags) or not all(isinstance(x, Tensor) and x.device == self._device for x in results):
+            self.fail(f"{func} reads from the device, changes what a tensor is, or makes what is not there")
             return
         new = {x.untyped_storage()._cdata: i for i, x in enumerate(results) if not self._knows(x)}
         if not new and not func._schema.is_mutable:
@@ -184,15 +188,13 @@ class Recorder(TorchDispatchMode):
 
     def _slot_of(self, x: Tensor, used: set[int]) -> tuple[int, int]:
         """(slot, bytes from its first to x's first)."""
-        start = x.data_ptr()
-        slots = self._by_storage.get(x.untyped_storage()._cdata, [])
-        found = [i for i in slots if self._slots[i].start == start]
-        found = found or [i for i in slots if self._slots[i].start <= start < self._slots[i].end]
+        place, slots = _Slot(x), self._by_storage.get(x.untyped_storage()._cdata, [])
+        found = [i for i in slots if self._slots[i].start <= place.start and place.end <= self._slots[i].end]
         if len(found) != 1:
-            self.fail(f"a tensor {tuple(x.shape)} comes from elsewhere")
+            self.fail(f"a tensor {tuple(x.shape)} comes from elsewhere, or lies in several")
             return -1, 0
         used.add(found[0])
-        return found[0], start - self._slots[found[0]].start
+        return found[0], place.start - self._slots[found[0]].start
 
     def _form(self, x: Tensor, used: set[int]) -> str:
         """Of a tensor as an argument of torch, or a result."""
@@ -214,6 +216,8 @@ class Recorder(TorchDispatchMode):
         made = self._slots[slot] if slot >= 0 else _Slot(x)
         if made.is_empty and not made.is_used and start == 0 and x.is_contiguous() and x.nbytes == made.nbytes:
             made.form = x.dtype, tuple(x.shape), x.stride()  # it is made so, then
+        if slot in self._given and self._given[slot]() is not x:
+            return f"view(s{slot}, {self._constant((x.dtype, tuple(x.shape), x.stride()))}, {start})"
         return self._form(x, used)
 
     def _argument(self, x: Any, used: set[int]) -> str:

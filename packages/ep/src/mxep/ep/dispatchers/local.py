@@ -46,4 +46,5 @@ def _sum_home(tensors: list[Any]) -> list[Tensor | None]:
     out = sum_slots(rows, slot_rows)
     if row_values is None:
         return [out, None]
-    return [out, torch.where(slot_rows >= 0, row_values[slot_rows.clamp_min(0).long()], 0.0)]
+    values = row_values.index_select(0, slot_rows.clamp_min(0).flatten()).view(slot_rows.shape)
+    return [out, torch.where(slot_rows >= 0, values, 0.0)]
