@@ -154,17 +154,17 @@ def fp8_grouped_mm(
 
 @op(
     "mxep::fp8_grouped_wgrad",
-    fake=lambda y_t, x_t, exponent, ends, out_dtype, scale=1.0: y_t.new_empty(
-        (ends.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype
+    fake=lambda y_t, x_t, exponent, offs, out_dtype, scale=1.0: y_t.new_empty(
+        (offs.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype
     ),
     launcher="mxep.gemm.kernels.hopper:grouped_wgrad",
 )
 def fp8_grouped_wgrad(
-    y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, out_dtype: torch.dtype, scale: float = 1.0
+    y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, out_dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
-    """y_t (N, C), x_t (K, C) fp8, exponent and ends (G,) int32, as a WgradOperands has them -> scale * (G, N, K)."""
-    dw = torch.zeros((ends.shape[0], y_t.shape[0], x_t.shape[0]), dtype=torch.float32, device=y_t.device)
-    fp8_accumulate_wgrad.reference(dw, y_t, x_t, exponent, ends, scale)
+    """y_t (N, C), x_t (K, C) fp8, exponent and offs (G,) int32, as a WgradOperands has them -> scale * (G, N, K)."""
+    dw = torch.zeros((offs.shape[0], y_t.shape[0], x_t.shape[0]), dtype=torch.float32, device=y_t.device)
+    fp8_accumulate_wgrad.reference(dw, y_t, x_t, exponent, offs, scale)
     return dw.to(out_dtype)
 
 
@@ -175,10 +175,10 @@ def fp8_grouped_wgrad(
     mutates_args=("out",),
 )
 def fp8_accumulate_wgrad(
-    out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, scale: float = 1.0
+    out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, scale: float = 1.0
 ) -> None:
     """The same added to out, (G, N, K) fp32, contiguous. 2^e in two steps, as it may lie outside fp32."""
-    starts = [0, *ends.tolist()]
+    starts = [0, *offs.tolist()]
     for g, (start, end, e) in enumerate(zip(starts, starts[1:], exponent.tolist())):
         product = y_t[:, start:end].float() @ x_t[:, start:end].float().T
         out[g] += product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)

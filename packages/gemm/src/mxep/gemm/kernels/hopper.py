@@ -53,7 +53,7 @@ def grouped_wgrad(
     y_t: Tensor,
     x_t: Tensor,
     exponent: Tensor,
-    ends: Tensor,
+    offs: Tensor,
     out_dtype: torch.dtype,
     factor: float = 1.0,
     **options: Any,
@@ -61,24 +61,24 @@ def grouped_wgrad(
     """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K."""
     (N, C), (K, _) = y_t.shape, x_t.shape
     if not C:
-        return torch.zeros((ends.shape[0], N, K), dtype=out_dtype, device=y_t.device)
-    if (parts := parts_of_wgrad(ends.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
-        return _sum_of_parts(y_t, x_t, exponent, ends, factor, parts, **options).to(out_dtype)
-    out = torch.empty((ends.shape[0], N, K), dtype=out_dtype, device=y_t.device)
-    _launch(out, y_t, x_t, exponent, None, None, ends, N, K, C, ragged="contraction", factor=factor, **options)
+        return torch.zeros((offs.shape[0], N, K), dtype=out_dtype, device=y_t.device)
+    if (parts := parts_of_wgrad(offs.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
+        return _sum_of_parts(y_t, x_t, exponent, offs, factor, parts, **options).to(out_dtype)
+    out = torch.empty((offs.shape[0], N, K), dtype=out_dtype, device=y_t.device)
+    _launch(out, y_t, x_t, exponent, None, None, offs, N, K, C, ragged="contraction", factor=factor, **options)
     return out
 
 
 def accumulate_wgrad(
-    out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, factor: float = 1.0, **options: Any
+    out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, factor: float = 1.0, **options: Any
 ) -> None:
     """mxep::fp8_accumulate_wgrad: out (G, N, K) fp32, contiguous."""
     (N, C), (K, _) = y_t.shape, x_t.shape
-    if (parts := parts_of_wgrad(ends.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
-        out += _sum_of_parts(y_t, x_t, exponent, ends, factor, parts, **options)
+    if (parts := parts_of_wgrad(offs.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
+        out += _sum_of_parts(y_t, x_t, exponent, offs, factor, parts, **options)
     elif C:
         options |= {"ragged": "contraction", "add": True, "factor": factor}
-        _launch(out, y_t, x_t, exponent, None, None, ends, N, K, C, **options)
+        _launch(out, y_t, x_t, exponent, None, None, offs, N, K, C, **options)
 
 
 def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> int:
@@ -93,14 +93,14 @@ def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> i
 
 
 def _sum_of_parts(
-    y_t: Tensor, x_t: Tensor, exponent: Tensor, ends: Tensor, factor: float, parts: int, **options: Any
+    y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, factor: float, parts: int, **options: Any
 ) -> Tensor:
     """(1, N, K) fp32: parts of the only group as groups, added in order."""
     (N, C), (K, _) = y_t.shape, x_t.shape
     part = cdiv(cdiv(C, parts), BLOCK_K) * BLOCK_K
-    cuts = torch.arange(part, parts * part + 1, part, dtype=torch.int32, device=ends.device)
+    cuts = torch.arange(part, parts * part + 1, part, dtype=torch.int32, device=offs.device)
     out = torch.empty((parts, N, K), dtype=torch.float32, device=y_t.device)
-    exponents, cuts = exponent.expand(parts).contiguous(), torch.minimum(cuts, ends)
+    exponents, cuts = exponent.expand(parts).contiguous(), torch.minimum(cuts, offs)
     _launch(out, y_t, x_t, exponents, None, None, cuts, N, K, C, ragged="contraction", factor=factor, **options)
     return out.sum(0, keepdim=True)
 
