@@ -1,6 +1,6 @@
 """The bytes that a config names, and what they are: which files, how many, whether they look like text.
 
-Imports nothing heavy: what is wrong with a text is told before anything starts.
+Imports nothing heavy: what is wrong with a text is reported before anything starts.
 """
 
 from __future__ import annotations

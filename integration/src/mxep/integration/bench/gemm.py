@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from mxep.gemm import Backend, backends
 from mxep.quant import BLOCK
 
 from ..collective import describe
-from ..results import Row
+from ..results import Row, Section
 from ..timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
 from . import gemm_numerics as numerics
 from .gemm_cases import PRODUCTS, SKEWS, Maker, Problem, products, stages, steps
@@ -64,10 +65,12 @@ class At:
         sets = rotations(problem.least_bytes("forward", 1), self.timer.device)
         return [problem, *(Problem.gaussian(self.shape, self.generator) for _ in range(sets - 1))]
 
-    def compare(self, makers: Mapping[str, Maker], problems: Sequence[Problem], flop: int) -> dict[str, Row]:
+    def compare(
+        self, makers: Mapping[str, Callable[[Any], Call]], problems: Sequence[Any], flop: int
+    ) -> dict[str, Row]:
         """The rows of each, timed together."""
 
-        def calls(make: Maker) -> list[Call]:
+        def calls(make: Callable[[Any], Call]) -> list[Call]:
             return [make(p) for p in problems]
 
         rows = self.timer.compare({name: Alternative(functools.partial(calls, make)) for name, make in makers.items()})
@@ -82,16 +85,25 @@ def beside(row: Row, others: Mapping[str, Row]) -> Row:
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    """All sections, one after the other. A shape that fails leaves the others."""
+    yield from sweep(bench, SECTIONS, MEASURED, lambda name: name if name in SHAPES else "layers")
+
+
+def sweep(
+    bench: Bench,
+    sections: Mapping[str, Section],
+    measured: Mapping[str, Callable[[At], Iterator[Row]]],
+    kind_of: Callable[[str], str],
+) -> Iterator[tuple[str, Row]]:
+    """All sections, one after the other, at the shapes of their kind. A shape that fails leaves the others."""
     backend = backends.select(bench.config.backend or "auto", bench.device)
     timer = Timer(bench.device, seconds=0.15, rounds=4)
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
     bench.ceilings.update(ceilings(timer))
     for name in bench.report.sections:
-        for shape in map(tuple, bench.config.shapes.get(name if name in SHAPES else "layers", ())):
-            labels = dict.fromkeys(SECTIONS[name].labels) | {"shape": list(shape)}
+        for shape in map(tuple, bench.config.shapes.get(kind_of(name), ())):
+            labels = dict.fromkeys(sections[name].labels) | {"shape": list(shape)}
             try:
-                for row in MEASURED[name](At(shape, backend, generator, timer, bench.ceilings)):
+                for row in measured[name](At(shape, backend, generator, timer, bench.ceilings)):
                     yield name, labels | row
             except Exception as error:
                 yield name, labels | {"error": f"ended early: {describe(error)}"}
@@ -131,8 +143,8 @@ def _steps(at: At) -> Iterator[Row]:
         yield beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})
 
 
-def _stages(at: At) -> Iterator[Row]:
-    problem = Problem.gaussian(at.shape, at.generator)
+def stage_rows(at: At, problem: Problem) -> Iterator[Row]:
+    """Of the stages that a forward and backward of mxfp8 consist of."""
     work = stages(at.backend, problem)
     makers: dict[str, Maker] = {name: lambda _, call=call: call for name, (call, _) in work.items()}  # type: ignore[misc]
     for name, row in at.compare(makers, [problem], problem.flop).items():
@@ -144,6 +156,10 @@ def _stages(at: At) -> Iterator[Row]:
             row[rate] = (moved or problem.flop) / row["us"] / 1e6
             row["share"] = row[rate] / at.ceilings[ceiling] if ceiling in at.ceilings else None
         yield row | {"stage": name}
+
+
+def _stages(at: At) -> Iterator[Row]:
+    yield from stage_rows(at, Problem.gaussian(at.shape, at.generator))
 
 
 def _skew(at: At) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,9 @@ from mxep.gemm import Backend, Recipe, backends, linear, quantize_input, rms_nor
 
 from ..collective import describe
 from ..results import Row
-from ..timer import Alternative, Call, Timer, free_memory, rotations
+from ..timer import Alternative, Call, Timer, rotations
 from . import gemm_cases
-from .gemm import beside, ceilings
+from .gemm import At, beside, stage_rows, sweep
 from .layer_host import counts
 from .run import Bench, table
 
@@ -170,65 +170,33 @@ def steps(backend: Backend, several: bool) -> dict[str, Maker]:
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    """All sections, one after the other. A shape that fails leaves the others."""
-    backend = backends.select(bench.config.backend or "auto", bench.device)
-    timer = Timer(bench.device, seconds=0.15, rounds=4)
-    generator = torch.Generator(bench.device).manual_seed(bench.seed)
-    bench.ceilings.update(ceilings(timer))
-    for name in bench.report.sections:
-        for shape in map(tuple, bench.config.shapes.get("linear" if name == "stages" else name, ())):
-            labels = dict.fromkeys(SECTIONS[name].labels) | {"shape": list(shape)}
-            try:
-                for row in MEASURED[name](shape, backend, generator, timer, bench.ceilings):
-                    yield name, labels | row
-            except Exception as error:
-                yield name, labels | {"error": f"ended early: {describe(error)}"}
-            free_memory(bench.device)
+    """All sections, one after the other."""
+    yield from sweep(bench, SECTIONS, MEASURED, lambda name: "linear" if name == "stages" else name)
 
 
-def _steps(
-    shape: Sequence[int], backend: Backend, generator: torch.Generator, timer: Timer, _: Mapping[str, float]
-) -> Iterator[Row]:
-    first = Problem.gaussian(shape, generator)
-    sets = rotations(first.nbytes, timer.device)
-    problems = [first, *(Problem.gaussian(shape, generator) for _ in range(sets - 1))]
-    makers = steps(backend, several=len(first.weights) > 1)
-
-    def calls(make: Maker) -> list[Call]:
-        return [make(p) for p in problems]
-
-    rows = timer.compare({name: Alternative(functools.partial(calls, make)) for name, make in makers.items()})
-    for name, row in rows.items():
-        row |= {"what": name, "flop": first.flop} | ({"TF": first.flop / row["us"] / 1e6} if "us" in row else {})
+def _steps(at: At) -> Iterator[Row]:
+    first = Problem.gaussian(at.shape, at.generator)
+    sets = rotations(first.nbytes, at.timer.device)
+    problems = [first, *(Problem.gaussian(at.shape, at.generator) for _ in range(sets - 1))]
+    rows = at.compare(steps(at.backend, several=len(first.weights) > 1), problems, first.flop)
+    for row in rows.values():
         yield beside(row, {"x bf16": rows["bf16"]})
 
 
-def _stages(
-    shape: Sequence[int], backend: Backend, generator: torch.Generator, timer: Timer, rates: Mapping[str, float]
-) -> Iterator[Row]:
-    p = Problem.gaussian(shape, generator)
-    problem = gemm_cases.Problem.of(p.x, p.weights[0][None], p.gradients[0])
-    work = gemm_cases.stages(backend, problem)
-    rows = timer.compare({name: Alternative(lambda call=call: [call]) for name, (call, _) in work.items()})  # type: ignore[misc]
-    for name, row in rows.items():
-        moved = work[name][1]
-        rate, ceiling = ("TB/s", "copy TB/s") if moved else ("TF", "dense fp8 TF")
-        if "us" in row:
-            row[rate] = (moved or problem.flop) / row["us"] / 1e6
-            row["share"] = row[rate] / rates[ceiling] if ceiling in rates else None
-        yield row | {"stage": name}
+def _stages(at: At) -> Iterator[Row]:
+    p = Problem.gaussian(at.shape, at.generator)
+    yield from stage_rows(at, gemm_cases.Problem.of(p.x, p.weights[0][None], p.gradients[0]))
 
 
-def _host(
-    shape: Sequence[int], backend: Backend, generator: torch.Generator, timer: Timer, _: Mapping[str, float]
-) -> Iterator[Row]:
-    p = Problem.gaussian(shape, generator)
-    calls = {name: make(p) for name, make in steps(backend, several=False).items() if name.startswith(("bf16", "mxep"))}
-    clock = Timer(timer.device, seconds=0.0, rounds=7, host=True)
+def _host(at: At) -> Iterator[Row]:
+    p = Problem.gaussian(at.shape, at.generator)
+    makers = steps(at.backend, several=False)
+    calls = {name: make(p) for name, make in makers.items() if name.startswith(("bf16", "mxep"))}
+    clock = Timer(at.timer.device, seconds=0.0, rounds=7, host=True)
     alternatives = {name: Alternative(functools.partial(lambda call: [call], call)) for name, call in calls.items()}
     for name, row in clock.compare(alternatives).items():
-        yield row | {"what": name} | (counts(calls[name], timer.device) if "us" in row else {})
+        yield row | {"what": name} | (counts(calls[name], at.timer.device) if "us" in row else {})
 
 
-MEASURED: dict[str, Callable[..., Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "stages": _stages, "host": _host}
+MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "stages": _stages, "host": _host}
 """Section -> what measures its rows, at a shape."""
