@@ -25,7 +25,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import Weight, halves, saved_weight, weights_are_held
+from mxep.gemm.quantize_once import Weight, halves, saved_weight, unless_held
 
 from .dispatchers.base import Handle, Payload, Routing, TokenDispatcher
 from .functional import checked_tokens
@@ -222,8 +222,7 @@ def layer_forward(
     dispatcher, recipe, backend = config.dispatcher, config.recipe, config.backend
     handle, wire = dispatched
     # While rows are in flight.
-    quantize = rowwise_weights.direct if weights_are_held() else rowwise_weights
-    w13, amax13, w2, amax2 = quantize([*_two(gate_up_proj), down_proj], recipe, backend, backward)
+    w13, amax13, w2, amax2 = unless_held(rowwise_weights)([*_two(gate_up_proj), down_proj], recipe, backend, backward)
     slots, routing = handle.wait()
     plan = routing.plan
     # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
@@ -262,8 +261,7 @@ def layer_backward(
     wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
     handle = dispatcher.redispatch(tuple(pack_rows([d_out], recipe, recipe.grad_fmt)), routing, overlap=True)
     # While rows are in flight.
-    quantize = colwise_weights.direct if weights_are_held() else colwise_weights
-    w2, w13 = quantize([*later2, *_two(later13.weight), later13.amax], recipe, backend)
+    w2, w13 = unless_held(colwise_weights)([*later2, *_two(later13.weight), later13.amax], recipe, backend)
     del later2, later13
     waits = left is not None and h is not None and not wanted[1]
     copy = waits and dispatcher.borrows

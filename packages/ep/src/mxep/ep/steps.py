@@ -21,13 +21,11 @@ from torch import Tensor
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
-from mxep.quant.replay import replayed
+from mxep.quant.replay import Tensors, replayed
 
 from .functional import swiglu_backward, swiglu_forward
 from .wire_format import WireFormat, pack
 
-Tensors = list[Any]
-"""Tensors, MXTensors and None."""
 pack_rows = replayed(pack)
 
 

@@ -25,11 +25,11 @@ import mxep.gemm.steps as steps
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import weights_are_held
+from mxep.gemm.quantize_once import unless_held
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
-from mxep.quant.replay import MXParts, Replayed
+from mxep.quant.replay import MXParts
 
 
 def grouped_mm(
@@ -127,7 +127,7 @@ class _GroupedMM(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[:2]
         tensors = [_parts(a), w if weight is None else _parts(weight.rowwise), bias, offs]
-        out, a_saved, blocks, amax = _run(steps.forward)(tensors, recipe, backend, out_dtype, needs)
+        out, a_saved, blocks, amax = unless_held(steps.forward)(tensors, recipe, backend, out_dtype, needs)
         w_saved = w if blocks is None else blocks
         if weight is not None and weight.colwise is not None:
             w_saved = weight.colwise
@@ -164,7 +164,7 @@ class _GroupedMM(torch.autograd.Function):
         da = dw = qdata = None
         if need_a or need_w:
             how = recipe, backend, (need_a, need_w), tuple(dtypes), ctx.wgrad_scale, quantized
-            da, dw, qdata = _run(steps.backward)(tensors, *how)
+            da, dw, qdata = unless_held(steps.backward)(tensors, *how)
         if not graph_is_retained():
             ctx.kept = None
         elif need_a and ctx.needs_input_grad[1] and not need_w:
@@ -178,15 +178,8 @@ _Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
 _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _run(step: Replayed) -> Callable[..., Any]:
-    """The function itself where it is traced, or where weights that others hold decide what it does."""
-    if torch.compiler.is_compiling():
-        return step.function
-    return step.direct if weights_are_held() else step
-
-
 def _parts(x: Any) -> Any:
-    return MXParts.of(x) if isinstance(x, MXTensor) and not torch.compiler.is_compiling() else x
+    return MXParts.of(x) if isinstance(x, MXTensor) else x
 
 
 def taken_apart(x: Any) -> tuple[_Parts, _Rest]:
@@ -209,8 +202,7 @@ def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
     if rest is None or qdata is None or scale is None:
         return qdata
     qdata, scale = (qdata, scale) if rest[0] != -2 else (qdata.mT, scale.mT)
-    whole = MXTensor(qdata, scale, row_index, *rest, trusted=True) if torch.compiler.is_compiling() else None
-    return MXParts(qdata, scale, row_index, *rest) if whole is None else whole
+    return MXParts(qdata, scale, row_index, *rest)
 
 
 def _group_sums(x: Tensor, offs: Tensor | None) -> Tensor:

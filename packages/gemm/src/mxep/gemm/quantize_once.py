@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
+from mxep.quant.replay import Replayed, Tensors
 
 _T = TypeVar("_T")
 Weight = Tensor | tuple[Tensor, Tensor]
@@ -227,6 +228,11 @@ def _point_in_time(w: Tensor, capturing: bool) -> tuple[torch.cuda.Stream | None
 def _captures(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
+
+
+def unless_held(step: Replayed) -> Callable[..., Tensors]:
+    """The step, or its function alone while weights are held: what it finds of them is no argument of its own."""
+    return step.direct if weights_are_held() else step
 
 
 def weights_are_held() -> bool:

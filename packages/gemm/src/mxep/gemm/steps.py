@@ -4,8 +4,6 @@
 M rows, N out features, K in features, G groups.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,10 +11,7 @@ from mxep.gemm.backends.base import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
-from mxep.quant.replay import replayed
-
-Tensors = list[Any]
-"""Tensors, MXTensors and None."""
+from mxep.quant.replay import Tensors, replayed
 
 
 @replayed

@@ -38,10 +38,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         `base`, `block_shape`, what else Triton's launcher reads, and a method `for_triton` that makes Triton's own.
     constants: constexprs, which follow them in the kernel's signature, and options such as num_warps.
     """
-    hooks = knobs.runtime.launch_enter_hook
     listening = recorder()
     # Interpreted, profiled, or on an AMD GPU, where kernels are specialized for the bytes of a storage, too.
-    if not isinstance(kernel, JITFunction) or getattr(hooks, "calls", hooks) or _IS_HIP:
+    if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
         kernel[grid](*map(_for_triton, args), **constants)
         if listening is not None:
             listening.fail("launched by Triton")
@@ -64,6 +63,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     compiled.run(x, y, z, stream, *how, *values, *constexprs)
     if listening is not None:
         listening.launched(compiled, (x, y, z), args, constexprs)
+
+
+def is_profiled() -> bool:
+    """Whether somebody hooks Triton's launches."""
+    hooks = knobs.runtime.launch_enter_hook
+    return bool(getattr(hooks, "calls", hooks))
 
 
 @functools.cache

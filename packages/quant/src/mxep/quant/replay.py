@@ -25,7 +25,7 @@ from mxep.quant.recorder import recorder
 from mxep.quant.tape import MXParts, Recorder, Tape, Tensors
 from mxep.quant.tensor import MXTensor
 
-__all__ = ["MXParts", "Replayed", "each_time", "replayed"]
+__all__ = ["MXParts", "Replayed", "Tensors", "each_time", "replayed"]
 MOST_TAPES = 256
 """Of a function."""
 LEAST_DEVICE = 0
@@ -129,7 +129,7 @@ def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | 
             flat.append(x)
     read = _reader(*map(type, flat))
     facts = None if read is None else read(*flat)
-    if facts is None or facts[0] != torch._C._cuda_getDevice() or _is_profiled():
+    if facts is None or facts[0] != torch._C._cuda_getDevice() or _launch().is_profiled():
         return None, []
     return (static, torch.is_inference_mode_enabled(), facts), flat
 
@@ -154,13 +154,8 @@ def _reader(*kinds: type) -> Callable[..., tuple[Hashable, ...] | None] | None:
     return read
 
 
-def _is_profiled() -> bool:
-    hooks = _knobs().runtime.launch_enter_hook
-    return bool(getattr(hooks, "calls", hooks))
-
-
 @functools.cache
-def _knobs() -> Any:
-    from triton import knobs  # only where there is CUDA
+def _launch() -> Any:
+    from mxep.quant import launch  # imports Triton: only where there is CUDA
 
-    return knobs
+    return launch

@@ -202,7 +202,8 @@ class Recorder(TorchDispatchMode):
         form = x.dtype, tuple(x.shape), x.stride()
         if slot >= 0:
             self._slots[slot].is_used = True
-            if start == 0 and form == self._slots[slot].form:
+            same = slot not in self._given or self._given[slot]() is x  # not another tensor of the same memory
+            if same and start == 0 and form == self._slots[slot].form:
                 return f"s{slot}"
         return f"view(s{slot}, {self._constant(form)}, {start})"
 
@@ -216,8 +217,6 @@ class Recorder(TorchDispatchMode):
         made = self._slots[slot] if slot >= 0 else _Slot(x)
         if made.is_empty and not made.is_used and start == 0 and x.is_contiguous() and x.nbytes == made.nbytes:
             made.form = x.dtype, tuple(x.shape), x.stride()  # it is made so, then
-        if slot in self._given and self._given[slot]() is not x:
-            return f"view(s{slot}, {self._constant((x.dtype, tuple(x.shape), x.stride()))}, {start})"
         return self._form(x, used)
 
     def _argument(self, x: Any, used: set[int]) -> str:
