@@ -106,8 +106,16 @@ class Hopper(Backend):
         return dw
 
 
-@functools.cache
 def _has_gluon() -> bool:
+    return _find_gluon()
+
+
+# What torch.compiler.assume_constant_result does, without importing dynamo, for seconds, when this module is imported.
+_has_gluon._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _find_gluon() -> bool:
     try:
         return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
     except ModuleNotFoundError:
