@@ -154,7 +154,7 @@ def test_public_modules_are_in_the_readme(module: str) -> None:
     assert f"| `{module}` |" in (package.parents[2] / "README.md").read_text()
 
 
-@pytest.mark.parametrize("file", ["launch.py", "recorder.py"])
+@pytest.mark.parametrize("file", ["launch.py", "modes.py"])
 def test_quant_and_comms_launch_kernels_alike(file: str) -> None:
     quant, comms = (PACKAGES[name] / file for name in ("quant", "comms"))
     assert quant.read_bytes() == comms.read_bytes(), (

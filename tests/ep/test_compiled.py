@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from mxep.comms import Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, swiglu
 from mxep.ep.compiled import _plan_of_shapes, forward_op
-from mxep.ep.layer import LayerConfig, layer_forward, start_dispatch
+from mxep.ep.passes import LayerConfig, layer_forward
 from mxep.ep.saved import Saved
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Hopper
@@ -225,8 +225,7 @@ def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     config = LayerConfig(moe.dispatcher, moe.recipe, Hopper())
     ids, weights = moe.router(x)
     given = x, ids, weights.detach(), moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-    dispatched = start_dispatch(x, given[2], ids, config)
-    saved = layer_forward(dispatched, *given[3:], config, True, (True, True))[2]
+    saved = layer_forward(x, given[2], ids, *given[3:], config, True, (True, True))[2]
     with FakeTensorMode() as mode:
         x, ids, weights, *experts = map(mode.from_tensor, given)
         plan = _plan_of_shapes(ids, weights, config)

@@ -11,7 +11,8 @@ from ep.problem import make_ranks
 from mxep.comms import Capacity
 from mxep.ep import combine, dispatch, expert_mlp, make_dispatcher
 from mxep.ep.dispatchers import LocalDispatcher
-from mxep.ep.layer import LayerConfig, route_through_experts
+from mxep.ep.layer import route_through_experts
+from mxep.ep.passes import LayerConfig
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
 from mxep.gemm.backends.reference import Reference

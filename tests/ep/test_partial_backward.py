@@ -9,7 +9,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from ep.problem import make_ranks
 from ep.test_layer import composed, inputs
 from mxep.ep import MoE, make_dispatcher
-from mxep.ep.layer import LayerConfig, route_through_experts
+from mxep.ep.layer import route_through_experts
+from mxep.ep.passes import LayerConfig
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
 from mxep.gemm.backends.reference import Reference

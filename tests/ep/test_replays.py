@@ -1,16 +1,20 @@
-"""A layer's steps are replayed from their third call on, and nobody can tell by the bits."""
+"""A layer's passes are graphs from their second call on, or their steps are, and nobody can tell by the bits."""
+
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
 
 from mxep.ep import MoE, steps
-from mxep.ep.dispatchers import base, local
+from mxep.ep.shares import local_tensor
 from mxep.gemm import quantize_weights_once
+from mxep.quant import replay
+from ranks import distributed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 T, DIM, HIDDEN_DIM, EXPERTS, TOP_K = 200, 128, 64, 8, 2
-OTHERS = (steps.wgrad, base._plan, local._sum_home)
 STEPS = (steps.pack_rows, steps.rowwise_weights, steps.mlp_forward, steps.colwise_weights, steps.mlp_backward)
 
 
@@ -33,31 +37,98 @@ def run(layer: MoE, x: Tensor, d_out: Tensor) -> list[Tensor]:
 
 
 def without_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxep.quant.replay._taken_apart", lambda tensors, static: (None, []))
+    monkeypatch.setattr("mxep.quant.replay._taken_apart", lambda tensors, static: (None, [], ()))
 
 
-def replays() -> list[int]:
-    return [step.replays for step in STEPS]
-
-
-def refused() -> list[list[str]]:
-    return [step.refused for step in (*STEPS, *OTHERS)]
+def replays(layer: MoE) -> dict[str, int]:
+    return {each.__name__: each.replays for each in layer.dispatcher.passes.values()}
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "symmetric", "all_to_all"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "mxfp8_e5m2", "fp8", "bf16"])
 def test_replays_have_the_bits_of_the_functions(recipe, dispatcher, monkeypatch):
-    layer, before, refused_before = make_layer(recipe, dispatcher), replays(), refused()
+    layer, before = make_layer(recipe, dispatcher), sum(step.replays for step in STEPS)
     batches = [torch.randn(2, T - 30 * (i % 3), DIM, device="cuda", dtype=torch.bfloat16) for i in range(9)]
     got = [run(layer, *batch) for batch in batches]
-    more = [now - then for now, then in zip(replays(), before)]
+    replayed = replays(layer)
+    if dispatcher == "all_to_all":
+        assert not replayed
+    else:  # the first of each size was not, and where it made the buffers, the second neither
+        assert replayed["_forward"] in (5, 6)
+        assert replayed["_backward"] == 6
+    assert sum(step.replays for step in STEPS) > before
     without_replays(monkeypatch)
     for one, batch in zip(got, batches):
         for name, a, b in zip(("out", "dx", "router", "gate_up", "down"), one, run(layer, *batch)):
             assert torch.equal(a, b), name
-    assert replays() == [now + then for now, then in zip(more, before)], "none went by a tape"
-    assert dispatcher == "all_to_all" or all(n >= 3 for n in more), more
-    assert dispatcher == "all_to_all" or refused() == refused_before
+    assert replays(layer) == replayed
+    assert not any(each.refused for each in layer.dispatcher.passes.values())
+
+
+@distributed(1, 2, device="cuda")
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_layers_and_micro_batches_in_flight_share_graphs_on_all_ranks(ctx, recipe):
+    torch.manual_seed(0)
+    layers = [MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe=recipe, group=ctx.group, max_tokens=T, device=ctx.device)
+              for _ in range(3)]  # fmt: skip
+    torch.manual_seed(ctx.rank)
+
+    def step(batches: list[Tensor]) -> list[Tensor]:
+        """All forwards, then all backwards: what a layer keeps is of one micro-batch."""
+        for layer in layers:
+            layer.zero_grad()
+        outs = []
+        for x in batches:
+            x = x.detach().requires_grad_()
+            for layer in layers:
+                x = x + layer(x)
+            outs.append(x)
+        for out in outs:
+            out.float().pow(2).mean().backward()
+        for layer in layers:
+            layer.check()
+        return [*outs, *(local_tensor(p.grad).clone() for layer in layers for p in layer.parameters())]
+
+    steps = [[torch.randn(T - 8 * i, DIM, device=ctx.device, dtype=torch.bfloat16) for i in range(2)] for _ in range(4)]
+    got = [step(batches) for batches in steps]
+    replayed = replays(layers[0])
+    assert layers[0].dispatcher is layers[1].dispatcher
+    # Of 24 all but the first of each size; the first of all made the buffers.
+    assert replayed == {"_forward": 24 - 3, "_backward": 24 - 2}
+    taken, replay._taken_apart = replay._taken_apart, lambda tensors, static: (None, [], ())
+    try:
+        for one, batches in zip(got, steps):
+            for a, b in zip(one, step(batches), strict=True):
+                assert torch.equal(a, b)
+    finally:
+        replay._taken_apart = taken
+    assert replays(layers[0]) == replayed
+
+
+def test_replays_go_on_beside_a_graph_that_a_user_replays():
+    layer = make_layer("mxfp8", "symmetric")
+    x, d_out = torch.randn(2, T, DIM, device="cuda", dtype=torch.bfloat16)
+    want = [run(layer, x, d_out) for _ in range(3)][-1]
+    before, graph, static = replays(layer), torch.cuda.CUDAGraph(), x.clone()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = layer(static)
+    for _ in range(4):
+        graph.replay()
+        for a, b in zip(run(layer, x, d_out), want):
+            assert torch.equal(a, b)
+        assert torch.equal(out, want[0])
+    assert all(now > then for now, then in zip(replays(layer).values(), before.values()))
+
+
+def test_graphs_go_with_their_dispatcher():
+    layer = make_layer("mxfp8", "local")
+    x, d_out = torch.randn(2, T, DIM, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        run(layer, x, d_out)
+    gone = weakref.ref(layer.dispatcher)
+    del layer
+    gc.collect()
+    assert gone() is None
 
 
 def test_weights_that_change_in_place_are_quantized_anew():

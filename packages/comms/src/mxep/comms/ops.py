@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .recorder import recorder
+from .modes import mode_listens
 
 
 class Op:
@@ -34,7 +34,7 @@ class Op:
         self._launcher: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and recorder() is None):
+        if torch.compiler.is_compiling() or mode_listens():
             return self.opdef(*args)
         tensors = _tensors_of(args)
         for x in tensors:

@@ -5,8 +5,10 @@ barrier(step)   no rank leaves before all have entered; what was stored before i
 check()         raises what is known of barriers that failed
 """
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -68,6 +70,7 @@ class Arena:
         replaced: smaller buffers that graphs store to.
         refused: why this rank refused an exchange, after which there are no more.
         users: who opened the transport together and have not closed it, counted by whoever shares it.
+        launches_are_counted: within `capturing`.
     """
 
     buffers: tuple[SymmetricBuffer, ...] = ()
@@ -81,6 +84,7 @@ class Arena:
     replaced: tuple[SymmetricBuffer, ...] = ()
     refused: str | None = None
     users: int = 0
+    launches_are_counted: bool = False
 
 
 class Transport(ABC):
@@ -134,6 +138,39 @@ class Transport(ABC):
         if self._unusable:
             raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
 
+    def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
+        """What a graph of the next exchanges holds for, whose launches the host counts: what they store to, and whether
+        others may run before it that nobody counts, so that it begins with a barrier.
+
+        None where exchanges are no kernels, one is in flight, or the last was on another stream. Raises as
+        :meth:`check`.
+        """
+        arena = self.arena
+        if self.access != "kernels" or arena.refused is not None or not arena.buffers:
+            return None
+        self.check()
+        if arena.in_flight is not None or arena.stream not in (None, current_stream(self.device.index)):
+            return None
+        return arena.buffers[arena.exchanges % 2], arena.was_captured
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Exchanges within are captured, not made: `launched` counts those of each launch."""
+        arena = self.arena
+        exchanges, stream = arena.exchanges, arena.stream
+        arena.stream = arena.done = None  # of before the capture
+        arena.launches_are_counted = True
+        try:
+            yield
+        finally:
+            arena.launches_are_counted = False
+            arena.exchanges, arena.stream, arena.done, arena.in_flight = exchanges, stream, None, None
+
+    def launched(self, exchanges: int) -> None:
+        """A graph of so many exchanges was launched on the current stream."""
+        self.arena.exchanges += exchanges
+        self.arena.stream = current_stream(self.device.index)
+
     def close(self) -> None:
         """Let go of all buffers. Local; views that are still held stay valid."""
         self._unusable = "closed"
@@ -176,6 +213,16 @@ class PeersDisagree(RuntimeError):
             for peer, op_id in enumerate(op_ids)
         )
         return cls(f"rank {rank} met peers in other exchanges: {', '.join(found)}")
+
+
+def current_stream(device_index: int) -> torch.cuda.Stream:
+    """As `torch.cuda.current_stream`, which makes a new object at every call."""
+    return _stream(*torch._C._cuda_getCurrentStream(device_index))
+
+
+@functools.lru_cache(256)
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 def signal_pad_bytes(world_size: int) -> int:

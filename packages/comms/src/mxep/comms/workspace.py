@@ -29,10 +29,11 @@ stream, a plan is made of them while rows are in flight. A rank enters the barri
 left that of exchange i + 1, so the proof holds for them as it stands. `combine` cuts B_i into chunks of tokens: rank p
 sums a chunk that all ranks have stored, and has left B_i when it has left the last.
 
-**A captured graph** may be replayed at any time, twice in a row with an odd number of exchanges, too: then a buffer is
-used twice in a row. So its first exchange begins with a barrier that moves no rows, after the reads of all that ran
-before; and so does every exchange outside of a graph once there has been a capture, as nobody tells the host of a
-replay.
+**A captured graph** may be replayed by its owner at any time, twice in a row with an odd number of exchanges, too: then
+a buffer is used twice in a row. So its first exchange begins with a barrier that moves no rows, after the reads of all
+that ran before; and so does every exchange outside of a graph once there has been a capture, as nobody tells the host
+of a replay. A graph within `Transport.capturing` has none unless there has been another: whoever launches it says so,
+and does it in the order of all exchanges.
 """
 
 import ctypes
@@ -45,7 +46,7 @@ from torch import Tensor
 
 from .layout import ALIGNMENT, Layout, round_up
 from .plain import PlainExchange
-from .transport import SymmetricBuffer, Transport, check_agreement, signal_pad_bytes
+from .transport import SymmetricBuffer, Transport, check_agreement, current_stream, signal_pad_bytes
 
 Tables = tuple[Tensor, Tensor, Tensor]
 
@@ -243,6 +244,8 @@ class Workspace:
         capture: the one that this exchange is part of, 0 if none.
         """
         arena = self.arena
+        if arena.launches_are_counted:
+            return arena.was_captured and arena.stream is None
         changed = capture != arena.capture
         if changed and arena.in_flight is not None:
             if arena.capture:  # is over, and its events with it
@@ -266,16 +269,6 @@ def _make_exchange(transport: Any, layout: Layout, experts_per_rank: int, num_sm
     from .kernels.exchange import KernelExchange
 
     return KernelExchange(transport, layout, experts_per_rank, num_sms)
-
-
-def current_stream(device_index: int) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, which makes a new object at every call."""
-    return _stream(*torch._C._cuda_getCurrentStream(device_index))
-
-
-@functools.lru_cache(256)
-def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:

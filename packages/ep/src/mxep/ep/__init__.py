@@ -16,9 +16,10 @@ from .dispatchers import (
 )
 from .experts import Experts, run_experts
 from .functional import combine, dispatch, expert_mlp, swiglu
-from .layer import LayerConfig, route_through_experts
+from .layer import route_through_experts
 from .moe import MoE
 from .parallel import ExpertParallel, data_parallel, parameter_groups
+from .passes import LayerConfig
 from .router import Router
 from .shared_expert import SharedExpert
 

@@ -14,7 +14,6 @@ on all ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -30,10 +29,9 @@ from mxep.quant import E4M3
 
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
 from .functional import checked_tokens
-from .layer import LayerConfig, check_weights, layer_backward, layer_forward, start_dispatch
+from .layer import check_weights
+from .passes import PLAN, LayerConfig, layer_backward, layer_forward
 from .saved import Saved, num_parts
-
-PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
 
 
 def compiles(dispatcher: TokenDispatcher, recipe: Recipe, backend: str | Backend) -> bool:
@@ -81,9 +79,9 @@ def forward_op(
 ) -> list[Tensor]:
     config = _config(x.device, dispatcher, recipe, backend, wgrad_scale)
     with torch.no_grad():
-        dispatched = start_dispatch(x, weights, expert_ids, config)
+        proj = _weight(gate_up_proj)
         out, routing, saved = layer_forward(
-            dispatched, _weight(gate_up_proj), down_proj, config, backward, (needs[0], needs[1])
+            x, weights, expert_ids, proj, down_proj, config, backward, (needs[0], needs[1])
         )
     if not backward:
         return [out]

@@ -18,7 +18,8 @@ from mxep.gemm.quantize_once import Weight, halves, joined
 from .compiled import compiled_layer, compiles
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import combine, dispatch, expert_mlp
-from .layer import LayerConfig, route_through_experts
+from .layer import route_through_experts
+from .passes import LayerConfig
 from .shares import empty_share, init_normal_, local_tensor, local_weight
 
 

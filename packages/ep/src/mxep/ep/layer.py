@@ -14,7 +14,6 @@ T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,34 +21,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm import Recipe
-from mxep.gemm.backends import Backend
 from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import Weight, halves, saved_weight, unless_held
+from mxep.gemm.quantize_once import Weight, halves
 
-from .dispatchers.base import Handle, Payload, Routing, TokenDispatcher
+from .dispatchers.base import Routing, TokenDispatcher
 from .functional import checked_tokens
-from .saved import Saved
+from .passes import LayerConfig, Pending, layer_backward, layer_forward, weight_gradient
 from .shares import Share, local_tensor
-from .steps import colwise_weights, mlp_backward, mlp_forward, pack_rows, rowwise_weights, wgrad
-from .wire_format import WireFormat
-
-
-@dataclass(frozen=True)
-class LayerConfig:
-    """How a layer computes.
-
-    Attributes:
-        backend: one that can run where its tensors are.
-        main_grads: (e, 2F, D) and (e, D, F) fp32, or None each: weight gradients are added there and not returned.
-        wgrad_scale: factor of weight gradients.
-    """
-
-    dispatcher: TokenDispatcher
-    recipe: Recipe
-    backend: Backend
-    main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
-    wgrad_scale: float = 1.0
 
 
 def route_through_experts(
@@ -75,15 +54,9 @@ def route_through_experts(
     )
     tensors = x, weights, gate, down_proj, *up
     backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    with torch.no_grad():
-        dispatched = start_dispatch(x, weights, expert_ids, config)
-    try:
-        out, routing = _Layer.apply(  # type: ignore[no-untyped-call]
-            x, weights, gate, down_proj, up[0] if up else None, expert_ids, config, backward, dispatched
-        )
-    except BaseException:
-        dispatched[0].wait()  # nothing stays in flight
-        raise
+    out, routing = _Layer.apply(  # type: ignore[no-untyped-call]
+        x, weights, gate, down_proj, up[0] if up else None, expert_ids, config, backward
+    )
     return out, routing
 
 
@@ -117,12 +90,6 @@ def check_weights(
         check_weight(w, recipe=recipe, device=x.device, main_grad=main_grad, name=name)
 
 
-Dispatched = tuple[Handle[tuple[Payload, Routing]], WireFormat]
-"""A dispatch in flight, and how to read what arrives."""
-Pending = dict[int, tuple[Any, Any]]
-"""Of gate_up_proj (0) and down_proj (1): the gradient of their rows and the rows, for a weight gradient to come."""
-
-
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -135,11 +102,10 @@ class _Layer(torch.autograd.Function):
         expert_ids: Tensor,
         config: LayerConfig,
         backward: bool,
-        dispatched: Dispatched,
     ) -> tuple[Tensor, Routing]:
         proj, down = local_weights(gate_up_proj, up_proj), local_tensor(down_proj)
         ctx.needs = ctx.needs_input_grad[2] or ctx.needs_input_grad[4], ctx.needs_input_grad[3]
-        out, routing, saved = layer_forward(dispatched, proj, down, config, backward, ctx.needs)
+        out, routing, saved = layer_forward(x, weights, expert_ids, proj, down, config, backward, ctx.needs)
         ctx.halves = len(halves(proj))
         ctx.save_for_backward(*halves(proj), down, *saved)
         ctx.config, ctx.routing, ctx.kept = config, routing, None
@@ -195,109 +161,4 @@ def _gradients_of_weights(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor 
     else:  # FSDP2 and optimizers want them contiguous
         gate, up = (half.contiguous() for half in proj.chunk(2, 1))
         up = ctx.up_share.gradient(up)
-    return ctx.shares[0].gradient(gate), ctx.shares[1].gradient(down), up, None, None, None, None
-
-
-def start_dispatch(x: Tensor, weights: Tensor, expert_ids: Tensor, config: LayerConfig) -> Dispatched:
-    """Begin to dispatch x (T, D), quantized if the recipe says so."""
-    recipe = config.recipe
-    payload = tuple(pack_rows([x], recipe, recipe.fmt))
-    handle = config.dispatcher.dispatch(payload, expert_ids, weights, alignment=recipe.group_alignment, overlap=True)
-    return handle, WireFormat.of(x, recipe, recipe.fmt)
-
-
-def layer_forward(
-    dispatched: Dispatched,
-    gate_up_proj: Weight,
-    down_proj: Tensor,
-    config: LayerConfig,
-    backward: bool,
-    needs: tuple[bool, bool],
-) -> tuple[Tensor, Routing, list[Tensor]]:
-    """(out, routing, what backward needs, if it will be, as `Saved` lists it): no autograd, no checks but of products.
-
-    needs: whether the two weights have gradients, if backward will be. The exchanges and dx are made in any case, as
-    ranks do not know what the others need.
-    """
-    dispatcher, recipe, backend = config.dispatcher, config.recipe, config.backend
-    handle, wire = dispatched
-    # While rows are in flight.
-    w13, amax13, w2, amax2 = unless_held(rowwise_weights)([*_two(gate_up_proj), down_proj], recipe, backend, backward)
-    slots, routing = handle.wait()
-    plan = routing.plan
-    # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
-    copy, keep = backward and needs[0] and dispatcher.borrows, (backward and needs[0], backward, backward and needs[1])
-    tensors = [plan.row_slot, plan.row_weight, plan.offs, w13, w2, *slots]
-    y, rows, gate_up, h = mlp_forward(tensors, wire, recipe, backend, copy, keep)
-    out, _ = dispatcher.combine(y, routing).wait()
-    if not backward:
-        return out, routing, []
-    later = saved_weight(w13, gate_up_proj, amax13), saved_weight(w2, down_proj, amax2)
-    return out, routing, Saved(rows, gate_up, h, later).flat()
-
-
-def layer_backward(
-    d_out: Tensor,
-    saved: list[Tensor],
-    gate_up_proj: Weight,
-    down_proj: Tensor,
-    routing: Routing,
-    config: LayerConfig,
-    needs: tuple[bool, bool],
-    *,
-    wanted: tuple[bool, bool] = (True, True),
-    left: Pending | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weights, gate_up_proj, down_proj.
-
-    saved: emptied, so that its memory serves the gradients of weights. needs: whether the two weights have any. wanted:
-    whether those are computed now. left: takes the operands of those that are not, which nobody else holds.
-    """
-    dispatcher, recipe, backend, plan = config.dispatcher, config.recipe, config.backend, routing.plan
-    experts = gate_up_proj, down_proj
-    rows, gate_up, h, (later13, later2) = Saved.of(saved, plan, experts, recipe, needs, copied=dispatcher.borrows)
-    saved.clear()
-
-    wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
-    handle = dispatcher.redispatch(tuple(pack_rows([d_out], recipe, recipe.grad_fmt)), routing, overlap=True)
-    # While rows are in flight.
-    w2, w13 = unless_held(colwise_weights)([*later2, *_two(later13.weight), later13.amax], recipe, backend)
-    del later2, later13
-    waits = left is not None and h is not None and not wanted[1]
-    copy = waits and dispatcher.borrows
-    tensors = [plan.row_slot, plan.row_weight, plan.offs, gate_up, h if wanted[1] or waits else None, w2, w13]
-    tensors += [config.main_grads[1], *handle.wait()]
-    del gate_up, h, w2, w13, handle
-    how = wire, recipe, backend, waits, config.wgrad_scale, down_proj.dtype, copy
-    d_rows, d_row_weight, d_gate_up, d_down_proj, *pending = mlp_backward(tensors, *how)
-    if waits and left is not None:
-        left[1] = pending[0], pending[1]
-    home = dispatcher.combine(d_rows, routing, d_row_weight, overlap=True)
-    del d_rows, pending
-    d_gate_up_proj = None
-    if rows is not None and wanted[0]:
-        operands = [d_gate_up, rows]
-        del d_gate_up, rows
-        d_gate_up_proj = weight_gradient(0, halves(gate_up_proj)[0].dtype, operands, plan.offs, config)
-    elif rows is not None and left is not None:
-        left[0] = d_gate_up, rows
-    dx, d_weights = home.wait()
-    return dx, d_weights, d_gate_up_proj, d_down_proj
-
-
-def _two(w: Any) -> tuple[Any, Any]:
-    """The halves of a weight; itself and None if it is whole."""
-    return w if type(w) is tuple else (w, None)
-
-
-def weight_gradient(
-    i: int, dtype: torch.dtype, operands: list[Any], offs: Tensor, config: LayerConfig
-) -> Tensor | None:
-    """Of gate_up_proj (0) or down_proj (1): the gradient, or None where it was added to main_grad.
-
-    operands: the gradient of the product's rows, and its rows; the list is emptied.
-    """
-    tensors = [*operands, offs, config.main_grads[i]]
-    operands.clear()
-    gradient: Tensor | None = wgrad(tensors, config.recipe, config.backend, config.wgrad_scale, dtype)[0]
-    return gradient
+    return ctx.shares[0].gradient(gate), ctx.shares[1].gradient(down), up, None, None, None

@@ -128,7 +128,7 @@ class Router(nn.Module):
             if self.load.device != x.device:  # FSDP2 moves parameters and buffers by itself
                 self.load = self.load.to(x.device)
             _count_load(self.load, expert_ids)
-        return expert_ids.int(), weights * self.scale
+        return expert_ids.int(), weights if self.scale == 1 else weights * self.scale
 
     def _choose(self, scores: Tensor) -> Tensor:
         choice = scores if self.expert_bias is None else scores + self.expert_bias

@@ -14,8 +14,6 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from .recorder import recorder
-
 _IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
 """By the key: what was compiled, its constexprs in order, and the kernel, whose id is part of the key."""
@@ -38,12 +36,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         `base`, `block_shape`, what else Triton's launcher reads, and a method `for_triton` that makes Triton's own.
     constants: constexprs, which follow them in the kernel's signature, and options such as num_warps.
     """
-    listening = recorder()
     # Interpreted, profiled, or on an AMD GPU, where kernels are specialized for the bytes of a storage, too.
     if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
         kernel[grid](*map(_for_triton, args), **constants)
-        if listening is not None:
-            listening.fail("launched by Triton")
         return
     device = torch._C._cuda_getDevice()
     facts, values = _reader(*map(type, args))(*args)
@@ -54,15 +49,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         compiled = kernel[grid](*map(_for_triton, args), **constants)
         if isinstance(compiled, CompiledKernel):
             _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
-        if listening is not None:
-            listening.compiled = True
         return
     compiled, constexprs, _ = found
     stream = torch._C._cuda_getCurrentRawStream(device)
     how = compiled.function, compiled.packed_metadata, None, None, None
     compiled.run(x, y, z, stream, *how, *values, *constexprs)
-    if listening is not None:
-        listening.launched(compiled, (x, y, z), args, constexprs)
 
 
 def is_profiled() -> bool:

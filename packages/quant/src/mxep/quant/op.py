@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mxep.quant.recorder import recorder
+from mxep.quant.modes import mode_listens
 
 _INDEX_DTYPES = (torch.int32,)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -54,7 +54,7 @@ class Op:
         self._launcher: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and recorder() is None):
+        if torch.compiler.is_compiling() or mode_listens():
             return self._overload(*args)
         on_cuda, graded = False, torch.is_grad_enabled()
         for i in self._tensors[: len(args)]:
@@ -69,8 +69,6 @@ class Op:
             return self.reference(*args)
         for i in self._written:
             torch.autograd.graph.increment_version(args[i])
-            if (mode := recorder()) is not None:
-                mode.wrote(args[i])
         return self._launch(*args)
 
     def _launch(self, *args: Any) -> Any:

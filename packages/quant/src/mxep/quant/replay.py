@@ -1,91 +1,142 @@
-"""`@replayed`: a function of tensors whose allocations and launches are written down once, and then done without it.
+"""`@replayed`: a function of tensors that is a CUDA graph from its second call of a kind on, wherever they lie.
 
-The Python between two launches costs the host more than the launches. It does the same at every call with tensors of
-the same shapes, so the third such call and all later ones run straight-line code made from what the second one did:
-
-    s3 = empty((256, 2048), dtype=..., device=...)
-    p3 = s3.data_ptr()
-    run0(264, 1, 1, stream, function0, metadata0, None, None, None, p0, p3, 256, 2048, *constants0)
-    del s0
-
-Addresses are taken anew at each call, so it is no CUDA graph: memory comes from torch's allocator and goes back after
-its last use, weights may move, calls may overlap, and a graph can be captured of it.
+The Python between two launches costs the host more than the launches, and these more than a graph of them. Calls with
+tensors of the same shapes launch the same kernels, so the second such call captures them, and it and all later ones are
+a launch of the graph, with the addresses of this call (`graph.py`). Unlike a graph that a user captures, it fixes no
+memory of arguments and results: weights may move, calls may overlap, and all of it works under FSDP2, checkpoints and
+pipelines.
 """
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mxep.quant.recorder import recorder
-from mxep.quant.tape import MXParts, Recorder, Tape, Tensors
+from mxep.quant.checks import Axis
+from mxep.quant.graph import MovingGraph, NotCapturedNow
 from mxep.quant.tensor import MXTensor
 
-__all__ = ["MXParts", "Replayed", "Tensors", "each_time", "replayed"]
-MOST_TAPES = 256
+MOST_GRAPHS = 256
 """Of a function."""
 LEAST_DEVICE = 0
 """Index of the first device that replays; -1 is the CPU."""
+Tensors = list[Any]
+"""Tensors, MXTensors or their parts, and None."""
+
+
+class MXParts(NamedTuple):
+    """An MXTensor, taken apart: a wrapper costs the host as much as a launch."""
+
+    qdata: Tensor
+    scale: Tensor
+    row_index: Tensor | None
+    axis: Axis
+    block_size: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: MXTensor) -> "MXParts":
+        """Its parts."""
+        return MXParts(x.qdata, x.scale, x.row_index, x.axis, x.block_size, x.dtype)
+
+    def join(self) -> MXTensor:
+        """The MXTensor."""
+        return MXTensor(*self, trusted=True)
+
+
+class _Replay(NamedTuple):
+    """A graph, and of which of its results MXTensors are made: what else they are, by place, or None."""
+
+    graph: MovingGraph
+    joined: list[Any]
 
 
 class Replayed:
     """What :func:`replayed` makes.
 
     Attributes:
-        function: the function itself. replays: how many calls ran without it.
+        function: the function itself. replays: how many calls were launches of a graph.
     """
 
     def __init__(self, function: Callable[..., Tensors]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.replays = 0
-        self._tapes: dict[Hashable, Tape | str | None] = {}
-        """By what decides the course; None of what was seen once, and why not of what cannot be replayed."""
+        self._kinds: dict[Hashable, _Replay | str | None] = {}
+        """By what decides the course; None of what was seen once, and why not of what cannot be a graph."""
         self._lock = threading.Lock()
 
     @property
     def refused(self) -> list[str]:
         """Why not, of the kinds of calls that cannot be replayed."""
-        return [tape for tape in self._tapes.values() if isinstance(tape, str)]
+        return [kind for kind in self._kinds.values() if isinstance(kind, str)]
+
+    def state(self, *static: Any) -> Hashable | None:
+        """What decides the course besides the arguments; None if this call cannot be replayed. For subclasses."""
+        return ()
+
+    def capturing(self, *static: Any) -> AbstractContextManager[object]:
+        """Entered while the function is captured. For subclasses."""
+        return nullcontext()
+
+    def launched(self, *static: Any) -> None:
+        """Called after each launch of a graph. For subclasses."""
 
     def __call__(self, tensors: Tensors, *static: Any) -> Tensors:
         if torch.compiler.is_compiling():
             return self.direct(tensors, *static)
-        key, flat = _taken_apart(tensors, static)
-        if key is None:
+        key, flat, addresses = _taken_apart(tensors, static)
+        state = None if key is None else self.state(*static)
+        if state is None:
             return self.direct(tensors, *static)
-        tape = self._tapes.get(key, self)
-        if callable(tape) and tape is not self:
-            tensors.clear()
-            self.replays += 1
-            if not torch._C._is_any_autocast_enabled():
-                return tape(flat)
-            with torch._C._DisableAutocast():  # what it casts was written down
-                return tape(flat)
-        if tape is not None:
-            if tape is self:
-                self._keep(key, None)
+        key = key, state
+        found = self._kinds.get(key, self)
+        if found is None:
+            found = self._capture(tensors, flat, static)
+            self._keep(key, found)
+        elif found is self:
+            self._keep(key, None)
+        if type(found) is not _Replay:
             flat.clear()
             return self.direct(tensors, *static)
-        recording = Recorder(flat, next(x.device for x in flat if x is not None))
-        flat.clear()
-        with recording:
-            results = self.direct(tensors, *static)
-        if not recording.compiled:  # else the next call is written down
-            self._keep(key, recording.tape(results) or recording.failed)
-        return results
+        tensors.clear()
+        self.replays += 1
+        results = found.graph.launch(flat, addresses)
+        self.launched(*static)
+        return _joined(results, found.joined)
 
-    def _keep(self, key: Hashable, tape: Tape | str | None) -> None:
+    def _capture(self, tensors: Tensors, flat: Tensors, static: tuple[Any, ...]) -> _Replay | str | None:
+        joined: list[Any] = []
+
+        def run() -> Tensors:
+            results: Tensors = []
+            for x in self.direct(list(tensors), *static):
+                results += x[:3] if type(x) is MXParts else [x]
+                joined.append(x[3:] if type(x) is MXParts else None)
+            return results
+
+        try:
+            return _Replay(MovingGraph(run, flat, functools.partial(self.capturing, *static)), joined)
+        except NotCapturedNow:
+            return None
+        except Exception as error:  # the function itself runs then, and raises what is its own
+            why = f"{type(error).__name__}: {error}"
+            logging.getLogger("mxep.quant").debug("%s is not replayed: %s", self.function.__name__, why)
+            return why
+
+    def _keep(self, key: Hashable, kind: _Replay | str | None) -> None:
         with self._lock:
-            if key not in self._tapes and len(self._tapes) >= MOST_TAPES:
+            if key not in self._kinds and len(self._kinds) >= MOST_GRAPHS:
                 # Shapes that came once go before those that come again.
-                once = (other for other, kept in self._tapes.items() if kept is None)
-                del self._tapes[next(once, next(iter(self._tapes)))]
-            self._tapes[key] = tape
+                once = (other for other, kept in self._kinds.items() if kept is None)
+                del self._kinds[next(once, next(iter(self._kinds)))]
+            self._kinds[key] = kind
 
     def direct(self, tensors: Tensors, *static: Any) -> Tensors:
         """The function itself, called as it would be replayed."""
@@ -98,26 +149,26 @@ def replayed(function: Callable[..., Tensors]) -> Replayed:
     """Replay a function (tensors, *static) -> tensors on CUDA; elsewhere it is called as ever.
 
     tensors, and what it returns: lists of tensors, MXTensors and None; it returns what it made, views of that, or what
-    it got. It owns the list, and may empty it so that memory goes early; a replay does. static: hashable; with shapes,
-    strides and dtypes it decides all that the function does. Its callers give and get an MXTensor as `MXParts`.
+    it got. It owns the list, and may empty it so that memory goes early. static: hashable; with shapes, strides and
+    dtypes it decides all that the function does. Its callers give and get an MXTensor as `MXParts`.
 
-    It must not read from the device, nor decide by anything but its arguments. State it may use by :func:`each_time`.
-    Not replayed: CPU tensors, other subclasses, with gradients enabled, under torch.compile or a dispatch mode, when a
-    profiler hooks Triton's launches, and functions that do what cannot be written down.
+    It must not read from the device, nor decide by anything but its arguments, and other tensors that it uses have to
+    stay where they are. Not replayed: CPU tensors, other subclasses, with gradients enabled, under torch.compile or a
+    dispatch mode, while a graph is captured, when a profiler hooks Triton's launches, and functions that cannot be
+    captured or allocate more than `graph.MOST_BYTES`.
     """
     return Replayed(function)
 
 
-def each_time(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """function(*args), a tensor that a replay gets by calling it again: for what others hand out. args: no tensors."""
-    mode = None if torch.compiler.is_compiling() else recorder()
-    return function(*args) if mode is None else mode.provide(function, args)
+def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
+    rest = iter(flat)
+    return [next(rest) if of is None else MXParts(*(next(rest) for _ in range(3)), *of) for of in joined]  # type: ignore[arg-type]
 
 
-def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | None, Tensors]:
-    """What decides the function's course, None where it is not replayed; and the plain tensors."""
+def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | None, Tensors, tuple[int, ...]]:
+    """What decides the function's course, None where it is not replayed; the plain tensors, and their addresses."""
     if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
-        return None, []
+        return None, [], ()
     if torch._C._is_any_autocast_enabled():
         static = *static, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     flat: Tensors = []
@@ -128,15 +179,16 @@ def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | 
         else:
             flat.append(x)
     read = _reader(*map(type, flat))
-    facts = None if read is None else read(*flat)
-    if facts is None or facts[0] != torch._C._cuda_getDevice() or _launch().is_profiled():
-        return None, []
-    return (static, torch.is_inference_mode_enabled(), facts), flat
+    found = None if read is None else read(*flat)
+    if found is None or found[0][0] != torch._C._cuda_getDevice() or _launch().is_profiled() or _is_capturing():
+        return None, [], ()
+    facts, addresses = found
+    return (static, torch.is_inference_mode_enabled(), _stream(facts[0]), facts), flat, addresses
 
 
 @functools.cache
-def _reader(*kinds: type) -> Callable[..., tuple[Hashable, ...] | None] | None:
-    """A function of tensors of these types: their device, and what else decides; None unless they are on one GPU."""
+def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None] | None:
+    """A function of tensors of these types: (device and what else decides), addresses; None unless on one GPU."""
     names = [f"x{i}" for i, kind in enumerate(kinds) if kind is not type(None)]
     if not names or {*kinds} - {Tensor, Parameter, type(None)}:
         return None
@@ -147,11 +199,21 @@ def _reader(*kinds: type) -> Callable[..., tuple[Hashable, ...] | None] | None:
     lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 15"]
     lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 15' for name in names)},)"]
     facts = (f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype" for name in names)
-    lines += [f"return here, {tuple(kind is type(None) for kind in kinds)}, aligned, {', '.join(facts)}"]
+    addresses = ("0" if kind is type(None) else f"p_x{i}" for i, kind in enumerate(kinds))
+    nothing = tuple(kind is type(None) for kind in kinds)
+    lines += [f"return (here, {nothing}, aligned, {', '.join(facts)}), ({', '.join(addresses)},)"]
     found: dict[str, Any] = {}
     exec(f"def read({', '.join(f'x{i}' for i in range(len(kinds)))}):\n    " + "\n    ".join(lines), found)
-    read: Callable[..., tuple[Hashable, ...] | None] = found["read"]
+    read: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None] = found["read"]
     return read
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 @functools.cache

@@ -19,10 +19,11 @@ import functools
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
 from mxep.gemm.quantize_once import in_graph_tree
-from mxep.quant.replay import replayed
+from mxep.quant.replay import Replayed, replayed
 
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
@@ -156,6 +157,7 @@ class TokenDispatcher(ABC):
         shapes: all that fixes shapes, as text, the same in every run.
         key: the shapes, numbered where several of it live: :func:`find_dispatcher` finds it by that.
         uses: how many users have not closed it.
+        passes: of the layers that it serves, with their graphs, which hold its memory: they go with it.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class TokenDispatcher(ABC):
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.world_size
         self.capacity = Capacity.worst_case() if capacity is None else capacity
+        self.passes: dict[Callable[..., Any], Replayed] = {}
         self._counts: dict[torch.device, Tensor] = {}
         """As plans count, since the last check: the most rows needed, sums of the others."""
         self._room = (0, 0, 0, 0)
@@ -196,6 +199,8 @@ class TokenDispatcher(ABC):
     """Whether :func:`make_dispatcher` made it, so that it may give it to others; who makes one has it alone."""
     borrows = False
     """Whether slots are the dispatcher's, and written again by a later exchange."""
+    in_graphs = False
+    """Whether exchanges need nothing of the host, and a routing is no more than a plan: see :meth:`graph_state`."""
     row_dtype: torch.dtype | None = None
     """The widest dtype of rows that there is room for; None: any."""
 
@@ -245,6 +250,17 @@ class TokenDispatcher(ABC):
         ranks' sums in rank order, whatever the dispatcher: over the same ranks they agree bit for bit.
         ``row_values`` (R_max,) fp32 come back as (T, K), 0 where nothing was routed.
         """
+
+    def graph_state(self) -> Hashable | None:
+        """What a graph of exchanges, captured within ``capturing()``, holds for besides tensors; None: not now."""
+        return None
+
+    def capturing(self) -> AbstractContextManager[object]:
+        """Entered while exchanges are captured, and not made."""
+        return nullcontext()
+
+    def launched(self, exchanges: int) -> None:  # noqa: B027  what has no order has nothing to count
+        """A graph of so many exchanges was launched."""
 
     def check(self) -> None:
         """Raise what was counted since the last check. It reads from the device: call it once a step, not in the layer.

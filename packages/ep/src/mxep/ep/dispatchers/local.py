@@ -17,9 +17,13 @@ class LocalDispatcher(TokenDispatcher):
     """All experts live on this process; see :class:`TokenDispatcher`."""
 
     spans_ranks = False
+    in_graphs = True
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int]:
         return 1, num_tokens
+
+    def graph_state(self) -> tuple[()]:
+        return ()
 
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False

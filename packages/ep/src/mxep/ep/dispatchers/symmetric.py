@@ -6,13 +6,25 @@ sizes: only then the ranks talk through collectives. All of a group's lie in one
 
 from __future__ import annotations
 
+import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, DispatchHandle, NvshmemTransport, Transport, Workspace, combine, dispatch, narrow_ids
+from mxep.comms import (
+    Capacity,
+    DispatchHandle,
+    NvshmemTransport,
+    SymmetricBuffer,
+    Transport,
+    Workspace,
+    combine,
+    dispatch,
+    narrow_ids,
+)
 
 from .base import Done, Handle, Payload, Routing, TokenDispatcher, made_to_stay
 from .shared import close_transport, open_transport
@@ -50,6 +62,7 @@ class SymmetricDispatcher(TokenDispatcher):
     """
 
     borrows = True
+    in_graphs = True
     kind: type[Transport] | None = None
     """Of the group's own transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
 
@@ -110,6 +123,18 @@ class SymmetricDispatcher(TokenDispatcher):
             return Done(combine(workspace, rows, plan, ids, row_values))
         return combine(workspace, rows, plan, ids, row_values, async_op=True)
 
+    def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
+        transport = self._transport_here()
+        return None if transport is None else transport.graph_state()
+
+    def capturing(self) -> AbstractContextManager[object]:
+        transport = self._transport_here()
+        return nullcontext() if transport is None else transport.capturing()
+
+    def launched(self, exchanges: int) -> None:
+        if (transport := self._transport_here()) is not None:
+            transport.launched(exchanges)
+
     def close(self) -> None:
         super().close()
         if self.uses > 0:
@@ -117,6 +142,10 @@ class SymmetricDispatcher(TokenDispatcher):
         self._workspaces.clear()
         while self._opened:
             close_transport(self._opened.popitem()[1])
+
+    def _transport_here(self) -> Transport | None:
+        """Of the current CUDA device."""
+        return self._given or self._opened.get(_device(torch._C._cuda_getDevice()))
 
     def _transports(self) -> tuple[Transport, ...]:
         return tuple(self._opened.values()) if self._given is None else (self._given,)
@@ -169,6 +198,11 @@ class SymmetricDispatcher(TokenDispatcher):
 
         made = self._workspaces[device, max_tokens, top_k] = made_to_stay(device, make)
         return made
+
+
+@functools.cache
+def _device(index: int) -> torch.device:
+    return torch.device("cuda", index)
 
 
 class NvshmemDispatcher(SymmetricDispatcher):

@@ -13,7 +13,6 @@ from mxep.gemm.kernels.hopper_device import grouped_mm_kernel
 from mxep.gemm.quantize_once import in_graph_tree
 from mxep.quant.device import num_sms as num_sms_of
 from mxep.quant.launch import cdiv, launch
-from mxep.quant.replay import each_time
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, HOPPER_BLOCK_K
 STAGES = 4
@@ -161,7 +160,7 @@ def _launch(
     out_desc = None
     if out.dtype == torch.bfloat16:
         out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (BLOCK_M // 2, BLOCK_N // 2), _BF16)
-    tile_counter, groups = each_time(_zero, out.device), 1 if offs is None else offs.shape[0]
+    tile_counter, groups = _zero(out.device), 1 if offs is None else offs.shape[0]
     launch(
         grouped_mm_kernel, (num_sms or num_sms_of(a.device),),
         a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, groups, M, N, K, factor,

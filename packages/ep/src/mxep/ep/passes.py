@@ -1,0 +1,245 @@
+"""The layer's two passes, over plain tensors: each is a CUDA graph where the dispatcher can be in one.
+
+    layer_forward    x, weights, expert_ids, experts -> out, the routing, what backward needs (`saved.py`)
+    layer_backward   d_out and these                 -> dx, d_weights, and the gradients of the experts
+
+A pass is replayed as a whole (`mxep.quant.replay`) with a dispatcher that needs nothing of the host; with one that
+does, and while weights are held, its steps between exchanges are (`steps.py`).
+
+T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxep.comms import RoutingPlan
+from mxep.gemm import Recipe
+from mxep.gemm.backends import Backend
+from mxep.gemm.quantize_once import Weight, saved_weight, unless_held
+from mxep.quant.replay import Replayed, Tensors
+
+from .dispatchers.base import Routing, TokenDispatcher
+from .saved import Needs, Saved
+from .steps import colwise_weights, mlp_backward, mlp_forward, pack_rows, rowwise_weights, wgrad
+from .wire_format import WireFormat
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """How a layer computes.
+
+    Attributes:
+        backend: one that can run where its tensors are.
+        main_grads: (e, 2F, D) and (e, D, F) fp32, or None each: weight gradients are added there and not returned.
+        wgrad_scale: factor of weight gradients.
+    """
+
+    dispatcher: TokenDispatcher
+    recipe: Recipe
+    backend: Backend
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    wgrad_scale: float = 1.0
+
+
+PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
+"""The plan's tensors."""
+Pending = dict[int, tuple[Any, Any]]
+"""Of gate_up_proj (0) and down_proj (1): the gradient of their rows and the rows, for a weight gradient to come."""
+
+
+def layer_forward(
+    x: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    gate_up_proj: Weight,
+    down_proj: Tensor,
+    config: LayerConfig,
+    backward: bool,
+    needs: Needs,
+) -> tuple[Tensor, Routing, list[Tensor]]:
+    """(out, routing, what backward needs, if it will be, as `Saved` lists it): no autograd, no checks but of products.
+
+    needs: whether the two weights have gradients, if backward will be. The exchanges and dx are made in any case, as
+    ranks do not know what the others need.
+    """
+    tensors = [x, weights, expert_ids, *_two(gate_up_proj), down_proj]
+    how = config.dispatcher, config.recipe, config.backend, backward, needs
+    if not config.dispatcher.in_graphs:
+        routing, results = _run_forward(tensors, *how)
+        return results[0], routing, results[1 + len(PLAN) :]
+    out, *rest = _Pass.of(config.dispatcher, _forward)(tensors, *how)
+    return out, _routing(rest[: len(PLAN)], expert_ids, config), rest[len(PLAN) :]
+
+
+def layer_backward(
+    d_out: Tensor,
+    saved: list[Tensor],
+    gate_up_proj: Weight,
+    down_proj: Tensor,
+    routing: Routing,
+    config: LayerConfig,
+    needs: Needs,
+    *,
+    wanted: Needs = (True, True),
+    left: Pending | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weights, gate_up_proj, down_proj.
+
+    saved: emptied, so that its memory serves the gradients of weights. needs: whether the two weights have any. wanted:
+    whether those are computed now. left: takes the operands of those that are not, which nobody else holds.
+    """
+    how = config.dispatcher, config.recipe, config.backend, config.wgrad_scale, needs
+    plan = [getattr(routing.plan, name) for name in PLAN]
+    tensors = [d_out, routing.expert_ids, *_two(gate_up_proj), down_proj, *config.main_grads, *plan, *saved]
+    saved.clear()
+    whole = left is None and all(want or not need for want, need in zip(wanted, needs))
+    if whole and config.dispatcher.in_graphs:
+        results = _Pass.of(config.dispatcher, _backward)(tensors, *how)
+    else:
+        results = _run_backward(tensors, *how, routing, wanted, left)
+    dx, d_weights, d_gate_up_proj, d_down_proj = results
+    return dx, d_weights, d_gate_up_proj, d_down_proj
+
+
+# ── the two passes, which are graphs where the dispatcher can be in one ──────────────────────────────────────────────
+
+
+class _Pass(Replayed):
+    """Of two exchanges. The dispatcher is the first of what is no tensor, and has the pass's graphs."""
+
+    @staticmethod
+    def of(dispatcher: TokenDispatcher, function: Callable[..., Tensors]) -> Callable[..., Tensors]:
+        if function not in dispatcher.passes:
+            dispatcher.passes[function] = _Pass(function)
+        return unless_held(dispatcher.passes[function])
+
+    def state(self, dispatcher: TokenDispatcher, *_: Any) -> Hashable | None:
+        return dispatcher.graph_state()
+
+    def capturing(self, dispatcher: TokenDispatcher, *_: Any) -> AbstractContextManager[object]:
+        return dispatcher.capturing()
+
+    def launched(self, dispatcher: TokenDispatcher, *_: Any) -> None:
+        dispatcher.launched(2)
+
+
+def _forward(tensors: Tensors, *how: Any) -> Tensors:
+    return _run_forward(tensors, *how)[1]
+
+
+def _backward(tensors: Tensors, *how: Any) -> Tensors:
+    return _run_backward(tensors, *how)
+
+
+def _run_forward(
+    tensors: Tensors, dispatcher: TokenDispatcher, recipe: Recipe, backend: Backend, backward: bool, needs: Needs
+) -> tuple[Routing, Tensors]:
+    """[x, weights, expert_ids, gate_up_proj, its other half or None, down_proj] -> routing, [out, *plan, *saved]."""
+    x, weights, expert_ids, *experts = tensors
+    tensors.clear()
+    wire, payload = WireFormat.of(x, recipe, recipe.fmt), tuple(pack_rows([x], recipe, recipe.fmt))
+    handle = dispatcher.dispatch(payload, expert_ids, weights, alignment=recipe.group_alignment, overlap=True)
+    try:
+        # While rows are in flight.
+        w13, amax13, w2, amax2 = unless_held(rowwise_weights)(list(experts), recipe, backend, backward)
+    finally:
+        slots, routing = handle.wait()  # nothing stays in flight
+    plan = routing.plan
+    # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
+    copy, keep = backward and needs[0] and dispatcher.borrows, (backward and needs[0], backward, backward and needs[1])
+    of_mlp = [plan.row_slot, plan.row_weight, plan.offs, w13, w2, *slots]
+    y, rows, gate_up, h = mlp_forward(of_mlp, wire, recipe, backend, copy, keep)
+    out, _ = dispatcher.combine(y, routing).wait()
+    made = [out, *(getattr(plan, name) for name in PLAN)]
+    if not backward:
+        return routing, made
+    gate, up, down_proj = experts
+    later = saved_weight(w13, gate if up is None else (gate, up), amax13), saved_weight(w2, down_proj, amax2)
+    return routing, [*made, *Saved(rows, gate_up, h, later).flat()]
+
+
+def _run_backward(
+    tensors: Tensors,
+    dispatcher: TokenDispatcher,
+    recipe: Recipe,
+    backend: Backend,
+    scale: float,
+    needs: Needs,
+    routing: Routing | None = None,
+    wanted: Needs = (True, True),
+    left: Pending | None = None,
+) -> Tensors:
+    """[d_out, expert_ids, gate_up_proj, its other half or None, down_proj, main_grads of both, *plan, *saved] ->
+    [dx, d_weights, d_gate_up_proj, d_down_proj]: the last two None where they are not wanted or are in main_grads.
+
+    routing: the dispatcher's own, if it is more than the plan.
+    """
+    d_out, expert_ids, gate, up, down_proj, *main_grads = tensors[:7]
+    proj: Weight = gate if up is None else (gate, up)
+    config = LayerConfig(dispatcher, recipe, backend, (main_grads[0], main_grads[1]), scale)
+    saved = tensors[7 + len(PLAN) :]
+    routing = routing or _routing(tensors[7 : 7 + len(PLAN)], expert_ids, config)
+    tensors.clear()
+    plan = routing.plan
+    rows, gate_up, h, (later13, later2) = Saved.of(
+        saved, plan, (proj, down_proj), recipe, needs, copied=dispatcher.borrows
+    )
+    saved.clear()
+
+    wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
+    handle = dispatcher.redispatch(tuple(pack_rows([d_out], recipe, recipe.grad_fmt)), routing, overlap=True)
+    # While rows are in flight.
+    w2, w13 = unless_held(colwise_weights)([*later2, *_two(later13.weight), later13.amax], recipe, backend)
+    del later2, later13
+    waits = left is not None and h is not None and not wanted[1]
+    copy = waits and dispatcher.borrows
+    of_mlp = [plan.row_slot, plan.row_weight, plan.offs, gate_up, h if wanted[1] or waits else None, w2, w13]
+    of_mlp += [main_grads[1], *handle.wait()]
+    del gate_up, h, w2, w13, handle
+    how = wire, recipe, backend, waits, scale, down_proj.dtype, copy
+    d_rows, d_row_weight, d_gate_up, d_down_proj, *pending = mlp_backward(of_mlp, *how)
+    if waits and left is not None:
+        left[1] = pending[0], pending[1]
+    home = dispatcher.combine(d_rows, routing, d_row_weight, overlap=True)
+    del d_rows, pending
+    d_gate_up_proj = None
+    if rows is not None and wanted[0]:
+        operands = [d_gate_up, rows]
+        del d_gate_up, rows
+        d_gate_up_proj = weight_gradient(0, gate.dtype, operands, plan.offs, config)
+    elif rows is not None and left is not None:
+        left[0] = d_gate_up, rows
+    dx, d_weights = home.wait()
+    return [dx, d_weights, d_gate_up_proj, d_down_proj]
+
+
+def _two(w: Any) -> tuple[Any, Any]:
+    """The halves of a weight; itself and None if it is whole."""
+    return w if type(w) is tuple else (w, None)
+
+
+def _routing(plan: list[Tensor], expert_ids: Tensor, config: LayerConfig) -> Routing:
+    fields: Any = dict(zip(PLAN, plan))
+    alignment = config.recipe.group_alignment
+    return Routing(RoutingPlan(**fields, alignment=alignment), expert_ids, config.dispatcher.num_local_experts)
+
+
+def weight_gradient(
+    i: int, dtype: torch.dtype, operands: list[Any], offs: Tensor, config: LayerConfig
+) -> Tensor | None:
+    """Of gate_up_proj (0) or down_proj (1): the gradient, or None where it was added to main_grad.
+
+    operands: the gradient of the product's rows, and its rows; the list is emptied.
+    """
+    tensors = [*operands, offs, config.main_grads[i]]
+    operands.clear()
+    gradient: Tensor | None = wgrad(tensors, config.recipe, config.backend, config.wgrad_scale, dtype)[0]
+    return gradient

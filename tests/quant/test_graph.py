@@ -1,0 +1,193 @@
+"""A CUDA graph whose arguments and results lie elsewhere at each launch."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.quant import graph
+from mxep.quant.graph import MovingGraph, NotCaptured
+from mxep.quant.replay import replayed
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def extent(x: Tensor) -> Any:
+    return graph._Source(*graph._extent(x), None, set())
+
+
+def test_an_address_is_of_what_it_lies_in() -> None:
+    x, y = torch.zeros(8), torch.zeros(4)
+    sources = [extent(x), extent(y)]
+    assert graph._source_of(y.data_ptr(), 0, sources) == (1, 0)
+    assert graph._source_of(x.data_ptr() + 12, 0, sources) == (0, 12)
+    assert graph._source_of(x.data_ptr() - 1, 0, sources) is None
+    assert graph._source_of(0, 0, [*sources, extent(torch.zeros(0))]) is None
+
+
+def test_an_address_is_no_results_in_nodes_from_before_it_was_made() -> None:
+    x = torch.zeros(8)
+    sources = [graph._Source(*graph._extent(x), None, {7})]
+    assert graph._source_of(x.data_ptr(), 7, sources) is None
+    assert graph._source_of(x.data_ptr(), 8, sources) == (0, 0)
+
+
+def test_of_arguments_side_by_side_in_memory_the_one_that_begins_there_is_meant() -> None:
+    rows = torch.zeros(4, 6)
+    left, right = rows.split([4, 2], 1)
+    sources = [extent(left), extent(right)]
+    assert graph._source_of(right.data_ptr(), 0, sources) == (1, 0)
+    with pytest.raises(NotCaptured, match="overlap"):
+        graph._source_of(right.data_ptr() + 4, 0, sources)
+
+
+def test_results_are_made_or_given_or_views_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_captured_nodes", lambda stream: {1})
+    x, y = torch.randn(4, 6), torch.randn(3)
+    with graph._Allocations(0, [x, None, y]) as allocations:
+        made = x * 2
+        raw = torch.empty(24, dtype=torch.uint8)
+        results = [made, x, None, x[1:3], raw.view(torch.float32)[2:4], made.t(), y.view(torch.int32)]
+    places, sources = graph._places([x, None, y], results, allocations.nodes_before)
+    assert all(source.without == {1} for source in sources[3:]), "what is given is not made"
+    assert [source.form for source in sources[3:]] == [(torch.float32, (4, 6)), (torch.uint8, (24,))]
+    for one, other in zip(results, places, strict=True):
+        assert (one is None) == (other is None)
+        if other is not None:
+            got = other.of([x, None, y, made, raw])
+            assert (got.data_ptr(), got.stride(), got.dtype) == (one.data_ptr(), one.stride(), one.dtype)
+    with pytest.raises(NotCaptured, match="neither made nor in one argument"):
+        graph._places([x], [torch.zeros(3)], allocations.nodes_before)
+
+
+def test_what_reads_from_the_device_or_takes_too_much_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_captured_nodes", lambda stream: set())
+    monkeypatch.setattr(graph, "MOST_BYTES", 1 << 10)
+    x = torch.ones(3)
+    for function in (lambda: x.sum().item(), lambda: x[x > 0], x.clone().t_):
+        with graph._Allocations(0, [x]), pytest.raises(NotCaptured, match="reads from the device, or changes"):
+            function()
+    with graph._Allocations(0, [x]), pytest.raises(NotCaptured, match="more than 1024 bytes"):
+        torch.zeros(300)
+
+
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def several(x: Tensor, y: Tensor) -> list[Any]:
+    early = x * 2
+    total = early.sum(0)
+    del early  # whose memory a result may get
+    late = torch.empty_like(x).copy_(y)
+    zeros = torch.zeros(64, device="cuda")
+    both = torch.cat([x, y])
+    return [
+        total,
+        late,
+        zeros + total.sum(),
+        both[4:],
+        x,
+        None,
+        y[1:],
+        zeros,
+        late.t(),
+        x.max(1)[1],
+        both.view(torch.int32),
+    ]
+
+
+def grouped(x: Tensor, y: Tensor) -> list[Any]:
+    offs = torch.arange(1, 5, device="cuda", dtype=torch.int32) * 16
+    a, w = x.bfloat16(), y.bfloat16().view(4, 16, 256)
+    return [torch._grouped_mm(a, w.mT, offs), a, w]
+
+
+def scans(x: Tensor, y: Tensor) -> list[Any]:
+    return [torch.topk(x, 3)[0], x.cumsum(0), y.sort(1)[1], y.amax(0)]
+
+
+def nested(x: Tensor, y: Tensor) -> list[Any]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        z = y * y
+    a = x + 1
+    torch.cuda.current_stream().wait_stream(side)
+    return [a + z, z]
+
+
+@needs_gpu
+@pytest.mark.parametrize("function", [several, grouped, scans, nested])
+def test_a_launch_computes_with_other_tensors(function: Callable[..., list[Any]]) -> None:
+    def make() -> tuple[Tensor, Tensor]:
+        x, y = torch.randn(2, 64, 256, device="cuda")
+        return x.clone(), y.clone()
+
+    with torch.no_grad():
+        first = make()
+        function(*first)
+        captured = MovingGraph(lambda: function(*first), first, nullcontext)
+        kept = []
+        for _ in range(4):
+            given = make()
+            garbage = torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device="cuda")
+            del garbage
+            got = captured.launch(given, [x.data_ptr() for x in given])
+            kept.append((given, got))
+        for given, got in kept:
+            for one, other in zip(got, function(*given), strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or (one.stride() == other.stride() and torch.equal(one, other))
+
+
+@needs_gpu
+def test_memory_of_a_users_pool_is_not_the_graphs() -> None:
+    @replayed
+    def function(tensors: list[Any]) -> list[Any]:
+        (x,) = tensors
+        large = x * 2
+        return [(large + 1).sum(0)]
+
+    x, users = torch.randn(512, 1024, device="cuda"), torch.cuda.MemPool()
+    with torch.no_grad(), torch.cuda.use_mem_pool(users):
+        for _ in range(3):
+            function([x])
+        theirs = [torch.full((512, 1024), 7.0, device="cuda") for _ in range(8)]
+        (got,) = function([x])
+    assert torch.equal(got, (x * 2 + 1).sum(0))
+    assert all((each == 7).all() for each in theirs)
+
+
+@needs_gpu
+def test_a_launch_tells_autograd_of_what_it_wrote_to() -> None:
+    x, total = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
+    with torch.no_grad():
+        captured = MovingGraph(lambda: [total.add_(x) * 1], [x, total], nullcontext)
+        other = torch.zeros(8, device="cuda")
+        before = other._version, x._version
+        captured.launch([x, other], [x.data_ptr(), other.data_ptr()])
+    assert other.tolist() == [1.0] * 8
+    assert total.tolist() == [0.0] * 8
+    assert (other._version, x._version) == (before[0] + 1, before[1])
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: [x * x.sum().item()], "reads from the device"),
+        (lambda x: [torch.zeros(1 << 33, dtype=torch.uint8, device="cuda")], "more than"),
+        (lambda x: torch.cuda.current_stream().synchronize(), "error"),
+    ],
+)
+def test_what_cannot_be_captured_leaves_no_trace(function: Callable[..., Any], why: str) -> None:
+    x = torch.ones(4, device="cuda")
+    with torch.no_grad(), pytest.raises(Exception, match=why):
+        MovingGraph(lambda: function(x), [x], nullcontext)
+    assert torch.randn(4, device="cuda").isfinite().all()
+    with torch.no_grad():
+        (y,) = MovingGraph(lambda: [x + 1], [x], nullcontext).launch([x], [x.data_ptr()])
+    assert y.tolist() == [2.0] * 4
