@@ -10,7 +10,7 @@ from torch import Tensor
 from mxep.ep import MoE, steps
 from mxep.ep.shares import local_tensor
 from mxep.gemm import quantize_weights_once
-from mxep.quant import replay
+from mxep.quant.replay import no_replays
 from ranks import distributed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,17 +36,13 @@ def run(layer: MoE, x: Tensor, d_out: Tensor) -> list[Tensor]:
     return [out.detach(), *(grad.clone() for grad in grads if grad is not None)]
 
 
-def without_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxep.quant.replay._taken_apart", lambda tensors, static: (None, [], ()))
-
-
 def replays(layer: MoE) -> dict[str, int]:
     return {each.__name__: each.replays for each in layer.dispatcher.passes.values()}
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "symmetric", "all_to_all"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "mxfp8_e5m2", "fp8", "bf16"])
-def test_replays_have_the_bits_of_the_functions(recipe, dispatcher, monkeypatch):
+def test_replays_have_the_bits_of_the_functions(recipe, dispatcher):
     layer, before = make_layer(recipe, dispatcher), sum(step.replays for step in STEPS)
     batches = [torch.randn(2, T - 30 * (i % 3), DIM, device="cuda", dtype=torch.bfloat16) for i in range(9)]
     got = [run(layer, *batch) for batch in batches]
@@ -57,9 +53,10 @@ def test_replays_have_the_bits_of_the_functions(recipe, dispatcher, monkeypatch)
         assert replayed["_forward"] in (5, 6)
         assert replayed["_backward"] == 6
     assert sum(step.replays for step in STEPS) > before
-    without_replays(monkeypatch)
-    for one, batch in zip(got, batches):
-        for name, a, b in zip(("out", "dx", "router", "gate_up", "down"), one, run(layer, *batch)):
+    with no_replays():
+        wanted = [run(layer, *batch) for batch in batches]
+    for one, other in zip(got, wanted):
+        for name, a, b in zip(("out", "dx", "router", "gate_up", "down"), one, other):
             assert torch.equal(a, b), name
     assert replays(layer) == replayed
     assert not any(each.refused for each in layer.dispatcher.passes.values())
@@ -95,13 +92,11 @@ def test_layers_and_micro_batches_in_flight_share_graphs_on_all_ranks(ctx, recip
     assert layers[0].dispatcher is layers[1].dispatcher
     # Of 24 all but the first of each size; the first of all made the buffers.
     assert replayed == {"_forward": 24 - 3, "_backward": 24 - 2}
-    taken, replay._taken_apart = replay._taken_apart, lambda tensors, static: (None, [], ())
-    try:
-        for one, batches in zip(got, steps):
-            for a, b in zip(one, step(batches), strict=True):
-                assert torch.equal(a, b)
-    finally:
-        replay._taken_apart = taken
+    with no_replays():
+        wanted = [step(batches) for batches in steps]
+    for one, other in zip(got, wanted):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b)
     assert replays(layers[0]) == replayed
 
 

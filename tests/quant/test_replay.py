@@ -111,6 +111,17 @@ def test_kinds_that_came_once_make_room_for_others(replays_on_cpu: None, monkeyp
     assert function.replays == 2, "what came again was kept"
 
 
+def test_replays_can_be_paused(replays_on_cpu: None) -> None:
+    function = replayed(lambda tensors: [tensors[0] + 1])
+    for _ in range(3):
+        function([torch.zeros(2)])
+    with replay.no_replays(), replay.no_replays():
+        function([torch.zeros(2)])
+    assert function.replays == 2
+    function([torch.zeros(2)])
+    assert function.replays == 3
+
+
 def test_what_cannot_be_captured_is_called_as_ever(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise NotCaptured("it reads from the device")

@@ -29,6 +29,7 @@ from mxep.gemm.backends.base import ends
 from mxep.gemm.backends.hopper import fp8_grouped_wgrad
 from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference, parts_of, values_of_rows
 from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
+from mxep.quant.replay import no_replays
 
 HARMFUL_DB = 40.0
 """SNR of folding below which other backends are advised; MX itself stands near 28 dB."""
@@ -107,6 +108,7 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
         modules.pop()
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_replays())  # a graph would multiply past what is watched
         for cls in _subclasses(Backend):
             for name in vars(cls).keys() & {*_WATCHED, "wants_rowwise"}:
                 found = vars(cls)[name]

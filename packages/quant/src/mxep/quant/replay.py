@@ -10,8 +10,8 @@ pipelines.
 import functools
 import logging
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -160,6 +160,20 @@ def replayed(function: Callable[..., Tensors]) -> Replayed:
     return Replayed(function)
 
 
+@contextmanager
+def no_replays() -> Iterator[None]:
+    """While it is open, in all threads, replayed functions are called: for who looks into them, as a debugger does."""
+    global _paused
+    _paused += 1
+    try:
+        yield
+    finally:
+        _paused -= 1
+
+
+_paused = 0
+
+
 def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
     rest = iter(flat)
     return [next(rest) if of is None else MXParts(*(next(rest) for _ in range(3)), *of) for of in joined]  # type: ignore[arg-type]
@@ -167,7 +181,7 @@ def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
 
 def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | None, Tensors, tuple[int, ...]]:
     """What decides the function's course, None where it is not replayed; the plain tensors, and their addresses."""
-    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+    if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return None, [], ()
     if torch._C._is_any_autocast_enabled():
         static = *static, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
