@@ -137,15 +137,17 @@ def test_weights_that_change_in_place_are_quantized_anew():
     assert torch.equal(after, 2 * before)
 
 
-def test_replays_step_aside_for_weights_that_are_held():
+def test_weights_that_are_held_are_arguments_of_the_graphs():
     layer = make_layer("mxfp8", "local")
     x, d_out = torch.randn(2, T, DIM, device="cuda", dtype=torch.bfloat16)
     want = [run(layer, x, d_out) for _ in range(3)][-1]
+    before = replays(layer)
     with quantize_weights_once() as once:
-        for _ in range(3):
+        for _ in range(4):
             for a, b in zip(run(layer, x, d_out), want):
                 assert torch.equal(a, b)
         assert once.quantizations == 4
+    assert replays(layer) == {name: count + 3 for name, count in before.items()}
 
 
 def test_gradients_that_are_added_are_seen_by_autograd():

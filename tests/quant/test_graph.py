@@ -42,6 +42,7 @@ def test_of_arguments_side_by_side_in_memory_the_one_that_begins_there_is_meant(
     assert graph._source_of(right.data_ptr(), 0, sources) == (1, 0)
     with pytest.raises(NotCaptured, match="overlap"):
         graph._source_of(right.data_ptr() + 4, 0, sources)
+    assert graph._source_of(right.data_ptr() + 4, 0, [extent(right), extent(right)]) == (0, 4)
 
 
 def test_results_are_made_or_given_or_views_of_either(monkeypatch: pytest.MonkeyPatch) -> None:

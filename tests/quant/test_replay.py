@@ -111,6 +111,15 @@ def test_kinds_that_came_once_make_room_for_others(replays_on_cpu: None, monkeyp
     assert function.replays == 2, "what came again was kept"
 
 
+def test_arguments_that_are_one_tensor_are_a_kind_of_their_own(replays_on_cpu: None) -> None:
+    function = replayed(lambda tensors: [tensors[0] + tensors[1]])
+    x, y, z = (torch.zeros(4) for _ in range(3))
+    for given in ([x, y], [y, z], [x, x], [z, z]):
+        function(given)
+    assert function.replays == 2
+    assert len(function._kinds) == 2
+
+
 def test_replays_can_be_paused(replays_on_cpu: None) -> None:
     function = replayed(lambda tensors: [tensors[0] + 1])
     for _ in range(3):

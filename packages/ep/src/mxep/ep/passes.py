@@ -4,7 +4,7 @@
     layer_backward   d_out and these                 -> dx, d_weights, and the gradients of the experts
 
 A pass is replayed as a whole (`mxep.quant.replay`) with a dispatcher that needs nothing of the host; with one that
-does, and while weights are held, its steps between exchanges are (`steps.py`).
+does, its steps between exchanges are (`steps.py`). Weights that `quantize_weights_once` holds are arguments of a pass.
 
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.quantize_once import Weight, saved_weight, unless_held
+from mxep.gemm.quantize_once import SavedWeight, Weight, saved_weight, weights_are_held
 from mxep.quant.replay import Replayed, Tensors
 
 from .dispatchers.base import Routing, TokenDispatcher
@@ -70,7 +70,11 @@ def layer_forward(
     needs: whether the two weights have gradients, if backward will be. The exchanges and dx are made in any case, as
     ranks do not know what the others need.
     """
-    tensors = [x, weights, expert_ids, *_two(gate_up_proj), down_proj]
+    experts = [*_two(gate_up_proj), down_proj]
+    held: Tensors = [None] * 4
+    if weights_are_held():  # for others, too: they are arguments then, like any
+        held = rowwise_weights.direct(list(experts), config.recipe, config.backend, backward)
+    tensors = [x, weights, expert_ids, *experts, *held]
     how = config.dispatcher, config.recipe, config.backend, backward, needs
     if not config.dispatcher.in_graphs:
         routing, results = _run_forward(tensors, *how)
@@ -97,8 +101,13 @@ def layer_backward(
     whether those are computed now. left: takes the operands of those that are not, which nobody else holds.
     """
     how = config.dispatcher, config.recipe, config.backend, config.wgrad_scale, needs
-    plan = [getattr(routing.plan, name) for name in PLAN]
-    tensors = [d_out, routing.expert_ids, *_two(gate_up_proj), down_proj, *config.main_grads, *plan, *saved]
+    plan, experts = [getattr(routing.plan, name) for name in PLAN], (gate_up_proj, down_proj)
+    held: Tensors = [None] * 2
+    if weights_are_held():
+        copied = config.dispatcher.borrows
+        later13, later2 = Saved.of(saved, routing.plan, experts, config.recipe, needs, copied=copied).later
+        held = colwise_weights.direct(_of_both(later13, later2), config.recipe, config.backend)
+    tensors = [d_out, routing.expert_ids, *_two(gate_up_proj), down_proj, *config.main_grads, *held, *plan, *saved]
     saved.clear()
     whole = left is None and all(want or not need for want, need in zip(wanted, needs))
     if whole and config.dispatcher.in_graphs:
@@ -119,7 +128,7 @@ class _Pass(Replayed):
     def of(dispatcher: TokenDispatcher, function: Callable[..., Tensors]) -> Callable[..., Tensors]:
         if function not in dispatcher.passes:
             dispatcher.passes[function] = _Pass(function)
-        return unless_held(dispatcher.passes[function])
+        return dispatcher.passes[function]
 
     def state(self, dispatcher: TokenDispatcher, *_: Any) -> Hashable | None:
         return dispatcher.graph_state()
@@ -142,14 +151,15 @@ def _backward(tensors: Tensors, *how: Any) -> Tensors:
 def _run_forward(
     tensors: Tensors, dispatcher: TokenDispatcher, recipe: Recipe, backend: Backend, backward: bool, needs: Needs
 ) -> tuple[Routing, Tensors]:
-    """[x, weights, expert_ids, gate_up_proj, its other half or None, down_proj] -> routing, [out, *plan, *saved]."""
-    x, weights, expert_ids, *experts = tensors
+    """[x, weights, expert_ids, gate_up_proj, its other half or None, down_proj, both rowwise and their amax, or None]
+    -> routing, [out, *plan, *saved]."""
+    x, weights, expert_ids, *experts, w13, amax13, w2, amax2 = tensors
     tensors.clear()
     wire, payload = WireFormat.of(x, recipe, recipe.fmt), tuple(pack_rows([x], recipe, recipe.fmt))
     handle = dispatcher.dispatch(payload, expert_ids, weights, alignment=recipe.group_alignment, overlap=True)
     try:
-        # While rows are in flight.
-        w13, amax13, w2, amax2 = unless_held(rowwise_weights)(list(experts), recipe, backend, backward)
+        if w13 is None:  # while rows are in flight
+            w13, amax13, w2, amax2 = rowwise_weights(list(experts), recipe, backend, backward)
     finally:
         slots, routing = handle.wait()  # nothing stays in flight
     plan = routing.plan
@@ -177,17 +187,19 @@ def _run_backward(
     wanted: Needs = (True, True),
     left: Pending | None = None,
 ) -> Tensors:
-    """[d_out, expert_ids, gate_up_proj, its other half or None, down_proj, main_grads of both, *plan, *saved] ->
-    [dx, d_weights, d_gate_up_proj, d_down_proj]: the last two None where they are not wanted or are in main_grads.
+    """[d_out, expert_ids, gate_up_proj, its other half or None, down_proj, main_grads of both, both colwise or None,
+    *plan, *saved] -> [dx, d_weights, d_gate_up_proj, d_down_proj]: the last two None where they are not wanted or are
+    in main_grads.
 
     routing: the dispatcher's own, if it is more than the plan.
     """
-    d_out, expert_ids, gate, up, down_proj, *main_grads = tensors[:7]
+    (d_out, expert_ids, gate, up, down_proj, *main_grads, w2, w13), rest = tensors[:9], tensors[9:]
     proj: Weight = gate if up is None else (gate, up)
     config = LayerConfig(dispatcher, recipe, backend, (main_grads[0], main_grads[1]), scale)
-    saved = tensors[7 + len(PLAN) :]
-    routing = routing or _routing(tensors[7 : 7 + len(PLAN)], expert_ids, config)
+    saved = rest[len(PLAN) :]
+    routing = routing or _routing(rest[: len(PLAN)], expert_ids, config)
     tensors.clear()
+    rest.clear()
     plan = routing.plan
     rows, gate_up, h, (later13, later2) = Saved.of(
         saved, plan, (proj, down_proj), recipe, needs, copied=dispatcher.borrows
@@ -196,8 +208,8 @@ def _run_backward(
 
     wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
     handle = dispatcher.redispatch(tuple(pack_rows([d_out], recipe, recipe.grad_fmt)), routing, overlap=True)
-    # While rows are in flight.
-    w2, w13 = unless_held(colwise_weights)([*later2, *_two(later13.weight), later13.amax], recipe, backend)
+    if w2 is None:  # while rows are in flight
+        w2, w13 = colwise_weights(_of_both(later13, later2), recipe, backend)
     del later2, later13
     waits = left is not None and h is not None and not wanted[1]
     copy = waits and dispatcher.borrows
@@ -219,6 +231,11 @@ def _run_backward(
         left[0] = d_gate_up, rows
     dx, d_weights = home.wait()
     return [dx, d_weights, d_gate_up_proj, d_down_proj]
+
+
+def _of_both(later13: SavedWeight, later2: SavedWeight) -> Tensors:
+    """For `colwise_weights`."""
+    return [*later2, *_two(later13.weight), later13.amax]
 
 
 def _two(w: Any) -> tuple[Any, Any]:

@@ -45,7 +45,8 @@ class MovingGraph:
     It is captured, not run: :meth:`launch` does. Raises NotCaptured, and what the function raises.
 
     Args:
-        given: the arguments, on the current device, in memory of torch's.
+        given: the arguments, on the current device, in memory of torch's. Those that are one tensor here have to be one
+            at each launch.
         capturing: entered while the function runs.
     """
 
@@ -175,8 +176,7 @@ def _places(given: Flat, results: Flat, nodes_before: dict[int, set[int]]) -> tu
         if x is None:
             places.append(None)
             continue
-        same = [i for i, other in enumerate(given) if x is other]
-        if same:
+        if same := [i for i, other in enumerate(given) if x is other]:
             places.append(_Place(same[0], None))
             continue
         storage, (start, end), form = x.untyped_storage(), _extent(x), (x.dtype, tuple(x.shape), x.stride())
@@ -202,7 +202,7 @@ def _source_of(word: int, node: int, sources: Sequence[_Source]) -> tuple[int, i
     """(source, bytes from its start) of an address in a node; None for what does not move."""
     found = [i for i, each in enumerate(sources) if each.start <= word < each.end and node not in each.without]
     found = [i for i in found if sources[i].start == word] or found
-    if len(found) > 1:
+    if len({sources[i].start for i in found}) > 1:
         raise NotCaptured("arguments overlap")
     return (found[0], word - sources[found[0]].start) if found else None
 
@@ -295,10 +295,8 @@ class _Node(NamedTuple):
 
 def _sizes_of_parameters(params: _KernelParams) -> list[int]:
     ask, of = ("cuFuncGetParamInfo", params.func) if params.func else ("cuKernelGetParamInfo", params.kern)
-    offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
-    info = getattr(_driver(), ask)
-    index = ctypes.c_size_t
-    while not info(ctypes.c_void_p(of), index(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+    (offset, size), sizes, info = (ctypes.c_size_t(), ctypes.c_size_t()), list[int](), getattr(_driver(), ask)
+    while not info(ctypes.c_void_p(of), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
         sizes.append(size.value)
     return sizes
 

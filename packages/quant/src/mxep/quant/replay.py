@@ -210,12 +210,15 @@ def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...
     others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])
     lines += [f"if {others}:", "    return None"]
     lines += [f"p_{name} = {name}.data_ptr()" for name in names]
+    # Which of them are one decides, as a graph then has their address once.
+    places = ", ".join(f"p_{name}" for name in names)
+    lines += [f"apart = len({{{places}}}) == {len(names)} or tuple(map(({places},).index, ({places},)))"]
     lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 15"]
     lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 15' for name in names)},)"]
     facts = (f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype" for name in names)
     addresses = ("0" if kind is type(None) else f"p_x{i}" for i, kind in enumerate(kinds))
     nothing = tuple(kind is type(None) for kind in kinds)
-    lines += [f"return (here, {nothing}, aligned, {', '.join(facts)}), ({', '.join(addresses)},)"]
+    lines += [f"return (here, {nothing}, aligned, apart, {', '.join(facts)}), ({', '.join(addresses)},)"]
     found: dict[str, Any] = {}
     exec(f"def read({', '.join(f'x{i}' for i in range(len(kinds)))}):\n    " + "\n    ".join(lines), found)
     read: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None] = found["read"]
