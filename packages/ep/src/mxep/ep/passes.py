@@ -23,7 +23,7 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.quantize_once import SavedWeight, Weight, saved_weight, weights_are_held
+from mxep.gemm.quantize_once import SavedWeight, Weight, is_held, saved_weight
 from mxep.quant.replay import Replayed, Tensors
 
 from .dispatchers.base import Routing, TokenDispatcher
@@ -72,7 +72,7 @@ def layer_forward(
     """
     experts = [*_two(gate_up_proj), down_proj]
     held: Tensors = [None] * 4
-    if weights_are_held():  # for others, too: they are arguments then, like any
+    if is_held(gate_up_proj, config.recipe):
         held = rowwise_weights.direct(list(experts), config.recipe, config.backend, backward)
     tensors = [x, weights, expert_ids, *experts, *held]
     how = config.dispatcher, config.recipe, config.backend, backward, needs
@@ -103,7 +103,7 @@ def layer_backward(
     how = config.dispatcher, config.recipe, config.backend, config.wgrad_scale, needs
     plan, experts = [getattr(routing.plan, name) for name in PLAN], (gate_up_proj, down_proj)
     held: Tensors = [None] * 2
-    if weights_are_held():
+    if is_held(gate_up_proj, config.recipe):
         copied = config.dispatcher.borrows
         later13, later2 = Saved.of(saved, routing.plan, experts, config.recipe, needs, copied=copied).later
         held = colwise_weights.direct(_of_both(later13, later2), config.recipe, config.backend)

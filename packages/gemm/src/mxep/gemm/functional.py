@@ -25,7 +25,7 @@ import mxep.gemm.steps as steps
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import unless_held
+from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
@@ -126,9 +126,14 @@ class _GroupedMM(torch.autograd.Function):
         wgrad_scale: float,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:2]
-        tensors = [_parts(a), w if weight is None else _parts(weight.rowwise), bias, offs]
-        out, a_saved, blocks, amax = unless_held(steps.forward)(tensors, recipe, backend, out_dtype, needs)
+        rowwise, saved = (w, None) if weight is None else (weight.rowwise, None)
+        if weight is None and is_held(w, recipe):
+            rowwise, saved = rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
+        tensors = [_parts(a), _parts(rowwise), bias, offs]
+        out, a_saved, blocks, amax = steps.forward(tensors, recipe, backend, out_dtype, needs)
         w_saved = w if blocks is None else blocks
+        if saved is not None:
+            w_saved, amax = saved
         if weight is not None and weight.colwise is not None:
             w_saved = weight.colwise
         a_parts, ctx.a_rest = taken_apart(a_saved)
@@ -153,6 +158,8 @@ class _GroupedMM(torch.autograd.Function):
         else:
             offs, *parts, amax = ctx.saved_tensors
             a, w, gradient = _joined(parts[:3], ctx.a_rest), _joined(parts[3:], ctx.w_rest), _parts(dy)
+        if need_a and isinstance(w, Tensor) and is_held(w, recipe):
+            w, amax = _parts(SavedWeight(w, amax).colwise(recipe, backend)), None
         tensors = [
             gradient,
             a if need_w else None,
@@ -164,7 +171,7 @@ class _GroupedMM(torch.autograd.Function):
         da = dw = qdata = None
         if need_a or need_w:
             how = recipe, backend, (need_a, need_w), tuple(dtypes), ctx.wgrad_scale, quantized
-            da, dw, qdata = unless_held(steps.backward)(tensors, *how)
+            da, dw, qdata = steps.backward(tensors, *how)
         if not graph_is_retained():
             ctx.kept = None
         elif need_a and ctx.needs_input_grad[1] and not need_w:

@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
-from mxep.quant.replay import Replayed, Tensors
 
 _T = TypeVar("_T")
 Weight = Tensor | tuple[Tensor, Tensor]
@@ -230,9 +229,14 @@ def _captures(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def unless_held(step: Replayed) -> Callable[..., Tensors]:
-    """The step, or its function alone while weights are held: what it finds of them is no argument of its own."""
-    return step.direct if weights_are_held() else step
+def is_held(w: Weight, recipe: Recipe) -> bool:
+    """Whether an open `quantize_weights_once` holds what products have of w. Then it is an argument of theirs: what a
+    replayed function found by itself would be as old as the graph."""
+    return weights_are_held() and recipe.scaling != "none" and not torch.compiler.is_compiling() and _can_be_held(w)
+
+
+def _can_be_held(w: Weight) -> bool:
+    return all(type(x) in (Tensor, nn.Parameter) for x in halves(w)) and not in_graph_tree(halves(w)[0].device)
 
 
 def weights_are_held() -> bool:
@@ -242,10 +246,7 @@ def weights_are_held() -> bool:
 
 def _once(way: str, make: Callable[..., _T], w: Weight, recipe: Recipe, backend: Backend, *args: Any) -> _T:
     """make(w, recipe, *args), or what an open `quantize_weights_once` holds of it."""
-    once = _open
-    if once is None or torch.compiler.is_compiling() or recipe.scaling == "none":
-        return make(joined(w), recipe, *args)
-    if any(type(x) not in (Tensor, nn.Parameter) for x in halves(w)) or in_graph_tree(halves(w)[0].device):
+    if (once := _open) is None or not is_held(w, recipe):
         return make(joined(w), recipe, *args)
     return once._get(way, make, w, recipe, backend, *args)
 
