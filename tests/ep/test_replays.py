@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.ep import MoE, steps
+from mxep.ep import MoE, shared_expert, steps
+from mxep.ep.shared_expert import SharedExpert
 from mxep.ep.shares import local_tensor
-from mxep.gemm import quantize_weights_once
+from mxep.gemm import Recipe, quantize_weights_once
 from mxep.quant.replay import no_replays
 from ranks import distributed
 
@@ -135,6 +136,27 @@ def test_weights_that_change_in_place_are_quantized_anew():
         layer.experts.down_proj.mul_(2)
         after = layer(x)
     assert torch.equal(after, 2 * before)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "bf16"])
+def test_shared_experts_are_replayed(recipe):
+    torch.manual_seed(0)
+    shared = SharedExpert(DIM, HIDDEN_DIM, device="cuda")
+    before = shared_expert._forward.replays, shared_expert._backward.replays
+
+    def step(x: Tensor) -> list[Tensor]:
+        shared.zero_grad(set_to_none=True)
+        x = x.detach().requires_grad_()
+        out = shared(x, recipe=Recipe.named(recipe))
+        out.float().pow(2).mean().backward()
+        return [out.detach(), x.grad, *(p.grad for p in shared.parameters())]
+
+    batches = [torch.randn(T, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    got = [step(x) for x in batches]
+    assert (shared_expert._forward.replays, shared_expert._backward.replays) > before
+    with no_replays():
+        wanted = [step(x) for x in batches]
+    assert all(torch.equal(a, b) for one, other in zip(got, wanted) for a, b in zip(one, other, strict=True))
 
 
 def test_weights_that_are_held_are_arguments_of_the_graphs():

@@ -8,7 +8,8 @@
     out (T, D) = h w2^T                        dx (T, D) = d_gate_up w13;   dw13 = d_gate_up^T x
 
 x is quantized once for gate and up, which are one product. One autograd function, so that no MXTensor crosses autograd
-and torch.compile has it in one graph. T is any number: products are `mxep.gemm.linear`'s.
+and torch.compile has it in one graph; each half is replayed (`mxep.quant.replay`). T is any number: products are
+`mxep.gemm.linear`'s.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_linear, check_weight
 from mxep.gemm.functional import joined, taken_apart
 from mxep.gemm.partial_backward import is_wanted
-from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.quantize_once import SavedWeight, is_held
+from mxep.quant import MXTensor
+from mxep.quant.replay import MXParts, Tensors, replayed
 
 from .functional import swiglu, swiglu_backward, swiglu_forward
 from .shares import init_normal_
+from .steps import colwise_weights, rowwise_weights
 
 
 class SharedExpert(nn.Module):
@@ -80,45 +84,77 @@ class _SharedMLP(torch.autograd.Function):
         backend: Backend,
         main_grads: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        need_x, *needs = ctx.needs_input_grad[:3]
-        backward = any((need_x, *needs))
-        rows = backend.quantize_rows(x, recipe.fmt, recipe)
-        w13, later13 = rowwise_and_saved(gate_up_proj.unsqueeze(0), recipe, backend, dgrad=need_x)
-        gate_up = backend.forward(rows, w13, None, bias=None, out_dtype=x.dtype)
-        del w13
-        h = swiglu_forward(gate_up, None, None, recipe, folded=backend.wants_rowwise)
-        w2, later2 = rowwise_and_saved(down_proj.unsqueeze(0), recipe, backend, dgrad=backward)
-        out = backend.forward(h, w2, None, bias=None, out_dtype=x.dtype)
-        saved = rows if needs[0] else None, h if needs[1] else None, later13.weight, later2.weight
-        parts, ctx.rests = zip(*map(taken_apart, saved))
-        ctx.save_for_backward(gate_up, later13.amax, later2.amax, *(part for three in parts for part in three))
+        needs, weights = ctx.needs_input_grad[:3], (gate_up_proj.unsqueeze(0), down_proj.unsqueeze(0))
+        held = [None] * 4
+        if is_held(weights[0], recipe):
+            held = rowwise_weights.direct([weights[0], None, weights[1]], recipe, backend, any(needs))
+        out, gate_up, rows, h, *later = _forward([x, *weights, *held], recipe, backend, needs)
+        later = [w if part is None else part for w, part in zip(weights, later[:2])] + later[2:]
+        parts, ctx.rests = zip(*map(taken_apart, (rows, h, *later[:2])))
+        ctx.save_for_backward(gate_up, *later[2:], *(part for three in parts for part in three))
         ctx.how, ctx.dtypes = (recipe, backend, main_grads), (x.dtype, gate_up_proj.dtype, down_proj.dtype)
-        return out
+        result: Tensor = out
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         recipe, backend, main_grads = ctx.how
-        need_x, need13, need2 = (need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
+        wanted = tuple(need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
         gate_up, amax13, amax2, *parts = ctx.saved_tensors
         rows, h, w13, w2 = (joined(parts[3 * i : 3 * i + 3], rest) for i, rest in enumerate(ctx.rests))
+        if isinstance(w13, Tensor) and not isinstance(w13, MXTensor) and is_held(w13, recipe):
+            w2, w13 = colwise_weights.direct([w2, amax2, w13, None, amax13], recipe, backend)
+        into = (None if main_grad is None else main_grad.unsqueeze(0) for main_grad in main_grads)
+        tensors = [d_out, gate_up, rows, h, w13, amax13, w2, amax2, *into]
+        tensors = [MXParts.of(x) if isinstance(x, MXTensor) else x for x in tensors]
+        return *_backward(tensors, recipe, backend, wanted, ctx.dtypes), None, None, None
 
-        def wgrad(i: int, dy: Tensor, a: Tensor) -> Tensor | None:
-            into = None if main_grads[i] is None else main_grads[i].unsqueeze(0)
-            operands = backend.prepare_wgrad(dy, a, None, recipe)
-            dw = backend.wgrad(operands, None, out_dtype=ctx.dtypes[1 + i], accumulate_into=into)
-            return None if dw is None else dw.squeeze(0)
 
-        d_y = backend.quantize_rows(d_out, recipe.grad_fmt, recipe)
-        dw2 = wgrad(1, d_y, h) if need2 else None
-        dx = dw13 = None
-        if need_x or need13:
-            colwise = SavedWeight(w2, amax2).colwise(recipe, backend)
-            d_h = backend.dgrad(d_y, colwise, None, out_dtype=ctx.dtypes[0])
-            options = {"folded": backend.wants_rowwise, "overwrite": True}
-            d_gate_up, _ = swiglu_backward(d_h, gate_up, None, None, recipe, **options)
-            if need_x:
-                colwise = SavedWeight(w13, amax13).colwise(recipe, backend)
-                dx = backend.dgrad(d_gate_up, colwise, None, out_dtype=ctx.dtypes[0])
-            dw13 = wgrad(0, d_gate_up, rows) if need13 else None
-        return dx, dw13, dw2, None, None, None
+@replayed
+def _forward(tensors: Tensors, recipe: Recipe, backend: Backend, needs: tuple[bool, bool, bool]) -> Tensors:
+    """[x (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), both rowwise and their amax, or None] ->
+    [out (T, D), gate_up (T, 2F), rows, h, both weights in 2-D blocks, their amax]: of the last six what backward needs.
+    """
+    x, *weights, w13, amax13, w2, amax2 = tensors
+    if w13 is None:
+        w13, amax13, w2, amax2 = rowwise_weights.function([weights[0], None, weights[1]], recipe, backend, any(needs))
+    rows = backend.quantize_rows(x, recipe.fmt, recipe)
+    gate_up = backend.forward(rows, w13, None, bias=None, out_dtype=x.dtype)
+    h = swiglu_forward(gate_up, None, None, recipe, folded=backend.wants_rowwise)
+    out = backend.forward(h, w2, None, bias=None, out_dtype=x.dtype)
+    blocks = (w if getattr(w, "axis", None) == (-2, -1) else None for w in (w13, w2))
+    return [out, gate_up, rows if needs[1] else None, h if needs[2] else None, *blocks, amax13, amax2]
+
+
+@replayed
+def _backward(
+    tensors: Tensors,
+    recipe: Recipe,
+    backend: Backend,
+    wanted: tuple[bool, bool, bool],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> Tensors:
+    """[d_out (T, D), gate_up, rows, h, gate_up_proj or what is colwise of it, its amax, down_proj likewise, its amax,
+    main_grads of both] -> gradients of x and of both weights: None of those that are not wanted or in main_grad."""
+    d_out, gate_up, rows, h, w13, amax13, w2, amax2, *main_grads = tensors
+    tensors.clear()
+
+    def wgrad(i: int, dy: Tensor, a: Tensor) -> Tensor | None:
+        operands = backend.prepare_wgrad(dy, a, None, recipe)
+        dw = backend.wgrad(operands, None, out_dtype=dtypes[1 + i], accumulate_into=main_grads[i])
+        return None if dw is None else dw.squeeze(0)
+
+    d_y = backend.quantize_rows(d_out, recipe.grad_fmt, recipe)
+    dw2 = wgrad(1, d_y, h) if wanted[2] else None
+    dx = dw13 = None
+    if wanted[0] or wanted[1]:
+        colwise = SavedWeight(w2, amax2).colwise(recipe, backend)
+        d_h = backend.dgrad(d_y, colwise, None, out_dtype=dtypes[0])
+        options = {"folded": backend.wants_rowwise, "overwrite": True}
+        d_gate_up, _ = swiglu_backward(d_h, gate_up, None, None, recipe, **options)
+        if wanted[0]:
+            colwise = SavedWeight(w13, amax13).colwise(recipe, backend)
+            dx = backend.dgrad(d_gate_up, colwise, None, out_dtype=dtypes[0])
+        dw13 = wgrad(0, d_gate_up, rows) if wanted[1] else None
+    return [dx, dw13, dw2]
