@@ -1,0 +1,74 @@
+"""The pages of docs/guides: their code runs on a CPU and prints what they say, and their tables are what the code has.
+
+Blocks fenced as ```python run in order, a page at a time; those that begin with "# torchrun" on 4 ranks, in order, too.
+Where a line is ``print(...)  # something: why``, something is a line of what the page prints, up to a colon.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ep.memory_table import computed_table, measured_table
+from ranks import Context, distributed
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+PAGES = sorted(page.name for page in GUIDES.glob("*.md"))
+
+
+def blocks(page: str, *, on_ranks: bool = False) -> list[str]:
+    found = re.findall(r"```python\n(.*?)```", (GUIDES / page).read_text(), re.DOTALL)
+    return [block for block in found if block.startswith("# torchrun") is on_ranks]
+
+
+@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="torchrun made a process group")
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs_and_prints_what_it_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = blocks(page)
+    assert found
+    names: dict[str, Any] = {"__name__": "example"}
+    for block in found:
+        exec(compile(block, page, "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    for said in re.findall(r"^ *print\(.*\)  # ([^:\n]+)", "\n".join(found), re.MULTILINE):
+        assert said in printed
+
+
+def test_the_tables_of_memory_are_what_the_code_has() -> None:
+    page = (GUIDES / "dispatchers.md").read_text()
+    assert computed_table() in page, "python tests/ep/memory_table.py prints the new ones"
+    assert measured_table() in page
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+@pytest.mark.slow
+@distributed(4, device="cpu")
+def test_a_checkpoint_of_fsdp2_goes_on_at_another_degree(ctx: Context, tmp_path: Path) -> None:
+    def state(names: dict[str, Any], model: str, optimizer: str) -> list[torch.Tensor]:
+        parameters = list(names[model].parameters())
+        moments = [names[optimizer].state[p][kind] for p in parameters for kind in ("exp_avg", "exp_avg_sq", "step")]
+        return [whole(x) for x in (*parameters, *moments)]
+
+    names: dict[str, Any] = {"FOLDER": str(tmp_path), "DEVICE": ctx.device.type}
+    save, load = blocks("checkpoints.md", on_ranks=True)
+    exec(compile(save, "checkpoints.md", "exec"), names)
+    before_last_step = state(names, "model", "optimizer")
+    load, _, last = load.rpartition("print(")
+    exec(compile(load, "checkpoints.md", "exec"), names)
+    for saved, loaded in zip(before_last_step, state(names, "again", "other"), strict=True):
+        assert torch.equal(saved, loaded)
+    assert names["again"].moe.experts.down_proj.to_local().shape[0] == 2
+    exec(compile(f"losses = ({last}", "checkpoints.md", "exec"), names)
+    torch.testing.assert_close(*names["losses"], rtol=2**-7, atol=0.0)
+    dist.barrier(ctx.group)
