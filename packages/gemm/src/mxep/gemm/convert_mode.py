@@ -54,8 +54,8 @@ class Products(TorchFunctionMode):
     """Runs ours within one forward of a module.
 
     What is made of a weight by any function of torch, a cast or a sum with an adapter's delta, stands for it, too. It
-    is known by its storage; torch.compile, which has none, by identity, and where it does not show, as behind .mT, any
-    3-D operand is a weight, if the module's weights are alike.
+    is known by its storage; torch.compile, which has none, by identity, and where that does not show, as behind .mT in
+    torch 2.13, any 3-D operand is a weight, if the module's weights are alike.
     """
 
     def __init__(self, module: nn.Module, state: State) -> None:
