@@ -35,12 +35,14 @@ from torch.distributed.tensor import DTensor
 
 from mxep.gemm import Recipe
 
+from . import curves, page
 from .config import to_json
 from .data import read_text
 from .mesh import Mesh, local
 from .named import make_recipe
 from .progress import log_backend
 from .rank import Rank
+from .report import details
 from .results import WIDTH, Section, provenance
 from .schema import Config
 from .train import Run, Trainer
@@ -96,14 +98,34 @@ class Outcome:
 
     def show(self, console: Console) -> None:
         """Tables of runs and of differences, then sentences with the verdicts."""
-        report = summarize(self.trials)
         console.width = max(console.width, WIDTH)
-        figures = {"valid_loss": ".4f", "train_loss": ".4f", "checked steps": "d", "ms a step": ".1f", "seconds": ".1f"}
-        Section(self.what, ("seed", "run"), figures, report["runs"]).show(console)
-        figures = {"mean": "+.4f", "deviation": ".4f", "standard error": ".4f"}
-        Section("over seeds", ("loss", "what"), figures, report["differences"]).show(console)
-        for line in sentences(report):
+        for section in self.sections():
+            section.show(console)
+        for line in sentences(summarize(self.trials)):
             console.print(line, highlight=False)
+
+    def sections(self) -> list[Section]:
+        """The losses of each run, then what they are over seeds."""
+        report = summarize(self.trials)
+        runs = {"valid_loss": ".4f", "train_loss": ".4f", "checked steps": "d", "ms a step": ".1f", "seconds": ".1f"}
+        seeds = {"mean": "+.4f", "deviation": ".4f", "standard error": ".4f"}
+        return [
+            Section(self.what, ("seed", "run"), runs, report["runs"]),
+            Section("over seeds", ("loss", "what"), seeds, report["differences"]),
+        ]
+
+    def write_pictures(self, folder: Path, command: str) -> None:
+        """loss.png and report.html into ``folder``."""
+        runs = {f"seed {trial.seed}": trial.runs for trial in self.trials}
+        drawn = {seed: {name: run for name, run in of.items() if name != AGAIN} for seed, of in runs.items()}
+        title = f"{make_recipe(self.config).name} beside {BASE}, {len(runs)} seeds"
+        picture = curves.draw(drawn, title, self.text["unigram entropy"])
+        (folder / "loss.png").write_bytes(picture)
+        remarks, where = list(sentences(summarize(self.trials))), provenance(command, self.config.compare.commit)
+        shown = page.html(
+            f"mxep task=compare: {title}", remarks, self.sections(), picture, details(runs), self.config, where
+        )
+        (folder / "report.html").write_text(shown)
 
 
 def compare(rank: Rank, config: Config, folder: str) -> Outcome:

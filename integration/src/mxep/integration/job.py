@@ -84,7 +84,7 @@ def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     code = STOPPED if outcome.stopped else 0
     if not reports():
         return code
-    summary = report.write(outcome, folder)
+    summary = report.write(outcome, folder, config, _command())
     if outcome.stopped:
         run = outcome.runs[-1]
         where = f"{run.name}, step {run.steps} of {config.train.steps}"
@@ -100,7 +100,11 @@ def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     if outcome.stopped:
         print("mxep: stopped before all seeds were done: no results", file=sys.stderr)
         return STOPPED
-    return _finish(outcome, config.compare, folder / "compare.json")
+    code = _finish(outcome, config.compare, folder / "compare.json")
+    if reports():
+        outcome.write_pictures(folder, _command())
+        print(f"pictures: {_short(folder / 'loss.png')}, {_short(folder / 'report.html')}")
+    return code
 
 
 def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
@@ -144,7 +148,7 @@ def _finish(
     """
     if reports():
         written = [file, *([Path(section.out)] if section.out else [])]
-        write(results.to_json(shlex.join(["mxep", *sys.argv[1:]]), section.commit), written)
+        write(results.to_json(_command(), section.commit), written)
         results.show(Console())
         if isinstance(section, BenchConfig) and section.picture:
             written.append(Path(section.picture))
@@ -153,6 +157,10 @@ def _finish(
         if results.failed:
             print(f"mxep: {results.failed} of {len(results.lines)} {things} failed", file=sys.stderr)
     return 1 if results.failed else 0
+
+
+def _command() -> str:
+    return shlex.join(["mxep", *sys.argv[1:]])
 
 
 def _resume_command(folder: Path) -> str:

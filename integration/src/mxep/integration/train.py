@@ -235,10 +235,12 @@ class Trainer:
         dist.all_reduce(vector)
         mean_loss, mean_norm, overflowed, *values = vector[: len(means) + len(counts)].tolist()
         load = vector[len(means) + len(counts) :].view(loads.shape)
+        busiest = (load.max(1).values / load.mean(1)).tolist()  # over the mean, of each layer
         row = {
             "loss": mean_loss if math.isfinite(mean_loss) else None,
             **{f"rows_{key}": round(value) for key, value in zip(keys, values)},
-            "expert_load": (load.max(1).values / load.mean(1)).max().item(),  # busiest over mean, worst layer
+            "expert_load": max(busiest),
+            "expert_loads": busiest,
             "grad_norm": mean_norm if math.isfinite(mean_norm) else None,
         }
         step = f"{self.name}, step {self.step + 1}"

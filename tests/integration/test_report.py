@@ -1,0 +1,203 @@
+"""The pictures of a run: what loss.png draws, and report.html as a parser and as a browser see it."""
+
+import base64
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mxep.integration import curves, report
+from mxep.integration.schema import Config
+from mxep.integration.train import Outcome, Run
+
+TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
+SECTIONS = {
+    "Loss in nats a byte",
+    "Curves and expert loads",
+    "Rows routed, over all steps, layers and ranks",
+    "Expert load, busiest / mean, last 20 steps",
+    "Speed",
+    "Where it ran",
+    "Config",
+}
+BROWSERS = [path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))]
+
+
+class Page(HTMLParser):
+    """sections: heading -> rows of cells, as text. links: every attribute that a browser would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.sections: dict[str, list[list[str]]] = {}
+        self.links: list[str] = []
+        self.tag = self.heading = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tag = tag
+        self.links += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        if tag == "tr":
+            self.sections[self.heading].append([])
+        elif tag in ("td", "th"):
+            self.sections[self.heading][-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.tag == "h2" and data.strip():
+            self.heading = data
+            self.sections[data] = []
+        elif self.tag in ("td", "th") and data.strip():
+            self.sections[self.heading][-1][-1] += data
+        elif self.tag == "pre":
+            self.sections[self.heading].append([data])
+
+    def table(self, heading: str) -> dict[str, dict[str, str]]:
+        head, *rows = self.sections[heading]
+        return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+
+def made_up(name: str, steps: int, *, layers: int = 3, above: float = 0.0) -> Run:
+    """A loss that falls from 5 to 2 and `above`; layer i of L is loaded 1 + (i + 1) / L times the mean."""
+    routing = {"rows_routed": 100, "rows_sent": 90, "rows_valid": 128, "rows_padding": 28, "rows_dropped": 2}
+    loads = [1 + (i + 1) / layers for i in range(layers)]
+    fixed = {
+        **routing,
+        "rows_invalid": 1,
+        "expert_load": 2.0,
+        "expert_loads": loads,
+        "seconds": 0.5,
+        "tokens_per_s": 64,
+    }
+    metrics = [
+        {"run": name, "step": i + 1, "loss": 2 + above + 3 * math.exp(-6 * i / steps), **fixed} for i in range(steps)
+    ]
+    return Run(name, steps, False, metrics, 2.0 + above)
+
+
+def test_the_page_has_all_sections_the_numbers_of_metrics_jsonl_and_needs_no_network(mxep, text: Path, tmp_path: Path):
+    finished = mxep(*TINY, f"data.path={text}", "train.steps=24", "train.checkpoint_every=null", "seed=7")
+    assert finished.code == 0, finished.err
+    run = tmp_path / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    raw = (run / "report.html").read_text()
+    page = Page(raw)
+    assert page.sections.keys() == SECTIONS
+
+    routing = page.table("Rows routed, over all steps, layers and ranks")
+    speed = page.table("Speed")
+    loads = page.table("Expert load, busiest / mean, last 20 steps")
+    assert routing.keys() == speed.keys() == {"bf16", "mxfp8"}
+    for name in ("bf16", "mxfp8"):
+        of = [row for row in rows if row["run"] == name]
+        totals = {key: sum(row[f"rows_{key}"] for row in of) for key in ("valid", "padding", "routed", "sent")}
+        assert {key: routing[name][key] for key in totals} == {key: f"{total:,}" for key, total in totals.items()}
+        assert routing[name]["dropped"] == routing[name]["invalid"] == "0"
+        assert routing[name]["padding / valid"] == f"{totals['padding'] / totals['valid']:.2%}"
+        for layer in range(2):
+            assert loads[str(layer)][name] == f"{sum(row['expert_loads'][layer] for row in of[-20:]) / 20:.3f}"
+        assert all(row["expert_load"] == max(row["expert_loads"]) >= 1 for row in of)
+        assert speed[name]["seconds"] == f"{sum(row['seconds'] for row in of):,.1f}"
+        training = page.table("Loss in nats a byte")["training, last 20 steps"]
+        assert training[name] == f"{sum(row['loss'] for row in of[-20:]) / 20:.4f}"
+
+    (picture, *_), icons = (
+        [link for link in page.links if link.startswith(start)] for start in ("data:image/png", "data:,")
+    )
+    assert len(icons) + 1 == len(page.links)
+    assert base64.b64decode(picture.partition(",")[2]) == (run / "loss.png").read_bytes()
+    assert not re.search(r"https?://|url\(|@import|<script", raw)
+    assert "seed: 7\n" in page.sections["Config"][0][0]
+    where = dict(page.sections["Where it ran"])
+    assert re.match(r"mxep [\d.]+, python 3[\d.]+, torch \d", where["versions"])
+    assert where["command"].startswith("mxep model=tiny")
+
+
+def test_loss_png_shows_the_difference_each_layers_load_and_losses_from_near_their_minimum():
+    bf16, mxfp8 = made_up("bf16", 200), made_up("mxfp8", 200, above=0.25)
+    losses, difference, *loads, _ = curves.figure({"": {"bf16": bf16, "mxfp8": mxfp8}}, "", 3.2).axes
+    assert 1.7 < losses.get_ylim()[0] < 2.01
+    label, values = difference.lines[0].get_label(), difference.lines[0].get_ydata()
+    assert label == "mxfp8 - bf16"
+    assert list(values) == pytest.approx([0.25] * 200)
+    assert [axes.get_title(loc="left") for axes in loads] == ["expert load of bf16", "expert load of mxfp8"]
+    image = loads[0].images[0].get_array()
+    assert image.shape == (3, 200)
+    assert image[:, 117].tolist() == bf16.metrics[117]["expert_loads"]
+
+
+def test_several_seeds_have_a_thin_line_each_and_their_mean():
+    groups = {
+        f"seed {seed}": {"bf16": made_up("bf16", 50), "mxfp8": made_up("mxfp8", 50, above=above)}
+        for seed, above in enumerate((0.5, 0.0, 0.25))
+    }
+    *each, mean, _ = curves.figure(groups, "", 3.2).axes[1].lines
+    assert [line.get_ydata()[9] for line in each] == pytest.approx([0.5, 0.0, 0.25])
+    assert mean.get_ydata()[9] == pytest.approx(0.25)
+    assert mean.get_label() == "mxfp8 - bf16, mean of 3"
+
+
+def test_smoothing_keeps_constants_and_is_the_same_both_ways():
+    assert curves.smooth([1.5] * 7) == pytest.approx([1.5] * 7)
+    assert curves.smooth([0.0, 0.0, 1.0, 0.0, 0.0], 0.5)[2] == pytest.approx(1 / (0.25 + 0.5 + 1 + 0.5 + 0.25))
+    values = [5.0, 3.0, 4.0, 2.0]
+    assert curves.smooth(values)[::-1] == pytest.approx(curves.smooth(values[::-1]))
+    assert curves.smooth([]) == []
+
+
+def test_runs_that_were_stopped_at_once_or_come_of_older_checkpoints_are_drawn(
+    make_config: Callable[..., Config], tmp_path: Path
+):
+    old, stopped = made_up("bf16", 5), Run("mxfp8", 0, True, [], None)
+    for row in old.metrics[:3]:
+        del row["expert_loads"]
+    report.write(Outcome([old, stopped], "<b>", 3.0), tmp_path, make_config(), "mxep")
+    page = (tmp_path / "report.html").read_text()
+    assert "Stopped: mxfp8, step 0 of 260." in page
+    assert "<b>" not in page
+    for row in old.metrics:
+        row.pop("expert_loads", None)
+    report.write(Outcome([old], "", 3.0), tmp_path, make_config(), "mxep")
+
+
+@pytest.mark.skipif(not BROWSERS, reason="needs chromium or Chrome")
+def test_a_browser_shows_the_curves_and_nothing_is_wider_than_a_window_or_a_phone(
+    make_config: Callable[..., Config], tmp_path: Path
+):
+    import matplotlib.image
+
+    runs = [made_up("bf16", 300, layers=48), made_up("mxfp8", 300, layers=48, above=0.1)]
+    report.write(Outcome(runs, "some text", 3.2), tmp_path, make_config(), "mxep " + "x" * 300)
+    page = tmp_path / "report.html"
+    seen = "{image: document.images[0].naturalWidth, wide: document.documentElement.scrollWidth, inner: innerWidth,"
+    seen += " fetched: performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith('data:')),"
+    seen += " headings: [...document.querySelectorAll('h2')].map(e => e.innerText)}"
+    script = f"<script>onload = () => document.body.innerHTML = '<pre>' + JSON.stringify({seen}) + '</pre>'</script>"
+    probe = tmp_path / "probe.html"
+    probe.write_text(page.read_text() + script)
+
+    for width in (1100, 420):
+        found = json.loads(browse(probe, width, "--dump-dom").partition("<pre>")[2].partition("</pre>")[0])
+        assert found["image"] == 1200
+        assert found["wide"] <= found["inner"]
+        assert found["fetched"] == []
+        assert set(found["headings"]) == SECTIONS
+
+    browse(page, 1100, f"--screenshot={tmp_path / 'shot.png'}")
+    pixels = matplotlib.image.imread(tmp_path / "shot.png")[..., :3] * 255
+    for color, *_ in curves.STYLES[:2]:
+        wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (abs(pixels - wanted).max(-1) < 8).sum() > 50
+
+
+def browse(page: Path, width: int, do: str) -> str:
+    """What a browser prints for ``page`` in a window of ``width`` pixels."""
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    options += [f"--user-data-dir={page.parent / 'browser'}", f"--window-size={width},3000", do]
+    return subprocess.run(
+        [BROWSERS[0], *options, page.as_uri()], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
