@@ -163,6 +163,33 @@ class BenchConfig:
 
 
 @dataclass
+class EstimateConfig:
+    """task=estimate: model: a config.json of transformers or its folder; null: the section `model`. tokens: of a rank.
+    layers: MoE layers that a rank has (a stage of a pipeline); null: the model's.
+    nvlink, network: GB/s of a GPU in a direction, within a node and between nodes. memory: GiB that a rank may take.
+    optimizer_bytes: of a parameter. imbalance: load of the busiest rank over the mean. recipes, rates: files of bench=
+    layer. sections: null for all. out, picture, commit: as of a bench, besides estimate.json. `dispatcher.capacity` and
+    `dispatcher.factor` count, too."""
+
+    model: str | None
+    layers: int | None
+    tokens: int
+    gpus_per_node: int
+    nodes: int
+    nvlink: float
+    network: float
+    memory: float
+    optimizer_bytes: int
+    imbalance: float
+    recipes: list[str]
+    rates: list[str]
+    sections: list[str] | None
+    out: str | None
+    picture: str | None
+    commit: str | None
+
+
+@dataclass
 class Config:
     """Everything. backend: of mxep.gemm, for training and verification; "auto" is the best for the device. seed decides
     weights and batches. resume: a run folder or a checkpoint folder to go on from."""
@@ -178,6 +205,7 @@ class Config:
     compare: CompareConfig
     verify: VerifyConfig
     bench: BenchConfig
+    estimate: EstimateConfig
     backend: str
     seed: int
     resume: str | None
