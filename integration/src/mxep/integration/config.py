@@ -64,7 +64,7 @@ POSITIVE = (
     *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches"),
     *("verify.tokens", "verify.dim", "verify.hidden_dim", "verify.experts", "verify.top_k"),
     *("estimate.tokens", "estimate.gpus_per_node", "estimate.nodes", "estimate.nvlink", "estimate.network"),
-    *("estimate.memory", "estimate.imbalance"),
+    *("estimate.memory", "estimate.imbalance", "estimate.micro_batches"),
 )
 NOT_NEGATIVE = (
     "estimate.layers",

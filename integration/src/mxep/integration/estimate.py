@@ -9,7 +9,7 @@ Costs are of `estimate_costs`. Besides:
 
     ranks       of a group lie side by side: the first gpus_per_node on NVLink, the others across the network. An
                 all-to-all takes as long as the slower leg, and a leg has the share of its speed that NCCL had on NVLink
-    gradients   of experts are reduced over their replicas, in a ring, beside backward: a step takes the longer
+    gradients   of experts are reduced over their replicas, in a ring, beside micro-batches: the longer counts
     memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
                 besides, exchange buffers, which all share. No attention, embedding, router, shared expert, library
     ~           no measurement covers it. a: all_to_all, e: EP over 4, n: between nodes, r: fewer than 2048 rows an
@@ -136,7 +136,7 @@ def _layout(config: Config, rates: Rates, shape: Shape, layers: int, what: str, 
     replicas, near = world // ep, max(1, node // ep)
     ring = 2 * 2 * weights * (replicas - 1) / replicas  # bytes of bf16 gradients that a rank sends
     lanes = [ring * slower[0] if near > 1 else 0.0, ring / near * slower[1] if replicas > near else 0.0]
-    grad_ms = rates.us[BASELINE, "NCCL"][0] * max(lanes) / 1e3
+    grad_ms = rates.us[BASELINE, "NCCL"][0] * max(lanes) / 1e3 / wanted.micro_batches
     parameters: dict[str, int] = {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
     sizes = {name: float(layers * weights * size) for name, size in parameters.items()}
     of_layer = memory(shape, ep, what, make_capacity(config), wanted.imbalance)

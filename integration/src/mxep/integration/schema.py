@@ -164,12 +164,12 @@ class BenchConfig:
 
 @dataclass
 class EstimateConfig:
-    """task=estimate: model: a config.json of transformers or its folder; null: the section `model`. tokens: of a rank.
-    layers: MoE layers that a rank has (a stage of a pipeline); null: the model's.
-    nvlink, network: GB/s of a GPU in a direction, within a node and between nodes. memory: GiB that a rank may take.
-    optimizer_bytes: of a parameter. imbalance: load of the busiest rank over the mean. recipes, rates: files of bench=
-    layer. sections: null for all. out, picture, commit: as of a bench, besides estimate.json. `dispatcher.capacity` and
-    `dispatcher.factor` count, too."""
+    """model: a config.json of transformers or its folder; null: the section `model`. layers: MoE layers that a rank has
+    (of a stage of a pipeline); null: the model's. tokens: of a rank. nvlink, network: GB/s of a GPU in a direction,
+    within a node and between nodes. memory: GiB that a rank may take. optimizer_bytes: of a parameter. micro_batches:
+    of a step, whose gradients are reduced once. imbalance: load of the busiest rank over the mean. recipes: some of
+    bf16, fp8, mxfp8. rates: results of bench=layer. sections: of the results, null for all. out, picture, commit: as of a
+    bench, besides estimate.json. The sections `model` and `dispatcher` (capacity, factor) count, too."""
 
     model: str | None
     layers: int | None
@@ -180,6 +180,7 @@ class EstimateConfig:
     network: float
     memory: float
     optimizer_bytes: int
+    micro_batches: int
     imbalance: float
     recipes: list[str]
     rates: list[str]
