@@ -168,8 +168,8 @@ class EstimateConfig:
     (of a stage of a pipeline); null: the model's. tokens: of a rank. nvlink, network: GB/s of a GPU in a direction,
     within a node and between nodes. memory: GiB that a rank may take. optimizer_bytes: of a parameter. micro_batches:
     of a step, whose gradients are reduced once. imbalance: load of the busiest rank over the mean. recipes: some of
-    bf16, fp8, mxfp8. rates: results of bench=layer. sections: of the results, null for all. out, picture, commit: as of a
-    bench, besides estimate.json. The sections `model` and `dispatcher` (capacity, factor) count, too."""
+    bf16, fp8, mxfp8. rates: results of bench=layer. sections: of the results, null for all. out, picture, commit: as
+    of a bench, besides estimate.json. The sections `model` and `dispatcher` (capacity, factor) count, too."""
 
     model: str | None
     layers: int | None
