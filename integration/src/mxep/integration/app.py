@@ -68,7 +68,7 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
         if reports() and config.task.name in ("train", "compare") and config.data.source == "text":
             for note in files.notes(config.data):
                 print(f"mxep: data=text {note}", file=sys.stderr)
-        if not under_torchrun():
+        if not under_torchrun() and config.task.name != "estimate":  # which has no ranks
             atexit.register(start_fork_server()._stop)  # waits for its end, so that the command leaves nothing behind
         from .job import run_job
 

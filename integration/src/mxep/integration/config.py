@@ -35,7 +35,8 @@ RECIPES = ("bf16", "fp8", "mxfp8")
 CHANGES = ("e5m2", "32x32", "wgrad_bf16", "floor", "ceil", "even")  # of the last two recipes, as in mxfp8_e5m2
 CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:3] for recipe in RECIPES)
 LINEAR_CASES = tuple(f"{recipe}/linear" for recipe in RECIPES)
-TASKS = ("train", "compare", "verify", "bench")
+TASKS = ("train", "compare", "verify", "bench", "estimate")
+ESTIMATES = ("layouts", "stages", "memory", "time_errors", "memory_errors")
 """Tables that import torch have the same names; a test compares them."""
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
@@ -62,8 +63,16 @@ POSITIVE = (
     *("model.dim", "model.layers", "model.heads", "model.experts", "model.hidden_dim"),
     *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches"),
     *("verify.tokens", "verify.dim", "verify.hidden_dim", "verify.experts", "verify.top_k"),
+    *("estimate.tokens", "estimate.gpus_per_node", "estimate.nodes", "estimate.nvlink", "estimate.network"),
+    *("estimate.memory", "estimate.imbalance", "estimate.micro_batches"),
 )
-NOT_NEGATIVE = ("train.skip_bad_steps", "train.checkpoint_every", "optimizer.warmup")
+NOT_NEGATIVE = (
+    "estimate.layers",
+    "estimate.optimizer_bytes",
+    "train.skip_bad_steps",
+    "train.checkpoint_every",
+    "optimizer.warmup",
+)
 
 MX_ONLY = ("triton", "blackwell")
 """Backends that multiply MX operands alone."""
@@ -205,7 +214,9 @@ def _complaints(config: Config) -> Iterator[str]:
     for case in config.verify.cases or ():
         if case not in (*CASES, *LINEAR_CASES):
             yield f"verify.cases: got {case!r}, wanted one of {', '.join((*CASES, *LINEAR_CASES))}"
-    for key in ("bench.out", "compare.out", "verify.out"):
+    if config.task.name == "estimate":
+        yield from _of_estimate(config)
+    for key in ("bench.out", "compare.out", "estimate.out", "estimate.picture", "verify.out"):
         if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(file).parent}"
     if config.task.name == "compare":
@@ -222,11 +233,25 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"backend={config.backend} multiplies MX operands alone, and {names[0]} has none; wanted {wanted}"
 
 
+def _of_estimate(config: Config) -> Iterator[str]:
+    wanted = config.estimate
+    for key, got, known in (("recipes", wanted.recipes, RECIPES), ("sections", wanted.sections or (), ESTIMATES)):
+        for name in got:
+            if name not in known:
+                yield f"estimate.{key}: got {name!r}, wanted some of {', '.join(known)}"
+    for key, files_ in (("model", [wanted.model] if wanted.model else []), ("rates", wanted.rates)):
+        for file in files_:
+            if not Path(file).exists():
+                yield f"estimate.{key}: no such file: {file}"
+    if not wanted.rates:
+        yield "estimate.rates: got none, wanted JSON files that bench=layer wrote"
+
+
 def _multiplied(config: Config) -> list[str]:
     """Names of the recipes whose products `backend` computes in this task."""
     if config.task.name == "verify":
         return [name.partition("/")[0] for name in config.verify.cases or (*CASES, *LINEAR_CASES)]
-    if config.task.name == "bench":
+    if config.task.name in ("bench", "estimate"):
         return []
     compared = config.task.name == "compare" or config.train.compare
     return [*(["bf16"] if compared else []), config.recipe.name, *filter(None, [config.recipe.linear])]

@@ -16,14 +16,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from . import compare, files, report
+from . import compare, estimate, files, report
 from .bench import ON_RANKS, PICTURES, run
 from .config import RESTORED, ConfigError, override_key, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
 from .named import recipes
 from .process import STOPPED, reports, under_torchrun
 from .results import write
-from .schema import BenchConfig, CompareConfig, Config, VerifyConfig
+from .schema import BenchConfig, CompareConfig, Config, EstimateConfig, VerifyConfig
 from .state import find, read_state
 from .train import Outcome, train
 from .verify import Verification, verify
@@ -120,11 +120,16 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     return _finish(results, config.bench, folder / "bench.json")
 
 
+def _estimate(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    return _finish(estimate.estimate(config), config.estimate, folder / "estimate.json")
+
+
 TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {
     "train": _train,
     "compare": _compare,
     "verify": _verify,
     "bench": _bench,
+    "estimate": _estimate,
 }
 
 
@@ -138,7 +143,7 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
 
 def _finish(
     results: Any,
-    section: BenchConfig | CompareConfig | VerifyConfig,
+    section: BenchConfig | CompareConfig | EstimateConfig | VerifyConfig,
     file: Path,
     things: str = "lines",
 ) -> int:
@@ -150,9 +155,10 @@ def _finish(
         written = [file, *([Path(section.out)] if section.out else [])]
         write(results.to_json(_command(), section.commit), written)
         results.show(Console())
-        if isinstance(section, BenchConfig) and section.picture:
+        if isinstance(section, BenchConfig | EstimateConfig) and section.picture:
             written.append(Path(section.picture))
-            importlib.import_module(PICTURES[section.name]).draw(json.loads(file.read_text()), written[-1])
+            drawn = importlib.import_module(PICTURES[section.name]) if isinstance(section, BenchConfig) else estimate
+            drawn.draw(json.loads(file.read_text()), written[-1])
         print(f"results: {', '.join(map(_short, written))}")
         if results.failed:
             print(f"mxep: {results.failed} of {len(results.lines)} {things} failed", file=sys.stderr)

@@ -163,6 +163,34 @@ class BenchConfig:
 
 
 @dataclass
+class EstimateConfig:
+    """model: a config.json of transformers or its folder; null: the section `model`. layers: MoE layers that a rank has
+    (of a stage of a pipeline); null: the model's. tokens: of a rank. nvlink, network: GB/s of a GPU in a direction,
+    within a node and between nodes. memory: GiB that a rank may take. optimizer_bytes: of a parameter. micro_batches:
+    of a step, whose gradients are reduced once. imbalance: load of the busiest rank over the mean. recipes: some of
+    bf16, fp8, mxfp8. rates: results of bench=layer. sections: of the results, null for all. out, picture, commit: as
+    of a bench, besides estimate.json. The sections `model` and `dispatcher` (capacity, factor) count, too."""
+
+    model: str | None
+    layers: int | None
+    tokens: int
+    gpus_per_node: int
+    nodes: int
+    nvlink: float
+    network: float
+    memory: float
+    optimizer_bytes: int
+    micro_batches: int
+    imbalance: float
+    recipes: list[str]
+    rates: list[str]
+    sections: list[str] | None
+    out: str | None
+    picture: str | None
+    commit: str | None
+
+
+@dataclass
 class Config:
     """Everything. backend: of mxep.gemm, for training and verification; "auto" is the best for the device. seed decides
     weights and batches. resume: a run folder or a checkpoint folder to go on from."""
@@ -178,6 +206,7 @@ class Config:
     compare: CompareConfig
     verify: VerifyConfig
     bench: BenchConfig
+    estimate: EstimateConfig
     backend: str
     seed: int
     resume: str | None

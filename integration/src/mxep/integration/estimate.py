@@ -1,0 +1,216 @@
+"""task=estimate: what a stack of MoE layers would take on machines that nobody has here. Needs no GPU.
+
+    layouts   recipe x dispatcher x EP: a step's ms of one layer, wire bytes, memory of a rank, tokens/s of the stack
+    stages, memory   of each recipe's best layout: most tokens/s of those that have room
+    time_errors, memory_errors   every measured row (model, GPUs) beside its estimate; times by factors that were
+              fitted on the other models
+
+Costs are of `estimate_costs`. Besides:
+
+    ranks       of a group lie side by side: the first gpus_per_node on NVLink, the others across the network. An
+                all-to-all takes as long as the slower leg, and a leg has the share of its speed that NCCL had on NVLink
+    gradients   of experts are reduced over their replicas, in a ring, beside micro-batches: the longer counts
+    memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
+                besides, exchange buffers, which all share. No attention, embedding, router, shared expert, library
+    ~           no measurement covers it. a: all_to_all, e: EP over 4, n: between nodes, r: fewer than 2048 rows an
+                expert, f: fp8, measured on one model, g: the reduction of gradients takes longer than the step
+    over        more than a rank may take
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mxep.comms import Capacity
+from mxep.ep import CASES
+
+from .bench.layer_cases import BASELINE, Shape
+from .bench.layer_work import WIRE
+from .config import ESTIMATES, ConfigError
+from .estimate_costs import Rates, dispatcher_of, fit, legs, memory, read
+from .named import make_capacity
+from .results import Report, Row, Section
+from .schema import Config
+
+GIB = 1 << 30
+MOST_RANKS = 512
+MEASURED_RANKS, MEASURED_ROWS = 4, 2048  # most ranks, fewest rows an expert, of what was fitted
+HELD_MORE = ("8a1ffda",)
+"""Commits whose backward held more than it does now: their memory is left out."""
+_OFF = {"off": "+.1%"}
+_SECTIONS = (
+    Section(
+        "ms and MB sent of a layer by layout and EP; ~: extrapolated (docs/scaling.md)",
+        ("layout",),
+        {"ms": ".2f", "NVL MB": ".0f", "net MB": ".0f", "GiB": ".0f", "ktok/s": ".0f"},
+    ),
+    Section("best layouts: us of a layer's step", ("layout", "stage"), {"us": ".0f", "of step": ".0%"}),
+    Section("best layouts: GiB of a rank", ("layout", "what"), {"GiB": ".2f"}),
+    Section(
+        "time of rows, by factors fitted on the other models", ("model", "what"), _OFF | {"ms": ".2f", "est.": ".2f"}
+    ),
+    Section("memory of rows in the allocator", ("model", "what"), _OFF | {"GiB": ".2f", "est.": ".2f"}),
+)
+SECTIONS = dict(zip(ESTIMATES, _SECTIONS))
+
+
+def estimate(config: Config) -> Report:
+    """What `config.estimate` names. ConfigError for a model or rates that cannot be used."""
+    begin, wanted = time.monotonic(), config.estimate
+    try:
+        rows = read(wanted.rates)
+        rates, (shape, layers) = fit(rows), model_of(config)
+        layers = wanted.layers or layers
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"estimate: {type(error).__name__}: {error}: wanted JSON files as the docs say") from error
+    speeds = {"NVLink GB/s": wanted.nvlink, "network GB/s": wanted.network, "GiB": wanted.memory}
+    sections = {name: SECTIONS[name].empty() for name in wanted.sections or SECTIONS}
+    report = Report(f"mxep estimate, {wanted.nodes} x {wanted.gpus_per_node} GPUs", speeds, sections)
+    found = [{"layers": layers, "shape": list(shape), **row} for row in layouts(config, rates, shape, layers)]
+    for section in report.sections:
+        made = errors(section, rows) if section.endswith("errors") else _of_best(section, found)
+        for row in found if section == "layouts" else made:
+            report.add(section, row)
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def model_of(config: Config) -> tuple[Shape, int]:
+    """Shape and number of MoE layers: of a config.json of transformers, or its folder, or without one of `model`."""
+    tokens, model = config.estimate.tokens, config.model
+    if config.estimate.model is None:
+        return Shape(tokens, model.dim, model.hidden_dim, model.experts, model.top_k), model.layers
+    file = Path(config.estimate.model)
+    found = json.loads((file / "config.json" if file.is_dir() else file).read_text())
+    found = found.get("text_config") or found
+
+    def first(*names: str) -> int:
+        for name in names:
+            if isinstance(value := found.get(name), int):
+                return value
+        raise ConfigError(f"estimate.model: {file} has no {' or '.join(names)}: wanted one of an MoE model")
+
+    every = found.get("decoder_sparse_step") or found.get("interleave_moe_layer_step") or 1
+    dense = {*range(found.get("first_k_dense_replace") or 0), *(found.get("mlp_only_layers") or ())}
+    layers = [i for i in range(first("num_hidden_layers")) if i not in dense and not (i + 1) % every]
+    experts = first("n_routed_experts", "num_experts", "num_local_experts")
+    top_k, hidden = first("num_experts_per_tok"), first("moe_intermediate_size", "intermediate_size")
+    return Shape(tokens, first("hidden_size"), hidden, experts, top_k), len(found.get("moe_layers") or layers)
+
+
+def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator[Row]:
+    """Rows of all layouts, the best of each recipe marked; hierarchical does not exist and has wire bytes alone."""
+    wanted = config.estimate
+    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
+    sizes = [ep for ep in range(1, min(world, shape.experts, MOST_RANKS) + 1) if not world % ep + shape.experts % ep]
+    for recipe in wanted.recipes:
+        found = []
+        for ep in (ep for ep in sizes if not (node % ep if ep <= node else ep % node)):
+            kinds = (
+                ("local",) if ep == 1 else ("symmetric", "all_to_all") if ep <= node else ("all_to_all", "hierarchical")
+            )
+            found += [_layout(config, rates, shape, layers, f"{recipe}/{kind}", ep) for kind in kinds]
+        timed = [row for row in found if "ms" in row]
+        best = max([row for row in timed if row["GiB"] <= wanted.memory] or timed, key=lambda row: row["ktok/s"])
+        best |= {"best": True, "note": f"best {best['note']}".strip()}
+        yield from found
+
+
+def _layout(config: Config, rates: Rates, shape: Shape, layers: int, what: str, ep: int) -> Row:
+    wanted, (recipe, dispatcher) = config.estimate, what.split("/")
+    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
+    inside, across = legs(shape, ep, node, what)
+    row: Row = {"layout": f"{what} {ep}", "recipe": recipe, "dispatcher": dispatcher, "EP": ep}
+    row |= {"NVL MB": inside / 1e6, "net MB": across / 1e6}
+    if dispatcher == "hierarchical":
+        return row | {"note": "planned"}
+    slower = WIRE / wanted.nvlink, WIRE / wanted.network
+    sent = max(inside * slower[0], across * slower[1])
+    stages = rates.stages(shape, ep, what, wanted.imbalance, slower=slower[0], sent=sent)
+    ms = sum(stages.values()) / 1e3
+    weights = 3 * shape.experts // ep * shape.dim * shape.hidden
+    replicas, near = world // ep, max(1, node // ep)
+    ring = 2 * 2 * weights * (replicas - 1) / replicas  # bytes of bf16 gradients that a rank sends
+    lanes = [ring * slower[0] if near > 1 else 0.0, ring / near * slower[1] if replicas > near else 0.0]
+    grad_ms = rates.us[BASELINE, "NCCL"][0] * max(lanes) / 1e3 / wanted.micro_batches
+    parameters: dict[str, int] = {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
+    sizes = {name: float(layers * weights * size) for name, size in parameters.items()}
+    of_layer = memory(shape, ep, what, make_capacity(config), wanted.imbalance)
+    sizes |= of_layer | {"kept": layers * of_layer["kept"]}
+    gib = sum(sizes.values()) / GIB
+    marks = {"a": dispatcher == "all_to_all", "e": ep > MEASURED_RANKS, "n": ep > node, "f": recipe == "fp8"}
+    marks["r"] = shape.tokens * shape.top_k * ep / shape.experts < MEASURED_ROWS
+    marks["g"] = grad_ms > ms
+    note = "".join(mark for mark, holds in marks.items() if holds)
+    return row | {
+        "ms": ms,
+        "grad ms": grad_ms,
+        "GiB": gib,
+        "ktok/s": shape.tokens * world / layers / max(ms, grad_ms),
+        "note": " ".join(filter(None, ["over" * (gib > wanted.memory), note and f"~{note}"])),
+        "stages": stages,
+        "memory": {name: size / GIB for name, size in sizes.items()},
+    }
+
+
+def _of_best(section: str, found: list[Row]) -> Iterator[Row]:
+    for row in found:
+        if row.get("best"):
+            labels = {"layout": row["layout"]}
+            for name, value in row[section].items():
+                figures = {"us": value, "of step": value / 1e3 / row["ms"]} if section == "stages" else {"GiB": value}
+                yield labels | {"stage" if section == "stages" else "what": name} | figures
+
+
+def errors(section: str, rows: list[Row]) -> Iterator[Row]:
+    """Of all rows of sections layer, skew, eager and memory that there is a formula for."""
+    fitted: dict[str, Rates] = {}
+    for row in rows:
+        what, _, suffix = (name := row.get("what", "")).partition(", ")
+        capacity, skewed = row.get("capacity"), bool(row.get("skew"))
+        formula = (what in CASES and suffix in ("", "kept", "worst_case", "exact")) or name == BASELINE
+        if row["section"] not in ("layer", "skew", "eager", "memory") or not formula or (skewed and not capacity):
+            continue
+        model, shape, ranks = row["model"], Shape(*row["shape"]), row["ranks"]
+        imbalance = capacity if skewed and capacity else 1.0
+        notes = ["skew"] * skewed + [f"T {shape.tokens}"] * (row["section"] == "eager")
+        out: Row = {"model": f"{model}, {ranks}", "what": name, "note": " ".join(notes)}
+        out |= {"section": row["section"], "shape": list(shape), "commit": row["commit"]}
+        if section == "time_errors" and "ms" in row:
+            if model not in fitted:
+                fitted[model] = fit(rows, without=model)
+            sent = legs(shape, ranks, ranks, what)[0] if dispatcher_of(what) == "all_to_all" else 0.0
+            ms = sum(fitted[model].stages(shape, ranks, name, imbalance, sent=sent).values()) / 1e3
+            yield out | {"ms": row["ms"], "est.": ms, "off": ms / row["ms"] - 1}
+        held_more = row["commit"].startswith(HELD_MORE)
+        if section == "memory_errors" and "peak GiB" in row and what in CASES and suffix != "kept" and not held_more:
+            fits = Capacity(suffix) if suffix else Capacity.factor(capacity or 1.0)
+            sizes = memory(shape, ranks, what, fits, imbalance, replayed=row["section"] == "eager")
+            gib, found = row["peak GiB"] - row["outside GiB"], (sizes["kept"] + sizes["work"]) / GIB
+            yield out | {"GiB": gib, "est.": found, "off": found / gib - 1}
+
+
+def draw(results: dict[str, Any], file: Path) -> None:
+    """Tokens/s over EP, a line for each recipe and dispatcher; hollow where memory is short."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="EP", ylabel="thousand tokens/s", title=results["what"])
+    rows = [row for row in results["sections"]["layouts"] if "ms" in row]
+    for name in dict.fromkeys((row["recipe"], row["dispatcher"]) for row in rows):
+        line = [row for row in rows if (row["recipe"], row["dispatcher"]) == name]
+        (drawn,) = axes.plot(
+            [row["EP"] for row in line], [row["ktok/s"] for row in line], label="/".join(name), marker="o"
+        )
+        short = [row for row in line if "over" in row["note"]]
+        axes.plot(
+            [row["EP"] for row in short], [row["ktok/s"] for row in short], "o", color="white", mec=drawn.get_color()
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+    figure.savefig(file)

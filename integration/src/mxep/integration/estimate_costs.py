@@ -1,0 +1,267 @@
+"""What a layer costs on ranks that nobody has here: us by stage, wire bytes by leg, bytes of memory. See `estimate`.
+
+    results of bench=layer + work of stages (layer_work) --fit--> us of each stage per byte, flop and time   (Rates)
+
+    stages      of MXFP8 from its profile; of bf16's products and SwiGLU, and of NCCL's all-to-all, from the baseline's
+    sustained   products are slower in a long run than in a profile's few steps: one factor a recipe, from times
+    overlap     of a dispatch and the quantization of weights beside it
+    routing     is even: of K experts of E a token needs a rank of e with probability 1 - C(E - e, K) / C(E, K).
+                imbalance: load of the busiest rank over the mean, for products and their rows
+
+T tokens a rank, D model dim, F hidden dim, E experts, K a token, e of a rank, N = T K pairs, R rows that fit, W ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+
+from mxep.comms import Capacity
+from mxep.comms.layout import ALIGNMENT, Layout, round_up
+from mxep.ep.saved import keeps_rows
+from mxep.gemm import Recipe
+from mxep.gemm.kernels import HOPPER_BLOCK_K
+from mxep.quant.shapes import padded_rows
+
+from .bench.layer_cases import BASELINE, MX, Case, Problem, Shape
+from .bench.layer_work import row_bytes, wire_bytes, work
+from .results import Row
+
+TILE = 128  # rows of a product's tile: half of one is lost in each group
+RENAMED = {"push": "dispatch", "return": "combine", "split fold": "fold for wgrad", "standard bf16": BASELINE}
+"""Names in results of 21 November 2026 -> names now."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Traffic (comms_cases) of an even routing: rows on average, the busiest rank's `imbalance` times as many."""
+
+    shape: Shape
+    ranks: int
+    imbalance: float = 1.0
+
+    @property
+    def most_pairs(self) -> float:
+        return self.imbalance * self.shape.tokens * self.shape.top_k
+
+    def needs(self, ranks: int) -> float:
+        """Probability that a token has an expert on any of `ranks` ranks."""
+        experts, others = self.shape.experts, self.shape.experts * (self.ranks - ranks) // self.ranks
+        return 1 - math.comb(others, self.shape.top_k) / math.comb(experts, self.shape.top_k)
+
+    def leaving(self, *, combine: bool = False) -> tuple[float, float]:
+        others = self.ranks - 1
+        return self.shape.tokens * others * self.needs(1), self.shape.tokens * self.shape.top_k * others / self.ranks
+
+
+def problem(shape: Shape, ranks: int, imbalance: float = 1.0) -> Problem:
+    """Of meta tensors and expected traffic: what layer_work asks for."""
+    tokens, dim, hidden, experts, top_k = shape
+    meta, own = functools.partial(torch.empty, device="meta"), experts // ranks
+    made = {"ids": meta(tokens, top_k), "x": meta(tokens, dim), "traffic": Expected(shape, ranks, imbalance)}
+    weights = {"w13": meta(own, 2 * hidden, dim), "w2": meta(own, dim, hidden)}
+    return cast(Problem, SimpleNamespace(shape=shape, **made, **weights))
+
+
+Terms = dict[str, tuple[float, ...]]
+"""Stage -> amounts, each of which has a factor in us."""
+
+
+def terms(p: Problem, what: str, slower: float = 1.0) -> Terms:
+    """What the stages of a case must do: bytes, flops, times. slower: 450 GB/s over the speed of NVLink."""
+    case, tokens_bytes, rows, dim = Case(what), 2.0 * p.x.numel(), p.traffic.most_pairs, p.shape.dim
+    todo: Terms = {stage: (amount,) for stage, (_, amount) in work(p, case if case.baseline else _as_mx(case)).items()}
+    todo["GEMMs"] = (todo["GEMMs"][0] * (1 + TILE / 2 * len(p.w2) / rows),)
+    if case.baseline:
+        nccl = todo.get("NCCL", (0.0,))[0]
+        return todo | {"NCCL": (nccl, 1.0), "gap": (1.0,)}
+    out, back = wire_bytes(p, case.recipe)
+    todo |= {"dispatch": (out * slower, tokens_bytes), "combine": (back * slower, tokens_bytes), "rest": (1.0,)}
+    todo["gather + fold"] = (*todo["gather + fold"], 1.0)
+    if case.recipe == "bf16":
+        todo = {stage: todo[stage] for stage in ("GEMMs", "dispatch", "combine", "rest")}
+        todo |= {"SwiGLU": (16.0 * rows * p.shape.hidden,), "gather + fold": (8.0 * rows * dim, 1.0)}
+    return todo
+
+
+def dispatcher_of(what: str) -> str:
+    """Of a case; "" for the baseline."""
+    return what.partition(",")[0].partition("/")[2]
+
+
+def _as_mx(case: Case) -> Case:
+    return Case(f"{MX}, kept" if case.kept else MX)
+
+
+def moved(shape: Shape, ranks: int, recipe: str) -> float:
+    """Bytes that the all_to_all dispatcher reads and writes around its collectives: gathers, joins, splits, sums.
+
+    Each way a row is copied three times, but for the sum, which adds up W partial sums (T, D) in fp32.
+    """
+    tokens, dim, _, _, top_k = shape
+    pairs, row = tokens * top_k, row_bytes(recipe, dim)
+    return 2 * (6 * pairs * row + 6 * pairs * 2 * dim + pairs * 2 * dim + (20 * ranks + 10) * tokens * dim)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """us per unit of work by (case that was fitted, stage); sustained, overlap: see the module. host: us of a step's
+    launches by case, the least that it can take eagerly."""
+
+    us: Mapping[tuple[str, str], tuple[float, ...]]
+    sustained: Mapping[str, float]
+    overlap: float
+    host: Mapping[str, float]
+
+    def stages(
+        self, shape: Shape, ranks: int, what: str, imbalance: float = 1.0, *, slower: float = 1.0, sent: float = 0.0
+    ) -> dict[str, float]:
+        """us of a step by stage, "overlap" below zero. sent: bytes of all-to-alls, as if all went over 450 GB/s."""
+        p, case = problem(shape, ranks, imbalance), Case(what)
+        dispatcher, todo = dispatcher_of(what), terms(p, what, slower)
+        if dispatcher == "all_to_all":
+            del todo["dispatch"], todo["combine"]
+            todo |= {"NCCL": (sent, 1.0), "permute + pointwise": (moved(shape, ranks, case.recipe),), "gap": (1.0,)}
+        elif dispatcher == "local":
+            del todo["dispatch"]
+        found = {stage: sum(a * b for a, b in zip(n, self._us(case, stage))) for stage, n in todo.items()}
+        found["GEMMs"] *= self.sustained.get(BASELINE if case.baseline else case.recipe, self.sustained["mxfp8"])
+        if "quantize weights" in found and "dispatch" in found:
+            found["overlap"] = -self.overlap * min(found["quantize weights"], found["dispatch"])
+        if (wait := self.host.get(what, 0.0) - sum(found.values())) > 0:
+            found["host"] = wait
+        return found
+
+    def _us(self, case: Case, stage: str) -> tuple[float, ...]:
+        plain = case.baseline or stage in ("NCCL", "gap", "permute + pointwise")
+        of_baseline = plain or (case.recipe == "bf16" and stage in ("GEMMs", "SwiGLU"))
+        return self.us[BASELINE if of_baseline else MX, stage]
+
+
+def read(files: Iterable[str]) -> list[Row]:
+    """All rows of results that bench=layer wrote, with "section", "commit", names as they are now."""
+    rows = []
+    for file in files:
+        results = json.loads(Path(file).read_text())
+        for run in results.get("runs", [results]):
+            for section, found in run["sections"].items():
+                for row in found:
+                    names = {key: RENAMED.get(row[key], row[key]) for key in ("what", "stage") if key in row}
+                    rows.append({**row, **names, "section": section, "commit": run.get("commit") or ""})
+    return rows
+
+
+def fit(rows: Sequence[Row], without: str | None = None) -> Rates:
+    """On profiles, and times on most GPUs, of even routing, not of the model `without`. ValueError if there is none."""
+    rows = [row for row in rows if not row.get("skew") and row["model"] != without and "error" not in row]
+    profiles: dict[tuple[str, str, Shape, int], dict[str, float]] = {}
+    for row in rows:
+        if row["section"] == "stages" and "us" in row:
+            key = row["what"], row["model"], Shape(*row["shape"]), row["ranks"]
+            profiles.setdefault(key, {})[row["stage"]] = row["us"]
+    us: dict[tuple[str, str], tuple[float, ...]] = {}
+    for what in (MX, BASELINE):
+        seen = [(terms(problem(key[2], key[3]), what), found) for key, found in profiles.items() if key[0] == what]
+        if not seen:
+            raise ValueError(
+                f"estimate.rates: no section stages of {what} but of {without}: wanted what bench=layer wrote"
+            )
+        for todo, found in seen:
+            found["rest"] = sum(found[stage] for stage in found.keys() - todo.keys() - {"sum", "busy", "whole"})
+            found["gap"] = found["whole"] - found["busy"]
+        for stage in seen[0][0]:
+            us[what, stage] = _least_squares([todo[stage] for todo, _ in seen], [found[stage] for _, found in seen])
+    mx = [found for key, found in profiles.items() if key[0] == MX]
+    beside = [(one["sum"] - one["busy"]) / min(one["dispatch"], one["quantize weights"]) for one in mx]
+    host = {row["what"]: 1e3 * row["caller's ms"] for row in rows if row["section"] == "host" and "caller's ms" in row}
+    rates = Rates(us, dict.fromkeys(("mxfp8", "bf16", BASELINE), 1.0), statistics.median(beside), {})
+    sustained: dict[str, float] = {}
+    most = max(key[3] for key in profiles)
+    for name, what in (("mxfp8", MX), ("bf16", "bf16/symmetric"), (BASELINE, BASELINE)):
+        factors = []
+        for row in rows:
+            if row["section"] == "layer" and row["what"] == what and row["ranks"] == most and "ms" in row:
+                found = rates.stages(Shape(*row["shape"]), row["ranks"], what)
+                factors.append(1 + (1e3 * row["ms"] - sum(found.values())) / found["GEMMs"])
+        sustained |= {name: statistics.median(factors)} if factors else {}
+    return dataclasses.replace(rates, sustained={"mxfp8": 1.0} | sustained, host=host)
+
+
+def _least_squares(amounts: Sequence[tuple[float, ...]], us: Sequence[float]) -> tuple[float, ...]:
+    """Factors of least relative error, none below zero."""
+    scaled = torch.tensor(amounts, dtype=torch.float64) / torch.tensor(us, dtype=torch.float64)[:, None]
+    norms = scaled.norm(dim=0).clamp_min(1e-300)
+    kept = list(range(scaled.shape[1]))
+    while True:
+        columns = scaled[:, kept] / norms[kept]
+        found = torch.linalg.lstsq(columns, torch.ones(len(us), 1, dtype=torch.float64), driver="gelsd").solution[:, 0]
+        if len(kept) == 1 or (found >= 0).all():
+            factors = dict(zip(kept, (found / norms[kept]).tolist()))
+            return tuple(factors.get(i, 0.0) for i in range(scaled.shape[1]))
+        kept.remove(kept[int(found.argmin())])
+
+
+def memory(
+    shape: Shape, ranks: int, what: str, capacity: Capacity, imbalance: float = 1.0, *, replayed: bool = True
+) -> dict[str, float]:
+    """Bytes of a layer of bf16 weights on Hopper: "kept" until its backward, "work" besides at its peak, "buffers".
+
+    work has the layer's gradients and its output. replayed: passes are replayed, so what is kept stays to their end.
+    """
+    tokens, dim, hidden, experts, top_k = shape
+    case, own = Case(what), experts // ranks
+    recipe, dispatcher = Recipe.named(case.recipe), dispatcher_of(what)
+    quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
+    sources = 1 if dispatcher == "local" else ranks
+    slots = pairs if dispatcher == "all_to_all" else sources * tokens
+    if dispatcher == "all_to_all" or capacity.kind == "exact":
+        rows = round_up(math.ceil(imbalance * pairs) + own * (align - 1) // 2, align)  # half of the padding, on average
+    else:
+        rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
+    row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
+    copied = dispatcher == "symmetric"
+    saved = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
+    gate_up, h = 4 * rows * hidden, rows * (hidden + 1 if quantized else 2 * hidden)
+    plan = 12 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
+    amax = 4 * own * (dim + hidden) * quantized
+    kept = saved + gate_up + h + plan + amax
+    folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
+    # Backward, in order: what is left of what is kept, and what there is besides. out is the caller's all the while.
+    w, d_rows, d_gate_up = own * dim * hidden, 2 * rows * dim, rows * hidden * (2 if quantized else 4)
+    peaks = [(kept, 2 * w + (w * 3 + folded * (dim + hidden) if quantized else d_rows))]  # the gradient of down_proj
+    peaks += [(saved + gate_up + plan, 2 * w + (3 * w if quantized else d_gate_up) + 2 * rows * hidden)]  # SwiGLU's
+    peaks += [(saved + plan, 2 * w + (2 * w if quantized else 0) + d_gate_up + d_rows)]  # dx's rows
+    late = 2 * tokens * dim + (d_rows if dispatcher != "local" else 0)  # dx leaves beside the gradient of gate_up_proj
+    operands = late + folded * (2 * hidden + dim)
+    peaks += [(saved + plan, 2 * w + operands + d_gate_up)]
+    peaks += [(plan, 6 * w + operands) if quantized else (saved + plan, 6 * w + operands + d_gate_up)]
+    if dispatcher == "all_to_all":  # rows gathered, joined, received and split; sums in fp32
+        peaks.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 4 * tokens * dim + 2 * w))
+    peak = max((kept if replayed else still) + besides for still, besides in peaks) + 2 * tokens * dim
+    layout = Layout(ranks, tokens, top_k, round_up(2 * dim, ALIGNMENT), ranks * tokens)
+    return {"kept": kept, "work": peak - kept, "buffers": 2 * layout.nbytes if dispatcher == "symmetric" else 0}
+
+
+def legs(shape: Shape, ranks: int, node: int, what: str) -> tuple[float, float]:
+    """Wire bytes of a step that a rank sends over NVLink and over the network, on average; as many come back to it.
+
+    hierarchical does not exist: a row for each token and node to the rank of the same index, and on from there.
+    """
+    recipe, dispatcher = what.split("/")
+    inside, row = min(ranks, node), 2 * (row_bytes(recipe, shape.dim) + row_bytes("bf16", shape.dim))
+    traffic = Expected(shape, ranks)
+    if dispatcher == "hierarchical":
+        across = (ranks // inside - 1) * traffic.needs(inside)
+        return shape.tokens * row * (ranks - ranks // inside) * traffic.needs(1), shape.tokens * row * across
+    each = shape.top_k / ranks if dispatcher == "all_to_all" else traffic.needs(1)
+    return shape.tokens * row * each * (inside - 1), shape.tokens * row * each * (ranks - inside)
