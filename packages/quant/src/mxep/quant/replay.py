@@ -210,8 +210,9 @@ def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...
     others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])
     lines += [f"if {others}:", "    return None"]
     lines += [f"p_{name} = {name}.data_ptr()" for name in names]
-    lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 15"]
-    lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 15' for name in names)},)"]
+    # To 32 bytes: torch's elementwise kernels load so many at once where they can.
+    lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 31"]
+    lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 31' for name in names)},)"]
     facts = (f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype" for name in names)
     addresses = ("0" if kind is type(None) else f"p_x{i}" for i, kind in enumerate(kinds))
     nothing = tuple(kind is type(None) for kind in kinds)
