@@ -16,7 +16,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 def extent(x: Tensor) -> Any:
-    return graph._Source(*graph._extent(x), None, set())
+    return graph._Source(*graph._extent(x), x.is_contiguous(), set())
 
 
 def test_an_address_is_of_what_it_lies_in() -> None:
@@ -43,6 +43,26 @@ def test_of_arguments_side_by_side_in_memory_the_one_that_begins_there_is_meant(
     with pytest.raises(NotCaptured, match="overlap"):
         graph._source_of(right.data_ptr() + 4, 0, sources)
     assert graph._source_of(right.data_ptr() + 4, 0, [extent(right), extent(right)]) == (0, 4)
+
+
+def test_of_an_argument_that_begins_within_another_nobody_knows_which_is_meant() -> None:
+    x = torch.zeros(4, 6)
+    with pytest.raises(NotCaptured, match="overlap"):
+        graph._source_of(x[1:].data_ptr(), 0, [extent(x), extent(x[1:])])
+    assert graph._source_of(x.data_ptr(), 0, [extent(x), extent(x)]) == (0, 0), "they are one at each launch"
+    _, sources = graph._places([x, x[:, :4], None], [], {})
+    assert [source.form for source in sources] == [True, False, None]
+
+
+def test_a_machine_without_a_driver_leaves_no_half_made_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(graph, "_driver", missing)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for _ in range(2):  # what __del__ raises fails the test, too
+        with pytest.raises(OSError, match="libcuda"):
+            MovingGraph(list, [], nullcontext)
 
 
 def test_results_are_made_or_given_or_views_of_either(monkeypatch: pytest.MonkeyPatch) -> None:

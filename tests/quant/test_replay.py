@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from graphs_on_cpu import replays_on_the_cpu
 from mxep.quant import MXTensor, quantize, replay, swiglu_quantize
 from mxep.quant.graph import NotCaptured
 from mxep.quant.replay import MXParts, Replayed, replayed
@@ -32,30 +33,10 @@ def test_on_the_cpu_the_function_is_called() -> None:
     assert function.replays == 0
 
 
-class GraphOnCPU:
-    """Stands for a graph: it is launched with other tensors, and says which."""
-
-    def __init__(self, function: Any, given: list[Any], capturing: Any) -> None:
-        with capturing():
-            self.results = function()
-
-    def launch(self, given: list[Any], addresses: tuple[int, ...]) -> list[Any]:
-        assert addresses == tuple(0 if x is None else x.data_ptr() for x in given)
-        return [None if x is None else x.clone() for x in self.results]
-
-
 @pytest.fixture
 def replays_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The CPU stands for a GPU."""
-    monkeypatch.setattr(replay, "LEAST_DEVICE", -1)
-    monkeypatch.setattr(replay, "MovingGraph", GraphOnCPU)
-    monkeypatch.setattr(replay, "_stream", lambda device: 0)
-    monkeypatch.setattr(replay, "_is_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    replay._reader.cache_clear()
-    with torch.no_grad():
+    with torch.no_grad(), replays_on_the_cpu(monkeypatch):
         yield
-    replay._reader.cache_clear()
 
 
 def test_from_the_second_call_of_a_kind_on_a_graph_is_launched(replays_on_cpu: None) -> None:
@@ -118,6 +99,15 @@ def test_arguments_that_are_one_tensor_are_a_kind_of_their_own(replays_on_cpu: N
         function(given)
     assert function.replays == 2
     assert len(function._kinds) == 2
+
+
+def test_where_a_tensor_begins_is_told_apart_to_32_bytes(replays_on_cpu: None) -> None:
+    function, x = replayed(lambda tensors: [tensors[0] + 1]), torch.zeros(64)
+    first = -x.data_ptr() // 4 % 8  # where 32 bytes begin
+    for start in (0, 8, 16, 4, 12):
+        function([x[first + start :][:8]])
+    assert len(function._kinds) == 2
+    assert function.replays == 3
 
 
 def test_replays_can_be_paused(replays_on_cpu: None) -> None:

@@ -33,7 +33,8 @@ sums a chunk that all ranks have stored, and has left B_i when it has left the l
 a buffer is used twice in a row. So its first exchange begins with a barrier that moves no rows, after the reads of all
 that ran before; and so does every exchange outside of a graph once there has been a capture, as nobody tells the host
 of a replay. A graph within `Transport.capturing` has none unless there has been another: whoever launches it says so,
-and does it in the order of all exchanges.
+and does it in the order of all exchanges. Then each of its exchanges begins with one: a peer may make the same
+exchanges outside of a graph, and ranks meet in the same barriers.
 """
 
 import ctypes
@@ -245,7 +246,7 @@ class Workspace:
         """
         arena = self.arena
         if arena.launches_are_counted:
-            return arena.was_captured and arena.stream is None
+            return arena.was_captured
         changed = capture != arena.capture
         if changed and arena.in_flight is not None:
             if arena.capture:  # is over, and its events with it

@@ -12,6 +12,7 @@ T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -75,11 +76,11 @@ def layer_forward(
     if is_held(gate_up_proj, config.recipe):
         held = rowwise_weights.direct(list(experts), config.recipe, config.backend, backward)
     tensors = [x, weights, expert_ids, *experts, *held]
-    how = config.dispatcher, config.recipe, config.backend, backward, needs
+    how = config.recipe, config.backend, backward, needs
     if not config.dispatcher.in_graphs:
-        routing, results = _run_forward(tensors, *how)
+        routing, results = _run_forward(tensors, config.dispatcher, *how)
         return results[0], routing, results[1 + len(PLAN) :]
-    out, *rest = _Pass.of(config.dispatcher, _forward)(tensors, *how)
+    out, *rest = _Pass.of(config.dispatcher, _forward)(tensors, weakref.ref(config.dispatcher), *how)
     return out, _routing(rest[: len(PLAN)], expert_ids, config), rest[len(PLAN) :]
 
 
@@ -100,7 +101,7 @@ def layer_backward(
     saved: emptied, so that its memory serves the gradients of weights. needs: whether the two weights have any. wanted:
     whether those are computed now. left: takes the operands of those that are not, which nobody else holds.
     """
-    how = config.dispatcher, config.recipe, config.backend, config.wgrad_scale, needs
+    how = config.recipe, config.backend, config.wgrad_scale, needs
     plan, experts = [getattr(routing.plan, name) for name in PLAN], (gate_up_proj, down_proj)
     held: Tensors = [None] * 2
     if is_held(gate_up_proj, config.recipe):
@@ -111,9 +112,9 @@ def layer_backward(
     saved.clear()
     whole = left is None and all(want or not need for want, need in zip(wanted, needs))
     if whole and config.dispatcher.in_graphs:
-        results = _Pass.of(config.dispatcher, _backward)(tensors, *how)
+        results = _Pass.of(config.dispatcher, _backward)(tensors, weakref.ref(config.dispatcher), *how)
     else:
-        results = _run_backward(tensors, *how, routing, wanted, left)
+        results = _run_backward(tensors, config.dispatcher, *how, routing, wanted, left)
     dx, d_weights, d_gate_up_proj, d_down_proj = results
     return dx, d_weights, d_gate_up_proj, d_down_proj
 
@@ -121,8 +122,12 @@ def layer_backward(
 # ── the two passes, which are graphs where the dispatcher can be in one ──────────────────────────────────────────────
 
 
+_Dispatcher = weakref.ref[TokenDispatcher]
+
+
 class _Pass(Replayed):
-    """Of two exchanges. The dispatcher is the first of what is no tensor, and has the pass's graphs."""
+    """Of two exchanges. The dispatcher has the pass's graphs, and is the first of what is no tensor, by a weak
+    reference: it goes with its users, not when garbage is collected."""
 
     @staticmethod
     def of(dispatcher: TokenDispatcher, function: Callable[..., Tensors]) -> Callable[..., Tensors]:
@@ -130,22 +135,28 @@ class _Pass(Replayed):
             dispatcher.passes[function] = _Pass(function)
         return dispatcher.passes[function]
 
-    def state(self, dispatcher: TokenDispatcher, *_: Any) -> Hashable | None:
-        return dispatcher.graph_state()
+    def state(self, dispatcher: _Dispatcher, *_: Any) -> Hashable | None:
+        return _living(dispatcher).graph_state()
 
-    def capturing(self, dispatcher: TokenDispatcher, *_: Any) -> AbstractContextManager[object]:
-        return dispatcher.capturing()
+    def capturing(self, dispatcher: _Dispatcher, *_: Any) -> AbstractContextManager[object]:
+        return _living(dispatcher).capturing()
 
-    def launched(self, dispatcher: TokenDispatcher, *_: Any) -> None:
-        dispatcher.launched(2)
-
-
-def _forward(tensors: Tensors, *how: Any) -> Tensors:
-    return _run_forward(tensors, *how)[1]
+    def launched(self, dispatcher: _Dispatcher, *_: Any) -> None:
+        _living(dispatcher).launched(2)
 
 
-def _backward(tensors: Tensors, *how: Any) -> Tensors:
-    return _run_backward(tensors, *how)
+def _forward(tensors: Tensors, dispatcher: _Dispatcher, *how: Any) -> Tensors:
+    return _run_forward(tensors, _living(dispatcher), *how)[1]
+
+
+def _backward(tensors: Tensors, dispatcher: _Dispatcher, *how: Any) -> Tensors:
+    return _run_backward(tensors, _living(dispatcher), *how)
+
+
+def _living(dispatcher: _Dispatcher) -> TokenDispatcher:
+    found = dispatcher()
+    assert found is not None, "its caller has it"
+    return found
 
 
 def _run_forward(

@@ -53,11 +53,11 @@ class MovingGraph:
     def __init__(
         self, function: Callable[[], Flat], given: Flat, capturing: Callable[[], AbstractContextManager[object]]
     ) -> None:
+        self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()  # __del__ asks, whatever fails
         index = torch.cuda.current_device()
-        self._device = torch.device("cuda", index)
-        self._driver, self._graph, self._exec = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-        side = _side_stream(index)
-        pool = _pool(index, torch._C._cuda_getCurrentRawStream(index))
+        self._device, self._driver = torch.device("cuda", index), _driver()
+        here = index, torch._C._cuda_getCurrentRawStream(index)
+        side, pool = _side_stream(*here), _pool(*here)
         if not _takes_from(pool, self._device):
             raise NotCapturedNow("allocations go to another pool")
         versions, stream = [_version(x) for x in given], ctypes.c_void_p(side.cuda_stream)
@@ -77,8 +77,8 @@ class MovingGraph:
         self._made = [source.form for source in sources[len(given) :]]
         _call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
         nodes = [_Node.of(node) for node in _nodes(self._graph)]
-        patches = [(node, i, *found) for node in nodes for i, word in enumerate(node.words)
-                   if (found := _source_of(word, node.handle, sources)) is not None]  # fmt: skip
+        patches = [(node, i, *found) for node in nodes for i in node.addresses
+                   if (found := _source_of(node.words[i], node.handle, sources)) is not None]  # fmt: skip
         moving = {id(patch[0]): patch[0] for patch in patches}.values()
         self._updates = [node.updater(self._exec) for node in moving]
         self._patches = [(node.words, i, source, offset) for node, i, source, offset in patches]
@@ -148,7 +148,7 @@ class _Allocations(TorchDispatchMode):
 
 
 class _Source(NamedTuple):
-    """Memory that moves: an argument's or a result's. without: nodes in which its addresses are another tensor's."""
+    """Memory that moves. form: of what is made; whether an argument has no gaps. without: nodes from before it was."""
 
     start: int
     end: int
@@ -169,7 +169,8 @@ class _Place(NamedTuple):
 
 def _places(given: Flat, results: Flat, nodes_before: dict[int, set[int]]) -> tuple[list[_Place | None], list[_Source]]:
     """Where each result is, and all sources: of the arguments, then of what is made for the results."""
-    sources = [_Source(0, 0, None, set()) if x is None else _Source(*_extent(x), None, set()) for x in given]
+    none = _Source(0, 0, None, set())
+    sources = [none if x is None else _Source(*_extent(x), x.is_contiguous(), set()) for x in given]
     of_storage: dict[int, int] = {}
     places: list[_Place | None] = []
     for x in results:
@@ -201,7 +202,8 @@ def _places(given: Flat, results: Flat, nodes_before: dict[int, set[int]]) -> tu
 def _source_of(word: int, node: int, sources: Sequence[_Source]) -> tuple[int, int] | None:
     """(source, bytes from its start) of an address in a node; None for what does not move."""
     found = [i for i, each in enumerate(sources) if each.start <= word < each.end and node not in each.without]
-    found = [i for i in found if sources[i].start == word] or found
+    if any(sources[i].start == word for i in found):
+        found = [i for i in found if sources[i].start == word or sources[i].form]
     if len({sources[i].start for i in found}) > 1:
         raise NotCaptured("arguments overlap")
     return (found[0], word - sources[found[0]].start) if found else None
@@ -241,19 +243,19 @@ class _KernelParams(ctypes.Structure):
     ]
 
 
-_COPIES = {1: ("Memcpy", 200), 2: ("Memset", 40)}
-"""By a node's type: its name, and the bytes of its parameters."""
-_KERNEL, _EMPTY = 0, 5
-_THREAD_LOCAL = 1
+_COPIES = {1: ("Memcpy", 200, (5, 6, 16, 17)), 2: ("Memset", 40, (0,))}
+"""By a node's type: its name, the bytes of its parameters, and which of their words are addresses."""
+_KERNEL, _EMPTY, _THREAD_LOCAL = 0, 5, 1
 
 
 class _Node(NamedTuple):
-    """A node of a graph, and its parameters as words that may be changed before they are given to `updater`."""
+    """A node of a graph, its parameters as words to be changed before `updater`, and which may be addresses."""
 
     handle: int
     kind: int
     words: Any
     params: Any
+    addresses: Sequence[int] = ()
 
     @classmethod
     def of(cls, handle: int) -> "_Node":
@@ -262,10 +264,10 @@ class _Node(NamedTuple):
         if kind.value == _EMPTY:
             return cls(handle, kind.value, (), None)
         if kind.value in _COPIES:
-            name, nbytes = _COPIES[kind.value]
+            name, nbytes, addresses = _COPIES[kind.value]
             words = (ctypes.c_uint64 * (nbytes // 8))()
             _call(f"cuGraph{name}NodeGetParams", node, words)
-            return cls(handle, kind.value, words, words)
+            return cls(handle, kind.value, words, words, addresses)
         if kind.value != _KERNEL:
             raise NotCaptured(f"a node of type {kind.value}")
         params = _KernelParams()
@@ -279,7 +281,7 @@ class _Node(NamedTuple):
             ctypes.memmove(place, params.kernelParams[i], size)
             pointers[i], place = place, place + -(-size // 8) * 8
         params.kernelParams = pointers
-        return cls(handle, kind.value, words, (params, pointers))
+        return cls(handle, kind.value, words, (params, pointers), range(len(words)))
 
     def updater(self, exec_: ctypes.c_void_p) -> Callable[[], int]:
         """A function that gives the words to the graph that is launched."""
@@ -329,7 +331,8 @@ def _driver() -> Any:
 
 
 @functools.cache
-def _side_stream(index: int) -> torch.cuda.Stream:
+def _side_stream(index: int, stream: int) -> torch.cuda.Stream:
+    """Where graphs of a stream are captured: cuBLAS has a workspace for each, which graphs of two would write to."""
     return torch.cuda.Stream(index)
 
 

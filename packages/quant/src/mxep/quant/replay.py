@@ -213,8 +213,9 @@ def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...
     # Which of them are one decides, as a graph then has their address once.
     places = ", ".join(f"p_{name}" for name in names)
     lines += [f"apart = len({{{places}}}) == {len(names)} or tuple(map(({places},).index, ({places},)))"]
-    lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 15"]
-    lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 15' for name in names)},)"]
+    # To 32 bytes: torch's elementwise kernels load so many at once where they can.
+    lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 31"]
+    lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 31' for name in names)},)"]
     facts = (f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype" for name in names)
     addresses = ("0" if kind is type(None) else f"p_x{i}" for i, kind in enumerate(kinds))
     nothing = tuple(kind is type(None) for kind in kinds)

@@ -209,6 +209,9 @@ class TokenDispatcher(ABC):
         self.uses += 1
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "passes": {}}  # graphs are of this process
+
     def close(self) -> None:
         """One user less. When the last one has gone, memory shared with peers is given back. All ranks call it alike.
 
@@ -216,6 +219,8 @@ class TokenDispatcher(ABC):
         a layer. After the last one it can not be used any more.
         """
         self.uses -= 1
+        if self.uses < 1:
+            self.passes.clear()
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         """(senders, the most tokens of each) of a dispatch of ``num_tokens``, where known without running it."""
@@ -333,17 +338,8 @@ def _plan(
 ) -> list[Tensor]:
     """[ids, weights, num_tokens, the dispatcher's counts, which are updated] -> the tensors of a RoutingPlan."""
     ids, weights, num_tokens, running = tensors
-    plan = make_plan(
-        ids,
-        weights,
-        num_tokens,
-        first_expert=first_expert,
-        num_local_experts=num_local_experts,
-        alignment=alignment,
-        capacity=capacity,
-        num_experts=num_experts,
-        running=running,
-    )
+    of = {"first_expert": first_expert, "num_local_experts": num_local_experts, "num_experts": num_experts}
+    plan = make_plan(ids, weights, num_tokens, **of, alignment=alignment, capacity=capacity, running=running)
     if invalid:
         plan.counts[-1] += invalid
         running[-1] += invalid

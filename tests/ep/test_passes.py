@@ -1,0 +1,109 @@
+"""What decides for a pass's graph, and how long graphs live: on the CPU, which stands for a GPU."""
+
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphs_on_cpu import MovingGraphOnCPU, replays_on_the_cpu
+from mxep.comms import Capacity
+from mxep.ep.dispatchers import LocalDispatcher
+from mxep.ep.layer import route_through_experts
+from mxep.ep.passes import LayerConfig
+from mxep.gemm import Recipe, quantize_weights_once
+from mxep.gemm.backends import select
+from mxep.quant.replay import no_replays
+
+T, DIM, HIDDEN_DIM, EXPERTS, TOP_K = 6, 32, 32, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def replays_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with replays_on_the_cpu(monkeypatch, MovingGraphOnCPU):
+        yield
+
+
+def run(
+    dispatcher, *, recipe="mxfp8", needs=(True, True), backward=True, scale=1.0, main_grad=False, halves=False, seed=0
+):
+    """out, and the gradients that there are."""
+    torch.manual_seed(seed)
+    x = torch.randn(T, DIM).bfloat16().requires_grad_(backward)
+    ids, weights = torch.randint(EXPERTS, (T, TOP_K)), torch.rand(T, TOP_K)
+    proj = torch.randn(EXPERTS, 2 * HIDDEN_DIM, DIM).bfloat16().requires_grad_(needs[0] and backward)
+    down = torch.randn(EXPERTS, DIM, HIDDEN_DIM).bfloat16().requires_grad_(needs[1] and backward)
+    grads = None, torch.zeros(down.shape) if main_grad else None
+    config = LayerConfig(dispatcher, Recipe.named(recipe), select("reference", x.device), grads, scale)
+    both = tuple(proj.detach().chunk(2, 1)) if halves else proj
+    out, _ = route_through_experts(x, ids, weights, both, down, config=config)
+    if backward:
+        out.backward(torch.ones_like(out))
+    return [out.detach(), *(None if tensor.grad is None else tensor.grad for tensor in (x, proj, down))]
+
+
+def test_calls_that_differ_in_anything_have_graphs_of_their_own() -> None:
+    dispatcher = LocalDispatcher(EXPERTS, capacity=Capacity.worst_case())
+    kinds = [{}, {"needs": (False, True)}, {"needs": (True, False)}, {"backward": False}, {"scale": 0.5}]
+    kinds += [{"recipe": "mxfp8_32x32"}, {"recipe": "bf16"}, {"halves": True}]
+    with no_replays():
+        wanted = [[run(dispatcher, **kind, seed=seed) for kind in kinds] for seed in range(3)]
+    assert not any(each.replays for each in dispatcher.passes.values())
+    for seed in range(3):
+        for kind, want in zip(kinds, wanted[seed]):
+            for got, other in zip(run(dispatcher, **kind, seed=seed), want, strict=True):
+                assert (got is None) == (other is None), kind
+                assert got is None or torch.equal(got, other), kind
+    forward, backward = (each.replays for each in dispatcher.passes.values())
+    assert forward == 3 * len(kinds) - 7, "all but the first of each; a scale of gradients is not forward's"
+    assert backward == 2 * (len(kinds) - 1)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "bf16"])
+@pytest.mark.parametrize("halves", [False, True])
+def test_weights_that_are_held_are_arguments_of_the_graphs(recipe: str, halves: bool) -> None:
+    dispatcher, how = LocalDispatcher(EXPERTS), {"recipe": recipe, "halves": halves}
+    with no_replays():
+        wanted = [run(dispatcher, **how, seed=seed) for seed in range(4)]
+    with quantize_weights_once() as once:
+        got = [run(dispatcher, **how, seed=seed) for seed in range(4)]
+    assert bool(once.quantizations) == (recipe != "bf16")
+    for one, other in zip(got, wanted):
+        for a, b in zip(one, other, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+    assert [each.replays for each in dispatcher.passes.values()] == [3, 3]
+
+
+def test_a_dispatcher_goes_with_its_users_at_once() -> None:
+    gc.disable()
+    try:
+        dispatcher = LocalDispatcher(EXPERTS)
+        for _ in range(3):
+            run(dispatcher)
+        assert [each.replays for each in dispatcher.passes.values()] == [2, 2]
+        gone = weakref.ref(dispatcher)
+        del dispatcher
+        assert gone() is None, "not only when garbage is collected"
+    finally:
+        gc.enable()
+
+
+def test_a_dispatcher_that_is_closed_has_no_graphs_and_a_pickled_one_neither() -> None:
+    dispatcher = LocalDispatcher(EXPERTS)
+    for _ in range(2):
+        run(dispatcher)
+    copied: LocalDispatcher = pickle.loads(pickle.dumps(dispatcher))
+    assert not copied.passes
+    assert len(dispatcher.passes) == 2
+    want: list[Tensor] = run(dispatcher)
+    for got, other in zip(run(copied), want, strict=True):
+        assert torch.equal(got, other)
+    dispatcher.uses += 1
+    dispatcher.close()
+    assert dispatcher.passes
+    dispatcher.close()
+    assert not dispatcher.passes
