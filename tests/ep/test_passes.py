@@ -4,6 +4,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from graphs_on_cpu import MovingGraphOnCPU, replays_on_the_cpu
 from mxep.comms import Capacity
+from mxep.ep import shared_expert
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.ep.layer import route_through_experts
 from mxep.ep.passes import LayerConfig
+from mxep.ep.shared_expert import SharedExpert
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.quant.replay import no_replays
@@ -76,6 +79,32 @@ def test_weights_that_are_held_are_arguments_of_the_graphs(recipe: str, halves: 
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)
     assert [each.replays for each in dispatcher.passes.values()] == [3, 3]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "bf16"])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_shared_expert_is_replayed_with_held_weights_too(recipe: str, held: bool) -> None:
+    torch.manual_seed(0)
+    shared = SharedExpert(DIM, HIDDEN_DIM)
+    before = shared_expert._forward.replays, shared_expert._backward.replays
+
+    def step(x: Tensor) -> list[Tensor]:
+        shared.zero_grad(set_to_none=True)
+        x = x.clone().requires_grad_()
+        out = shared(x, recipe=Recipe.named(recipe))
+        out.backward(torch.ones_like(out))
+        return [out.detach(), x.grad, *(p.grad for p in shared.parameters())]
+
+    batches = [torch.randn(T, DIM).bfloat16() for _ in range(4)]
+    with no_replays():
+        wanted = [step(x) for x in batches]
+    with quantize_weights_once() if held else nullcontext():
+        got = [step(x) for x in batches]
+    for one, other in zip(got, wanted):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b)
+    assert shared_expert._forward.replays >= before[0] + 3  # or 4, of a kind that was seen before
+    assert shared_expert._backward.replays >= before[1] + 3
 
 
 def test_a_dispatcher_goes_with_its_users_at_once() -> None:

@@ -1,0 +1,45 @@
+"""Products are replayed, with held weights too: on the CPU, which stands for a GPU."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphs_on_cpu import MovingGraphOnCPU, replays_on_the_cpu
+from mxep.gemm import grouped_mm, quantize_weights_once, steps
+from mxep.quant.replay import no_replays
+
+M, N, K, GROUPS = 64, 32, 64, 2
+
+
+@pytest.fixture(autouse=True)
+def replays_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with replays_on_the_cpu(monkeypatch, MovingGraphOnCPU):
+        yield
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "fp8", "bf16"])
+@pytest.mark.parametrize("held", [False, True])
+def test_replayed_products_have_the_bits_of_the_others(recipe: str, held: bool) -> None:
+    torch.manual_seed(0)
+    w = torch.randn(GROUPS, N, K).bfloat16().requires_grad_()
+    offs = torch.tensor([32, 64], dtype=torch.int32)
+    before = steps.forward.replays, steps.backward.replays
+
+    def step(a: Tensor) -> list[Tensor]:
+        a = a.clone().requires_grad_()
+        out = grouped_mm(a, w, offs, recipe=recipe)
+        return [out.detach(), *torch.autograd.grad(out, (a, w), torch.ones_like(out))]
+
+    batches = [torch.randn(M, K).bfloat16() for _ in range(4)]
+    with no_replays():
+        wanted = [step(a) for a in batches]
+    with quantize_weights_once() if held else nullcontext():
+        got = [step(a) for a in batches]
+    for one, other in zip(got, wanted):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b)
+    assert steps.forward.replays >= before[0] + 3  # or 4, of a kind that was seen before
+    assert steps.backward.replays >= before[1] + 3
