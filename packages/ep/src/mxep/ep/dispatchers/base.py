@@ -204,6 +204,14 @@ class TokenDispatcher(ABC):
     row_dtype: torch.dtype | None = None
     """The widest dtype of rows that there is room for; None: any."""
 
+    def __repr__(self) -> str:
+        limits = "".join(f", {name}={value}" for name, value in self._limits().items())
+        return f"{type(self).__name__}(ranks={self.world_size}, capacity={self.capacity}{limits})"
+
+    def _limits(self) -> dict[str, object]:
+        """What else to show of it."""
+        return {}
+
     def __deepcopy__(self, memo: object) -> Self:
         # Copies of a layer share its dispatcher, as layers may: neither process groups nor peers' memory can be copied.
         self.uses += 1

@@ -93,6 +93,10 @@ class SymmetricDispatcher(TokenDispatcher):
         self._workspaces: dict[tuple[torch.device, int, int], Workspace] = {}
         """By T_max and K."""
 
+    def _limits(self) -> dict[str, object]:
+        first = max(self._most_tokens.values(), default=None)
+        return {"max_tokens": self.max_tokens or ("first batch" if first is None else f"{first} (first batch)")}
+
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         return None if self.max_tokens is None else (self.world_size, self.max_tokens)
 
