@@ -19,7 +19,8 @@ sm_90 and sm_100, and makes a line:
 `report` also has `order`, what the PTX says of memory's, from top to bottom: "st" plain stores, "bar" barriers of the
 program, "ld volatile", and atomics, "atom exch release sys".
 
-NAME: only launches whose name contains it, =NAME: that one. --sass, --ptx: print kernels whose name contains KERNEL.
+NAME: only launches whose name contains it, =NAME: that one, NAME@90: for sm_90 alone.
+--sass, --ptx: print kernels whose name contains KERNEL.
 In tests: `report(file)` gives the lines as dicts, from a process of its own, as the test's may have TRITON_INTERPRET.
 """
 
@@ -210,10 +211,16 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "0"  # not unset: `triton_interpreter`, which FILE may import, would set it
     launches = runpy.run_path(arguments.file)["LAUNCHES"]
-    named = arguments.names or [""]
-    wanted = {n: fn for n, fn in launches.items() if any(f"={n}" == part or part in n for part in named)}
-    _launches.update(wanted)
-    jobs = [(name, target) for name in wanted for target in arguments.target]
+    jobs = list(
+        dict.fromkeys(
+            (name, target)
+            for part, _, at in (said.partition("@") for said in arguments.names or [""])
+            for name in launches
+            if f"={name}" == part or part in name
+            for target in ([int(at)] if at else arguments.target)
+        )
+    )
+    _launches.update({name: launches[name] for name, _ in jobs})
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
         results = pool.map(_compile, jobs, chunksize=1)
     compiled = [(name, kernel) for (name, _), kernels in zip(jobs, results) for kernel in kernels]
@@ -222,9 +229,9 @@ def main() -> None:
         print(json.dumps(rows))
     elif arguments.sass is None and arguments.ptx is None:
         print(table(rows))
-    for _, kernel in compiled:
+    for name, kernel in compiled:
         if arguments.sass is not None and arguments.sass in kernel.kernel:
-            print(kernel.sass)
+            print(f"// {name}\n{kernel.sass}")
         if arguments.ptx is not None and arguments.ptx in kernel.kernel:
             print(kernel.ptx)
 

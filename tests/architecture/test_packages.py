@@ -1,11 +1,16 @@
 """Each distribution installs alone, with what it declares and nothing else, and imports; the namespace stays open."""
 
+import email
+import importlib
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import unittest.mock
 import zipfile
 from pathlib import Path
 
@@ -77,17 +82,27 @@ def test_package_installs_alone_and_imports(name: str, folder: Path) -> None:
         f"import importlib.util as u; assert u.find_spec('mxep.{other}') is None, '{other} came along'; "
         for other in PACKAGES.keys() - needed
     )
-    run(folder, "python", "-c", code)
+    code += f"; print(mxep.{name}.__version__)"
+    assert run(folder, "python", "-c", code) == f"{project(name)['version']}\n"
 
 
 @pytest.mark.slow
 def test_wheels_made_of_sdists_carry_licence_and_configs_and_train(folder: Path) -> None:
     uv(folder, "build", "-q", "--all-packages", "-o", folder / "dist", cwd=ROOT)  # sdists, and wheels of those
     wheels = {name: next((folder / "dist").glob(f"mxep_{name}-*.whl")) for name in PACKAGES}
-    for wheel in wheels.values():
+    for name, wheel in wheels.items():
         with zipfile.ZipFile(wheel) as file:
             (licence,) = (name for name in file.namelist() if name.endswith("dist-info/licenses/LICENSE"))
             assert file.read(licence) == (ROOT / "LICENSE").read_bytes()
+            (metadata,) = (name for name in file.namelist() if name.endswith("dist-info/METADATA"))
+            said = email.message_from_bytes(file.read(metadata))
+        assert (said["License-Expression"], said["License-File"]) == ("Apache-2.0", "LICENSE")
+        assert said.get_all("Classifier") == project(name)["classifiers"]
+        assert said["Description-Content-Type"] == "text/markdown"
+        (sdist,) = (folder / "dist").glob(f"mxep_{name}-*.tar.gz")
+        with tarfile.open(sdist) as file:
+            files = {member.partition("/")[2] for member in file.getnames()}
+        assert files >= {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", f"src/mxep/{name}/py.typed"}
     with zipfile.ZipFile(wheels["integration"]) as file:
         carried = {name.partition("/configs/")[2]: file.read(name) for name in file.namelist() if "/configs/" in name}
     assert carried == {
@@ -115,6 +130,21 @@ def test_every_package_is_versioned_typed_and_documented() -> None:
         assert pythons == {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)}
         cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
         assert (cited["version"], cited["license"]) == (project(name)["version"], project(name)["license"])
+        assert project(name).get("urls", {}).get("Repository") == cited.get("repository-code")
+        (author,) = cited["authors"]
+        assert project(name)["authors"] == [author]
+        assert any(c.startswith("Development Status") for c in project(name)["classifiers"])
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_package_says_its_version(name: str) -> None:
+    """That of the installed distribution; sources that are only on the path import, too."""
+    package = importlib.import_module(f"mxep.{name}")
+    not_installed = {"side_effect": importlib.metadata.PackageNotFoundError}
+    with unittest.mock.patch("importlib.metadata.version", **not_installed):
+        assert importlib.reload(package).__version__ == "0+unknown"
+    assert importlib.reload(package).__version__ == importlib.metadata.version(f"mxep-{name}")
+    assert package.__version__ == project(name)["version"]
 
 
 def test_commits_are_checked_as_ci_checks_before_its_tests() -> None:

@@ -253,7 +253,7 @@ def test_a_batch_larger_than_the_first_is_said_on_all_ranks_at_once_and_new_laye
     dist.barrier(ctx.group)
     started = time.monotonic()
     if ctx.rank == 1:
-        with pytest.raises(ValueError, match="got 9 tokens, wanted at most max_tokens = 6: set max_tokens=9 or more"):
+        with pytest.raises(ValueError, match=r"got 9 tokens, wanted at most max_tokens = 6: set max_tokens=9 .* layer"):
             moe(x)
     else:
         with pytest.raises(PeersDisagree, match="rank 1 brought 9 tokens, more than max_tokens: set max_tokens=9"):

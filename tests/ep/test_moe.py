@@ -20,7 +20,7 @@ from mxep.gemm import Recipe, quantize_weights_once
 from mxep.integration.reference import Results, quantizers
 from mxep.integration.snr import snr
 from mxep.integration.verify import BF16, MARGIN, FixedRouting
-from ranks import distributed
+from ranks import Context, distributed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -430,6 +430,36 @@ def test_a_copy_of_a_layer_shares_its_dispatcher_and_computes_the_same() -> None
     twin = copy.deepcopy(moe)
     assert twin.dispatcher is moe.dispatcher
     assert torch.equal(twin(x), moe(x))
+
+
+def test_a_layer_prints_its_sizes() -> None:
+    moe = MoE(64, 32, 12, 3, num_shared_experts=2, max_tokens=24, capacity=Capacity.factor(1.5), recipe="mxfp8_e5m2")
+    assert repr(moe).splitlines()[1:-1] == [
+        "  dim=64, hidden_dim=32, num_experts=12, top_k=3, recipe=mxfp8_e5m2, "
+        "dispatcher=SymmetricDispatcher(ranks=1, capacity=Capacity.factor(1.5), max_tokens=24)",
+        "  (router): Router(dim=64, num_experts=12, top_k=3, score=softmax)",
+        "  (experts): Experts(num_experts=12, dim=64, hidden_dim=32, dtype=torch.bfloat16)",
+        "  (shared): SharedExpert(dim=64, hidden_dim=64, dtype=torch.bfloat16)",
+    ]
+    router = Router(64, 12, 3, score="sigmoid", normalize=False, scale=2.5, num_groups=4, top_groups=2, balance=True)
+    sizes = "dim=64, num_experts=12, top_k=3, score=sigmoid"
+    assert repr(router) == f"Router({sizes}, normalize=False, scale=2.5, num_groups=4, top_groups=2, balance=True)"
+    one = repr(local(backend="reference"))
+    assert "LocalDispatcher(ranks=1, capacity=Capacity.worst_case()), backend=reference\n" in one
+
+
+def test_a_layer_prints_what_its_first_batch_made_of_max_tokens() -> None:
+    moe = MoE(64, 32, 12, 3)
+    assert "max_tokens=first batch)" in repr(moe)
+    moe(torch.zeros(7, 64, dtype=torch.bfloat16))
+    assert "max_tokens=7 (first batch))" in repr(moe)
+
+
+@distributed(2)
+def test_a_layer_prints_how_many_experts_are_here(ctx: Context) -> None:
+    moe = MoE(64, 32, 12, 3, group=ctx.group, device=ctx.device)
+    assert "Experts(num_experts=12, local_experts=6, dim=64, hidden_dim=32, dtype=torch.bfloat16)" in repr(moe)
+    assert "SymmetricDispatcher(ranks=2, " in repr(moe)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])

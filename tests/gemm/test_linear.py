@@ -232,6 +232,8 @@ def test_the_module_is_an_nn_linear_with_its_parameters() -> None:
     assert shared.state_dict().keys() == plain.state_dict().keys()
     assert Linear.from_linear(nn.Linear(K, N, bias=False)).bias is None
     assert repr(fresh) == "Linear(in_features=64, out_features=96, bias=True, recipe=fp8_e5m2)"
+    named = Linear(64, 96, recipe="bf16", backend="dequant")
+    assert repr(named) == "Linear(in_features=64, out_features=96, bias=True, recipe=bf16, backend=dequant)"
     x = draw(3, 7, K, dtype=torch.float32)
     assert snr(plain(x).double(), shared(x)) > 26
     assert torch.equal(copy.deepcopy(shared)(x), shared(x))

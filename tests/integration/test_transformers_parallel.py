@@ -17,7 +17,17 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 from integration.tiny_models import TOKENS, step, tiny, token_ids, worst
-from mxep.integration.transformers import check, expert_parallel, load_report, route_llama4
+from mxep.comms import PeersDisagree
+from mxep.gemm import Recipe
+from mxep.integration.transformers import (
+    Implementation,
+    check,
+    expert_parallel,
+    load_report,
+    register,
+    route_llama4,
+)
+from mxep.integration.transformers.layer import layers
 from mxep.integration.transformers.versions import own_expert_parallel
 from ranks import Context, distributed
 
@@ -78,6 +88,36 @@ def what_cannot_be_spread_says_why_and_changes_nothing(ctx: Context, mesh: Devic
         expert_parallel(model, init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "ep")))
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert model.config._experts_implementation == "eager"
+
+
+@distributed(2)
+def test_a_batch_larger_than_the_first_says_what_to_set_and_the_environment_sets_it(ctx: Context) -> None:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    ids = token_ids(4).to(ctx.device)
+    longest = ids.numel()
+    model = tiny("qwen3_moe").to(ctx.device)
+    expert_parallel(model, mesh, "mxep_bf16")
+    model(input_ids=ids[:2])
+    with pytest.raises((ValueError, PeersDisagree), match=f"set max_tokens={longest} or more") as caught:
+        _ = model(input_ids=ids if ctx.rank else ids[:2]), check(model)
+    assert caught.type is (ValueError if ctx.rank else PeersDisagree)
+    (note,) = caught.value.__notes__
+    assert f"MXEP_MAX_TOKENS={longest}" in note
+    dist.barrier(ctx.group)
+    os.environ["MXEP_MAX_TOKENS"] = str(longest)
+    model = tiny("qwen3_moe").to(ctx.device)
+    expert_parallel(model, mesh, "mxep_bf16")
+    for batch in (ids[:2], ids):
+        model(input_ids=batch)
+        check(model)
+    dispatcher = next(layers(model))[1].dispatcher
+    assert dispatcher.max_tokens == longest
+    register(Implementation("mxep_5k", Recipe.bf16(), max_tokens=5000))
+    expert_parallel(model := tiny("qwen3_moe").to(ctx.device), mesh, "mxep_5k")
+    assert next(layers(model))[1].dispatcher.max_tokens == 5000, "what code says comes first"
+    os.environ["MXEP_MAX_TOKENS"] = "8k"
+    with pytest.raises(ValueError, match="MXEP_MAX_TOKENS: got '8k', want the most tokens"):
+        expert_parallel(tiny("qwen3_moe"), mesh, "mxep_bf16")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ E experts in all, e of them here, D model dim, F hidden dim, T tokens of this ra
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from mxep.comms import PeersDisagree
 from mxep.ep import LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
 from mxep.ep.shares import local_weight
 from mxep.gemm import Recipe, grouped_mm
@@ -31,6 +33,8 @@ from .versions import ACT2FN, default_apply_gate
 KEY = "_mxep_layer"
 WEIGHTS = frozenset(f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias"))
 UNQUANTIZED = Recipe.bf16()
+MAX_TOKENS = "MXEP_MAX_TOKENS"
+"""In the environment: max_tokens of what is registered without."""
 SILU = type(ACT2FN["silu"]), type(ACT2FN["swish"])
 _local: weakref.WeakValueDictionary[int, LocalDispatcher] = weakref.WeakValueDictionary()
 """By number of experts: layers share one, so that a check asks the device once."""
@@ -88,6 +92,15 @@ class Layer:
 
     def forward(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """x (T, D), expert_ids, weights (T, K) -> (T, D) in x's dtype."""
+        if torch.compiler.is_compiling():
+            return self._autocast(experts, x, expert_ids, weights)
+        try:
+            return self._autocast(experts, x, expert_ids, weights)
+        except (ValueError, PeersDisagree) as error:
+            say_where_max_tokens_is_set(error)
+            raise
+
+    def _autocast(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         kind, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -218,7 +231,21 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
 def check(model: nn.Module) -> None:
     """Raise what went wrong on the device since the last check, as `MoE.check`: once a step, before the optimizer."""
     for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
-        dispatcher.check()
+        try:
+            dispatcher.check()
+        except PeersDisagree as error:
+            say_where_max_tokens_is_set(error)
+            raise
+
+
+def say_where_max_tokens_is_set(error: Exception) -> None:
+    """A note for who calls a model, and makes no layer, where a batch is larger than the buffers."""
+    if wanted := re.search(r"set max_tokens=(\d+)", str(error)):
+        error.add_note(
+            f"In a model of transformers: set {MAX_TOKENS}={wanted[1]} or more in the environment of all ranks, or "
+            f"register(Implementation(..., max_tokens={wanted[1]})) before the model is built. It is batch size times "
+            "padded length, of evaluation too."
+        )
 
 
 @torch.no_grad()

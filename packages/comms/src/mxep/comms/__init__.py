@@ -7,6 +7,8 @@ dispatch    tokens to the ranks of their experts    combine     rows back to the
 make_plan   which slot feeds which expert-major row, from the tables that came along
 """
 
+import importlib.metadata
+
 from .capacity import Capacity, CapacityExceeded
 from .direct import GroupedRows, dispatch_to_rows
 from .exchange import CombineHandle, DispatchHandle, Slots, combine, dispatch
@@ -17,6 +19,11 @@ from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
 from .transport import PeersDisagree, PeerTimeout, SymmetricBuffer, Transport
 from .workspace import Workspace
+
+try:
+    __version__ = importlib.metadata.version("mxep-comms")
+except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "DROPPED",

@@ -208,7 +208,8 @@ def check_tokens(
         )
     if tokens > workspace.max_tokens:
         most = f"at most max_tokens = {workspace.max_tokens}"
-        why = f"payload: got {tokens} tokens, wanted {most}: set max_tokens={tokens} or more, on all ranks"
+        cure = f"set max_tokens={tokens} or more, on all ranks, where the layer or workspace is made"
+        why = f"payload: got {tokens} tokens, wanted {most}: {cure}"
         workspace.refuse(why, tokens=tokens)
         raise ValueError(why)
     expert_ids = _check_expert_ids(workspace, expert_ids, tokens)

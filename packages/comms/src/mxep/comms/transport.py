@@ -204,7 +204,8 @@ class PeersDisagree(RuntimeError):
                 tokens = op_id & 0xFFFFFF
                 why = "invalid expert ids"
                 if tokens:
-                    why = f"{tokens} tokens, more than max_tokens: set max_tokens={tokens} or more, on all ranks"
+                    cure = f"set max_tokens={tokens} or more, on all ranks, where the layer or workspace is made"
+                    why = f"{tokens} tokens, more than max_tokens: {cure}"
                 return cls(f"rank {rank} met a peer that refused to dispatch: rank {peer} brought {why}")
         marks = {op_id >> 27 for op_id in op_ids}
         found = (

@@ -3,6 +3,8 @@
 `MoE` is the layer; `dispatch`, `expert_mlp` and `combine` are its differentiable parts; dispatchers move the tokens.
 """
 
+import importlib.metadata
+
 from .cases import CASES, SEVEN_CASES, Case
 from .clip import clip_grad_norm_
 from .dispatchers import (
@@ -22,6 +24,11 @@ from .parallel import ExpertParallel, data_parallel, parameter_groups
 from .passes import LayerConfig
 from .router import Router
 from .shared_expert import SharedExpert
+
+try:
+    __version__ = importlib.metadata.version("mxep-ep")
+except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "CASES",

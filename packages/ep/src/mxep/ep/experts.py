@@ -57,6 +57,12 @@ class Experts(nn.Module):
         """:func:`run_experts` with these weights."""
         return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, **how)
 
+    def extra_repr(self) -> str:
+        num_experts, dim, hidden_dim = self.down_proj.shape
+        local = local_tensor(self.down_proj.data).shape[0]
+        here = "" if local == num_experts else f", local_experts={local}"
+        return f"num_experts={num_experts}{here}, dim={dim}, hidden_dim={hidden_dim}, dtype={self.down_proj.dtype}"
+
 
 def run_experts(
     x: Tensor,

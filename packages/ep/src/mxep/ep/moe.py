@@ -97,6 +97,8 @@ class MoE(nn.Module):
             assert dispatcher.group is not None
             mesh = ep_mesh(dispatcher.group, torch.empty(0, device=device).device)
         self.dim = dim
+        self.hidden_dim = hidden_dim
+        self.top_k = top_k
         self.dispatcher = dispatcher
         self.backend = backend
         self.gradient_reduction = gradient_reduction
@@ -145,4 +147,6 @@ class MoE(nn.Module):
         self.dispatcher.close()
 
     def extra_repr(self) -> str:
-        return f"recipe={self.recipe.name}, dispatcher={type(self.dispatcher).__name__}"
+        sizes = f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.experts.num_experts}"
+        backend = "" if self.backend == "auto" else f", backend={getattr(self.backend, 'name', self.backend)}"
+        return f"{sizes}, top_k={self.top_k}, recipe={self.recipe.name}, dispatcher={self.dispatcher!r}{backend}"

@@ -101,6 +101,15 @@ class Router(nn.Module):
     def num_experts(self) -> int:
         return self.weight.shape[0]
 
+    def extra_repr(self) -> str:
+        """What differs from the defaults, after the sizes."""
+        facts: dict[str, object] = {"dim": self.weight.shape[1], "num_experts": self.num_experts, "top_k": self.top_k}
+        facts |= {"score": self.score} | ({} if self.normalize else {"normalize": False})
+        facts |= {} if self.scale == 1.0 else {"scale": self.scale}
+        facts |= {} if self.num_groups == 1 else {"num_groups": self.num_groups, "top_groups": self.top_groups}
+        facts |= {} if self.expert_bias is None else {"balance": True}
+        return ", ".join(f"{name}={value}" for name, value in facts.items())
+
     def reset_parameters(self) -> None:
         """Draw a new weight; forget bias and load."""
         init_normal_(self.weight, self.weight.shape[1] ** -0.5)

@@ -57,6 +57,10 @@ class SharedExpert(nn.Module):
         for weight in (self.gate_up_proj, self.down_proj):
             init_normal_(weight, weight.shape[1] ** -0.5)
 
+    def extra_repr(self) -> str:
+        dim, hidden_dim = self.down_proj.shape
+        return f"dim={dim}, hidden_dim={hidden_dim}, dtype={self.down_proj.dtype}"
+
     def forward(self, x: Tensor, *, recipe: Recipe, backend: str | Backend = "auto") -> Tensor:
         """``x`` (T, D) bf16 or fp32 -> (T, D). ValueError for sizes that the recipe does not take."""
         weights = self.gate_up_proj, self.down_proj

@@ -9,6 +9,8 @@
 nn.Linear modules and experts that call torch's grouped mm, `diagnostics` tells what folding costs.
 """
 
+import importlib.metadata
+
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert import convert, converted, revert
 from mxep.gemm.convert_mode import Converted
@@ -18,6 +20,11 @@ from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
+
+try:
+    __version__ = importlib.metadata.version("mxep-gemm")
+except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "BACKENDS",

@@ -137,7 +137,8 @@ class Linear(nn.Linear):
         return module_forward(self, input, self.recipe, self.backend)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+        backend = "" if self.backend == "auto" else f", backend={getattr(self.backend, 'name', self.backend)}"
+        return f"{super().extra_repr()}, recipe={self.recipe.name}{backend}"
 
 
 def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe, backend: str | Backend) -> Tensor:

@@ -1,5 +1,7 @@
 """mxep.quant: MX block-scaled numbers for PyTorch. See README.md; start with `quantize` and `MXTensor`."""
 
+import importlib.metadata
+
 from mxep.quant.checks import Axis
 from mxep.quant.fold import FoldStats, fold, fold_with_stats
 from mxep.quant.fold_for_wgrad import WgradOperands, fold_for_wgrad
@@ -11,6 +13,11 @@ from mxep.quant.rms_norm import rms_norm_quantize
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from mxep.quant.swizzle import gather_swizzled, swizzle_scales, unswizzle_scales
 from mxep.quant.tensor import MXTensor
+
+try:
+    __version__ = importlib.metadata.version("mxep-quant")
+except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "BLOCK",

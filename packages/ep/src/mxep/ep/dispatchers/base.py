@@ -204,6 +204,9 @@ class TokenDispatcher(ABC):
     row_dtype: torch.dtype | None = None
     """The widest dtype of rows that there is room for; None: any."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ranks={self.world_size}, capacity={self.capacity})"
+
     def __deepcopy__(self, memo: object) -> Self:
         # Copies of a layer share its dispatcher, as layers may: neither process groups nor peers' memory can be copied.
         self.uses += 1

@@ -93,6 +93,11 @@ class SymmetricDispatcher(TokenDispatcher):
         self._workspaces: dict[tuple[torch.device, int, int], Workspace] = {}
         """By T_max and K."""
 
+    def __repr__(self) -> str:
+        first = max(self._most_tokens.values(), default=None)
+        most = self.max_tokens or ("first batch" if first is None else f"{first} (first batch)")
+        return f"{super().__repr__()[:-1]}, max_tokens={most})"
+
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         return None if self.max_tokens is None else (self.world_size, self.max_tokens)
 
