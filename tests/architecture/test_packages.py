@@ -82,7 +82,7 @@ def test_package_installs_alone_and_imports(name: str, folder: Path) -> None:
         f"import importlib.util as u; assert u.find_spec('mxep.{other}') is None, '{other} came along'; "
         for other in PACKAGES.keys() - needed
     )
-    code += f"; print(mxep.{name}.__version__)"
+    code += f"print(mxep.{name}.__version__)"
     assert run(folder, "python", "-c", code) == f"{project(name)['version']}\n"
 
 
