@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.quant import graph
 from mxep.quant.graph import MovingGraph, NotCaptured
@@ -106,6 +107,25 @@ def test_a_result_is_found_whatever_part_of_its_memory_comes_first(monkeypatch: 
         assert (got.data_ptr(), got.shape, got.stride()) == (one.data_ptr(), one.shape, one.stride())
     with pytest.raises(NotCaptured, match="nor in one argument"):
         graph._places([behind, behind[1:]], [behind[2:]], {})
+
+
+def test_a_results_own_nodes_are_not_from_before_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: set[int] = set()
+
+    class Captured(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nodes.add(len(nodes))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(graph, "_captured_nodes", lambda stream: set(nodes))
+    with Captured(), graph._Allocations(0, []) as allocations:
+        first = torch.zeros(3, 3)
+        second = first + 1
+    places, sources = graph._places([], [first, second, second.t()], allocations.nodes_before)
+    assert [source.without for source in sources] == [set(), {0}]
+    assert [None if place is None else place.form for place in places[:2]] == [None, None]
+    assert places[2] is not None
+    assert places[2].of([first, second]).stride() == (1, 3)
 
 
 def test_what_reads_from_the_device_or_takes_too_much_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

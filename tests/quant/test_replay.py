@@ -116,7 +116,15 @@ def test_replays_can_be_paused(replays_on_cpu: None) -> None:
 def test_what_tells_two_calls_apart(replays_on_cpu: None) -> None:
     x, other = torch.zeros(4, 4), torch.zeros(4, 4)
     mx = [MXParts.of(quantize(torch.randn(4, 64).bfloat16(), block_size=size)) for size in (32, 64)]
-    calls = [[x, other, None], [x, None, other], [x, x.t(), None], [x, other.int(), None], [mx[0]], [mx[1]]]
+    calls = [
+        [x, other, None],
+        [x, None, other],
+        [x, x.t(), None],
+        [x, torch.zeros(4, 8)[:, ::2], None],
+        [x, other.int(), None],
+        [mx[0]],
+        [mx[1]],
+    ]
     calls += [[mx[0]._replace(dtype=torch.float32)], [*mx[0][:3]]]
     function = replayed(lambda tensors: [])
     for count, call in enumerate(calls, 1):
