@@ -180,3 +180,15 @@ def test_there_is_no_graph_of_exchanges_that_others_may_be_in_the_way_of(played:
     transport.close()
     with pytest.raises(RuntimeError, match="closed"):
         transport.graph_state()
+
+
+def test_an_exchange_comes_after_the_last_on_another_stream_and_not_after_a_captures(played: Played) -> None:
+    played.exchanges(1)
+    first, played.stream = played.stream, Stream()
+    played.exchanges(1)
+    assert played.stream.waited_for == [first]
+    with played.users_capture():
+        played.exchanges(1)
+        assert not played.stream.waited_for, "events do not cross"
+    played.exchanges(1)
+    assert played.stream.waited_for == [first]

@@ -65,6 +65,31 @@ def test_calls_that_differ_in_anything_have_graphs_of_their_own() -> None:
     assert backward == 2 * (len(kinds) - 1)
 
 
+def test_a_dispatcher_is_asked_before_and_told_after_each_graph() -> None:
+    class Asked(LocalDispatcher):
+        def __init__(self) -> None:
+            super().__init__(EXPERTS)
+            self.exchanges, self.captures, self.can = 0, 0, True
+
+        def graph_state(self):
+            return () if self.can else None
+
+        def capturing(self):
+            self.captures += 1
+            return super().capturing()
+
+        def launched(self, exchanges):
+            self.exchanges += exchanges
+
+    dispatcher = Asked()
+    for _ in range(3):
+        run(dispatcher)
+    assert (dispatcher.captures, dispatcher.exchanges) == (2, 2 * 2 * 2)
+    dispatcher.can = False
+    run(dispatcher)
+    assert dispatcher.exchanges == 8
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "bf16"])
 @pytest.mark.parametrize("halves", [False, True])
 def test_weights_that_are_held_are_arguments_of_the_graphs(recipe: str, halves: bool) -> None:

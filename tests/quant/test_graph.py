@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.quant import graph
 from mxep.quant.graph import MovingGraph, NotCaptured
@@ -84,6 +85,49 @@ def test_results_are_made_or_given_or_views_of_either(monkeypatch: pytest.Monkey
         graph._places([x], [torch.zeros(3)], allocations.nodes_before)
 
 
+def test_a_result_is_found_whatever_part_of_its_memory_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: set[int] = set()
+    monkeypatch.setattr(graph, "_captured_nodes", lambda stream: set(nodes))
+    behind = torch.randn(9)[3:]
+    with graph._Allocations(0, [behind]) as allocations:
+        made = torch.zeros(4, 6)
+        nodes.add(1)
+        results = [made[:2], made[1], behind[2:4], made.view(-1)]
+        turned = torch.zeros(3, 3).t()
+    places, sources = graph._places([behind], [*results, turned, turned.t()], allocations.nodes_before)
+    assert [(source.form, source.without) for source in sources[1:]] == [
+        ((torch.uint8, (96,)), set()),  # what views it later makes it no younger
+        ((torch.uint8, (36,)), {1}),
+    ]
+    raw = made.untyped_storage(), turned.untyped_storage()
+    tensors = [behind, *(torch.empty(0, dtype=torch.uint8).set_(storage) for storage in raw)]
+    for one, other in zip([*results, turned, turned.t()], places, strict=True):
+        assert other is not None
+        got = other.of(tensors)
+        assert (got.data_ptr(), got.shape, got.stride()) == (one.data_ptr(), one.shape, one.stride())
+    with pytest.raises(NotCaptured, match="nor in one argument"):
+        graph._places([behind, behind[1:]], [behind[2:]], {})
+
+
+def test_a_results_own_nodes_are_not_from_before_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: set[int] = set()
+
+    class Captured(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nodes.add(len(nodes))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(graph, "_captured_nodes", lambda stream: set(nodes))
+    with Captured(), graph._Allocations(0, []) as allocations:
+        first = torch.zeros(3, 3)
+        second = first + 1
+    places, sources = graph._places([], [first, second, second.t()], allocations.nodes_before)
+    assert [source.without for source in sources] == [set(), {0}]
+    assert [None if place is None else place.form for place in places[:2]] == [None, None]
+    assert places[2] is not None
+    assert places[2].of([first, second]).stride() == (1, 3)
+
+
 def test_what_reads_from_the_device_or_takes_too_much_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_captured_nodes", lambda stream: set())
     monkeypatch.setattr(graph, "MOST_BYTES", 1 << 10)
@@ -93,6 +137,8 @@ def test_what_reads_from_the_device_or_takes_too_much_is_not_captured(monkeypatc
             function()
     with graph._Allocations(0, [x]), pytest.raises(NotCaptured, match="more than 1024 bytes"):
         torch.zeros(300)
+    with graph._Allocations(0, [x]), pytest.raises(NotCaptured, match="more than 1024 bytes"):
+        _ = torch.zeros(200), torch.zeros(100)
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphs_on_cpu import replays_on_the_cpu
 from mxep.quant import MXTensor, quantize, replay, swiglu_quantize
-from mxep.quant.graph import NotCaptured
+from mxep.quant.graph import NotCaptured, NotCapturedNow
 from mxep.quant.replay import MXParts, Replayed, replayed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -119,6 +120,62 @@ def test_replays_can_be_paused(replays_on_cpu: None) -> None:
     assert function.replays == 2
     function([torch.zeros(2)])
     assert function.replays == 3
+
+
+def test_what_tells_two_calls_apart(replays_on_cpu: None) -> None:
+    x, other = torch.zeros(4, 4), torch.zeros(4, 4)
+    mx = [MXParts.of(quantize(torch.randn(4, 64).bfloat16(), block_size=size)) for size in (32, 64)]
+    calls = [
+        [x, other, None],
+        [x, None, other],
+        [x, x.t(), None],
+        [x, torch.zeros(4, 8)[:, ::2], None],
+        [x, other.int(), None],
+        [mx[0]],
+        [mx[1]],
+    ]
+    calls += [[mx[0]._replace(dtype=torch.float32)], [*mx[0][:3]]]
+    function = replayed(lambda tensors: [])
+    for count, call in enumerate(calls, 1):
+        function(call)
+        assert len(function._kinds) == count
+    assert function.replays == 0
+
+
+def test_where_somebody_listens_the_function_is_called(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, x = replayed(lambda tensors: [tensors[0] + 1]), torch.zeros(4)
+    for _ in range(2):
+        function([x])
+    assert function.replays == 1
+    with torch.enable_grad():
+        function([x])
+    with FlopCounterMode(display=False):
+        function([x])
+    for name, value in (
+        ("_is_capturing", lambda: True),
+        ("_launch", lambda: SimpleNamespace(is_profiled=lambda: True)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(replay, name, value)
+            function([x])
+    assert function.replays == 1
+    assert len(function._kinds) == 1
+    function([x])
+    assert function.replays == 2
+
+
+def test_what_cannot_be_captured_now_is_tried_again(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise NotCapturedNow("allocations go to another pool")
+
+    function, x = replayed(lambda tensors: [tensors[0] + 1]), torch.zeros(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "MovingGraph", refuse)
+        for _ in range(3):
+            function([x])
+    assert not function.refused
+    function([x])
+    assert function.replays == 1
 
 
 def test_what_cannot_be_captured_is_called_as_ever(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
