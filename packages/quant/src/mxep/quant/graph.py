@@ -36,7 +36,7 @@ class NotCaptured(Exception):
 
 
 class NotCapturedNow(NotCaptured):
-    """Why it cannot be one at this call."""
+    """Why it cannot be one now."""
 
 
 class MovingGraph:
@@ -56,6 +56,7 @@ class MovingGraph:
         self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()  # __del__ asks, whatever fails
         index = torch.cuda.current_device()
         self._device, self._driver = torch.device("cuda", index), _driver()
+        self._start = ctypes.CDLL("libcuda.so.1").cuGraphLaunch  # may wait for the device: other threads go on
         here = index, torch._C._cuda_getCurrentRawStream(index)
         side, pool = _side_stream(*here), _pool(*here)
         if not _takes_from(pool, self._device):
@@ -102,7 +103,7 @@ class MovingGraph:
             failed = 0
             for update in self._updates:
                 failed = failed or update()
-            failed = failed or self._driver.cuGraphLaunch(self._exec, stream)
+            failed = failed or self._start(self._exec, stream)
         if failed:
             raise RuntimeError(f"a graph's launch: got error {failed} of CUDA's driver")
         if self._written:
