@@ -1,13 +1,14 @@
 """Replays without a GPU: a stand-in for a CUDA graph, so that what decides for one is tested everywhere."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from mxep.gemm import quantize_weights_once
 from mxep.quant import replay
 
 
@@ -47,6 +48,22 @@ class MovingGraphOnCPU(GraphOnCPU):
             theirs.copy_(mine.clone())
             mine.copy_(before)
         return results
+
+
+def assert_alike(got: list[list[Any]], wanted: list[list[Any]]) -> None:
+    """Lists of tensors and None, bit for bit."""
+    for one, other in zip(got, wanted, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+
+
+def assert_replays_are_alike(step: Callable[[Any], list[Any]], batches: list[Any], *, held: bool) -> None:
+    """With and without graphs. held: with weights that `quantize_weights_once` holds."""
+    with replay.no_replays():
+        wanted = [step(x) for x in batches]
+    with quantize_weights_once() if held else nullcontext():
+        assert_alike([step(x) for x in batches], wanted)
 
 
 @contextmanager

@@ -4,13 +4,12 @@ import gc
 import pickle
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
-from graphs_on_cpu import MovingGraphOnCPU, replays_on_the_cpu
+from graphs_on_cpu import MovingGraphOnCPU, assert_alike, assert_replays_are_alike, replays_on_the_cpu
 from mxep.comms import Capacity
 from mxep.ep import shared_expert
 from mxep.ep.dispatchers import LocalDispatcher
@@ -99,10 +98,7 @@ def test_weights_that_are_held_are_arguments_of_the_graphs(recipe: str, halves: 
     with quantize_weights_once() as once:
         got = [run(dispatcher, **how, seed=seed) for seed in range(4)]
     assert bool(once.quantizations) == (recipe != "bf16")
-    for one, other in zip(got, wanted):
-        for a, b in zip(one, other, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or torch.equal(a, b)
+    assert_alike(got, wanted)
     assert [each.replays for each in dispatcher.passes.values()] == [3, 3]
 
 
@@ -120,14 +116,7 @@ def test_a_shared_expert_is_replayed_with_held_weights_too(recipe: str, held: bo
         out.backward(torch.ones_like(out))
         return [out.detach(), x.grad, *(p.grad for p in shared.parameters())]
 
-    batches = [torch.randn(T, DIM).bfloat16() for _ in range(4)]
-    with no_replays():
-        wanted = [step(x) for x in batches]
-    with quantize_weights_once() if held else nullcontext():
-        got = [step(x) for x in batches]
-    for one, other in zip(got, wanted):
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a, b)
+    assert_replays_are_alike(step, [torch.randn(T, DIM).bfloat16() for _ in range(4)], held=held)
     assert shared_expert._forward.replays >= before[0] + 3  # or 4, of a kind that was seen before
     assert shared_expert._backward.replays >= before[1] + 3
 

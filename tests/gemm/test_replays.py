@@ -1,15 +1,13 @@
 """Products are replayed, with held weights too: on the CPU, which stands for a GPU."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
-from graphs_on_cpu import MovingGraphOnCPU, replays_on_the_cpu
-from mxep.gemm import grouped_mm, quantize_weights_once, steps
-from mxep.quant.replay import no_replays
+from graphs_on_cpu import MovingGraphOnCPU, assert_replays_are_alike, replays_on_the_cpu
+from mxep.gemm import grouped_mm, steps
 
 M, N, K, GROUPS = 64, 32, 64, 2
 
@@ -33,13 +31,6 @@ def test_replayed_products_have_the_bits_of_the_others(recipe: str, held: bool) 
         out = grouped_mm(a, w, offs, recipe=recipe)
         return [out.detach(), *torch.autograd.grad(out, (a, w), torch.ones_like(out))]
 
-    batches = [torch.randn(M, K).bfloat16() for _ in range(4)]
-    with no_replays():
-        wanted = [step(a) for a in batches]
-    with quantize_weights_once() if held else nullcontext():
-        got = [step(a) for a in batches]
-    for one, other in zip(got, wanted):
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a, b)
+    assert_replays_are_alike(step, [torch.randn(M, K).bfloat16() for _ in range(4)], held=held)
     assert steps.forward.replays >= before[0] + 3  # or 4, of a kind that was seen before
     assert steps.backward.replays >= before[1] + 3

@@ -139,8 +139,8 @@ class Transport(ABC):
             raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
 
     def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
-        """What a graph of the next exchanges holds for, whose launches the host counts: what they store to, and whether
-        others may run before it that nobody counts, so that it begins with a barrier.
+        """What a graph of the next exchanges holds for, whose launches the host counts: what the first stores to, and
+        whether there are graphs whose launches nobody counts, so that each exchange begins with a barrier.
 
         None where exchanges are no kernels, one is in flight, or the last was on another stream. Raises as
         :meth:`check`.

@@ -126,7 +126,7 @@ class _GroupedMM(torch.autograd.Function):
         wgrad_scale: float,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:2]
-        rowwise, saved = (w, None) if weight is None else (weight.rowwise, None)
+        rowwise, saved = w if weight is None else weight.rowwise, None
         if weight is None and is_held(w, recipe):
             rowwise, saved = rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
         tensors = [_parts(a), _parts(rowwise), bias, offs]

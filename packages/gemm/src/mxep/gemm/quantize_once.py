@@ -232,10 +232,8 @@ def _captures(stream: torch.cuda.Stream) -> bool:
 def is_held(w: Weight, recipe: Recipe) -> bool:
     """Whether an open `quantize_weights_once` holds what products have of w. Then it is an argument of theirs: what a
     replayed function found by itself would be as old as the graph."""
-    return weights_are_held() and recipe.scaling != "none" and not torch.compiler.is_compiling() and _can_be_held(w)
-
-
-def _can_be_held(w: Weight) -> bool:
+    if not weights_are_held() or torch.compiler.is_compiling() or recipe.scaling == "none":
+        return False
     return all(type(x) in (Tensor, nn.Parameter) for x in halves(w)) and not in_graph_tree(halves(w)[0].device)
 
 
