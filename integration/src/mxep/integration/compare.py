@@ -119,13 +119,16 @@ class Outcome:
         runs = {f"seed {trial.seed}": trial.runs for trial in self.trials}
         drawn = {seed: {name: run for name, run in of.items() if name != AGAIN} for seed, of in runs.items()}
         title = f"{make_recipe(self.config).name} beside {BASE}, {len(runs)} seeds"
-        picture = curves.draw(drawn, title, self.text["unigram entropy"])
-        (folder / "loss.png").write_bytes(picture)
-        remarks, where = list(sentences(summarize(self.trials))), provenance(command, self.config.compare.commit)
-        shown = page.html(
-            f"mxep task=compare: {title}", remarks, self.sections(), picture, details(runs), self.config, where
+        page.write(
+            folder,
+            f"mxep task=compare: {title}",
+            curves.draw(drawn, title, self.text["unigram entropy"]),
+            remarks=list(sentences(summarize(self.trials))),
+            losses=self.sections(),
+            tables=details(runs),
+            config=self.config,
+            provenance=provenance(command, self.config.compare.commit),
         )
-        (folder / "report.html").write_text(shown)
 
 
 def compare(rank: Rank, config: Config, folder: str) -> Outcome:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from . import __version__
 from .config import to_json
 from .results import Section
 from .schema import Config
@@ -27,6 +28,12 @@ pre { background: #f5f5f5; padding: 1rem; overflow-x: auto }
 """
 
 
+def write(folder: Path, title: str, picture: bytes, **shown: Any) -> None:
+    """loss.png, and report.html with it, into ``folder``. shown: what else `html` takes."""
+    (folder / "loss.png").write_bytes(picture)
+    (folder / "report.html").write_text(html(title, picture=picture, **shown))
+
+
 def html(
     title: str,
     remarks: Sequence[str],
@@ -38,7 +45,7 @@ def html(
 ) -> str:
     """The page. picture: a PNG. tables: what comes below it. provenance: as of `results.provenance`."""
     image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-    versions = {"mxep": version("mxep-integration"), **provenance["versions"]}
+    versions = {"mxep": __version__, **provenance["versions"]}
     facts = {**provenance, "versions": ", ".join(f"{name} {one}" for name, one in versions.items())}
     shown = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(one))}</td></tr>'

@@ -38,14 +38,19 @@ def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[
     summary, text, last = summarize(outcome), Path(outcome.text).name, outcome.runs[-1]
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     groups = {"": {run.name: run for run in outcome.runs}}
-    picture = curves.draw(groups, f"Training on {text}", outcome.entropy)
-    (folder / "loss.png").write_bytes(picture)
     remarks = [NOTE] if len(outcome.runs) > 1 else []
     if outcome.stopped:
         remarks.insert(0, f"Stopped: {last.name}, step {last.steps} of {config.train.steps}.")
-    title = f"mxep task=train: {' beside '.join(groups[''])}, on {text}"
-    tables, where = details(groups), provenance(command, None)
-    (folder / "report.html").write_text(page.html(title, remarks, [table(summary)], picture, tables, config, where))
+    page.write(
+        folder,
+        f"mxep task=train: {' beside '.join(groups[''])}, on {text}",
+        curves.draw(groups, f"Training on {text}", outcome.entropy),
+        remarks=remarks,
+        losses=[table(summary)],
+        tables=details(groups),
+        config=config,
+        provenance=provenance(command, None),
+    )
     return summary
 
 
