@@ -22,7 +22,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from . import files
+from . import __version__, files
 from .prepare import prepare
 from .process import STOPPED, reports, start_fork_server, under_torchrun
 from .schema import configs_dir, register
@@ -31,9 +31,7 @@ from .schema import configs_dir, register
 def main() -> None:
     """Run the command; ends the process with its exit code."""
     if "--version" in sys.argv[1:]:
-        print(
-            ", ".join(f"{name} {version(package)}" for name, package in (("mxep", "mxep-integration"), ("torch",) * 2))
-        )
+        print(f"mxep {__version__}, torch {version('torch')}")
         return
     register()
     done: list[tuple[Path, list[str]]] = []
