@@ -82,7 +82,7 @@ LAUNCHES = {
     "quantize_columns per column": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
     **{
         f"quantize_per_row {k}": lambda k=k: per_row.quantize_per_row(x(8, T, k), E4M3, MODE)  # type: ignore[misc]
-        for k in (2048, 4096, 5120, 7168, 14336)
+        for k in (768, 2048, 4096, 5120, 7168, 8192, 14336)
     },
     "quantize_per_row fp32 E5M2": lambda: per_row.quantize_per_row(x(T, 7168, dtype=torch.float32), E5M2, MODE),
     "quantize_per_row fp32 2048": lambda: per_row.quantize_per_row(x(T, 2048, dtype=torch.float32), E4M3, MODE),

@@ -77,10 +77,10 @@ def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
 
 
-def assert_per_row(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str, **options: int) -> None:
+def assert_per_row(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str) -> None:
     """Rows with magnitudes, and columns of these, of x and of what lies on DEVICE."""
     *want, amax = ops.quantize_per_row(x, dtype, mode)
-    *got, found = per_row.quantize_per_row(moved, dtype, mode, **options)
+    *got, found = per_row.quantize_per_row(moved, dtype, mode)
     assert_same(got, want)
     torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0, equal_nan=True)
     want = ops.quantize_per_column(x, amax, dtype, mode)
@@ -98,11 +98,14 @@ def test_rows_of_one_scale_and_columns_of_two_reads_in_every_mode(fmt: MXFormat,
 
 @pytest.mark.parametrize("shape", [(1, 16), (40, 96), (3, 70, 136), (2, 37, 600), (130, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-def test_rows_of_one_scale_and_columns_of_two_reads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rows_of_one_scale_and_columns_of_two_reads(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     x.view(-1, shape[-1])[-1, -1] = -float("inf")
     assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
-    assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil", rows_per_program=8)
+    monkeypatch.setattr(per_row, "ROWS_PER_PROGRAM", 8)
+    assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
 
 
 def test_rows_of_one_scale_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
