@@ -11,6 +11,7 @@ nn.Linear modules and experts that call torch's grouped mm, `diagnostics` tells 
 
 import importlib.metadata
 
+from mxep.gemm.auto import auto_recipe
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert import convert, converted, revert
 from mxep.gemm.convert_mode import Converted
@@ -19,6 +20,7 @@ from mxep.gemm.functional import grouped_mm
 from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
+from mxep.gemm.together import linear_together
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
 
 try:
@@ -37,10 +39,12 @@ __all__ = [
     "QuantizedWeight",
     "Recipe",
     "convert",
+    "auto_recipe",
     "converted",
     "fold_report",
     "grouped_mm",
     "linear",
+    "linear_together",
     "quantize_input",
     "quantize_weight",
     "quantize_weights_once",

@@ -21,27 +21,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
+from mxep.gemm.several import Weight, halves, quantize_colwise, quantize_rowwise
 from mxep.quant import MXTensor
 
 _T = TypeVar("_T")
-Weight = Tensor | tuple[Tensor, Tensor]
-"""(G, N, K), or two halves of it, (G, N / 2, K) each, which are joined where they are quantized and nowhere else."""
-
-
-def joined(w: Weight) -> Tensor:
-    """The whole weight: a copy of halves."""
-    return w if isinstance(w, Tensor) else torch.cat(w, 1)
-
-
-def halves(w: Weight) -> tuple[Tensor, ...]:
-    """The tensors that a weight is."""
-    return (w,) if isinstance(w, Tensor) else w
 
 
 class SavedWeight(NamedTuple):
     """What forward saves of a weight, to make it colwise in backward, so that no qdata wait in between.
 
-    weight: the weight itself, or its halves, or 2-D blocks, which serve dgrad as they are.
+    weight: the weight itself, or its parts, or 2-D blocks, which serve dgrad as they are.
     amax: (G, K), of its columns, or None.
     """
 
@@ -52,15 +41,19 @@ class SavedWeight(NamedTuple):
         """What dgrad wants."""
         if isinstance(self.weight, MXTensor):
             return self.weight
-        return _once("colwise", backend.quantize_weight_colwise, self.weight, recipe, backend, self.amax)
+
+        def quantize(w: Weight, recipe: Recipe) -> Tensor:
+            return quantize_colwise(w, recipe, backend, self.amax)
+
+        return _once("colwise", quantize, self.weight, recipe, backend)
 
 
 def rowwise_and_saved(w: Weight, recipe: Recipe, backend: Backend, *, dgrad: bool) -> tuple[Tensor, SavedWeight]:
     """A weight as forward wants it, and what to save for backward. dgrad: whether that will be used."""
     with_amax = dgrad or weights_are_held()  # what is held serves others, who may have a dgrad
 
-    def quantize(w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-        return backend.quantize_weight_rowwise(w, recipe, with_amax=with_amax)
+    def quantize(w: Weight, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
+        return quantize_rowwise(w, recipe, backend, with_amax=with_amax)
 
     rowwise, amax = _once("rowwise", quantize, w, recipe, backend)
     return rowwise, saved_weight(rowwise, w, amax)
@@ -143,7 +136,7 @@ class QuantizedOnce:
         """Bytes of qdata and scales held now."""
         return sum(part.nbytes for held in list(self._held.values()) for part in held.plain())
 
-    def _get(self, way: str, make: Callable[..., _T], w: Weight, recipe: Recipe, backend: Backend, *args: Any) -> _T:
+    def _get(self, way: str, make: Callable[..., _T], w: Weight, recipe: Recipe, backend: Backend) -> _T:
         lies = [_place(x) for x in halves(w)]
         first, storages = halves(w)[0], tuple(storage for storage, _, _ in lies)
         version = tuple(version for _, version, _ in lies)
@@ -159,7 +152,7 @@ class QuantizedOnce:
                 for gone in [key for key, held in self._held.items() if any(x.expired() for x in held.storages)]:
                     del self._held[gone]
                 with torch.inference_mode(False), torch.no_grad():  # others may want to save them for backward
-                    made = make(joined(w), recipe, *args)
+                    made = make(w, recipe)
                 held = self._held[key] = _Held(made, storages, version, backend, *_point_in_time(first, capturing))
                 self.quantizations += 1
         if held.version != version:
@@ -242,11 +235,11 @@ def weights_are_held() -> bool:
     return _open is not None
 
 
-def _once(way: str, make: Callable[..., _T], w: Weight, recipe: Recipe, backend: Backend, *args: Any) -> _T:
-    """make(w, recipe, *args), or what an open `quantize_weights_once` holds of it."""
+def _once(way: str, make: Callable[..., _T], w: Weight, recipe: Recipe, backend: Backend) -> _T:
+    """make(w, recipe), or what an open `quantize_weights_once` holds of it."""
     if (once := _open) is None or not is_held(w, recipe):
-        return make(joined(w), recipe, *args)
-    return once._get(way, make, w, recipe, backend, *args)
+        return make(w, recipe)
+    return once._get(way, make, w, recipe, backend)
 
 
 def in_graph_tree(device: torch.device) -> bool:
