@@ -15,7 +15,7 @@ M rows (capacity), N out features, K in features, G groups.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,7 +83,9 @@ def grouped_mm(
     chosen = select(backend, a.device)
     if quantized_weight is not None:
         check_quantized_weight(quantized_weight, w, recipe)
-    return multiply(a, w, bias, offs, quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+    how = quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale
+    out: Tensor = multiply(a, w, bias, offs, *how)
+    return out
 
 
 def multiply(
@@ -108,9 +110,12 @@ def multiply(
     return _GroupedMM.apply(a, w, bias, offs, *how, *more)  # type: ignore[no-untyped-call]
 
 
+_T = TypeVar("_T")
+
+
 # The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def between_graphs(function: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
+def between_graphs(function: Callable[..., _T], *tensors: Any, **options: Any) -> _T:
     """A break for torch.compile."""
     return function(*tensors, **options)
 

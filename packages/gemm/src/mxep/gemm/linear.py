@@ -76,7 +76,7 @@ def linear(
         check_quantized_weight(weight, w.unsqueeze(0), recipe)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     bias, main_grad = (part if part is None else part.unsqueeze(0) for part in (bias, main_grad))
-    out = multiply(rows, w.unsqueeze(0), bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+    out: Tensor = multiply(rows, w.unsqueeze(0), bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
 
 

@@ -26,7 +26,7 @@ def forward(
     needs: whether a and w have gradients.
     """
     a, bias, offs, *ws = tensors
-    w = ws[0] if len(ws) == 1 else tuple(ws)
+    w: Any = ws[0] if len(ws) == 1 else tuple(ws)
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])

@@ -69,7 +69,7 @@ def linear_together(
     out_dtype = out_dtype or x.dtype
     chosen = select(backend, x.device)
     for w, bias, main_grad in zip(weights, biases, main_grads):
-        how = {"out_dtype": out_dtype, "main_grad": main_grad, "rowwise": chosen.wants_rowwise}
+        how: dict[str, Any] = {"out_dtype": out_dtype, "main_grad": main_grad, "rowwise": chosen.wants_rowwise}
         check_linear(x, w, bias, recipe=recipe, **how)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     first, *more = (w.unsqueeze(0) for w in weights)
