@@ -14,6 +14,7 @@ import importlib.metadata
 from mxep.gemm.auto import auto_recipe
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert import convert, converted, revert
+from mxep.gemm.convert_join import join_linears
 from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
 from mxep.gemm.functional import grouped_mm
@@ -43,6 +44,7 @@ __all__ = [
     "converted",
     "fold_report",
     "grouped_mm",
+    "join_linears",
     "linear",
     "linear_together",
     "quantize_input",
