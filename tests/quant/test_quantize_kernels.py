@@ -105,6 +105,12 @@ def test_rows_of_one_scale_and_columns_of_two_reads(shape: tuple[int, ...], dtyp
     assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil", rows_per_program=8)
 
 
+def test_programs_of_a_short_matrix_take_fewer_rows() -> None:
+    assert [per_row.rows_of_a_program(1, n, 132) for n in (512, 4096, 16384)] == [8, 32, 128]
+    assert per_row.rows_of_a_program(32, 4096, 132) == 128
+    assert per_row.rows_of_a_program(1, 1, 132) == per_row.LEAST_ROWS
+
+
 def test_rows_of_one_scale_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(per_row, "LONGEST", 128)
     x = numbers(2, 40, 192)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
+from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax
 from mxep.quant.kernels.columns import column_amax, quantize_long_columns
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
 from mxep.quant.launch import cdiv, launch, next_power_of_2
@@ -23,6 +23,8 @@ from mxep.quant.shapes import empty_columns, empty_rows
 
 ROWS_PER_PROGRAM = 128
 """A power of two. Few: many atomics, one for each column of a program (32 rows: 9% slower). Many: few programs."""
+LEAST_ROWS = 8
+"""Of a program, where more would leave SMs idle: the weight of a linear has few rows."""
 THREAD_ELEMENTS = 32
 """Of a step, as many again on their way for the next one."""
 
@@ -63,7 +65,7 @@ def quantize_rows_with_amax_kernel(
 
 
 def quantize_per_row(
-    x: Tensor, dtype: torch.dtype, mode: str, *, rows_per_program: int = ROWS_PER_PROGRAM
+    x: Tensor, dtype: torch.dtype, mode: str, *, rows_per_program: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mxep::quantize_per_row. Rows longer than registers hold are read once more."""
     x = x.contiguous()
@@ -74,6 +76,7 @@ def quantize_per_row(
         column_amax(x, bits, n)
         return *quantize_rows(x, dtype, mode, k), amax
     qdata, scale = empty_rows(x, dtype, k)
+    rows_per_program = rows_per_program or rows_of_a_program(x.numel() // (n * k), n, num_sms(x.device))
     padded = next_power_of_2(k)
     warps = min(16, max(4, padded // (32 * THREAD_ELEMENTS)))
     rows = min(max(1, 32 * THREAD_ELEMENTS * warps // padded), rows_per_program)
@@ -93,6 +96,17 @@ def quantize_per_row(
         num_warps=warps,
     )
     return qdata, scale, amax
+
+
+def rows_of_a_program(batch: int, n: int, sms: int) -> int:
+    """A power of two: as many as fit `batch` matrices of n rows to half of the SMs at least.
+
+    Example: 132 SMs; one matrix of 4096 rows: 32, 128 programs; of 512: 8, 64 programs; of 16384: 128.
+    """
+    rows = ROWS_PER_PROGRAM
+    while rows > LEAST_ROWS and 2 * batch * cdiv(n, rows) <= sms:
+        rows //= 2
+    return rows
 
 
 def quantize_per_column(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
