@@ -80,8 +80,10 @@ class Joined:
             return out
         if held is not None and held[0] is not x and not self.warned:
             self.warned = True
-            what = "joined, but not all were called with one tensor: the others were computed for nothing"
-            tell(f"{self.names}: {what}", how.strict)
+            tell(
+                f"{self.names}: joined, but not all were called with one tensor: the others were computed for nothing",
+                how.strict,
+            )
         main_grads = [getattr(w, "main_grad", None) for w in weights]
         biases = [each.bias for each in self.modules]
         options: dict[str, Any] = {"recipe": how.recipe, "backend": how.backend, "main_grads": main_grads}
