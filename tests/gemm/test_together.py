@@ -105,15 +105,17 @@ def test_qdata_of_parts_are_those_of_the_joined_weight_both_ways(recipe: str, ba
 def test_it_is_one_product_each_way_and_one_quantization_of_x() -> None:
     case, backend = Case(), Counting()
     case.step(together(recipe="mxfp8", backend=backend))
-    products = [name for name in backend.asked if name in ("forward", "dgrad", "wgrad", "quantize_rows")]
-    assert products == ["quantize_rows", "forward", "quantize_rows", "dgrad", "wgrad"]
+    asked = "forward", "dgrad", "wgrad", "quantize_rows", "quantize_parts"
+    products = [name for name in backend.asked if name in asked]
+    assert products == ["quantize_rows", "forward", "quantize_parts", "dgrad", "wgrad"]
 
 
 def test_no_bf16_copy_of_weights_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     case, joined, cat = Case(), [], torch.cat
     monkeypatch.setattr(torch, "cat", lambda parts, dim=0: joined.append([*parts]) or cat(parts, dim))  # type: ignore[func-returns-value]
-    linear_together(case.x, case.weights, recipe="mxfp8", backend=HOPPER)
-    assert {part.dtype for parts in joined for part in parts} == {torch.uint8}
+    outs = linear_together(case.x, case.weights, recipe="mxfp8", backend=HOPPER)
+    torch.autograd.backward(outs, case.gradients)
+    assert {part.dtype for parts in joined for part in parts if part.dim() == 3} == {torch.uint8}
 
 
 @every_backend
@@ -155,7 +157,7 @@ def test_gradients_that_are_not_asked_for_are_not_computed(recipe: str) -> None:
     backend.asked.clear()
     dws = torch.autograd.grad(outs, case.weights[1:], case.gradients)
     assert "wgrad" in backend.asked
-    assert not {"dgrad", "quantize_rows"} & {*backend.asked}, "what the first quantized is used"
+    assert not {"dgrad", "quantize_parts"} & {*backend.asked}, "what the first quantized is used"
     assert all(torch.equal(a, b) for a, b in zip((dx, *dws), wanted))
 
 

@@ -58,11 +58,12 @@ def backward(
     tensors.clear()
     main_grads, dys, ws = rest[:parts], rest[parts : 2 * parts], rest[2 * parts :]
     da = dw = None
-    dy = dys[0] if parts == 1 or quantized else torch.cat([plain(each) for each in dys], 1)
-    del dys, rest
-    qdata = dy
+    dy = qdata = dys[0]
     if not quantized and (wanted[0] or recipe.wgrad == "mx"):
-        qdata = quantized_gradient(dy, recipe, backend)
+        qdata = quantized_gradient(dys, recipe, backend)
+    if recipe.wgrad != "mx" and parts > 1:
+        dy = torch.cat([*map(plain, dys)], 1)
+    del dys, rest
     if wanted[0]:
         colwise = SavedWeight(ws[0] if len(ws) == 1 else tuple(ws), amax).colwise(recipe, backend)
         da = backend.dgrad(qdata, colwise, offs, out_dtype=dtypes[0])
@@ -95,8 +96,11 @@ def plain(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, MXTensor) else x
 
 
-def quantized_gradient(dy: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
-    """dy as the products of backward take it: as it is if it has the recipe's blocks."""
+def quantized_gradient(dys: Tensors, recipe: Recipe, backend: Backend) -> Tensor:
+    """Gradients, side by side, as the products of backward take them: one as it is if it has the recipe's blocks."""
+    if len(dys) > 1:
+        return backend.quantize_parts([*map(plain, dys)], recipe.grad_fmt, recipe)
+    dy = dys[0]
     if isinstance(dy, MXTensor) and recipe.fits(dy):
         return dy
     return backend.quantize_rows(plain(dy), recipe.grad_fmt, recipe)
