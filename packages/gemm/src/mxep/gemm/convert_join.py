@@ -5,7 +5,7 @@
     v = self.v_proj(x)    which takes v
 
 An input is known by its identity: who calls a sibling with another tensor, or with the same one written to in between,
-gets a product of its own. That is why it is a call of its own, `join_linears`, and not part of `convert`: whether
+gets products of their own. That is why it is a call of its own, `join_linears`, and not part of `convert`: whether
 siblings read one input is for their forward to say, and in cross-attention they do not.
 """
 
