@@ -9,7 +9,18 @@ from collections.abc import Callable
 
 import torch
 
-from mxep.quant.kernels import columns, fold, fold_for_wgrad, gather, per_row, requantize, rms_norm, rows, swiglu
+from mxep.quant.kernels import (
+    columns,
+    fold,
+    fold_for_wgrad,
+    gather,
+    joined,
+    per_row,
+    requantize,
+    rms_norm,
+    rows,
+    swiglu,
+)
 
 T, D = 8192, 4096
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
@@ -75,6 +86,8 @@ LAUNCHES = {
     "quantize_rows": lambda: rows.quantize_rows(x(), E4M3, MODE, 32),
     "quantize_rows fp32": lambda: rows.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_rows per row": lambda: rows.quantize_rows(x(), E4M3, MODE, D),
+    "quantize_joined_rows": lambda: joined.quantize_joined_rows(x(T, 4096), x(T, 512), x(T, 512), E4M3, MODE),
+    "quantize_joined_rows 14336": lambda: joined.quantize_joined_rows(x(T, 7168), x(T, 7168), None, E4M3, MODE),
     "quantize_2d": lambda: rows.quantize_2d(x(), E4M3, MODE, 32),
     "quantize_columns": lambda: columns.quantize_columns(x(), E4M3, MODE, 32),
     "quantize_both": lambda: columns.quantize_both(x(), E4M3, MODE, 32),

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.slow
 LAUNCHES = Path(__file__).with_name("launches.py")
 TESTED = (
     "quantize_rows",
+    "quantize_joined_rows",
+    "quantize_joined_rows 14336",
     "quantize_2d",
     "quantize_columns",
     "quantize_both fp32",

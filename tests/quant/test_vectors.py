@@ -66,6 +66,7 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 WITHOUT_VECTORS = {
     "quantize_rows",
+    "quantize_joined_rows",
     "quantize_2d",
     "quantize_columns",
     "quantize_both",

@@ -24,7 +24,8 @@ from torch.fx.node import has_side_effect
 from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.quantize_once import Weight, halves, weights_are_held
+from mxep.gemm.quantize_once import weights_are_held
+from mxep.gemm.several import Weight, halves
 from mxep.quant import E4M3
 
 from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.quantize_once import Weight, halves, joined
+from mxep.gemm.several import Weight, halves, joined
 
 from .compiled import compiled_layer, compiles
 from .dispatchers.base import Routing, TokenDispatcher

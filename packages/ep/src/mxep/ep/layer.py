@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm import Recipe
 from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import Weight, halves
+from mxep.gemm.several import Weight, halves
 
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import checked_tokens
@@ -149,7 +149,7 @@ class _Layer(torch.autograd.Function):
             left=left,
         )
         if left:
-            ctx.kept = Kept.of(d_out, left)
+            ctx.kept = Kept.of(left, d_out)
         return dx, d_weights, *_gradients_of_weights(ctx, grads)
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.quantize_once import SavedWeight, Weight, is_held, saved_weight
+from mxep.gemm.quantize_once import SavedWeight, is_held, saved_weight
+from mxep.gemm.several import Weight
 from mxep.quant.replay import Replayed, Tensors
 
 from .dispatchers.base import Routing, TokenDispatcher

@@ -23,7 +23,8 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.quantize_once import SavedWeight, Weight, halves, rowwise_and_saved
+from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.several import Weight, halves
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts
 

@@ -21,21 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
+from mxep.gemm.several import Weight, halves, quantize_colwise, quantize_rowwise
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts, Replayed, Tensors, replayed
-
-Weight = Tensor | tuple[Tensor, Tensor]
-"""(G, N, K), or two halves of it, (G, N / 2, K) each, which are joined where they are quantized and nowhere else."""
-
-
-def joined(w: Weight | list[Tensor]) -> Tensor:
-    """The whole weight: a copy of halves."""
-    return w if isinstance(w, Tensor) else w[0] if len(w) == 1 else torch.cat(w, 1)
-
-
-def halves(w: Weight) -> tuple[Tensor, ...]:
-    """The tensors that a weight is."""
-    return (w,) if isinstance(w, Tensor) else w
 
 
 class SavedWeight(NamedTuple):
@@ -65,16 +53,18 @@ def rowwise_and_saved(w: Weight, recipe: Recipe, backend: Backend, *, dgrad: boo
 
 @replayed
 def _rowwise(tensors: Tensors, recipe: Recipe, backend: Backend, with_amax: bool) -> Tensors:
-    """[w, or its halves, None] -> [rowwise, amax or None]."""
-    *w, _ = tensors
-    return [*backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)]
+    """[w, or its parts, None] -> [rowwise, amax or None]."""
+    return [*quantize_rowwise(_whole(tensors), recipe, backend, with_amax=with_amax)]
 
 
 @replayed
 def _colwise(tensors: Tensors, recipe: Recipe, backend: Backend) -> Tensors:
-    """[w, or its halves, amax or None] -> [colwise]."""
-    *w, amax = tensors
-    return [backend.quantize_weight_colwise(joined(w), recipe, amax)]
+    """[w, or its parts, amax or None] -> [colwise]."""
+    return [quantize_colwise(_whole(tensors), recipe, backend, tensors[-1])]
+
+
+def _whole(tensors: Tensors) -> Weight:
+    return tensors[0] if len(tensors) == 2 else tuple(tensors[:-1])
 
 
 def saved_weight(rowwise: Any, w: Weight, amax: Tensor | None) -> SavedWeight:
@@ -248,7 +238,7 @@ def weights_are_held() -> bool:
 
 
 def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None, *how: Any) -> Tensors:
-    """quantize([*halves of w, amax], ...), or what an open `quantize_weights_once` holds of it."""
+    """quantize([*parts of w, amax], ...), or what an open `quantize_weights_once` holds of it."""
     if (once := _open) is None or not is_held(w, recipe):
         return quantize.function([*halves(w), amax], recipe, backend, *how)
     return once._get(quantize, w, recipe, backend, amax, *how)

@@ -26,6 +26,8 @@ from mxep.quant.shapes import empty_columns, empty_rows
 
 ROWS_PER_PROGRAM = 192
 """About. Few: many atomics, one for each column of a program. Many: few programs."""
+LEAST_ROWS = 16
+"""Of a program, however short matrices are."""
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -89,7 +91,7 @@ def quantize_per_row(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, 
 def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
     """Steps of `rows` of n rows that a program takes, so that `at_once` programs are busy to the end."""
     waves = max(1, round(batch * n / (at_once * ROWS_PER_PROGRAM)))
-    return cdiv(n, rows * max(1, at_once * waves // batch))
+    return cdiv(max(LEAST_ROWS, cdiv(n, max(1, at_once * waves // batch))), rows)
 
 
 def quantize_per_column(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
