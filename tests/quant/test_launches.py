@@ -49,8 +49,10 @@ IN_GROUPS = tuple(
     for kernel in ("pad_index", "gather_swizzled", "fold_for_wgrad")
 )
 
+SPILL = {"quantize_per_row 7168": 40}
+"""Bytes that a thread keeps in local memory where that was measured to be faster than what spills nothing."""
 NEWER_SPILL = {(3, 8): {"fold_for_wgrad": 8}, (3, 9): {"requantize gathered": 16}}
-"""Bytes that a thread keeps in local memory by these versions of Triton. Older ones spill nothing."""
+"""The same by these versions of Triton, not measured. Older ones spill nothing of these."""
 
 
 TARGETS = {90: TESTED + IN_GROUPS, 100: ON_BLACKWELL, 89: ON_ADA}
@@ -62,7 +64,7 @@ def test_no_kernel_spills():
     wanted = [(name, target) for target, names in TARGETS.items() for name in names]
     rows = report(LAUNCHES, [f"={name}@{target}" for name, target in wanted])
     assert {(row["launch"], row["target"]) for row in rows} == set(wanted)
-    known = NEWER_SPILL.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
+    known = SPILL | NEWER_SPILL.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
     spilled = [row for row in rows if row["spills"] > known.get(row["launch"], 0)]
     assert not spilled, "\n" + table(spilled)
 
