@@ -57,8 +57,8 @@ class Op:
         if torch.compiler.is_compiling() or mode_listens():
             return self._overload(*args)
         on_cuda, graded = False, torch.is_grad_enabled()
-        for i in self._tensors[: len(args)]:
-            x = args[i]
+        for i in self._tensors:
+            x = args[i] if i < len(args) else None
             if x is None:
                 continue
             kind = type(x)
@@ -75,8 +75,8 @@ class Op:
     def _launch(self, *args: Any) -> Any:
         """The launcher, with vectors (tensors of one axis: row_index, offs, bias ...) packed, as kernels read them."""
         index = None
-        for i in self._tensors[: len(args)]:
-            x = args[i]
+        for i in self._tensors:
+            x = args[i] if i < len(args) else None
             if x is None:
                 continue
             here = x.get_device()
