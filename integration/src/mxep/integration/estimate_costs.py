@@ -90,7 +90,7 @@ def terms(p: Problem, what: str, slower: float = 1.0) -> Terms:
     todo["gather + fold"] = (*todo["gather + fold"], 1.0)
     if case.recipe == "bf16":
         todo = {stage: todo[stage] for stage in ("GEMMs", "dispatch", "combine", "rest")}
-        todo |= {"SwiGLU": (16.0 * rows * p.shape.hidden,), "gather + fold": (8.0 * rows * dim, 1.0)}
+        todo |= {"SwiGLU": (18.0 * rows * p.shape.hidden,), "gather + fold": (8.0 * rows * dim, 1.0)}
     return todo
 
 
@@ -237,12 +237,18 @@ def memory(
     kept = saved + gate_up + plan + amax
     folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
     # Backward, in order: what is left of what is kept, and what there is besides. out is the caller's all the while.
-    w, d_rows, d_gate_up = own * dim * hidden, 2 * rows * dim, d_h if quantized else 2 * d_h  # quantized: in d_h's place
+    w, d_rows, d_gate_up = (
+        own * dim * hidden,
+        2 * rows * dim,
+        d_h if quantized else 2 * d_h,
+    )  # quantized: in d_h's place
     d_y = (rows * (dim + 1), 0, folded * (dim + hidden)) if quantized else (d_rows,) * 3  # for d_h, then, for wgrad
     colwise = 2 * w * quantized  # of gate_up_proj
     peaks = [(kept, 1.5 * colwise + d_y[0] + d_h)]
     peaks += [(kept, colwise + d_y[1] + d_h + d_gate_up * (not quantized) + h)]  # SwiGLU's
-    peaks += [(saved + plan, colwise + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized))]  # down_proj's gradient
+    peaks += [
+        (saved + plan, colwise + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized))
+    ]  # down_proj's gradient
     peaks += [(saved + plan, 2 * w + colwise + d_gate_up + d_rows)]  # dx's rows
     late = 2 * tokens * dim + (d_rows if dispatcher != "local" else 0)  # dx leaves beside the gradient of gate_up_proj
     operands = late + folded * (2 * hidden + dim)
