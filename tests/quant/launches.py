@@ -122,13 +122,13 @@ LAUNCHES = {
     "swiglu_backward 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336)),
     "swiglu_backward and h 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336), x(T, 14336)),
     **{
-        f"swiglu_backward_quantize{' and h' * h} {F} {how}": swiglu_backward_quantize(F, block, "folded" in how, fmt, h)
+        f"swiglu_backward_quantize{' and h' * h} {F}{how}": swiglu_backward_quantize(F, block, "folded" in how, fmt, h)
         for h in (False, True)
         for F, how, block, fmt in (
             (2048, "", 32, E4M3),
-            *((F, "per row", 2 * F, E4M3) for F in (2048, 8192, 14336)),
-            *((F, "folded", 32, E4M3) for F in (768, 1536, 2048, 8192, 14336)),
-            (2048, "folded E5M2", 32, E5M2),
+            *((F, " per row", 2 * F, E4M3) for F in (2048, 8192, 14336)),
+            *((F, " folded", 32, E4M3) for F in (768, 1536, 2048, 8192, 14336)),
+            (2048, " folded E5M2", 32, E5M2),
         )
     },
 }
