@@ -2,6 +2,7 @@
 
 import io
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mxep.comms import Capacity, make_plan
+from mxep.ep.dispatchers.local import LocalDispatcher
+from mxep.ep.layer import route_through_experts
+from mxep.ep.passes import LayerConfig
 from mxep.ep.saved import Saved
 from mxep.gemm import Recipe
 from mxep.gemm.backends.hopper import Hopper
@@ -60,6 +66,55 @@ def test_kept_is_what_the_layer_saves_on_hopper(recipe: str, dispatcher: str, to
         del mode
     of_plan = sum(x.nbytes for x in (plan.row_source, plan.row_slot, plan.row_weight, plan.slot_rows))
     assert memory(shape, ranks, f"{recipe}/{dispatcher}", capacity)["kept"] == of_plan + sum(x.nbytes for x in saved)
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of tensors that are alive, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and (key := (storage := x.untyped_storage())._cdata) not in self.sizes:
+                self.sizes[key] = storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.sizes.pop, key)
+        return result
+
+    @property
+    def now(self) -> int:
+        return sum(self.sizes.values())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+@pytest.mark.parametrize(
+    "shape", [(8192, 7168, 2048, 32, 8), (16384, 2048, 768, 32, 8), (8192, 4096, 14336, 4, 2), (8192, 5120, 8192, 8, 1)]
+)
+def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[int, ...]):
+    """Of MoE layers of real size on one rank, where it is in forward, in SwiGLU's backward, or in a product."""
+    tokens, dim, hidden, experts, top_k = sizes = Shape(*shape)
+    capacity, bf16 = Capacity.factor(1.25), {"dtype": torch.bfloat16}
+    with FakeTensorMode(), Alive() as alive:
+        leaves = (
+            torch.empty(tokens, dim, **bf16),
+            torch.empty(tokens, top_k),
+            torch.empty(experts, 2 * hidden, dim, **bf16),
+        )
+        x, weights, w13, w2 = (each.requires_grad_() for each in (*leaves, torch.empty(experts, dim, hidden, **bf16)))
+        ids, d_out = torch.zeros(tokens, top_k, dtype=torch.int32), torch.empty(tokens, dim, **bf16)
+        before = alive.now
+        config = LayerConfig(LocalDispatcher(experts, capacity=capacity), Recipe.named(recipe), Hopper())
+        out, _ = route_through_experts(x, ids, weights, w13, w2, config=config)
+        kept = alive.now - before - out.nbytes
+        grads = torch.autograd.grad(out, (x, weights, w13, w2), d_out)
+        found = memory(sizes, 1, f"{recipe}/local", capacity, replayed=False)
+        del grads
+    assert found["kept"] == pytest.approx(kept, rel=0.005)
+    assert found["kept"] + found["work"] == pytest.approx(alive.peak - before, rel=0.005)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 32])

@@ -243,8 +243,11 @@ def memory(
         d_h if quantized else 2 * d_h,
     )  # quantized: in d_h's place
     d_y = (rows * (dim + 1), 0, folded * (dim + hidden)) if quantized else (d_rows,) * 3  # for d_h, then, for wgrad
+    if quantized and not copied:  # slots of d_out
+        d_y = d_y[0] + slots * row, slots * row, d_y[2] + slots * row
     colwise = 2 * w * quantized  # of gate_up_proj
-    peaks = [(kept, 1.5 * colwise + d_y[0] + d_h)]
+    peaks = [(kept, h + d_rows + 1.5 * colwise - 2 * tokens * dim)]  # of forward, which has no out yet
+    peaks += [(kept, 1.5 * colwise + d_y[0] + d_h)]
     peaks += [(kept, colwise + d_y[1] + d_h + d_gate_up * (not quantized) + h)]  # SwiGLU's
     peaks += [
         (saved + plan, colwise + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized))
