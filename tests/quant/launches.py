@@ -66,9 +66,11 @@ def rms_norm_backward(D: int, dtype: torch.dtype = torch.bfloat16):
     )
 
 
-def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3):
-    out = x(T, 2 * F, dtype=fmt)
-    return lambda: swiglu.swiglu_backward_quantize(x(T, F), *gate_up(F), out, MODE, block, folded)
+def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, h: bool = True):
+    out, h_scales = x(T, 2 * F, dtype=fmt), 1 if folded or block > F else F // block
+    how = x(T, F), *gate_up(F), out, MODE, block, folded
+    h_out = (x(T, F, dtype=E4M3), x(T, h_scales, dtype=torch.float8_e8m0fnu)) if h else (None, None)
+    return lambda: swiglu.swiglu_backward_quantize(*how, *h_out)
 
 
 def in_groups(groups: int) -> dict[str, Callable[[], object]]:
@@ -131,8 +133,15 @@ LAUNCHES = {
     "swiglu_quantize 2048 folded fp32": swiglu_quantize(2048, 32, True, dtype=torch.float32),
     **{f"swiglu_quantize {F} folded": swiglu_quantize(F, 32, True) for F in (768, 2048, 8192, 14336)},
     "swiglu_backward 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336)),
-    "swiglu_backward_quantize 2048": swiglu_backward_quantize(2048, 32, False),
-    "swiglu_backward_quantize 8192 per row": swiglu_backward_quantize(8192, 2 * 8192, False),
-    "swiglu_backward_quantize 2048 folded E5M2": swiglu_backward_quantize(2048, 32, True, E5M2),
-    **{f"swiglu_backward_quantize {F} folded": swiglu_backward_quantize(F, 32, True) for F in (768, 2048, 8192)},
+    "swiglu_backward and h 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336), x(T, 14336)),
+    **{
+        f"swiglu_backward_quantize{' and h' * h} {F}{how}": swiglu_backward_quantize(F, block, "folded" in how, fmt, h)
+        for h in (False, True)
+        for F, how, block, fmt in (
+            (2048, "", 32, E4M3),
+            *((F, " per row", 2 * F, E4M3) for F in (2048, 8192, 14336)),
+            *((F, " folded", 32, E4M3) for F in (768, 1536, 2048, 8192, 14336)),
+            (2048, " folded E5M2", 32, E5M2),
+        )
+    },
 }

@@ -28,10 +28,10 @@ TESTED = (
     "gather_swizzled",
     "fold_for_wgrad",
     "swiglu_quantize 14336 folded",
-    "swiglu_backward 14336",
-    "swiglu_backward_quantize 8192 per row",
-    "swiglu_backward_quantize 2048 folded E5M2",
+    "swiglu_backward and h 14336",
     "swiglu_backward_quantize 8192 folded",
+    *(f"swiglu_backward_quantize and h {how}" for how in ("8192 folded", "14336 folded", "14336 per row")),
+    "swiglu_backward_quantize and h 2048 folded E5M2",
 )
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
 ON_BLACKWELL = ("requantize gathered", "fold 16384", "gather_swizzled", "fold_for_wgrad")
@@ -42,6 +42,7 @@ ON_ADA = (
     "fold 7168",
     "fold_for_wgrad",
     "swiglu_quantize 2048",
+    "swiglu_backward_quantize and h 2048",
 )
 IN_GROUPS = tuple(
     f"{kernel} {groups} groups"

@@ -88,7 +88,7 @@ def forward_op(
         return [out]
     if weights_are_held():
         # An output is the graph's to write over: what is held for others, which comes last, goes out as a copy.
-        own = 1 + sum(needs) * num_parts(config.recipe)
+        own = 1 + needs[0] * num_parts(config.recipe)
         saved[own:] = [part.clone() for part in saved[own:]]
     return [out, *saved, *_tensors(routing.plan)]
 
