@@ -68,7 +68,7 @@ class Job:
         rank = failed[0] if failed else 0
         what = f"rank {rank} exited with {codes[rank]}" if failed else f"not over after {seconds:.0f} s"
         log = (self.folder / f"log-{rank}").read_text(errors="replace")
-        return f"{what}\n{log[-3000:]}"
+        return f"{what}\n{log[-6000:]}"
 
     def end(self) -> None:
         for process in self.processes:
