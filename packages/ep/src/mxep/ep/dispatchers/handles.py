@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 _T = TypeVar("_T")
@@ -22,3 +23,13 @@ class Done(NamedTuple, Generic[_T]):
 
     def wait(self) -> _T:
         return self.result
+
+
+class Later(Generic[_T]):
+    """A handle of an exchange whose last steps ``wait``, to be called once, makes. What they held goes then."""
+
+    def __init__(self, finish: Callable[[], _T]) -> None:
+        self._steps = [finish]
+
+    def wait(self) -> _T:
+        return self._steps.pop()()

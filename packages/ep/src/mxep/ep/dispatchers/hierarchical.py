@@ -35,7 +35,7 @@ from mxep.comms import Capacity, Transport, gather_rows, narrow_ids, sum_slots
 from mxep.quant.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, resolve_group
-from .handles import Handle
+from .handles import Handle, Later
 from .nodes import nodes_of
 from .symmetric import SymmetricDispatcher, most_tokens
 
@@ -127,33 +127,55 @@ class HierarchicalDispatcher(TokenDispatcher):
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
         expert_ids = narrow_ids(expert_ids, self.num_experts)
-        within, num_slots = self._for(expert_ids)
+        tokens, top_k = expert_ids.shape
+        max_tokens = self._max_tokens(tokens, expert_ids.device)
+        within = self._within_of(max_tokens, self.slots_per_node(max_tokens, top_k))
         counts = self._running_counts(expert_ids.device, 1)
-        sizes = self.nodes.count, num_slots, self.experts_per_node, self.num_experts
-        ids, slots, tokens, tables = _plan_slots([expert_ids, weights, counts], *sizes)
-        crossing = self._cross(gather_rows((_joined(payload), tables), tokens))
-        return _Dispatched(self, crossing, payload, within, ids, slots, tokens, alignment)
+        sizes = self.nodes.count, self.slots_per_node(max_tokens, top_k), self.experts_per_node, self.num_experts
+        ids, slots, token_of, tables = _plan_slots([expert_ids, weights, counts], *sizes)
+        crossing = self._cross(gather_rows((_joined(payload), tables), token_of))
+
+        def finish() -> tuple[Payload, Routing]:
+            rows, tables = crossing.wait()
+            here = _read_tables([tables], self.nodes.node * self.experts_per_node, self.experts_per_node)
+            arrived, routing = within.dispatch((rows,), *here, alignment=alignment).wait()
+            self._room = max(self._room, (max_tokens, top_k, alignment, routing.plan.max_rows))
+            between = HierarchicalRouting(routing.plan, ids, self.num_local_experts, routing, slots, token_of)
+            return _parted(arrived, payload), between
+
+        return Later(finish)
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         assert isinstance(routing, HierarchicalRouting)
+        within, of_node = self._within_by(routing), routing.within
         crossing = self._cross(gather_rows((_joined(payload),), routing.tokens))
-        return _Redispatched(crossing, payload, self._of(routing), routing.within)
+        return Later(lambda: _parted(within.redispatch(crossing.wait(), of_node).wait(), payload))
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
         assert isinstance(routing, HierarchicalRouting)
-        sums, values = self._of(routing).combine(rows, routing.within, row_values).wait()
-        return _Combined(self._cross((sums,) if values is None else (sums, values)), routing, self.experts_per_node)
+        sums, values = self._within_by(routing).combine(rows, routing.within, row_values).wait()
+        crossing = self._cross((sums,) if values is None else (sums, values))
+
+        def finish() -> tuple[Tensor, Tensor | None]:
+            home, *values = crossing.wait()
+            tensors = [home, *(values or [None]), routing.slots, routing.expert_ids]
+            out, of_pairs = _sum_home(tensors, self.experts_per_node)
+            return out, of_pairs
+
+        return Later(finish)
 
     def check(self) -> None:
         for counts in self._node_counts.values():
             counts.tolist()  # all exchanges are over
         for transport in self._transports():
             transport.check()  # before a collective that a rank which is gone would not come to
-        super().check()
-        for counts in self._node_counts.values():
-            counts.zero_()
+        try:
+            super().check()
+        finally:
+            for counts in self._node_counts.values():
+                counts.zero_()
 
     def close(self) -> None:
         super().close()
@@ -161,33 +183,30 @@ class HierarchicalDispatcher(TokenDispatcher):
             while self._within:
                 self._within.popitem()[1].close()
 
-    def _for(self, expert_ids: Tensor) -> tuple[SymmetricDispatcher, int]:
-        """The dispatcher within the node, and C, for a dispatch of these ids."""
-        if self.uses < 1:
-            raise RuntimeError("dispatcher: closed")
-        tokens, top_k = expert_ids.shape
+    def _max_tokens(self, tokens: int, device: torch.device) -> int:
+        """T_max, at least 1, for a dispatch of so many tokens."""
         most = self.max_tokens or self._most_tokens
         if not most:
-            most = self._most_tokens = most_tokens(tokens, expert_ids.device, self.group)
+            most = self._most_tokens = most_tokens(tokens, device, self.group)
         if tokens > most:
             cure = f"set max_tokens={tokens} or more, on all ranks, where the layer is made"
             raise ValueError(f"payload: got {tokens} tokens, wanted at most max_tokens = {most}: {cure}")
-        num_slots = self.slots_per_node(max(1, most), top_k)
+        return max(1, most)
+
+    def _within_of(self, max_tokens: int, num_slots: int) -> SymmetricDispatcher:
+        if self.uses < 1:
+            raise RuntimeError("dispatcher: closed")
         if num_slots not in self._within:
             here, capacity = self.nodes.count * num_slots, self.capacity
-            if capacity.kind == "factor":  # of T_max K rows of each rank, as ever, and not of those in slots
-                capacity = Capacity.factor(capacity.load * max(1, most) / here, capacity.overflow)
-            made = SymmetricDispatcher(
-                self.experts_per_node,
-                group=self.nodes.within,
-                capacity=capacity,
-                **self._sizes | {"max_tokens": here},
-            )
+            if capacity.kind == "factor":  # times T_max K rows, and not the slots' K
+                capacity = Capacity.factor(capacity.load * max_tokens / here, capacity.overflow)
+            sizes = self._sizes | {"max_tokens": here}
+            made = SymmetricDispatcher(self.experts_per_node, group=self.nodes.within, capacity=capacity, **sizes)
             made._counts = self._node_counts
             self._within[num_slots] = made
-        return self._within[num_slots], num_slots
+        return self._within[num_slots]
 
-    def _of(self, routing: HierarchicalRouting) -> SymmetricDispatcher:
+    def _within_by(self, routing: HierarchicalRouting) -> SymmetricDispatcher:
         num_slots = len(routing.tokens) // self.nodes.count
         if num_slots not in self._within:
             raise RuntimeError("dispatcher: got a routing from before it was closed, wanted close() after backward")
@@ -215,7 +234,7 @@ class HierarchicalDispatcher(TokenDispatcher):
     def _all_counts(self) -> list[Tensor]:
         """As a plan of 2 W owners counts: rows of the W ranks' experts, then the slots of the W senders. Collective."""
         totals, ranks = [], self.world_size
-        for device, (most, lost, invalid) in ((device, each) for device, each in self._counts.items()):
+        for device, (most, lost, invalid) in self._counts.items():
             total = torch.zeros(4 * ranks + 1, dtype=torch.int64, device=device)
             needed, overflow = total[: 2 * ranks], total[2 * ranks : -1]
             needed[ranks + self.rank], overflow[ranks + self.rank], total[-1] = most, lost, invalid
@@ -253,50 +272,6 @@ class _Crossing(NamedTuple):
         for work in self.works:
             work.wait()
         return self.rows
-
-
-class _Dispatched(NamedTuple):
-    dispatcher: HierarchicalDispatcher
-    crossing: _Crossing
-    payload: Payload
-    within: SymmetricDispatcher
-    ids: Tensor
-    slots: Tensor
-    tokens: Tensor
-    alignment: int
-
-    def wait(self) -> tuple[Payload, Routing]:
-        rows, tables = self.crossing.wait()
-        here, of_node = self.dispatcher, self.dispatcher.experts_per_node
-        ids, weights = _read_tables([tables], here.nodes.node * of_node, of_node)
-        slots, within = self.within.dispatch((rows,), ids, weights, alignment=self.alignment).wait()
-        here._room = max(
-            here._room, (here.max_tokens or here._most_tokens, ids.shape[1], self.alignment, within.plan.max_rows)
-        )
-        routing = HierarchicalRouting(within.plan, self.ids, here.num_local_experts, within, self.slots, self.tokens)
-        return _parted(slots, self.payload), routing
-
-
-class _Redispatched(NamedTuple):
-    crossing: _Crossing
-    payload: Payload
-    within: SymmetricDispatcher
-    routing: Routing
-
-    def wait(self) -> Payload:
-        return _parted(self.within.redispatch(self.crossing.wait(), self.routing).wait(), self.payload)
-
-
-class _Combined(NamedTuple):
-    crossing: _Crossing
-    routing: HierarchicalRouting
-    experts_per_node: int
-
-    def wait(self) -> tuple[Tensor, Tensor | None]:
-        home, *values = self.crossing.wait()
-        tensors = [home, *(values or [None]), self.routing.slots, self.routing.expert_ids]
-        out, of_pairs = _sum_home(tensors, self.experts_per_node)
-        return out, of_pairs
 
 
 def _joined(payload: Payload) -> Tensor:
