@@ -119,9 +119,7 @@ class HierarchicalDispatcher(TokenDispatcher):
 
     def slots_per_node(self, max_tokens: int, top_k: int) -> int:
         """C, of T_max and K."""
-        if self.capacity.kind != "factor":
-            return max_tokens
-        return min(max_tokens, max(1, math.ceil(self.capacity.load * max_tokens * self._share(top_k))))
+        return slots_per_node(self.capacity, max_tokens, self._share(top_k))
 
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
@@ -272,6 +270,13 @@ class _Crossing(NamedTuple):
         for work in self.works:
             work.wait()
         return self.rows
+
+
+def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:
+    """C, of T_max and the share of tokens that need a node."""
+    if capacity.kind != "factor":
+        return max_tokens
+    return min(max_tokens, max(1, math.ceil(capacity.load * max_tokens * share)))
 
 
 def _joined(payload: Payload) -> Tensor:
