@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep.problem import Ranks, make_ranks
+from ep.problem import Ranks, make_ranks, share
 from mxep.comms import Capacity, CapacityExceeded
 from mxep.ep import HierarchicalDispatcher, LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher
 from mxep.ep.dispatchers.base import Routing
@@ -20,8 +20,23 @@ from ranks import Context, distributed
 DIM, EXPERTS = 64, 12
 
 
+def sums_of(pairs: torch.Tensor, owner: torch.Tensor, world_size: int, ranks_per_node: int) -> torch.Tensor:
+    """The definition of combine: (T, K, D) rows of each token's experts, on ranks ``owner`` (T, K) -> (T, D)."""
+    total = torch.zeros(len(pairs), pairs.shape[2])
+    for node in range(world_size // ranks_per_node):
+        of_node = torch.zeros_like(total)
+        for rank in range(node * ranks_per_node, (node + 1) * ranks_per_node):
+            of_rank = torch.zeros_like(total)
+            for k in range(owner.shape[1]):
+                mask = owner[:, k] == rank
+                of_rank[mask] += pairs[mask, k].float()
+            of_node += of_rank.to(pairs.dtype).float()
+        total += of_node.to(pairs.dtype).float()
+    return total.to(pairs.dtype)
+
+
 class OfAllRanks(LocalDispatcher):
-    """The definition. Tokens of all W ranks by (index in the node, node, token); sums by rank, by node, of nodes."""
+    """The definition of a layer. Tokens of all W ranks by (index in the node, node, token), sums by `sums_of`."""
 
     def __init__(self, num_experts: int, world_size: int, ranks_per_node: int) -> None:
         super().__init__(num_experts)
@@ -31,20 +46,10 @@ class OfAllRanks(LocalDispatcher):
     def combine(
         self, rows: torch.Tensor, routing: Routing, row_values: torch.Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[torch.Tensor, torch.Tensor | None]]:
-        ids, row_of = routing.expert_ids, routing.plan.slot_rows
-        owner = ids.div(self.num_experts // self.ranks, rounding_mode="floor")
-        total = torch.zeros(len(ids), rows.shape[1])
-        for node in range(self.ranks // self.ranks_per_node):
-            of_node = torch.zeros_like(total)
-            for rank in range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node):
-                of_rank = torch.zeros_like(total)
-                for k in range(ids.shape[1]):
-                    mask = (owner[:, k] == rank) & (row_of[:, k] >= 0)
-                    of_rank[mask] += rows[row_of[mask, k].long()].float()
-                of_node += of_rank.to(rows.dtype).float()
-            total += of_node.to(rows.dtype).float()
+        row_of = routing.plan.slot_rows
+        owner = routing.expert_ids.div(self.num_experts // self.ranks, rounding_mode="floor")
         _, values = super().combine(rows, routing, row_values).wait()
-        return Done((total.to(rows.dtype), values))
+        return Done((sums_of(rows[row_of.clamp_min(0).long()], owner, self.ranks, self.ranks_per_node), values))
 
 
 def hierarchical(ctx: Context, ranks_per_node: int, **options) -> HierarchicalDispatcher:
@@ -345,3 +350,86 @@ def test_slots_follow_from_the_capacity_and_the_nodes_that_a_token_may_reach() -
     measured = (ids < 32).any(1).float().mean() * 8192
     assert abs(slots(even, 8, 8) - measured) < 60  # 3 standard deviations of the mean: 81, of 20000 draws of p = 0.66
     assert slots(Capacity.factor(1.25), 8, 8) == pytest.approx(1.25 * slots(even, 8, 8), abs=2)
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_combine_sums_rows_as_defined_on_any_device(ctx: Context, parts: int) -> None:
+    """An expert's row is its token times a number of the expert's, so that every rank knows its tokens' rows."""
+    ranks_per_node, tokens = max(1, ctx.world_size // 2), 30 + ctx.rank
+    dispatcher = hierarchical(ctx, ranks_per_node, max_tokens=40)
+    generator = torch.Generator().manual_seed(ctx.rank)
+    x = torch.randn(tokens, DIM, generator=generator).bfloat16()
+    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(4).indices.int()
+    ids[::5, 2] = -1
+    payload = tuple(x.to(ctx.device).view(torch.uint8).chunk(parts, 1))
+    weights = torch.rand(tokens, 4, generator=generator).to(ctx.device)
+    slots, routing = dispatcher.dispatch(payload, ids.to(ctx.device), weights, alignment=8, overlap=True).wait()
+    rows, plan = torch.cat(slots, 1).view(torch.bfloat16), routing.plan
+    expert = torch.bucketize(torch.arange(plan.max_rows, device=ctx.device), plan.offs.long(), right=True)
+    factor = (1 + (expert + ctx.rank * EXPERTS // ctx.world_size) / 8).bfloat16()
+    valid = (plan.row_slot >= 0)[:, None]
+    made = torch.where(valid, rows[plan.row_slot.clamp_min(0).long()] * factor[:, None], float("nan"))
+    out, values = dispatcher.combine(made, routing, plan.row_weight * 2, overlap=True).wait()
+    pairs = x[:, None] * (1 + ids / 8).bfloat16()[:, :, None]
+    owner = ids.div(EXPERTS // ctx.world_size, rounding_mode="floor")
+    assert torch.equal(out.cpu(), sums_of(pairs, owner, ctx.world_size, ranks_per_node))
+    assert torch.equal(values, torch.where(ids.to(ctx.device) >= 0, weights * 2, 0.0))
+    dispatcher.check()
+
+
+@distributed(2, 4, device="cuda")
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_on_gpus_one_rank_a_node_is_what_symmetric_computes(ctx: Context, recipe: str) -> None:
+    ranks = make_ranks([150, 200, 90, 220][: ctx.world_size], dim=256, hidden=128, experts=EXPERTS)
+    flat = ranks.run(ctx, recipe=recipe, dispatcher="symmetric")
+    for ranks_per_node in (1, ctx.world_size):
+        assert_same_bits(ranks.run(ctx, recipe=recipe, dispatcher=hierarchical(ctx, ranks_per_node, dim=256)), flat)
+
+
+@distributed(2, 4, device="cuda")
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_a_captured_layer_replays_with_other_tokens_as_it_computes_eagerly(ctx: Context, recipe: str) -> None:
+    """Two nodes: forward and backward, both legs, in one graph of `torch.cuda.graph`."""
+    torch.manual_seed(0)
+    dispatcher = hierarchical(ctx, ctx.world_size // 2, dim=256, max_tokens=96)
+    moe = MoE(256, 128, EXPERTS, 3, dispatcher=dispatcher, group=ctx.group, device=ctx.device, recipe=recipe)
+    x = torch.zeros(96, 256, dtype=torch.bfloat16, device=ctx.device, requires_grad=True)
+    d_out = torch.zeros_like(x, requires_grad=False)
+    ids = torch.zeros(96, 3, dtype=torch.int32, device=ctx.device)
+    weights = torch.zeros(96, 3, device=ctx.device, requires_grad=True)
+    leaves = [x, weights, *moe.experts.parameters()]
+
+    def step() -> list[torch.Tensor]:
+        out = moe(x, expert_ids=ids, weights=weights)
+        return [out, *map(share, torch.autograd.grad(out, leaves, d_out))]
+
+    @torch.no_grad()
+    def new_batch(seed: int) -> None:
+        generator = torch.Generator().manual_seed(10 * seed + ctx.rank)
+        for tensor in (x, d_out):
+            tensor.copy_(torch.randn(96, 256, generator=generator))
+        scores, chosen = torch.rand(96, EXPERTS, generator=generator).topk(3)
+        chosen[seed::7] = -1
+        ids.copy_(chosen)
+        weights.copy_(scores)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for seed in range(3):
+            new_batch(seed)
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog has a thread of its own
+        captured = step()
+    for seed in (3, 4, 5):
+        new_batch(seed)
+        graph.replay()
+        replayed = [tensor.detach().clone() for tensor in captured]
+        wanted = [tensor.detach() for tensor in step()]
+        assert all(tensor.any() for tensor in wanted)
+        assert all(torch.equal(*pair) for pair in zip(replayed, wanted, strict=True)), seed
+    moe.check()
