@@ -352,12 +352,20 @@ def test_slots_follow_from_the_capacity_and_the_nodes_that_a_token_may_reach() -
     assert slots(Capacity.factor(1.25), 8, 8) == pytest.approx(1.25 * slots(even, 8, 8), abs=2)
 
 
-@distributed(2, 4)
-@pytest.mark.parametrize("parts", [1, 2])
-def test_combine_sums_rows_as_defined_on_any_device(ctx: Context, parts: int) -> None:
-    """An expert's row is its token times a number of the expert's, so that every rank knows its tokens' rows."""
-    ranks_per_node, tokens = max(1, ctx.world_size // 2), 30 + ctx.rank
-    dispatcher = hierarchical(ctx, ranks_per_node, max_tokens=40)
+@distributed(2, 4, 6)
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("hierarchical", 1), ("hierarchical", 2), ("all_to_all", 2), ("symmetric", 2)]
+)
+def test_combine_sums_rows_as_defined_on_any_device(ctx: Context, kind: str, parts: int) -> None:
+    """An expert's row is its token times a factor of the expert's, so that every rank knows its tokens' rows: large
+    ones that cancel and hide small ones, so that another order of sums is another sum. Flat is one rank a node."""
+    tokens, ranks_per_node = 30 + ctx.rank, max(1, ctx.world_size // 2 if ctx.world_size < 6 else 2)
+    options = {"dim": DIM, "group": ctx.group, "max_tokens": 40}
+    dispatcher = make_dispatcher(kind, EXPERTS, **options, ranks_per_node=ranks_per_node)
+    if kind != "hierarchical":
+        ranks_per_node = 1
+    factors = torch.tensor([2.0**30, 1.0, -(2.0**30), -0.75, 2.0**30, 1.5, -(2.0**30), 1, 1, 2.0**30, -(2.0**30), 1])
+    factors = factors.bfloat16()
     generator = torch.Generator().manual_seed(ctx.rank)
     x = torch.randn(tokens, DIM, generator=generator).bfloat16()
     ids = torch.rand(tokens, EXPERTS, generator=generator).topk(4).indices.int()
@@ -367,11 +375,12 @@ def test_combine_sums_rows_as_defined_on_any_device(ctx: Context, parts: int) ->
     slots, routing = dispatcher.dispatch(payload, ids.to(ctx.device), weights, alignment=8, overlap=True).wait()
     rows, plan = torch.cat(slots, 1).view(torch.bfloat16), routing.plan
     expert = torch.bucketize(torch.arange(plan.max_rows, device=ctx.device), plan.offs.long(), right=True)
-    factor = (1 + (expert + ctx.rank * EXPERTS // ctx.world_size) / 8).bfloat16()
+    here = factors.chunk(ctx.world_size)[ctx.rank].to(ctx.device)
+    factor = here[expert.clamp(max=len(here) - 1)]
     valid = (plan.row_slot >= 0)[:, None]
     made = torch.where(valid, rows[plan.row_slot.clamp_min(0).long()] * factor[:, None], float("nan"))
     out, values = dispatcher.combine(made, routing, plan.row_weight * 2, overlap=True).wait()
-    pairs = x[:, None] * (1 + ids / 8).bfloat16()[:, :, None]
+    pairs = x[:, None] * factors[ids.clamp_min(0).long()][:, :, None]
     owner = ids.div(EXPERTS // ctx.world_size, rounding_mode="floor")
     assert torch.equal(out.cpu(), sums_of(pairs, owner, ctx.world_size, ranks_per_node))
     assert torch.equal(values, torch.where(ids.to(ctx.device) >= 0, weights * 2, 0.0))

@@ -107,11 +107,12 @@ def _as_mx(case: Case) -> Case:
 def moved(shape: Shape, ranks: int, recipe: str) -> float:
     """Bytes that the all_to_all dispatcher reads and writes around its collectives: gathers, joins, splits, sums.
 
-    Each way a row is copied three times. Sums read a row for each pair, write one for each (token, rank), read these.
+    Each way a row is copied three times. Sums read a row for each pair, write min(K, W) a token, read these.
     """
     tokens, dim, _, _, top_k = shape
     pairs, row = tokens * top_k, row_bytes(recipe, dim)
-    return 2 * (6 * pairs * row + 6 * pairs * 2 * dim + (3 * pairs + tokens) * 2 * dim)
+    sums = pairs + 2 * tokens * min(top_k, ranks) + tokens
+    return 2 * (6 * pairs * row + 6 * pairs * 2 * dim + sums * 2 * dim)
 
 
 def crossed(shape: Shape, nodes: int, slots: int, recipe: str) -> float:

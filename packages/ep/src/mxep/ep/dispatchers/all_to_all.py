@@ -104,13 +104,13 @@ class AllToAllDispatcher(TokenDispatcher):
         position = torch.full((ids.numel(),), -1, dtype=torch.int32, device=ids.device)
         position[routing.order] = torch.arange(len(home), dtype=torch.int32, device=ids.device)
         rank = torch.where(ids >= 0, ids.div(self.num_local_experts, rounding_mode="floor"), self.world_size)
-        same = rank[:, :, None] == rank[:, None, :]
-        leads = ~same.tril(-1).any(2)  # the first in the list of each rank that it names
-        rows = torch.where(same & leads[:, :, None], position.view(tokens, 1, top_k), -1)
+        again = (rank[:, :, None] == rank[:, None, :]).tril(-1).any(2)
+        # Each token's ranks in order, world_size behind the last.
+        ranks = rank.masked_fill(again, self.world_size).sort(1).values[:, : min(top_k, self.world_size)]
+        rows = torch.where(ranks[:, :, None] == rank[:, None], position.view(tokens, 1, top_k), -1)
         of_rank = sum_slots(home, rows.view(-1, top_k))
-        ordered, place = torch.where(leads, rank, self.world_size).sort(1)
-        first = torch.arange(tokens, device=ids.device)[:, None] * top_k
-        return sum_slots(of_rank, torch.where(ordered < self.world_size, first + place, -1).int())
+        place = torch.arange(ranks.numel(), device=ids.device).view_as(ranks)
+        return sum_slots(of_rank, torch.where(ranks < self.world_size, place, -1).int())
 
     def _exchange_sizes(self, counts: Tensor, wrong: Tensor) -> tuple[list[int], list[int], list[int]]:
         """(sent, received) rows by rank, on the host: NCCL's all-to-all takes them from there. Third, what
