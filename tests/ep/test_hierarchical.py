@@ -337,7 +337,7 @@ def test_slots_follow_from_the_capacity_and_the_nodes_that_a_token_may_reach() -
 
     def slots(capacity: Capacity | None, nodes: int, top_k: int, nodes_per_token: int | None = None) -> int:
         made = HierarchicalDispatcher(256, dim=DIM, capacity=capacity)
-        made.nodes, made.experts_per_node = made.nodes._replace(count=nodes), 256 // nodes
+        made.nodes, made.experts_per_node = dataclasses.replace(made.nodes, count=nodes), 256 // nodes
         made.nodes_per_token = nodes_per_token or nodes
         return made.slots_per_node(8192, top_k)
 

@@ -1,5 +1,6 @@
 """task=estimate: its formulas against the code's own shapes and real routings, its errors against what was measured."""
 
+import dataclasses
 import io
 import json
 from collections.abc import Iterator
@@ -244,7 +245,7 @@ def test_slots_and_buffers_of_two_nodes_are_the_dispatchers(capacity: Capacity):
     """One process: the dispatcher's nodes are made up, and what is inside one is a dispatcher of its own."""
     shape, ranks, nodes = Shape(96, 128, 64, 16, 3), 8, 4
     made = HierarchicalDispatcher(shape.experts, dim=shape.dim, capacity=capacity)
-    made.nodes, made.experts_per_node = made.nodes._replace(ranks=2, count=nodes), shape.experts // nodes
+    made.nodes, made.experts_per_node = dataclasses.replace(made.nodes, ranks=2, count=nodes), shape.experts // nodes
     made.nodes_per_token = nodes
     slots = slots_of(shape, nodes, capacity)
     assert slots == nodes * made.slots_per_node(shape.tokens, shape.top_k)

@@ -153,7 +153,7 @@ class Rates:
             del todo["dispatch"], todo["combine"]
             todo |= {"NCCL": (sent, 1.0), "permute + pointwise": (moved(shape, ranks, case.recipe),), "gap": (1.0,)}
         elif dispatcher == "hierarchical":
-            rows, copied = shape.tokens * (ranks - nodes) * p.traffic.needs(1), 2.0 * slots * shape.dim
+            rows, copied = shape.tokens * (ranks - nodes) * Expected(shape, ranks).needs(1), 2.0 * slots * shape.dim
             todo |= {"dispatch": (2 * rows * row_bytes(case.recipe, shape.dim) * slower, copied)}
             todo |= {"combine": (2 * rows * row_bytes("bf16", shape.dim) * slower, copied), "NCCL": (sent, 1.0)}
             todo["permute + pointwise"] = (crossed(shape, nodes, slots, case.recipe),)

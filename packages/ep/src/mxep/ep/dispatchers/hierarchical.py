@@ -158,7 +158,7 @@ class HierarchicalDispatcher(TokenDispatcher):
 
         def finish() -> tuple[Tensor, Tensor | None]:
             home, *values = crossing.wait()
-            tensors = [home, *(values or [None]), routing.slots, routing.expert_ids]
+            tensors = [home, values[0] if values else None, routing.slots, routing.expert_ids]
             out, of_pairs = _sum_home(tensors, self.experts_per_node)
             return out, of_pairs
 
@@ -285,7 +285,7 @@ def _joined(payload: Payload) -> Tensor:
 
 def _parted(slots: Payload, payload: Payload) -> Payload:
     """Slots (S, n) in one part -> in the payload's."""
-    return slots[0].split([part.shape[1] for part in payload], 1)
+    return torch.split(slots[0], [part.shape[1] for part in payload], 1)
 
 
 @replayed

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import datetime
 import platform
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from .shared import lives
 
 
-class Nodes(NamedTuple):
+@dataclass(frozen=True)
+class Nodes:
     """Where this rank is.
 
     Attributes:
