@@ -107,8 +107,7 @@ def test_one_rank_expert_parallel_and_data_parallel_ranks_train_alike(
 def test_nodes_of_one_rank_train_as_one_node_does_bit_for_bit_and_nodes_of_two_alike(
     make_config: Callable[..., Config], tmp_path: Path
 ):
-    """dispatcher=hierarchical, in MXFP8: between nodes a sum is rounded where symmetric rounds it, if nodes have one
-    rank. Checkpoints are written and the graphs' settings read as ever."""
+    """dispatcher=hierarchical, in MXFP8: sums are rounded where symmetric rounds them, if nodes have one rank."""
     curves = {}
     for ranks, dispatcher, of_node in ((2, "symmetric", "null"), (2, "hierarchical", 1), (4, "hierarchical", 2)):
         how = f"dispatcher={dispatcher}", f"dispatcher.ranks_per_node={of_node}", "dispatcher.capacity=factor"

@@ -313,7 +313,7 @@ def _plan_slots(
     lost = (here & (needed & ~fits)[:, None]).sum()
     counts[0] = torch.maximum(counts[0], needed.sum(0).max())
     counts[1:] += torch.stack((lost, wrong.sum()))
-    tables = torch.cat((ids + 1, weights.view(torch.int32)), 1).view(torch.uint8)
+    tables = torch.cat((ids + 1, weights.detach().view(torch.int32)), 1).view(torch.uint8)
     return [ids, slots.int(), tokens[:-1], tables]
 
 
