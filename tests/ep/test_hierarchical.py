@@ -1,6 +1,7 @@
 """dispatcher="hierarchical": nodes x ranks on one machine, to the bit against one process that holds all tokens."""
 
 import dataclasses
+import time
 from unittest import mock
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep.problem import Ranks, make_ranks, share
-from mxep.comms import Capacity, CapacityExceeded
+from mxep.comms import Capacity, CapacityExceeded, PeerTimeout
 from mxep.ep import HierarchicalDispatcher, LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher
 from mxep.ep.dispatchers.base import Routing
 from mxep.ep.dispatchers.handles import Done, Handle
@@ -319,6 +320,22 @@ def test_what_does_not_fit_is_said_and_close_ends_it(ctx: Context) -> None:
         send(dispatcher, ctx, [[0]])
     with pytest.raises(RuntimeError, match="got a routing from before it was closed"):
         dispatcher.combine(torch.zeros(routing.plan.max_rows, DIM, dtype=torch.bfloat16), routing)
+
+
+@distributed(4, device="cpu")
+def test_a_rank_that_does_not_come_ends_all_others_within_the_limit(ctx: Context) -> None:
+    """Rank 3: its node's other rank names it by its index there, its peer on the other node times out in gloo."""
+    dispatcher = hierarchical(ctx, 2, max_tokens=4, timeout=3.0)
+    send(dispatcher, ctx, [[0], [9]])
+    dist.barrier(ctx.group)
+    started = time.monotonic()
+    if ctx.rank < 3:
+        with pytest.raises(RuntimeError) as caught:
+            send(dispatcher, ctx, [[0], [9]])
+        assert (ctx.rank == 1) != isinstance(caught.value, PeerTimeout)
+        assert ctx.rank == 1 or caught.value.missing == (1,)
+    assert time.monotonic() - started < 15
+    dist.barrier(ctx.group)
 
 
 def test_without_processes_it_is_one_node_of_one_rank() -> None:

@@ -240,8 +240,8 @@ class TokenDispatcher(ABC):
         """Rows home: ``rows`` (R_max, D) -> (T, D), each token's rows summed in fp32 in a fixed order.
 
         Per destination rank a token's rows are summed in its list's order and rounded to the rows' dtype, then the
-        ranks' sums in rank order. Dispatchers over the same ranks agree bit for bit, but for the hierarchical one, which
-        rounds a node's sum, too.
+        ranks' sums in rank order. Dispatchers over the same ranks agree bit for bit, but for the hierarchical one,
+        which rounds a node's sum, too.
         ``row_values`` (R_max,) fp32 come back as (T, K), 0 where nothing was routed.
         """
 
