@@ -248,7 +248,7 @@ def memory(
     if dispatcher == "all_to_all":  # rows gathered, joined, received and split; sums in fp32
         peaks.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 4 * tokens * dim + 2 * w))
     peak = max((kept if replayed else still) + besides for still, besides in peaks) + 2 * tokens * dim
-    layout = Layout(ranks, tokens, top_k, round_up(2 * dim, ALIGNMENT), ranks * tokens)
+    layout = Layout(ranks, tokens, top_k, round_up(2 * dim, ALIGNMENT))
     return {"kept": kept, "work": peak - kept, "buffers": 2 * layout.nbytes if dispatcher == "symmetric" else 0}
 
 
