@@ -108,7 +108,7 @@ def profiled(call: Call, steps: int, device: torch.device, *activities: Profiler
 
 
 def breakdown_of(call: Call, device: torch.device) -> Breakdown:
-    """Of kernels in STEPS calls; on a CPU, of the outermost operators in one, as listing them takes long. Collective, if
+    """Of kernels in STEPS calls; on a CPU, where listing takes long, of the outermost operators in one. Collective, if
     the call is."""
     cuda = device.type == "cuda"
     activity, wanted = (ProfilerActivity.CUDA, DeviceType.CUDA) if cuda else (ProfilerActivity.CPU, DeviceType.CPU)
