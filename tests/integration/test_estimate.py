@@ -308,7 +308,7 @@ def test_slots_and_buffers_of_two_nodes_are_the_dispatchers(capacity: Capacity):
     made.nodes_per_token = nodes
     slots = slots_of(shape, nodes, capacity)
     assert slots == nodes * made.slots_per_node(shape.tokens, shape.top_k)
-    within = Layout(ranks // nodes, slots, shape.top_k, 2 * shape.dim, ranks // nodes * slots)
+    within = Layout(ranks // nodes, slots, shape.top_k, 2 * shape.dim)
     found = memory(shape, ranks, "bf16/hierarchical", capacity, nodes=nodes)
     assert found["buffers"] == 2 * within.nbytes
     flat = memory(shape, ranks, "bf16/symmetric", capacity)

@@ -287,7 +287,7 @@ def memory(
         peaks.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w))
     peak = max((kept if replayed else still) + besides for still, besides in peaks) + 2 * tokens * dim
     of_node = ranks // nodes
-    layout = Layout(of_node, slots // of_node, top_k, round_up(2 * dim, ALIGNMENT), slots)
+    layout = Layout(of_node, slots // of_node, top_k, round_up(2 * dim, ALIGNMENT))
     return {"kept": kept, "work": peak - kept, "buffers": 2 * layout.nbytes if copied else 0}
 
 
