@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import torch
 
+from mxep.quant import SwiGLU
 from mxep.quant.kernels import columns, fold, fold_for_wgrad, gather, per_row, requantize, rms_norm, rows, swiglu
 
 T, D = 8192, 4096
+GPT_OSS = SwiGLU(1.702, 7.0, 1.0, interleaved=True).packed
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
 
 
@@ -41,8 +43,10 @@ def gate_up(F: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, 
     return x(T, 2 * F, dtype=dtype), x(T, dtype=torch.float32), ends()
 
 
-def swiglu_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16):
-    return lambda: swiglu.swiglu_quantize(*gate_up(F, dtype), fmt, MODE, block, folded)
+def swiglu_quantize(
+    F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16, activation=None
+):
+    return lambda: swiglu.swiglu_quantize(*gate_up(F, dtype), fmt, MODE, block, folded, activation)
 
 
 def rms_norm_quantize(D: int, block: int, dtype: torch.dtype = torch.bfloat16):
@@ -55,9 +59,9 @@ def rms_norm_backward(D: int, dtype: torch.dtype = torch.bfloat16):
     )
 
 
-def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3):
+def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, activation=None):
     out = x(T, 2 * F, dtype=fmt)
-    return lambda: swiglu.swiglu_backward_quantize(x(T, F), *gate_up(F), out, MODE, block, folded)
+    return lambda: swiglu.swiglu_backward_quantize(x(T, F), *gate_up(F), out, MODE, block, folded, activation)
 
 
 def in_groups(groups: int) -> dict[str, Callable[[], object]]:
@@ -122,4 +126,8 @@ LAUNCHES = {
     "swiglu_backward_quantize 8192 per row": swiglu_backward_quantize(8192, 2 * 8192, False),
     "swiglu_backward_quantize 2048 folded E5M2": swiglu_backward_quantize(2048, 32, True, E5M2),
     **{f"swiglu_backward_quantize {F} folded": swiglu_backward_quantize(F, 32, True) for F in (768, 2048, 8192)},
+    "swiglu_quantize 2880 folded gpt-oss": swiglu_quantize(2880, 32, True, activation=GPT_OSS),
+    "swiglu_backward_quantize 2880 gpt-oss": swiglu_backward_quantize(2880, 32, False, activation=GPT_OSS),
+    "swiglu_backward_quantize 2880 folded gpt-oss": swiglu_backward_quantize(2880, 32, True, activation=GPT_OSS),
+    "swiglu_backward_quantize 2880 per row gpt-oss": swiglu_backward_quantize(2880, 5760, False, activation=GPT_OSS),
 }

@@ -30,6 +30,8 @@ TESTED = (
     "swiglu_backward_quantize 8192 per row",
     "swiglu_backward_quantize 2048 folded E5M2",
     "swiglu_backward_quantize 8192 folded",
+    "swiglu_backward_quantize 2880 folded gpt-oss",
+    "swiglu_backward_quantize 2880 per row gpt-oss",
 )
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
 ON_BLACKWELL = ("requantize gathered", "fold 16384", "gather_swizzled", "fold_for_wgrad")

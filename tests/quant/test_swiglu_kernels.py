@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.quant import MXFormat, ScaleMode
+from mxep.quant import MXFormat, ScaleMode, SwiGLU
 from mxep.quant.kernels import swiglu as kernels
 from mxep.quant.sigmoid import sigmoid_pair
 from quant.exact import FORMATS
@@ -62,6 +62,7 @@ def check(
     *quantized: Any,
     ends: Tensor | None = None,
     backward: bool = True,
+    activation: SwiGLU = SwiGLU(),
     **tuning: int,
 ) -> None:
     """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written."""
@@ -74,12 +75,12 @@ def check(
         dtype, *quantized = quantized  # type: ignore[assignment]
         out = (torch.empty(gate_up.shape, dtype=dtype),)
         moved_out = (torch.empty(gate_up.shape, dtype=dtype, device=DEVICE),)
-    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized)
+    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized, activation.packed)
     moved = [part if part is None else part.to(DEVICE, copy=True) for part in (*inputs, ends)]
     for part in moved[:-1]:
         if part is not None:
             part[valid:] = NAN
-    got = getattr(kernels, name)(*moved, *moved_out, *quantized, **tuning)
+    got = getattr(kernels, name)(*moved, *moved_out, *quantized, activation.packed, **tuning)
     got = *moved_out, *((got,) if isinstance(got, Tensor) else got)
     want = *out, *((want,) if isinstance(want, Tensor) else want)
     for a, b in zip(got, want, strict=True):
@@ -123,6 +124,30 @@ def test_codes_written_over_the_gradient(folded: bool, F: int, tuning: dict[str,
     for a, b in zip((moved[0].view(E4M3), *got), (qdata, *want), strict=True):
         same(a[:37], b[:37])
     assert torch.equal(moved[0][37:].cpu().view(torch.int16), d_h[37:].view(torch.int16))
+
+
+ACTIVATIONS = [
+    SwiGLU(1.702, 7.0, 1.0, interleaved=True),
+    SwiGLU(1.702, 7.0, 1.0),
+    SwiGLU(limit=0.75),
+    SwiGLU(interleaved=True),
+]
+"""gpt-oss, MiniMax-M3, DeepSeek-V4, and plain of other columns."""
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "quantized",
+    [(), (E4M3, "rceil", 32, False), (E5M2, "floor", 32, True), (E4M3, "rceil", None, False)],
+    ids=["rounded", "blocks", "folded", "row"],
+)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_other_activations(activation: SwiGLU, quantized: tuple[Any, ...], backward: bool) -> None:
+    for F, tuning in WIDTHS[1:5]:
+        of_row = tuple((2 * F if backward else F) if part is None else part for part in quantized)
+        given = problem(8, F, torch.float32 if F == 96 else torch.bfloat16)
+        given[1][6, ::7], given[1][7, 1::5] = 0.75, -7.0  # limits themselves are not clamped
+        check(given, *of_row, ends=ends_of(3, 5), backward=backward, activation=activation, **tuning)
 
 
 @pytest.mark.parametrize("F", [1, 2, 5, 8, 9, 100])

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 
+from mxep.quant.activation import SwiGLU
 from mxep.quant.checks import Axis
 from mxep.quant.fold import FoldStats, fold, fold_with_stats
 from mxep.quant.fold_for_wgrad import WgradOperands, fold_for_wgrad
@@ -29,6 +30,7 @@ __all__ = [
     "MXTensor",
     "PaddedGroups",
     "ScaleMode",
+    "SwiGLU",
     "WgradOperands",
     "fold",
     "fold_for_wgrad",

@@ -15,6 +15,7 @@ While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 i
 backward; folded it takes 38 and 57. Hence a sigmoid without a division, and a sum over a row that leaves a thread late.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant import sigmoid
+from mxep.quant.activation import SwiGLU
 from mxep.quant.device import NAN_SCALE, abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax, shifted, valid_rows
+from mxep.quant.kernels.activation import glu, joined_pairs, split_pairs, unclamped
 from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_swiglu_scale
 
@@ -31,41 +33,6 @@ WARP_ELEMENTS = 2048
 THREAD_ELEMENTS = 8
 AHEAD = 1
 PROGRAMS_PER_SM = 256
-
-_LIMIT = tl.constexpr(sigmoid.LIMIT)
-_SCALE = tl.constexpr(sigmoid.SCALE)
-_ROUND = tl.constexpr(sigmoid.ROUND)
-_C0, _C1 = tl.constexpr(sigmoid.C0), tl.constexpr(sigmoid.C1)
-_MAGIC = tl.constexpr(sigmoid.MAGIC)
-_ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _sigmoid_pair(x):
-    """`mxep.quant.sigmoid.sigmoid_pair` of x clamped to +- _LIMIT, fp32."""
-    t = x * _SCALE
-    u = t + _ROUND
-    f = t - (u - _ROUND)
-    even = f * f + _C0
-    odd = f * _C1
-    p = (even + odd).to(tl.int32, bitcast=True) + (u.to(tl.int32, bitcast=True) << 23)
-    p = p.to(tl.float32, bitcast=True)
-    q = even - odd
-    d = p + q
-    r = (-d.to(tl.int32, bitcast=True) + _MAGIC).to(tl.float32, bitcast=True)
-    t = d * r
-    r = r * (3.0 - t * (3.0 - t))
-    r = r * (2.0 - d * r)
-    return q * r, p * r
-
-
-@triton.jit
-def _silu(gate):
-    """silu(gate) fp32, and what its slope is made of: gate clamped on both sides, sigmoid(gate), sigmoid(-gate)."""
-    above = tl.maximum(gate, -_LIMIT, propagate_nan=_ALL_NAN)
-    clamped = tl.minimum(above, _LIMIT, propagate_nan=_ALL_NAN)
-    s, one_minus_s = _sigmoid_pair(clamped)
-    return above * s, clamped, s, one_minus_s
 
 
 @triton.jit
@@ -158,40 +125,55 @@ def swiglu_kernel(
     BLOCK_SIZE: tl.constexpr,
     FOLDED: tl.constexpr,
     AHEAD: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """Backward if there is a d_h_ptr; weight_ptr and offs_ptr may be None, too.
 
     MODE None: rounded to out_ptr's dtype. Else quantized with a scale for a row (BLOCK_SIZE 0) or for BLOCK_SIZE
     elements, which divide CHUNK; FOLDED: then folded to one for a row. AHEAD: chunks loaded ahead of the one computed.
+    ALPHA .. INTERLEAVED: `mxep.quant.SwiGLU`.
     """
     BACKWARD: tl.constexpr = d_h_ptr is not None
-    PARTS: tl.constexpr = 2 if BACKWARD else 1
+    PARTS: tl.constexpr = 2 if BACKWARD and not INTERLEAVED else 1
+    WIDTH: tl.constexpr = 2 * F if BACKWARD and INTERLEAVED else F  # of a part
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     valid = valid_rows(offs_ptr, num_groups, rows)
     for row in range(tl.program_id(0), valid, tl.num_programs(0)):
         row64 = tl.cast(row, tl.int64)
         gate_up = gate_up_ptr + row64 * (2 * F)
-        out = out_ptr + row64 * (PARTS * F)
+        out = out_ptr + row64 * (PARTS * WIDTH)
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + row)
         gates, ups, d_hs = (), (), ()
         sums, saved, scales = (), (), ()
         for step in tl.static_range(CHUNKS + AHEAD):
             if step < CHUNKS:
-                gates += (_load(gate_up, step, CHUNK, F),)
-                ups += (_load(gate_up + F, step, CHUNK, F),)
+                if INTERLEAVED:
+                    gate, up = split_pairs(_load(gate_up, step, 2 * CHUNK, 2 * F))
+                else:
+                    gate, up = _load(gate_up, step, CHUNK, F), _load(gate_up + F, step, CHUNK, F)
+                gates += (gate,)
+                ups += (up,)
                 if BACKWARD:
                     d_hs += (_load(d_h_ptr + row64 * F, step, CHUNK, F),)
             if step >= AHEAD:
-                up = ups[step - AHEAD].to(tl.float32)
-                silu, gate, s, one_minus_s = _silu(gates[step - AHEAD].to(tl.float32))
+                gate, raw_up = gates[step - AHEAD].to(tl.float32), ups[step - AHEAD].to(tl.float32)
+                silu, up, x, s, one_minus_s = glu(gate, raw_up, ALPHA, LIMIT, SHIFT)
                 if BACKWARD:
                     d = d_hs[step - AHEAD].to(tl.float32)
                     sums += (_sums_of_eight(d * (silu * up)),)
                     if weight_ptr is not None:
                         d *= weight
-                    parts = (d * up * ((gate * one_minus_s + 1.0) * s), silu * d)
+                    d_gate, d_up = d * up * ((x * one_minus_s + 1.0) * s), silu * d
+                    d_gate, d_up = unclamped(d_gate, d_up, gate, raw_up, LIMIT)
+                    if INTERLEAVED:
+                        parts = (joined_pairs(d_gate, d_up),)
+                    else:
+                        parts = (d_gate, d_up)
                 else:
                     h = silu * up
                     if weight_ptr is not None:
@@ -199,18 +181,18 @@ def swiglu_kernel(
                     parts = (h,)
                 for i in tl.static_range(PARTS):
                     if MODE is None:
-                        _store(out + i * F, parts[i], step - AHEAD, F)
+                        _store(out + i * WIDTH, parts[i], step - AHEAD, WIDTH)
                     elif BLOCK_SIZE == 0:
                         saved += (parts[i],)
                     else:
-                        blocks = tl.reshape(parts[i], (CHUNK // BLOCK_SIZE, BLOCK_SIZE))
+                        blocks = tl.reshape(parts[i], (parts[i].shape[0] // BLOCK_SIZE, BLOCK_SIZE))
                         scale = scale_of_amax(tl.max(abs_bits(blocks), axis=1), MODE, dtype)
                         qdata = (blocks * reciprocal(scale)[:, None]).to(dtype)
                         scales += (scale,)
                         if FOLDED:
                             saved += (qdata,)
                         else:
-                            _store(out + i * F, tl.reshape(qdata, (CHUNK,)), step - AHEAD, F)
+                            _store(out + i * WIDTH, tl.reshape(qdata, (parts[i].shape[0],)), step - AHEAD, WIDTH)
         if FOLDED:
             # Blocks of zeros need no exception: their scale is 0, as it is if there are just values too small for it.
             max_scale = scales[0]
@@ -219,7 +201,7 @@ def swiglu_kernel(
             max_scale = tl.max(max_scale, axis=0)
             for k in tl.static_range(len(saved)):
                 qdata = shifted(saved[k], (max_scale - scales[k])[:, None], max_scale == NAN_SCALE).to(dtype)
-                _store(out + k % PARTS * F, tl.reshape(qdata, (CHUNK,)), k // PARTS, F)
+                _store(out + k % PARTS * WIDTH, tl.reshape(qdata, (qdata.numel,)), k // PARTS, WIDTH)
             tl.store(scale_ptr + row, max_scale.to(tl.uint8))
         elif len(saved) > 0:
             bits = abs_bits(saved[0])
@@ -228,23 +210,29 @@ def swiglu_kernel(
             scale = scale_of_amax(tl.max(bits, axis=0), MODE, dtype)
             factor = reciprocal(scale)
             for k in tl.static_range(len(saved)):
-                _store(out + k % PARTS * F, saved[k] * factor, k // PARTS, F)
+                _store(out + k % PARTS * WIDTH, saved[k] * factor, k // PARTS, WIDTH)
             tl.store(scale_ptr + row, scale.to(tl.uint8))
         else:
             for i in tl.static_range(PARTS if len(scales) > 0 else 0):
                 part_scales = ()
                 for c in tl.static_range(CHUNKS):
                     part_scales += (scales[c * PARTS + i],)
-                first = scale_ptr + row64 * (PARTS * F // BLOCK_SIZE) + i * (F // BLOCK_SIZE)
-                _store(first, _joined(part_scales), 0, F // BLOCK_SIZE)
+                first = scale_ptr + row64 * (PARTS * WIDTH // BLOCK_SIZE) + i * (WIDTH // BLOCK_SIZE)
+                _store(first, _joined(part_scales), 0, WIDTH // BLOCK_SIZE)
         if BACKWARD:
             tl.store(d_weight_ptr + row, _tree_sum(sums))
 
 
-def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: Any) -> Tensor:
+def swiglu(
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    activation: Sequence[float] | None = None,
+    **tuning: Any,
+) -> Tensor:
     """mxep::swiglu; tuning as for `_launch`."""
     out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-    _launch(None, gate_up, row_weight, offs, out, **tuning)
+    _launch(None, gate_up, row_weight, offs, out, activation=activation, **tuning)
     return out
 
 
@@ -256,21 +244,27 @@ def swiglu_quantize(
     mode: str,
     block_size: int,
     folded: bool,
+    activation: Sequence[float] | None = None,
     **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_quantize; tuning as for `_launch`, which says what blocks there may be."""
     qdata = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=dtype)
     scale = empty_swiglu_scale(gate_up, qdata.shape[1], block_size, folded)
-    _launch(None, gate_up, row_weight, offs, qdata, scale, None, mode, block_size, folded, **tuning)
+    _launch(None, gate_up, row_weight, offs, qdata, scale, None, mode, block_size, folded, activation, **tuning)
     return qdata, scale
 
 
 def swiglu_backward(
-    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: Any
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    activation: Sequence[float] | None = None,
+    **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward; tuning as for `_launch`."""
     d_gate_up, d_row_weight = gate_up.new_empty(gate_up.shape), gate_up.new_empty(len(gate_up), dtype=torch.float32)
-    _launch(d_h, gate_up, row_weight, offs, d_gate_up, None, d_row_weight, **tuning)
+    _launch(d_h, gate_up, row_weight, offs, d_gate_up, None, d_row_weight, activation=activation, **tuning)
     return d_gate_up, d_row_weight
 
 
@@ -283,6 +277,7 @@ def swiglu_backward_quantize(
     mode: str,
     block_size: int,
     folded: bool,
+    activation: Sequence[float] | None = None,
     **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward_quantize; tuning as for `_launch`, which says what blocks there may be.
@@ -291,7 +286,8 @@ def swiglu_backward_quantize(
     """
     scale = empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded)
     d_row_weight = gate_up.new_empty(len(gate_up), dtype=torch.float32)
-    _launch(d_h, gate_up, row_weight, offs, out, scale, d_row_weight, mode, block_size, folded, **tuning)
+    how = mode, block_size, folded, activation
+    _launch(d_h, gate_up, row_weight, offs, out, scale, d_row_weight, *how, **tuning)
     return scale, d_row_weight
 
 
@@ -306,6 +302,7 @@ def _launch(
     mode: str | None = None,
     block_size: int = 0,
     folded: bool = False,
+    activation: Sequence[float] | None = None,
     *,
     warp_elements: int | None = None,
     thread_elements: int | None = None,
@@ -320,7 +317,7 @@ def _launch(
     programs_per_sm: as many as start; they take several rows if there are more.
     ValueError for a block that is neither the whole row nor a power of two that divides F.
     """
-    rows, F = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, F, how = gate_up.shape[0], gate_up.shape[1] // 2, SwiGLU.unpacked(activation)
     width = out.shape[1]
     by_row = block_size == width or mode is None
     if not by_row and (block_size & (block_size - 1) or F % block_size):
@@ -346,5 +343,6 @@ def _launch(
         None if d_h is None else d_h.contiguous(), gate_up.contiguous(), row_weight, offs,
         out, None if scale is None else as_bytes(scale), d_row_weight, rows, 0 if offs is None else offs.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK_SIZE=0 if by_row else block_size,
-        FOLDED=folded and not by_row, AHEAD=ahead, num_warps=num_warps, maxnreg=None, enable_fp_fusion=False,
+        FOLDED=folded and not by_row, AHEAD=ahead,
+        ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift, INTERLEAVED=how.interleaved, num_warps=num_warps, maxnreg=None, enable_fp_fusion=False,
     )  # fmt: skip
