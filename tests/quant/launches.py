@@ -10,7 +10,18 @@ from collections.abc import Callable
 import torch
 
 from mxep.quant import SwiGLU
-from mxep.quant.kernels import columns, fold, fold_for_wgrad, gather, per_row, requantize, rms_norm, rows, swiglu
+from mxep.quant.kernels import (
+    columns,
+    fold,
+    fold_for_wgrad,
+    gather,
+    group_sums,
+    per_row,
+    requantize,
+    rms_norm,
+    rows,
+    swiglu,
+)
 
 T, D = 8192, 4096
 GPT_OSS = SwiGLU(1.702, 7.0, 1.0, interleaved=True).packed
@@ -112,6 +123,9 @@ LAUNCHES = {
     "fold_for_wgrad E5M2": lambda: fold_for_wgrad.fold_for_wgrad(
         *mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1
     ),
+    "group_sums": lambda: group_sums.group_sums(x(), None, 1, ends()),
+    "group_sums 32": lambda: group_sums.group_sums(*mx(), 32, ends()),
+    "group_sums per row": lambda: group_sums.group_sums(*mx(D), D, ends()),
     "rms_norm_quantize 2048": rms_norm_quantize(2048, 32),
     **{f"rms_norm_quantize {D} per row": rms_norm_quantize(D, D) for D in (2048, 5120, 8192)},
     "rms_norm_quantize 4096 per row fp32": rms_norm_quantize(4096, 4096, torch.float32),

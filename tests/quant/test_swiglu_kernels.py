@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant import MXFormat, ScaleMode, SwiGLU
+from mxep.quant.activation import PLAIN
 from mxep.quant.kernels import swiglu as kernels
 from mxep.quant.sigmoid import sigmoid_pair
 from quant.exact import FORMATS
@@ -62,7 +63,7 @@ def check(
     *quantized: Any,
     ends: Tensor | None = None,
     backward: bool = True,
-    activation: SwiGLU = SwiGLU(),
+    activation: SwiGLU = PLAIN,
     **tuning: int,
 ) -> None:
     """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written."""

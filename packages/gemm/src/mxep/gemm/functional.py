@@ -28,7 +28,7 @@ from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight
-from mxep.quant import MXTensor
+from mxep.quant import MXTensor, group_sums
 from mxep.quant.replay import MXParts
 
 
@@ -177,7 +177,7 @@ class _GroupedMM(torch.autograd.Function):
         elif need_a and ctx.needs_input_grad[1] and not need_w:
             ctx.kept = Kept.of(dy, (offs, qdata if recipe.wgrad == "mx" else _parts(dy), a))
         if need_bias:
-            dbias = _group_sums(steps.plain(dy), offs).to(bias_dtype)
+            dbias = _bias_gradient(dy, offs).to(bias_dtype)
         return da, dw, dbias, *[None] * 7
 
 
@@ -212,10 +212,9 @@ def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
     return MXParts(qdata, scale, row_index, *rest)
 
 
-def _group_sums(x: Tensor, offs: Tensor | None) -> Tensor:
-    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of x (M, N), in order; no host sync."""
-    if offs is None:
-        return x.sum(0, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    offsets = torch.cat((offs.new_zeros(1), offs))
-    x = x if x.dtype == torch.float64 else x.float()
-    return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)
+def _bias_gradient(dy: Tensor, offs: Tensor | None) -> Tensor:
+    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of dy (M, N); no host sync."""
+    if offs is not None:
+        return group_sums(dy, offs)
+    dy = steps.plain(dy)
+    return dy.sum(0, keepdim=True, dtype=torch.promote_types(dy.dtype, torch.float32))

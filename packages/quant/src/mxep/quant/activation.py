@@ -3,7 +3,7 @@
                                  alpha   limit   shift   interleaved
 Qwen3-MoE, Mixtral, DeepSeek-V3  1       None    0       no             silu(gate) * up
 DeepSeek-V4                      1       given   0       no             clamped
-gpt-oss                          1.702   7       1       yes            clamped, (up + 1) * gate * sigmoid(alpha gate)
+gpt-oss                          1.702   7       1       yes            clamped, (up + 1) * gate * sigmoid(alpha * gate)
 
 gate' = min(gate, limit)                  up' = clamp(up, -limit, limit) + shift
 s = sigmoid(alpha * gate')                glu = gate' * s

@@ -44,7 +44,8 @@ def swiglu(
 ) -> Tensor:
     """silu(gate) * up * row_weight, (R, F) in gate_up's dtype; or another activation instead of silu(gate) * up.
 
-    gate_up: (R, 2F) bf16 | fp32 | fp16, gate first unless activation says interleaved. row_weight: (R,) fp32, or None for 1.
+    gate_up: (R, 2F) bf16 | fp32 | fp16, gate first unless activation is interleaved. row_weight: (R,) fp32, or None
+        for 1.
     offs: (G,) int32 inclusive ends of the row groups of a capacity buffer; rows from offs[-1] on are not
         read, and unspecified in the result.
     No autograd: `swiglu_backward` is its derivative. ValueError for other shapes, dtypes, devices.

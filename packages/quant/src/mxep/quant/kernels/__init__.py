@@ -14,5 +14,6 @@ specifies it. Device functions that they share, and other packages' kernels, too
     activation  device functions: SwiGLU of an element, plain or clamped
     swiglu      SwiGLU with quantization, forward and backward
     rms_norm    RMSNorm with quantization, and its backward
+    group_sums  the sum of each group's rows, quantized or not
     gather      rows by an index: materialize, pad, unpad; scales swizzled
 """

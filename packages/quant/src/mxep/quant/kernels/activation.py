@@ -47,10 +47,7 @@ def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr)
     if SHIFT != 0.0:
         up = up + SHIFT
     above = tl.maximum(gate, -_LIMIT / ALPHA, propagate_nan=_ALL_NAN)
-    if ALPHA != 1.0:
-        x = _clamp(gate * ALPHA, -_LIMIT, _LIMIT)
-    else:
-        x = tl.minimum(above, _LIMIT, propagate_nan=_ALL_NAN)
+    x = _clamp(gate * ALPHA if ALPHA != 1.0 else gate, -_LIMIT, _LIMIT)
     s, one_minus_s = _sigmoid_pair(x)
     return above * s, up, x, s, one_minus_s
 

@@ -170,10 +170,7 @@ def swiglu_kernel(
                         d *= weight
                     d_gate, d_up = d * up * ((x * one_minus_s + 1.0) * s), silu * d
                     d_gate, d_up = unclamped(d_gate, d_up, gate, raw_up, LIMIT)
-                    if INTERLEAVED:
-                        parts = (joined_pairs(d_gate, d_up),)
-                    else:
-                        parts = (d_gate, d_up)
+                    parts = (joined_pairs(d_gate, d_up),) if INTERLEAVED else (d_gate, d_up)
                 else:
                     h = silu * up
                     if weight_ptr is not None:
@@ -343,6 +340,6 @@ def _launch(
         None if d_h is None else d_h.contiguous(), gate_up.contiguous(), row_weight, offs,
         out, None if scale is None else as_bytes(scale), d_row_weight, rows, 0 if offs is None else offs.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK_SIZE=0 if by_row else block_size,
-        FOLDED=folded and not by_row, AHEAD=ahead,
-        ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift, INTERLEAVED=how.interleaved, num_warps=num_warps, maxnreg=None, enable_fp_fusion=False,
+        FOLDED=folded and not by_row, AHEAD=ahead, ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift,
+        INTERLEAVED=how.interleaved, num_warps=num_warps, maxnreg=None, enable_fp_fusion=False,
     )  # fmt: skip
