@@ -22,9 +22,11 @@ from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_di
 from mxep.ep.compiled import _plan_of_shapes, forward_op
 from mxep.ep.passes import LayerConfig, layer_forward
 from mxep.ep.saved import Saved
+from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.reference import Reference
+from mxep.quant import SwiGLU
 from ranks import distributed
 
 DIM, TOKENS = 64, 40
@@ -36,6 +38,9 @@ class Block(torch.nn.Module):
         torch.manual_seed(1)
         sizes = {"dim": DIM, "hidden_dim": 32, "num_experts": 4, "top_k": 2}
         self.moe = MoE(group=ctx.group, device=ctx.device, **sizes | options)
+        for name, bias in self.named_parameters():
+            if name.endswith("_bias"):
+                torch.nn.init.normal_(local_tensor(bias.data))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.nn.functional.silu(self.moe(x * 2))
@@ -59,11 +64,14 @@ def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 FEW_ROWS = {"top_k": 1, "capacity": Capacity.factor(1.5), "max_tokens": 256}
 """So few that they are kept for backward instead of slots."""
+GPT_OSS = {"activation": SwiGLU(1.702, 0.5, 1.0, interleaved=True), "bias": True}
 
 
 @pytest.mark.slow
 @distributed(2)
-@pytest.mark.parametrize(("recipe", "sizes"), [("bf16", {}), ("mxfp8_e5m2", {}), ("mxfp8", FEW_ROWS)])
+@pytest.mark.parametrize(
+    ("recipe", "sizes"), [("bf16", {}), ("mxfp8_e5m2", {}), ("mxfp8", FEW_ROWS), ("mxfp8", GPT_OSS)]
+)
 def test_it_is_one_graph_and_the_same_bits(ctx, recipe: str, sizes: dict) -> None:
     """With one recipe for another number of tokens and without gradients, too: each of these compiles again."""
     block = Block(ctx, recipe=recipe, num_shared_experts=1, **{"max_tokens": 64} | sizes)
@@ -209,10 +217,10 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
         sizes = dispatcher or {"max_tokens": max_tokens, "capacity": Capacity.factor(1.5)}
         moe = MoE(DIM, 96, 4, top_k, recipe=recipe, **sizes)
         ids, weights = (found.detach() for found in moe.router(x))
-        names = moe.dispatcher.key, recipe, "auto", 1.0
+        names = moe.dispatcher.key, recipe, "auto", 1.0, None
         for needs in itertools.product((True, False), repeat=2):
             proj, down = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-            options = *names, list(needs), True
+            options = None, *names, [*needs, False], True
             saved = forward_op(x, weights, [proj], down, ids, *options)
             with FakeTensorMode() as mode:
                 one, two, three, four, five = map(mode.from_tensor, (x, weights, proj, down, ids))
@@ -226,11 +234,11 @@ def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     config = LayerConfig(moe.dispatcher, moe.recipe, Hopper())
     ids, weights = moe.router(x)
     given = x, ids, weights.detach(), moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-    saved = layer_forward(x, given[2], ids, *given[3:], config, True, (True, True))[2]
+    saved = layer_forward(x, given[2], ids, *given[3:], config, True, (True, True, False))[2]
     with FakeTensorMode() as mode:
         x, ids, weights, *experts = map(mode.from_tensor, given)
         plan = _plan_of_shapes(ids, weights, config)
-        fake = Saved.shapes(x, plan, tuple(experts), config.recipe, config.backend, (True, True), copied=False)
+        fake = Saved.shapes(x, plan, tuple(experts), config.recipe, config.backend, (True, True, False), copied=False)
     assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 

@@ -6,6 +6,7 @@
     colwise_weights  gate_up_proj, down_proj, ... -> each as dgrad wants it
     mlp_backward     slots of d_out, plan, ...    -> d_rows, d_row_weight, d_gate_up, the gradient of down_proj
     wgrad            dy, a, offs                  -> the gradient of a weight
+    bias_gradient    d_gate_up, offs              -> the gradient of gate_up's bias
 
 They own their lists, and drop what they have used, so that its memory serves what comes next.
 R_max rows, D model dim, F hidden dim, e local experts.
@@ -21,9 +22,10 @@ from torch import Tensor
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.quant import SwiGLU, group_sums
 from mxep.quant.replay import Tensors, replayed
 
-from .functional import swiglu_backward, swiglu_forward
+from .functional import PLAIN, swiglu_backward, swiglu_forward
 from .wire_format import WireFormat, pack
 
 pack_rows = replayed(pack)
@@ -54,13 +56,20 @@ def _whole(w: Any, other: Tensor | None) -> Any:
 
 @replayed
 def mlp_forward(
-    tensors: Tensors, wire: WireFormat, recipe: Recipe, backend: Backend, copy: bool, keep: tuple[bool, bool, bool]
+    tensors: Tensors,
+    wire: WireFormat,
+    recipe: Recipe,
+    backend: Backend,
+    copy: bool,
+    keep: tuple[bool, bool, bool],
+    activation: SwiGLU = PLAIN,
 ) -> Tensors:
-    """[row_slot, row_weight, offs, w13, w2, *slots] -> [y (R_max, D), rows, gate_up, h]: those to keep, or None."""
-    row_slot, row_weight, offs, w13, w2, *slots = tensors
+    """[row_slot, row_weight, offs, w13, bias of gate_up or None, w2, *slots] -> [y (R_max, D), rows, gate_up, h]:
+    those to keep, or None."""
+    row_slot, row_weight, offs, w13, bias, w2, *slots = tensors
     rows = wire.rows(slots, row_slot, offs, copy=copy)
-    gate_up = backend.forward(rows, w13, offs, bias=None, out_dtype=wire.dtype)
-    h = swiglu_forward(gate_up, row_weight, offs, recipe, folded=backend.wants_rowwise)
+    gate_up = backend.forward(rows, w13, offs, bias=bias, out_dtype=wire.dtype)
+    h = swiglu_forward(gate_up, row_weight, offs, recipe, activation, folded=backend.wants_rowwise)
     y = backend.forward(h, w2, offs, bias=None, out_dtype=wire.dtype)
     return [y, *(x if kept else None for x, kept in zip((rows, gate_up, h), keep))]
 
@@ -75,6 +84,7 @@ def mlp_backward(
     scale: float,
     dtype: torch.dtype,
     copy: bool,
+    activation: SwiGLU = PLAIN,
 ) -> Tensors:
     """[row_slot, row_weight, offs, gate_up, h, w2, w13, main_grad of down_proj, *slots of d_out] -> [d_rows (R_max, D),
     d_row_weight (R_max,), d_gate_up (R_max, 2F), the gradient of down_proj, d_y, h].
@@ -94,7 +104,7 @@ def mlp_backward(
     d_h = backend.dgrad(d_y, w2, offs, out_dtype=wire.dtype)
     del d_y, w2
     options = {"folded": backend.wants_rowwise, "overwrite": True}
-    d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, row_weight, offs, recipe, **options)
+    d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, row_weight, offs, recipe, activation, **options)
     del d_h, gate_up
     d_rows = backend.dgrad(d_gate_up, w13, offs, out_dtype=wire.dtype)
     return [d_rows, d_row_weight, d_gate_up, d_down_proj, *pending]
@@ -109,3 +119,10 @@ def wgrad(tensors: Tensors, recipe: Recipe, backend: Backend, scale: float, dtyp
     del dy, a
     gradient: Tensor | None = backend.wgrad(operands, offs, out_dtype=dtype, scale=scale, accumulate_into=main_grad)
     return [gradient]
+
+
+@replayed
+def bias_gradient(tensors: Tensors, scale: float) -> Tensors:
+    """[d_gate_up (R_max, 2F), offs] -> [scale * the sum of each expert's rows, (e, 2F) fp32]."""
+    d_gate_up, offs = tensors
+    return [group_sums(d_gate_up, offs).mul_(scale)]

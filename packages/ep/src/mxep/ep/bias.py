@@ -1,0 +1,51 @@
+"""Biases of experts: the down-projection's, and gradients that a factor scales.
+
+    out (T, D) = sum over k of weights[t, k] * (down_proj[id] h + down_bias[id])
+
+The layer's routing weight multiplies before the down-projection, so its bias is added where the weights are, to a
+token's sum: S @ down_bias, with S (T, E) the weights by expert. That is a product a hundredth of the layer's size, and
+its gradients take d_out as it is, unquantized. Ranks that share experts gather the bias, (E, D), and reduce its
+gradient: torch's own collectives. gate_up's is added by the product's kernel (`steps.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+
+def add_down_bias(out: Tensor, expert_ids: Tensor, weights: Tensor, bias: Tensor, *, scale: float = 1.0) -> Tensor:
+    """out (T, D) + the weighted sum of each token's experts' bias (E, D), or a DTensor of it. scale: of its gradient.
+
+    expert_ids: (T, K), those outside 0 .. E-1 add nothing. weights: (T, K) fp32.
+    """
+    bias = scaled_gradient(bias, scale)
+    whole = bias.full_tensor(grad_placements=[Partial()]) if isinstance(bias, DTensor) else bias
+    num_experts = whole.shape[0]
+    here = (expert_ids >= 0) & (expert_ids < num_experts)
+    by_expert = weights.new_zeros(len(weights), num_experts)
+    ids = expert_ids.clamp(0, num_experts - 1).long()
+    by_expert = by_expert.scatter_add(1, ids, torch.where(here, weights, 0.0))
+    return torch.addmm(out, by_expert.to(out.dtype), whole.to(out.dtype))
+
+
+def scaled_gradient(x: Tensor, scale: float) -> Tensor:
+    """x, whose gradient is multiplied by scale."""
+    if scale == 1.0:
+        return x
+    scaled: Tensor = _ScaledGradient.apply(x, scale)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
