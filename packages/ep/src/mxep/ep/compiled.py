@@ -26,21 +26,27 @@ from torch.fx.node import has_side_effect
 
 from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
-from mxep.gemm.backends import Backend, select
+from mxep.gemm.backends import BACKENDS, select
 from mxep.gemm.quantize_once import Weight, halves, weights_are_held
 from mxep.quant import E4M3, SwiGLU
 
-from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
-from .functional import PLAIN, checked_tokens
-from .layer import check_weights
+from .checks import check_weights
+from .dispatchers.base import Routing, find_dispatcher
+from .functional import checked_tokens
 from .passes import PLAN, LayerConfig, layer_backward, layer_forward
 from .saved import Needs, Saved, num_parts
 
 
-def compiles(dispatcher: TokenDispatcher, recipe: Recipe, backend: str | Backend) -> bool:
-    """Whether `compiled_layer` can: all is known by name, and its sizes before it runs."""
-    named = isinstance(backend, str) and recipe.fmt == E4M3 and recipe.wgrad == "mx"
-    return named and dispatcher.capacity.kind != "exact" and dispatcher.static_tokens(0) is not None
+def unsupported_reason(config: LayerConfig) -> str | None:
+    """None if `compiled_layer` can: all is known by name, and its sizes before it runs. Else why not."""
+    dispatcher, recipe, backend = config.dispatcher, config.recipe, config.backend
+    if config.main_grads[0] is not None or config.main_grads[1] is not None:
+        return "main_grad is memory that backward adds to, which a graph does not: leave it out, or compile around"
+    if dispatcher.capacity.kind == "exact" or dispatcher.static_tokens(0) is None:
+        return "the dispatcher learns its sizes at run time: give max_tokens, and no Capacity.exact()"
+    if recipe.fmt != E4M3 or BACKENDS.get(backend.name) is not backend:
+        return "recipe and backend must be what their names give: Recipe.named, mxep.gemm.backends.BACKENDS"
+    return None
 
 
 def compiled_layer(
@@ -49,24 +55,19 @@ def compiled_layer(
     weights: Tensor,
     gate_up_proj: Weight,
     down_proj: Tensor,
-    *,
-    dispatcher: TokenDispatcher,
-    recipe: Recipe,
-    backend: str,
-    wgrad_scale: float = 1.0,
-    activation: SwiGLU = PLAIN,
-    gate_up_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None,
+    config: LayerConfig,
 ) -> Tensor:
-    """out (T, D), as of `route_through_experts`, where this `compiles`."""
-    expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
-    config = LayerConfig(dispatcher, recipe, select(backend, x.device), activation=activation)
+    """out (T, D), as of `route_through_experts`, where there is no `unsupported_reason`."""
+    expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
     check_weights(x, gate_up_proj, down_proj, gate_up_bias, config)
     proj = halves(gate_up_proj)
     bias_needs = gate_up_bias is not None and gate_up_bias.requires_grad
     needs = [any(half.requires_grad for half in proj), down_proj.requires_grad, bias_needs]
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
-    names = dispatcher.key, recipe.name, backend, wgrad_scale, activation.packed, needs
-    out: Tensor = forward_op(x, weights, list(proj), down_proj, expert_ids, gate_up_bias, *names, backward)[0]
+    names = config.dispatcher.key, config.recipe.name, config.backend.name
+    how = *names, config.wgrad_scale, config.activation.packed, needs, backward
+    out: Tensor = forward_op(x, weights, list(proj), down_proj, expert_ids, gate_up_bias, *how)[0]
     return out
 
 

@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.quantize_once import Weight, halves, joined
+from mxep.gemm.quantize_once import Weight, joined
 from mxep.quant import SwiGLU
 
 from .bias import add_down_bias
-from .compiled import compiled_layer, compiles
 from .dispatchers.base import Routing, TokenDispatcher
 from .functional import PLAIN, combine, dispatch, expert_mlp
 from .layer import route_through_experts
@@ -103,57 +102,47 @@ def run_experts(
         activation: of gate and up, as `mxep.quant.SwiGLU` says. gate_up_bias: (e, 2F). down_bias: (E, D), or a DTensor
             of it, which is gathered: the routing weight multiplies it, and -1 adds none. They have ordinary gradients.
 
-    Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
-    one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one and
-    wgrad "mx", and there is no main_grad; else a break.
+    Under torch.compile it is an op of one graph where :func:`route_through_experts` is, which it calls; with wgrad
+    "bf16" it is a break.
     """
-    main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
-    how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
-    how |= {"wgrad_scale": wgrad_scale, "activation": activation}
-    compiling = torch.compiler.is_compiling()
-    if compiling and main_grads == (None, None) and compiles(dispatcher, recipe, backend):
-        gate, *up = map(local_weight, halves(gate_up_proj))
-        local: Weight = (gate, up[0]) if up else gate
-        bias = None if gate_up_bias is None else local_weight(gate_up_bias)
-        out = compiled_layer(x, expert_ids, weights, local, local_weight(down_proj), gate_up_bias=bias, **how)
-        routing = None
-    else:
-        run = _run_between_graphs if compiling else _run  # the former costs 7 us a call
-        how |= {"main_grads": main_grads, "gate_up_bias": gate_up_bias}
-        out, routing = run(x, expert_ids, weights, gate_up_proj, down_proj, **how)
+    how = dispatcher, recipe, select(backend, x.device), (_main_grad(gate_up_proj), _main_grad(down_proj))
+    config = LayerConfig(*how, wgrad_scale, activation)
+    route = route_through_experts if recipe.wgrad == "mx" else _compose
+    out, routing = route(x, expert_ids, weights, gate_up_proj, down_proj, config=config, gate_up_bias=gate_up_bias)
     if down_bias is not None:
         out = add_down_bias(out, expert_ids, weights, down_bias, scale=wgrad_scale)
     return out, routing
 
 
-def _run(
+# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _compose(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
     proj: Weight,
     down: Tensor,
     *,
-    dispatcher: TokenDispatcher,
-    recipe: Recipe,
-    backend: str | Backend,
-    main_grads: tuple[Tensor | None, Tensor | None],
-    wgrad_scale: float,
-    activation: SwiGLU,
+    config: LayerConfig,
     gate_up_bias: Tensor | None,
 ) -> tuple[Tensor, Routing]:
-    if recipe.wgrad == "mx":
-        config = LayerConfig(dispatcher, recipe, select(backend, x.device), main_grads, wgrad_scale, activation)
-        return route_through_experts(x, expert_ids, weights, proj, down, config=config, gate_up_bias=gate_up_bias)
-    rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
-    options: dict[str, Any] = {"row_weight": row_weight, "recipe": recipe, "backend": backend}
-    options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale, "activation": activation}
-    options["gate_up_bias"] = None if gate_up_bias is None else local_weight(gate_up_bias)
-    y = expert_mlp(rows, local_weight(joined(proj)), local_weight(down), routing.plan.offs, **options)
-    return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
-
-
-# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
-_run_between_graphs = torch._disable_dynamo(_run)  # type: ignore[attr-defined]
+    """`route_through_experts` of a recipe whose weight gradients take unquantized operands."""
+    how: dict[str, Any] = {"dispatcher": config.dispatcher, "recipe": config.recipe}
+    rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
+    y = expert_mlp(
+        rows,
+        local_weight(joined(proj)),
+        local_weight(down),
+        routing.plan.offs,
+        row_weight=row_weight,
+        recipe=config.recipe,
+        backend=config.backend,
+        main_grads=config.main_grads,
+        wgrad_scale=config.wgrad_scale,
+        activation=config.activation,
+        gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
+    )
+    return combine(y, routing, **how), routing
 
 
 def _main_grad(weight: Weight) -> Tensor | None:

@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import Weight, halves
 
+from .checks import check_weights
+from .compiled import compiled_layer, unsupported_reason
 from .dispatchers.base import Routing
 from .functional import checked_tokens
 from .passes import LayerConfig, Pending, layer_backward, layer_forward, weight_gradient
 from .saved import Needs
-from .shares import Share, local_tensor
+from .shares import Share, local_tensor, local_weight
 from .steps import bias_gradient
 
 
@@ -42,8 +43,12 @@ def route_through_experts(
     *,
     config: LayerConfig,
     gate_up_bias: Tensor | None = None,
-) -> tuple[Tensor, Routing]:
+) -> tuple[Tensor, Routing | None]:
     """out (T, D), the weighted sum over each token's experts of their MLPs, and where the rows went.
+
+    Under torch.compile it is an op of one graph, with `fullgraph=True` too, and the routing is None. It breaks the
+    graph, and fails a full one with the reason, with `main_grads`, with a dispatcher that learns its sizes at run time,
+    as with `Capacity.exact()` or without ``max_tokens``, and with a recipe or a backend that has no name.
 
     Args:
         x: (T, D) bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
@@ -57,6 +62,26 @@ def route_through_experts(
     """
     if config.recipe.wgrad != "mx":
         raise ValueError(f"recipe {config.recipe.name}: got wgrad {config.recipe.wgrad!r}, wanted 'mx'")
+    if not torch.compiler.is_compiling():
+        return _route(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
+    if (reason := unsupported_reason(config)) is not None:
+        torch._dynamo.graph_break(msg=f"route_through_experts is in no graph: {reason}")
+        return _route_between_graphs(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
+    gate, *up = map(local_weight, halves(gate_up_proj))
+    bias = None if gate_up_bias is None else local_weight(gate_up_bias)
+    proj: Weight = (gate, up[0]) if up else gate
+    return compiled_layer(x, expert_ids, weights, proj, local_weight(down_proj), bias, config), None
+
+
+def _route(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Weight,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    config: LayerConfig,
+) -> tuple[Tensor, Routing]:
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
     gate, *up = halves(gate_up_proj)
     bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
@@ -67,35 +92,13 @@ def route_through_experts(
     return out, routing
 
 
+# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+_route_between_graphs = torch._disable_dynamo(_route)  # type: ignore[attr-defined]
+
+
 def local_weights(gate: Tensor, up: Tensor | None = None) -> Weight:
     """What this rank holds of gate_up_proj, or of its halves."""
     return local_tensor(gate) if up is None else (local_tensor(gate), local_tensor(up))
-
-
-def check_weights(
-    x: Tensor, gate_up_proj: Weight, down_proj: Tensor, gate_up_bias: Tensor | None, config: LayerConfig
-) -> None:
-    """ValueError for weights that do not fit x, each other, the dispatcher or the recipe: before any exchange."""
-    dispatcher, recipe, main_grads = config.dispatcher, config.recipe, config.main_grads
-    e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if down_proj.dim() else 0
-    wanted = [("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim))]
-    if isinstance(gate_up_proj, Tensor):
-        shape = e, 2 * hidden_dim, dim
-        wanted.append(("gate_up_proj", gate_up_proj, main_grads[0], "(experts here, 2 F, D)", shape))
-    else:
-        if config.activation.interleaved:
-            raise ValueError("activation: got interleaved gate and up, which are apart; join them, or not interleaved")
-        if main_grads[0] is not None:
-            raise ValueError("main_grad: got one of gate and up, which are apart; none, or join them")
-        shape = e, hidden_dim, dim
-        wanted += [(name, w, None, "(experts here, F, D)", shape) for name, w in zip(("gate", "up"), gate_up_proj)]
-    for name, w, main_grad, meant, shape in wanted:
-        if w.shape != shape:
-            raise ValueError(f"{name}: got shape {tuple(w.shape)}, want {meant} = {shape}")
-        check_weight(w, recipe=recipe, device=x.device, main_grad=main_grad, name=name)
-    if gate_up_bias is not None and (gate_up_bias.shape != (e, 2 * hidden_dim) or gate_up_bias.device != x.device):
-        got = f"{tuple(gate_up_bias.shape)} on {gate_up_bias.device}"
-        raise ValueError(f"gate_up_bias: got {got}, want (experts here, 2 F) = {(e, 2 * hidden_dim)} on {x.device}")
 
 
 class _Layer(torch.autograd.Function):
