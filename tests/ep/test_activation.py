@@ -177,9 +177,11 @@ def moe_without(moe: MoE) -> MoE:
 
 def test_what_does_not_fit_says_so() -> None:
     given, ids, _ = problem()
-    x, weights, w13, w2, b13, _ = (part.float() for part in given.values())
+    x, weights, w13, w2, b13, b2 = (part.float() for part in given.values())
     options: dict[str, Any] = {"dispatcher": LocalDispatcher(E), "recipe": Recipe.mxfp8()}
     with pytest.raises(ValueError, match="activation: got interleaved gate and up, which are apart"):
         run_experts(x, ids, weights, (w13[:, :F], w13[:, F:]), w2, activation=GPT_OSS, **options)
     with pytest.raises(ValueError, match=r"gate_up_bias: got \(4, 32\) on cpu, want \(experts here, 2 F\) = \(4, 64\)"):
         run_experts(x, ids, weights, w13, w2, gate_up_bias=b13[:, :F], **options)
+    with pytest.raises(ValueError, match=r"down_bias: got shape \(2, 64\), want \(all experts, D\) = \(4, 64\)"):
+        run_experts(x, ids, weights, w13, w2, down_bias=b2[:2], **options)

@@ -107,6 +107,8 @@ def run_experts(
     """
     how = dispatcher, recipe, select(backend, x.device), (_main_grad(gate_up_proj), _main_grad(down_proj))
     config = LayerConfig(*how, wgrad_scale, activation)
+    if down_bias is not None and down_bias.shape != (wanted := (dispatcher.num_experts, x.shape[1])):
+        raise ValueError(f"down_bias: got shape {tuple(down_bias.shape)}, want (all experts, D) = {wanted}")
     route = route_through_experts if recipe.wgrad == "mx" else _compose
     out, routing = route(x, expert_ids, weights, gate_up_proj, down_proj, config=config, gate_up_bias=gate_up_bias)
     if down_bias is not None:

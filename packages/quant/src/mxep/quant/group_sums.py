@@ -11,9 +11,9 @@ from torch import Tensor
 from mxep.quant.groups import check_offs, group_of_rows
 from mxep.quant.op import op
 from mxep.quant.ops import decode
+from mxep.quant.shapes import GROUP_SUMS_LANES as LANES
+from mxep.quant.shapes import empty_group_sums
 from mxep.quant.tensor import MXTensor
-
-LANES = 32
 
 
 def group_sums(x: Tensor, offs: Tensor) -> Tensor:
@@ -32,19 +32,14 @@ def group_sums(x: Tensor, offs: Tensor) -> Tensor:
     return sums
 
 
-def sum_dtype(x: Tensor) -> torch.dtype:
-    """What rows of x are summed in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 @op(
     "mxep::group_sums",
-    fake=lambda x, scale, block_size, offs: x.new_empty((offs.shape[0], x.shape[1]), dtype=sum_dtype(x)),
+    fake=lambda x, scale, block_size, offs: empty_group_sums(x, offs),
     launcher="mxep.quant.kernels.group_sums:group_sums",
 )
 def _group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) -> Tensor:
     """x (R, N), scale (R, N / block_size) e8m0 or None."""
-    values = x.to(sum_dtype(x)) if scale is None else decode(x, scale, (1, block_size), None)
+    values = x.to(empty_group_sums(x, offs).dtype) if scale is None else decode(x, scale, (1, block_size), None)
     groups, (rows, width) = offs.shape[0], x.shape
     group = group_of_rows(offs, rows)
     first = torch.cat((offs.new_zeros(1), offs))[group]

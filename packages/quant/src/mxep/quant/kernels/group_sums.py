@@ -5,14 +5,13 @@ Read: x once, 1 to 4 bytes an element, and scales. Written: 4 bytes for each gro
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import as_bytes, group_bounds, power_of_two
-from mxep.quant.group_sums import LANES, sum_dtype
 from mxep.quant.launch import cdiv, launch
+from mxep.quant.shapes import GROUP_SUMS_LANES, empty_group_sums
 
 BLOCK_N = 128
 
@@ -55,11 +54,11 @@ def group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) -
     """mxep::group_sums."""
     rows, width = x.shape
     groups = offs.shape[0]
-    out = torch.empty((groups, width), dtype=sum_dtype(x), device=x.device)
+    out = empty_group_sums(x, offs)
     x, scale = (part if part is None or part.stride(1) == 1 else part.contiguous() for part in (x, scale))
     launch(group_sums_kernel, (groups, cdiv(width, BLOCK_N)),
         x, None if scale is None else as_bytes(scale), offs, out, rows, groups, width, x.stride(0),
         0 if scale is None else scale.stride(0), block_size,
-        LANES=LANES, BLOCK_N=BLOCK_N, UNIT=math.gcd(block_size, BLOCK_N), num_warps=4,
+        LANES=GROUP_SUMS_LANES, BLOCK_N=BLOCK_N, UNIT=math.gcd(block_size, BLOCK_N), num_warps=4,
     )  # fmt: skip
     return out
