@@ -183,5 +183,5 @@ def test_what_does_not_fit_says_so() -> None:
         run_experts(x, ids, weights, (w13[:, :F], w13[:, F:]), w2, activation=GPT_OSS, **options)
     with pytest.raises(ValueError, match=r"gate_up_bias: got \(4, 32\) on cpu, want \(experts here, 2 F\) = \(4, 64\)"):
         run_experts(x, ids, weights, w13, w2, gate_up_bias=b13[:, :F], **options)
-    with pytest.raises(ValueError, match=r"down_bias: got shape \(2, 64\), want \(all experts, D\) = \(4, 64\)"):
+    with pytest.raises(ValueError, match=r"down_bias: got shape \(2, 64\), want \(experts here, D\) = \(4, 64\)"):
         run_experts(x, ids, weights, w13, w2, down_bias=b2[:2], **options)

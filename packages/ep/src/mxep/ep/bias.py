@@ -13,17 +13,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 
-def add_down_bias(out: Tensor, expert_ids: Tensor, weights: Tensor, bias: Tensor, *, scale: float = 1.0) -> Tensor:
-    """out (T, D) + the weighted sum of each token's experts' bias (E, D), or a DTensor of it. scale: of its gradient.
+def add_down_bias(
+    out: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    bias: Tensor,
+    *,
+    scale: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """out (T, D) + the weighted sum of each token's experts' bias (e, D). scale: of the bias's gradient.
 
-    expert_ids: (T, K), those outside 0 .. E-1 add nothing. weights: (T, K) fp32.
+    expert_ids: (T, K), those outside 0 .. E-1 add nothing. weights: (T, K) fp32. group: of the ranks that share the
+    experts, e of E each; None: this process has all.
     """
-    bias = scaled_gradient(bias, scale)
-    whole = bias.full_tensor(grad_placements=[Partial()]) if isinstance(bias, DTensor) else bias
+    whole = scaled_gradient(bias, scale).float()
+    if group is not None:
+        whole = all_gather_tensor_autograd(whole, 0, group)
     num_experts = whole.shape[0]
     here = (expert_ids >= 0) & (expert_ids < num_experts)
     by_expert = weights.new_zeros(len(weights), num_experts)

@@ -99,20 +99,22 @@ def run_experts(
             quantized, each way. down_proj: (e, D, F). Or DTensors. A whole weight with an attribute ``main_grad``, fp32
             of its shape or of this rank's share of it, gets its gradient added there, and none itself.
         wgrad_scale: factor of weights' and biases' gradients.
-        activation: of gate and up, as `mxep.quant.SwiGLU` says. gate_up_bias: (e, 2F). down_bias: (E, D), or a DTensor
-            of it, which is gathered: the routing weight multiplies it, and -1 adds none. They have ordinary gradients.
+        activation: of gate and up, as `mxep.quant.SwiGLU` says. gate_up_bias: (e, 2F). down_bias: (e, D), which
+            the routing weight multiplies; ranks gather it. Or DTensors. They have ordinary gradients.
 
     Under torch.compile it is an op of one graph where :func:`route_through_experts` is, which it calls; with wgrad
     "bf16" it is a break.
     """
     how = dispatcher, recipe, select(backend, x.device), (_main_grad(gate_up_proj), _main_grad(down_proj))
     config = LayerConfig(*how, wgrad_scale, activation)
-    if down_bias is not None and down_bias.shape != (wanted := (dispatcher.num_experts, x.shape[1])):
-        raise ValueError(f"down_bias: got shape {tuple(down_bias.shape)}, want (all experts, D) = {wanted}")
+    bias = None if down_bias is None else local_weight(down_bias)
+    if bias is not None and bias.shape != (wanted := (dispatcher.num_local_experts, x.shape[1])):
+        raise ValueError(f"down_bias: got shape {tuple(bias.shape)}, want (experts here, D) = {wanted}")
     route = route_through_experts if recipe.wgrad == "mx" else _compose
     out, routing = route(x, expert_ids, weights, gate_up_proj, down_proj, config=config, gate_up_bias=gate_up_bias)
-    if down_bias is not None:
-        out = add_down_bias(out, expert_ids, weights, down_bias, scale=wgrad_scale)
+    if bias is not None:
+        group = dispatcher.group if dispatcher.spans_ranks else None
+        out = add_down_bias(out, expert_ids, weights, bias, scale=wgrad_scale, group=group)
     return out, routing
 
 
