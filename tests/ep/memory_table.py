@@ -4,9 +4,9 @@
 
 Nothing is allocated and no GPU is needed: `Layout` gives the buffers, `Capacity` and `make_plan` the plan, and
 `Saved.shapes` what the forward of a layer leaves to its backward on Hopper. The measured column is of
-docs/results/layer-h200.json.
+docs/results/layer-h200.json, of a commit whose layers kept h, too.
 
-T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, W ranks.
+T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, W ranks, N = T K pairs.
 """
 
 import dataclasses
@@ -42,14 +42,13 @@ class Memory:
     buffers: int
     rows: int
     gate_up: int
-    h: int
     of_weights: int
     plan: int
     gradients: int
 
     @property
     def kept(self) -> int:
-        return self.rows + self.gate_up + self.h + self.of_weights + self.plan
+        return self.rows + self.gate_up + self.of_weights + self.plan
 
 
 def memory(
@@ -87,11 +86,21 @@ def memory(
             buffers=2 * layout.nbytes,
             rows=_bytes(flat[:parts]),
             gate_up=_bytes(flat[parts : parts + 1]),
-            h=_bytes(flat[parts + 1 : 2 * parts + 1]),
-            of_weights=_bytes(flat[2 * parts + 1 :]),
+            of_weights=_bytes(flat[parts + 1 :]),
             plan=_bytes(fields),
             gradients=_bytes([w13, w2]),
         )
+
+
+def kept_by_the_standard_layer(tokens: int, dim: int, hidden_dim: int, experts: int, top_k: int) -> int:
+    """Bytes of `bench/standard.py` with compiled pointwise kernels, of the same balanced load, without padding and
+    indices: rows and h for the gradients of weights, gate_up, and what comes back (N, D) for that of their weights."""
+    return 2 * tokens * top_k * (dim + hidden_dim + 2 * hidden_dim + dim)
+
+
+def kept_by_sonic_moe(tokens: int, dim: int, hidden_dim: int, experts: int, top_k: int) -> int:
+    """Bytes by its paper's formula for one rank: x and gate_up, T D + 2 T K F elements of bf16."""
+    return 2 * (tokens * dim + 2 * tokens * top_k * hidden_dim)
 
 
 def shapes() -> dict[str, list[int]]:
@@ -111,16 +120,20 @@ def measured() -> Iterator[tuple[str, list[int], float, float]]:
 
 def computed_table() -> str:
     """On 4 GPUs, the shapes of configs/bench/layer.yaml."""
-    head = "model | T, D, F, E, K | buffers | R_max | rows or slots | `gate_up` | `h` | the rest | **kept a layer**"
-    lines = [head + " | at `worst_case` | in bf16"]
+    head = "model | T, D, F, E, K | buffers | R_max | rows or slots | `gate_up` | the rest | **kept a layer**"
+    head += " | the standard layer | ratio | SonicMoE's formula"
+    lines = [head + " | `factor(1)` | ratio | `worst_case` | in bf16"]
     for name, sizes in shapes().items():
         m = memory(*sizes, ranks=4)
         worst = memory(*sizes, ranks=4, capacity=Capacity.worst_case())
         plain = memory(*sizes, ranks=4, recipe="bf16")
         kind = "rows" if m.keeps_rows else "slots"
-        of = [f"{_gib(m.rows)} ({kind})", _gib(m.gate_up), _gib(m.h), _gib(m.of_weights + m.plan)]
+        least, standard = memory(*sizes, ranks=4, capacity=Capacity.factor(1)), kept_by_the_standard_layer(*sizes)
+        of = [f"{_gib(m.rows)} ({kind})", _gib(m.gate_up), _gib(m.of_weights + m.plan), f"**{_gib(m.kept)}**"]
         cells = [name, ", ".join(map(str, sizes)), _gib(m.buffers), str(m.max_rows), *of]
-        lines.append(" | ".join([*cells, f"**{_gib(m.kept)}**", _gib(worst.kept), _gib(plain.kept)]))
+        cells += [_gib(standard), f"{m.kept / standard:.2f}", _gib(kept_by_sonic_moe(*sizes))]
+        cells += [_gib(least.kept), f"{least.kept / standard:.2f}", _gib(worst.kept), _gib(plain.kept)]
+        lines.append(" | ".join(cells))
     return _table(lines)
 
 

@@ -139,7 +139,7 @@ def test_weights_that_change_in_place_are_quantized_anew():
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "bf16"])
-def test_shared_experts_are_replayed(recipe):
+def test_shared_experts_are_replayed_but_where_cublas_packs_its_parameters(recipe):
     torch.manual_seed(0)
     shared = SharedExpert(DIM, HIDDEN_DIM, device="cuda")
     before = shared_expert._forward.replays, shared_expert._backward.replays
@@ -153,7 +153,9 @@ def test_shared_experts_are_replayed(recipe):
 
     batches = [torch.randn(T, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     got = [step(x) for x in batches]
-    assert (shared_expert._forward.replays, shared_expert._backward.replays) > before
+    after = shared_expert._forward.replays, shared_expert._backward.replays
+    packed = "NotCaptured: a kernel's parameters are packed"
+    assert after > before or (recipe == "bf16" and packed in shared_expert._forward.refused)
     with no_replays():
         wanted = [step(x) for x in batches]
     assert all(torch.equal(a, b) for one, other in zip(got, wanted) for a, b in zip(one, other, strict=True))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep.memory_table import kept_by_the_standard_layer
 from mxep.integration import snr as snr_module
 from mxep.integration.bench import layer, layer_cases, layer_host, layer_stages, layer_work, run
 from mxep.integration.bench.comms_cases import Traffic
@@ -96,6 +97,20 @@ def test_the_standard_layer_is_the_dense_layer(ranks: int):
     # fp32 rounds at 2^-24: 150 dB a sum of one; sums of 64 terms in another order lose up to 10 log10(64) = 18 dB.
     for found in run_ranks(compare_with_dense, world_size=ranks, device="cpu", timeout=60):
         assert min(found) > 120, found
+
+
+def test_the_standard_layer_keeps_what_the_table_of_memory_says():
+    sizes = tokens, dim, hidden, experts, top_k = 64, 32, 24, 4, 2
+    x, w13, w2 = torch.ones(tokens, dim), torch.ones(experts, 2 * hidden, dim), torch.ones(experts, hidden, dim).mT
+    leaves = [each.bfloat16().contiguous().requires_grad_() for each in (x, w13, w2)]
+    ids, kept = torch.arange(tokens * top_k).int().view(tokens, top_k) % experts, {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        StandardLayer(*leaves[1:])(leaves[0], ids, torch.ones(tokens, top_k, requires_grad=True))
+    of_rows = [t for t in kept.values() if t.dtype == torch.bfloat16 and t.dim() == 2]
+    rows = max(map(len, of_rows))
+    padding = (rows - tokens * top_k) * 2 * (dim + 3 * hidden)
+    silu = rows * 2 * hidden  # which compiled kernels compute again
+    assert sum(t.nbytes for t in of_rows) == kept_by_the_standard_layer(*sizes) + padding + silu
 
 
 def test_groups_lie_as_the_docstring_says():
@@ -262,5 +277,5 @@ def test_on_gpus_ours_is_one_graph_and_what_cannot_be_says_so(mxep, tmp_path: Pa
         assert row["ms"] > row["fwd ms"] > 0
         assert row["peak GiB"] > 0
         assert row.get("note", "").startswith("not in a graph") == (row["what"] == "bf16/all_to_all")
-    assert all(row["in use"] > 0 for row in sections["memory"])
+    assert all(row["in use"] > 0 and row["kept GiB"] > 0 for row in sections["memory"])
     assert {"GEMMs", "SwiGLU", "whole"} <= {row["stage"] for row in sections["stages"]}

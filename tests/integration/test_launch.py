@@ -111,6 +111,8 @@ def test_a_rank_that_dies_is_named_with_its_signal():
     with pytest.raises(RanksFailed, match=r"rank 0 was killed by SIGSEGV before it returned") as info:
         run_ranks(be_killed, world_size=2, timeout=60, device="cpu")
     assert info.value.first == "rank 0 was killed by SIGSEGV before it returned"
+    assert "rank 0 was at:" in str(info.value)
+    assert "in be_killed" in str(info.value)
 
 
 def fork_and_be_killed(rank: Rank, folder: Path) -> None:

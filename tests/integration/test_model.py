@@ -62,6 +62,19 @@ def test_projections_have_a_recipe_of_their_own(make_config: Callable[..., Confi
     assert all(p.grad is not None for p in quantized.parameters())
 
 
+def test_projections_may_choose_by_their_shape(make_config: Callable[..., Config]):
+    config = make_config("recipe=mxfp8", "recipe.linear=auto", "model=tiny")
+    recipe = make_recipe(config)
+    assert linear_recipe(config, recipe) == "auto"
+    assert linear_recipe(config, Recipe.bf16()) is None, "the baseline has torch's"
+    dispatcher = make_dispatcher("local", config.model.experts, dim=config.model.dim)
+    model = Transformer(config.model, dispatcher, recipe, linear=linear_recipe(config, recipe))
+    assert {m.recipe for m in model.modules() if isinstance(m, Linear)} == {"auto"}
+    inputs = torch.randint(0, VOCABULARY, (2, 16))
+    model.loss(inputs, inputs).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_shared_experts_are_there_if_the_config_has_some(make_config: Callable[..., Config]):
     for shared in (0, 1):
         names = [name for name, _ in make_model(make_config(), shared_experts=shared).named_parameters()]

@@ -158,7 +158,9 @@ def hostile_rows() -> Tensor:
 
 
 def parts(result: Any) -> list[Tensor]:
-    """The plain tensors of a result: of tuples, of frozen dataclasses, of MXTensors."""
+    """The plain tensors of a result: of tuples, of frozen dataclasses, of MXTensors; None has none."""
+    if result is None:
+        return []
     if isinstance(result, MXTensor):
         return [result.qdata, result.scale]
     if isinstance(result, Tensor):

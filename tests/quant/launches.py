@@ -16,6 +16,7 @@ from mxep.quant.kernels import (
     fold_for_wgrad,
     gather,
     group_sums,
+    joined,
     per_row,
     requantize,
     rms_norm,
@@ -70,9 +71,13 @@ def rms_norm_backward(D: int, dtype: torch.dtype = torch.bfloat16):
     )
 
 
-def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, activation=None):
-    out = x(T, 2 * F, dtype=fmt)
-    return lambda: swiglu.swiglu_backward_quantize(x(T, F), *gate_up(F), out, MODE, block, folded, activation)
+def swiglu_backward_quantize(
+    F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, h: bool = True, activation=None
+):
+    out, h_scales = x(T, 2 * F, dtype=fmt), 1 if folded or block > F else F // block
+    how = x(T, F), *gate_up(F), out, MODE, block, folded
+    h_out = (x(T, F, dtype=E4M3), x(T, h_scales, dtype=torch.float8_e8m0fnu)) if h else (None, None)
+    return lambda: swiglu.swiglu_backward_quantize(*how, *h_out, activation)
 
 
 def in_groups(groups: int) -> dict[str, Callable[[], object]]:
@@ -90,6 +95,8 @@ LAUNCHES = {
     "quantize_rows": lambda: rows.quantize_rows(x(), E4M3, MODE, 32),
     "quantize_rows fp32": lambda: rows.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_rows per row": lambda: rows.quantize_rows(x(), E4M3, MODE, D),
+    "quantize_joined_rows": lambda: joined.quantize_joined_rows(x(T, 4096), x(T, 512), x(T, 512), E4M3, MODE),
+    "quantize_joined_rows 14336": lambda: joined.quantize_joined_rows(x(T, 7168), x(T, 7168), None, E4M3, MODE),
     "quantize_2d": lambda: rows.quantize_2d(x(), E4M3, MODE, 32),
     "quantize_columns": lambda: columns.quantize_columns(x(), E4M3, MODE, 32),
     "quantize_both": lambda: columns.quantize_both(x(), E4M3, MODE, 32),
@@ -97,7 +104,7 @@ LAUNCHES = {
     "quantize_columns per column": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
     **{
         f"quantize_per_row {k}": lambda k=k: per_row.quantize_per_row(x(8, T, k), E4M3, MODE)  # type: ignore[misc]
-        for k in (2048, 4096, 5120, 7168, 14336)
+        for k in (768, 2048, 4096, 5120, 7168, 8192, 14336)
     },
     "quantize_per_row fp32 E5M2": lambda: per_row.quantize_per_row(x(T, 7168, dtype=torch.float32), E5M2, MODE),
     "quantize_per_row fp32 2048": lambda: per_row.quantize_per_row(x(T, 2048, dtype=torch.float32), E4M3, MODE),
@@ -136,12 +143,22 @@ LAUNCHES = {
     "swiglu_quantize 2048 folded fp32": swiglu_quantize(2048, 32, True, dtype=torch.float32),
     **{f"swiglu_quantize {F} folded": swiglu_quantize(F, 32, True) for F in (768, 2048, 8192, 14336)},
     "swiglu_backward 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336)),
-    "swiglu_backward_quantize 2048": swiglu_backward_quantize(2048, 32, False),
-    "swiglu_backward_quantize 8192 per row": swiglu_backward_quantize(8192, 2 * 8192, False),
-    "swiglu_backward_quantize 2048 folded E5M2": swiglu_backward_quantize(2048, 32, True, E5M2),
-    **{f"swiglu_backward_quantize {F} folded": swiglu_backward_quantize(F, 32, True) for F in (768, 2048, 8192)},
+    "swiglu_backward and h 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336), x(T, 14336)),
+    **{
+        f"swiglu_backward_quantize{' and h' * h} {F}{how}": swiglu_backward_quantize(F, block, "folded" in how, fmt, h)
+        for h in (False, True)
+        for F, how, block, fmt in (
+            (2048, "", 32, E4M3),
+            *((F, " per row", 2 * F, E4M3) for F in (2048, 8192, 14336)),
+            *((F, " folded", 32, E4M3) for F in (768, 1536, 2048, 8192, 14336)),
+            (2048, " folded E5M2", 32, E5M2),
+        )
+    },
     "swiglu_quantize 2880 folded gpt-oss": swiglu_quantize(2880, 32, True, activation=GPT_OSS),
-    "swiglu_backward_quantize 2880 gpt-oss": swiglu_backward_quantize(2880, 32, False, activation=GPT_OSS),
-    "swiglu_backward_quantize 2880 folded gpt-oss": swiglu_backward_quantize(2880, 32, True, activation=GPT_OSS),
-    "swiglu_backward_quantize 2880 per row gpt-oss": swiglu_backward_quantize(2880, 5760, False, activation=GPT_OSS),
+    **{
+        f"swiglu_backward_quantize and h 2880{how} gpt-oss": swiglu_backward_quantize(
+            2880, block, how == " folded", activation=GPT_OSS
+        )
+        for how, block in (("", 32), (" folded", 32), (" per row", 5760))
+    },
 }

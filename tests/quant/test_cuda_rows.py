@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mxep.quant import (
+    E4M3,
     E5M2,
     MXTensor,
     SwiGLU,
@@ -85,13 +86,15 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "fold_for_wgrad of slots": (fold_for_wgrad, (indexed, quantize(gaussian(ROWS, 96, seed=7), fmt=E5M2), ENDS)),
     "swiglu": (lambda *a: swiglu(a[0], a[1], offs=a[2]), (gate_up, weight, ENDS)),
     "swiglu_quantize": (lambda *a: swiglu_quantize(a[0], a[1], offs=a[2]), (gate_up, weight, ENDS)),
-    "swiglu_backward": (lambda *a: swiglu_backward(*a[:3], offs=a[3]), (d_h, gate_up, weight, ENDS)),
+    "swiglu_backward": (lambda *a: swiglu_backward(*a[:3], offs=a[3], with_h=True), (d_h, gate_up, weight, ENDS)),
     "swiglu_backward_quantize": (
-        lambda *a: swiglu_backward_quantize(*a[:3], offs=a[3]),
+        lambda *a: swiglu_backward_quantize(*a[:3], offs=a[3], h_fmt=E4M3),
         (d_h, gate_up, weight, ENDS),
     ),
     "swiglu_backward_quantize, overwriting": (
-        lambda d, *a: swiglu_backward_quantize(d.clone(), *a[:2], offs=a[2], folded=True, overwrite=True),
+        lambda d, *a: swiglu_backward_quantize(
+            d.clone(), *a[:2], offs=a[2], fmt=E5M2, folded=True, overwrite=True, h_fmt=E4M3
+        ),
         (d_h, gate_up, weight, ENDS),
     ),
     "swiglu_backward_quantize, clamped": (

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.quant import graph
-from mxep.quant.graph import MovingGraph, NotCaptured
+from mxep.quant.driver import NotCaptured
+from mxep.quant.graph import MovingGraph
 from mxep.quant.replay import replayed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,6 +37,25 @@ def test_an_address_is_no_results_in_nodes_from_before_it_was_made() -> None:
     assert graph._source_of(x.data_ptr(), 8, sources) == (0, 0)
 
 
+def test_a_part_of_a_structure_that_could_be_a_small_integer_is_an_address_only_where_a_tensor_begins() -> None:
+    boundary = 0x7FCD_0000_0000
+    sources = [graph._Source(boundary - 64, boundary + (1 << 30), True, set())]
+    assert graph._source_of(boundary + 80, 0, sources, {boundary - 64}) is None, "80, and 0x7fcd of the stack"
+    assert graph._source_of(boundary + 80, 0, sources) == (0, 144), "a parameter of 8 bytes has no gaps"
+    assert graph._source_of(boundary + graph.SMALL, 0, sources, set()) == (0, 64 + graph.SMALL)
+    assert graph._source_of(boundary - 64, 0, sources, {boundary - 64}) == (0, 0)
+    with pytest.raises(NotCaptured, match="small integer"):
+        graph._source_of(boundary + 80, 0, sources, {boundary + 80})
+
+
+def test_where_tensors_begin_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "captured_nodes", lambda stream: set())
+    x = torch.zeros(4, 6)
+    with graph._Allocations(0, [x]) as allocations:
+        later = x[2:] + 1
+    assert allocations.begins >= {x[2:].data_ptr(), later.data_ptr()}
+
+
 def test_of_arguments_side_by_side_in_memory_the_one_that_begins_there_is_meant() -> None:
     rows = torch.zeros(4, 6)
     left, right = rows.split([4, 2], 1)
@@ -59,7 +79,7 @@ def test_a_machine_without_a_driver_leaves_no_half_made_graph(monkeypatch: pytes
     def missing() -> Any:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(graph, "_driver", missing)
+    monkeypatch.setattr(graph, "driver", missing)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for _ in range(2):  # what __del__ raises fails the test, too
         with pytest.raises(OSError, match="libcuda"):
@@ -67,7 +87,7 @@ def test_a_machine_without_a_driver_leaves_no_half_made_graph(monkeypatch: pytes
 
 
 def test_results_are_made_or_given_or_views_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "_captured_nodes", lambda stream: {1})
+    monkeypatch.setattr(graph, "captured_nodes", lambda stream: {1})
     x, y = torch.randn(4, 6), torch.randn(3)
     with graph._Allocations(0, [x, None, y]) as allocations:
         made = x * 2
@@ -87,7 +107,7 @@ def test_results_are_made_or_given_or_views_of_either(monkeypatch: pytest.Monkey
 
 def test_a_result_is_found_whatever_part_of_its_memory_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes: set[int] = set()
-    monkeypatch.setattr(graph, "_captured_nodes", lambda stream: set(nodes))
+    monkeypatch.setattr(graph, "captured_nodes", lambda stream: set(nodes))
     behind = torch.randn(9)[3:]
     with graph._Allocations(0, [behind]) as allocations:
         made = torch.zeros(4, 6)
@@ -117,7 +137,7 @@ def test_a_results_own_nodes_are_not_from_before_it_was_made(monkeypatch: pytest
             nodes.add(len(nodes))
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(graph, "_captured_nodes", lambda stream: set(nodes))
+    monkeypatch.setattr(graph, "captured_nodes", lambda stream: set(nodes))
     with Captured(), graph._Allocations(0, []) as allocations:
         first = torch.zeros(3, 3)
         second = first + 1
@@ -129,7 +149,7 @@ def test_a_results_own_nodes_are_not_from_before_it_was_made(monkeypatch: pytest
 
 
 def test_what_reads_from_the_device_or_takes_too_much_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "_captured_nodes", lambda stream: set())
+    monkeypatch.setattr(graph, "captured_nodes", lambda stream: set())
     monkeypatch.setattr(graph, "MOST_BYTES", 1 << 10)
     x = torch.ones(3)
     for function in (lambda: x.sum().item(), lambda: x[x > 0], x.clone().t_):

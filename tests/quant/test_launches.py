@@ -13,6 +13,8 @@ pytestmark = pytest.mark.slow
 LAUNCHES = Path(__file__).with_name("launches.py")
 TESTED = (
     "quantize_rows",
+    "quantize_joined_rows",
+    "quantize_joined_rows 14336",
     "quantize_2d",
     "quantize_columns",
     "quantize_both fp32",
@@ -26,12 +28,11 @@ TESTED = (
     "gather_swizzled",
     "fold_for_wgrad",
     "swiglu_quantize 14336 folded",
-    "swiglu_backward 14336",
-    "swiglu_backward_quantize 8192 per row",
-    "swiglu_backward_quantize 2048 folded E5M2",
+    "swiglu_backward and h 14336",
     "swiglu_backward_quantize 8192 folded",
-    "swiglu_backward_quantize 2880 folded gpt-oss",
-    "swiglu_backward_quantize 2880 per row gpt-oss",
+    *(f"swiglu_backward_quantize and h {how}" for how in ("8192 folded", "14336 folded", "14336 per row")),
+    "swiglu_backward_quantize and h 2048 folded E5M2",
+    *(f"swiglu_backward_quantize and h 2880 {how} gpt-oss" for how in ("folded", "per row")),
 )
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
 ON_BLACKWELL = ("requantize gathered", "fold 16384", "gather_swizzled", "fold_for_wgrad")
@@ -42,6 +43,7 @@ ON_ADA = (
     "fold 7168",
     "fold_for_wgrad",
     "swiglu_quantize 2048",
+    "swiglu_backward_quantize and h 2048",
 )
 IN_GROUPS = tuple(
     f"{kernel} {groups} groups"
@@ -49,8 +51,10 @@ IN_GROUPS = tuple(
     for kernel in ("pad_index", "gather_swizzled", "fold_for_wgrad")
 )
 
+SPILL = {"quantize_per_row 7168": 40}
+"""Bytes that a thread keeps in local memory where that was measured to be faster than what spills nothing."""
 NEWER_SPILL = {(3, 8): {"fold_for_wgrad": 8}, (3, 9): {"requantize gathered": 16}}
-"""Bytes that a thread keeps in local memory by these versions of Triton. Older ones spill nothing."""
+"""The same by these versions of Triton, not measured. Older ones spill nothing of these."""
 
 
 TARGETS = {90: TESTED + IN_GROUPS, 100: ON_BLACKWELL, 89: ON_ADA}
@@ -62,7 +66,7 @@ def test_no_kernel_spills():
     wanted = [(name, target) for target, names in TARGETS.items() for name in names]
     rows = report(LAUNCHES, [f"={name}@{target}" for name, target in wanted])
     assert {(row["launch"], row["target"]) for row in rows} == set(wanted)
-    known = NEWER_SPILL.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
+    known = SPILL | NEWER_SPILL.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
     spilled = [row for row in rows if row["spills"] > known.get(row["launch"], 0)]
     assert not spilled, "\n" + table(spilled)
 

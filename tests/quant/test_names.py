@@ -22,7 +22,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "quantize_with_amax": lambda **how: quant.quantize_with_amax(x(), **how),
     "requantize": lambda **how: quant.requantize(quant.quantize(x()), **how),
     "swiglu_quantize": lambda **how: quant.swiglu_quantize(x(), **how),
-    "swiglu_backward_quantize": lambda **how: quant.swiglu_backward_quantize(x(32), x(), **how),
+    "swiglu_backward_quantize": lambda **how: quant.swiglu_backward_quantize(x(32), x(), h_fmt=how.get("fmt"), **how),
 }
 
 

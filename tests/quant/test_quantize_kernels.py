@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, ops
-from mxep.quant.kernels import columns, per_row, requantize, rows
+from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, ops, quantize, quantize_joined
+from mxep.quant.kernels import columns, joined, per_row, requantize, rows
 from mxep.quant.requantize import _requantize
 from quant import exact
 from quant.poison import poisoned_allocations as poisoned_allocations
@@ -77,10 +77,10 @@ def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
 
 
-def assert_per_row(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str, **options: int) -> None:
+def assert_per_row(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str) -> None:
     """Rows with magnitudes, and columns of these, of x and of what lies on DEVICE."""
     *want, amax = ops.quantize_per_row(x, dtype, mode)
-    *got, found = per_row.quantize_per_row(moved, dtype, mode, **options)
+    *got, found = per_row.quantize_per_row(moved, dtype, mode)
     assert_same(got, want)
     torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0, equal_nan=True)
     want = ops.quantize_per_column(x, amax, dtype, mode)
@@ -98,11 +98,47 @@ def test_rows_of_one_scale_and_columns_of_two_reads_in_every_mode(fmt: MXFormat,
 
 @pytest.mark.parametrize("shape", [(1, 16), (40, 96), (3, 70, 136), (2, 37, 600), (130, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-def test_rows_of_one_scale_and_columns_of_two_reads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rows_of_one_scale_and_columns_of_two_reads(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     x.view(-1, shape[-1])[-1, -1] = -float("inf")
     assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
-    assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil", rows_per_program=8)
+    monkeypatch.setattr(per_row, "ROWS_PER_PROGRAM", 8)
+    assert_per_row(x.to(DEVICE), x, E4M3.dtype, "rceil")
+
+
+@pytest.mark.parametrize("widths", [(96, 32), (64, 48, 40), (100, 1, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_one_scale_of_matrices_side_by_side(widths: tuple[int, ...], dtype: torch.dtype) -> None:
+    whole = numbers(40, sum(widths), dtype=dtype)
+    for fmt in (E4M3, E5M2):
+        want = ops.quantize_rows(whole, fmt.dtype, "rceil", whole.shape[1])
+        for longest in (rows.LONGEST, 64):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(joined, "LONGEST", longest)
+                x, y, z = (*(part.to(DEVICE) for part in whole.split(widths, 1)), None)[:3]
+                assert_same(joined.quantize_joined_rows(x, y, z, fmt.dtype, "rceil"), want)
+        assert_same(ops.quantize_joined_rows(x, y, z, fmt.dtype, "rceil"), want)
+
+
+def test_any_number_of_matrices_side_by_side() -> None:
+    whole = torch.randn(40, 96)
+    want = quantize(whole, block_size=None)
+    for widths in ((96,), (64, 32), (32, 32, 32), (24, 24, 24, 24)):
+        got = quantize_joined(whole.split(widths, 1))
+        assert (got.block_size, got.dtype) == (96, torch.float32)
+        assert_same((got.qdata, got.scale), (want.qdata, want.scale))
+    with pytest.raises(ValueError, match=r"quantize_joined: got parts \(1, 2, 3\), want \(N, K\) each"):
+        quantize_joined([torch.zeros(1, 2, 3)])
+
+
+def test_programs_of_a_weight_are_busy_to_the_end() -> None:
+    """On 132 SMs with 3 programs of 4 rows at once each: 64 experts of 1536 rows, one matrix, many short ones."""
+    assert per_row._steps(64, 1536, 4, 396) == 64, "6 programs an expert, 384 in all"
+    assert per_row._steps(1, 2048, 4, 396) == per_row.LEAST_ROWS // 4
+    assert per_row._steps(4, 16384, 4, 132) == 42, "98 programs a matrix, 392 in all: three times what fits"
+    assert per_row._steps(512, 8, 4, 396) == 4
 
 
 def test_rows_of_one_scale_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,8 @@ def test_forward_is_within_fp32_rounding_of_float64(weighted: bool) -> None:
 def test_narrow_inputs_are_computed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
     gate_up, w, d_h = gaussian(9, 64, dtype=dtype), gaussian(9, seed=1), gaussian(9, 32, seed=2, dtype=dtype)
     assert_same_bits(swiglu(gate_up, w), swiglu(gate_up.float(), w).to(dtype))
-    d_gate_up, d_w = swiglu_backward(d_h, gate_up, w)
-    wide, wide_w = swiglu_backward(d_h.float(), gate_up.float(), w)
+    d_gate_up, d_w, _ = swiglu_backward(d_h, gate_up, w)
+    wide, wide_w, _ = swiglu_backward(d_h.float(), gate_up.float(), w)
     assert_same_bits(d_gate_up, wide.to(dtype))
     assert_same_bits(d_w, wide_w)
 
@@ -145,7 +145,7 @@ def test_backward_is_the_derivative_of_a_float64_swiglu(weighted: bool) -> None:
     d_h = gaussian(30, 48, seed=1)
     w = (gaussian(30, seed=2) if weighted else torch.ones(30)).requires_grad_()
     want_d, want_w = torch.autograd.grad(swiglu_in_float64(gate_up, w), (gate_up, w), d_h.double())
-    d_gate_up, d_w = swiglu_backward(d_h, gate_up.detach(), w.detach() if weighted else None)
+    d_gate_up, d_w, _ = swiglu_backward(d_h, gate_up.detach(), w.detach() if weighted else None)
     gate, up = gate_up.detach().double().chunk(2, 1)
     d = d_h.double() * w.detach().double()[:, None]
     s = torch.sigmoid(gate)
@@ -183,7 +183,8 @@ def test_another_activation_is_its_formula_and_that_formulas_derivative(activati
     clean[3:5] = False
     assert_close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=2e-5, check_dtype=False)
     assert_close(swiglu(given, weight, activation=activation)[clean], want.detach()[clean])
-    d_gate_up, d_w = swiglu_backward(d_h, given, weight, activation=activation)
+    d_gate_up, d_w, again = swiglu_backward(d_h, given, weight, activation=activation, with_h=True)
+    assert_same_bits(again.nan_to_num(), swiglu(given, weight, activation=activation).nan_to_num())
     want_d, want_w = torch.autograd.grad(want[clean], (gate_up, w), d_h[clean].double())
     assert_close(d_gate_up[clean], want_d[clean])
     assert_close(d_w[clean], want_w[clean])
@@ -225,7 +226,8 @@ def test_a_row_has_the_same_bits_among_any_others(rows: int, width: int, at: int
     w_alone = None if w is None else w[alone].clone()
     assert_same_bits(swiglu(gate_up, w)[alone], swiglu(gate_up[alone].clone(), w_alone))
     for among, one in zip(
-        swiglu_backward(d_h, gate_up, w), swiglu_backward(d_h[alone].clone(), gate_up[alone].clone(), w_alone)
+        swiglu_backward(d_h, gate_up, w, with_h=True),
+        swiglu_backward(d_h[alone].clone(), gate_up[alone].clone(), w_alone, with_h=True),
     ):
         assert_same_bits(among[alone], one)
 
@@ -237,7 +239,7 @@ def test_infinite_and_huge_gates_give_the_limits() -> None:
     h = swiglu(gate_up)[0]
     assert h[:3].abs().max() < 1e-35
     assert h[3:].tolist() == [200.0, pytest.approx(2e38), INF]
-    d_gate_up, _ = swiglu_backward(torch.ones(1, 6), gate_up)
+    d_gate_up, *_ = swiglu_backward(torch.ones(1, 6), gate_up)
     d_gate, d_up = d_gate_up[0].chunk(2)
     assert d_gate[:3].abs().max() < 1e-35
     assert d_gate[3:].tolist() == [2.0, 2.0, 2.0]
@@ -246,14 +248,14 @@ def test_infinite_and_huge_gates_give_the_limits() -> None:
 
 def test_a_nan_stays_in_its_element_or_its_block() -> None:
     gate_up, d_h = gaussian(4, 128), gaussian(4, 64, seed=1)
-    clean, (clean_d, clean_w) = swiglu(gate_up), swiglu_backward(d_h, gate_up)
+    clean, (clean_d, clean_w, _) = swiglu(gate_up), swiglu_backward(d_h, gate_up)
     gate_up[2, 40] = NAN  # gate of element 40
     bad = torch.zeros(4, 64, dtype=torch.bool)
     bad[2, 40] = True
     h = swiglu(gate_up)
     assert torch.equal(h.isnan(), bad)
     assert_same_bits(h[~bad], clean[~bad])
-    d_gate_up, d_w = swiglu_backward(d_h, gate_up)
+    d_gate_up, d_w, _ = swiglu_backward(d_h, gate_up)
     both = torch.cat([bad, bad], 1)
     assert torch.equal(d_gate_up.isnan(), both)
     assert_same_bits(d_gate_up[~both], clean_d[~both])
@@ -273,8 +275,8 @@ def test_quantized_results_are_the_fp32_results_quantized(
     d_h = gaussian(6, 64, seed=2, dtype=torch.bfloat16)
     wide = gate_up.float()
     h = swiglu_quantize(gate_up, w, fmt=fmt, mode=mode, block_size=block_size)
-    d_gate_up, d_w = swiglu_backward_quantize(d_h, gate_up, w, fmt=fmt, mode=mode, block_size=block_size)
-    wide_d, wide_w = swiglu_backward(d_h, wide, w)
+    d_gate_up, d_w, _ = swiglu_backward_quantize(d_h, gate_up, w, fmt=fmt, mode=mode, block_size=block_size)
+    wide_d, wide_w, _ = swiglu_backward(d_h, wide, w)
     for got, values in ((h, swiglu(wide, w)), (d_gate_up, wide_d)):
         want = quantize(values, fmt=fmt, mode=mode, block_size=block_size)
         assert_bytes(got.qdata, raw(want.qdata))
@@ -292,8 +294,8 @@ def test_folded_results_are_the_quantized_ones_folded(fmt: MXFormat, mode: Scale
     gate_up[1, 160:] = 0.0
     gate_up[2, 170] = NAN
     how: dict[str, Any] = {"fmt": fmt, "mode": mode, "block_size": block_size}
-    d_gate_up, d_w = swiglu_backward_quantize(d_h, gate_up, w, **how)
-    folded_d, folded_w = swiglu_backward_quantize(d_h, gate_up, w, folded=True, **how)
+    d_gate_up, d_w, _ = swiglu_backward_quantize(d_h, gate_up, w, **how)
+    folded_d, folded_w, _ = swiglu_backward_quantize(d_h, gate_up, w, folded=True, **how)
     assert_same_bits(folded_w.nan_to_num(), d_w.nan_to_num())
     for got, mx in (
         (swiglu_quantize(gate_up, w, folded=True, **how), swiglu_quantize(gate_up, w, **how)),
@@ -308,8 +310,8 @@ def test_folded_results_are_the_quantized_ones_folded(fmt: MXFormat, mode: Scale
 @pytest.mark.parametrize("how", [{"folded": True}, {"block_size": None, "fmt": E5M2}], ids=str)
 def test_codes_with_one_scale_a_row_may_take_the_gradients_memory(how: dict[str, Any]) -> None:
     gate_up, w, d_h = gaussian(6, 256), gaussian(6, seed=1), gaussian(6, 128, seed=2, dtype=torch.bfloat16)
-    want, want_w = swiglu_backward_quantize(d_h, gate_up, w, **how)
-    got, got_w = swiglu_backward_quantize(d_h, gate_up, w, overwrite=True, **how)
+    want, want_w, _ = swiglu_backward_quantize(d_h, gate_up, w, **how)
+    got, got_w, _ = swiglu_backward_quantize(d_h, gate_up, w, overwrite=True, **how)
     assert got.qdata.data_ptr() == d_h.data_ptr()
     assert_bytes(got.qdata, raw(want.qdata))
     assert_bytes(got.scale, raw(want.scale))
@@ -326,10 +328,28 @@ def test_codes_take_no_memory_that_does_not_suit_them() -> None:
     ]
     for grad, how in cases:
         before = grad.clone()
-        got, _ = swiglu_backward_quantize(grad, gate_up, overwrite=True, **how)
+        got, *_ = swiglu_backward_quantize(grad, gate_up, overwrite=True, **how)
         assert got.qdata.data_ptr() != grad.data_ptr()
         assert torch.equal(grad, before)
         assert_bytes(got.qdata, raw(swiglu_backward_quantize(d_h, gate_up, **how)[0].qdata))
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"folded": True, "overwrite": True}, {"block_size": None}, {"block_size": 64}], ids=str
+)
+def test_backward_writes_h_again_as_forward_did_in_its_own_format(how: dict[str, Any]) -> None:
+    gate_up, w, d_h = gaussian(9, 128), gaussian(9, seed=1), gaussian(9, 64, seed=2, dtype=torch.bfloat16)
+    gate_up[1, 3], ends = NAN, ends_of(2, 5)
+    assert_same_bits(swiglu_backward(d_h, gate_up, w, offs=ends, with_h=True)[2], swiglu(gate_up, w, offs=ends))
+    assert swiglu_backward(d_h, gate_up, w)[2] is swiglu_backward_quantize(d_h, gate_up, w)[2] is None
+    plain = swiglu_backward_quantize(d_h.clone(), gate_up, w, offs=ends, fmt=E5M2, **how)
+    got = swiglu_backward_quantize(d_h.clone(), gate_up, w, offs=ends, fmt=E5M2, h_fmt=E4M3, **how)
+    of_forward = {name: value for name, value in how.items() if name != "overwrite"}
+    want = swiglu_quantize(gate_up, w, offs=ends, fmt=E4M3, **of_forward)
+    for a, b in ((got[0], plain[0]), (got[2], want)):
+        assert_bytes(a.qdata, raw(b.qdata))
+        assert_bytes(a.scale, raw(b.scale))
+        assert (a.dtype, a.axis, a.block_size, a.shape) == (b.dtype, b.axis, b.block_size, b.shape)
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (3, 0, 2), (8,)])
@@ -338,12 +358,13 @@ def test_rows_past_the_last_group_do_not_matter(sizes: tuple[int, ...]) -> None:
     gate_up, w, d_h = gaussian(8, 128), gaussian(8, seed=1), gaussian(8, 64, seed=2)
     args = gate_up[:valid].clone(), w[:valid].clone()
     wanted = [swiglu(*args), swiglu_quantize(*args)]
-    wanted += [*swiglu_backward(d_h[:valid].clone(), *args), *swiglu_backward_quantize(d_h[:valid].clone(), *args)]
+    wanted += [*swiglu_backward(d_h[:valid].clone(), *args, with_h=True)]
+    wanted += [*swiglu_backward_quantize(d_h[:valid].clone(), *args, h_fmt=E5M2)]
     for part in (gate_up, w, d_h):
         part[valid:] = NAN
     got = [swiglu(gate_up, w, offs=ends), swiglu_quantize(gate_up, w, offs=ends)]
-    got += [*swiglu_backward(d_h, gate_up, w, offs=ends)]
-    got += [*swiglu_backward_quantize(d_h, gate_up, w, offs=ends)]
+    got += [*swiglu_backward(d_h, gate_up, w, offs=ends, with_h=True)]
+    got += [*swiglu_backward_quantize(d_h, gate_up, w, offs=ends, h_fmt=E5M2)]
     for a, b in zip(got, wanted):
         assert a.shape == (8, *b.shape[1:])
         if isinstance(a, MXTensor) and isinstance(b, MXTensor):
@@ -357,7 +378,7 @@ def test_a_zero_row_with_weight_zero_stays_zero() -> None:
     """Padding rows of the plan: nothing of them may reach a wgrad."""
     gate_up, w = torch.zeros(2, 64), torch.zeros(2)
     h = swiglu_quantize(gate_up, w)
-    d_gate_up, d_w = swiglu_backward_quantize(torch.zeros(2, 32), gate_up, w)
+    d_gate_up, d_w, _ = swiglu_backward_quantize(torch.zeros(2, 32), gate_up, w)
     for mx in (h, d_gate_up):
         assert not (raw(mx.qdata) & 0x7F).any()
         assert not raw(mx.scale).any()
@@ -369,13 +390,16 @@ def test_swiglu_ops_pass_opcheck() -> None:
     ops, how = torch.ops.mxep, (torch.float8_e4m3fn, "rceil", 32, False)
     check_op(ops.swiglu, gate_up, None, None)
     check_op(ops.swiglu, gate_up, w, None, SwiGLU(1.5, 2.0, 1.0).packed)
-    check_op(ops.swiglu_backward, d_h, gate_up, None, None)
+    for h in (None, torch.empty(6, 64, dtype=torch.bfloat16)):
+        torch.library.opcheck(ops.swiglu_backward, (d_h, gate_up, None, None, h), test_utils=WITHOUT_SCHEMA)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how[:3], True)
     for folded in (False, True):
         out = torch.empty(6, 128, dtype=torch.float8_e4m3fn)
         args = d_h, gate_up, w, ends_of(2, 3), out, *how[1:3], folded
-        torch.library.opcheck(ops.swiglu_backward_quantize, args, test_utils=WITHOUT_SCHEMA)
+        scale = torch.empty(6, 1 if folded else 2, dtype=torch.float8_e8m0fnu)
+        for of_h in ((), (torch.empty(6, 64, dtype=torch.float8_e5m2), scale)):
+            torch.library.opcheck(ops.swiglu_backward_quantize, (*args, *of_h), test_utils=WITHOUT_SCHEMA)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
@@ -396,6 +420,8 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
         swiglu_quantize(gaussian(4, 80), fmt=E4M3)
     with pytest.raises(ValueError, match="want axis -1 a multiple of the block, 48"):
         swiglu_backward_quantize(gaussian(4, 32), gate_up, fmt=E5M2, block_size=48)
+    with pytest.raises(ValueError, match="want axis -1 a multiple of the block, 64"):
+        swiglu_backward_quantize(gaussian(4, 32), gate_up, block_size=64, h_fmt=E4M3)
     with pytest.raises(ValueError, match="got 5, want 0 to 4"):
         swiglu(gate_up, offs=ends_of(5))
 

@@ -20,6 +20,8 @@ E4M3, E5M2 = (fmt.dtype for fmt in FORMATS)
 INF, NAN = math.inf, math.nan
 all_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 two_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+FORWARD, BACKWARD, WITH_H = DIRECTIONS = "forward", "backward", "backward and h"
+all_directions = pytest.mark.parametrize("direction", DIRECTIONS)
 WIDTHS = [(32, {}), (96, {}), (96, {"thread_elements": 1}), (768, {}), (1408, {"ahead": 2}), (256, {"ahead": 0})]
 """F, and how: one chunk, a chunk not full, three chunks, a last one not full, all of them loaded one or none ahead."""
 
@@ -62,55 +64,63 @@ def check(
     problem: tuple[Tensor, Tensor, Tensor | None],
     *quantized: Any,
     ends: Tensor | None = None,
-    backward: bool = True,
+    direction: str = WITH_H,
     activation: SwiGLU = PLAIN,
     **tuning: int,
 ) -> None:
     """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written."""
     d_h, gate_up, row_weight = problem
     valid = gate_up.shape[0] if ends is None else int(ends[-1])
-    name = "swiglu" + "_backward" * backward + "_quantize" * bool(quantized)
+    packed = activation.packed
+    backward, suffix = direction != FORWARD, "_quantize" * bool(quantized)
+    name = "swiglu" + "_backward" * backward + suffix
     inputs = ((d_h,) if backward else ()) + (gate_up, row_weight)
-    out, moved_out = (), ()
+    out: list[Tensor] = []
+    h: list[Tensor] = []
+    if direction == WITH_H:  # in E4M3, whatever the gradient is in
+        how = (E4M3, quantized[1], min(quantized[2], d_h.shape[1]), quantized[3]) if quantized else ()
+        h = as_list(getattr(torch.ops.mxep, "swiglu" + suffix)(gate_up, row_weight, ends, *how, activation=packed))
     if backward and quantized:
         dtype, *quantized = quantized  # type: ignore[assignment]
-        out = (torch.empty(gate_up.shape, dtype=dtype),)
-        moved_out = (torch.empty(gate_up.shape, dtype=dtype, device=DEVICE),)
-    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized, activation.packed)
+        out = [torch.empty(gate_up.shape, dtype=dtype)]
+    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized, activation=packed)
     moved = [part if part is None else part.to(DEVICE, copy=True) for part in (*inputs, ends)]
     for part in moved[:-1]:
         if part is not None:
             part[valid:] = NAN
-    got = getattr(kernels, name)(*moved, *moved_out, *quantized, activation.packed, **tuning)
-    got = *moved_out, *((got,) if isinstance(got, Tensor) else got)
-    want = *out, *((want,) if isinstance(want, Tensor) else want)
-    for a, b in zip(got, want, strict=True):
+    moved_out, got_h = ([torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in written] for written in (out, h))
+    got = getattr(kernels, name)(*moved, *moved_out, *quantized, *got_h, activation=packed, **tuning)
+    for a, b in zip((*moved_out, *as_list(got), *got_h), (*out, *as_list(want), *h), strict=True):
         same(a[:valid], b[:valid])
         assert (a.shape, (a[valid:].view(torch.uint8) == POISON).all()) == (b.shape, True)
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def as_list(x: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+@all_directions
 @pytest.mark.parametrize(("F", "tuning"), WIDTHS)
 @all_dtypes
-def test_rounded_results(dtype: torch.dtype, F: int, tuning: dict[str, int], backward: bool) -> None:
-    check(problem(8, F, dtype), backward=backward, **tuning)
+def test_rounded_results(dtype: torch.dtype, F: int, tuning: dict[str, int], direction: str) -> None:
+    check(problem(8, F, dtype), direction=direction, **tuning)
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@all_directions
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize(("F", "tuning"), WIDTHS)
 @two_dtypes
-def test_quantized_results(dtype: torch.dtype, F: int, tuning: dict[str, int], folded: bool, backward: bool) -> None:
-    check(problem(8, F, dtype), E4M3, "rceil", 32, folded, backward=backward, **tuning)
+def test_quantized_results(dtype: torch.dtype, F: int, tuning: dict[str, int], folded: bool, direction: str) -> None:
+    check(problem(8, F, dtype), E4M3, "rceil", 32, folded, direction=direction, **tuning)
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@all_directions
 @pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (1, {}), (5, {}), (100, {})])
 @two_dtypes
-def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[str, int], backward: bool) -> None:
-    block = 2 * F if backward else F
-    check(problem(8, F, dtype), E4M3, "rceil", block, False, backward=backward, **tuning)
-    check(problem(8, F, dtype), E4M3, "rceil", block, True, backward=backward, **tuning)
+def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[str, int], direction: str) -> None:
+    block = F if direction == FORWARD else 2 * F
+    check(problem(8, F, dtype), E4M3, "rceil", block, False, direction=direction, **tuning)
+    check(problem(8, F, dtype), E4M3, "rceil", block, True, direction=direction, **tuning)
 
 
 @pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (14336 if DEVICE == "cuda" else 4096, {})])
@@ -118,11 +128,13 @@ def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[s
 def test_codes_written_over_the_gradient(folded: bool, F: int, tuning: dict[str, int]) -> None:
     d_h, gate_up, row_weight = problem(40, F)
     how = "rceil", 32 if folded else 2 * F, folded
-    qdata = torch.empty(gate_up.shape, dtype=E4M3)
-    want = torch.ops.mxep.swiglu_backward_quantize(d_h, gate_up, row_weight, ends_of(7, 30), qdata, *how)
-    moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends_of(7, 30))]
-    got = kernels.swiglu_backward_quantize(*moved, moved[0].view(E4M3), *how, programs_per_sm=3, **tuning)
-    for a, b in zip((moved[0].view(E4M3), *got), (qdata, *want), strict=True):
+    qdata, ends = torch.empty(gate_up.shape, dtype=E4M3), ends_of(7, 30)
+    want = torch.ops.mxep.swiglu_backward_quantize(d_h, gate_up, row_weight, ends, qdata, *how)
+    h = torch.ops.mxep.swiglu_quantize(gate_up, row_weight, ends, E4M3, "rceil", min(how[1], F), folded)
+    moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends)]
+    got_h = [torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in h]
+    got = kernels.swiglu_backward_quantize(*moved, moved[0].view(E4M3), *how, *got_h, programs_per_sm=3, **tuning)
+    for a, b in zip((moved[0].view(E4M3), *got, *got_h), (qdata, *want, *h), strict=True):
         same(a[:37], b[:37])
     assert torch.equal(moved[0][37:].cpu().view(torch.int16), d_h[37:].view(torch.int16))
 
@@ -136,25 +148,25 @@ ACTIVATIONS = [
 """gpt-oss, MiniMax-M3, DeepSeek-V4, and plain of other columns."""
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@all_directions
 @pytest.mark.parametrize(
     "quantized",
     [(), (E4M3, "rceil", 32, False), (E5M2, "floor", 32, True), (E4M3, "rceil", None, False)],
     ids=["rounded", "blocks", "folded", "row"],
 )
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_other_activations(activation: SwiGLU, quantized: tuple[Any, ...], backward: bool) -> None:
+def test_other_activations(activation: SwiGLU, quantized: tuple[Any, ...], direction: str) -> None:
     for F, tuning in WIDTHS[1:5]:
-        of_row = tuple((2 * F if backward else F) if part is None else part for part in quantized)
+        of_row = tuple((F if direction == FORWARD else 2 * F) if part is None else part for part in quantized)
         given = problem(8, F, torch.float32 if F == 96 else torch.bfloat16)
         given[1][6, ::7], given[1][7, 1::5] = 0.75, -7.0  # limits themselves are not clamped
-        check(given, *of_row, ends=ends_of(3, 5), backward=backward, activation=activation, **tuning)
+        check(given, *of_row, ends=ends_of(3, 5), direction=direction, activation=activation, **tuning)
 
 
 @pytest.mark.parametrize("F", [1, 2, 5, 8, 9, 100])
 def test_widths_that_fill_nothing(F: int) -> None:
     check(problem(6, F))
-    check(problem(6, F), backward=False)
+    check(problem(6, F), direction=FORWARD)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
@@ -168,8 +180,8 @@ def test_every_format_and_mode(fmt: MXFormat, mode: ScaleMode, folded: bool) -> 
 @pytest.mark.parametrize("block_size", [1, 16, 128, 256])
 @pytest.mark.parametrize("folded", [False, True])
 def test_other_blocks_and_chunks_of_at_least_a_block(block_size: int, folded: bool) -> None:
-    for backward in (False, True):
-        check(problem(3, 768), E4M3, "rceil", block_size, folded, backward=backward, thread_elements=2)
+    for direction in DIRECTIONS:
+        check(problem(3, 768), E4M3, "rceil", block_size, folded, direction=direction, thread_elements=2)
 
 
 @pytest.mark.parametrize("F", [32, 48])
@@ -180,28 +192,28 @@ def test_one_scale_for_gate_and_one_for_up(F: int) -> None:
         with pytest.raises(
             ValueError, match="block_size: got 48, want the whole row, 96, or a power of two that divides 48"
         ):
-            check(problem(6, F), E4M3, "rceil", F, False)
+            check(problem(6, F), E4M3, "rceil", F, False, direction=BACKWARD)
 
 
 def test_blocks_across_the_border_of_gate_and_up_are_refused_on_cuda() -> None:
     with pytest.raises(
         ValueError, match="block_size: got 32, want the whole row, 96, or a power of two that divides 48"
     ):
-        check(problem(6, 48), E4M3, "rceil", 32, False)
+        check(problem(6, 48), E4M3, "rceil", 32, False, direction=BACKWARD)
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (32, 0, 5), (40,), (3,)], ids=str)
 @pytest.mark.parametrize("quantized", [(), (E4M3, "rceil", 32, True), (E4M3, "rceil", 32, False)], ids=str)
 def test_rows_past_the_last_group_are_neither_read_nor_written(sizes: tuple[int, ...], quantized: Any) -> None:
-    for backward in (False, True):
-        check(problem(40, 64), *quantized, ends=ends_of(*sizes), backward=backward, programs_per_sm=3)
+    for direction in DIRECTIONS:
+        check(problem(40, 64), *quantized, ends=ends_of(*sizes), direction=direction, programs_per_sm=3)
 
 
 @pytest.mark.parametrize("quantized", [(), (E5M2, "floor", 32, True)], ids=str)
 def test_without_row_weights(quantized: Any) -> None:
     d_h, gate_up, _ = problem(7, 64)
-    for backward in (False, True):
-        check((d_h, gate_up, None), *quantized, backward=backward)
+    for direction in DIRECTIONS:
+        check((d_h, gate_up, None), *quantized, direction=direction)
 
 
 def test_gradients_may_have_another_dtype() -> None:
@@ -213,7 +225,7 @@ def test_gradients_may_have_another_dtype() -> None:
 def test_no_rows() -> None:
     for quantized in ((), (E4M3, "rceil", 32, True)):
         check(problem(0, 32), *quantized)
-        check(problem(0, 32), *quantized, backward=False)
+        check(problem(0, 32), *quantized, direction=FORWARD)
 
 
 def test_inputs_with_strides_or_at_odd_addresses() -> None:

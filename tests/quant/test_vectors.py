@@ -58,15 +58,16 @@ CASES: dict[str, Any] = {
     "group_sums": lambda: (*mx(), 32, ends()),
     "swiglu": lambda: (values(2 * D), weight(), ends()),
     "swiglu_quantize": lambda: (values(2 * D), weight(), ends(), *rest()),
-    "swiglu_backward": lambda: (values(), values(2 * D), weight(), ends()),
+    "swiglu_backward": lambda: (values(), values(2 * D), weight(), ends(), values()),
     "swiglu_backward_quantize": lambda: (
-        values(), values(2 * D), weight(), ends(), values(2 * D).to(E4M3.dtype), *rest()[1:]
+        values(), values(2 * D), weight(), ends(), values(2 * D).to(E4M3.dtype), *rest()[1:], *mx()
     ),
     "rms_norm_quantize": lambda: (values(), weight(), 1e-6, *HOW, 32),
     "rms_norm_backward": lambda: (values(), values(), weight(), weight().abs()),
 }  # fmt: skip
 WITHOUT_VECTORS = {
     "quantize_rows",
+    "quantize_joined_rows",
     "quantize_2d",
     "quantize_columns",
     "quantize_both",
@@ -81,7 +82,7 @@ def launch(name: str, *args: Any) -> list[Tensor]:
 
 def results(name: str, fn: Any, *args: Any) -> list[Tensor]:
     """What fn returns and what it writes."""
-    written = [args[4]] if name == "swiglu_backward_quantize" else []
+    written = [args[4], *args[8:]] if name == "swiglu_backward_quantize" else [*args[4:]] * (name == "swiglu_backward")
     return tree_leaves(fn(*args)) + written
 
 
@@ -123,6 +124,11 @@ def test_strided_vectors_give_what_packed_ones_do(name: str) -> None:
     vectors = [strided(arg) for arg in CASES[name]()]
     assert sum(x.ndim == 1 and not x.is_contiguous() for x in tree_leaves(vectors) if isinstance(x, Tensor)) >= 1
     assert_same(launch(name, *vectors), launch(name, *args))
+
+
+def test_tensors_behind_others_may_be_left_out() -> None:
+    *args, _, _ = CASES["swiglu_backward_quantize"]()
+    assert_same(launch("swiglu_backward_quantize", *args), launch("swiglu_backward_quantize", *args, None, None)[:3])
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def what(self) -> str:
-        return f"mxep task=compare: {make_recipe(self.config).name} beside bf16, losses in nats a byte"
+        return f"mxep task=compare: {_of(self.config)} beside bf16, losses in nats a byte"
 
     def to_json(self, command: str, commit: str | None) -> dict[str, Any]:
         """The summary, with `provenance` and of what it was made."""
@@ -118,7 +118,7 @@ class Outcome:
         """loss.png and report.html into ``folder``."""
         runs = {f"seed {trial.seed}": trial.runs for trial in self.trials}
         drawn = {seed: {name: run for name, run in of.items() if name != AGAIN} for seed, of in runs.items()}
-        title = f"{make_recipe(self.config).name} beside {BASE}, {len(runs)} seeds"
+        title = f"{_of(self.config)} beside {BASE}, {len(runs)} seeds"
         page.write(
             folder,
             f"mxep task=compare: {title}",
@@ -129,6 +129,12 @@ class Outcome:
             config=self.config,
             provenance=provenance(command, self.config.compare.commit),
         )
+
+
+def _of(config: Config) -> str:
+    """What is compared with bf16."""
+    linears = "" if config.recipe.linear is None else f", linears {config.recipe.linear},"
+    return make_recipe(config).name + linears
 
 
 def compare(rank: Rank, config: Config, folder: str) -> Outcome:

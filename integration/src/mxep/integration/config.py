@@ -166,10 +166,15 @@ def _out_of_range(config: Config) -> Iterator[str]:
         if (value := attrgetter(key)(config)) is not None and value < 0:
             yield f"{key} must be at least 0, got {value}"
     for key, name in (("recipe", config.recipe.name), ("recipe.linear", config.recipe.linear)):
-        if name is None or re.fullmatch(rf"bf16|({'|'.join(RECIPES[1:])})(_({'|'.join(CHANGES)}))*", name):
+        if (
+            name is None
+            or (name == "auto" and key != "recipe")
+            or re.fullmatch(rf"bf16|({'|'.join(RECIPES[1:])})(_({'|'.join(CHANGES)}))*", name)
+        ):
             continue
         changes = ", ".join(f"_{change}" for change in CHANGES)
-        yield f"{key}: got {name!r}, want {', '.join(RECIPES)}; after fp8 and mxfp8 also {changes}"
+        names = ", ".join(RECIPES if key == "recipe" else (*RECIPES, "auto"))
+        yield f"{key}: got {name!r}, want {names}; after fp8 and mxfp8 also {changes}"
 
 
 def _complaints(config: Config) -> Iterator[str]:

@@ -90,7 +90,7 @@ def terms(p: Problem, what: str, slower: float = 1.0) -> Terms:
     todo["gather + fold"] = (*todo["gather + fold"], 1.0)
     if case.recipe == "bf16":
         todo = {stage: todo[stage] for stage in ("GEMMs", "dispatch", "combine", "rest")}
-        todo |= {"SwiGLU": (16.0 * rows * p.shape.hidden,), "gather + fold": (8.0 * rows * dim, 1.0)}
+        todo |= {"SwiGLU": (18.0 * rows * p.shape.hidden,), "gather + fold": (8.0 * rows * dim, 1.0)}
     return todo
 
 
@@ -231,16 +231,28 @@ def memory(
     row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
     copied = dispatcher == "symmetric"
     saved = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
-    gate_up, h = 4 * rows * hidden, rows * (hidden + 1 if quantized else 2 * hidden)
+    gate_up, h, d_h = 4 * rows * hidden, rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
     plan = 12 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
     amax = 4 * own * (dim + hidden) * quantized
-    kept = saved + gate_up + h + plan + amax
+    kept = saved + gate_up + plan + amax
     folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
     # Backward, in order: what is left of what is kept, and what there is besides. out is the caller's all the while.
-    w, d_rows, d_gate_up = own * dim * hidden, 2 * rows * dim, rows * hidden * (2 if quantized else 4)
-    peaks = [(kept, 2 * w + (w * 3 + folded * (dim + hidden) if quantized else d_rows))]  # the gradient of down_proj
-    peaks += [(saved + gate_up + plan, 2 * w + (3 * w if quantized else d_gate_up) + 2 * rows * hidden)]  # SwiGLU's
-    peaks += [(saved + plan, 2 * w + (2 * w if quantized else 0) + d_gate_up + d_rows)]  # dx's rows
+    w, d_rows, d_gate_up = (
+        own * dim * hidden,
+        2 * rows * dim,
+        d_h if quantized else 2 * d_h,
+    )  # quantized: in d_h's place
+    d_y = (rows * (dim + 1), 0, folded * (dim + hidden)) if quantized else (d_rows,) * 3  # for d_h, then, for wgrad
+    if quantized and not copied:  # slots of d_out
+        d_y = d_y[0] + slots * row, slots * row, d_y[2] + slots * row
+    colwise = 2 * w * quantized  # of gate_up_proj
+    peaks = [(kept, h + d_rows + 1.5 * colwise - 2 * tokens * dim)]  # of forward, which has no out yet
+    peaks += [(kept, 1.5 * colwise + d_y[0] + d_h)]
+    peaks += [(kept, colwise + d_y[1] + d_h + d_gate_up * (not quantized) + h)]  # SwiGLU's
+    peaks += [
+        (saved + plan, colwise + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized))
+    ]  # down_proj's gradient
+    peaks += [(saved + plan, 2 * w + colwise + d_gate_up + d_rows)]  # dx's rows
     late = 2 * tokens * dim + (d_rows if dispatcher != "local" else 0)  # dx leaves beside the gradient of gate_up_proj
     operands = late + folded * (2 * hidden + dim)
     peaks += [(saved + plan, 2 * w + operands + d_gate_up)]

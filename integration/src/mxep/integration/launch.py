@@ -132,7 +132,7 @@ class _Process:
     def __init__(self, rank: int, process: ForkServerProcess, connection: Connection) -> None:
         self.rank, self.process, self.connection = rank, process, connection
         self.pid = process.pid or 0  # it runs already
-        self.ready = self.finished = False
+        self.ready = self.finished = self.died = False
         self.value: Any = None
         self.error = self.story = ""
 
@@ -160,6 +160,7 @@ class _Process:
             self.error, self.story = (f"rank {self.rank} raised:{each}" for each in content)
         elif kind == "died":
             self.error = self.story = content
+            self.died = True
 
     def kill(self) -> None:
         """End the rank and its children; a rank that has returned gets the time to leave by itself."""
@@ -194,19 +195,21 @@ def _collect(ranks: list[_Process], timeout: float | None, scratch: Path) -> Non
     if failed:
         note = f"\n(rank {names} had not finished and was killed)" if running else ""
         stories = "\n".join(one.story for one in failed)
+        stories += _stacks([one for one in failed if one.died], scratch)
         raise RanksFailed(stories + note, [one.rank for one in failed], failed[0].error)
     if running:
         late = f"rank {names} did not finish within {timeout} s"
-        raise RanksFailed(f"{late}\n{_stacks(running, scratch)}", [one.rank for one in running], late)
+        for one in running:
+            one.signal(signal.SIGUSR2)
+        time.sleep(GRACE)
+        raise RanksFailed(late + _stacks(running, scratch), [one.rank for one in running], late)
 
 
-def _stacks(late: list[_Process], scratch: Path) -> str:
-    """Where each of these ranks is now."""
-    for one in late:
-        one.signal(signal.SIGUSR2)
-    time.sleep(GRACE)
-    files = [(one.rank, stack_file(scratch, one.rank)) for one in late]
-    return "\n".join(f"rank {rank} was at:\n{file.read_text()}" for rank, file in files if file.exists())
+def _stacks(ranks: list[_Process], scratch: Path) -> str:
+    """Where each of these ranks was, of those that said it."""
+    found = ((one.rank, stack_file(scratch, one.rank)) for one in ranks)
+    stacks = ((rank, file.read_text()) for rank, file in found if file.exists())
+    return "".join(f"\nrank {rank} was at:\n{stack}" for rank, stack in stacks if stack)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from .schema import ModelConfig
 class Attention(nn.Module):
     """Causal self-attention with rotary positions: (b, S, D) -> (b, S, D)."""
 
-    def __init__(self, dim: int, heads: int, recipe: Recipe | None = None, backend: str = "auto") -> None:
+    def __init__(self, dim: int, heads: int, recipe: Recipe | str | None = None, backend: str = "auto") -> None:
         super().__init__()
         self.heads = heads
         make = nn.Linear if recipe is None else functools.partial(Linear, recipe=recipe, backend=backend)
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
     """The model of the module's docstring.
 
     config: sizes. dispatcher: how tokens reach the experts, one for all layers. recipe, backend: of the MoE layers.
-    linear: recipe of the attention's projections; None: they are nn.Linear.
+    linear: recipe of the attention's projections, or "auto"; None: they are nn.Linear.
 
     Draws from the default generator: after one seed every rank has the same model and its share of the same experts.
     """
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
         dispatcher: TokenDispatcher,
         recipe: Recipe,
         backend: str = "auto",
-        linear: Recipe | None = None,
+        linear: Recipe | str | None = None,
     ) -> None:
         super().__init__()
         dim, experts, top_k = config.dim, config.experts, config.top_k

@@ -21,10 +21,13 @@ def make_recipe(config: Config) -> Recipe:
     return dataclasses.replace(recipe, **changes)
 
 
-def linear_recipe(config: Config, recipe: Recipe) -> Recipe | None:
-    """The recipe of linears beside experts of `recipe`: None where they stay torch's, as they do in a bf16 baseline."""
+def linear_recipe(config: Config, recipe: Recipe) -> Recipe | str | None:
+    """The recipe of linears beside experts of `recipe`, or "auto": None where they stay torch's, as they do in a bf16
+    baseline."""
     name = config.recipe.linear
-    return Recipe.named(name) if name is not None and recipe == make_recipe(config) else None
+    if name is None or recipe != make_recipe(config):
+        return None
+    return name if name == "auto" else Recipe.named(name)
 
 
 def recipes(config: Config) -> list[Recipe]:

@@ -119,6 +119,7 @@ def rank_main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     with stack_file(scratch, rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR2, file=stack)
+        faulthandler.enable(stack)  # where a signal such as SIGSEGV kills it
         connection.send_bytes(pickle.dumps(("ready", None)))
         try:
             name, args = pickle.loads(payload)
@@ -132,6 +133,7 @@ def rank_main(
         connection.send_bytes(message)
         if dist.is_initialized():
             dist.destroy_process_group()
+        faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
 
 

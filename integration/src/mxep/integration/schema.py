@@ -49,8 +49,8 @@ class DataConfig:
 @dataclass
 class RecipeConfig:
     """name: of a mxep.gemm.Recipe, for the experts. mode, weight_block, wgrad: replace the recipe's own where not null.
-    linear: name of the attention projections' recipe, as "mxfp8"; null: they stay torch's. Embedding, routers and head
-    always do."""
+    linear: name of the attention projections' recipe, as "mxfp8", or "auto", by their shapes; null: they stay torch's.
+    Embedding, routers and head always do."""
 
     name: str
     mode: str | None

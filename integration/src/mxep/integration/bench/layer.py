@@ -4,7 +4,7 @@
     eager    some of them, launched by the host as a user's own loop does, not as graphs
     stages   kernels of mxep and of the baseline, by stage (layer_stages)
     skew     some cases, where expert i is as likely as 1 / (i + 1)
-    memory   peak memory by capacity; in use: over the baseline's
+    memory   peak memory, and what backward finds, by capacity; in use, kept: over the baseline's
     host     what calls cost the host, at shapes "host" (layer_host)
 
 ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's. mxep's are
@@ -12,6 +12,7 @@ ms, fwd ms     forward and backward; forward alone: medians of sustained stretch
 x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
 TF             flops of valid rows over ms (layer_work)
 peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
+kept GiB       in the allocator between forward and backward, above operands, parameters and the output
 floor ms       least time, of which the formula is in layer_work; of floor: floor over ms
 dB             of the output and the gradients against the baseline's, the least of all tensors and ranks, checked on
                what is timed and before that; a case below its bound fails
@@ -63,7 +64,9 @@ SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
-    "memory": table(f"memory; in use: over {BASELINE}", "model, what", "peak GiB, outside GiB, in use"),
+    "memory": table(
+        f"memory; in use, kept: over {BASELINE}", "model, what", "peak GiB, outside GiB, in use, kept GiB, kept"
+    ),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "host": table(
         "host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, caller's ms, launches, allocations, ops"
@@ -185,15 +188,16 @@ def _compare(case: Case, reference: list[Tensors], got: Tensors, row: Row) -> No
 
 
 def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
-    base: float | None = None
+    base: tuple[float, float] | None = None
     for name in names:
         row: Row = {"what": name} | _capacity(at.p, name)
         try:
             layer = at.make(Case(name))
             row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device))  # type: ignore[misc]
             if "peak GiB" in row:
-                base = base or row["peak GiB"]
-                row["in use"] = row["peak GiB"] / base
+                row |= on_all_ranks(lambda layer=layer: {"kept GiB": kept_gib(layer.out)})  # type: ignore[misc]
+                base = base or (row["peak GiB"], row["kept GiB"])
+                row["in use"], row["kept"] = row["peak GiB"] / base[0], row["kept GiB"] / base[1]
             else:
                 row["note"] = "memory is measured on GPUs"
         except FailedOnRanks as error:
@@ -227,6 +231,13 @@ MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {
 def _capacity(p: Problem, name: str) -> Row:
     """What is known of a case beforehand."""
     return {} if name.startswith("baseline") or name.endswith(("worst_case", "exact")) else {"capacity": p.capacity}
+
+
+def kept_gib(forward: Callable[[], torch.Tensor]) -> float:
+    """In CUDA's allocator while the output is held, above what was there and the output: of a forward, warmed up."""
+    before = torch.cuda.memory_allocated()
+    out = forward()
+    return (torch.cuda.memory_allocated() - before - out.nbytes) / GIB
 
 
 def memory_of(step: Callable[[], object], device: torch.device) -> Row:

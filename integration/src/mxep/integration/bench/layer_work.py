@@ -96,8 +96,8 @@ def work(p: Problem, case: Case) -> dict[str, Work]:
         "quantize": ("bytes", 2 * p.x.numel() * (3 + 1 / BLOCK)),
         # Rows of x and of d_out: qdata and scales read, qdata written.
         "gather + fold": ("bytes", 2 * rows * dim * (2 + 1 / BLOCK)),
-        # Forward: gate and up read, qdata written; backward: these and d_h read, qdata of both gradients written.
-        "SwiGLU": ("bytes", 13 * rows * hidden),
+        # Forward: gate and up read, qdata written; backward: these and d_h read, qdata of both gradients and h written.
+        "SwiGLU": ("bytes", 14 * rows * hidden),
         # Codes of both operands of both weight gradients, read and written.
         "fold for wgrad": ("bytes", 2 * rows * (2 * dim + 3 * hidden)),
         # bf16 read twice, since a column's scale needs all its rows first; qdata of both orientations written.

@@ -3,12 +3,13 @@
 linear   x (T, K) -> (T, N): both gradients of one weight                                  shapes "linear"
 qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
 stages   what a forward and backward of mxep's mxfp8 consist of                            shapes "linear"
-host     what the calls cost the host, at a shape that leaves the GPU idle                 shapes "host"
+host     what a linear costs the host, and what q, k and v do, with the GPU idle           shapes "host"
 
 A weight is quantized at each call, once along K and once along N: once a step of one micro-batch. Operands are bf16.
-`normed` has an RMSNorm of x before, forward and backward. `scaled_mm row` is torch's three dense FP8 products with a
-scale a row, operands ready: what is left if quantizing were free and sums stayed in the tensor cores. `torchao rowwise`
-is its float8 training linear, compiled.
+`together` is `linear_together`, `auto` what `auto_recipe` picks, which promises to be no slower than bf16. `normed` has
+an RMSNorm of x before, forward and backward. `scaled_mm row` is torch's three dense FP8 products with a scale a row,
+operands ready: what is left if quantizing were free and sums stayed in the tensor cores. `torchao rowwise` is its
+float8 training linear, compiled.
 
 T tokens, K in features, N out features.
 """
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.gemm import Backend, Recipe, backends, linear, quantize_input, rms_norm_input
+from mxep.gemm import Backend, Recipe, backends, linear, linear_together, quantize_input, rms_norm_input
 
 from ..collective import describe
 from ..results import Row
@@ -36,7 +37,7 @@ from .layer_host import counts
 from .run import Bench, table
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
-SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "host": (1, 32, 32)}
+SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "host": (1, 32, 32, 32)}
 SHAPE = "tokens, K, N (of q), N of k and v"
 DEVICES = ("cuda", "cpu")
 CASES = ()
@@ -107,6 +108,16 @@ def mxep_shared(recipe: str, backend: Backend, p: Problem) -> Call:
     return p.step(product)
 
 
+def mxep_together(recipe: str, backend: Backend, p: Problem) -> Call:
+    """One product each way."""
+    r = Recipe.named(recipe)
+    return p.step(lambda x, *weights: linear_together(x, weights, recipe=r, backend=backend))
+
+
+def mxep_auto(backend: Backend, p: Problem) -> Call:
+    return p.step(lambda x, *weights: linear_together(x, weights, recipe="auto", backend=backend))
+
+
 def bf16_normed(p: Problem) -> Call:
     def product(x: Tensor, *given: Tensor) -> list[Tensor]:
         *weights, norm = given
@@ -163,8 +174,10 @@ def steps(backend: Backend, several: bool) -> dict[str, Maker]:
     """By name, the baseline first."""
     makers: dict[str, Maker] = {"bf16": bf16}
     makers |= {f"mxep {recipe}": functools.partial(mxep, recipe, backend) for recipe in RECIPES}
+    makers["mxep auto"] = functools.partial(mxep_auto, backend)
     if several:
         makers["mxep mxfp8, x quantized once"] = functools.partial(mxep_shared, "mxfp8", backend)
+        makers |= {f"mxep {r}, together": functools.partial(mxep_together, r, backend) for r in ("mxfp8", "fp8")}
         makers |= {"bf16, normed": bf16_normed, "mxep mxfp8, normed": functools.partial(mxep_normed, "mxfp8", backend)}
     return makers | {"torchao rowwise": torchao, "scaled_mm row, products": scaled_mm}
 
@@ -189,13 +202,22 @@ def _stages(at: At) -> Iterator[Row]:
 
 
 def _host(at: At) -> Iterator[Row]:
-    p = Problem.gaussian(at.shape, at.generator)
-    makers = steps(at.backend, several=False)
-    calls = {name: make(p) for name, make in makers.items() if name.startswith(("bf16", "mxep"))}
+    several = Problem.gaussian(at.shape, at.generator)
+    one = Problem(several.x, several.weights[:1], several.gradients[:1])
+    makers = {name: functools.partial(make, one) for name, make in steps(at.backend, several=False).items()}
+    for name, make in steps(at.backend, several=True).items():
+        if "normed" not in name:
+            makers[f"q, k, v: {name}"] = functools.partial(make, several)
+    made: dict[str, Call] = {}
+
+    def calls(name: str) -> list[Call]:
+        made[name] = makers[name]()
+        return [made[name]]
+
     clock = Timer(at.timer.device, seconds=0.0, rounds=7, host=True)
-    alternatives = {name: Alternative(functools.partial(lambda call: [call], call)) for name, call in calls.items()}
-    for name, row in clock.compare(alternatives).items():
-        yield row | {"what": name} | (counts(calls[name], at.timer.device) if "us" in row else {})
+    rows = clock.compare({name: Alternative(functools.partial(calls, name)) for name in makers})
+    for name, row in rows.items():
+        yield row | {"what": name} | (counts(made[name], at.timer.device) if "us" in row else {})
 
 
 MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "stages": _stages, "host": _host}

@@ -148,6 +148,11 @@ def _d_h(i: Inputs) -> tuple[Tensor, ...]:
     return i.values(i.rows, i.shape[1] // 2), *_gate_up(i), qdata
 
 
+def _d_h_and_h(i: Inputs) -> tuple[Tensor, ...]:
+    h = torch.empty(i.rows, i.shape[1] // 2, dtype=E4M3.dtype, device=i.generator.device)
+    return *_d_h(i), h, torch.empty(i.rows, 1, dtype=torch.float8_e8m0fnu, device=i.generator.device)
+
+
 CASES = {
     "rows": Case("rows", 0.95, lambda r, k: 2 * r * k + mx(r * k), _values,
                  lambda ops, x: ops.quantize_rows(x, *HOW, BLOCK)),
@@ -179,6 +184,9 @@ CASES = {
                             lambda ops, *args: ops.swiglu_backward_quantize(*args, HOW[1], BLOCK, False)),
     "swiglu_backward_folded": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + r * k + r, _d_h,
                                    lambda ops, *args: ops.swiglu_backward_quantize(*args, HOW[1], BLOCK, True)),
+    "swiglu_backward_and_h": Case("rows", 0.88, lambda r, k: 9 * r * k // 2 + 4 * (2 * r + GROUPS) + 2 * r, _d_h_and_h,
+                                  lambda ops, *args: ops.swiglu_backward_quantize(
+                                      *args[:5], HOW[1], BLOCK, True, *args[5:])),
     "pad": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * padded(r) + 2 * padded(r) * k,
                 lambda i: (i.values(), i.padding()), lambda ops, *args: ops.pad_rows(*args)),
     "unpad": Case("rows", 0.90, lambda r, k: 4 * r * k + 4 * padded(r),  # rows of padding are not read

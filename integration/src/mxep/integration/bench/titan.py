@@ -1,9 +1,9 @@
 """torchtitan 0.2's own trainer on GPUs, with its experts and with mxep's: tokens/s and losses, one case a launch.
 
-    for case in torchtitan torchtitan-fp8 bf16 mxfp8; do
-        torchrun --nproc-per-node 4 -m mxep.integration.bench.titan --model qwen3-30b --case $case --out titan.jsonl
-    done
+    torchrun --nproc-per-node 4 -m mxep.integration.bench.titan --model qwen3-30b --case mxfp8 --out titan.jsonl
     python -m mxep.integration.bench.titan --table titan.jsonl
+
+`titan_cases.py` launches all cases.
 
 The model is torchtitan's with fewer layers, the text Python's standard library in words, so that losses fall. What is
 measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/torchtitan.md says what to install.
@@ -18,6 +18,7 @@ import re
 import statistics
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class Logged:
         self.steps: dict[int, dict[str, float]] = {}
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        names = {"tokens": "throughput(tps)", "loss": "loss_metrics/global_avg_loss", "gib": "memory/max_reserved(GiB)"}
+        names = {"tokens": "throughput(tps)", "loss": "loss_metrics/global_avg_loss"}
+        names |= {"gib": "memory/max_reserved(GiB)", "active_gib": "memory/max_active(GiB)"}
         self.steps[step] = {short: float(metrics[name]) for short, name in names.items()}
 
     def close(self) -> None:
@@ -106,7 +108,7 @@ def make_trainer(args: argparse.Namespace) -> Any:
     config.compile.enable = args.compile
     if args.case == "torchtitan-fp8":
         config.model.converters = ["quantize.grouped_mm.float8"]
-        config.quantize.grouped_mm.float8.fqns = ["experts"]
+        config.quantize.grouped_mm.float8.fqns = ["moe.experts"]
     elif args.case != "torchtitan":
         config.model.converters = ["mxep"]
         limits = {"max_tokens": args.batch * args.length, "capacity": args.capacity}
@@ -126,7 +128,7 @@ def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
     result |= {"layers": trainer.model_args.n_layers, "ranks": world, "capacity": args.capacity}
     result["tokens_per_second"] = world * statistics.median(speeds) if speeds else None
     result["spread"] = [world * min(speeds), world * max(speeds)] if speeds else None
-    result["gib"] = max(found["gib"] for found in logged.steps.values())
+    result |= {name: max(found[name] for found in logged.steps.values()) for name in ("gib", "active_gib")}
     result["losses"] = {step: found["loss"] for step, found in logged.steps.items()}
     return result
 
@@ -137,9 +139,13 @@ def print_table(file: Path) -> None:
     print("| model | layers | case | compile | checkpoint | tokens/s | x torchtitan | GiB | losses |")
     print("|---|---|---|---|---|---|---|---|---|")
     for run in runs:
+        if "error" in run:
+            last = run["error"].strip().splitlines()
+            print(f"| {run['model']} | | {run['case']} | {run['compile']} | | | | | {last[0]}: {last[-1]} |")
+            continue
         speed = run["tokens_per_second"]
         alike = ("model", "layers", "compile", "checkpoint", "batch", "length", "ranks")
-        own = [r for r in runs if r["case"] == "torchtitan" and all(r[key] == run[key] for key in alike)]
+        own = [r for r in runs if r["case"] == "torchtitan" and all(r.get(key) == run[key] for key in alike)]
         ratio = f"{speed / own[-1]['tokens_per_second']:.2f}" if own and speed and own[-1]["tokens_per_second"] else ""
         losses = ", ".join(f"{run['losses'][step]:.3f}" for step in run["losses"])
         cells = run["model"], run["layers"], run["case"], run["compile"], run["checkpoint"]
@@ -159,6 +165,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="none", help="of activations")
     parser.add_argument("--dispatcher", choices=("symmetric", "all_to_all"), default="symmetric")
     parser.add_argument("--capacity", type=float, help="rows that fit, in balanced loads; default: the worst case")
+    parser.add_argument("--after", type=Path, help="begin, once all is imported, when there is this file")
     parser.add_argument("--out", type=Path, default=Path("titan.jsonl"))
     return parser.parse_args(arguments)
 
@@ -168,9 +175,12 @@ def main() -> None:
     if args.table:
         print_table(args.table)
         return
+    import torchtitan.train  # noqa: F401  takes seconds
     from torchtitan.tools.logging import init_logger
 
     init_logger()
+    while args.after and not args.after.exists():
+        time.sleep(0.1)
     trainer = make_trainer(args)
     result = measure(trainer, args)
     trainer.close()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed._functional_collectives import wait_tensor
 
 
 def add_down_bias(
@@ -34,7 +34,7 @@ def add_down_bias(
     """
     whole = scaled_gradient(bias, scale).float()
     if group is not None:
-        whole = all_gather_tensor_autograd(whole, 0, group)
+        whole = _Gathered.apply(whole, group)  # type: ignore[no-untyped-call]
     num_experts = whole.shape[0]
     here = (expert_ids >= 0) & (expert_ids < num_experts)
     by_expert = weights.new_zeros(len(weights), num_experts)
@@ -60,3 +60,18 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.scale, None
+
+
+class _Gathered(torch.autograd.Function):
+    """(e, D) of each rank -> (E, D). By ops that a graph takes; what torch wraps them in has other names by version."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+        return wait_tensor(gathered)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        to = "sum", ctx.group.size(), ctx.group.group_name
+        return wait_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(grad.contiguous(), *to)), None

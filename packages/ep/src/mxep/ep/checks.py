@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mxep.gemm.checks import check_weight
-from mxep.gemm.quantize_once import Weight
+from mxep.gemm.several import Weight
 
 from .passes import LayerConfig
 

@@ -27,7 +27,8 @@ from torch.fx.node import has_side_effect
 from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS, select
-from mxep.gemm.quantize_once import Weight, halves, weights_are_held
+from mxep.gemm.quantize_once import weights_are_held
+from mxep.gemm.several import Weight, halves
 from mxep.quant import E4M3, SwiGLU
 
 from .checks import check_weights
@@ -97,7 +98,7 @@ def forward_op(
         return [out]
     if weights_are_held():
         # An output is the graph's to write over: what is held for others, which comes last, goes out as a copy.
-        own = 1 + sum(needs[:2]) * num_parts(config.recipe)
+        own = 1 + needs[0] * num_parts(config.recipe)
         saved[own:] = [part.clone() for part in saved[own:]]
     return [out, *saved, *_tensors(routing.plan)]
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.quantize_once import Weight, joined
+from mxep.gemm.several import Weight, joined
 from mxep.quant import SwiGLU
 
 from .bias import add_down_bias

@@ -213,7 +213,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, row_weight, offs = ctx.saved_tensors
-        d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
+        d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
         return d_gate_up, d_row_weight if row_weight is not None else None, None, None, None
 
 
@@ -245,18 +245,15 @@ def swiglu_backward(
     *,
     folded: bool = False,
     overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(d_gate_up (R_max, 2F), quantized as gradients are, d_row_weight (R_max,)) of :func:`swiglu_forward`.
+    with_h: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(d_gate_up (R_max, 2F), quantized as gradients are, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
 
-    overwrite: d_h is not needed any more.
+    overwrite: d_h is not needed any more. h: what :func:`swiglu_forward` returned, bit for bit, if `with_h`, or None.
     """
     if recipe.scaling == "none":
-        return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, activation=activation)
+        return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, with_h=with_h, activation=activation)
     options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block_size": recipe.block_size}
-    options["activation"] = activation
-    folded = folded and recipe.scaling == "mx"
-    d_gate_up: Tensor
-    d_gate_up, d_row_weight = quant.swiglu_backward_quantize(
-        d_h, gate_up, row_weight, offs=offs, folded=folded, overwrite=overwrite, **options
-    )
-    return d_gate_up, d_row_weight
+    options |= {"activation": activation, "folded": folded and recipe.scaling == "mx"}
+    options |= {"h_fmt": recipe.fmt if with_h else None}
+    return quant.swiglu_backward_quantize(d_h, gate_up, row_weight, offs=offs, overwrite=overwrite, **options)

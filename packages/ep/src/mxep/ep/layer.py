@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import Weight, halves
+from mxep.gemm.several import Weight, halves
 
 from .checks import check_weights
 from .compiled import compiled_layer, unsupported_reason
@@ -168,7 +168,7 @@ class _Layer(torch.autograd.Function):
             left=left,
         )
         if left:
-            ctx.kept = Kept.of(d_out, left)
+            ctx.kept = Kept.of(left, d_out)
         return dx, d_weights, *_gradients_of_weights(ctx, grads)
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.quantize_once import SavedWeight, Weight, is_held, saved_weight
+from mxep.gemm.quantize_once import SavedWeight, is_held, saved_weight
+from mxep.gemm.several import Weight
 from mxep.quant import SwiGLU
 from mxep.quant.replay import Replayed, Tensors
 
@@ -186,16 +187,16 @@ def _run_forward(
         slots, routing = handle.wait()  # nothing stays in flight
     plan = routing.plan
     # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
-    copy, keep = backward and needs[0] and dispatcher.borrows, (backward and needs[0], backward, backward and needs[1])
+    copy, keep = backward and needs[0] and dispatcher.borrows, (backward and needs[0], backward)
     of_mlp = [plan.row_slot, plan.row_weight, plan.offs, w13, bias, w2, *slots]
-    y, rows, gate_up, h = mlp_forward(of_mlp, wire, recipe, backend, copy, keep, activation)
+    y, rows, gate_up = mlp_forward(of_mlp, wire, recipe, backend, copy, keep, activation)
     out, _ = dispatcher.combine(y, routing).wait()
     made = [out, *(getattr(plan, name) for name in PLAN)]
     if not backward:
         return routing, made
     gate, up, down_proj = experts
     later = saved_weight(w13, gate if up is None else (gate, up), amax13), saved_weight(w2, down_proj, amax2)
-    return routing, [*made, *Saved(rows, gate_up, h, later).flat()]
+    return routing, [*made, *Saved(rows, gate_up, later).flat()]
 
 
 def _run_backward(
@@ -224,7 +225,7 @@ def _run_backward(
     tensors.clear()
     rest.clear()
     plan = routing.plan
-    rows, gate_up, h, (later13, later2) = Saved.of(
+    rows, gate_up, (later13, later2) = Saved.of(
         saved, plan, (proj, down_proj), recipe, needs, copied=dispatcher.borrows
     )
     saved.clear()
@@ -234,12 +235,11 @@ def _run_backward(
     if w2 is None:  # while rows are in flight
         w2, w13 = colwise_weights(_of_both(later13, later2), recipe, backend)
     del later2, later13
-    waits = left is not None and h is not None and not wanted[1]
-    copy = waits and dispatcher.borrows
-    of_mlp = [plan.row_slot, plan.row_weight, plan.offs, gate_up, h if wanted[1] or waits else None, w2, w13]
-    of_mlp += [main_grads[1], *handle.wait()]
-    del gate_up, h, w2, w13, handle
-    how = wire, recipe, backend, waits, scale, down_proj.dtype, copy, activation
+    waits = left is not None and needs[1] and not wanted[1]
+    copy, with_h = waits and dispatcher.borrows, needs[1] and (wanted[1] or waits)
+    of_mlp = [plan.row_slot, plan.row_weight, plan.offs, gate_up, w2, w13, main_grads[1], *handle.wait()]
+    del gate_up, w2, w13, handle
+    how = wire, recipe, backend, with_h, waits, scale, down_proj.dtype, copy, activation
     d_rows, d_row_weight, d_gate_up, d_down_proj, *pending = mlp_backward(of_mlp, *how)
     if waits and left is not None:
         left[1] = pending[0], pending[1]

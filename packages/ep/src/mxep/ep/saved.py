@@ -2,13 +2,12 @@
 
     rows      (S, D) slots, or (R_max, D) where these are no more   if gate_up_proj has a gradient
     gate_up   (R_max, 2F)
-    h         (R_max, F)                                            if down_proj has a gradient
     later     of both weights, what helps to quantize them colwise: their amax (e, D) and (e, F) fp32 for a backend that
               wants one scale a column, 2-D blocks, which serve both ways, or nothing
 
-rows, h and 2-D blocks are qdata and scales, two tensors; with a recipe that quantizes nothing rows and h are one, in
-x's dtype. Slots lie under the plan's index. All of it follows from the recipe, the backend, what has gradients, and
-sizes: nobody remembers what a list holds, and a compiler learns its shapes without running anything.
+rows and 2-D blocks are qdata and scales, two tensors; with a recipe that quantizes nothing rows are one, in x's dtype.
+Slots lie under the plan's index. All of it follows from the recipe, the backend, what has gradients, and sizes: nobody
+remembers what a list holds, and a compiler learns its shapes without running anything.
 
 R_max rows that fit, S slots, D model dim, F hidden dim, e local experts.
 """
@@ -23,7 +22,8 @@ from torch import Tensor
 from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
-from mxep.gemm.quantize_once import SavedWeight, Weight, halves, rowwise_and_saved
+from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.several import Weight, halves
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts
 
@@ -32,16 +32,15 @@ Needs = tuple[bool, bool, bool]
 
 
 class Saved(NamedTuple):
-    """The list, put together: rows and h as the steps take them, None where no gradient needs them."""
+    """The list, put together: rows as the steps take them, None where no gradient needs them."""
 
     rows: Tensor | MXParts | None
     gate_up: Tensor
-    h: Tensor | MXParts | None
     later: tuple[SavedWeight, SavedWeight]
 
     def flat(self) -> list[Tensor]:
         of_weights = (part for later in self.later for part in _of_weight(later))
-        return [*_parts(self.rows), self.gate_up, *_parts(self.h), *of_weights]
+        return [*_parts(self.rows), self.gate_up, *of_weights]
 
     @staticmethod
     def of(
@@ -54,14 +53,12 @@ class Saved(NamedTuple):
         copied: bool,
     ) -> Saved:
         """`flat`'s tensors. weights: gate_up_proj, down_proj. copied: as for `keeps_rows`."""
-        parts = num_parts(recipe)
-        (gate_up, *rest), dtype = flat[parts * needs[0] :], flat[parts * needs[0]].dtype
-        of_weights = rest[parts * needs[1] :]
+        parts = num_parts(recipe) * needs[0]
+        gate_up, *of_weights = flat[parts:]
         index = None if keeps_rows(plan.max_rows, len(plan.slot_rows), copied=copied) else plan.row_slot
-        rows, h = _joined(flat[: parts * needs[0]], dtype, index), _joined(rest[: parts * needs[1]], dtype)
         half = len(of_weights) // 2
         later = _later(weights[0], of_weights[:half]), _later(weights[1], of_weights[half:])
-        return Saved(rows, gate_up, h, later)
+        return Saved(_joined(flat[:parts], gate_up.dtype, index), gate_up, later)
 
     @staticmethod
     def shapes(
@@ -77,24 +74,20 @@ class Saved(NamedTuple):
         """A list of the shapes and dtypes that forward would leave, from fake tensors."""
         dim, hidden_dim = weights[1].shape[1:]
         slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, len(plan.slot_rows), copied=copied)
-
-        def rows(count: int, width: int, block_size: int | None) -> list[Tensor]:
-            if recipe.scaling == "none":
-                return [x.new_empty(count, width)]
-            qdata = x.new_empty(count, width, dtype=recipe.fmt.dtype)
-            return [qdata, x.new_empty(count, width // (block_size or width), dtype=torch.float8_e8m0fnu)]
-
-        flat = rows(plan.slot_rows.shape[0] if slots else plan.max_rows, dim, recipe.block_size) if needs[0] else []
+        rows, flat = plan.slot_rows.shape[0] if slots else plan.max_rows, []
+        if needs[0] and recipe.scaling == "none":
+            flat.append(x.new_empty(rows, dim))
+        elif needs[0]:
+            flat.append(x.new_empty(rows, dim, dtype=recipe.fmt.dtype))
+            flat.append(x.new_empty(rows, dim // (recipe.block_size or dim), dtype=torch.float8_e8m0fnu))
         flat.append(x.new_empty(plan.max_rows, 2 * hidden_dim))
-        h_block = None if backend.wants_rowwise else recipe.block_size
-        flat += rows(plan.max_rows, hidden_dim, h_block) if needs[1] else []
         for w in weights:
             flat += _of_weight(rowwise_and_saved(w, recipe, backend, dgrad=True)[1])
         return flat
 
 
 def num_parts(recipe: Recipe) -> int:
-    """Tensors that rows, or h, are."""
+    """Tensors that rows are."""
     return 1 if recipe.scaling == "none" else 2
 
 
@@ -110,7 +103,7 @@ def _parts(x: Tensor | MXParts | None) -> list[Tensor]:
     return [] if x is None else [x]
 
 
-def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None = None) -> Tensor | MXParts | None:
+def _joined(parts: list[Tensor], dtype: torch.dtype, index: Tensor | None) -> Tensor | MXParts | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     qdata, scale = parts

@@ -3,8 +3,8 @@
     forward                                    backward
     x (T, D)                                   d_out (T, D)
       quantize                                   quantize
-    gate_up (T, 2F) = x w13^T                  d_h (T, F) = d_out w2;       dw2 = d_out^T h
-      SwiGLU, quantize                           SwiGLU backward, quantize
+    gate_up (T, 2F) = x w13^T                  d_h (T, F) = d_out w2
+      SwiGLU, quantize                           SwiGLU backward, h again, quantize;  dw2 = d_out^T h
     out (T, D) = h w2^T                        dx (T, D) = d_gate_up w13;   dw13 = d_gate_up^T x
 
 x is quantized once for gate and up, which are one product. One autograd function, so that no MXTensor crosses autograd
@@ -96,9 +96,9 @@ class _SharedMLP(torch.autograd.Function):
         held = [None] * 4
         if is_held(weights[0], recipe):
             held = rowwise_weights.direct([weights[0], None, weights[1]], recipe, backend, any(needs))
-        out, gate_up, rows, h, *later = _forward([x, *weights, *held], recipe, backend, needs, activation)
+        out, gate_up, rows, *later = _forward([x, *weights, *held], recipe, backend, needs, activation)
         later = [w if part is None else part for w, part in zip(weights, later[:2])] + later[2:]
-        parts, ctx.rests = zip(*map(taken_apart, (rows, h, *later[:2])))
+        parts, ctx.rests = zip(*map(taken_apart, (rows, *later[:2])))
         ctx.save_for_backward(gate_up, *later[2:], *(part for three in parts for part in three))
         ctx.how, ctx.dtypes = (recipe, backend, main_grads, activation), (x.dtype, gate_up_proj.dtype, down_proj.dtype)
         result: Tensor = out
@@ -110,11 +110,11 @@ class _SharedMLP(torch.autograd.Function):
         recipe, backend, main_grads, activation = ctx.how
         wanted = tuple(need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
         gate_up, amax13, amax2, *parts = ctx.saved_tensors
-        rows, h, w13, w2 = (joined(parts[3 * i : 3 * i + 3], rest) for i, rest in enumerate(ctx.rests))
+        rows, w13, w2 = (joined(parts[3 * i : 3 * i + 3], rest) for i, rest in enumerate(ctx.rests))
         if isinstance(w13, Tensor) and not isinstance(w13, MXTensor) and is_held(w13, recipe):
             w2, w13 = colwise_weights.direct([w2, amax2, w13, None, amax13], recipe, backend)
         into = (None if main_grad is None else main_grad.unsqueeze(0) for main_grad in main_grads)
-        tensors = [d_out, gate_up, rows, h, w13, amax13, w2, amax2, *into]
+        tensors = [d_out, gate_up, rows, w13, amax13, w2, amax2, *into]
         tensors = [MXParts.of(x) if isinstance(x, MXTensor) else x for x in tensors]
         return *_backward(tensors, recipe, backend, wanted, ctx.dtypes, activation), *[None] * 4
 
@@ -124,7 +124,7 @@ def _forward(
     tensors: Tensors, recipe: Recipe, backend: Backend, needs: tuple[bool, bool, bool], activation: SwiGLU
 ) -> Tensors:
     """[x (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), both rowwise and their amax, or None] ->
-    [out (T, D), gate_up (T, 2F), rows, h, both weights in 2-D blocks, their amax]: of the last six what backward needs.
+    [out (T, D), gate_up (T, 2F), rows, both weights in 2-D blocks, their amax]: of the last five what backward needs.
     """
     x, *weights, w13, amax13, w2, amax2 = tensors
     if w13 is None:
@@ -134,7 +134,7 @@ def _forward(
     h = swiglu_forward(gate_up, None, None, recipe, activation, folded=backend.wants_rowwise)
     out = backend.forward(h, w2, None, bias=None, out_dtype=x.dtype)
     blocks = (w if getattr(w, "axis", None) == (-2, -1) else None for w in (w13, w2))
-    return [out, gate_up, rows if needs[1] else None, h if needs[2] else None, *blocks, amax13, amax2]
+    return [out, gate_up, rows if needs[1] else None, *blocks, amax13, amax2]
 
 
 @replayed
@@ -146,9 +146,9 @@ def _backward(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     activation: SwiGLU,
 ) -> Tensors:
-    """[d_out (T, D), gate_up, rows, h, gate_up_proj or what is colwise of it, its amax, down_proj likewise, its amax,
+    """[d_out (T, D), gate_up, rows, gate_up_proj or what is colwise of it, its amax, down_proj likewise, its amax,
     main_grads of both] -> gradients of x and of both weights: None of those that are not wanted or in main_grad."""
-    d_out, gate_up, rows, h, w13, amax13, w2, amax2, *main_grads = tensors
+    d_out, gate_up, rows, w13, amax13, w2, amax2, *main_grads = tensors
     tensors.clear()
 
     def wgrad(i: int, dy: Tensor, a: Tensor) -> Tensor | None:
@@ -157,15 +157,12 @@ def _backward(
         return None if dw is None else dw.squeeze(0)
 
     d_y = backend.quantize_rows(d_out, recipe.grad_fmt, recipe)
-    dw2 = wgrad(1, d_y, h) if wanted[2] else None
-    dx = dw13 = None
-    if wanted[0] or wanted[1]:
-        colwise = SavedWeight(w2, amax2).colwise(recipe, backend)
-        d_h = backend.dgrad(d_y, colwise, None, out_dtype=dtypes[0])
-        options = {"folded": backend.wants_rowwise, "overwrite": True}
-        d_gate_up, _ = swiglu_backward(d_h, gate_up, None, None, recipe, activation, **options)
-        if wanted[0]:
-            colwise = SavedWeight(w13, amax13).colwise(recipe, backend)
-            dx = backend.dgrad(d_gate_up, colwise, None, out_dtype=dtypes[0])
-        dw13 = wgrad(0, d_gate_up, rows) if wanted[1] else None
+    d_h = backend.dgrad(d_y, SavedWeight(w2, amax2).colwise(recipe, backend), None, out_dtype=dtypes[0])
+    options = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": wanted[2]}
+    d_gate_up, _, h = swiglu_backward(d_h, gate_up, None, None, recipe, activation, **options)
+    dw2 = None if h is None else wgrad(1, d_y, h)
+    dx = None
+    if wanted[0]:
+        dx = backend.dgrad(d_gate_up, SavedWeight(w13, amax13).colwise(recipe, backend), None, out_dtype=dtypes[0])
+    dw13 = wgrad(0, d_gate_up, rows) if wanted[1] else None
     return [dx, dw13, dw2]

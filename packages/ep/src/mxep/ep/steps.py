@@ -8,7 +8,8 @@
     wgrad            dy, a, offs                  -> the gradient of a weight
     bias_gradient    d_gate_up, offs              -> the gradient of gate_up's bias
 
-They own their lists, and drop what they have used, so that its memory serves what comes next.
+They own their lists, and drop what they have used, so that its memory serves what comes next. h is not kept: the
+backward kernel of SwiGLU, which reads gate_up anyway, writes it again for the gradient of down_proj.
 R_max rows, D model dim, F hidden dim, e local experts.
 """
 
@@ -25,7 +26,7 @@ from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.quant import SwiGLU, group_sums
 from mxep.quant.replay import Tensors, replayed
 
-from .functional import PLAIN, swiglu_backward, swiglu_forward
+from .functional import swiglu_backward, swiglu_forward
 from .wire_format import WireFormat, pack
 
 pack_rows = replayed(pack)
@@ -61,17 +62,17 @@ def mlp_forward(
     recipe: Recipe,
     backend: Backend,
     copy: bool,
-    keep: tuple[bool, bool, bool],
-    activation: SwiGLU = PLAIN,
+    keep: tuple[bool, bool],
+    activation: SwiGLU,
 ) -> Tensors:
-    """[row_slot, row_weight, offs, w13, bias of gate_up or None, w2, *slots] -> [y (R_max, D), rows, gate_up, h]:
-    those to keep, or None."""
+    """[row_slot, row_weight, offs, w13, bias of gate_up or None, w2, *slots] -> [y (R_max, D), rows, gate_up]: those to
+    keep, or None."""
     row_slot, row_weight, offs, w13, bias, w2, *slots = tensors
     rows = wire.rows(slots, row_slot, offs, copy=copy)
     gate_up = backend.forward(rows, w13, offs, bias=bias, out_dtype=wire.dtype)
     h = swiglu_forward(gate_up, row_weight, offs, recipe, activation, folded=backend.wants_rowwise)
     y = backend.forward(h, w2, offs, bias=None, out_dtype=wire.dtype)
-    return [y, *(x if kept else None for x, kept in zip((rows, gate_up, h), keep))]
+    return [y, *(x if kept else None for x, kept in zip((rows, gate_up), keep))]
 
 
 @replayed
@@ -80,32 +81,34 @@ def mlp_backward(
     wire: WireFormat,
     recipe: Recipe,
     backend: Backend,
+    with_h: bool,
     later: bool,
     scale: float,
     dtype: torch.dtype,
     copy: bool,
-    activation: SwiGLU = PLAIN,
+    activation: SwiGLU,
 ) -> Tensors:
-    """[row_slot, row_weight, offs, gate_up, h, w2, w13, main_grad of down_proj, *slots of d_out] -> [d_rows (R_max, D),
+    """[row_slot, row_weight, offs, gate_up, w2, w13, main_grad of down_proj, *slots of d_out] -> [d_rows (R_max, D),
     d_row_weight (R_max,), d_gate_up (R_max, 2F), the gradient of down_proj, d_y, h].
 
-    h: None if down_proj has no gradient. later: it is not wanted now, but d_y and h are, else they are None.
+    with_h: down_proj has a gradient. later: it is not wanted now, but d_y and h are, else they are None.
     """
-    row_slot, row_weight, offs, gate_up, h, w2, w13, main_grad, *slots = tensors
+    row_slot, row_weight, offs, gate_up, w2, w13, main_grad, *slots = tensors
     tensors.clear()
-    # Borrowed until the next exchange: the gradient of down_proj comes before that, and before d_h, which takes memory.
     d_y = wire.rows(slots, row_slot, offs, copy=copy)
     del slots
-    pending: Tensors = [d_y, h] if later else [None, None]
-    d_down_proj = None
-    if h is not None and not later:
-        (d_down_proj,) = wgrad.function([d_y, h, offs, main_grad], recipe, backend, scale, dtype)
-    del h
     d_h = backend.dgrad(d_y, w2, offs, out_dtype=wire.dtype)
-    del d_y, w2
-    options = {"folded": backend.wants_rowwise, "overwrite": True}
-    d_gate_up, d_row_weight = swiglu_backward(d_h, gate_up, row_weight, offs, recipe, activation, **options)
+    del w2
+    options = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h}
+    d_gate_up, d_row_weight, h = swiglu_backward(d_h, gate_up, row_weight, offs, recipe, activation, **options)
     del d_h, gate_up
+    pending, d_down_proj = [d_y, h] if later else [None, None], None
+    if with_h and not later:  # d_y is borrowed until the next exchange
+        operands = [d_y, h, offs, main_grad]
+        del d_y, h
+        (d_down_proj,) = wgrad.function(operands, recipe, backend, scale, dtype)
+    else:
+        del d_y, h
     d_rows = backend.dgrad(d_gate_up, w13, offs, out_dtype=wire.dtype)
     return [d_rows, d_row_weight, d_gate_up, d_down_proj, *pending]
 

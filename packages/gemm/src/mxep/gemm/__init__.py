@@ -11,14 +11,17 @@ nn.Linear modules and experts that call torch's grouped mm, `diagnostics` tells 
 
 import importlib.metadata
 
+from mxep.gemm.auto import auto_recipe
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert import convert, converted, revert
+from mxep.gemm.convert_join import join_linears
 from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
 from mxep.gemm.functional import grouped_mm
 from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
+from mxep.gemm.together import linear_together
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
 
 try:
@@ -36,11 +39,14 @@ __all__ = [
     "QuantizedOnce",
     "QuantizedWeight",
     "Recipe",
+    "auto_recipe",
     "convert",
     "converted",
     "fold_report",
     "grouped_mm",
+    "join_linears",
     "linear",
+    "linear_together",
     "quantize_input",
     "quantize_weight",
     "quantize_weights_once",

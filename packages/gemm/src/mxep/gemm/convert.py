@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from mxep.gemm.auto import recipe_name, recipe_of
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert_linear import by_pattern, is_linear, reason_to_leave, vocabulary_of
 from mxep.gemm.convert_mode import Converted, Products, State, parameter_of, report, tell
@@ -41,10 +42,11 @@ def convert(
 ) -> Module:
     """Make the model's nn.Linear modules, and torch's grouped mm on its expert weights, run ours, in place; returns it.
 
-    recipe, backend: as for `grouped_mm`. filter(fqn, parameter): which parameters, asked about all but biases of
-    nn.Linear. Default: every floating 3-D one but those of torch's own modules, and the weight of every nn.Linear but
-    routers, heads, adapters and what does not fit the recipe (`convert_linear.reason_to_leave`). What was converted and
-    what was left alone, and why, is logged ("mxep.gemm", level INFO).
+    recipe: a Recipe, its name, or "auto", which `auto_recipe` decides at each product, by its shape. backend: as for
+    `grouped_mm`. filter(fqn, parameter): which parameters, asked about all but biases of nn.Linear. Default: every
+    floating 3-D one but those of torch's own modules, and the weight of every nn.Linear but routers, heads, adapters
+    and what does not fit the recipe (`convert_linear.reason_to_leave`). What was converted and what was left alone, and
+    why, is logged ("mxep.gemm", level INFO).
     A converted parameter without a product of ours in a forward is named in a warning, once, and so is one whose first
     gradient comes before any product of ours, as where other code has taken the forward over, and one whose `main_grad`
     cannot be heeded. strict: RuntimeError instead.
@@ -57,7 +59,7 @@ def convert(
     weight of an nn.Linear, or is converted already, or its module is parametrized or has a forward of its own, not its
     class's. At a product, with the parameter's name: K or N that do not fit the recipe, wrong dtypes or offs.
     """
-    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    recipe = recipe_of(recipe)
     if isinstance(backend, str) and backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend: got {backend!r}, want auto, {', '.join(BACKENDS)} or a Backend")
     chosen, left = _chosen(model, recipe, filter)
@@ -103,15 +105,16 @@ Chosen = tuple[nn.Module, str, str]
 """Module, name there, name in the model."""
 
 
-def _chosen(model: nn.Module, recipe: Recipe, filter: Filter | None) -> tuple[list[Chosen], dict[str, list[str]]]:
+def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tuple[list[Chosen], dict[str, list[str]]]:
     """What to convert, and by reason which of nn.Linear the default leaves alone. ValueError for what cannot be."""
     chosen, left, vocabulary = list[Chosen](), dict[str, list[str]](), vocabulary_of(model)
+    largest = recipe if isinstance(recipe, Recipe) else Recipe.mxfp8()
     for module, name, fqn, parameter in _parameters(model):
         linear = is_linear(module)
         if linear and name == "bias":
             continue
         if filter is None and linear:
-            reason = reason_to_leave(fqn.removesuffix(".weight"), module, vocabulary, recipe)  # type: ignore[arg-type]
+            reason = reason_to_leave(fqn.removesuffix(".weight"), module, vocabulary, largest)  # type: ignore[arg-type]
             if is_parametrized(module) or reason is not None:
                 left.setdefault(reason or "parametrized", []).append(fqn)
                 continue
@@ -122,9 +125,9 @@ def _chosen(model: nn.Module, recipe: Recipe, filter: Filter | None) -> tuple[li
     return chosen, left
 
 
-def _log(recipe: Recipe, chosen: list[str], left: dict[str, list[str]]) -> None:
+def _log(recipe: Recipe | str, chosen: list[str], left: dict[str, list[str]]) -> None:
     logger = logging.getLogger("mxep.gemm")
-    logger.info("convert: %s: %s", recipe.name, by_pattern(chosen))
+    logger.info("convert: %s: %s", recipe_name(recipe), by_pattern(chosen))
     for reason, fqns in left.items():
         logger.info("convert: left alone (%s): %s", reason, by_pattern(fqns))
 
@@ -149,8 +152,14 @@ def _only_holds(module: nn.Module) -> bool:
     return parametrization or getattr(type(module).forward, "__name__", "") == "_forward_unimplemented"
 
 
-def _weights(module: nn.Module) -> dict[str, Converted]:
+def state_of(module: nn.Module) -> State | None:
+    """The module's part, if it has one."""
     state: State | None = module.__dict__.get(_KEY)
+    return state
+
+
+def _weights(module: nn.Module) -> dict[str, Converted]:
+    state = state_of(module)
     return state.weights if state else {}
 
 
@@ -225,7 +234,7 @@ def _converted_class(base: Any) -> Any:
         for how in watched:
             how._entered = False
         if state.linear:
-            return _linear_forward(self, state.weights["weight"], *args, **kwargs)
+            return _linear_forward(self, state, *args, **kwargs)
         if state.weights:
             products = Products(self, state)
             with products:
@@ -249,10 +258,12 @@ def _converted_class(base: Any) -> Any:
     return made
 
 
-def _linear_forward(module: Any, how: Converted, input: Tensor) -> Tensor:
+def _linear_forward(module: Any, state: State, input: Tensor) -> Tensor:
+    how = state.weights["weight"]
     how._entered = how._used = True
     try:
-        return module_forward(module, input, how.recipe, how.backend)
+        out = None if state.joined is None else state.joined.forward(module, how, input)
+        return module_forward(module, input, how.recipe, how.backend) if out is None else out
     except ValueError as error:
         raise ValueError(f"{how.fqn}: {error}") from None
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from mxep.gemm.auto import auto_recipe, recipe_name
 from mxep.gemm.backends import Backend
 from mxep.gemm.functional import grouped_mm
 from mxep.gemm.recipe import Recipe
@@ -26,11 +27,11 @@ GROUPED_MM: Final[Callable[..., Any]] = torch._grouped_mm
 class Converted:
     """How one parameter is multiplied.
 
-    fqn: its name in the model. recipe, backend: as for `grouped_mm`. strict: what would warn raises.
+    fqn: its name in the model. recipe: also "auto". backend: as for `grouped_mm`. strict: what would warn raises.
     """
 
     fqn: str
-    recipe: Recipe
+    recipe: Recipe | str
     backend: str | Backend
     strict: bool
     _reported: bool = field(default=False, repr=False)
@@ -42,12 +43,13 @@ class Converted:
 class State:
     """A module's part. weights: whose products its forward runs, by their names in it. alike: they are all its 3-D ones
     and have one recipe and backend. linear: it is an nn.Linear. watched: all of the model that `convert` got, if this
-    is it."""
+    is it. joined: a linear's siblings (`convert_join`)."""
 
     weights: dict[str, Converted] = field(default_factory=dict)
     alike: bool = False
     linear: bool = False
     watched: list[Converted] = field(default_factory=list)
+    joined: Any = None
 
 
 class Products(TorchFunctionMode):
@@ -177,7 +179,7 @@ def report(found: list[Converted], what: str) -> None:
     for how in new:
         how._reported = True
     if new:
-        tell(f"{', '.join(how.fqn for how in new)}: {what.format(recipe=new[0].recipe.name)}", new[0].strict)
+        tell(f"{', '.join(how.fqn for how in new)}: {what.format(recipe=recipe_name(new[0].recipe))}", new[0].strict)
 
 
 def tell(message: str, strict: bool) -> None:
@@ -208,8 +210,11 @@ def _grouped_mm_any_size(
     x: Tensor, w: Tensor, offs: Tensor, how: Converted, main_grad: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
     """grouped_mm of groups of any size: x (M, K), w (G, N, K), offs int32 (G,) -> (M, N); rows in no group are zero."""
-    alignment = how.recipe.group_alignment
-    options: dict[str, Any] = {"recipe": how.recipe, "backend": how.backend}
+    recipe = how.recipe
+    if not isinstance(recipe, Recipe):
+        recipe = auto_recipe(x.shape[0] / w.shape[0], w.shape[2], w.shape[1], of="grouped_mm")
+    alignment = recipe.group_alignment
+    options: dict[str, Any] = {"recipe": recipe, "backend": how.backend}
     options |= {"main_grad": main_grad, "out_dtype": out_dtype}
     if alignment == 1:
         return grouped_mm(x, w, offs, **options)

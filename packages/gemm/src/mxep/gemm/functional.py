@@ -15,7 +15,7 @@ M rows (capacity), N out features, K in features, G groups.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from mxep.gemm.checks import check_operands, check_quantized_weight, check_tenso
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
+from mxep.gemm.several import Weight, halves
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor, group_sums
 from mxep.quant.replay import MXParts
@@ -82,7 +83,9 @@ def grouped_mm(
     chosen = select(backend, a.device)
     if quantized_weight is not None:
         check_quantized_weight(quantized_weight, w, recipe)
-    return multiply(a, w, bias, offs, quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+    how = quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale
+    out: Tensor = multiply(a, w, bias, offs, *how)
+    return out
 
 
 def multiply(
@@ -96,16 +99,23 @@ def multiply(
     out_dtype: torch.dtype,
     main_grad: Tensor | None,
     wgrad_scale: float,
-) -> Tensor:
-    """`grouped_mm` without its checks. offs None: one group of all rows, any number of them."""
+    *more: Tensor | None,
+) -> Any:
+    """`grouped_mm` without its checks. offs None: one group of all rows, any number of them.
+
+    more: further weights, then their main_grads. They are one weight, w's rows first, as bias is for all of them. Then
+    what is returned are the results of each, views of one.
+    """
     how = quantized_weight, recipe, backend, out_dtype, main_grad, wgrad_scale
-    out: Tensor = _GroupedMM.apply(a, w, bias, offs, *how)  # type: ignore[no-untyped-call]
-    return out
+    return _GroupedMM.apply(a, w, bias, offs, *how, *more)  # type: ignore[no-untyped-call]
+
+
+_T = TypeVar("_T")
 
 
 # The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def between_graphs(function: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
+def between_graphs(function: Callable[..., _T], *tensors: Any, **options: Any) -> _T:
     """A break for torch.compile."""
     return function(*tensors, **options)
 
@@ -124,61 +134,80 @@ class _GroupedMM(torch.autograd.Function):
         out_dtype: torch.dtype,
         main_grad: Tensor | None,
         wgrad_scale: float,
-    ) -> Tensor:
-        needs = ctx.needs_input_grad[:2]
-        rowwise, saved = w if weight is None else weight.rowwise, None
-        if weight is None and is_held(w, recipe):
-            rowwise, saved = rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
-        tensors = [_parts(a), _parts(rowwise), bias, offs]
+        *more: Tensor | None,
+    ) -> Any:
+        ws: Any = (w, *more[: len(more) // 2])
+        needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
+        found, saved = ws if weight is None else (weight.rowwise,), None
+        if weight is None and is_held(whole := _whole(ws), recipe):
+            rowwise, saved = rowwise_and_saved(whole, recipe, backend, dgrad=needs[0])
+            found = (rowwise,)
+        tensors = [_parts(a), bias, offs, *map(_parts, found)]
         out, a_saved, blocks, amax = steps.forward(tensors, recipe, backend, out_dtype, needs)
-        w_saved = w if blocks is None else blocks
+        first, *others = ws if blocks is None else (blocks,)
         if saved is not None:
-            w_saved, amax = saved
+            (first, *others), amax = halves(saved.weight), saved.amax
         if weight is not None and weight.colwise is not None:
-            w_saved = weight.colwise
+            first = weight.colwise
         a_parts, ctx.a_rest = taken_apart(a_saved)
-        w_parts, ctx.w_rest = taken_apart(w_saved if needs[0] else None)
-        ctx.save_for_backward(offs, *a_parts, *w_parts, amax)
-        ctx.recipe, ctx.backend, ctx.main_grad, ctx.wgrad_scale = recipe, backend, main_grad, wgrad_scale
+        w_parts, ctx.w_rest = taken_apart(first if needs[0] else None)
+        ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *(others if needs[0] else ()))
+        ctx.recipe, ctx.backend, ctx.wgrad_scale = recipe, backend, wgrad_scale
+        ctx.main_grads = main_grad, *more[len(more) // 2 :]
         ctx.kept = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
-        result: Tensor = out
-        return result
+        ctx.widths = tuple(x.shape[1] for x in ws)
+        ctx.before_others = sum(isinstance(x, Tensor) for x in (a, w, bias, offs, main_grad))
+        return out if len(ws) == 1 else out.split(ctx.widths, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        recipe, backend, kept = ctx.recipe, ctx.backend, ctx.kept
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        recipe, backend, kept, widths = ctx.recipe, ctx.backend, ctx.kept, ctx.widths
         need_a, need_w, need_bias = (need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
-        *dtypes, bias_dtype = ctx.dtypes
-        w = amax = dbias = None
-        quantized = kept is not None and not need_a and kept.fits(dy)
-        if quantized:
-            offs, gradient, a = kept.operands
-        else:
-            offs, *parts, amax = ctx.saved_tensors
-            a, w, gradient = _joined(parts[:3], ctx.a_rest), _joined(parts[3:], ctx.w_rest), _parts(dy)
-        if need_a and isinstance(w, Tensor) and is_held(w, recipe):
-            w, amax = _parts(SavedWeight(w, amax).colwise(recipe, backend)), None
-        tensors = [
-            gradient,
-            a if need_w else None,
-            w if need_a else None,
-            amax,
-            offs,
-            ctx.main_grad if need_w else None,
+        needs = [need_w] + [
+            ctx.needs_input_grad[i] and is_wanted(ctx, ctx.before_others + j)
+            for j, i in enumerate(_places(len(widths))[1:])
         ]
+        need_w = any(needs)
+        *dtypes, bias_dtype = ctx.dtypes
+        w, amax, gradients = None, None, [*map(_parts, dys)]
+        others: list[Any] = []
+        quantized = kept is not None and not need_a and kept.fits(*dys)
+        if quantized:
+            offs, gradients, a = kept.operands
+        else:
+            offs, *parts = ctx.saved_tensors
+            amax, *others = parts[6:]
+            a, w = _joined(parts[:3], ctx.a_rest), _joined(parts[3:6], ctx.w_rest)
+        if need_a and isinstance(w, Tensor) and is_held(whole := _whole((w, *others)), recipe):
+            w, amax, others = _parts(SavedWeight(whole, amax).colwise(recipe, backend)), None, []
+        main_grads = [main_grad if need else None for main_grad, need in zip(ctx.main_grads, needs)]
+        tensors = [a if need_w else None, amax, offs, *main_grads, *gradients, *((w, *others) if need_a else [None])]
         da = dw = qdata = None
         if need_a or need_w:
-            how = recipe, backend, (need_a, need_w), tuple(dtypes), ctx.wgrad_scale, quantized
-            da, dw, qdata = steps.backward(tensors, *how)
+            how = recipe, backend, (need_a, need_w), tuple(dtypes), ctx.wgrad_scale, quantized and recipe.wgrad == "mx"
+            da, dw, qdata = steps.backward(tensors, *how, widths)
         if not graph_is_retained():
             ctx.kept = None
-        elif need_a and ctx.needs_input_grad[1] and not need_w:
-            ctx.kept = Kept.of(dy, (offs, qdata if recipe.wgrad == "mx" else _parts(dy), a))
-        if need_bias:
-            dbias = _bias_gradient(dy, offs).to(bias_dtype)
-        return da, dw, dbias, *[None] * 7
+        elif need_a and any(ctx.needs_input_grad[i] for i in _places(len(widths))) and not need_w:
+            left = [qdata, *[None] * (len(widths) - 1)] if recipe.wgrad == "mx" else [*map(_parts, dys)]
+            ctx.kept = Kept.of((offs, left, a), *dys)
+        dbias = _joined_sums(dys, offs).to(bias_dtype) if need_bias else None
+        if len(widths) == 1:
+            return da, dw, dbias, *[None] * 7
+        dws = [None] * len(widths) if dw is None else dw.split(widths, 1)
+        dw, *others = (x if need and held is None else None for x, need, held in zip(dws, needs, ctx.main_grads))
+        return da, dw, dbias, *[None] * 7, *others, *[None] * len(others)
+
+
+def _whole(ws: tuple[Tensor, ...]) -> Weight:
+    return ws[0] if len(ws) == 1 else ws
+
+
+def _places(weights: int) -> tuple[int, ...]:
+    """Of weights among the arguments of `_GroupedMM`."""
+    return (1, *range(10, 9 + weights))
 
 
 _Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
@@ -212,9 +241,11 @@ def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
     return MXParts(qdata, scale, row_index, *rest)
 
 
-def _bias_gradient(dy: Tensor, offs: Tensor | None) -> Tensor:
-    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of dy (M, N); no host sync."""
+def _joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
+    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of dys (M, N) side by side; no host sync."""
     if offs is not None:
-        return group_sums(dy, offs)
-    dy = steps.plain(dy)
-    return dy.sum(0, keepdim=True, dtype=torch.promote_types(dy.dtype, torch.float32))
+        sums = [group_sums(dy, offs) for dy in dys]
+    else:
+        plain = map(steps.plain, dys)
+        sums = [dy.sum(0, keepdim=True, dtype=torch.promote_types(dy.dtype, torch.float32)) for dy in plain]
+    return sums[0] if len(sums) == 1 else torch.cat(sums, 1)

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from mxep.gemm.auto import recipe_for, recipe_name, recipe_of
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_linear, check_quantized_weight, check_tensors
 from mxep.gemm.functional import between_graphs, multiply
@@ -45,14 +46,15 @@ def linear(
     w: (N, K) bf16 or fp32. bias: (N,) or None. Gradients have their dtypes.
     out_dtype: bf16 or fp32, default x.dtype, or within torch.autocast its dtype. The gradient of x has x.dtype.
     quantized_weight: w as `quantize_weight(w, recipe)` or, best, `backend.quantize_weight` gave it.
-    recipe, backend, main_grad (N, K) fp32, wgrad_scale, gradients as MXTensors, and torch.compile: as for `grouped_mm`.
+    recipe: a Recipe, its name, or "auto": `auto_recipe` of this product's rows, K and N, with a plain x.
+    backend, main_grad (N, K) fp32, wgrad_scale, gradients as MXTensors, and torch.compile: as for `grouped_mm`.
 
     A w that is a DTensor (tensor parallelism) wants x as one, see `mxep.gemm.tensor_parallel`.
     ValueError: wrong shapes, dtypes, devices; K or N that are no multiple of recipe.group_alignment.
     RuntimeError: the backend cannot run here.
     """
-    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     check_tensors(x=x, w=w)
+    recipe = recipe_for(recipe, x, w.shape[0] if w.dim() else 1)
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype}
     options |= {"quantized_weight": quantized_weight, "main_grad": main_grad, "wgrad_scale": wgrad_scale}
     if torch.is_autocast_enabled(x.device.type):
@@ -74,7 +76,7 @@ def linear(
         check_quantized_weight(weight, w.unsqueeze(0), recipe)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     bias, main_grad = (part if part is None else part.unsqueeze(0) for part in (bias, main_grad))
-    out = multiply(rows, w.unsqueeze(0), bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+    out: Tensor = multiply(rows, w.unsqueeze(0), bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
 
 
@@ -105,6 +107,7 @@ def rms_norm_input(
 class Linear(nn.Linear):
     """nn.Linear by a recipe: the same parameters, names and initialization; `linear` has what it computes.
 
+    recipe: a Recipe, its name, or "auto", which is decided at each call, by its shape.
     Its weight is quantized at each call, or once within `quantize_weights_once`. A weight with an attribute `main_grad`
     gets its gradient added there, and none itself.
     """
@@ -121,7 +124,7 @@ class Linear(nn.Linear):
         backend: str | Backend = "auto",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+        self.recipe = recipe_of(recipe)
         self.backend = backend
 
     @classmethod
@@ -138,10 +141,10 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         backend = "" if self.backend == "auto" else f", backend={getattr(self.backend, 'name', self.backend)}"
-        return f"{super().extra_repr()}, recipe={self.recipe.name}{backend}"
+        return f"{super().extra_repr()}, recipe={recipe_name(self.recipe)}{backend}"
 
 
-def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe, backend: str | Backend) -> Tensor:
+def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe | str, backend: str | Backend) -> Tensor:
     """What an nn.Linear computes, by a recipe."""
     main_grad = getattr(module.weight, "main_grad", None)
     return linear(x, module.weight, module.bias, recipe=recipe, backend=backend, main_grad=main_grad)

@@ -38,19 +38,19 @@ def graph_is_retained() -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a backward left for another one of the same incoming gradient.
+    """What a backward left for another one of the same incoming gradients.
 
-    dy: that gradient. version: its version then. operands: of the weight gradients.
+    dys: those gradients. versions: theirs then. operands: of the weight gradients.
     """
 
-    dy: Tensor
-    version: int
+    dys: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     operands: Any
 
     @classmethod
-    def of(cls, dy: Tensor, operands: Any) -> "Kept":
-        return cls(dy, dy._version, operands)
+    def of(cls, operands: Any, *dys: Tensor) -> "Kept":
+        return cls(dys, tuple(dy._version for dy in dys), operands)
 
-    def fits(self, dy: Tensor) -> bool:
-        """Whether dy is the same tensor, unchanged."""
-        return dy is self.dy and dy._version == self.version
+    def fits(self, *dys: Tensor) -> bool:
+        """Whether these are the same tensors, unchanged."""
+        return all(dy is old and dy._version == was for dy, old, was in zip(dys, self.dys, self.versions))

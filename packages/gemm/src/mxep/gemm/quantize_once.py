@@ -10,9 +10,9 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
+from mxep.gemm.several import Weight, halves, quantize_colwise, quantize_rowwise
 from mxep.quant import MXTensor
-
-_T = TypeVar("_T")
-Weight = Tensor | tuple[Tensor, Tensor]
-"""(G, N, K), or two halves of it, (G, N / 2, K) each, which are joined where they are quantized and nowhere else."""
-
-
-def joined(w: Weight) -> Tensor:
-    """The whole weight: a copy of halves."""
-    return w if isinstance(w, Tensor) else torch.cat(w, 1)
-
-
-def halves(w: Weight) -> tuple[Tensor, ...]:
-    """The tensors that a weight is."""
-    return (w,) if isinstance(w, Tensor) else w
+from mxep.quant.replay import MXParts, Replayed, Tensors, replayed
 
 
 class SavedWeight(NamedTuple):
@@ -52,18 +40,31 @@ class SavedWeight(NamedTuple):
         """What dgrad wants."""
         if isinstance(self.weight, MXTensor):
             return self.weight
-        return _once("colwise", backend.quantize_weight_colwise, self.weight, recipe, backend, self.amax)
+        colwise: Tensor = _once(_colwise, self.weight, recipe, backend, self.amax)[0]
+        return colwise
 
 
 def rowwise_and_saved(w: Weight, recipe: Recipe, backend: Backend, *, dgrad: bool) -> tuple[Tensor, SavedWeight]:
     """A weight as forward wants it, and what to save for backward. dgrad: whether that will be used."""
-    with_amax = dgrad or weights_are_held()  # what is held serves others, who may have a dgrad
-
-    def quantize(w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-        return backend.quantize_weight_rowwise(w, recipe, with_amax=with_amax)
-
-    rowwise, amax = _once("rowwise", quantize, w, recipe, backend)
+    # What is held serves others, who may have a dgrad.
+    rowwise, amax = _once(_rowwise, w, recipe, backend, None, dgrad or weights_are_held())
     return rowwise, saved_weight(rowwise, w, amax)
+
+
+@replayed
+def _rowwise(tensors: Tensors, recipe: Recipe, backend: Backend, with_amax: bool) -> Tensors:
+    """[w, or its parts, None] -> [rowwise, amax or None]."""
+    return [*quantize_rowwise(_whole(tensors), recipe, backend, with_amax=with_amax)]
+
+
+@replayed
+def _colwise(tensors: Tensors, recipe: Recipe, backend: Backend) -> Tensors:
+    """[w, or its parts, amax or None] -> [colwise]."""
+    return [quantize_colwise(_whole(tensors), recipe, backend, tensors[-1])]
+
+
+def _whole(tensors: Tensors) -> Weight:
+    return tensors[0] if len(tensors) == 2 else tuple(tensors[:-1])
 
 
 def saved_weight(rowwise: Any, w: Weight, amax: Tensor | None) -> SavedWeight:
@@ -143,15 +144,14 @@ class QuantizedOnce:
         """Bytes of qdata and scales held now."""
         return sum(part.nbytes for held in list(self._held.values()) for part in held.plain())
 
-    def _get(self, way: str, make: Callable[..., _T], w: Weight, recipe: Recipe, backend: Backend, *args: Any) -> _T:
-        lies = [_place(x) for x in halves(w)]
-        first, storages = halves(w)[0], tuple(storage for storage, _, _ in lies)
-        version = tuple(version for _, version, _ in lies)
+    def _get(
+        self, quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None, *how: Any
+    ) -> Tensors:
+        parts = halves(w)
+        first, version = parts[0], [None if x.is_inference() else x._version for x in parts]
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        key = (
-            *(way, *(place for _, _, place in lies), capturing),
-            *(recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, id(backend)),
-        )
+        places = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in parts)
+        key = quantize, *places, capturing, recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, id(backend)
         with _lock:
             held = self._held.get(key)
             if held is None:
@@ -159,7 +159,9 @@ class QuantizedOnce:
                 for gone in [key for key, held in self._held.items() if any(x.expired() for x in held.storages)]:
                     del self._held[gone]
                 with torch.inference_mode(False), torch.no_grad():  # others may want to save them for backward
-                    made = make(joined(w), recipe, *args)
+                    made = quantize([*parts, amax], recipe, backend, *how)
+                made = [x.join() if type(x) is MXParts else x for x in made]
+                storages = [StorageWeakRef(x.untyped_storage()) for x in parts]
                 held = self._held[key] = _Held(made, storages, version, backend, *_point_in_time(first, capturing))
                 self.quantizations += 1
         if held.version != version:
@@ -167,10 +169,8 @@ class QuantizedOnce:
                 f"a weight {tuple(first.shape)} was written to within quantize_weights_once(), which has its old "
                 "values: close it before weights change"
             )
-        if held.stream is not None:
-            held.wait(torch.cuda.current_stream(first.device))
-        found: _T = held.made
-        return found
+        held.wait()
+        return held.made
 
     def _close(self) -> None:
         self._hook.remove()
@@ -183,37 +183,32 @@ _open: QuantizedOnce | None = None
 
 @dataclass(frozen=True)
 class _Held:
-    """made: a tensor or several. backend: here, as its id is part of the key. stream, event: where, and by when."""
+    """backend: here, as its id is part of the key. stream, event: where it was made, and by when."""
 
-    made: Any
-    storages: tuple[StorageWeakRef, ...]
-    version: tuple[int | None, ...]
+    made: Tensors
+    storages: list[StorageWeakRef]
+    version: list[int | None]
     backend: Backend
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None
 
     def plain(self) -> list[Tensor]:
-        parts = self.made if isinstance(self.made, tuple) else (self.made,)
-        plain = ((x.qdata, x.scale) if isinstance(x, MXTensor) else (x,) for x in parts if x is not None)
+        plain = ((x.qdata, x.scale) if isinstance(x, MXTensor) else (x,) for x in self.made if x is not None)
         return list(itertools.chain.from_iterable(plain))
 
-    def wait(self, stream: torch.cuda.Stream) -> None:
-        """Before work on `stream` may use them; their memory stays until that is done."""
-        if self.stream is None or stream == self.stream:
+    def wait(self) -> None:
+        """Before work on the current stream may use them; their memory stays until that is done."""
+        if self.stream is None:
             return
+        if torch._C._cuda_getCurrentRawStream(self.stream.device_index) == self.stream.cuda_stream:
+            return  # asked without an object of torch's, which takes 4 us
+        stream = torch.cuda.current_stream(self.stream.device)
         if self.event is not None:
             stream.wait_event(self.event)
         elif _captures(self.stream):  # else it was another capture, whose graph is replayed before
             stream.wait_stream(self.stream)
         for x in self.plain():
             x.record_stream(stream)
-
-
-def _place(w: Tensor) -> tuple[StorageWeakRef, int | None, tuple[Any, ...]]:
-    """The storage of a weight, its version, which an inference tensor does not count, and what else tells it apart."""
-    storage = StorageWeakRef(w.untyped_storage())
-    version = None if w.is_inference() else w._version
-    return storage, version, (storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype)
 
 
 def _point_in_time(w: Tensor, capturing: bool) -> tuple[torch.cuda.Stream | None, torch.cuda.Event | None]:
@@ -242,11 +237,11 @@ def weights_are_held() -> bool:
     return _open is not None
 
 
-def _once(way: str, make: Callable[..., _T], w: Weight, recipe: Recipe, backend: Backend, *args: Any) -> _T:
-    """make(w, recipe, *args), or what an open `quantize_weights_once` holds of it."""
+def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None, *how: Any) -> Tensors:
+    """quantize([*parts of w, amax], ...), or what an open `quantize_weights_once` holds of it."""
     if (once := _open) is None or not is_held(w, recipe):
-        return make(joined(w), recipe, *args)
-    return once._get(way, make, w, recipe, backend, *args)
+        return quantize.function([*halves(w), amax], recipe, backend, *how)
+    return once._get(quantize, w, recipe, backend, amax, *how)
 
 
 def in_graph_tree(device: torch.device) -> bool:

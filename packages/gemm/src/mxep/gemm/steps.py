@@ -4,6 +4,8 @@
 M rows, N out features, K in features, G groups.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,12 +20,13 @@ from mxep.quant.replay import Tensors, replayed
 def forward(
     tensors: Tensors, recipe: Recipe, backend: Backend, out_dtype: torch.dtype, needs: tuple[bool, bool]
 ) -> Tensors:
-    """[a (M, K), w (G, N, K) or what is rowwise of it, bias, offs] -> [out (M, N), a for wgrad, w in 2-D blocks,
-    w's amax]: of the last three what backward needs, or None.
+    """[a (M, K), bias, offs, then w (G, N, K), its parts, or what is rowwise of it] -> [out (M, N), a for wgrad,
+    w in 2-D blocks, w's amax]: of the last three what backward needs, or None.
 
     needs: whether a and w have gradients.
     """
-    a, w, bias, offs = tensors
+    a, bias, offs, *ws = tensors
+    w: Any = ws[0] if len(ws) == 1 else tuple(ws)
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
@@ -42,27 +45,50 @@ def backward(
     dtypes: tuple[torch.dtype, torch.dtype],
     scale: float,
     quantized: bool,
+    widths: tuple[int, ...],
 ) -> Tensors:
-    """[dy (M, N), a, w or what is colwise of it, its amax, offs, main_grad] -> [da (M, K), dw (G, N, K), dy quantized].
+    """[a, w's amax, offs, a main_grad and then a dy (M, N of each) for each of w's parts, w or its parts or what is
+    colwise of it] -> [da (M, K), dw (G, N, K), dy quantized].
 
-    wanted: whether da and dw are; they are None else, and where dw was added to main_grad. dtypes: theirs. quantized:
-    dy is already as it was quantized here.
+    wanted: whether da and dw are; they are None else, and where dw was added to main_grads. dtypes: theirs. quantized:
+    the first dy is all of them, already as it was quantized here. widths: N of the parts.
     """
-    dy, a, w, amax, offs, main_grad = tensors
+    parts = len(widths)
+    a, amax, offs, *rest = tensors
     tensors.clear()
+    main_grads, dys, ws = rest[:parts], rest[parts : 2 * parts], rest[2 * parts :]
     da = dw = None
-    qdata = dy
+    dy = qdata = dys[0]
     if not quantized and (wanted[0] or recipe.wgrad == "mx"):
-        qdata = quantized_gradient(dy, recipe, backend)
+        qdata = quantized_gradient(dys, recipe, backend)
+    if recipe.wgrad != "mx" and parts > 1:
+        dy = torch.cat([*map(plain, dys)], 1)
+    del dys, rest
     if wanted[0]:
-        da = backend.dgrad(qdata, SavedWeight(w, amax).colwise(recipe, backend), offs, out_dtype=dtypes[0])
+        colwise = SavedWeight(ws[0] if len(ws) == 1 else tuple(ws), amax).colwise(recipe, backend)
+        da = backend.dgrad(qdata, colwise, offs, out_dtype=dtypes[0])
+        del colwise
     if wanted[1]:
         if recipe.wgrad != "mx":
             a, qdata = plain(a), plain(dy)
         operands = backend.prepare_wgrad(qdata, a, offs, recipe)
         del a
-        dw = backend.wgrad(operands, offs, out_dtype=dtypes[1], scale=scale, accumulate_into=main_grad)
+        if parts == 1:
+            dw = backend.wgrad(operands, offs, out_dtype=dtypes[1], scale=scale, accumulate_into=main_grads[0])
+        else:
+            held = any(main_grad is not None for main_grad in main_grads)
+            dw = backend.wgrad(operands, offs, out_dtype=torch.float32 if held else dtypes[1], scale=scale)
+            if held:
+                dw = _added(dw, main_grads, widths, dtypes[1])
     return [da, dw, qdata]
+
+
+def _added(dw: Any, main_grads: Tensors, widths: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """dw (G, N, K) fp32, whose parts are added to their main_grads; in dtype if there are parts without one."""
+    for main_grad, part in zip(main_grads, dw.split(widths, 1)):
+        if main_grad is not None:
+            main_grad.add_(part)
+    return dw.to(dtype) if any(main_grad is None for main_grad in main_grads) else None
 
 
 def plain(x: Tensor) -> Tensor:
@@ -70,8 +96,11 @@ def plain(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, MXTensor) else x
 
 
-def quantized_gradient(dy: Tensor, recipe: Recipe, backend: Backend) -> Tensor:
-    """dy as the products of backward take it: as it is if it has the recipe's blocks."""
+def quantized_gradient(dys: Tensors, recipe: Recipe, backend: Backend) -> Tensor:
+    """Gradients, side by side, as the products of backward take them: one as it is if it has the recipe's blocks."""
+    if len(dys) > 1:
+        return backend.quantize_parts([*map(plain, dys)], recipe.grad_fmt, recipe)
+    dy = dys[0]
     if isinstance(dy, MXTensor) and recipe.fits(dy):
         return dy
     return backend.quantize_rows(plain(dy), recipe.grad_fmt, recipe)

@@ -7,12 +7,17 @@ they run one after the other.
 
 Memory of a result may have been another tensor's before, within the same capture. So an address is the result's only in
 nodes that were captured after it was made: a dispatch mode looks at each allocation which nodes there are.
+
+Kernels of torch and CUTLASS take structures, whose gaps keep what lay on the host's stack. An integer beside such bytes
+looks like an address: 0 and 0x7fcd are 0x7fcd00000000, which may lie in an argument of some GiB. So a word of a
+structure that could be a small integer (below SMALL in its lower half) is an address only if a tensor of the function
+begins there.
 """
 
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -23,16 +28,16 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mxep.quant.driver import THREAD_LOCAL, Node, NotCaptured, call, captured_nodes, driver, nodes_of
+
 MOST_BYTES = 4 << 30
 """That a function may allocate: memory of the pool serves nobody else, and who takes more is not bound by the host."""
+SMALL = 1 << 20
+"""Above the integers that were seen beside such bytes: sizes of tiles and of shared memory."""
 _NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 Flat = Sequence[Tensor | None]
 _capturing = threading.Lock()
 """Of the side streams."""
-
-
-class NotCaptured(Exception):
-    """Why a function cannot be a graph."""
 
 
 class NotCapturedNow(NotCaptured):
@@ -55,7 +60,7 @@ class MovingGraph:
     ) -> None:
         self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()  # __del__ asks, whatever fails
         index = torch.cuda.current_device()
-        self._device, self._driver = torch.device("cuda", index), _driver()
+        self._device, self._driver = torch.device("cuda", index), driver()
         self._start = ctypes.CDLL("libcuda.so.1").cuGraphLaunch  # may wait for the device: other threads go on
         here = index, torch._C._cuda_getCurrentRawStream(index)
         side, pool = _side_stream(*here), _pool(*here)
@@ -65,7 +70,7 @@ class MovingGraph:
         allocations = _Allocations(side.cuda_stream, given)
         # Not torch's CUDAGraph, which leaves the random generator unusable if a capture fails.
         with _capturing, torch.cuda.stream(side), torch.cuda.use_mem_pool(pool), allocations:
-            _call("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
+            call("cuStreamBeginCapture_v2", stream, THREAD_LOCAL)
             try:
                 with capturing():
                     results = function()
@@ -75,11 +80,13 @@ class MovingGraph:
             raise NotCaptured(f"cuStreamEndCapture: error {ended}")
         self._written = [i for i, x in enumerate(given) if _version(x) != versions[i]]
         self._results, sources = _places(given, results, allocations.nodes_before)
+        known = allocations.begins | {x.data_ptr() for x in given if x is not None}
         self._made = [source.form for source in sources[len(given) :]]
-        _call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
-        nodes = [_Node.of(node) for node in _nodes(self._graph)]
-        patches = [(node, i, *found) for node in nodes for i in node.addresses
-                   if (found := _source_of(node.words[i], node.handle, sources)) is not None]  # fmt: skip
+        call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
+        nodes = [Node.of(node) for node in nodes_of(self._graph)]
+        words = [(node, i, None if whole else known) for node in nodes for i, whole in node.addresses.items()]
+        patches = [(node, i, *found) for node, i, begins in words
+                   if (found := _source_of(node.words[i], node.handle, sources, begins)) is not None]  # fmt: skip
         moving = {id(patch[0]): patch[0] for patch in patches}.values()
         self._updates = [node.updater(self._exec) for node in moving]
         self._patches = [(node.words, i, source, offset) for node, i, source, offset in patches]
@@ -113,7 +120,12 @@ class MovingGraph:
 
 
 class _Allocations(TorchDispatchMode):
-    """Of each storage that is made and not given, by its address in torch: the nodes that were captured before."""
+    """What is known of the tensors of a function.
+
+    Attributes:
+        nodes_before: of each storage that is made and not given, by its address in torch: the nodes that were captured
+            before. begins: addresses at which tensors begin.
+    """
 
     wants_allocations_alone = True
     """For `mxep.quant.modes`."""
@@ -121,6 +133,7 @@ class _Allocations(TorchDispatchMode):
     def __init__(self, stream: int, given: Flat) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nodes_before: dict[int, set[int]] = {}
+        self.begins: set[int] = set()
         self._stream = stream
         self._known = {x.untyped_storage()._cdata for x in given if x is not None}
         self._nbytes = 0
@@ -135,10 +148,12 @@ class _Allocations(TorchDispatchMode):
             return NotImplemented  # a subclass, which says what it does with plain ones
         if _NEVER & set(func.tags):
             raise NotCaptured(f"{func} reads from the device, or changes what a tensor is")
-        before = _captured_nodes(self._stream)
+        before = captured_nodes(self._stream)
         out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in self._known:
+        tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.begins.update(x.data_ptr() for x in tensors)
+        for x in tensors:
+            if (storage := x.untyped_storage())._cdata not in self._known:
                 self._known.add(storage._cdata)
                 self.nodes_before[storage._cdata] = before
                 self._storages.append(StorageWeakRef(storage))
@@ -200,9 +215,19 @@ def _places(given: Flat, results: Flat, nodes_before: dict[int, set[int]]) -> tu
     return places, sources
 
 
-def _source_of(word: int, node: int, sources: Sequence[_Source]) -> tuple[int, int] | None:
-    """(source, bytes from its start) of an address in a node; None for what does not move."""
+def _source_of(
+    word: int, node: int, sources: Sequence[_Source], begins: Collection[int] | None = None
+) -> tuple[int, int] | None:
+    """(source, bytes from its start) of an address in a node; None for what does not move.
+
+    begins: where tensors begin, of a word that is a part of a structure.
+    """
+    small = begins is not None and word % (1 << 32) < SMALL
+    if small and begins is not None and word not in begins:
+        return None
     found = [i for i, each in enumerate(sources) if each.start <= word < each.end and node not in each.without]
+    if found and small:
+        raise NotCaptured("an address could as well be a small integer")
     if any(sources[i].start == word for i in found):
         found = [i for i in found if sources[i].start == word or sources[i].form]
     if len({sources[i].start for i in found}) > 1:
@@ -227,108 +252,6 @@ def _view(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[
         return x.as_strided(shape, strides, first // dtype.itemsize)
     empty = torch.empty(0, dtype=dtype, device=x.device)
     return empty.set_(x.untyped_storage(), first // dtype.itemsize, shape, strides)
-
-
-# ── CUDA's driver ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _KernelParams(ctypes.Structure):
-    _fields_ = [
-        ("func", ctypes.c_void_p),
-        *[(f"{of}Dim{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "XYZ"],
-        ("sharedMemBytes", ctypes.c_uint),
-        ("kernelParams", ctypes.POINTER(ctypes.c_void_p)),
-        ("extra", ctypes.c_void_p),
-        ("kern", ctypes.c_void_p),
-        ("ctx", ctypes.c_void_p),
-    ]
-
-
-_COPIES = {1: ("Memcpy", 200, (5, 6, 16, 17)), 2: ("Memset", 40, (0,))}
-"""By a node's type: its name, the bytes of its parameters, and which of their words are addresses."""
-_KERNEL, _EMPTY, _THREAD_LOCAL = 0, 5, 1
-
-
-class _Node(NamedTuple):
-    """A node of a graph, its parameters as words to be changed before `updater`, and which may be addresses."""
-
-    handle: int
-    kind: int
-    words: Any
-    params: Any
-    addresses: Sequence[int] = ()
-
-    @classmethod
-    def of(cls, handle: int) -> "_Node":
-        node, kind = ctypes.c_void_p(handle), ctypes.c_int()
-        _call("cuGraphNodeGetType", node, ctypes.byref(kind))
-        if kind.value == _EMPTY:
-            return cls(handle, kind.value, (), None)
-        if kind.value in _COPIES:
-            name, nbytes, addresses = _COPIES[kind.value]
-            words = (ctypes.c_uint64 * (nbytes // 8))()
-            _call(f"cuGraph{name}NodeGetParams", node, words)
-            return cls(handle, kind.value, words, words, addresses)
-        if kind.value != _KERNEL:
-            raise NotCaptured(f"a node of type {kind.value}")
-        params = _KernelParams()
-        _call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(params))
-        if params.extra:
-            raise NotCaptured("a kernel's parameters are packed")
-        sizes = _sizes_of_parameters(params)
-        words = (ctypes.c_uint64 * max(1, sum(-(-size // 8) for size in sizes)))()
-        pointers, place = (ctypes.c_void_p * max(1, len(sizes)))(), ctypes.addressof(words)
-        for i, size in enumerate(sizes):
-            ctypes.memmove(place, params.kernelParams[i], size)
-            pointers[i], place = place, place + -(-size // 8) * 8
-        params.kernelParams = pointers
-        return cls(handle, kind.value, words, (params, pointers), range(len(words)))
-
-    def updater(self, exec_: ctypes.c_void_p) -> Callable[[], int]:
-        """A function that gives the words to the graph that is launched."""
-        node = ctypes.c_void_p(self.handle)
-        if self.kind == _KERNEL:
-            update = _driver().cuGraphExecKernelNodeSetParams_v2
-            return functools.partial(update, exec_, node, ctypes.byref(self.params[0]))
-        context = ctypes.c_void_p()
-        _call("cuCtxGetCurrent", ctypes.byref(context))
-        update = getattr(_driver(), f"cuGraphExec{_COPIES[self.kind][0]}NodeSetParams")
-        return functools.partial(update, exec_, node, self.words, context)
-
-
-def _sizes_of_parameters(params: _KernelParams) -> list[int]:
-    ask, of = ("cuFuncGetParamInfo", params.func) if params.func else ("cuKernelGetParamInfo", params.kern)
-    (offset, size), sizes, info = (ctypes.c_size_t(), ctypes.c_size_t()), list[int](), getattr(_driver(), ask)
-    while not info(ctypes.c_void_p(of), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
-        sizes.append(size.value)
-    return sizes
-
-
-def _nodes(graph: ctypes.c_void_p) -> list[int]:
-    count = ctypes.c_size_t()
-    _call("cuGraphGetNodes", graph, None, ctypes.byref(count))
-    nodes = (ctypes.c_void_p * count.value)()
-    if count:
-        _call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
-    return [node or 0 for node in nodes]
-
-
-def _captured_nodes(stream: int) -> set[int]:
-    """Of the graph that is captured on a stream."""
-    status, number, graph = ctypes.c_int(), ctypes.c_ulonglong(), ctypes.c_void_p()
-    found = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), None, None
-    _call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found)
-    return set(_nodes(graph)) if graph else set()
-
-
-def _call(name: str, *args: Any) -> None:
-    if failed := getattr(_driver(), name)(*args):
-        raise NotCaptured(f"{name}: error {failed}")
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.PyDLL("libcuda.so.1")  # its calls are shorter than giving up the interpreter's lock
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The quantization ops in plain torch: reference and CPU kernel of each. No autograd here.
 
     quantize_rows     x (..., N, K) -> qdata (..., N, K), scale (..., N, K/block_size)      blocks along rows
+    quantize_joined_rows   one scale a row, of two or three x side by side
     quantize_columns  x (..., N, K) -> qdata (..., K, N), scale (..., N/block_size, K)      along columns, transposed
     quantize_both     both of one read, the scale of rows transposed: (..., K/block_size, N)
     quantize_per_row     one scale a row, and the amax of each column, which makes the scale of
@@ -28,7 +29,7 @@ from torch import Tensor
 from mxep.quant.formats import SCALE_DTYPE, ScaleMode, format_of
 from mxep.quant.op import op
 from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
-from mxep.quant.shapes import empty_2d, empty_both, empty_columns, empty_picked, empty_rows, num_rows
+from mxep.quant.shapes import empty_2d, empty_both, empty_columns, empty_joined, empty_picked, empty_rows, num_rows
 
 NAN_ELEMENT = 0x7F
 
@@ -69,6 +70,19 @@ def encode_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) ->
 def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K) `dtype`, scale (..., K/block_size) e8m0."""
     return encode_rows(x, dtype, mode, block_size)
+
+
+@op(
+    "mxep::quantize_joined_rows",
+    fake=lambda x, y, z, dtype, mode: empty_joined([part for part in (x, y, z) if part is not None], dtype),
+    launcher="mxep.quant.kernels.joined:quantize_joined_rows",
+)
+def quantize_joined_rows(
+    x: Tensor, y: Tensor, z: Tensor | None, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor]:
+    """What quantize_rows gives for whole rows of x (N, Kx), y (N, Ky) and z (N, Kz) side by side."""
+    joined = torch.cat([part for part in (x, y, z) if part is not None], 1)
+    return encode_rows(joined, dtype, mode, joined.shape[1])
 
 
 @op(

@@ -2,6 +2,7 @@
 
     quantize            x -> blocks along rows, along columns, or square 2-D blocks
     quantize_both       x -> blocks along rows and blocks along columns, of fewer reads
+    quantize_joined     several x -> one scale a row of all side by side
     quantize_with_amax  x -> one scale a row, and what makes one scale a column cheaper, later
 
 The numerics (element rule, scales) are those of `mxep.quant.ops` and `mxep.quant.scales`.
@@ -9,6 +10,8 @@ Straight through: the gradient of the values is the gradient of x, unchanged, as
 A view `y.mT` of contiguous y, as weights stored (E, K, N) are, is read as it lies: y quantized the other way,
 transposed.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -113,6 +116,29 @@ def quantize_with_amax(
         return wrap(x, rows, scale.mT, None, -1, block_size, x.dtype), amax
     rows, scale, amax = ops.quantize_per_row(source, *how)
     return wrap(x, rows, scale, None, -1, block_size, x.dtype), amax
+
+
+def quantize_joined(
+    parts: Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
+) -> MXTensor:
+    """`quantize(torch.cat(parts, -1), block_size=None)` of parts (N, K of each), bit for bit; two or three of one dtype
+    are joined as qdata alone. No gradient.
+
+    ValueError as for `quantize`, and for parts that are not 2-D.
+    """
+    if any(part.dim() != 2 for part in parts):
+        got = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ValueError(f"quantize_joined: got parts {got}, want (N, K) each")
+    for part in parts:
+        check_values("quantize_joined", part)
+    parts = [part.detach() for part in parts]
+    if len(parts) not in (2, 3) or len({part.dtype for part in parts}) > 1:
+        return quantize(torch.cat(parts, 1), fmt=fmt, mode=mode, block_size=None)
+    x, y, z = (*parts, None)[:3]
+    assert x is not None
+    assert y is not None
+    qdata, scale = ops.quantize_joined_rows(x, y, z, check_format(fmt), check_mode(mode))
+    return MXTensor(qdata, scale, None, -1, qdata.shape[1], x.dtype, trusted=True)
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:

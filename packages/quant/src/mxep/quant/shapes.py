@@ -3,6 +3,8 @@
 N, R rows, K columns, G groups. A capacity is static: it has room for groups of any sizes, which only the device knows.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,13 @@ def empty_rows(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, 
     """qdata (..., K) and scale (..., K/block_size) of x (..., K) quantized along rows."""
     *rest, k = x.shape
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, k // block_size), dtype=SCALE_DTYPE)
+
+
+def empty_joined(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """qdata (N, K of all) and scale (N, 1) of parts (N, K) side by side."""
+    first = parts[0]
+    width = sum(part.shape[1] for part in parts)
+    return first.new_empty((first.shape[0], width), dtype=dtype), first.new_empty((len(first), 1), dtype=SCALE_DTYPE)
 
 
 def empty_columns(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@
       h (R, F): rounded once to gate_up's dtype, or              d_up   = d * silu
       quantized from fp32 with no bf16 in between                d_gate = (d * up) * (s * (1 + gate * (1 - s)))
                                                                  [d_gate | d_up] (R, 2F): rounded or quantized likewise
+                                                               h once more, if it is wanted, for who did not keep it
 
 The weight multiplies here because the down-projection is linear: so combine is a plain sum, and the weight's gradient a
 sum over a row. All is fp32, every operation separate and in the order written, the sigmoid portable
@@ -87,16 +88,20 @@ def swiglu_backward(
     row_weight: Tensor | None = None,
     *,
     offs: Tensor | None = None,
+    with_h: bool = False,
     activation: SwiGLU = PLAIN,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32).
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32, h).
 
     d_h: (R, F) bf16 | fp32 | fp16, the gradient of h. Without row_weight, d_row_weight is that of a weight of 1.
+    h: bitwise what `swiglu` made of these arguments, if `with_h`, else None: who does not keep it for the gradient of
+    the weight that it is multiplied with gets it for the bytes that it is written with.
     Other arguments and errors as for `swiglu`.
     """
     _check(gate_up, row_weight, offs, d_h)
-    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, offs, activation.packed)
-    return d_gate_up, d_row_weight
+    h = gate_up.new_empty(d_h.shape) if with_h else None
+    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, offs, h, activation.packed)
+    return d_gate_up, d_row_weight, h
 
 
 def swiglu_backward_quantize(
@@ -110,17 +115,24 @@ def swiglu_backward_quantize(
     block_size: int | None = BLOCK,
     folded: bool = False,
     overwrite: bool = False,
+    h_fmt: MXFormat | str | None = None,
     activation: SwiGLU = PLAIN,
-) -> tuple[MXTensor, Tensor]:
-    """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32).
+) -> tuple[MXTensor, Tensor, MXTensor | None]:
+    """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32, h).
 
     Blocked along 2F (block_size=None: one scale over gate and up), outer dtype gate_up's, then `fold`ed to one scale
     over gate and up if `folded`. overwrite: d_h is not needed any more; with one scale a row, qdata take its memory if
-    it is contiguous, has 16 bits an element and requires no grad. Other arguments and errors as for `swiglu_backward`;
-    ValueError if 2F is no multiple of `block_size`, and on CUDA for a block that is neither the row nor a power of two
-    that divides F.
+    it is contiguous, has 16 bits an element and requires no grad. h: bitwise what `swiglu_quantize` made of these
+    arguments with fmt=h_fmt, None without `h_fmt`. Other arguments and errors as for `swiglu_backward`; ValueError if
+    2F, or with `h_fmt` F, is no multiple of `block_size`, and on CUDA for a block that is neither the row nor a power
+    of two that divides F.
     """
     _check(gate_up, row_weight, offs, d_h)
+    h = None
+    if h_fmt is not None:
+        width, h_block = d_h.shape[1], check_block(block_size, -1, d_h)
+        parts = gate_up.new_empty(d_h.shape, dtype=check_format(h_fmt)), empty_swiglu_scale(d_h, width, h_block, folded)
+        h = MXTensor(*parts, None, -1, width if folded else h_block, gate_up.dtype, trusted=True)
     block_size = check_block(block_size, -1, gate_up)
     dtype = check_format(fmt)
     # A row's qdata are written once all of it has been read only where they share a scale.
@@ -129,10 +141,11 @@ def swiglu_backward_quantize(
         qdata = d_h.view(dtype)
     else:
         qdata = gate_up.new_empty(gate_up.shape, dtype=dtype)
-    how = check_mode(mode), block_size, folded, activation.packed
+    of_h = (None, None) if h is None else (h.qdata, h.scale)
+    how = check_mode(mode), block_size, folded, *of_h, activation.packed
     scale, d_row_weight = _swiglu_backward_quantize(d_h, gate_up, row_weight, offs, qdata, *how)
     block_size = gate_up.shape[1] if folded else block_size
-    return MXTensor(qdata, scale, None, -1, block_size, gate_up.dtype, trusted=True), d_row_weight
+    return MXTensor(qdata, scale, None, -1, block_size, gate_up.dtype, trusted=True), d_row_weight, h
 
 
 def _check(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, d_h: Tensor | None = None) -> None:
@@ -245,32 +258,37 @@ def _swiglu_quantize(
 
 @op(
     "mxep::swiglu_backward",
-    fake=lambda d_h, gate_up, row_weight, offs, activation=None: (
+    fake=lambda d_h, gate_up, row_weight, offs, h=None, activation=None: (
         gate_up.new_empty(gate_up.shape),
         gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
     ),
     launcher="mxep.quant.kernels.swiglu:swiglu_backward",
+    mutates_args=("h",),
 )
 def _swiglu_backward(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
     offs: Tensor | None,
+    h: Tensor | None = None,
     activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rows = gate_up.shape[0]
-    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid_rows(offs, rows), activation)
+    """-> d_gate_up (R, 2F), d_row_weight (R,); `h` (R, F) is written."""
+    rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
+    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
+    if h is not None:
+        h.copy_(fill_rows(_forward(gate_up, row_weight, valid, activation).to(h.dtype), rows))
     return fill_rows(d_gate_up.to(gate_up.dtype), rows), fill_rows(d_row_weight, rows).squeeze(-1)
 
 
 @op(
     "mxep::swiglu_backward_quantize",
-    fake=lambda d_h, gate_up, row_weight, offs, out, scale_mode, block_size, folded, activation=None: (
+    fake=lambda d_h, gate_up, row_weight, offs, out, scale_mode, block_size, folded, *_: (
         empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded),
         gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
     ),
     launcher="mxep.quant.kernels.swiglu:swiglu_backward_quantize",
-    mutates_args=("out",),
+    mutates_args=("out", "h", "h_scale"),
 )
 def _swiglu_backward_quantize(
     d_h: Tensor,
@@ -281,12 +299,22 @@ def _swiglu_backward_quantize(
     scale_mode: str,  # torch takes `mode` for itself in ops that write
     block_size: int,
     folded: bool,
+    h: Tensor | None = None,
+    h_scale: Tensor | None = None,
     activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> scale (R, 2F/block_size) or, folded, (R, 1) e8m0, d_row_weight (R,); the qdata go to `out` (R, 2F), new memory
-    or, with one scale a row, d_h's."""
-    rows = gate_up.shape[0]
-    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid_rows(offs, rows), activation)
+    or, with one scale a row, d_h's.
+
+    h (R, F), h_scale: are written, both or none; h's scale is of the row where d_gate_up's is.
+    """
+    rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
+    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
+    if h is not None and h_scale is not None:
+        values = _forward(gate_up, row_weight, valid, activation)
+        qdata, scale = _encode(values, rows, h.dtype, scale_mode, min(block_size, h.shape[1]), folded)
+        h.copy_(qdata)
+        h_scale.copy_(scale)
     qdata, scale = _encode(d_gate_up, rows, out.dtype, scale_mode, block_size, folded)
     out.copy_(qdata)
     return scale, fill_rows(d_row_weight, rows).squeeze(-1)

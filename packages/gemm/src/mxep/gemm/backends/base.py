@@ -1,5 +1,6 @@
 """What a backend is: three products over ragged groups of rows, and how it wants their operands quantized."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,6 +41,10 @@ class Backend(Protocol):
     def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
         """A plain activation or gradient (M, D) as this backend wants it, in elements of `fmt`."""
         return recipe.quantize_rows(x, fmt)
+
+    def quantize_parts(self, parts: Sequence[Tensor], fmt: MXFormat, recipe: Recipe) -> Tensor:
+        """Plain gradients (M, D of each) as `quantize_rows` makes what they are side by side."""
+        return self.quantize_rows(torch.cat([*parts], 1), fmt, recipe)
 
     def quantize_weight_rowwise(
         self, w: Tensor, recipe: Recipe, *, with_amax: bool = False

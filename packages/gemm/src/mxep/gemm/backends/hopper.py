@@ -16,6 +16,7 @@ nothing for rows past the last group; quantizing plain operands takes all rows t
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from mxep.gemm.backends.reference import grouped_mm_reference
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import quantize_weight_colwise, quantize_weight_rowwise
-from mxep.quant import MXFormat, MXTensor, WgradOperands, fold, fold_for_wgrad, quantize
+from mxep.quant import MXFormat, MXTensor, WgradOperands, fold, fold_for_wgrad, quantize, quantize_joined
 from mxep.quant.op import op
 
 
@@ -52,6 +53,11 @@ class Hopper(Backend):
         if recipe.scaling == "none" or not self.wants_rowwise:
             return recipe.quantize_rows(x, fmt)
         return quantize(x, fmt=fmt, mode=recipe.mode, block_size=None)
+
+    def quantize_parts(self, parts: Sequence[Tensor], fmt: MXFormat, recipe: Recipe) -> Tensor:
+        if recipe.scaling == "none" or not self.wants_rowwise:
+            return super().quantize_parts(parts, fmt, recipe)
+        return quantize_joined(parts, fmt=fmt, mode=recipe.mode)
 
     def quantize_weight_rowwise(
         self, w: Tensor, recipe: Recipe, *, with_amax: bool = False

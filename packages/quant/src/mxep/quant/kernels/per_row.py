@@ -8,6 +8,9 @@ of the 8 of rows and columns each by themselves. The second may wait: a weight's
 the first takes whole rows, ROWS at a time, held in registers with the running amax of their columns: a thread has the
 same columns of all rows, so those need no exchange. The next rows are loaded before the barrier that these ones' scales
 take. Maxima are integers, whose order does not matter: results are the same in every run. Leading axes are a batch.
+
+A thread stores the 8 elements that it has loaded together. Triton would rather store 16, for which it moves them
+through shared memory, and where a thread has no more than 8 columns it moves the maxima, too: an eighth of the speed.
 """
 
 import torch
@@ -15,27 +18,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
+from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax
 from mxep.quant.kernels.columns import column_amax, quantize_long_columns
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
 from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_columns, empty_rows
 
-ROWS_PER_PROGRAM = 128
-"""A power of two. Few: many atomics, one for each column of a program (32 rows: 9% slower). Many: few programs."""
-THREAD_ELEMENTS = 32
-"""Of a step, as many again on their way for the next one."""
+ROWS_PER_PROGRAM = 192
+"""About. Few: many atomics, one for each column of a program. Many: few programs."""
+LEAST_ROWS = 16
+"""Of a program, however short matrices are."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def quantize_rows_with_amax_kernel(
-    x_ptr, qdata_ptr, scale_ptr, bits_ptr, N, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
-):  # fmt: skip
-    """x (batch, N, K) -> qdata, scale (batch, N); bits (batch, K), the columns' amax bits, start at 0."""
-    programs = tl.cdiv(N, ROWS * STEPS)
+    x_ptr, qdata_ptr, scale_ptr, bits_ptr, N, steps, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr
+):
+    """x (batch, N, K) -> qdata, scale (batch, N); bits (batch, K), the columns' amax bits, start at 0.
+
+    A program takes ROWS rows in each of its steps.
+    """
+    programs = tl.cdiv(N, ROWS * steps)
     batch = (tl.program_id(0) // programs).to(tl.int64)
-    row0 = tl.program_id(0) % programs * (ROWS * STEPS)
+    row0 = tl.program_id(0) % programs * (ROWS * steps)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, triton.next_power_of_2(K))
     column_mask = column < K
@@ -46,25 +51,24 @@ def quantize_rows_with_amax_kernel(
     left = N - row0
     mask = (row < left)[:, None] & column_mask[None, :]
     ahead = tl.load(x_ptr + first * K + offsets, mask=mask, other=0.0)
-    for step in range(tl.minimum(STEPS, tl.cdiv(left, ROWS))):
+    for step in range(tl.minimum(steps, tl.cdiv(left, ROWS))):
         x = ahead.to(tl.float32)
         row_mask = row < left
         mask = row_mask[:, None] & column_mask[None, :]
         left -= ROWS
-        next_mask = (row < tl.where(step + 1 < STEPS, left, 0))[:, None] & column_mask[None, :]
+        next_mask = (row < tl.where(step + 1 < steps, left, 0))[:, None] & column_mask[None, :]
         ahead = tl.load(x_ptr + (first + ROWS) * K + offsets, mask=next_mask, other=0.0)
         bits = abs_bits(x)
         amax = tl.maximum(amax, tl.max(bits, axis=0))
         scale = scale_of_amax(tl.max(bits, axis=1), MODE, dtype)
-        tl.store(qdata_ptr + first * K + offsets, (x * reciprocal(scale)[:, None]).to(dtype), mask=mask)
+        to = tl.max_contiguous(qdata_ptr + first * K + offsets, (1, 8))
+        tl.store(to, (x * reciprocal(scale)[:, None]).to(dtype), mask=mask)
         tl.store(scale_ptr + first + row, scale.to(tl.uint8), mask=row_mask)
         first += ROWS
     tl.atomic_max(bits_ptr + batch * K + column, amax, mask=column_mask, sem="relaxed")
 
 
-def quantize_per_row(
-    x: Tensor, dtype: torch.dtype, mode: str, *, rows_per_program: int = ROWS_PER_PROGRAM
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_per_row(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor]:
     """mxep::quantize_per_row. Rows longer than registers hold are read once more."""
     x = x.contiguous()
     *rest, n, k = x.shape
@@ -74,25 +78,20 @@ def quantize_per_row(
         column_amax(x, bits, n)
         return *quantize_rows(x, dtype, mode, k), amax
     qdata, scale = empty_rows(x, dtype, k)
-    padded = next_power_of_2(k)
-    warps = min(16, max(4, padded // (32 * THREAD_ELEMENTS)))
-    rows = min(max(1, 32 * THREAD_ELEMENTS * warps // padded), rows_per_program)
-    grid = (x.numel() // (n * k) * cdiv(n, rows_per_program),)
-    launch(
-        quantize_rows_with_amax_kernel,
-        grid,
-        x,
-        qdata,
-        as_bytes(scale),
-        bits,
-        n,
-        K=k,
-        MODE=mode,
-        ROWS=rows,
-        STEPS=rows_per_program // rows,
-        num_warps=warps,
-    )
+    wide = next_power_of_2(k) > 2048
+    rows = 8 // x.element_size() if k <= LONGEST // 2 else 1
+    batch = x.numel() // (n * k)
+    steps = _steps(batch, n, rows, num_sms(x.device) * (1 if wide else 3))
+    launch(quantize_rows_with_amax_kernel, (batch * cdiv(n, rows * steps),),
+        x, qdata, as_bytes(scale), bits, n, steps, K=k, MODE=mode, ROWS=rows, num_warps=16 if wide else 4,
+    )  # fmt: skip
     return qdata, scale, amax
+
+
+def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
+    """Steps of `rows` of n rows that a program takes, so that `at_once` programs are busy to the end."""
+    waves = max(1, round(batch * n / (at_once * ROWS_PER_PROGRAM)))
+    return cdiv(max(LEAST_ROWS, cdiv(n, max(1, at_once * waves // batch))), rows)
 
 
 def quantize_per_column(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:

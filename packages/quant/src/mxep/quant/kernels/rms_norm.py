@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax
-from mxep.quant.kernels.swiglu import _joined, _load, _store, _sums_of_eight, _tree_sum
+from mxep.quant.kernels.chunks import joined, load_chunk, store_chunk, sums_of_eight, tree_sum
 from mxep.quant.launch import launch, next_power_of_2
 from mxep.quant.shapes import RMS_NORM_PARTS, empty_rows
 
@@ -36,21 +36,21 @@ def rms_norm_quantize_kernel(
         row64 = tl.cast(row, tl.int64)
         xs, sums = (), ()
         for c in tl.static_range(CHUNKS):
-            x = _load(x_ptr + row64 * D, c, CHUNK, D).to(tl.float32)
+            x = load_chunk(x_ptr + row64 * D, c, CHUNK, D).to(tl.float32)
             xs += (x,)
-            sums += (_sums_of_eight(x * x),)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(_tree_sum(sums) * of_length + eps))
+            sums += (sums_of_eight(x * x),)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tree_sum(sums) * of_length + eps))
         tl.store(rstd_ptr + row, rstd)
         hs, scales = (), ()
         for c in tl.static_range(CHUNKS):
-            h = (xs[c] * rstd) * _load(weight_ptr, c, CHUNK, D).to(tl.float32)
+            h = (xs[c] * rstd) * load_chunk(weight_ptr, c, CHUNK, D).to(tl.float32)
             if BLOCK_SIZE == 0:
                 hs += (h,)
             else:
                 blocks = tl.reshape(h, (CHUNK // BLOCK_SIZE, BLOCK_SIZE))
                 scale = scale_of_amax(tl.max(abs_bits(blocks), axis=1), MODE, dtype)
                 qdata = (blocks * reciprocal(scale)[:, None]).to(dtype)
-                _store(qdata_ptr + row64 * D, tl.reshape(qdata, (CHUNK,)), c, D)
+                store_chunk(qdata_ptr + row64 * D, tl.reshape(qdata, (CHUNK,)), c, D)
                 scales += (scale,)
         if BLOCK_SIZE == 0:
             bits = abs_bits(hs[0])
@@ -59,10 +59,10 @@ def rms_norm_quantize_kernel(
             scale = scale_of_amax(tl.max(bits, axis=0), MODE, dtype)
             factor = reciprocal(scale)
             for c in tl.static_range(CHUNKS):
-                _store(qdata_ptr + row64 * D, hs[c] * factor, c, D)
+                store_chunk(qdata_ptr + row64 * D, hs[c] * factor, c, D)
             tl.store(scale_ptr + row, scale.to(tl.uint8))
         else:
-            _store(scale_ptr + row64 * (D // BLOCK_SIZE), _joined(scales), 0, D // BLOCK_SIZE)
+            store_chunk(scale_ptr + row64 * (D // BLOCK_SIZE), joined(scales), 0, D // BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["rows", "of_length"])
@@ -78,19 +78,19 @@ def rms_norm_backward_kernel(
         rstd = tl.load(rstd_ptr + row)
         gs, ns, sums, added = (), (), (), ()
         for c in tl.static_range(CHUNKS):
-            dy = _load(dy_ptr + row64 * D, c, CHUNK, D).to(tl.float32)
-            n = _load(x_ptr + row64 * D, c, CHUNK, D).to(tl.float32) * rstd
-            g = dy * _load(weight_ptr, c, CHUNK, D).to(tl.float32)
+            dy = load_chunk(dy_ptr + row64 * D, c, CHUNK, D).to(tl.float32)
+            n = load_chunk(x_ptr + row64 * D, c, CHUNK, D).to(tl.float32) * rstd
+            g = dy * load_chunk(weight_ptr, c, CHUNK, D).to(tl.float32)
             gs += (g,)
             ns += (n,)
-            sums += (_sums_of_eight(g * n),)
+            sums += (sums_of_eight(g * n),)
             added += (totals[c] + dy * n,)
         totals = added
-        mean = _tree_sum(sums) * of_length
+        mean = tree_sum(sums) * of_length
         for c in tl.static_range(CHUNKS):
-            _store(dx_ptr + row64 * D, (gs[c] - ns[c] * mean) * rstd, c, D)
+            store_chunk(dx_ptr + row64 * D, (gs[c] - ns[c] * mean) * rstd, c, D)
     for c in tl.static_range(CHUNKS):
-        _store(parts_ptr + tl.program_id(0).to(tl.int64) * D, totals[c], c, D)
+        store_chunk(parts_ptr + tl.program_id(0).to(tl.int64) * D, totals[c], c, D)
 
 
 def rms_norm_quantize(

@@ -1,0 +1,61 @@
+"""Recipe "auto": MXFP8 where it pays, bf16 elsewhere, by shape alone. Nothing is measured at run time.
+
+Products of T rows, K in and N out features save time in proportion to T K N; what quantizing costs goes with
+T K + T N + K N. So what a product gains depends on
+
+    size = 1 / (1 / T + 1 / K + 1 / N)
+
+alone, to a first order: the measured gains of docs/linear.md rise with it. LEAST has where it begins to pay.
+"""
+
+from typing import Final
+
+from torch import Tensor
+
+from mxep.gemm.recipe import Recipe
+
+AUTO: Final = "auto"
+LEAST: Final = {"linear": 1150, "grouped_mm": 470, "experts": 360}
+"""Sizes from which on MXFP8 pays on an H200, forward and backward, every quantization included.
+
+linear: a product of one weight, of q, k and v together say; the smallest that was measured has 1170 and gains 1.21.
+grouped_mm: T rows a group; the smallest that was measured has 473 and gains 1.18.
+experts: a layer of mxep.ep, T rows an expert, K its model dim, N its hidden dim: 492 gains 1.37, 267 loses (0.97).
+"""
+
+_BF16, _MXFP8 = Recipe.bf16(), Recipe.mxfp8()  # torch.compile makes none
+
+
+def auto_recipe(rows: float, in_features: int, out_features: int, *, of: str = "linear") -> Recipe:
+    """mxfp8 if it pays for a shape, else bf16; the same on every device.
+
+    rows: T, of an expert or a group on average. in_features: K. out_features: N. of: a key of LEAST.
+    Example: 8192 tokens of 4096 features to 2048 have size 1170, above 1150: mxfp8; 4096 tokens have 1024: bf16.
+    Sizes that are no multiple of MXFP8's blocks get bf16. ValueError for another `of`.
+    """
+    if of not in LEAST:
+        raise ValueError(f"of: got {of!r}, want one of {', '.join(LEAST)}")
+    if not rows or in_features % _MXFP8.group_alignment or out_features % _MXFP8.group_alignment:
+        return _BF16
+    pays = LEAST[of] * (1 / rows + 1 / in_features + 1 / out_features) <= 1
+    return _MXFP8 if pays else _BF16
+
+
+def recipe_of(recipe: Recipe | str) -> Recipe | str:
+    """A Recipe for its name; "auto" stays, as it waits for a shape. ValueError for names that are none."""
+    return Recipe.named(recipe) if isinstance(recipe, str) and recipe != AUTO else recipe
+
+
+def recipe_for(recipe: Recipe | str, x: Tensor, out_features: int) -> Recipe:
+    """The recipe of a linear of x (..., K)."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe != AUTO:
+        return Recipe.named(recipe)
+    features = x.shape[-1] if x.dim() else 1
+    return auto_recipe(x.numel() // max(features, 1), features, out_features)
+
+
+def recipe_name(recipe: Recipe | str) -> str:
+    """What it is called."""
+    return recipe if isinstance(recipe, str) else recipe.name

@@ -1,0 +1,116 @@
+"""What a CUDA graph that moves needs of CUDA's driver: its nodes, with their parameters as words."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class NotCaptured(Exception):
+    """Why a function cannot be a graph."""
+
+
+class _KernelParams(ctypes.Structure):
+    _fields_ = [
+        ("func", ctypes.c_void_p),
+        *[(f"{of}Dim{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "XYZ"],
+        ("sharedMemBytes", ctypes.c_uint),
+        ("kernelParams", ctypes.POINTER(ctypes.c_void_p)),
+        ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+    ]
+
+
+_COPIES = {1: ("Memcpy", 200, (5, 6, 16, 17)), 2: ("Memset", 40, (0,))}
+"""By a node's type: its name, the bytes of its parameters, and which of their words are addresses."""
+_KERNEL, _EMPTY = 0, 5
+THREAD_LOCAL = 1
+"""A capture that forbids this thread alone what cannot be captured."""
+
+
+class Node(NamedTuple):
+    """A node of a graph, its parameters as words to be changed before `updater`.
+
+    addresses: by its place, a word that may be an address: whether it is all of a parameter. A part of a larger one may
+    be a small integer and bytes that nobody has set.
+    """
+
+    handle: int
+    kind: int
+    words: Any
+    params: Any
+    addresses: dict[int, bool]
+
+    @classmethod
+    def of(cls, handle: int) -> "Node":
+        node, kind = ctypes.c_void_p(handle), ctypes.c_int()
+        call("cuGraphNodeGetType", node, ctypes.byref(kind))
+        if kind.value == _EMPTY:
+            return cls(handle, kind.value, (), None, {})
+        if kind.value in _COPIES:
+            name, nbytes, addresses = _COPIES[kind.value]
+            words = (ctypes.c_uint64 * (nbytes // 8))()
+            call(f"cuGraph{name}NodeGetParams", node, words)
+            return cls(handle, kind.value, words, words, dict.fromkeys(addresses, True))
+        if kind.value != _KERNEL:
+            raise NotCaptured(f"a node of type {kind.value}")
+        params = _KernelParams()
+        call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(params))
+        if params.extra:
+            raise NotCaptured("a kernel's parameters are packed")
+        sizes = _sizes_of_parameters(params)
+        words = (ctypes.c_uint64 * max(1, sum(-(-size // 8) for size in sizes)))()
+        pointers, place = (ctypes.c_void_p * max(1, len(sizes)))(), ctypes.addressof(words)
+        for i, size in enumerate(sizes):
+            ctypes.memmove(place, params.kernelParams[i], size)
+            pointers[i], place = place, place + -(-size // 8) * 8
+        params.kernelParams = pointers
+        whole = (size == 8 for size in sizes for _ in range(-(-size // 8)))
+        return cls(handle, kind.value, words, (params, pointers), dict(enumerate(whole)))
+
+    def updater(self, exec_: ctypes.c_void_p) -> Callable[[], int]:
+        """A function that gives the words to the graph that is launched."""
+        node = ctypes.c_void_p(self.handle)
+        if self.kind == _KERNEL:
+            update = driver().cuGraphExecKernelNodeSetParams_v2
+            return functools.partial(update, exec_, node, ctypes.byref(self.params[0]))
+        context = ctypes.c_void_p()
+        call("cuCtxGetCurrent", ctypes.byref(context))
+        update = getattr(driver(), f"cuGraphExec{_COPIES[self.kind][0]}NodeSetParams")
+        return functools.partial(update, exec_, node, self.words, context)
+
+
+def _sizes_of_parameters(params: _KernelParams) -> list[int]:
+    ask, of = ("cuFuncGetParamInfo", params.func) if params.func else ("cuKernelGetParamInfo", params.kern)
+    (offset, size), sizes, info = (ctypes.c_size_t(), ctypes.c_size_t()), list[int](), getattr(driver(), ask)
+    while not info(ctypes.c_void_p(of), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+        sizes.append(size.value)
+    return sizes
+
+
+def nodes_of(graph: ctypes.c_void_p) -> list[int]:
+    count = ctypes.c_size_t()
+    call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    if count:
+        call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+    return [node or 0 for node in nodes]
+
+
+def captured_nodes(stream: int) -> set[int]:
+    """Of the graph that is captured on a stream."""
+    status, number, graph = ctypes.c_int(), ctypes.c_ulonglong(), ctypes.c_void_p()
+    found = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), None, None
+    call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found)
+    return set(nodes_of(graph)) if graph else set()
+
+
+def call(name: str, *args: Any) -> None:
+    if failed := getattr(driver(), name)(*args):
+        raise NotCaptured(f"{name}: error {failed}")
+
+
+@functools.cache
+def driver() -> Any:
+    return ctypes.PyDLL("libcuda.so.1")  # its calls are shorter than giving up the interpreter's lock

@@ -1,0 +1,86 @@
+"""A layer over several nodes of one machine, with TCP between them: its numbers, and what is said when a node dies."""
+
+import dataclasses
+import os
+import platform
+import signal
+import subprocess
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep.problem import make_ranks
+from mxep.ep import MoE
+from mxep.gemm import Recipe
+from mxep.integration.reference import quantizers
+from mxep.integration.snr import snr
+from mxep.integration.verify import BF16, MARGIN
+from nodes import make_nodes, run_nodes
+
+BETWEEN_NODES = ("all_to_all",)
+"""Dispatchers whose ranks may be on several nodes."""
+TIMEOUT = 4.0
+"""Seconds that a collective waits."""
+
+
+def run_layer(group: dist.ProcessGroup, dispatcher: str) -> str:
+    """Forward and backward are as good as the recipe allows. Returns the node's host name."""
+    ctx = SimpleNamespace(rank=group.rank(), world_size=group.size(), group=group, device=torch.device("cpu"))
+    problem = make_ranks([5 + 3 * rank for rank in range(ctx.world_size)])
+    for recipe in ("bf16", "mxfp8"):
+        got = problem.run(ctx, dispatcher=dispatcher, recipe=recipe)
+        exact, bound = problem.answer(ctx), problem.answer(ctx, quantizers(Recipe.named(recipe)))
+        for field in dataclasses.fields(got):
+            wanted, best, value = (getattr(results, field.name) for results in (exact, bound, got))
+            floor = min(snr(wanted, best) - MARGIN, BF16)
+            assert snr(wanted, value) > floor, f"{recipe} {field.name}: {snr(wanted, value):.2f} dB, want {floor:.2f}"
+    return platform.node()
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize("dispatcher", BETWEEN_NODES)
+def test_experts_of_several_nodes_compute_what_a_dense_layer_computes(
+    dispatcher: str, count: int, ranks: int, tmp_path: Path
+) -> None:
+    with make_nodes(count) as nodes:
+        ended = run_nodes(run_layer, (dispatcher,), tmp_path, nodes=nodes, ranks=ranks, timeout=100)
+    assert all(node.results for node in ended), "\n".join(file.read_text() for file in tmp_path.glob("log-*"))
+    names = [f"node-{i}" if node.namespace else platform.node() for i, node in enumerate(nodes)]
+    assert [node.results for node in ended] == [[name] * ranks for name in names]
+
+
+def train_until_the_last_node_is_lost(group: dist.ProcessGroup, dispatcher: str, folder: Path, how: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    layer = MoE(32, 32, 2 * group.size(), 2, group=group, dispatcher=dispatcher, timeout=TIMEOUT, recipe="bf16")
+    for step in range(1000):
+        if step == 2 and group.rank() == group.size() - 1:
+            time.sleep(0.5)  # until the others wait for it
+            (folder / "lost").touch()
+            if how == "silently":
+                subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+            os.kill(os.getppid(), signal.SIGKILL)  # its launcher
+            os.kill(os.getpid(), signal.SIGKILL)
+        layer(torch.randn(8, 32, dtype=torch.bfloat16)).sum().backward()
+
+
+@pytest.mark.parametrize(("how", "said"), [("killed", "[{address}]"), ("silently", "Timed out")])
+@pytest.mark.parametrize("dispatcher", BETWEEN_NODES)
+def test_the_others_end_when_a_node_is_lost(dispatcher: str, how: str, said: str, tmp_path: Path) -> None:
+    """A killed peer's kernel closes its connections, so it is named by its address; without power it is silent."""
+    with make_nodes(3) as nodes:
+        if how == "silently" and not nodes[0].namespace:
+            pytest.skip("loopback can not be cut")
+        args = (dispatcher, tmp_path, how)
+        *others, lost = run_nodes(train_until_the_last_node_is_lost, args, tmp_path, nodes=nodes, ranks=1, timeout=60)
+    assert lost.at is None
+    since = (tmp_path / "lost").stat().st_mtime
+    for node in others:
+        assert node.error
+        # Over loopback gloo's sockets have its first address.
+        assert said.format(address=nodes[-1].address if nodes[-1].namespace else "127.0.0.1") in node.error
+        assert node.at - since < TIMEOUT + 5

@@ -1,0 +1,161 @@
+"""join_linears: a converted model computes what it did, its siblings in one product, whatever its forward does."""
+
+import copy
+import logging
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gemm.problem import snr
+from gemm.test_grouped_mm import Counting
+from mxep.gemm import convert, converted, join_linears, quantize_weights_once, revert
+from mxep.gemm.convert import state_of
+
+D, KV, H = 64, 32, 96
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(D, D), nn.Linear(D, KV, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(D, KV, bias=False), nn.Linear(D, D, bias=False)
+
+    def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        other = x if encoded is None else encoded
+        k, v = (proj(other).unflatten(-1, (2, 16)).transpose(1, 2) for proj in (self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(D, H, bias=False), nn.Linear(D, H, bias=False)
+        self.down_proj = nn.Linear(H, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.up_proj(x) * F.silu(self.gate_proj(x)))  # up before gate
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(x)
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def given() -> Tensor:
+    return torch.randn(2, 37, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def train(module: Callable[[Tensor], Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The output, and gradients of x and all parameters."""
+    x = given()
+    out = module(x)
+    return [out.detach(), *torch.autograd.grad(out.square().mean(), [x, *parameters])]
+
+
+def close(one: list[Tensor], other: list[Tensor]) -> bool:
+    """The forward's first bits are the same; gradients of x are rounded fewer times."""
+    return all(snr(b.double(), a) > 40 for a, b in zip(one, other, strict=True))
+
+
+def test_a_joined_model_is_the_converted_one_with_fewer_products(caplog: pytest.LogCaptureFixture) -> None:
+    apart, backend = convert(model(), "mxfp8", backend="reference"), Counting()
+    with caplog.at_level(logging.INFO, "mxep.gemm"):
+        joined = join_linears(convert(model(), "mxfp8", backend=backend))
+    assert "join_linears: *.self_attn.q_proj + k_proj + v_proj (2), *.mlp.gate_proj + up_proj (2)" in caplog.text
+    assert list(joined.state_dict()) == list(model().state_dict())
+    wanted, got = (train(m, list(m.parameters())) for m in (apart, joined))
+    assert torch.equal(got[0], wanted[0])
+    assert close(got, wanted)
+    assert [backend.asked.count(name) for name in ("forward", "dgrad", "wgrad")] == [8] * 3, "14 apart"
+    states = [state_of(m) for m in joined.modules()]
+    found = {id(state.joined): state.joined for state in states if state is not None and state.joined is not None}
+    assert [one.held for one in found.values()] == [None] * 4, "nothing is left over"
+
+
+def test_it_survives_checkpoints_copies_pickles_and_shared_quantizations() -> None:
+    joined = join_linears(convert(model(), "mxfp8", backend="reference"))
+    wanted = train(joined, list(joined.parameters()))
+    others = [copy.deepcopy(joined), pickle.loads(pickle.dumps(joined))]
+    runs = [(other, other) for other in others]
+    runs += [(lambda x: checkpoint(joined, x, use_reentrant=False), joined)]  # type: ignore[list-item]
+    for run, owner in runs:
+        assert all(torch.equal(a, b) for a, b in zip(train(run, list(owner.parameters())), wanted))
+    with quantize_weights_once() as once:
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(train(joined, list(joined.parameters())), wanted))
+    assert once.quantizations == 2 * 8
+
+
+@pytest.mark.slow
+def test_it_compiles_in_one_graph() -> None:
+    torch._dynamo.reset()
+    joined = join_linears(convert(model()[0], "mxfp8", backend="reference"))  # type: ignore[index]
+    compiled = torch.compile(joined, fullgraph=True, backend="aot_eager")
+    results = [train(run, list(joined.parameters())) for run in (joined, compiled)]
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_main_grads_are_those_of_separate_products() -> None:
+    joined = join_linears(convert(Attention(), "mxfp8", backend="reference"))
+    joined(given()).sum().backward()
+    want = joined.k_proj.weight.grad
+    main_grad = joined.k_proj.weight.main_grad = torch.zeros(KV, D)  # type: ignore[attr-defined]
+    joined.zero_grad()
+    joined(given()).sum().backward()
+    assert joined.k_proj.weight.grad is None
+    torch.testing.assert_close(main_grad, want)
+
+
+def test_another_input_gets_a_product_of_its_own_and_a_warning() -> None:
+    torch.manual_seed(0)
+    attention, (x, y) = convert(Attention(), "mxfp8", backend="reference"), (given(), given() + 1)
+    wanted = attention(x, y)
+    join_linears(attention)
+    with pytest.warns(UserWarning, match="q_proj, k_proj, v_proj: joined, but not all were called with one tensor"):
+        assert torch.equal(attention(x, y), wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(attention(x, y), wanted)
+
+
+def test_an_input_that_was_written_to_is_another() -> None:
+    attention, x = convert(Attention(), "mxfp8", backend="reference"), given().detach()
+    join_linears(attention)
+    attention.q_proj(x)
+    x.mul_(2)
+    assert torch.equal(attention.k_proj(x), convert(copy.deepcopy(revert(attention)), "mxfp8").k_proj(x))
+
+
+def test_revert_takes_siblings_apart_and_others_are_refused() -> None:
+    attention = join_linears(convert(Attention(), "mxfp8"))
+    revert(attention)
+    assert not converted(attention)
+    wanted = F.linear(x := given(), attention.k_proj.weight)
+    attention.q_proj(x)
+    assert torch.equal(attention.k_proj(x), wanted)
+    with pytest.raises(ValueError, match=r"got no converted siblings, want nn\.Linear modules named q_proj"):
+        join_linears(attention)
+    with pytest.raises(ValueError, match="join_linears: got no converted siblings"):  # of two recipes
+        join_linears(convert(convert(attention, "fp8", lambda fqn, _: "q_proj.weight" in fqn), "mxfp8",
+                             lambda fqn, _: "k_proj" in fqn or "v_proj" in fqn))  # fmt: skip
