@@ -54,13 +54,17 @@ def uv(folder: Path, *arguments: object, cwd: Path | None = None) -> None:
 
 
 def install(folder: Path, what: list[Path]) -> None:
-    """A new environment ``folder / "env"`` with these packages, and what they need of others."""
+    """A new environment ``folder / "env"`` with these packages, and what they need; the last one, if it is."""
+    installed, wanted = folder / "installed.txt", "\n".join(sorted(map(str, what)))
+    if installed.exists() and installed.read_text() == wanted:
+        return
     shutil.rmtree(folder / "env", ignore_errors=True)
     uv(folder, "venv", "-q", "--python", sys.executable, "env")
     # Hard links to uv's cache: the third-party wheels were fetched when the workspace was set up.
     constraints = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
     (folder / "constraints.txt").write_text("\n".join(constraints))
     uv(folder, "pip", "install", "-q", "--python", folder / "env/bin/python", "-c", "constraints.txt", *what)
+    installed.write_text(wanted)
 
 
 def run(folder: Path, program: str, *arguments: str) -> str:
@@ -73,11 +77,18 @@ def run(folder: Path, program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def wheels(folder: Path) -> dict[str, Path]:
+    """Made of sdists, which lie beside them."""
+    uv(folder, "build", "-q", "--all-packages", "-o", folder / "dist", cwd=ROOT)
+    return {name: next((folder / "dist").glob(f"mxep_{name}-*.whl")) for name in PACKAGES}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGES)
-def test_package_installs_alone_and_imports(name: str, folder: Path) -> None:
+def test_package_installs_alone_and_imports(name: str, folder: Path, wheels: dict[str, Path]) -> None:
     needed = {name} | siblings(name)
-    install(folder, [PACKAGES[n] for n in needed])
+    install(folder, [wheels[n] for n in needed])
     code = f"import mxep.{name}, mxep; assert not hasattr(mxep, '__file__') or mxep.__file__ is None; " + "".join(
         f"import importlib.util as u; assert u.find_spec('mxep.{other}') is None, '{other} came along'; "
         for other in PACKAGES.keys() - needed
@@ -87,9 +98,7 @@ def test_package_installs_alone_and_imports(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wheels_made_of_sdists_carry_licence_and_configs_and_train(folder: Path) -> None:
-    uv(folder, "build", "-q", "--all-packages", "-o", folder / "dist", cwd=ROOT)  # sdists, and wheels of those
-    wheels = {name: next((folder / "dist").glob(f"mxep_{name}-*.whl")) for name in PACKAGES}
+def test_wheels_made_of_sdists_carry_licence_and_configs_and_train(folder: Path, wheels: dict[str, Path]) -> None:
     for name, wheel in wheels.items():
         with zipfile.ZipFile(wheel) as file:
             (licence,) = (name for name in file.namelist() if name.endswith("dist-info/licenses/LICENSE"))

@@ -30,12 +30,6 @@ def make_plan(experts: int) -> None:
     plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 4 * (experts - 1))
 
 
-def plan_destinations(experts: int) -> None:
-    for T, alignment, rank in ((1, 1, 1), (128, 32, 0), (8192, 48, 3)):
-        ids, _, num_tokens = tables(T)
-        plan.plan_destinations(ids, num_tokens, rank, T, experts // W, alignment, W * T, experts)
-
-
 def ints(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32)
 
@@ -43,7 +37,7 @@ def ints(*shape: int) -> torch.Tensor:
 def exchange() -> KernelExchange:
     state = torch.empty(3, dtype=torch.int64)
     transport = SimpleNamespace(rank=1, state=state, max_sms=132, clock=True)
-    return KernelExchange(transport, Layout(W, T, K, 2 * D, W * T), 32, None)
+    return KernelExchange(transport, Layout(W, T, K, 2 * D), 32, None)
 
 
 def buffer() -> SymmetricBuffer:
@@ -64,7 +58,6 @@ def combine() -> None:
 LAUNCHES = {
     "barrier": lambda: signals.barrier(buffer().pointers, exchange().state, 1, True),
     "make_plan 256": lambda: make_plan(256),
-    "plan_destinations 128": lambda: plan_destinations(128),
     "dispatch": dispatch_mxfp8,
     "tables": lambda: exchange().dispatch_tables(buffer(), ints(T, K), torch.empty(T, K)),
     "combine": combine,

@@ -20,7 +20,7 @@ def ints(*shape: int) -> torch.Tensor:
 
 def sums(dtype: torch.dtype, values: torch.Tensor | None) -> None:
     """Staged, and at home."""
-    layout = Layout(W, T, K, 2 * dtype.itemsize * D, W * T)
+    layout = Layout(W, T, K, 2 * dtype.itemsize * D)
     rows, buffer = torch.empty(65536, D, dtype=dtype), torch.empty(layout.nbytes, dtype=torch.uint8)
     plan = RoutingPlan.__new__(RoutingPlan)
     plan.__dict__.update(slot_rows=ints(W * T, K), num_tokens=ints(W))

@@ -20,7 +20,6 @@ from mxep.comms import (
     Workspace,
     combine,
     dispatch,
-    dispatch_to_rows,
     gather_rows,
 )
 from ranks import Context, distributed
@@ -30,7 +29,7 @@ LIMIT = 1.5
 
 @distributed(2, 4, device="cuda")
 def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
-    workspace, direct = make_workspace(ctx), make_workspace(ctx, direct_rows=80)
+    workspace = make_workspace(ctx)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
 
     def moves(payload, ids, weights):
@@ -39,10 +38,7 @@ def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
         rows = gather_rows(slots.payload, plan.row_slot)[0]
         y = rows[:, :20].float() * plan.row_weight[:, None]
         out, values = combine(workspace, y, plan, ids, row_values=y[:, 0])
-        grouped = dispatch_to_rows(direct, payload, ids, weights, alignment=4)
-        valid = torch.arange(len(rows), device=ctx.device) < plan.offs[-1]
-        same = ((rows == grouped.payload[0][: len(rows)]) | ~valid[:, None]).all()
-        return out.clone(), values.clone(), same
+        return out.clone(), values.clone()
 
     for _ in range(2):
         moves(mine.payload, mine.ids, mine.weights)
@@ -59,7 +55,6 @@ def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
         torch.cuda.synchronize()
         workspace.transport.check()
         assert all(torch.equal(*pair) for pair in zip(captured, wanted)), f"routing {seed}"
-        assert bool(captured[2]), f"direct rows of routing {seed}"
 
 
 @distributed(2, device="cuda")

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from comms.interpreted import InterpretedTransport
 from comms.played import PlayedTransport
-from comms.test_direct import check_direct
 from comms.test_exchange import (
     bring_to,
     check_cases,
@@ -57,11 +56,6 @@ def test_a_bound_on_one_moves_programs_changes_no_bit(ctx: Context):
     assert results[0].any()
     assert torch.equal(results[1], results[0])
     assert torch.equal(results[2], results[0])
-
-
-@distributed(2, device="cpu")
-def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
-    check_direct(ctx, InterpretedTransport, ("not routed",))
 
 
 @distributed(2, device="cpu")

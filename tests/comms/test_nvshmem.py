@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from comms.cases import CASES, assert_bitwise
 from comms.played import PlayedTransport
-from comms.test_direct import check_direct
 from comms.test_exchange import (
     bring_to,
     check_cases,
@@ -56,11 +55,6 @@ def test_rows_go_out_and_come_home_as_loops_and_plain_collectives_say(ctx: Conte
 @distributed(2)
 def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
     check_over_capacity(ctx, make_workspace(ctx, kind_of(ctx)), ("one rank",))
-
-
-@distributed(*((1, 2, 4) if ON_CUDA else (2,)))
-def test_the_direct_variant_makes_the_rows_of_slots_and_gather(ctx: Context):
-    check_direct(ctx, kind_of(ctx), CASES if ON_CUDA else ("not routed",))
 
 
 @distributed(*((2, 3, 4) if ON_CUDA else (4,)))

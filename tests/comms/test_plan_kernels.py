@@ -72,9 +72,6 @@ class Case:
     def plan(self, tables: Sequence[Tensor]) -> tuple[Any, ...]:
         return *tables, self.first, self.e, self.alignment, self.max_rows, self.E
 
-    def destinations(self, tables: Sequence[Tensor], rank: int, tokens: int) -> tuple[Any, ...]:
-        return tables[0], tables[2], rank, tokens, self.e, self.alignment, self.max_rows, self.E
-
 
 CASES = {
     "4 ranks": Case(4, 160, 8, 128, 32),
@@ -125,31 +122,6 @@ def test_the_kernels_make_the_plan_of_the_reference(name):
     assert_bitwise(got.cpu(), running, "running counts")
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=needs_gpu) for name in LARGE)])
-def test_the_kernels_find_the_destinations_of_the_reference(name):
-    case = (CASES | LARGE)[name]
-    tables = case.tables()
-    for rank in {0, case.W - 1}:
-        args = case.destinations(tables, rank, case.T - case.T // 3)
-        assert_bitwise(
-            kernels.plan_destinations(*on_device(args)).cpu(), plan.plan_destinations.reference(*args), f"rank {rank}"
-        )
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_destinations_are_the_rows_of_the_owners_plans(name):
-    case = CASES[name]
-    tables = case.tables(seed=1)
-    valid = torch.where((tables[0] >= -1) & (tables[0] < case.E), tables[0], -1), *tables[1:]
-    rank = case.W // 2
-    slots = slice(rank * case.T, rank * case.T + case.T)
-    want = torch.full((case.T, case.K), -1, dtype=torch.int32)
-    for first in range(0, case.E, case.e):
-        *_, slot_rows, _, _, _, _ = plan.plan_rows(*valid, first, *case.plan(valid)[4:], None)
-        want = torch.where(slot_rows[slots] == -1, want, slot_rows[slots])
-    assert_bitwise(plan.plan_destinations(*case.destinations(tables, rank, case.T)), want, "rows")
-
-
 def test_order_carries_over_the_tiles_of_a_program(monkeypatch):
     case = Case(2, 300, 8, 16, 8, full=True)
     experts, segments, _, _ = kernels._shape(case.e, case.W, case.T * case.K)
@@ -158,8 +130,6 @@ def test_order_carries_over_the_tiles_of_a_program(monkeypatch):
     monkeypatch.setattr(kernels, "_shape", lambda *sizes: (experts, segments, three_tiles, 1))
     tables = case.tables()
     check_plan(kernels.make_plan(*on_device(case.plan(tables))), plan.plan_rows.reference(*case.plan(tables), None))
-    args = case.destinations(tables, 1, case.T)
-    assert_bitwise(kernels.plan_destinations(*on_device(args)).cpu(), plan.plan_destinations.reference(*args), "rows")
 
 
 def test_token_numbers_that_cannot_be_are_taken_for_none_or_all():
@@ -171,16 +141,10 @@ def test_token_numbers_that_cannot_be_are_taken_for_none_or_all():
 
 
 @needs_gpu
-def test_ops_pass_opcheck_on_a_gpu():
+def test_the_op_passes_opcheck_on_a_gpu():
     case = CASES["16 ranks"]
     tables = case.tables()
     opcheck(plan.plan_rows.opdef, [*on_device(case.plan(tables)), None])
-    opcheck(plan.plan_destinations.opdef, on_device(case.destinations(tables, 1, 5)))
-
-
-def test_plan_destinations_passes_opcheck():
-    case = CASES["16 ranks"]
-    opcheck(plan.plan_destinations.opdef, case.destinations(case.tables(), 1, 5))
 
 
 @needs_gpu
@@ -188,8 +152,8 @@ def test_a_captured_plan_follows_new_routing_and_never_waits():
     case = LARGE["4 x 8192 x 8, 1.25 x balanced"]
     tables = on_device(case.tables())
 
-    def run() -> tuple[tuple[Tensor, ...], Tensor]:
-        return plan.plan_rows(*case.plan(tables), None), plan.plan_destinations(*case.destinations(tables, 1, case.T))
+    def run() -> tuple[Tensor, ...]:
+        return plan.plan_rows(*case.plan(tables), None)
 
     run()
     torch.cuda.set_sync_debug_mode("error")
@@ -199,11 +163,10 @@ def test_a_captured_plan_follows_new_routing_and_never_waits():
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        planned, destinations = run()
+        planned = run()
     for seed in (1, 2):
         new = replace(case, full=False).tables(seed)
         for table, values in zip(tables, new):
             table.copy_(values)
         graph.replay()
         check_plan(planned, plan.plan_rows(*case.plan(new), None))
-        assert_bitwise(destinations.cpu(), plan.plan_destinations(*case.destinations(new, 1, case.T)), "rows")

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from comms.cases import assert_bitwise
 from comms.scheduled import Ranks, ScheduledContext
 from comms.test_exchange import bring_to, check_arrived, check_return, make_workspace, my_experts, plan_slots
-from mxep.comms import PeersDisagree, dispatch_to_rows, gather_rows
+from mxep.comms import PeersDisagree
 from mxep.comms import dispatch as dispatch_tokens
 from mxep.comms.kernels import combine, dispatch, signals
 from schedule import Deadlock, Race, Schedule, mutate
@@ -56,18 +55,6 @@ def rounds(ctx: ScheduledContext, cases: tuple[str, ...] = ("random", "full")) -
     check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, f"{case}, again")
 
 
-def direct(ctx: ScheduledContext) -> None:
-    slots_workspace, workspace = make_workspace(ctx), make_workspace(ctx, direct_rows=80)
-    mine = bring_to(workspace, "full", ctx.rank, 0)
-    slots = dispatch_tokens(slots_workspace, mine.payload, mine.ids, mine.weights)
-    plan = plan_slots(slots_workspace, slots)
-    grouped = dispatch_to_rows(workspace, mine.payload, mine.ids, mine.weights, alignment=4)
-    valid = int(plan.offs[-1])
-    for rows, wanted in zip(grouped.payload, gather_rows(slots.payload, plan.row_slot)):
-        ctx.read(rows)
-        assert_bitwise(rows[:valid], wanted[:valid], "rows")
-
-
 def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
     """Sends that all use one buffer, as replays of a graph of one exchange do."""
     workspace = make_workspace(ctx, max_tokens=TOKENS)
@@ -95,10 +82,6 @@ def test_tokens_go_out_and_sums_come_home(seed, world_size, programs, resident):
     """resident: on a GPU that is full, where programs start when others have ended."""
     cases = ("random", "full", "not routed") if world_size == 2 else ("duplicates",)
     play(lambda ctx: rounds(ctx, cases), seed, world_size=world_size, programs=programs, resident=resident)
-
-
-def test_rows_go_straight_to_their_groups(seed):
-    play(direct, seed)
 
 
 def test_a_buffer_may_be_used_again_at_once_after_a_barrier(seed):

@@ -2,10 +2,10 @@
 
 import os
 
-import ranks as _ranks  # noqa: F401 - sets TRITON_INTERPRET, which the fork server must know
 from mxep.integration.process import start_fork_server
+from ranks import PRELOAD  # sets TRITON_INTERPRET, which the fork server must know
 
 
 def pytest_collectstart() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        start_fork_server("pytest", "torch._dynamo.testing")
+        start_fork_server(*PRELOAD)

@@ -63,7 +63,7 @@ def memory(
     capacity: Capacity = BALANCED,
 ) -> Memory:
     how, local = Recipe.named(recipe), experts // ranks
-    layout = Layout(ranks, tokens, top_k, 2 * dim, ranks * tokens)
+    layout = Layout(ranks, tokens, top_k, 2 * dim)
     with FakeTensorMode():
         plan = make_plan(
             torch.empty(ranks, tokens, top_k, dtype=torch.int32),

@@ -1,16 +1,13 @@
 """A block that holds the layer compiles into one graph, and computes what it computes uncompiled, bit for bit."""
 
 import itertools
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -26,6 +23,7 @@ from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Hopper, select
 from mxep.gemm.backends.reference import Reference
+from mxep.integration.launch import Rank, run_ranks
 from mxep.quant import SwiGLU
 from ranks import distributed
 
@@ -69,9 +67,7 @@ GPT_OSS = {"activation": SwiGLU(1.702, 0.5, 1.0, interleaved=True), "bias": True
 
 @pytest.mark.slow
 @distributed(2)
-@pytest.mark.parametrize(
-    ("recipe", "sizes"), [("bf16", {}), ("mxfp8_e5m2", {}), ("mxfp8", FEW_ROWS), ("mxfp8", GPT_OSS)]
-)
+@pytest.mark.parametrize(("recipe", "sizes"), [("bf16", {}), ("mxfp8_e5m2", FEW_ROWS), ("mxfp8", GPT_OSS)])
 def test_it_is_one_graph_and_the_same_bits(ctx, recipe: str, sizes: dict) -> None:
     """With one recipe for another number of tokens and without gradients, too: each of these compiles again."""
     block = Block(ctx, recipe=recipe, num_shared_experts=1, **{"max_tokens": 64} | sizes)
@@ -327,19 +323,38 @@ def test_layers_of_other_widths_share_a_dispatcher() -> None:
     assert_same(runs[1], runs[0])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # two processes that compile C++
-def test_what_inductor_keeps_on_disk_serves_layers_of_the_same_sizes_alone(tmp_path) -> None:
-    # One thread: a few small kernels are compiled sooner than a pool of processes has started.
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+def cache_hits(rank: Rank, sizes: list[int]) -> list[int]:
+    """Of layers with so many slots, how often inductor had a graph on disk. They compute what they do uncompiled."""
+    torch._inductor.config.compile_threads = 1  # a few small kernels are compiled sooner than a pool has started
     hits = []
-    for layers in ([{"max_tokens": 64}], [{"max_tokens": 64}, {"max_tokens": 32}]):
-        command = [sys.executable, str(Path(__file__).with_name("warm_cache.py")), json.dumps(layers)]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        assert run.returncode == 0, run.stderr
-        hits += [count > 0 for count in json.loads(run.stdout.splitlines()[-1])]
-    assert hits == [False, True, False]
+    for max_tokens in sizes:
+        torch.manual_seed(0)
+        moe = MoE(DIM, 32, 4, 1, recipe="mxfp8", max_tokens=max_tokens)
+        x = torch.randn(24, DIM, dtype=torch.bfloat16)
+        ids, weights = (found.detach() for found in moe.router(x))  # here, so that no kernel is compiled as C++
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        runs = []
+        for layer in (moe, torch.compile(moe, fullgraph=True)):
+            moe.zero_grad()
+            leaf = x.clone().requires_grad_()
+            out = layer(leaf, expert_ids=ids, weights=weights)
+            out.backward(x)
+            runs.append((out, leaf.grad, *(p.grad.clone() for p in moe.experts.parameters())))
+        for eager, compiled in zip(*runs):
+            assert (eager - compiled).norm() <= 0.02 * eager.norm()
+        hits.append(counters["inductor"]["fxgraph_cache_hit"] - before)
+    return hits
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts processes of its own")
+def test_what_inductor_keeps_on_disk_serves_layers_of_the_same_sizes_alone(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (first,), (same, other) = (
+        run_ranks(cache_hits, (sizes,), world_size=1, device="cpu", timeout=250)[0] for sizes in ([64], [64, 32])
+    )
+    assert (first, other) == (0, 0)
+    assert same > 0
 
 
 @distributed(1, device="cuda")

@@ -25,10 +25,10 @@ RECIPES = pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 
 
 def make_moe(ctx, recipe: str, **options) -> MoE:
-    """All experts in a process alone; over several ranks the symmetric dispatcher, whose sizes are known beforehand."""
+    """On one GPU all experts in the process; else the symmetric dispatcher, whose sizes are known beforehand."""
     # A peer may compile for longer than the default timeout.
     symmetric = {"max_tokens": MAX_TOKENS, "timeout": 150.0}
-    dispatcher = {"dispatcher": "local"} if ctx.world_size == 1 else symmetric
+    dispatcher = {"dispatcher": "local"} if ctx.world_size == 1 and ctx.device.type == "cuda" else symmetric
     return MoE(DIM, HIDDEN, EXPERTS, TOP_K, group=ctx.group, device=ctx.device, recipe=recipe, **dispatcher, **options)
 
 
@@ -119,8 +119,8 @@ def assert_close(got: list[Tensor], wanted: list[Tensor], recipe: str) -> None:
 @pytest.mark.timeout(900)  # inductor compiles forward and backward, for a batch size and then for any, in two modes
 @RECIPES
 def test_reduce_overhead_trains_several_layers_as_eager_does(ctx, recipe: str) -> None:
-    if ctx.device.type == "cpu" and (recipe, ctx.world_size) != ("mxfp8", 2):
-        pytest.skip("without graphs one recipe is enough, on two ranks")
+    if ctx.device.type == "cpu" and (recipe, ctx.world_size) != ("mxfp8", 1):
+        pytest.skip("without graphs one recipe is enough, on one rank")
     # The first call of a size warms up, the second is recorded, others are replayed. Another size compiles again.
     lengths = [48, 48, 32, 32, 48] if ctx.device.type == "cuda" else [48, 32]
     runs = []

@@ -22,7 +22,7 @@ from mxep.integration.snr import snr
 from mxep.integration.verify import BF16, MARGIN
 from nodes import make_nodes, run_nodes
 
-BETWEEN_NODES = ("all_to_all",)
+BETWEEN_NODES = ("all_to_all", "hierarchical")
 """Dispatchers whose ranks may be on several nodes."""
 TIMEOUT = 4.0
 """Seconds that a collective waits."""

@@ -42,7 +42,6 @@ def step(model: Any, moe: MoE, micro_batches: int = 3) -> list[Tensor]:
         ("mxfp8", "eager"),
         ("mxfp8", "aot_eager"),
         ("mxfp8_32x32", "aot_eager"),
-        ("fp8", "aot_eager"),
         ("fp8", "inductor"),
     ],
 )

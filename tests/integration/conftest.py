@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-import ranks as _ranks  # noqa: F401 - sets TRITON_INTERPRET, which the fork server must know
 from mxep.integration import app
 from mxep.integration.config import resolve
 from mxep.integration.process import start_fork_server
 from mxep.integration.schema import Config, configs_dir, register
+from ranks import PRELOAD  # sets TRITON_INTERPRET, which the fork server must know
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
 
@@ -30,7 +30,7 @@ class Finished:
 def pytest_collectstart() -> None:
     """Nearly all files start ranks: the fork server imports torch while tests are collected."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        start_fork_server("pytest")
+        start_fork_server(*PRELOAD)
 
 
 @pytest.fixture

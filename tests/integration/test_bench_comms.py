@@ -18,9 +18,8 @@ from mxep.integration.timer import Alternative
 HEADLINE, SWEEP = Shape(24, 64, 8, 2), Shape(16, 32, 4, 1)
 SHAPES = "bench.shapes={headline:[[24,64,8,2],[16,32,4,1],[16,32,3,1]],skew:[[24,64,8,2]],sweep:[[16,32,4,1]]}"
 SWEPT = {"dispatch mxfp8", "dispatch bf16", "combine bf16", "gloo bf16", "gloo 8-bit", "gloo bf16, combine"}
-DIRECT = {"direct mxfp8", "slots + gather mxfp8"}
-SKEWED = {*SWEPT, *CALLS} - DIRECT
-EVERYTHING = SKEWED | {f"{name}, {comms.FEW} SMs" for name in {*CALLS} - DIRECT - {"plan"}}
+SKEWED = {*SWEPT, *CALLS}
+EVERYTHING = SKEWED | {f"{name}, {comms.FEW} SMs" for name in {*CALLS} - {"plan"}}
 
 
 def leaving(shape: Shape, skew: float = 0.0) -> dict[str, int]:
@@ -53,7 +52,7 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     }
     (uneven,) = by_shape.pop(("headline", (16, 32, 3, 1)))
     assert uneven["note"] == "3 experts are not the same number on each rank"
-    wanted = {("headline", HEADLINE): EVERYTHING, ("headline", SWEEP): EVERYTHING | DIRECT}
+    wanted = {("headline", HEADLINE): EVERYTHING, ("headline", SWEEP): EVERYTHING}
     wanted |= {("skew", HEADLINE): SKEWED, ("sweep", SWEEP): SWEPT}
     assert {key: {row["what"] for row in rows} for key, rows in by_shape.items()} == wanted
     for (section, shape), rows in by_shape.items():
@@ -67,7 +66,7 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
                 continue
             narrow = "mxfp8" in what or "8-bit" in what
             row_bytes = shape[1] + shape[1] // 32 if narrow else 2 * shape[1]
-            apart = what.startswith(("gloo", "direct"))
+            apart = what.startswith("gloo")
             assert row["logical bytes"] == sent["pairs"] * row_bytes
             assert row["wire bytes"] == sent["pairs" if apart else "tokens"] * row_bytes
             assert row["wire GB/s"] == pytest.approx(row["wire bytes"] / row["us"] / 1e3, rel=1e-3)
@@ -105,14 +104,14 @@ def tamper(rank: Rank) -> dict[str, list[str]]:
     """What verification finds where one thing is wrong, by the name of what is."""
     transport = comms.open_transport(rank)
     problem = Problem(transport, SWEEP, 0.0, 0)
-    exchange, collective = Exchange(problem, direct=True), Collective(problem, problem.bf16, torch.bfloat16)
+    exchange, collective = Exchange(problem), Collective(problem, problem.bf16, torch.bfloat16)
 
     def findings() -> list[str]:
-        found = comms_verify.differences(comms_verify.exchange(exchange, direct=True))
+        found = comms_verify.differences(comms_verify.exchange(exchange))
         return found + comms_verify.differences(comms_verify.collective(collective, problem, problem.bf16))
 
     found = {"nothing": findings()}
-    dispatch, again, direct, combine = exchange.dispatch, exchange.again, exchange.direct, exchange.combine
+    dispatch, again, combine = exchange.dispatch, exchange.again, exchange.combine
     all_to_all = collective.dispatch
 
     def wrong_bits(parts):
@@ -126,12 +125,6 @@ def tamper(rank: Rank) -> dict[str, list[str]]:
         sums, got = combine(values)
         return sums * 2, got
 
-    def padded():
-        grouped = direct()
-        for part in grouped.payload:
-            part.masked_fill_(grouped.plan.row_source[:, None] < 0, 1)
-        return grouped
-
     def mixed():
         return all_to_all().roll(1, 0)
 
@@ -139,7 +132,6 @@ def tamper(rank: Rank) -> dict[str, list[str]]:
         ("dispatch", "dispatch", wrong_bits),
         ("values", "combine", late_values),
         ("sums", "combine", doubled),
-        ("padding", "direct", padded),
         ("again", "again", lambda parts: again([~part for part in parts])),  # what the dispatch before it brought
     ):
         setattr(exchange, where, wrong)
@@ -157,7 +149,7 @@ def test_verification_finds_each_thing_that_is_wrong():
         assert found.pop("nothing") == []
         for name, wrong in found.items():
             assert wrong, name
-            word = {"sums": "combine bf16: at", "values": "combine bf16, values: at", "padding": "direct, part 0"}
+            word = {"sums": "combine bf16: at", "values": "combine bf16, values: at"}
             assert any(word.get(name, name) in line for line in wrong), (name, wrong)
 
 

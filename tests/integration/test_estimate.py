@@ -1,5 +1,6 @@
 """task=estimate: its formulas against the code's own shapes and real routings, its errors against what was measured."""
 
+import dataclasses
 import io
 import json
 import weakref
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mxep.comms import Capacity, make_plan
+from mxep.comms.layout import Layout
+from mxep.ep import HierarchicalDispatcher
 from mxep.ep.dispatchers.local import LocalDispatcher
 from mxep.ep.layer import route_through_experts
 from mxep.ep.passes import LayerConfig
@@ -25,7 +28,7 @@ from mxep.integration import estimate as task
 from mxep.integration.bench.comms_cases import Traffic, routing
 from mxep.integration.bench.layer_cases import BASELINE, MX, Shape
 from mxep.integration.config import ConfigError
-from mxep.integration.estimate_costs import Expected, fit, legs, memory, problem, read, terms
+from mxep.integration.estimate_costs import Expected, fit, legs, memory, problem, read, slots_of, terms
 from mxep.integration.prepare import prepare
 from mxep.integration.schema import Config, configs_dir, register
 
@@ -135,7 +138,9 @@ def test_an_even_routing_sends_what_is_expected(ranks: int):
     needed = torch.stack([(nodes == one).any(2) for one in range(ranks // node)], 2)  # (W, T, nodes)
     here = torch.arange(ranks) // node
     across = (needed.sum((1, 2)) - needed[torch.arange(ranks), :, here].sum(1)).double().mean().item()
-    assert legs(shape, ranks, node, "mxfp8/hierarchical")[1] == pytest.approx(row * across, rel=0.02)
+    even = legs(shape, ranks, node, "mxfp8/hierarchical", Capacity.factor(1.0))[1]
+    assert even == pytest.approx(row * across, rel=0.02)  # as many slots as an even routing needs
+    assert legs(shape, ranks, node, "mxfp8/hierarchical")[1] == row * shape.tokens * (ranks // node - 1)
     inside, _ = legs(shape, ranks, node, "mxfp8/hierarchical")
     counted = (
         sum(map(sum, drawn.tokens))
@@ -243,7 +248,7 @@ def test_the_tables_are_80_wide_and_mark_what_is_extrapolated(tmp_path: Path):
     assert sum("best" in row for row in rows.values()) == 3
     assert rows["mxfp8/all_to_all 256"]["note"].removeprefix("best ") == "~aen"
     assert rows["mxfp8/symmetric 4"]["net MB"] == 0 < rows["mxfp8/all_to_all 16"]["net MB"]
-    assert "ms" not in rows["mxfp8/hierarchical 16"]
+    assert rows["mxfp8/hierarchical 256"]["note"].removeprefix("best ") == "~enh"
     for row in rows.values():
         if "ms" in row:
             assert sum(row["stages"].values()) == pytest.approx(1e3 * row["ms"], rel=1e-3)
@@ -265,6 +270,8 @@ def test_a_faster_network_and_fewer_rows_cost_less():
         ms("estimate.imbalance=2"),
     )
     assert plain["mxfp8/all_to_all 32"] > network["mxfp8/all_to_all 32"]
+    assert plain["mxfp8/hierarchical 32"] > network["mxfp8/hierarchical 32"]
+    assert plain["mxfp8/hierarchical 32"] > nvlink["mxfp8/hierarchical 32"]
     assert plain["mxfp8/symmetric 8"] == network["mxfp8/symmetric 8"] > nvlink["mxfp8/symmetric 8"]
     assert all(busy[layout] > plain[layout] for layout in plain)
 
@@ -290,3 +297,20 @@ def test_a_model_without_experts_and_rates_without_stages_are_told(tmp_path: Pat
         task.estimate(prepared(f"estimate.model={tmp_path}"))
     with pytest.raises(ValueError, match="no section stages"):
         task.estimate(prepared(f"estimate.rates=[{RESULTS / 'host-h200.json'}]"))
+
+
+@pytest.mark.parametrize("capacity", [Capacity.worst_case(), Capacity.factor(1.25)], ids=str)
+def test_slots_and_buffers_of_two_nodes_are_the_dispatchers(capacity: Capacity):
+    """One process: the dispatcher's nodes are made up, and what is inside one is a dispatcher of its own."""
+    shape, ranks, nodes = Shape(96, 128, 64, 16, 3), 8, 4
+    made = HierarchicalDispatcher(shape.experts, dim=shape.dim, capacity=capacity)
+    made.nodes, made.experts_per_node = dataclasses.replace(made.nodes, ranks=2, count=nodes), shape.experts // nodes
+    made.nodes_per_token = nodes
+    slots = slots_of(shape, nodes, capacity)
+    assert slots == nodes * made.slots_per_node(shape.tokens, shape.top_k)
+    within = Layout(ranks // nodes, slots, shape.top_k, 2 * shape.dim)
+    found = memory(shape, ranks, "bf16/hierarchical", capacity, nodes=nodes)
+    assert found["buffers"] == 2 * within.nbytes
+    flat = memory(shape, ranks, "bf16/symmetric", capacity)
+    ids, row = 4 * (slots * (shape.top_k + 1) + shape.tokens * nodes), 4 * shape.top_k
+    assert found["kept"] - flat["kept"] == ids + row * (ranks // nodes * slots - ranks * shape.tokens)

@@ -104,6 +104,22 @@ def test_one_rank_expert_parallel_and_data_parallel_ranks_train_alike(
         assert torch.tensor(curve).sub(alone).abs().div(alone).max() < 1e-2, layout
 
 
+def test_nodes_of_one_rank_train_as_one_node_does_bit_for_bit_and_nodes_of_two_alike(
+    make_config: Callable[..., Config], tmp_path: Path
+):
+    """dispatcher=hierarchical, in MXFP8: sums are rounded where symmetric rounds them, if nodes have one rank."""
+    curves = {}
+    for ranks, dispatcher, of_node in ((2, "symmetric", "null"), (2, "hierarchical", 1), (4, "hierarchical", 2)):
+        how = f"dispatcher={dispatcher}", f"dispatcher.ranks_per_node={of_node}", "dispatcher.capacity=factor"
+        given = "train.compare=false", "train.steps=4", f"parallel.ranks={ranks}", *how
+        config = make_config(*given, "model.balance_rate=0", "dispatcher.factor=2")
+        results = run_ranks(losses_and_norms, (config, tmp_path), world_size=ranks, timeout=60, device="cpu")
+        assert all(result == results[0] for result in results)
+        curves[ranks, dispatcher] = torch.tensor(results[0])
+    assert torch.equal(curves[2, "hierarchical"], curves[2, "symmetric"])
+    assert curves[4, "hierarchical"].sub(curves[2, "symmetric"]).abs().div(curves[2, "symmetric"]).max() < 2e-2
+
+
 @needs_gpu
 def test_a_cuda_graph_of_loss_and_gradients_trains_as_calls_from_the_host_do(
     make_config: Callable[..., Config], tmp_path: Path

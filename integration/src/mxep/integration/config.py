@@ -29,11 +29,11 @@ from .process import count_gpus
 from .schema import Config
 
 BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
-DISPATCHERS = ("local", "all_to_all", "symmetric", "nvshmem")
+DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
 MODES = ("floor", "ceil", "even", "rceil")
 RECIPES = ("bf16", "fp8", "mxfp8")
 CHANGES = ("e5m2", "32x32", "wgrad_bf16", "floor", "ceil", "even")  # of the last two recipes, as in mxfp8_e5m2
-CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:3] for recipe in RECIPES)
+CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:4] for recipe in RECIPES)
 LINEAR_CASES = tuple(f"{recipe}/linear" for recipe in RECIPES)
 TASKS = ("train", "compare", "verify", "bench", "estimate")
 ESTIMATES = ("layouts", "stages", "memory", "time_errors", "memory_errors")
@@ -206,6 +206,8 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"dispatcher.overflow=drop: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
     if config.dispatcher.name == "local" and ep != 1:
         yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}"
+    if (of_node := config.dispatcher.ranks_per_node) is not None and (of_node < 1 or ep % of_node):
+        yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {of_node}"
     if config.dispatcher.name == "nvshmem" and ep != ranks:
         yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
     if config.train.graph and sizes_on_host(config):

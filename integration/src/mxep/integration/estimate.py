@@ -13,7 +13,8 @@ Costs are of `estimate_costs`. Besides:
     memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
                 besides, exchange buffers, which all share. No attention, embedding, router, shared expert, library
     ~           no measurement covers it. a: all_to_all, e: EP over 4, n: between nodes, r: fewer than 2048 rows an
-                expert, f: fp8, measured on one model, g: the reduction of gradients takes longer than the step
+                expert, f: fp8, measured on one model, g: the reduction of gradients takes longer than the step, h:
+                hierarchical, whose copies have the baseline's speed and whose exchange within a node symmetric's
     over        more than a rank may take
 """
 
@@ -31,7 +32,7 @@ from mxep.ep import CASES
 from .bench.layer_cases import BASELINE, Shape
 from .bench.layer_work import WIRE
 from .config import ESTIMATES, ConfigError
-from .estimate_costs import Rates, dispatcher_of, fit, legs, memory, read
+from .estimate_costs import Rates, dispatcher_of, fit, legs, memory, read, slots_of
 from .named import make_capacity
 from .results import Report, Row, Section
 from .schema import Config
@@ -103,7 +104,7 @@ def model_of(config: Config) -> tuple[Shape, int]:
 
 
 def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator[Row]:
-    """Rows of all layouts, the best of each recipe marked; hierarchical does not exist and has wire bytes alone."""
+    """Rows of all layouts, the best of each recipe marked."""
     wanted = config.estimate
     node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
     sizes = [ep for ep in range(1, min(world, shape.experts, MOST_RANKS) + 1) if not world % ep + shape.experts % ep]
@@ -123,14 +124,14 @@ def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator
 def _layout(config: Config, rates: Rates, shape: Shape, layers: int, what: str, ep: int) -> Row:
     wanted, (recipe, dispatcher) = config.estimate, what.split("/")
     node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
-    inside, across = legs(shape, ep, node, what)
+    capacity, nodes = make_capacity(config), max(1, ep // node) if dispatcher == "hierarchical" else 1
+    inside, across = legs(shape, ep, node, what, capacity)
     row: Row = {"layout": f"{what} {ep}", "recipe": recipe, "dispatcher": dispatcher, "EP": ep}
     row |= {"NVL MB": inside / 1e6, "net MB": across / 1e6}
-    if dispatcher == "hierarchical":
-        return row | {"note": "planned"}
     slower = WIRE / wanted.nvlink, WIRE / wanted.network
-    sent = max(inside * slower[0], across * slower[1])
-    stages = rates.stages(shape, ep, what, wanted.imbalance, slower=slower[0], sent=sent)
+    sent = across * slower[1] if nodes > 1 else max(inside * slower[0], across * slower[1])
+    slots = slots_of(shape, nodes, capacity)
+    stages = rates.stages(shape, ep, what, wanted.imbalance, slower=slower[0], sent=sent, nodes=nodes, slots=slots)
     ms = sum(stages.values()) / 1e3
     weights = 3 * shape.experts // ep * shape.dim * shape.hidden
     replicas, near = world // ep, max(1, node // ep)
@@ -139,12 +140,12 @@ def _layout(config: Config, rates: Rates, shape: Shape, layers: int, what: str, 
     grad_ms = rates.us[BASELINE, "NCCL"][0] * max(lanes) / 1e3 / wanted.micro_batches
     parameters: dict[str, int] = {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
     sizes = {name: float(layers * weights * size) for name, size in parameters.items()}
-    of_layer = memory(shape, ep, what, make_capacity(config), wanted.imbalance)
+    of_layer = memory(shape, ep, what, capacity, wanted.imbalance, nodes=nodes)
     sizes |= of_layer | {"kept": layers * of_layer["kept"]}
     gib = sum(sizes.values()) / GIB
     marks = {"a": dispatcher == "all_to_all", "e": ep > MEASURED_RANKS, "n": ep > node, "f": recipe == "fp8"}
     marks["r"] = shape.tokens * shape.top_k * ep / shape.experts < MEASURED_ROWS
-    marks["g"] = grad_ms > ms
+    marks |= {"g": grad_ms > ms, "h": nodes > 1}
     note = "".join(mark for mark, holds in marks.items() if holds)
     return row | {
         "ms": ms,

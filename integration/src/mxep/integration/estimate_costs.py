@@ -28,6 +28,7 @@ import torch
 
 from mxep.comms import Capacity
 from mxep.comms.layout import ALIGNMENT, Layout, round_up
+from mxep.ep.dispatchers.hierarchical import slots_per_node
 from mxep.ep.saved import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
@@ -106,11 +107,26 @@ def _as_mx(case: Case) -> Case:
 def moved(shape: Shape, ranks: int, recipe: str) -> float:
     """Bytes that the all_to_all dispatcher reads and writes around its collectives: gathers, joins, splits, sums.
 
-    Each way a row is copied three times, but for the sum, which adds up W partial sums (T, D) in fp32.
+    Each way a row is copied three times. Sums read a row for each pair, write min(K, W) a token, read these.
     """
     tokens, dim, _, _, top_k = shape
     pairs, row = tokens * top_k, row_bytes(recipe, dim)
-    return 2 * (6 * pairs * row + 6 * pairs * 2 * dim + pairs * 2 * dim + (20 * ranks + 10) * tokens * dim)
+    sums = pairs + 2 * tokens * min(top_k, ranks) + tokens
+    return 2 * (6 * pairs * row + 6 * pairs * 2 * dim + sums * 2 * dim)
+
+
+def crossed(shape: Shape, nodes: int, slots: int, recipe: str) -> float:
+    """Bytes that the hierarchical dispatcher reads and writes around its collectives: joins, gathers, sums.
+
+    slots: of all nodes, N C.
+    """
+    tokens, dim, *_ = shape
+    return 2 * (2 * (tokens + slots) * row_bytes(recipe, dim) + (slots + tokens) * 2 * dim) if nodes > 1 else 0.0
+
+
+def slots_of(shape: Shape, nodes: int, capacity: Capacity) -> int:
+    """N C: rows that a rank sends to all nodes, its own included, used or not."""
+    return nodes * slots_per_node(capacity, shape.tokens, Expected(shape, nodes).needs(1))
 
 
 @dataclass(frozen=True)
@@ -124,19 +140,28 @@ class Rates:
     host: Mapping[str, float]
 
     def stages(
-        self, shape: Shape, ranks: int, what: str, imbalance: float = 1.0, *, slower: float = 1.0, sent: float = 0.0
-    ) -> dict[str, float]:
-        """us of a step by stage, "overlap" below zero. sent: bytes of all-to-alls, as if all went over 450 GB/s."""
+        self, shape: Shape, ranks: int, what: str, imbalance: float = 1.0, *, slower: float = 1.0, sent: float = 0.0,
+        nodes: int = 1, slots: int = 0,
+    ) -> dict[str, float]:  # fmt: skip
+        """us of a step by stage, "overlap" below zero. sent: bytes of all-to-alls, as if all went over 450 GB/s.
+
+        nodes, slots: of the hierarchical dispatcher (`slots_of`), none of whose overlap is counted.
+        """
         p, case = problem(shape, ranks, imbalance), Case(what)
         dispatcher, todo = dispatcher_of(what), terms(p, what, slower)
         if dispatcher == "all_to_all":
             del todo["dispatch"], todo["combine"]
             todo |= {"NCCL": (sent, 1.0), "permute + pointwise": (moved(shape, ranks, case.recipe),), "gap": (1.0,)}
+        elif dispatcher == "hierarchical":
+            rows, copied = shape.tokens * (ranks - nodes) * Expected(shape, ranks).needs(1), 2.0 * slots * shape.dim
+            todo |= {"dispatch": (2 * rows * row_bytes(case.recipe, shape.dim) * slower, copied)}
+            todo |= {"combine": (2 * rows * row_bytes("bf16", shape.dim) * slower, copied), "NCCL": (sent, 1.0)}
+            todo["permute + pointwise"] = (crossed(shape, nodes, slots, case.recipe),)
         elif dispatcher == "local":
             del todo["dispatch"]
         found = {stage: sum(a * b for a, b in zip(n, self._us(case, stage))) for stage, n in todo.items()}
         found["GEMMs"] *= self.sustained.get(BASELINE if case.baseline else case.recipe, self.sustained["mxfp8"])
-        if "quantize weights" in found and "dispatch" in found:
+        if "quantize weights" in found and "dispatch" in found and nodes == 1:
             found["overlap"] = -self.overlap * min(found["quantize weights"], found["dispatch"])
         if (wait := self.host.get(what, 0.0) - sum(found.values())) > 0:
             found["host"] = wait
@@ -212,36 +237,37 @@ def _least_squares(amounts: Sequence[tuple[float, ...]], us: Sequence[float]) ->
 
 
 def memory(
-    shape: Shape, ranks: int, what: str, capacity: Capacity, imbalance: float = 1.0, *, replayed: bool = True
-) -> dict[str, float]:
+    shape: Shape, ranks: int, what: str, capacity: Capacity, imbalance: float = 1.0, *, replayed: bool = True,
+    nodes: int = 1,
+) -> dict[str, float]:  # fmt: skip
     """Bytes of a layer of bf16 weights on Hopper: "kept" until its backward, "work" besides at its peak, "buffers".
 
     work has the layer's gradients and its output. replayed: passes are replayed, so what is kept stays to their end.
+    nodes: of the hierarchical dispatcher.
     """
     tokens, dim, hidden, experts, top_k = shape
     case, own = Case(what), experts // ranks
     recipe, dispatcher = Recipe.named(case.recipe), dispatcher_of(what)
     quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
     sources = 1 if dispatcher == "local" else ranks
-    slots = pairs if dispatcher == "all_to_all" else sources * tokens
+    crossing = slots_of(shape, nodes, capacity) if dispatcher == "hierarchical" else 0
+    slots = {"all_to_all": pairs, "hierarchical": ranks // nodes * crossing}.get(dispatcher, sources * tokens)
     if dispatcher == "all_to_all" or capacity.kind == "exact":
         rows = round_up(math.ceil(imbalance * pairs) + own * (align - 1) // 2, align)  # half of the padding, on average
     else:
         rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
     row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
-    copied = dispatcher == "symmetric"
+    copied = dispatcher in ("symmetric", "hierarchical")
     saved = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
     gate_up, h, d_h = 4 * rows * hidden, rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
     plan = 12 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
+    plan += 4 * (crossing * (top_k + 1) + tokens * nodes) if crossing else 0
     amax = 4 * own * (dim + hidden) * quantized
     kept = saved + gate_up + plan + amax
     folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
     # Backward, in order: what is left of what is kept, and what there is besides. out is the caller's all the while.
-    w, d_rows, d_gate_up = (
-        own * dim * hidden,
-        2 * rows * dim,
-        d_h if quantized else 2 * d_h,
-    )  # quantized: in d_h's place
+    w, d_rows = own * dim * hidden, 2 * rows * dim
+    d_gate_up = d_h if quantized else 2 * d_h  # quantized: in d_h's place
     d_y = (rows * (dim + 1), 0, folded * (dim + hidden)) if quantized else (d_rows,) * 3  # for d_h, then, for wgrad
     if quantized and not copied:  # slots of d_out
         d_y = d_y[0] + slots * row, slots * row, d_y[2] + slots * row
@@ -249,31 +275,33 @@ def memory(
     peaks = [(kept, h + d_rows + 1.5 * colwise - 2 * tokens * dim)]  # of forward, which has no out yet
     peaks += [(kept, 1.5 * colwise + d_y[0] + d_h)]
     peaks += [(kept, colwise + d_y[1] + d_h + d_gate_up * (not quantized) + h)]  # SwiGLU's
-    peaks += [
-        (saved + plan, colwise + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized))
-    ]  # down_proj's gradient
+    # Then down_proj's gradient.
+    peaks += [(saved + plan, colwise + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized))]
     peaks += [(saved + plan, 2 * w + colwise + d_gate_up + d_rows)]  # dx's rows
-    late = 2 * tokens * dim + (d_rows if dispatcher != "local" else 0)  # dx leaves beside the gradient of gate_up_proj
+    # dx leaves beside the gradient of gate_up_proj.
+    late = 2 * (tokens + 2 * crossing) * dim + (d_rows if dispatcher != "local" else 0)
     operands = late + folded * (2 * hidden + dim)
     peaks += [(saved + plan, 2 * w + operands + d_gate_up)]
     peaks += [(plan, 6 * w + operands) if quantized else (saved + plan, 6 * w + operands + d_gate_up)]
-    if dispatcher == "all_to_all":  # rows gathered, joined, received and split; sums in fp32
-        peaks.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 4 * tokens * dim + 2 * w))
+    if dispatcher == "all_to_all":  # rows gathered, joined, received and split
+        peaks.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w))
     peak = max((kept if replayed else still) + besides for still, besides in peaks) + 2 * tokens * dim
-    layout = Layout(ranks, tokens, top_k, round_up(2 * dim, ALIGNMENT), ranks * tokens)
-    return {"kept": kept, "work": peak - kept, "buffers": 2 * layout.nbytes if dispatcher == "symmetric" else 0}
+    of_node = ranks // nodes
+    layout = Layout(of_node, slots // of_node, top_k, round_up(2 * dim, ALIGNMENT))
+    return {"kept": kept, "work": peak - kept, "buffers": 2 * layout.nbytes if copied else 0}
 
 
-def legs(shape: Shape, ranks: int, node: int, what: str) -> tuple[float, float]:
+def legs(shape: Shape, ranks: int, node: int, what: str, capacity: Capacity | None = None) -> tuple[float, float]:
     """Wire bytes of a step that a rank sends over NVLink and over the network, on average; as many come back to it.
 
-    hierarchical does not exist: a row for each token and node to the rank of the same index, and on from there.
+    hierarchical: all slots of the other nodes cross, as many as the capacity, the worst case unless given, leaves.
     """
     recipe, dispatcher = what.split("/")
     inside, row = min(ranks, node), 2 * (row_bytes(recipe, shape.dim) + row_bytes("bf16", shape.dim))
     traffic = Expected(shape, ranks)
     if dispatcher == "hierarchical":
-        across = (ranks // inside - 1) * traffic.needs(inside)
-        return shape.tokens * row * (ranks - ranks // inside) * traffic.needs(1), shape.tokens * row * across
+        nodes = ranks // inside
+        across = slots_of(shape, nodes, capacity or Capacity.worst_case()) // nodes * (nodes - 1)
+        return shape.tokens * row * (ranks - nodes) * traffic.needs(1), row * across
     each = shape.top_k / ranks if dispatcher == "all_to_all" else traffic.needs(1)
     return shape.tokens * row * each * (inside - 1), shape.tokens * row * each * (ranks - inside)

@@ -63,13 +63,16 @@ class RecipeConfig:
 class DispatcherConfig:
     """name: of a mxep.ep dispatcher. capacity: "worst_case", "exact", or "factor" (times `factor`, a multiple of the
     balanced load). overflow: of rows over a factor: "raise" makes a bad step of them, "drop" leaves them out and counts
-    them. timeout: seconds that "symmetric" waits for a rank before it names it; others have their process group's."""
+    them. timeout: seconds that "symmetric" waits for a rank before it names it, and "hierarchical" for anything; others
+    have their process group's. ranks_per_node: of "hierarchical"; null: as many as there are on each host, but in
+    task=verify half of all, so that there are two nodes."""
 
     name: str
     capacity: str
     factor: float
     overflow: str
     timeout: float
+    ranks_per_node: int | None
 
 
 @dataclass

@@ -26,7 +26,8 @@ class Options:
 
     Attributes:
         recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`.
-        dispatcher: "symmetric", "all_to_all" or "nvshmem", between the ranks of the ep mesh. Without EP it is "local".
+        dispatcher: "symmetric", "hierarchical", "all_to_all" or "nvshmem", between the ranks of the ep mesh. Without EP
+            it is "local".
         capacity: rows that fit on a rank, in balanced loads, or None for the worst case.
         overflow: what happens to rows over the capacity: "raise" before the optimizer steps, or "drop".
         max_tokens: most tokens a rank brings to a layer, local_batch_size * seq_len / context parallel degree.

@@ -124,6 +124,7 @@ class Trainer:
             capacity=make_capacity(config),
             max_tokens=config.tokens_per_rank,
             timeout=config.dispatcher.timeout,
+            ranks_per_node=config.dispatcher.ranks_per_node,
         )
         torch.manual_seed(config.seed)
         # Drawn on the CPU, so that one seed is one model on every device.

@@ -1,7 +1,7 @@
 """task=bench: how fast things are, beside baselines and a ceiling that are measured in the same run.
 
     run       from a config to a report
-    picture   a report as a picture; front_page: the README's, of several reports
+    picture   a report as a picture
     quant     kernels of mxep.quant
     gemm      mxep.gemm beside its peers: gemm_cases what is compared, gemm_numerics how exact it is
     linear    mxep.gemm's linear beside torch's and torchao's

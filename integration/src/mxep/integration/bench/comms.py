@@ -112,9 +112,9 @@ def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]
     """Ready and verified. Raises FailedOnRanks."""
     wrong: list[str] = []
 
-    def exchange(num_sms: int | None, direct: bool = False) -> Exchange:
-        made = Exchange(p, num_sms=num_sms, direct=direct)
-        wrong.extend(comms_verify.differences(comms_verify.exchange(made, direct=direct)))
+    def exchange(num_sms: int | None) -> Exchange:
+        made = Exchange(p, num_sms=num_sms)
+        wrong.extend(comms_verify.differences(comms_verify.exchange(made)))
         return made
 
     def collective(payload: list[torch.Tensor], dtype: torch.dtype) -> Collective:
@@ -126,10 +126,9 @@ def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]
         if wrong:
             raise RuntimeError("; ".join(wrong))
 
-    direct = section != "sweep" and p.shape.top_k == 1
-    whole = on_all_ranks(lambda: exchange(None, direct))
+    whole = on_all_ranks(lambda: exchange(None))
     elsewhere = () if section == "sweep" else ("few", "plan")
-    made = calls(whole, "sweep", *elsewhere, *(["top-1"] if direct else []))
+    made = calls(whole, "sweep", *elsewhere)
     if section == "headline":
         made |= calls(on_all_ranks(lambda: exchange(FEW)), "sweep", "few", suffix=f", {FEW} SMs")
     bf16 = on_all_ranks(lambda: collective(p.bf16, torch.bfloat16))

@@ -1,6 +1,6 @@
 """What bench=comms times at one shape: the exchange of mxep.comms, and the collective of the same bytes.
 
-    mxep        dispatch (tables, rows, plan, barriers), again (rows alone), plan, combine, direct
+    mxep        dispatch (tables, rows, plan, barriers), again (rows alone), plan, combine
     collective  all_to_all_single, one row for each (token, expert) pair: split sizes known on the host beforehand, rows
                 permuted already, nothing unpermuted after: its best case
 
@@ -20,15 +20,12 @@ from torch import Tensor
 
 from mxep.comms import (
     Capacity,
-    GroupedRows,
     RoutingPlan,
     Slots,
     Transport,
     Workspace,
     combine,
     dispatch,
-    dispatch_to_rows,
-    gather_rows,
     make_plan,
 )
 
@@ -129,14 +126,14 @@ class Problem:
 
 
 class Exchange:
-    """mxep.comms on a workspace of its own. Collective. num_sms: see Workspace. direct: whether to groups, too."""
+    """mxep.comms on a workspace of its own. Collective. num_sms: see Workspace."""
 
-    def __init__(self, problem: Problem, *, num_sms: int | None = None, direct: bool = False) -> None:
+    def __init__(self, problem: Problem, *, num_sms: int | None = None) -> None:
         self.problem = p = problem
         tokens, dim, experts, top_k = p.shape
         rows = p.capacity.rows(p.ranks, tokens, top_k, num_local_experts=p.local_experts, alignment=BLOCK)
         sizes = {"max_tokens": tokens, "top_k": top_k, "dim": dim, "num_experts": experts}
-        self.workspace = Workspace(p.transport, **sizes, direct_rows=rows if direct else 0, num_sms=num_sms)
+        self.workspace = Workspace(p.transport, **sizes, num_sms=num_sms)
         _, self.plan = self.dispatch(p.mxfp8)
         self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **p.options)
         self.values = torch.rand(rows, **p.options)
@@ -157,16 +154,6 @@ class Exchange:
 
     def combine(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
-
-    def direct(self) -> GroupedRows:
-        """Straight to expert-major rows."""
-        p = self.problem
-        return dispatch_to_rows(self.workspace, p.mxfp8, p.ids, p.weights, alignment=BLOCK, capacity=p.capacity)
-
-    def gathered(self) -> tuple[Tensor, ...]:
-        """What `direct` brings, by slots and a gather."""
-        slots, plan = self.dispatch(self.problem.mxfp8)
-        return gather_rows(slots.payload, plan.row_slot, plan.offs)
 
 
 class Collective:
@@ -201,8 +188,6 @@ CALLS: dict[str, tuple[str, Callable[[Exchange], object]]] = {
     "dispatch mxfp8, again": ("few", lambda e: e.again(e.problem.mxfp8)),
     "combine bf16, values": ("few", lambda e: e.combine(e.values)),
     "plan": ("plan", lambda e: e.make_plan()),
-    "direct mxfp8": ("top-1", lambda e: e.direct()),
-    "slots + gather mxfp8": ("top-1", lambda e: e.gathered()),
 }
 """What is timed of an exchange: name -> where (sweep: everywhere; few: on few multiprocessors, too), and how."""
 
@@ -219,8 +204,7 @@ def leaving(name: str, p: Problem) -> tuple[int, int]:
         return 0, 0
     tokens, pairs = p.traffic.leaving(combine="combine" in name)
     row_bytes = p.shape.dim + p.shape.dim // BLOCK if is_narrow(name) else 2 * p.shape.dim
-    in_pairs = name.startswith("direct") or not name.startswith(tuple(CALLS))
-    return (pairs if in_pairs else tokens) * row_bytes, pairs * row_bytes
+    return (tokens if name.startswith(tuple(CALLS)) else pairs) * row_bytes, pairs * row_bytes
 
 
 def is_narrow(name: str) -> bool:

@@ -2,7 +2,6 @@
 
     slots     slot (s, t) = row t of rank s, for every t that this rank needs
     plan      that of the CPU kernel, from the gathered ids
-    direct    row i = row of its slot, zero on padding
     combine   sums of rows by hand, then an all-to-all of equal splits, then sums over ranks
 
 Each dispatch carries other bytes than the one before it, so that what an earlier one left is no right answer.
@@ -41,8 +40,8 @@ def differences(expected: Iterable[tuple[str, Tensor, Tensor, Tensor | None]]) -
     return found
 
 
-def exchange(e: Exchange, *, direct: bool) -> Expected:
-    """All exchanges of a workspace, once. direct: straight to rows, too."""
+def exchange(e: Exchange) -> Expected:
+    """All exchanges of a workspace, once."""
     p = e.problem
     yield from _plan(e)
     needed = (p.all_ids.div(p.local_experts, rounding_mode="floor") == p.rank).any(2).flatten()
@@ -53,11 +52,6 @@ def exchange(e: Exchange, *, direct: bool) -> Expected:
         yield "dispatch's plan", plan.slot_rows, e.plan.slot_rows, None
         again = e.again([~part for part in payload])
         yield from _parts(f"dispatch {name}, again", again.payload, [~part for part in wanted], needed)
-        if direct and name == "mxfp8":
-            valid = torch.arange(plan.max_rows, device=p.device) < plan.offs[-1]
-            rows = [_take(part, plan.row_slot) for part in wanted]
-            yield from _parts("direct", e.direct().payload, rows, valid)
-            yield from _parts("slots + gather", e.gathered(), rows, valid)
     yield from _combine(e)
 
 

@@ -210,8 +210,7 @@ def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
         try:
             layer = at.make(Case(name))
             step = at.prepare(layer, layer.step)
-            events = on_all_ranks(lambda step=step: layer_stages.kernels(step.replay, at.bench.device))  # type: ignore[misc]
-            seen = from_all_ranks(lambda events=events: layer_stages.breakdown(events, layer_stages.STEPS))  # type: ignore[misc]
+            seen = from_all_ranks(lambda step=step: layer_stages.breakdown_of(step.replay, at.bench.device))  # type: ignore[misc]
             for row in layer_stages.rows(at.p, Case(name), seen, at.bench.ceilings):
                 yield {"what": name, **row}
         except FailedOnRanks as error:

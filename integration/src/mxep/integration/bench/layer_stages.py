@@ -107,17 +107,20 @@ def profiled(call: Call, steps: int, device: torch.device, *activities: Profiler
     return list(seen.events() or ())
 
 
-def kernels(call: Call, device: torch.device) -> list[Event]:
-    """Those of STEPS calls; on a CPU, its outermost operators. Collective, if the call is."""
+def breakdown_of(call: Call, device: torch.device) -> Breakdown:
+    """Of kernels in STEPS calls; on a CPU, where listing takes long, of the outermost operators in one. Collective, if
+    the call is."""
     cuda = device.type == "cuda"
     activity, wanted = (ProfilerActivity.CUDA, DeviceType.CUDA) if cuda else (ProfilerActivity.CPU, DeviceType.CPU)
-    return [
+    steps = STEPS if cuda else 1
+    events = [
         Event(event.name, event.time_range.start, event.time_range.end)
-        for event in profiled(call, STEPS, device, activity)
+        for event in profiled(call, steps, device, activity)
         if event.device_type == wanted
         and not getattr(event, "is_user_annotation", False)
         and (cuda or event.cpu_parent is None)
     ]
+    return breakdown(events, steps)
 
 
 def rows(p: Problem, case: Case, seen: Sequence[Breakdown], ceilings: Mapping[str, float]) -> Iterator[Row]:

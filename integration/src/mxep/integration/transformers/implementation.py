@@ -23,7 +23,8 @@ class Implementation:
     Attributes:
         name: of it in transformers.
         recipe, backend: as for `mxep.ep.MoE`.
-        dispatcher: ``"symmetric"``, ``"nvshmem"`` or ``"all_to_all"``, where experts are spread over ranks.
+        dispatcher: ``"symmetric"``, ``"hierarchical"``, ``"nvshmem"`` or ``"all_to_all"``, where experts are spread
+            over ranks.
         capacity, max_tokens, timeout: of that dispatcher, as for `mxep.ep.MoE`. max_tokens None: what MXEP_MAX_TOKENS
             says in the environment, else the most of the first batch.
     """

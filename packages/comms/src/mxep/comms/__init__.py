@@ -10,7 +10,6 @@ make_plan   which slot feeds which expert-major row, from the tables that came a
 import importlib.metadata
 
 from .capacity import Capacity, CapacityExceeded
-from .direct import GroupedRows, dispatch_to_rows
 from .exchange import CombineHandle, DispatchHandle, Slots, combine, dispatch
 from .nvshmem import NvshmemTransport
 from .plan import DROPPED, RoutingPlan, make_plan, narrow_ids
@@ -31,7 +30,6 @@ __all__ = [
     "CapacityExceeded",
     "CombineHandle",
     "DispatchHandle",
-    "GroupedRows",
     "NvshmemTransport",
     "PeerTimeout",
     "PeersDisagree",
@@ -44,7 +42,6 @@ __all__ = [
     "Workspace",
     "combine",
     "dispatch",
-    "dispatch_to_rows",
     "gather_rows",
     "make_plan",
     "narrow_ids",

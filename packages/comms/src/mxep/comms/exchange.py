@@ -107,7 +107,7 @@ def dispatch(
         with torch.cuda.device(workspace.device):
             return dispatch(workspace, payload, expert_ids, weights, async_op=async_op, num_sms=num_sms)  # type: ignore[call-overload,no-any-return]
     _check_num_sms(num_sms)
-    expert_ids, weights = check_tokens(workspace, payload, expert_ids, weights)
+    expert_ids, weights = _check_tokens(workspace, payload, expert_ids, weights)
     buffer = workspace.begin("dispatch")
     if not async_op and weights is None:
         # After it: every rank's tokens for this rank are in its slots.
@@ -191,7 +191,7 @@ def combine(
 # ── checks of arguments ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_tokens(
+def _check_tokens(
     workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Contiguous ids (T, K) and weights. Peers learn what only this rank can know to be wrong."""

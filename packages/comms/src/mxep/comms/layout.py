@@ -2,7 +2,7 @@
 
     signals     (CHANNELS, W) int64                the signal pad: one for each sender, see `kernels/signals.py`
     counters    (NUM_COUNTERS,) int64              the rank's local counters, which no peer touches
-    rows        (num_rows, row_bytes) uint8        slots (source rank, token), or expert-major rows of dispatch_to_rows
+    rows        (W * T_max, row_bytes) uint8       slots (source rank, token)
     ids         (W, T_max, K) int32                the senders' tables
     values      (W, T_max, K) fp32                 routing weights of a dispatch, row values of a combine
     num_tokens  (W,) int32                         T of each sender
@@ -25,7 +25,7 @@ CHANNELS = 1 + CHUNKS
 """Signals of a buffer: one for tables, one for each chunk of rows."""
 NUM_COUNTERS = 2 + CHANNELS + 2
 """Exchanges of tables and of rows; programs that arrived at each signal, and at the end; the tile counter."""
-STEPS = ("barrier", "dispatch_tables", "dispatch", "dispatch_to_rows", "combine", "refused")
+STEPS = ("barrier", "dispatch_tables", "dispatch", "combine", "refused")
 """Kinds of exchanges; op ids hold their index. "refused": by this rank, whose peers should not wait for it."""
 
 PE_SHIFT = 40
@@ -47,14 +47,13 @@ class Layout:
     """Sizes of a buffer.
 
     Attributes:
-        world_size: W. max_tokens: T_max. top_k: K. row_bytes: a multiple of 16. num_rows: at least W * T_max.
+        world_size: W. max_tokens: T_max. top_k: K. row_bytes: a multiple of 16.
     """
 
     world_size: int
     max_tokens: int
     top_k: int
     row_bytes: int
-    num_rows: int
 
     @cached_property
     def num_slots(self) -> int:
@@ -74,7 +73,7 @@ class Layout:
 
     @cached_property
     def ids_start(self) -> int:
-        return self.rows_start + self.num_rows * self.row_bytes
+        return self.rows_start + self.num_slots * self.row_bytes
 
     @cached_property
     def values_start(self) -> int:
@@ -91,8 +90,8 @@ class Layout:
     @cached_property
     def mark(self) -> int:
         """A number below 16 that tells most layouts apart."""
-        sizes = (self.max_tokens, self.top_k, self.row_bytes, self.num_rows)
-        return sum(size * prime for size, prime in zip(sizes, (3, 5, 7, 11))) % 13
+        sizes = (self.max_tokens, self.top_k, self.row_bytes)
+        return sum(size * prime for size, prime in zip(sizes, (3, 5, 7))) % 13
 
     def op_id(self, step: str, number: int) -> int:
         """What all ranks of an exchange must have alike: the step, the bytes of its rows and the layout's mark.

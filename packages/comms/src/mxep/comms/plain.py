@@ -2,7 +2,6 @@
 
     dispatch_tables    ids (T, K), weights (T, K) and T       -> entry (this rank) of every rank's tables
     dispatch           token t                                -> slot (this rank, t) of each rank that needs it
-    dispatch_to_rows   token t                                -> row rows[t, k] of the owner of its k-th expert
     combine            the sum of slot (r, t)'s rows          -> slot (this rank, t) of rank r, which sums over ranks
 
 After each, what all ranks stored is here, and what this rank stored is there. `kernels/exchange.py` and `puts.py` have
@@ -54,20 +53,6 @@ class PlainExchange:
             needed = (owner == destination).any(1)
             self._store(peer, slot[needed], packed[needed])
         self._meet("dispatch", width_of(payload))
-
-    def dispatch_to_rows(
-        self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
-    ) -> None:
-        packed = _pack(payload)
-        owner = owners(expert_ids, self.experts_per_rank)
-        for destination, peer in enumerate(buffer.peers):
-            for owner_k, row in zip(owner.unbind(1), rows.unbind(1)):
-                mask = (owner_k == destination) & (row >= 0)
-                self._store(peer, row[mask].long(), packed[mask])
-        # Padding belongs to this rank alone.
-        local = self.layout.rows(buffer.local)[: plan.max_rows, : packed.shape[1]]
-        local.masked_fill_(plan.row_source[:, None] < 0, 0)
-        self._meet("dispatch_to_rows", width_of(payload))
 
     def combine(
         self,

@@ -211,29 +211,6 @@ def _count(counts: Tensor, running: Tensor) -> None:
     running[:owners] = torch.maximum(running[:owners], counts[:owners])
 
 
-@op(
-    "mxep::plan_destinations",
-    lambda ids, num_tokens, rank, num_tokens_here, *sizes: ids.new_empty(num_tokens_here, ids.shape[2]),
-    "plan:plan_destinations",
-)
-def plan_destinations(
-    expert_ids: Tensor, num_tokens: Tensor, rank: int, num_tokens_here: int, experts_per_rank: int, alignment: int,
-    max_rows: int, num_experts: int,
-) -> Tensor:  # fmt: skip
-    """(T, K) int32 row of each pair of ``rank``'s first T = num_tokens_here tokens, on the rank that owns its expert.
-
-    expert_ids (W, T_max, K) and num_tokens (W,) are tables as :func:`make_plan` takes them; owners have
-    experts_per_rank experts each, num_experts in all. The rows are those that the owner's plan has in ``slot_rows``:
-    -1 where the pair is not routed or its id invalid, DROPPED past the owner's max_rows.
-    """
-    local = _local_ids(expert_ids, num_tokens, 0, num_experts)
-    sizes = _group_sizes(local, num_experts)
-    padded = _round_up(sizes, alignment).view(-1, experts_per_rank)
-    row_of_pair = _rows_of_pairs(local, sizes, (padded.cumsum(1) - padded).flatten())
-    rows = torch.where(row_of_pair >= max_rows, DROPPED, row_of_pair).int().view(expert_ids.shape)
-    return rows[rank, :num_tokens_here].clone()
-
-
 def _live(expert_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """(W, T_max, K) bool: pairs of tokens that were sent."""
     token = torch.arange(expert_ids.shape[1], device=expert_ids.device)

@@ -7,7 +7,6 @@
     step               staged                                       destinations of a row
     dispatch_tables    this rank's entry of its own tables          (W,)  the same entry on every other rank
     dispatch           token t                                      (W,)  slot (this rank, t) of ranks that need it
-    dispatch_to_rows   token t                                      (K,)  row rows[t, k] of the owner
     combine            sum of slot (r, t); values of rank r         (1,)  slot and entry (this rank, t) of rank r
 
 The staging area is written anew only after the last exchange on that buffer has met: its puts have left it by then.
@@ -86,20 +85,6 @@ class PutExchange:
         destinations = torch.where(needed, self.transport.bases + offs, -1)
         self.transport.put(buffer, self._stage(buffer, payload), destinations, self._bound(num_sms))
         self._meet(buffer, ROWS, "dispatch", width_of(payload))
-
-    def dispatch_to_rows(
-        self, buffer: StagedBuffer, payload: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
-    ) -> None:
-        layout, owner = self.layout, self._owners(expert_ids)
-        offs = layout.rows_start + rows.long() * layout.row_bytes
-        mask = (owner >= 0) & (rows >= 0)
-        destinations = torch.where(mask, self.transport.bases[owner.clamp_min(0)] + offs, -1)
-        source = self._stage(buffer, payload)
-        self.transport.put(buffer, source, destinations, self.num_sms)
-        self._meet(buffer, ROWS, "dispatch_to_rows", width_of(payload))
-        # Only now: masked_fill_ writes other rows, too, with what it has read of them.
-        local = layout.rows(buffer.local)[: plan.max_rows, : source.shape[1]].view(torch.int64)
-        local.masked_fill_(plan.row_source[:, None] < 0, 0)
 
     def combine(
         self,

@@ -61,7 +61,6 @@ class Workspace:
         max_tokens: T_max, the most tokens a rank dispatches at once. top_k: K. dim: D, elements of a row of a combine.
         row_bytes: bytes of the widest row in either direction; None is 2 * dim (enough for bf16 and MXFP8).
         num_experts: E, a multiple of W; rank r owns experts r * E/W .. (r + 1) * E/W - 1.
-        direct_rows: R_max of `dispatch_to_rows`, 0 where it is not used.
         num_sms: how many multiprocessors of the device an exchange may take, the same on all ranks, which cut rows into
             chunks by it; None: all. Links need few: see the docs.
 
@@ -78,7 +77,6 @@ class Workspace:
         dim: int,
         row_bytes: int | None = None,
         num_experts: int,
-        direct_rows: int = 0,
         num_sms: int | None = None,
     ) -> None:
         if transport.stream is not None and torch.cuda.is_current_stream_capturing():
@@ -87,11 +85,11 @@ class Workspace:
             )
         row_bytes = 2 * dim if row_bytes is None else row_bytes
         sizes = {"max_tokens": max_tokens, "top_k": top_k, "dim": dim, "row_bytes": row_bytes}
-        sizes |= {"num_experts": num_experts, "direct_rows": direct_rows}
+        sizes["num_experts"] = num_experts
         agreed = {**sizes, "num_sms": num_sms, "exchanges made before": transport.arena.exchanges}
         check_agreement("Workspace", agreed, transport.group)
         for name, size in sizes.items():
-            least = 0 if name in ("max_tokens", "direct_rows") else 1
+            least = 0 if name == "max_tokens" else 1
             if size < least:
                 raise ValueError(f"Workspace: {name}: got {size}, wanted at least {least}")
         if num_sms is not None and num_sms < 1:
@@ -100,9 +98,8 @@ class Workspace:
             raise ValueError(f"num_experts: got {num_experts}, wanted a multiple of {transport.world_size} ranks")
         if row_bytes >= 2**24:
             raise ValueError(f"row_bytes: got {row_bytes}, wanted less than {2**24}")
-        num_rows = max(transport.world_size * max_tokens, direct_rows)
-        if num_rows * top_k >= 2**31:
-            raise ValueError(f"Workspace: got {num_rows} rows of {top_k} experts, wanted an index that fits int32")
+        if (num_slots := transport.world_size * max_tokens) * top_k >= 2**31:
+            raise ValueError(f"Workspace: got {num_slots} rows of {top_k} experts, wanted an index that fits int32")
 
         self.transport = transport
         self.arena = transport.arena
@@ -110,8 +107,7 @@ class Workspace:
         self.top_k = top_k
         self.dim = dim
         self.num_experts = num_experts
-        self.direct_rows = direct_rows
-        self.layout = Layout(transport.world_size, max_tokens, top_k, round_up(row_bytes, ALIGNMENT), num_rows)
+        self.layout = Layout(transport.world_size, max_tokens, top_k, round_up(row_bytes, ALIGNMENT))
         self.num_sms = num_sms
         self.num_local_experts = num_experts // transport.world_size
         self.device = transport.device
@@ -164,14 +160,10 @@ class Workspace:
 
     def slots(self, buffer: SymmetricBuffer, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Views of the parts that lie side by side in the buffer's slots, (S, n_i) each."""
-        return self.rows(buffer, self.layout.num_slots, payload)
-
-    def rows(self, buffer: SymmetricBuffer, num_rows: int, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Views of the parts that lie side by side in the first rows, (num_rows, n_i) each."""
         widths = tuple(part.shape[1] for part in payload)
-        key = self.layout, num_rows, widths
+        key = self.layout, widths
         if key not in buffer.views:
-            rows = self.layout.rows(buffer.local)[:num_rows, : sum(widths)]
+            rows = self.layout.rows(buffer.local)[:, : sum(widths)]
             buffer.views[key] = torch.split(rows, list(widths), 1)
         found: tuple[Tensor, ...] = buffer.views[key]
         return found

@@ -10,6 +10,7 @@ from .clip import clip_grad_norm_
 from .dispatchers import (
     DISPATCHERS,
     AllToAllDispatcher,
+    HierarchicalDispatcher,
     LocalDispatcher,
     Routing,
     SymmetricDispatcher,
@@ -38,6 +39,7 @@ __all__ = [
     "Case",
     "ExpertParallel",
     "Experts",
+    "HierarchicalDispatcher",
     "LayerConfig",
     "LocalDispatcher",
     "MoE",

@@ -40,7 +40,8 @@ class MoE(nn.Module):
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
-        timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. Symmetric only.
+        timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. all_to_all has
+            its process group's.
         backend: of the grouped GEMM.
         activation: of gate and up, of shared experts too: :class:`mxep.quant.SwiGLU`, clamped or not.
         bias: routed experts have biases.
@@ -145,7 +146,8 @@ class MoE(nn.Module):
         """Raise what went wrong on the device since the last check; call it once a step, before the optimizer.
 
         Raises CapacityExceeded where rows did not fit the capacity, ValueError where expert ids were out of range: on
-        every rank alike, so that all may skip the step. It reads from the device.
+        every rank alike, so that all may skip the step. It reads from the device, and is collective with the
+        hierarchical dispatcher.
         """
         self.dispatcher.check()
 

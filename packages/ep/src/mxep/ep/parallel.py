@@ -35,7 +35,7 @@ class ExpertParallel(ParallelStyle):
     ``reset_parameters`` of its modules. A rank draws its own experts only, the same for every degree.
 
     Args:
-        dispatcher: ``"symmetric"``, ``"nvshmem"`` or ``"all_to_all"``.
+        dispatcher: ``"symmetric"``, ``"hierarchical"``, ``"nvshmem"`` or ``"all_to_all"``.
         capacity, max_tokens, timeout: as for :class:`MoE`.
 
     Rank 0's weights win. Raises ValueError for another module, a mesh of more dimensions, experts that do not divide.

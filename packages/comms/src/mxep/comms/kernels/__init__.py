@@ -5,10 +5,10 @@ result equals that of the op's plain-torch reference bit for bit.
 
     exchange    launches of an exchange's kernels
     signals     device functions: signals between the programs of all ranks; the barrier
-    dispatch    tokens to slots or to expert-major rows on the ranks that need them; tables
+    dispatch    tokens to slots on the ranks that need them; tables
     combine     sums of rows, stored to the tokens' ranks, summed over ranks
     nvshmem     puts by PE and how ranks meet without addresses
     staged      what exchanges by puts need besides: sums staged, arrived sums
-    plan        which slot feeds which row, and where a rank's own pairs go
+    plan        which slot feeds which row
     gather      rows by an index
 """

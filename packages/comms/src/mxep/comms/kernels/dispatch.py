@@ -1,4 +1,4 @@
-"""Dispatch: stores of tokens into slots, or into expert-major rows, of the ranks that need them; and of the tables.
+"""Dispatch: stores of tokens into slots of the ranks that need them; and of the tables.
 
 A program takes BLOCK_T tokens at a time. It loads their parts once, then stores to one rank after another the rows that
 it needs. Each program starts with another rank, so that all links are busy. A row's parts lie side by side, each moved
@@ -23,7 +23,7 @@ FEW_PROGRAMS = 64
 TABLE_PAIRS = 1024
 
 SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "op_id", "signals_start", "counters_start",
-           "rows_start", "ids_start", "values_start", "num_tokens_start", "groups")  # fmt: skip
+           "rows_start", "ids_start", "values_start", "num_tokens_start")  # fmt: skip
 
 
 @triton.jit
@@ -73,16 +73,13 @@ def store_part(
 
 @triton.jit(do_not_specialize=SCALARS)
 def dispatch_kernel(
-    ids_ptr, rows_ptr, offs_ptr, sizes_ptr, part0_ptr, part1_ptr, pointers_ptr, state_ptr,
-    num_tokens, max_tokens, rank, experts_per_rank, groups, op_id, signals_start, counters_start, rows_start,
+    ids_ptr, part0_ptr, part1_ptr, pointers_ptr, state_ptr,
+    num_tokens, max_tokens, rank, experts_per_rank, op_id, signals_start, counters_start, rows_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROW_BYTES: tl.constexpr,
     WIDTH0: tl.constexpr, BLOCK0: tl.constexpr, OFFSET1: tl.constexpr, WIDTH1: tl.constexpr, BLOCK1: tl.constexpr,
     BLOCK_T: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """rows None: token t goes into slot (rank, t); else pair (t, k) into row rows[t, k], and padding rows become zero.
-
-    part1 None: a row has one part.
-    """
+    """Token t into slot (rank, t) of each rank that needs it. part1 None: a row has one part."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     local_base = tl.load(pointers_ptr + rank)
@@ -99,33 +96,12 @@ def dispatch_kernel(
         for i in range(W):
             peer = (i + rank + tile) % W
             base = tl.load(pointers_ptr + peer) + rows_start
-            if rows_ptr is None:
-                row = rank * max_tokens + token
-                mask = tl.max((owner == peer).to(tl.int32), 1) > 0
-                store_part(base, part0_ptr, x0, row, mask, 0, ROW_BYTES, WIDTH0, BLOCK0)
-                if part1_ptr is not None:
-                    store_part(base, part1_ptr, x1, row, mask, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
-            else:
-                for k in range(K):
-                    row = tl.load(rows_ptr + token * K + k, mask=token < num_tokens, other=-1)
-                    expert = tl.load(ids_ptr + token * K + k, mask=token < num_tokens, other=-1)
-                    mask = (owner_of(expert, experts_per_rank, W) == peer) & (row >= 0)
-                    store_part(base, part0_ptr, x0, row, mask, 0, ROW_BYTES, WIDTH0, BLOCK0)
-                    if part1_ptr is not None:
-                        store_part(base, part1_ptr, x1, row, mask, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
+            row = rank * max_tokens + token
+            mask = tl.max((owner == peer).to(tl.int32), 1) > 0
+            store_part(base, part0_ptr, x0, row, mask, 0, ROW_BYTES, WIDTH0, BLOCK0)
+            if part1_ptr is not None:
+                store_part(base, part1_ptr, x1, row, mask, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
         token, owner, x0, x1 = next_token, next_owner, next0, next1
-    if rows_ptr is not None:
-        for group in range(program, groups, programs):
-            start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0) + tl.load(sizes_ptr + group)
-            end = tl.load(offs_ptr + group)
-            base = local_base + rows_start
-            for first in range(start, end, BLOCK_T):
-                row = first + tl.arange(0, BLOCK_T)
-                zero0 = tl.zeros((BLOCK_T, BLOCK0), part0_ptr.dtype.element_ty)
-                store_part(base, part0_ptr, zero0, row, row < end, 0, ROW_BYTES, WIDTH0, BLOCK0)
-                if part1_ptr is not None:
-                    zero1 = tl.zeros((BLOCK_T, BLOCK1), part1_ptr.dtype.element_ty)
-                    store_part(base, part1_ptr, zero1, row, row < end, OFFSET1, ROW_BYTES, WIDTH1, BLOCK1)
 
     counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 1, op_id)

@@ -56,46 +56,26 @@ class KernelExchange:
     def dispatch(
         self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
     ) -> None:
-        self._dispatch("dispatch", buffer, payload, expert_ids, num_sms, (None, None, None), 0)
-
-    def dispatch_to_rows(
-        self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, rows: Tensor, plan: RoutingPlan
-    ) -> None:
-        to_rows = rows, plan.offs, plan.group_sizes
-        self._dispatch("dispatch_to_rows", buffer, payload, expert_ids, None, to_rows, plan.offs.shape[0])
-
-    def _dispatch(
-        self,
-        step: str,
-        buffer: SymmetricBuffer,
-        payload: Sequence[Tensor],
-        expert_ids: Tensor,
-        num_sms: int | None,
-        to_rows: tuple[Tensor | None, Tensor | None, Tensor | None],
-        groups: int,
-    ) -> None:
         if len(payload) > dispatch.MOST_PARTS:
             payload = (torch.cat(tuple(payload), 1),)
         part0, part1 = dispatch.as_words(payload[0], 0), None
         sms = min(num_sms or self.max_sms, self.max_sms)
-        key: tuple[Any, ...] = step, sms, part0.dtype, part0.shape[1]
+        key: tuple[Any, ...] = sms, part0.dtype, part0.shape[1]
         if len(payload) > 1:
             part1 = dispatch.as_words(payload[1], payload[0].shape[1])
             key = *key, part1.dtype, part1.shape[1]
         if key not in self._dispatches:
-            self._dispatches[key] = self._dispatch_constants(step, sms, part0, part1)
+            self._dispatches[key] = self._dispatch_constants(sms, part0, part1)
         op_id, tile_tokens, constants = self._dispatches[key]
         tokens, layout = expert_ids.shape[0], self.layout
         block_t = dispatch.tokens_per_tile(tile_tokens, tokens, sms)
         launch(dispatch.dispatch_kernel, (max(1, min(-(-tokens // block_t), sms)),),
-            expert_ids, *to_rows, part0, part1, buffer.pointers, self.state, tokens, layout.max_tokens, self.rank,
-            self.experts_per_rank, groups, op_id, layout.signals_start, layout.counters_start, layout.rows_start,
+            expert_ids, part0, part1, buffer.pointers, self.state, tokens, layout.max_tokens, self.rank,
+            self.experts_per_rank, op_id, layout.signals_start, layout.counters_start, layout.rows_start,
             **constants, BLOCK_T=block_t, **self._clock, num_warps=dispatch.NUM_WARPS,
         )  # fmt: skip
 
-    def _dispatch_constants(
-        self, step: str, sms: int, part0: Tensor, part1: Tensor | None
-    ) -> tuple[int, int, dict[str, Any]]:
+    def _dispatch_constants(self, sms: int, part0: Tensor, part1: Tensor | None) -> tuple[int, int, dict[str, Any]]:
         """(op id, tokens of the largest tile, constexprs)."""
         last = part0 if part1 is None else part1
         block0 = next_power_of_2(part0.shape[1])
@@ -111,7 +91,7 @@ class KernelExchange:
             "WIDTH1": last.shape[1],
             "BLOCK1": next_power_of_2(last.shape[1]),
         }
-        return self.layout.op_id(step, row_bytes), tile_bytes // (block0 * part0.itemsize), constants
+        return self.layout.op_id("dispatch", row_bytes), tile_bytes // (block0 * part0.itemsize), constants
 
     def combine(
         self,

@@ -54,9 +54,7 @@ def count_kernel(
     max_tokens, chunk, first_counted, counted, num_experts, max_rows,
     TOP_K: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Experts first_counted .. first_counted + counted - 1 are counted, BINS at a time.
-
-    wrong None: invalid ids are not counted. row_source None: there are no rows to fill."""
+    """Experts first_counted .. first_counted + counted - 1 are counted, BINS at a time."""
     source = tl.program_id(1)
     program = source * tl.num_programs(0) + tl.program_id(0)
     lane = tl.arange(0, TILE)
@@ -74,14 +72,12 @@ def count_kernel(
             counts += tl.histogram(bin, BINS, mask=mask & (bin >= 0) & (bin < BINS))
         bins = section + tl.arange(0, BINS)
         tl.store(counts_ptr + program * counted + bins, counts, mask=bins < counted)
-    if wrong_ptr is not None:
-        tl.store(wrong_ptr + program, tl.sum(wrong, 0))
-    if row_source_ptr is not None:
-        for first in range(program * TILE, max_rows, tl.num_programs(0) * tl.num_programs(1) * TILE):
-            row = first + lane
-            tl.store(row_source_ptr + row, -1, mask=row < max_rows)
-            tl.store(row_slot_ptr + row, -1, mask=row < max_rows)
-            tl.store(row_weight_ptr + row, 0.0, mask=row < max_rows)
+    tl.store(wrong_ptr + program, tl.sum(wrong, 0))
+    for first in range(program * TILE, max_rows, tl.num_programs(0) * tl.num_programs(1) * TILE):
+        row = first + lane
+        tl.store(row_source_ptr + row, -1, mask=row < max_rows)
+        tl.store(row_slot_ptr + row, -1, mask=row < max_rows)
+        tl.store(row_weight_ptr + row, 0.0, mask=row < max_rows)
 
 
 @triton.jit
@@ -114,23 +110,23 @@ def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constex
 
 @triton.jit(
     do_not_specialize=[
-        "max_tokens", "pairs", "chunk", "chunks", "chunks_of_source", "first_source", "first_counted", "counted",
-        "first_expert", "experts", "experts_per_rank", "owners", "alignment", "max_rows",
+        "max_tokens", "pairs", "chunk", "chunks", "chunks_of_source", "first_counted", "counted", "first_expert",
+        "experts", "owners", "alignment", "max_rows",
     ]
 )  # fmt: skip
 def place_kernel(
     ids_ptr, weights_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_source_ptr, row_slot_ptr, row_weight_ptr,
-    pair_rows_ptr, offs_ptr, group_sizes_ptr, totals_ptr, running_ptr, own_tokens_ptr,
-    max_tokens, pairs, chunk, chunks, chunks_of_source, first_source, first_counted, counted, first_expert, experts,
-    experts_per_rank, owners, alignment, max_rows,
+    slot_rows_ptr, offs_ptr, group_sizes_ptr, totals_ptr, running_ptr, own_tokens_ptr,
+    max_tokens, pairs, chunk, chunks, chunks_of_source, first_counted, counted, first_expert, experts, owners,
+    alignment, max_rows,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """pairs: of each source, whose rows are wanted. row_source None: only pair_rows, for all owners, is made.
+    """pairs: of each source.
 
     totals (2 owners + 1,): rows that owners need, rows that do not fit, wrong ids. running: the same of all plans.
     own_tokens: a copy of num_tokens.
     """
-    source = first_source + tl.program_id(1)
+    source = tl.program_id(1)
     this_chunk = source * chunks_of_source + tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     here_ptr = counts_ptr + (first_expert - first_counted)
@@ -138,34 +134,31 @@ def place_kernel(
     padded = (sizes + alignment - 1) // alignment * alignment
     ends = tl.cumsum(padded, 0)
     start = ends - padded
-    if row_source_ptr is None:
-        start -= tl.gather(start, expert // experts_per_rank * experts_per_rank, 0)
-    else:
-        if this_chunk == 0:
-            tl.store(offs_ptr + expert, tl.minimum(ends, max_rows), mask=expert < experts)
-            tl.store(group_sizes_ptr + expert, sizes, mask=expert < experts)
-            wrong = tl.zeros((1024,), tl.int32)
-            for first in range(0, chunks, 1024):
-                each = first + tl.arange(0, 1024)
-                wrong += tl.load(wrong_ptr + each, mask=each < chunks, other=0)
-            all_wrong = tl.sum(wrong, 0).to(tl.int64)
-            tl.store(totals_ptr + 2 * owners, all_wrong)
-            if running_ptr is not None:
-                tl.store(running_ptr + 2 * owners, tl.load(running_ptr + 2 * owners) + all_wrong)
-        if tl.program_id(0) == 0:
-            tl.store(own_tokens_ptr + source, tl.load(num_tokens_ptr + source))
-        for owner in range(this_chunk, owners, chunks):
-            of_owner, _ = _sizes(counts_ptr + owner * experts, counted, experts, chunks, 0, EXPERTS, CHUNKS)
-            needed = (of_owner + alignment - 1) // alignment * alignment
-            past = tl.cumsum(needed, 0) - needed + of_owner - max_rows
-            all_needed = tl.sum(needed, 0).to(tl.int64)
-            all_dropped = tl.sum(tl.minimum(tl.maximum(past, 0), of_owner), 0).to(tl.int64)
-            tl.store(totals_ptr + owner, all_needed)
-            tl.store(totals_ptr + owners + owner, all_dropped)
-            if running_ptr is not None:
-                most_ptr = running_ptr + owner
-                tl.store(most_ptr, tl.maximum(tl.load(most_ptr), all_needed))
-                tl.store(most_ptr + owners, tl.load(most_ptr + owners) + all_dropped)
+    if this_chunk == 0:
+        tl.store(offs_ptr + expert, tl.minimum(ends, max_rows), mask=expert < experts)
+        tl.store(group_sizes_ptr + expert, sizes, mask=expert < experts)
+        wrong = tl.zeros((1024,), tl.int32)
+        for first in range(0, chunks, 1024):
+            each = first + tl.arange(0, 1024)
+            wrong += tl.load(wrong_ptr + each, mask=each < chunks, other=0)
+        all_wrong = tl.sum(wrong, 0).to(tl.int64)
+        tl.store(totals_ptr + 2 * owners, all_wrong)
+        if running_ptr is not None:
+            tl.store(running_ptr + 2 * owners, tl.load(running_ptr + 2 * owners) + all_wrong)
+    if tl.program_id(0) == 0:
+        tl.store(own_tokens_ptr + source, tl.load(num_tokens_ptr + source))
+    for owner in range(this_chunk, owners, chunks):
+        of_owner, _ = _sizes(counts_ptr + owner * experts, counted, experts, chunks, 0, EXPERTS, CHUNKS)
+        needed = (of_owner + alignment - 1) // alignment * alignment
+        past = tl.cumsum(needed, 0) - needed + of_owner - max_rows
+        all_needed = tl.sum(needed, 0).to(tl.int64)
+        all_dropped = tl.sum(tl.minimum(tl.maximum(past, 0), of_owner), 0).to(tl.int64)
+        tl.store(totals_ptr + owner, all_needed)
+        tl.store(totals_ptr + owners + owner, all_dropped)
+        if running_ptr is not None:
+            most_ptr = running_ptr + owner
+            tl.store(most_ptr, tl.maximum(tl.load(most_ptr), all_needed))
+            tl.store(most_ptr + owners, tl.load(most_ptr + owners) + all_dropped)
 
     TILE: tl.constexpr = SEGMENTS * SEGMENT
     lane = tl.arange(0, TILE)
@@ -185,12 +178,11 @@ def place_kernel(
         row = tl.gather(first_row, lane // SEGMENT * EXPERTS + tl.maximum(local, 0), 0) + place - 1
         kept = mask & (row < max_rows)
         pair_row = tl.where(kept, row, tl.where(mask, -2, -1))
-        tl.store(pair_rows_ptr + tl.program_id(1) * pairs + pair, pair_row, mask=pair < pairs)
-        if row_source_ptr is not None:
-            flat = flat0 + pair
-            tl.store(row_source_ptr + row, flat, mask=kept)
-            tl.store(row_slot_ptr + row, flat // TOP_K, mask=kept)
-            tl.store(row_weight_ptr + row, tl.load(weights_ptr + flat, mask=kept, other=0.0), mask=kept)
+        tl.store(slot_rows_ptr + source * pairs + pair, pair_row, mask=pair < pairs)
+        flat = flat0 + pair
+        tl.store(row_source_ptr + row, flat, mask=kept)
+        tl.store(row_slot_ptr + row, flat // TOP_K, mask=kept)
+        tl.store(row_weight_ptr + row, tl.load(weights_ptr + flat, mask=kept, other=0.0), mask=kept)
 
 
 def make_plan(
@@ -219,37 +211,11 @@ def make_plan(
     )  # fmt: skip
     launch(place_kernel, (chunks, sources),
         expert_ids, weights, num_tokens, counts, wrong, *rows, slot_rows, offs, group_sizes, totals,
-        running, own_tokens, max_tokens, pairs, chunk, sources * chunks, chunks, 0, first_counted, counted,
-        first_expert, num_local_experts, num_local_experts, owners, alignment, max_rows,
+        running, own_tokens, max_tokens, pairs, chunk, sources * chunks, chunks, first_counted, counted,
+        first_expert, num_local_experts, owners, alignment, max_rows,
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
     return *rows, slot_rows, offs, group_sizes, totals, own_tokens
-
-
-def plan_destinations(
-    expert_ids: Tensor, num_tokens: Tensor, rank: int, num_tokens_here: int, experts_per_rank: int, alignment: int,
-    max_rows: int, num_experts: int,
-) -> Tensor:  # fmt: skip
-    """mxep::plan_destinations."""
-    sources, max_tokens, top_k = expert_ids.shape
-    expert_ids, num_tokens = expert_ids.contiguous(), num_tokens.contiguous()
-    pair_rows = torch.empty((num_tokens_here, top_k), dtype=torch.int32, device=expert_ids.device)
-    if not pair_rows.numel():
-        return pair_rows
-    experts, segments, chunk, chunks = _shape(num_experts, sources, max_tokens * top_k)
-    counts = torch.empty(sources * chunks * num_experts, dtype=torch.int32, device=expert_ids.device)
-    options = {"TOP_K": top_k, "num_warps": NUM_WARPS}
-    launch(count_kernel, (chunks, sources),
-        expert_ids, num_tokens, counts, None, None, None, None,
-        max_tokens, chunk, 0, num_experts, num_experts, 0, BINS=_bins(num_experts), TILE=COUNT_TILE, **options,
-    )  # fmt: skip
-    launch(place_kernel, (cdiv(pair_rows.numel(), chunk), 1),
-        expert_ids, None, num_tokens, counts, None, None, None, None, pair_rows, None, None, None,
-        None, None, max_tokens, pair_rows.numel(), chunk, sources * chunks, chunks, rank, 0, num_experts, 0,
-        num_experts, experts_per_rank, 0, alignment, max_rows,
-        EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
-    )  # fmt: skip
-    return pair_rows
 
 
 @functools.lru_cache(256)

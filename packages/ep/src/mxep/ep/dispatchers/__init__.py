@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -9,12 +11,14 @@ from mxep.comms import Capacity
 
 from .all_to_all import AllToAllDispatcher
 from .base import Routing, TokenDispatcher, find_dispatcher, resolve_group, unused_twin
+from .hierarchical import HierarchicalDispatcher
 from .local import LocalDispatcher
 from .symmetric import NvshmemDispatcher, SymmetricDispatcher
 
 __all__ = [
     "DISPATCHERS",
     "AllToAllDispatcher",
+    "HierarchicalDispatcher",
     "LocalDispatcher",
     "NvshmemDispatcher",
     "Routing",
@@ -24,7 +28,7 @@ __all__ = [
     "make_dispatcher",
 ]
 
-DISPATCHERS = ("local", "all_to_all", "symmetric", "nvshmem")
+DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
 
 
 def make_dispatcher(
@@ -37,22 +41,27 @@ def make_dispatcher(
     capacity: Capacity | None = None,
     max_tokens: int | None = None,
     timeout: float | None = None,
+    ranks_per_node: int | None = None,
 ) -> TokenDispatcher:
     """The dispatcher called ``name``, one of :data:`DISPATCHERS`: one object for layers that ask for the same.
 
     It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one
     that only some of them still hold could not be. All symmetric ones of a group share their memory in any case.
 
-    timeout: see :class:`SymmetricDispatcher`; all_to_all has its process group's. Raises ValueError on another name.
+    timeout: see :class:`SymmetricDispatcher`; all_to_all has its process group's. ranks_per_node: see
+    :class:`HierarchicalDispatcher`; others have none. Raises ValueError on another name.
     """
     if name not in DISPATCHERS:
         raise ValueError(f"unknown dispatcher {name!r}, one of {', '.join(DISPATCHERS)}")
     group = resolve_group(group) if name != "local" else None
     made: TokenDispatcher
+    sizes: dict[str, Any] = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
     if name in ("symmetric", "nvshmem"):
         kind = SymmetricDispatcher if name == "symmetric" else NvshmemDispatcher
-        sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
-        made = kind(num_experts, group=group, capacity=capacity, **sizes)  # type: ignore[arg-type]
+        made = kind(num_experts, group=group, capacity=capacity, **sizes)
+    elif name == "hierarchical":
+        sizes["ranks_per_node"] = ranks_per_node
+        made = HierarchicalDispatcher(num_experts, group=group, capacity=capacity, **sizes)
     elif name == "all_to_all":
         made = AllToAllDispatcher(num_experts, group=group, capacity=capacity)
     else:

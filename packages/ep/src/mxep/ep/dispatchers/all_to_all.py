@@ -19,7 +19,8 @@ from torch import Tensor
 
 from mxep.comms import Capacity, gather_rows, narrow_ids, sum_slots
 
-from .base import Done, Handle, Payload, Routing, TokenDispatcher
+from .base import Payload, Routing, TokenDispatcher
+from .handles import Done, Handle
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,19 @@ class AllToAllDispatcher(TokenDispatcher):
         return Done((out, back.view(routing.expert_ids.shape)))
 
     def _sum_home(self, home: Tensor, routing: AllToAllRouting) -> Tensor:
+        """Two gathers-and-sums: a token's rows of one rank, in its list's order, then the ranks' sums in rank order."""
         ids = routing.expert_ids
+        tokens, top_k = ids.shape
         position = torch.full((ids.numel(),), -1, dtype=torch.int32, device=ids.device)
         position[routing.order] = torch.arange(len(home), dtype=torch.int32, device=ids.device)
-        rank = ids.div(self.num_local_experts, rounding_mode="floor")
-        total = torch.zeros(len(ids), home.shape[1], device=home.device)
-        for r in range(self.world_size):
-            total += sum_slots(home, torch.where(rank == r, position.view(ids.shape), -1)).float()
-        return total.to(home.dtype)
+        rank = torch.where(ids >= 0, ids.div(self.num_local_experts, rounding_mode="floor"), self.world_size)
+        again = (rank[:, :, None] == rank[:, None, :]).tril(-1).any(2)
+        # Each token's ranks in order, world_size behind the last.
+        ranks = rank.masked_fill(again, self.world_size).sort(1).values[:, : min(top_k, self.world_size)]
+        rows = torch.where(ranks[:, :, None] == rank[:, None], position.view(tokens, 1, top_k), -1)
+        of_rank = sum_slots(home, rows.view(-1, top_k))
+        place = torch.arange(ranks.numel(), device=ids.device).view_as(ranks)
+        return sum_slots(of_rank, torch.where(ranks < self.world_size, place, -1).int())
 
     def _exchange_sizes(self, counts: Tensor, wrong: Tensor) -> tuple[list[int], list[int], list[int]]:
         """(sent, received) rows by rank, on the host: NCCL's all-to-all takes them from there. Third, what

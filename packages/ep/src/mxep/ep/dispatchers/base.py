@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,29 +33,14 @@ from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_
 from mxep.gemm.quantize_once import in_graph_tree
 from mxep.quant.replay import Replayed, replayed
 
+from .handles import Handle
+
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
 _T = TypeVar("_T")
-_T_co = TypeVar("_T_co", covariant=True)
 
 _dispatchers: weakref.WeakValueDictionary[str, TokenDispatcher] = weakref.WeakValueDictionary()
 """Those that live, by ``key``."""
-
-
-class Handle(Protocol[_T_co]):
-    """An exchange in flight."""
-
-    def wait(self) -> _T_co:
-        """Its result, for the current stream; the host does not wait."""
-
-
-class Done(NamedTuple, Generic[_T]):
-    """A handle of an exchange that is over."""
-
-    result: _T
-
-    def wait(self) -> _T:
-        return self.result
 
 
 def find_dispatcher(key: str) -> TokenDispatcher:
@@ -143,7 +128,7 @@ class Routing:
 
 
 class TokenDispatcher(ABC):
-    """Base of the three dispatchers.
+    """Base of the dispatchers.
 
     Args:
         num_experts: E, a multiple of the group's size; rank r owns experts ``r * e .. (r + 1) * e - 1``.
@@ -255,7 +240,8 @@ class TokenDispatcher(ABC):
         """Rows home: ``rows`` (R_max, D) -> (T, D), each token's rows summed in fp32 in a fixed order.
 
         Per destination rank a token's rows are summed in its list's order and rounded to the rows' dtype, then the
-        ranks' sums in rank order, whatever the dispatcher: over the same ranks they agree bit for bit.
+        ranks' sums in rank order. Dispatchers over the same ranks agree bit for bit, but for the hierarchical one,
+        which rounds a node's sum, too.
         ``row_values`` (R_max,) fp32 come back as (T, K), 0 where nothing was routed.
         """
 
@@ -276,7 +262,7 @@ class TokenDispatcher(ABC):
         All ranks raise the same in the same step, so that all may skip it: CapacityExceeded if rows did not fit
         ``capacity`` on any rank, unless that says "drop"; ValueError if any rank's expert ids were out of range.
         """
-        found = [counts.tolist() for counts in self._counts.values()]
+        found = [counts.tolist() for counts in self._all_counts()]
         for transport in self._transports():
             transport.check()
         for each, counts in zip(found, self._counts.values()):
@@ -293,9 +279,13 @@ class TokenDispatcher(ABC):
         ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range. Of all ranks together,
         and the same on each. A forward that a checkpoint repeats counts again.
         """
-        first, *others = self._counts.values() or (torch.zeros(3, dtype=torch.int64),)
+        first, *others = self._all_counts() or [torch.zeros(3, dtype=torch.int64)]
         total = sum((each.to(first.device) for each in others), first)
         return {"dropped": total[len(total) // 2 : -1].sum(), "invalid": total[-1].clone()}
+
+    def _all_counts(self) -> list[Tensor]:
+        """As plans count, by device: what all ranks find alike."""
+        return list(self._counts.values())
 
     def _transports(self) -> tuple[Transport, ...]:
         """In use."""
@@ -313,15 +303,19 @@ class TokenDispatcher(ABC):
             cure = f"Capacity.factor({enough:g}) would have been enough"
         return f"rows did not fit {self.capacity}, {max_rows} on each rank: {lost}; the step is not usable, {cure}"
 
+    def _running_counts(self, device: torch.device, owners: int) -> Tensor:
+        """(2 owners + 1,) int64, where plans on this device count."""
+        self.used = True
+        if device not in self._counts:
+            zeros = functools.partial(torch.zeros, 2 * owners + 1, dtype=torch.int64, device=device)
+            self._counts[device] = made_to_stay(device, zeros)
+        return self._counts[device]
+
     def _plan(
         self, ids: Tensor, weights: Tensor, num_tokens: Tensor, *, alignment: int, capacity: Capacity, invalid: int = 0
     ) -> RoutingPlan:
         """invalid: ids that are not in the tables any more."""
-        self.used = True
-        total = self._counts.get(ids.device)
-        if total is None:
-            zeros = functools.partial(torch.zeros, 2 * self.world_size + 1, dtype=torch.int64, device=ids.device)
-            total = self._counts[ids.device] = made_to_stay(ids.device, zeros)
+        total = self._running_counts(ids.device, self.world_size)
         sizes = self.rank * self.num_local_experts, self.num_local_experts, alignment, capacity, self.num_experts
         fields = _plan([ids, weights, num_tokens, total], *sizes, invalid)
         plan = RoutingPlan(*fields, alignment=alignment)  # type: ignore[misc]

@@ -10,7 +10,8 @@ from torch import Tensor
 from mxep.comms import narrow_ids, sum_slots
 from mxep.quant.replay import replayed
 
-from .base import Done, Handle, Payload, Routing, TokenDispatcher
+from .base import Payload, Routing, TokenDispatcher
+from .handles import Done, Handle
 
 
 class LocalDispatcher(TokenDispatcher):

@@ -29,7 +29,7 @@ def open_transport(
 
     Raises ValueError if it has another timeout than the one asked for, or for NVSHMEM and a CPU.
     """
-    for stale in [key for key, each in _open.items() if not _lives(each.group)]:
+    for stale in [key for key, each in _open.items() if not lives(each.group)]:
         _open.pop(stale).close()
     transports = _alone if group is None or group.size() == 1 else _open
     if kind is NvshmemTransport and device.type != "cuda":
@@ -60,7 +60,8 @@ def close_transport(transport: Transport) -> None:
             del transports[key]
 
 
-def _lives(group: dist.ProcessGroup | None) -> bool:
+def lives(group: dist.ProcessGroup | None) -> bool:
+    """Whether it was not destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 

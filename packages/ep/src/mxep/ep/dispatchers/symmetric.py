@@ -26,7 +26,8 @@ from mxep.comms import (
     narrow_ids,
 )
 
-from .base import Done, Handle, Payload, Routing, TokenDispatcher, made_to_stay
+from .base import Payload, Routing, TokenDispatcher, made_to_stay
+from .handles import Done, Handle
 from .shared import close_transport, open_transport
 
 OVERLAP_SMS = 32
@@ -158,7 +159,9 @@ class SymmetricDispatcher(TokenDispatcher):
     def _workspace(self, expert_ids: Tensor) -> Workspace:
         """For a dispatch of these ids."""
         device, (tokens, top_k) = expert_ids.device, expert_ids.shape
-        max_tokens = self.max_tokens or self._most_tokens.get(device) or self._ask_most(tokens, device)
+        max_tokens = self.max_tokens or self._most_tokens.get(device)
+        if not max_tokens:
+            max_tokens = self._most_tokens[device] = most_tokens(tokens, device, self.group)
         found = self._workspaces.get((device, max_tokens, top_k))
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
 
@@ -169,14 +172,6 @@ class SymmetricDispatcher(TokenDispatcher):
         if key not in self._workspaces:
             raise RuntimeError("dispatcher: got a routing from before it was closed, wanted close() after backward")
         return self._workspaces[key]
-
-    def _ask_most(self, tokens: int, device: torch.device) -> int:
-        """The most tokens of any rank, asked until there are some: who was given max_tokens asks nobody."""
-        most = torch.tensor(tokens, device=device)
-        if self.world_size > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        self._most_tokens[device] = int(most)
-        return self._most_tokens[device]
 
     def _make_workspace(self, device: torch.device, max_tokens: int, top_k: int) -> Workspace:
         if self.uses < 1:
@@ -203,6 +198,14 @@ class SymmetricDispatcher(TokenDispatcher):
 
         made = self._workspaces[device, max_tokens, top_k] = made_to_stay(device, make)
         return made
+
+
+def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """The most tokens of any rank. Collective: who is given max_tokens asks nobody."""
+    most = torch.tensor(tokens, device=device)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return int(most)
 
 
 @functools.cache

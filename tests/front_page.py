@@ -3,7 +3,7 @@
     layer-h200.json   section "layer" of the runs on 4 GPUs: ms of forward + backward, lower is better
     model-h200.json   section "model": tokens/s of a model's forward + backward, higher is better
 
-python -m mxep.integration.bench.front_page docs/results          writes docs/results/front-page.svg
+python tests/front_page.py docs/results          writes docs/results/front-page.svg
 
 The SVG is written as text, not drawn by matplotlib as the benches' pictures are. So the same results give the same
 bytes, which a test compares, and a browser picks colours for the reader's scheme, dark or light.

@@ -1,0 +1,338 @@
+"""HierarchicalDispatcher: a token crosses to another node once, whatever experts it has there, then spreads within it.
+
+    across   rank l of node n <-> rank l of each node m    all-to-all of equal splits: the host reads no sizes
+    within   rank l of node m <-> the node's ranks         symmetric memory: a `SymmetricDispatcher` of the node
+
+    dispatch     rows of node m's tokens, with their ids and weights, across; then within, where the plan is made
+    redispatch   other bytes of the same tokens, likewise, without ids
+    combine      within: a row for each token that came across; across: these rows home, summed there
+
+N nodes of L ranks, W = N L; rank r is rank l = r % L of node n = r // L, and node m owns experts m E / N on. T tokens
+of this rank, T_max of any, K experts a token, E in all. C slots for the tokens of each node, as follows from the
+capacity: an equal split sends all of them, used or not. Slot m C + i holds the i-th token that needs node m:
+
+    N = 2, C = 2, E = 4    token 0 [0, 3]    token 1 [2, -1]    token 2 [3, 2]
+    slots                        [0, 2]            [-1, 3]            [-1, -1]    node 1 has no third slot: lost
+    tokens                 [0, -1, 0, 1]
+
+**Order of sums.** A token's rows on one rank are summed in its list's order, then the sums of a node's ranks in rank
+order, then those of nodes in node order: each in fp32, rounded once to the rows' dtype. With one node, or nodes of one
+rank, that is what the other dispatchers do. Rows of an expert are ordered by (l, n, token) of where they came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mxep.comms import Capacity, Transport, gather_rows, narrow_ids, sum_slots
+from mxep.quant.replay import replayed
+
+from .base import Payload, Routing, TokenDispatcher, resolve_group
+from .handles import Handle, Later
+from .nodes import nodes_of
+from .symmetric import SymmetricDispatcher, most_tokens
+
+
+@dataclass(frozen=True)
+class HierarchicalRouting(Routing):
+    """Routing plus the way between nodes.
+
+    Attributes:
+        within: of the tokens that came to this rank from all nodes, whose plan it is.
+        slots: (T, N) int32, the slot of each token for each node, -1 where it has none.
+        tokens: (N C,) int32, the token in each slot, -1 in unused ones.
+    """
+
+    within: Routing
+    slots: Tensor
+    tokens: Tensor
+
+    def stats(self) -> dict[str, Tensor]:
+        """As of a routing, but ``dropped`` and ``invalid`` are of this node's experts alone: ``counts()`` has all.
+
+        ``sent`` counts rows between nodes, one per (token, node), the own node's included; ``sent_within`` rows from
+        this rank within its node. What an all-to-all sends is all N C slots.
+        """
+        return super().stats() | {"sent_within": self.within.wire_rows()}
+
+    def wire_rows(self) -> Tensor:
+        return (self.slots >= 0).sum()
+
+
+class HierarchicalDispatcher(TokenDispatcher):
+    """See :class:`TokenDispatcher`. Collective: it makes process groups, and :meth:`check` and `counts` use the group.
+
+    Args:
+        dim, dtype, max_tokens, timeout: as of :class:`SymmetricDispatcher`; a rank with more than max_tokens raises
+            ValueError, its peers time out. timeout is also the limit of collectives between nodes.
+        capacity: of ``factor(c)`` there are also C = c times the slots that a uniform choice of experts needs, at most
+            T_max; else C = T_max, where every token fits.
+        ranks_per_node: L. None: as many as there are on each host.
+        nodes_per_token: the most nodes that a token's experts lie on, where a router limits them; of use to factor(c).
+
+    Expert ids out of range are counted on all devices and raised by :meth:`check`: a rank that raised before would keep
+    the others waiting. Raises ValueError if ranks do not fit nodes, on all ranks.
+    """
+
+    borrows = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        group: dist.ProcessGroup | None = None,
+        capacity: Capacity | None = None,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+        ranks_per_node: int | None = None,
+        nodes_per_token: int | None = None,
+    ) -> None:
+        sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
+        named = sizes | {"ranks_per_node": ranks_per_node, "nodes_per_token": nodes_per_token}
+        super().__init__(num_experts, group=group, capacity=capacity, sizes=named)
+        self.nodes = nodes_of(resolve_group(group), ranks_per_node, timeout)
+        if nodes_per_token is not None and not 1 <= nodes_per_token <= self.nodes.count:
+            raise ValueError(f"nodes_per_token: got {nodes_per_token}, wanted 1 to {self.nodes.count}, the nodes")
+        self.experts_per_node = num_experts // self.nodes.count
+        self.nodes_per_token = nodes_per_token or self.nodes.count
+        self.row_dtype: torch.dtype = dtype
+        self.max_tokens = max_tokens
+        self._sizes: dict[str, Any] = sizes
+        self._most_tokens = 0
+        """Where max_tokens was not given."""
+        self._within: dict[int, SymmetricDispatcher] = {}
+        """By C."""
+        self._node_counts: dict[torch.device, Tensor] = {}
+        """Of all of them, which share them."""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, nodes={self.nodes.count})"
+
+    def slots_per_node(self, max_tokens: int, top_k: int) -> int:
+        """C, of T_max and K."""
+        return slots_per_node(self.capacity, max_tokens, self._share(top_k))
+
+    def dispatch(
+        self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
+    ) -> Handle[tuple[Payload, Routing]]:
+        expert_ids = narrow_ids(expert_ids, self.num_experts)
+        tokens, top_k = expert_ids.shape
+        max_tokens = self._max_tokens(tokens, expert_ids.device)
+        within = self._within_of(max_tokens, self.slots_per_node(max_tokens, top_k))
+        counts = self._running_counts(expert_ids.device, 1)
+        sizes = self.nodes.count, self.slots_per_node(max_tokens, top_k), self.experts_per_node, self.num_experts
+        ids, slots, token_of, tables = _plan_slots([expert_ids, weights, counts], *sizes)
+        crossing = self._cross(gather_rows((_joined(payload), tables), token_of))
+
+        def finish() -> tuple[Payload, Routing]:
+            rows, tables = crossing.wait()
+            here = _read_tables([tables], self.nodes.node * self.experts_per_node, self.experts_per_node)
+            arrived, routing = within.dispatch((rows,), *here, alignment=alignment).wait()
+            self._room = max(self._room, (max_tokens, top_k, alignment, routing.plan.max_rows))
+            between = HierarchicalRouting(routing.plan, ids, self.num_local_experts, routing, slots, token_of)
+            return _parted(arrived, payload), between
+
+        return Later(finish)
+
+    def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
+        assert isinstance(routing, HierarchicalRouting)
+        within, of_node = self._within_by(routing), routing.within
+        crossing = self._cross(gather_rows((_joined(payload),), routing.tokens))
+        return Later(lambda: _parted(within.redispatch(crossing.wait(), of_node).wait(), payload))
+
+    def combine(
+        self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
+    ) -> Handle[tuple[Tensor, Tensor | None]]:
+        assert isinstance(routing, HierarchicalRouting)
+        sums, values = self._within_by(routing).combine(rows, routing.within, row_values).wait()
+        crossing = self._cross((sums,) if values is None else (sums, values))
+
+        def finish() -> tuple[Tensor, Tensor | None]:
+            home, *values = crossing.wait()
+            tensors = [home, values[0] if values else None, routing.slots, routing.expert_ids]
+            out, of_pairs = _sum_home(tensors, self.experts_per_node)
+            return out, of_pairs
+
+        return Later(finish)
+
+    def check(self) -> None:
+        for counts in self._node_counts.values():
+            counts.tolist()  # all exchanges are over
+        for transport in self._transports():
+            transport.check()  # before a collective that a rank which is gone would not come to
+        try:
+            super().check()
+        finally:
+            for counts in self._node_counts.values():
+                counts.zero_()
+
+    def close(self) -> None:
+        super().close()
+        if self.uses < 1:
+            while self._within:
+                self._within.popitem()[1].close()
+
+    def _max_tokens(self, tokens: int, device: torch.device) -> int:
+        """T_max, at least 1, for a dispatch of so many tokens."""
+        most = self.max_tokens or self._most_tokens
+        if not most:
+            most = self._most_tokens = most_tokens(tokens, device, self.group)
+        if tokens > most:
+            cure = f"set max_tokens={tokens} or more, on all ranks, where the layer is made"
+            raise ValueError(f"payload: got {tokens} tokens, wanted at most max_tokens = {most}: {cure}")
+        return max(1, most)
+
+    def _within_of(self, max_tokens: int, num_slots: int) -> SymmetricDispatcher:
+        if self.uses < 1:
+            raise RuntimeError("dispatcher: closed")
+        if num_slots not in self._within:
+            here, capacity = self.nodes.count * num_slots, self.capacity
+            if capacity.kind == "factor":  # times T_max K rows, and not the slots' K
+                capacity = Capacity.factor(capacity.load * max_tokens / here, capacity.overflow)
+            sizes = self._sizes | {"max_tokens": here}
+            made = SymmetricDispatcher(self.experts_per_node, group=self.nodes.within, capacity=capacity, **sizes)
+            made._counts = self._node_counts
+            self._within[num_slots] = made
+        return self._within[num_slots]
+
+    def _within_by(self, routing: HierarchicalRouting) -> SymmetricDispatcher:
+        num_slots = len(routing.tokens) // self.nodes.count
+        if num_slots not in self._within:
+            raise RuntimeError("dispatcher: got a routing from before it was closed, wanted close() after backward")
+        return self._within[num_slots]
+
+    def _cross(self, outgoing: Sequence[Tensor]) -> _Crossing:
+        """(N C, n_i) each, C rows to each node -> as many, C rows from each."""
+        if self.nodes.across is None:
+            return _Crossing(tuple(outgoing), [])
+        incoming, works = tuple(map(torch.empty_like, outgoing)), []
+        for theirs, ours in zip(incoming, outgoing):
+            parts = theirs.view(torch.uint8), ours.view(torch.uint8)
+            works.append(dist.all_to_all_single(*parts, group=self.nodes.across, async_op=True))
+        return _Crossing(incoming, works)
+
+    def _share(self, top_k: int) -> float:
+        """Of tokens, that need a node if any nodes_per_token nodes, and any experts of theirs, are as likely."""
+        reached = self.nodes_per_token * self.experts_per_node
+        others = math.comb(reached - self.experts_per_node, top_k) / max(1, math.comb(reached, top_k))
+        return self.nodes_per_token / self.nodes.count * (1 - others)
+
+    def _transports(self) -> tuple[Transport, ...]:
+        return tuple({id(t): t for each in self._within.values() for t in each._transports()}.values())
+
+    def _all_counts(self) -> list[Tensor]:
+        """As a plan of 2 W owners counts: rows of the W ranks' experts, then the slots of the W senders. Collective."""
+        totals, ranks = [], self.world_size
+        for device, (most, lost, invalid) in self._counts.items():
+            total = torch.zeros(4 * ranks + 1, dtype=torch.int64, device=device)
+            needed, overflow = total[: 2 * ranks], total[2 * ranks : -1]
+            needed[ranks + self.rank], overflow[ranks + self.rank], total[-1] = most, lost, invalid
+            # All ranks of a node have counted the same.
+            if self.rank % self.nodes.ranks == 0 and device in self._node_counts:
+                rows, owners = self._node_counts[device], slice(self.rank, self.rank + self.nodes.ranks)
+                needed[owners], overflow[owners] = rows[: self.nodes.ranks], rows[self.nodes.ranks : -1]
+            if ranks > 1:
+                dist.all_reduce(total, group=self.group)
+            totals.append(total)
+        return totals
+
+    def _what_did_not_fit(self, needed: list[int], overflow: list[int]) -> str:
+        ranks, (max_tokens, top_k, *_) = self.world_size, self._room
+        if not any(overflow[ranks:]):
+            return super()._what_did_not_fit(needed[:ranks], overflow[:ranks])
+        most, num_slots = max(needed[ranks:]), self.slots_per_node(max_tokens, top_k)
+        lost = ", ".join(
+            f"{pairs} of rank {rank}, which had {needed[ranks + rank]} tokens for a node"
+            for rank, pairs in enumerate(overflow[ranks:])
+            if pairs
+        )
+        enough = math.ceil(100 * most / (max_tokens * self._share(top_k))) / 100
+        cure = f"Capacity.factor({enough:g}) has as many, if rows of experts fit it, too"
+        return f"rows did not fit {self.capacity}, {num_slots} slots for a node: {lost}; the step is not usable, {cure}"
+
+
+class _Crossing(NamedTuple):
+    """Rows on their way between nodes."""
+
+    rows: Payload
+    works: list[Any]
+
+    def wait(self) -> Payload:
+        for work in self.works:
+            work.wait()
+        return self.rows
+
+
+def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:
+    """C, of T_max and the share of tokens that need a node."""
+    if capacity.kind != "factor":
+        return max_tokens
+    return min(max_tokens, max(1, math.ceil(capacity.load * max_tokens * share)))
+
+
+def _joined(payload: Payload) -> Tensor:
+    return payload[0] if len(payload) == 1 else torch.cat(payload, 1)
+
+
+def _parted(slots: Payload, payload: Payload) -> Payload:
+    """Slots (S, n) in one part -> in the payload's."""
+    return torch.split(slots[0], [part.shape[1] for part in payload], 1)
+
+
+@replayed
+def _plan_slots(
+    tensors: list[Tensor], num_nodes: int, num_slots: int, experts_per_node: int, num_experts: int
+) -> list[Tensor]:
+    """[expert_ids, weights, counts, which are updated] -> [ids (T, K), -1 for invalid ones, slots, tokens, tables].
+
+    tables: (T, 8 K) uint8, of each token its ids + 1, as unused slots are 0, and its weights.
+    """
+    ids, weights, counts = tensors
+    wrong = (ids < -1) | (ids >= num_experts)
+    ids = torch.where(wrong, -1, ids)
+    of_node = torch.arange(num_nodes, device=ids.device)
+    here = ids.div(experts_per_node, rounding_mode="floor")[:, :, None] == of_node  # (T, K, N)
+    needed = here.any(1)
+    place = needed.cumsum(0) - 1
+    fits = needed & (place < num_slots)
+    slots = torch.where(fits, of_node * num_slots + place, -1)
+    # Tokens without a slot write into one more, which is cut off.
+    all_slots = num_nodes * num_slots
+    token = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None].expand(slots.shape)
+    tokens = token.new_full((all_slots + 1,), -1)
+    tokens.scatter_(0, torch.where(fits, slots, all_slots).flatten(), token.flatten())
+    lost = (here & (needed & ~fits)[:, None]).sum()
+    counts[0] = torch.maximum(counts[0], needed.sum(0).max())
+    counts[1:] += torch.stack((lost, wrong.sum()))
+    tables = torch.cat((ids + 1, weights.detach().view(torch.int32)), 1).view(torch.uint8)
+    return [ids, slots.int(), tokens[:-1], tables]
+
+
+@replayed
+def _read_tables(tensors: list[Tensor], first_expert: int, experts_per_node: int) -> list[Tensor]:
+    """[tables (N C, 8 K)] -> [ids among the node's experts (N C, K) int32, weights (N C, K)]."""
+    ids, weights = tensors[0].view(torch.int32).chunk(2, 1)
+    ids = ids - (1 + first_expert)
+    return [torch.where((ids >= 0) & (ids < experts_per_node), ids, -1), weights.contiguous().view(torch.float32)]
+
+
+@replayed
+def _sum_home(tensors: list[Any], experts_per_node: int) -> list[Tensor | None]:
+    """[rows of nodes (N C, D), values (N C, K) or None, slots, expert_ids] -> [sums (T, D), values (T, K)]."""
+    home, values, slots, ids = tensors
+    out = sum_slots(home, slots)
+    if values is None:
+        return [out, None]
+    node = ids.div(experts_per_node, rounding_mode="floor").clamp_min(0)
+    slot = slots.gather(1, node.long())
+    of_pairs = values.gather(0, slot.clamp_min(0).long())
+    return [out, torch.where((ids >= 0) & (slot >= 0), of_pairs, 0.0)]

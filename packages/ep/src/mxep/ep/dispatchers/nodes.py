@@ -1,0 +1,84 @@
+"""The ranks of a group as nodes: rank r is rank r % L of node r // L. Groups of both directions, made once.
+
+W = 6 ranks, L = 2 of each node    within   (0 1) (2 3) (4 5)     the ranks of a node
+                                   across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from .shared import lives
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where this rank is.
+
+    Attributes:
+        ranks: L, of each node. count: N. node: this rank's.
+        within: the group of this node's ranks; None for a process alone.
+        across: the group of the ranks of this index; None where there is one node.
+    """
+
+    ranks: int = 1
+    count: int = 1
+    node: int = 0
+    within: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
+
+
+_known: dict[tuple[str, int | None], tuple[dist.ProcessGroup, Nodes]] = {}
+"""By the group's name and what was asked for."""
+
+
+def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
+    """The group's nodes, of so many ranks each; None: as hosts have them. Collective at the first call of a kind.
+
+    timeout: seconds that a collective between nodes takes at most; None: torch's default. Of the first call.
+
+    Raises ValueError on all ranks if they do not fit or ask for different numbers.
+    """
+    if group is None:
+        return Nodes()
+    for stale in [key for key, (each, _) in _known.items() if not lives(each)]:
+        del _known[stale]
+    key = str(group.group_name), ranks
+    if key not in _known or _known[key][0] is not group:
+        _known[key] = group, _make(group, ranks, timeout)
+    return _known[key][1]
+
+
+def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) -> Nodes:
+    world_size, rank = group.size(), group.rank()
+    found: list[tuple[str, int | None]] = [("", None)] * world_size
+    dist.all_gather_object(found, (platform.node(), ranks), group=group)
+    hosts, given = [host for host, _ in found], {each for _, each in found}
+    if len(given) > 1:
+        raise ValueError(f"ranks_per_node: got {sorted(map(str, given))}, wanted the same on all ranks")
+    if ranks is None:
+        ranks = hosts.count(hosts[0])
+        alike = all(hosts[i : i + ranks] == [hosts[i]] * ranks for i in range(0, world_size, ranks))
+        if not alike or len(set(hosts)) * ranks != world_size:
+            counts = ", ".join(f"{host} x {hosts.count(host)}" for host in dict.fromkeys(hosts))
+            raise ValueError(f"ranks_per_node: got {counts}, wanted as many ranks on each host, side by side")
+    if ranks < 1 or world_size % ranks:
+        raise ValueError(f"ranks_per_node: got {ranks}, wanted a divisor of the {world_size} ranks of the group")
+    node, index, count = rank // ranks, rank % ranks, world_size // ranks
+    everyone = dist.get_process_group_ranks(group)
+    within = group if count == 1 else _group(everyone[node * ranks : (node + 1) * ranks], timeout)
+    across = None if count == 1 else group if ranks == 1 else _group(everyone[index::ranks], timeout)
+    return Nodes(ranks, count, node, within, across)
+
+
+def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
+    """Of these ranks, who alone make it. torch sorts them."""
+    if ranks != sorted(ranks):
+        raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    return made
