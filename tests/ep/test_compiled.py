@@ -15,14 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
-from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, swiglu
+from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, route_through_experts, swiglu
 from mxep.ep.compiled import _plan_of_shapes, forward_op
 from mxep.ep.passes import LayerConfig, layer_forward
 from mxep.ep.saved import Saved
+from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, grouped_mm
-from mxep.gemm.backends import Hopper
+from mxep.gemm.backends import Hopper, select
 from mxep.gemm.backends.reference import Reference
 from mxep.integration.launch import Rank, run_ranks
+from mxep.quant import SwiGLU
 from ranks import distributed
 
 DIM, TOKENS = 64, 40
@@ -34,6 +36,9 @@ class Block(torch.nn.Module):
         torch.manual_seed(1)
         sizes = {"dim": DIM, "hidden_dim": 32, "num_experts": 4, "top_k": 2}
         self.moe = MoE(group=ctx.group, device=ctx.device, **sizes | options)
+        for name, bias in self.named_parameters():
+            if name.endswith("_bias"):
+                torch.nn.init.normal_(local_tensor(bias.data))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.nn.functional.silu(self.moe(x * 2))
@@ -57,11 +62,12 @@ def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 FEW_ROWS = {"top_k": 1, "capacity": Capacity.factor(1.5), "max_tokens": 256}
 """So few that they are kept for backward instead of slots."""
+GPT_OSS = {"activation": SwiGLU(1.702, 0.5, 1.0, interleaved=True), "bias": True}
 
 
 @pytest.mark.slow
 @distributed(2)
-@pytest.mark.parametrize(("recipe", "sizes"), [("bf16", {}), ("mxfp8_e5m2", FEW_ROWS)])
+@pytest.mark.parametrize(("recipe", "sizes"), [("bf16", {}), ("mxfp8_e5m2", FEW_ROWS), ("mxfp8", GPT_OSS)])
 def test_it_is_one_graph_and_the_same_bits(ctx, recipe: str, sizes: dict) -> None:
     """With one recipe for another number of tokens and without gradients, too: each of these compiles again."""
     block = Block(ctx, recipe=recipe, num_shared_experts=1, **{"max_tokens": 64} | sizes)
@@ -101,13 +107,14 @@ def test_layers_of_a_kind_compile_once_for_a_batch_and_once_for_any(ctx, whole: 
 @pytest.mark.slow
 @distributed(1, 2)
 def test_blocks_under_fsdp2_and_checkpointing_compile_once(ctx) -> None:
+    """And a whole model under FSDP2, with the breaks that torch makes for its hooks, has the same bits."""
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
     counter = CompileCounterWithBackend("aot_eager")
     runs = []
-    for compile_it in (False, True):
+    for compiled in (None, "blocks", "whole"):
         model = blocks(ctx, 3, dispatcher="local", dtype=torch.float32)  # as the router: FSDP wants one dtype
         for block in model:
-            if compile_it:
+            if compiled == "blocks":
                 block.compile(fullgraph=True, backend=counter)
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -117,9 +124,11 @@ def test_blocks_under_fsdp2_and_checkpointing_compile_once(ctx) -> None:
                 x = checkpoint(block, x, use_reentrant=False)
             return x
 
-        runs.append([results(model, fn, ctx) for fn in (model, model, checkpointed)])
-    for eager, compiled in zip(*runs):
-        assert_same(*([t.to_local() if isinstance(t, DTensor) else t for t in one] for one in (compiled, eager)))
+        fns = (torch.compile(model, backend="aot_eager"),) if compiled == "whole" else (model, model, checkpointed)
+        runs.append([results(model, fn, ctx) for fn in fns])
+    for eager, blockwise in zip(*runs[:2]):
+        assert_same(*([t.to_local() if isinstance(t, DTensor) else t for t in one] for one in (blockwise, eager)))
+    assert_same(*([t.to_local() if isinstance(t, DTensor) else t for t in one] for one in (runs[2][0], runs[0][0])))
     assert counter.frame_count == 1
 
 
@@ -159,6 +168,73 @@ def test_with_sizes_known_only_at_run_time_it_breaks_the_graph(ctx) -> None:
     for options in ({"dispatcher": "all_to_all"}, {"dispatcher": "symmetric"}, exact):
         block = Block(ctx, **options)
         assert_same(results(block, torch.compile(block, backend="aot_eager"), ctx), results(block, block, ctx))
+
+
+def routed(layers: int, config: LayerConfig, biased: bool) -> tuple:
+    """A function of x that is several layers of `route_through_experts`, and its leaves."""
+    torch.manual_seed(0)
+    shapes = {"weights": (TOKENS, 2), "proj": (4, 64, DIM), "down": (4, DIM, 32), "bias": (4, 64)}
+    leaves = [{name: torch.randn(shape) * 0.1 for name, shape in shapes.items()} for _ in range(layers)]
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(TOKENS)])
+    for layer in leaves:
+        for name in layer:
+            layer[name] = (layer[name] if name == "weights" else layer[name].bfloat16()).requires_grad_()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for each in leaves:
+            given = torch.nn.functional.silu(x), ids, each["weights"], each["proj"], each["down"]
+            out, _ = route_through_experts(*given, config=config, gate_up_bias=each["bias"] if biased else None)
+            x = x + out
+        return x
+
+    used = [part for layer in leaves for name, part in layer.items() if biased or name != "bias"]
+    return model, used
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dispatcher", [{"name": "local"}, {"name": "symmetric", "max_tokens": 64}], ids=str)
+def test_the_functional_is_one_graph_over_several_layers(dispatcher: dict, biased: bool) -> None:
+    torch.compiler.reset()
+    how = {"activation": GPT_OSS["activation"]} if biased else {}
+    sizes, backend = make_dispatcher(num_experts=4, dim=DIM, **dispatcher), select("auto", torch.device("cpu"))
+    model, leaves = routed(3, LayerConfig(sizes, Recipe.mxfp8(), backend, **how), biased)
+    counter = CompileCounterWithBackend("aot_eager")
+    x, d_out = torch.randn(2, TOKENS, DIM).bfloat16()
+    runs = []
+    for fn in (model, torch.compile(model, fullgraph=True, backend=counter)):
+        leaf = x.clone().requires_grad_()
+        out = fn(leaf)
+        runs.append([out.detach(), *torch.autograd.grad(out, [leaf, *leaves], d_out)])
+    assert_same(*runs)
+    assert counter.frame_count == 1
+
+
+def test_what_no_graph_takes_says_why_and_breaks_it_where_that_may_be() -> None:
+    of = {"dispatcher": LocalDispatcher(4), "recipe": Recipe.mxfp8(), "backend": select("auto", torch.device("cpu"))}
+    exact = make_dispatcher("local", 4, dim=DIM, capacity=Capacity.exact())
+    main_grads = torch.zeros(4, 64, DIM), torch.zeros(4, DIM, 32)
+    cases = [
+        ({"main_grads": main_grads}, "main_grad is memory that backward adds to"),
+        ({"dispatcher": exact}, "the dispatcher learns its sizes at run time"),
+        ({"backend": Reference()}, "recipe and backend must be what their names give"),
+    ]
+    for change, reason in cases:
+        model, leaves = routed(1, LayerConfig(**of | change), False)
+        x = torch.randn(TOKENS, DIM).bfloat16().requires_grad_()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=f"route_through_experts is in no graph: {reason}"):
+            torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+        torch.compiler.reset()
+        runs = []
+        for fn in (model, torch.compile(model, backend="aot_eager")):
+            for part in (x, *leaves, *main_grads):
+                part.grad = None
+            fn(x).backward(x.detach())
+            grads = [part.grad for part in (x, *leaves)]
+            runs.append([part.clone() for part in (*grads, *main_grads) if part is not None])
+            for main_grad in main_grads:
+                main_grad.zero_()
+        assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+        assert (leaves[1].grad is None) is ("main_grads" in change)
 
 
 @distributed(2)
@@ -207,10 +283,10 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
         sizes = dispatcher or {"max_tokens": max_tokens, "capacity": Capacity.factor(1.5)}
         moe = MoE(DIM, 96, 4, top_k, recipe=recipe, **sizes)
         ids, weights = (found.detach() for found in moe.router(x))
-        names = moe.dispatcher.key, recipe, "auto", 1.0
+        names = moe.dispatcher.key, recipe, "auto", 1.0, None
         for needs in itertools.product((True, False), repeat=2):
             proj, down = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-            options = *names, list(needs), True
+            options = None, *names, [*needs, False], True
             saved = forward_op(x, weights, [proj], down, ids, *options)
             with FakeTensorMode() as mode:
                 one, two, three, four, five = map(mode.from_tensor, (x, weights, proj, down, ids))
@@ -224,11 +300,11 @@ def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     config = LayerConfig(moe.dispatcher, moe.recipe, Hopper())
     ids, weights = moe.router(x)
     given = x, ids, weights.detach(), moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-    saved = layer_forward(x, given[2], ids, *given[3:], config, True, (True, True))[2]
+    saved = layer_forward(x, given[2], ids, *given[3:], config, True, (True, True, False))[2]
     with FakeTensorMode() as mode:
         x, ids, weights, *experts = map(mode.from_tensor, given)
         plan = _plan_of_shapes(ids, weights, config)
-        fake = Saved.shapes(x, plan, tuple(experts), config.recipe, config.backend, (True, True), copied=False)
+        fake = Saved.shapes(x, plan, tuple(experts), config.recipe, config.backend, (True, True, False), copied=False)
     assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 

@@ -83,7 +83,7 @@ def test_all_of_them_equal_their_own_code() -> None:
             wanted, got = run(experts, "eager"), run(experts, "mxep_bf16")
             lowest = min(snr(wanted[each], got[each]) for each in wanted)
             assert lowest > 125, name  # fp32, two products, sums in another order
-            fused[name] = getattr(experts, layer.KEY).fused
+            fused[name] = getattr(experts, layer.KEY).activation is not None
     assert len(fused) > 40
     assert sum(fused.values()) > 0.7 * len(fused)
 

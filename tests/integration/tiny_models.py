@@ -90,7 +90,7 @@ def force_routing(model: nn.Module, recorded: list[Tensor] | None = None) -> lis
     Weights stay the router's own, at the experts that were recorded. For routers that return logits, weights, ids.
     """
     found: list[Tensor] = [] if recorded is None else recorded
-    routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+    routers = [module for name, module in model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))]
     for i, router in enumerate(routers):
 
         def hook(module: nn.Module, args: Any, out: Any, i: int = i) -> Any:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import torch
 
+from mxep.quant import SwiGLU
 from mxep.quant.kernels import (
     columns,
     fold,
     fold_for_wgrad,
     gather,
+    group_sums,
     joined,
     per_row,
     requantize,
@@ -23,6 +25,7 @@ from mxep.quant.kernels import (
 )
 
 T, D = 8192, 4096
+GPT_OSS = SwiGLU(1.702, 7.0, 1.0, interleaved=True).packed
 E4M3, E5M2, MODE = torch.float8_e4m3fn, torch.float8_e5m2, "rceil"
 
 
@@ -52,8 +55,10 @@ def gate_up(F: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, 
     return x(T, 2 * F, dtype=dtype), x(T, dtype=torch.float32), ends()
 
 
-def swiglu_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16):
-    return lambda: swiglu.swiglu_quantize(*gate_up(F, dtype), fmt, MODE, block, folded)
+def swiglu_quantize(
+    F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16, activation=None
+):
+    return lambda: swiglu.swiglu_quantize(*gate_up(F, dtype), fmt, MODE, block, folded, activation)
 
 
 def rms_norm_quantize(D: int, block: int, dtype: torch.dtype = torch.bfloat16):
@@ -66,11 +71,13 @@ def rms_norm_backward(D: int, dtype: torch.dtype = torch.bfloat16):
     )
 
 
-def swiglu_backward_quantize(F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, h: bool = True):
+def swiglu_backward_quantize(
+    F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, h: bool = True, activation=None
+):
     out, h_scales = x(T, 2 * F, dtype=fmt), 1 if folded or block > F else F // block
     how = x(T, F), *gate_up(F), out, MODE, block, folded
     h_out = (x(T, F, dtype=E4M3), x(T, h_scales, dtype=torch.float8_e8m0fnu)) if h else (None, None)
-    return lambda: swiglu.swiglu_backward_quantize(*how, *h_out)
+    return lambda: swiglu.swiglu_backward_quantize(*how, *h_out, activation)
 
 
 def in_groups(groups: int) -> dict[str, Callable[[], object]]:
@@ -123,6 +130,9 @@ LAUNCHES = {
     "fold_for_wgrad E5M2": lambda: fold_for_wgrad.fold_for_wgrad(
         *mx(dtype=E5M2), index(), *mx(D, E5M2), None, ends(), 1
     ),
+    "group_sums": lambda: group_sums.group_sums(x(), None, 1, ends()),
+    "group_sums 32": lambda: group_sums.group_sums(*mx(), 32, ends()),
+    "group_sums per row": lambda: group_sums.group_sums(*mx(D), D, ends()),
     "rms_norm_quantize 2048": rms_norm_quantize(2048, 32),
     **{f"rms_norm_quantize {D} per row": rms_norm_quantize(D, D) for D in (2048, 5120, 8192)},
     "rms_norm_quantize 4096 per row fp32": rms_norm_quantize(4096, 4096, torch.float32),
@@ -143,5 +153,12 @@ LAUNCHES = {
             *((F, " folded", 32, E4M3) for F in (768, 1536, 2048, 8192, 14336)),
             (2048, " folded E5M2", 32, E5M2),
         )
+    },
+    "swiglu_quantize 2880 folded gpt-oss": swiglu_quantize(2880, 32, True, activation=GPT_OSS),
+    **{
+        f"swiglu_backward_quantize and h 2880{how} gpt-oss": swiglu_backward_quantize(
+            2880, block, how == " folded", activation=GPT_OSS
+        )
+        for how, block in (("", 32), (" folded", 32), (" per row", 5760))
     },
 }

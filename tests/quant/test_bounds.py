@@ -10,7 +10,7 @@ from torch import Tensor
 from fences import fenced
 from fences import fences as fences
 from mxep.quant import E4M3, quantize
-from mxep.quant.kernels import fold, fold_for_wgrad, gather, requantize, swiglu
+from mxep.quant.kernels import fold, fold_for_wgrad, gather, group_sums, requantize, swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 R, D = 64, 64
@@ -45,6 +45,7 @@ KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "swiglu_quantize": lambda ends: swiglu.swiglu_quantize(values(), None, ends, *TO, 32, False),
     "swiglu_backward": lambda ends: swiglu.swiglu_backward(values()[:, : D // 2], values(), None, ends),
     "gather_swizzled": lambda ends: gather.gather_swizzled(*mx(), index(), ends),
+    "group_sums": lambda ends: group_sums.group_sums(*mx(), 32, ends),
 }
 
 

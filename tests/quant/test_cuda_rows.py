@@ -13,9 +13,11 @@ from mxep.quant import (
     E4M3,
     E5M2,
     MXTensor,
+    SwiGLU,
     fold,
     fold_for_wgrad,
     fold_with_stats,
+    group_sums,
     pad_groups,
     quantize,
     swiglu,
@@ -73,6 +75,7 @@ qdata = quantize(x)
 indexed = MXTensor.from_qdata_and_scales(qdata.qdata, qdata.scale, row_index=index)
 noise = torch.randint(0, 256, (384, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
 
+CLAMPED = SwiGLU(1.702, 7.0, 1.0, interleaved=True)
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "sigmoid": (sigmoid_pair, (torch.cat([gaussian(100_000) * 30, torch.tensor([torch.inf, -torch.inf, 0.0])]),)),
     "fold": (lambda mx, ends: fold(mx, offs=ends), (qdata, ENDS)),
@@ -94,6 +97,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
         (d_h, gate_up, weight, ENDS),
     ),
+    "swiglu_backward_quantize, clamped": (
+        lambda *a: swiglu_backward_quantize(*a[:3], offs=a[3], folded=True, activation=CLAMPED),
+        (d_h, gate_up, weight, ENDS),
+    ),
+    "group_sums": (group_sums, (gate_up, ENDS)),
+    "group_sums quantized": (group_sums, (qdata, ENDS)),
     "swizzle": (swizzle_scales, (noise[:ROWS],)),
     "unswizzle": (
         lambda s, ends: unswizzle_scales(s, rows=ROWS, cols=8, offs=ends),

@@ -32,6 +32,7 @@ TESTED = (
     "swiglu_backward_quantize 8192 folded",
     *(f"swiglu_backward_quantize and h {how}" for how in ("8192 folded", "14336 folded", "14336 per row")),
     "swiglu_backward_quantize and h 2048 folded E5M2",
+    *(f"swiglu_backward_quantize and h 2880 {how} gpt-oss" for how in ("folded", "per row")),
 )
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
 ON_BLACKWELL = ("requantize gathered", "fold 16384", "gather_swizzled", "fold_for_wgrad")

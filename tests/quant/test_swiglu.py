@@ -1,5 +1,6 @@
 """SwiGLU and its derivative, against float64; and the laws of the portable sigmoid below them."""
 
+import functools
 import math
 import struct
 from typing import Any
@@ -17,6 +18,7 @@ from mxep.quant import (
     MXFormat,
     MXTensor,
     ScaleMode,
+    SwiGLU,
     fold,
     quantize,
     swiglu,
@@ -152,6 +154,52 @@ def test_backward_is_the_derivative_of_a_float64_swiglu(weighted: bool) -> None:
     row_terms = (d_h.double() * swiglu_in_float64(gate_up.detach(), None)).abs().sum(1)
     assert ((d_w.double() - want_w).abs() <= 8 * 2.0**-23 * row_terms).all()
     assert (d_gate_up.dtype, d_w.dtype, d_w.shape) == (torch.float32, torch.float32, (30,))
+
+
+ACTIVATIONS = [SwiGLU(1.702, 1.5, 1.0, interleaved=True), SwiGLU(limit=0.7), SwiGLU(1.3, None, 0.25), SwiGLU()]
+
+
+def activation_in_float64(gate_up: torch.Tensor, activation: SwiGLU) -> torch.Tensor:
+    """As models write it; its derivative is torch's."""
+    gate_up = gate_up.double()
+    gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if activation.interleaved else gate_up.chunk(2, 1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (up + activation.shift) * (gate * torch.sigmoid(activation.alpha * gate))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_another_activation_is_its_formula_and_that_formulas_derivative(activation: SwiGLU) -> None:
+    """Of gates up to 8, as plain SwiGLU's; alpha * gate and up + shift add a rounding each, which slopes amplify."""
+    gate_up = (gaussian(30, 96) * 2).requires_grad_()
+    with torch.no_grad():
+        gate_up[3, 5], gate_up[3, 6], gate_up[4, 70] = -INF, NAN, NAN
+        if activation.limit is not None:
+            gate_up[5], gate_up[6, ::3] = activation.limit, -activation.limit
+    d_h, w = gaussian(30, 48, seed=1), gaussian(30, seed=2).requires_grad_()
+    want = activation_in_float64(gate_up, activation) * w.double()[:, None]
+    given, weight = gate_up.detach(), w.detach()
+    clean = torch.ones(30, dtype=torch.bool)
+    clean[3:5] = False
+    assert_close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=2e-5, check_dtype=False)
+    assert_close(swiglu(given, weight, activation=activation)[clean], want.detach()[clean])
+    d_gate_up, d_w, again = swiglu_backward(d_h, given, weight, activation=activation, with_h=True)
+    assert_same_bits(again.nan_to_num(), swiglu(given, weight, activation=activation).nan_to_num())
+    want_d, want_w = torch.autograd.grad(want[clean], (gate_up, w), d_h[clean].double())
+    assert_close(d_gate_up[clean], want_d[clean])
+    assert_close(d_w[clean], want_w[clean])
+    h, (gate, up) = swiglu(given, activation=activation), activation.split(given)
+    assert torch.equal(h.isnan(), gate.isnan() | up.isnan())
+    assert torch.equal(activation.join(gate, up).nan_to_num(), given.nan_to_num())
+    d_gate, _ = activation.split(d_gate_up)
+    assert d_gate[gate.isnan()].isnan().all()
+    assert not d_gate[~(gate.isnan() | up.isnan())].isnan().any()
+
+
+def test_an_activation_that_is_none_says_so() -> None:
+    for name, options in (("alpha 0", {"alpha": 0.0}), ("limit -1", {"limit": -1.0}), ("limit inf", {"limit": INF})):
+        with pytest.raises(ValueError, match=f"SwiGLU: got {name}"):
+            SwiGLU(**options)
 
 
 def test_the_sum_over_a_row_is_the_tree_of_the_docstring() -> None:
@@ -341,6 +389,7 @@ def test_swiglu_ops_pass_opcheck() -> None:
     gate_up, w, d_h = gaussian(6, 128, dtype=torch.bfloat16), gaussian(6), gaussian(6, 64, dtype=torch.bfloat16)
     ops, how = torch.ops.mxep, (torch.float8_e4m3fn, "rceil", 32, False)
     check_op(ops.swiglu, gate_up, None, None)
+    check_op(ops.swiglu, gate_up, w, None, SwiGLU(1.5, 2.0, 1.0).packed)
     for h in (None, torch.empty(6, 64, dtype=torch.bfloat16)):
         torch.library.opcheck(ops.swiglu_backward, (d_h, gate_up, None, None, h), test_utils=WITHOUT_SCHEMA)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how)

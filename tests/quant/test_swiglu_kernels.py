@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.quant import MXFormat, ScaleMode
+from mxep.quant import MXFormat, ScaleMode, SwiGLU
+from mxep.quant.activation import PLAIN
 from mxep.quant.kernels import swiglu as kernels
 from mxep.quant.sigmoid import sigmoid_pair
 from quant.exact import FORMATS
@@ -64,11 +65,13 @@ def check(
     *quantized: Any,
     ends: Tensor | None = None,
     direction: str = WITH_H,
+    activation: SwiGLU = PLAIN,
     **tuning: int,
 ) -> None:
     """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written."""
     d_h, gate_up, row_weight = problem
     valid = gate_up.shape[0] if ends is None else int(ends[-1])
+    packed = activation.packed
     backward, suffix = direction != FORWARD, "_quantize" * bool(quantized)
     name = "swiglu" + "_backward" * backward + suffix
     inputs = ((d_h,) if backward else ()) + (gate_up, row_weight)
@@ -76,17 +79,17 @@ def check(
     h: list[Tensor] = []
     if direction == WITH_H:  # in E4M3, whatever the gradient is in
         how = (E4M3, quantized[1], min(quantized[2], d_h.shape[1]), quantized[3]) if quantized else ()
-        h = as_list(getattr(torch.ops.mxep, "swiglu" + suffix)(gate_up, row_weight, ends, *how))
+        h = as_list(getattr(torch.ops.mxep, "swiglu" + suffix)(gate_up, row_weight, ends, *how, activation=packed))
     if backward and quantized:
         dtype, *quantized = quantized  # type: ignore[assignment]
         out = [torch.empty(gate_up.shape, dtype=dtype)]
-    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized)
+    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized, activation=packed)
     moved = [part if part is None else part.to(DEVICE, copy=True) for part in (*inputs, ends)]
     for part in moved[:-1]:
         if part is not None:
             part[valid:] = NAN
     moved_out, got_h = ([torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in written] for written in (out, h))
-    got = getattr(kernels, name)(*moved, *moved_out, *quantized, *got_h, **tuning)
+    got = getattr(kernels, name)(*moved, *moved_out, *quantized, *got_h, activation=packed, **tuning)
     for a, b in zip((*moved_out, *as_list(got), *got_h), (*out, *as_list(want), *h), strict=True):
         same(a[:valid], b[:valid])
         assert (a.shape, (a[valid:].view(torch.uint8) == POISON).all()) == (b.shape, True)
@@ -134,6 +137,30 @@ def test_codes_written_over_the_gradient(folded: bool, F: int, tuning: dict[str,
     for a, b in zip((moved[0].view(E4M3), *got, *got_h), (qdata, *want, *h), strict=True):
         same(a[:37], b[:37])
     assert torch.equal(moved[0][37:].cpu().view(torch.int16), d_h[37:].view(torch.int16))
+
+
+ACTIVATIONS = [
+    SwiGLU(1.702, 7.0, 1.0, interleaved=True),
+    SwiGLU(1.702, 7.0, 1.0),
+    SwiGLU(limit=0.75),
+    SwiGLU(interleaved=True),
+]
+"""gpt-oss, MiniMax-M3, DeepSeek-V4, and plain of other columns."""
+
+
+@all_directions
+@pytest.mark.parametrize(
+    "quantized",
+    [(), (E4M3, "rceil", 32, False), (E5M2, "floor", 32, True), (E4M3, "rceil", None, False)],
+    ids=["rounded", "blocks", "folded", "row"],
+)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_other_activations(activation: SwiGLU, quantized: tuple[Any, ...], direction: str) -> None:
+    for F, tuning in WIDTHS[1:5]:
+        of_row = tuple((F if direction == FORWARD else 2 * F) if part is None else part for part in quantized)
+        given = problem(8, F, torch.float32 if F == 96 else torch.bfloat16)
+        given[1][6, ::7], given[1][7, 1::5] = 0.75, -7.0  # limits themselves are not clamped
+        check(given, *of_row, ends=ends_of(3, 5), direction=direction, activation=activation, **tuning)
 
 
 @pytest.mark.parametrize("F", [1, 2, 5, 8, 9, 100])

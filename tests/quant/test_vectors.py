@@ -55,6 +55,7 @@ CASES: dict[str, Any] = {
     "pad_index": lambda: (torch.tensor([3, 0, 40], dtype=torch.int32, device=DEVICE), R, 32),
     "pad_rows": lambda: (values(), index()),
     "unpad_rows": lambda: (values(), torch.arange(-1, R - 1, device=DEVICE).int(), R),
+    "group_sums": lambda: (*mx(), 32, ends()),
     "swiglu": lambda: (values(2 * D), weight(), ends()),
     "swiglu_quantize": lambda: (values(2 * D), weight(), ends(), *rest()),
     "swiglu_backward": lambda: (values(), values(2 * D), weight(), ends(), values()),

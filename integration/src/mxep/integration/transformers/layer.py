@@ -1,7 +1,7 @@
 """A module of experts as mxep runs it: what is known of it once, and its forward.
 
-    fused      SiLU(gate) * up, without biases: mxep.ep's layer, which quantizes and multiplies by the routing weights
-               within SwiGLU
+    fused      SwiGLU, plain or clamped, with or without biases: mxep.ep's layer, which quantizes and multiplies by the
+               routing weights within SwiGLU
     composed   everything else that `@use_experts_implementation` describes: mxep's dispatch, products and combine, and
                between them the model's own `_apply_gate` or activation, on unquantized rows
 
@@ -11,6 +11,8 @@ E experts in all, e of them here, D model dim, F hidden dim, T tokens of this ra
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import re
 import weakref
 from collections.abc import Iterator
@@ -21,21 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from mxep.comms import PeersDisagree
 from mxep.ep import LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
+from mxep.ep.bias import scaled_gradient
 from mxep.ep.shares import local_weight
 from mxep.gemm import Recipe, grouped_mm
-
-from .versions import ACT2FN, default_apply_gate
+from mxep.quant import SwiGLU
 
 KEY = "_mxep_layer"
 WEIGHTS = frozenset(f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias"))
 UNQUANTIZED = Recipe.bf16()
 MAX_TOKENS = "MXEP_MAX_TOKENS"
 """In the environment: max_tokens of what is registered without."""
-SILU = type(ACT2FN["silu"]), type(ACT2FN["swish"])
 _local: weakref.WeakValueDictionary[int, LocalDispatcher] = weakref.WeakValueDictionary()
 """By number of experts: layers share one, so that a check asks the device once."""
 
@@ -46,7 +46,7 @@ class Layer:
 
     Attributes:
         made_for: the implementation.
-        fused: whether mxep.ep's layer is what the module computes.
+        activation: of mxep.ep's layer, where that is what the module computes; else None.
         cleans: whether it has parameters of its own between products, whose gradients sum over rows: those that hold
             nothing are zeroed for these.
         masks: whether expert ids from E on mean "not here", as transformers' own expert parallelism has it.
@@ -58,7 +58,7 @@ class Layer:
     recipe: Recipe
     backend: str
     dispatcher: TokenDispatcher
-    fused: bool
+    activation: SwiGLU | None
     cleans: bool
     masks: bool
     wgrad_scale: float = 1.0
@@ -83,7 +83,7 @@ class Layer:
             if dispatcher is None:
                 dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
         cleans = any(name not in WEIGHTS for name, _ in experts.named_parameters())
-        return cls(made_for, recipe, backend, dispatcher, is_swiglu(experts), cleans, masks, wgrad_scale)
+        return cls(made_for, recipe, backend, dispatcher, activation_of(experts), cleans, masks, wgrad_scale)
 
     @property
     def parallel(self) -> bool:
@@ -118,7 +118,7 @@ class Layer:
         if weights.dtype != torch.float32:
             weights = weights.float()
         routing: Routing | None
-        if not self.fused:
+        if self.activation is None:
             out, routing = self._composed(experts, x, expert_ids, weights)
         else:
             gate_up = experts.gate_up_proj
@@ -130,6 +130,9 @@ class Layer:
                 recipe=self.recipe,
                 backend=self.backend,
                 wgrad_scale=self.wgrad_scale,
+                activation=self.activation,
+                gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
+                down_bias=experts.down_proj_bias if experts.has_bias else None,
             )
         if not torch.compiler.is_compiling():
             self.routing = routing
@@ -160,9 +163,9 @@ class Layer:
     def _linear(self, experts: Any, name: str, rows: Tensor, routing: Routing) -> Tensor:
         """rows (R_max, in) -> (R_max, out), each by its expert's weight and bias."""
         w = local_weight(getattr(experts, name))
-        bias = local_weight(getattr(experts, f"{name}_bias")) if experts.has_bias else None
-        if bias is not None and self.wgrad_scale != 1.0:
-            bias = self.wgrad_scale * bias + (1 - self.wgrad_scale) * bias.detach()
+        bias = None
+        if experts.has_bias:
+            bias = scaled_gradient(local_weight(getattr(experts, f"{name}_bias")), self.wgrad_scale)
         return grouped_mm(
             rows,
             w.mT if experts.is_transposed else w,
@@ -184,15 +187,27 @@ def _nothing() -> None:
     """What a layer is after pickling."""
 
 
-def is_swiglu(experts: Any) -> bool:
-    """Whether the module computes down(SiLU(gate) * up), gate rows first."""
-    plain = experts.has_gate and experts.is_concatenated and not experts.has_bias
-    plain = plain and not getattr(experts, "has_post_expert_norm", False)
-    return (
-        plain
-        and type(experts)._apply_gate is default_apply_gate
-        and (isinstance(experts.act_fn, SILU) or experts.act_fn is functional.silu)
-    )
+@torch.no_grad()
+def activation_of(experts: Any) -> SwiGLU | None:
+    """What the module computes between its products, if mxep.ep's layer has it fused; else None.
+
+    A gate is code of the model's own. It is known by what it makes of a few numbers, beyond any limit that it has.
+    """
+    extras = any(name not in WEIGHTS for name, _ in experts.named_parameters()) or any(True for _ in experts.buffers())
+    if not experts.has_gate or getattr(experts, "has_post_expert_norm", False) or extras:
+        return None
+    own = vars(experts)
+    alpha = float(own.get("alpha", own.get("swiglu_alpha", 1.0)))
+    limit = float(own.get("limit", own.get("swiglu_limit")) or math.inf)
+    gate = torch.linspace(-1, 1, 101, device="cpu") * (3 * limit if limit < math.inf else 20)
+    gate_up = SwiGLU(interleaved=not experts.is_concatenated).join(gate[None], gate.roll(37)[None])
+    wanted = experts._apply_gate(gate_up)
+    limits = (None, limit) if limit < math.inf else (None,)
+    for choice in itertools.product({1.0, alpha}, limits, (0.0, 1.0), (not experts.is_concatenated,)):
+        found = (activation := SwiGLU(*choice)).glu(*activation.split(gate_up))
+        if torch.allclose(found.glu * found.up, wanted, rtol=1e-5, atol=1e-6):
+            return activation
+    return None
 
 
 def check_experts(experts: Any, name: str, recipe: Recipe, *, spread: bool) -> None:

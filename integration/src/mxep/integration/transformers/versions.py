@@ -10,7 +10,6 @@ except ImportError as error:
     raise ImportError("transformers is missing: pip install 'mxep-integration[transformers]'") from error
 
 try:
-    from transformers.activations import ACT2FN
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import _default_apply_gate as default_apply_gate
     from transformers.trainer_callback import TrainerCallback
@@ -25,4 +24,4 @@ try:
 except ImportError:
     own_expert_parallel: Any = None  # type: ignore[no-redef]
 
-__all__ = ["ACT2FN", "ALL_EXPERTS_FUNCTIONS", "TrainerCallback", "default_apply_gate", "own_expert_parallel"]
+__all__ = ["ALL_EXPERTS_FUNCTIONS", "TrainerCallback", "default_apply_gate", "own_expert_parallel"]

@@ -1,7 +1,9 @@
 """The layer for torch.compile(fullgraph=True): two ops that a graph calls and does not look into.
 
-    mxep::layer_forward    x, weights, gate_up_proj, down_proj, ids -> out, what backward needs (`saved.py`), the plan
-    mxep::layer_backward   d_out and these -> dx, d_weights and, of those that need one, d_gate_up_proj, d_down_proj
+    mxep::layer_forward    x, weights, gate_up_proj, down_proj, ids, gate_up_bias -> out, what backward needs
+                           (`saved.py`), the plan
+    mxep::layer_backward   d_out and these -> dx, d_weights and, of those that need one, d_gate_up_proj, d_down_proj and
+                           d_gate_up_bias
 
 Both run `layer.py`; the compiler gets the shapes. What decides these is in the graph, as the dispatcher's key, the
 recipe's name and the backend's: graphs, and what inductor keeps of them on disk, serve all layers that agree in these,
@@ -15,6 +17,7 @@ on all ranks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,22 +26,28 @@ from torch.fx.node import has_side_effect
 
 from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
-from mxep.gemm.backends import Backend, select
+from mxep.gemm.backends import BACKENDS, select
 from mxep.gemm.quantize_once import weights_are_held
 from mxep.gemm.several import Weight, halves
-from mxep.quant import E4M3
+from mxep.quant import E4M3, SwiGLU
 
-from .dispatchers.base import Routing, TokenDispatcher, find_dispatcher
+from .checks import check_weights
+from .dispatchers.base import Routing, find_dispatcher
 from .functional import checked_tokens
-from .layer import check_weights
 from .passes import PLAN, LayerConfig, layer_backward, layer_forward
-from .saved import Saved, num_parts
+from .saved import Needs, Saved, num_parts
 
 
-def compiles(dispatcher: TokenDispatcher, recipe: Recipe, backend: str | Backend) -> bool:
-    """Whether `compiled_layer` can: all is known by name, and its sizes before it runs."""
-    named = isinstance(backend, str) and recipe.fmt == E4M3 and recipe.wgrad == "mx"
-    return named and dispatcher.capacity.kind != "exact" and dispatcher.static_tokens(0) is not None
+def unsupported_reason(config: LayerConfig) -> str | None:
+    """None if `compiled_layer` can: all is known by name, and its sizes before it runs. Else why not."""
+    dispatcher, recipe, backend = config.dispatcher, config.recipe, config.backend
+    if config.main_grads[0] is not None or config.main_grads[1] is not None:
+        return "main_grad is memory that backward adds to, which a graph does not: leave it out, or compile around"
+    if dispatcher.capacity.kind == "exact" or dispatcher.static_tokens(0) is None:
+        return "the dispatcher learns its sizes at run time: give max_tokens, and no Capacity.exact()"
+    if recipe.fmt != E4M3 or BACKENDS.get(backend.name) is not backend:
+        return "recipe and backend must be what their names give: Recipe.named, mxep.gemm.backends.BACKENDS"
+    return None
 
 
 def compiled_layer(
@@ -47,20 +56,19 @@ def compiled_layer(
     weights: Tensor,
     gate_up_proj: Weight,
     down_proj: Tensor,
-    *,
-    dispatcher: TokenDispatcher,
-    recipe: Recipe,
-    backend: str,
-    wgrad_scale: float = 1.0,
+    gate_up_bias: Tensor | None,
+    config: LayerConfig,
 ) -> Tensor:
-    """out (T, D), as of `route_through_experts`, where this `compiles`."""
-    expert_ids = checked_tokens(x, expert_ids, weights, dispatcher)
-    check_weights(x, gate_up_proj, down_proj, dispatcher, recipe)
+    """out (T, D), as of `route_through_experts`, where there is no `unsupported_reason`."""
+    expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
+    check_weights(x, gate_up_proj, down_proj, gate_up_bias, config)
     proj = halves(gate_up_proj)
-    needs = [any(half.requires_grad for half in proj), down_proj.requires_grad]
+    bias_needs = gate_up_bias is not None and gate_up_bias.requires_grad
+    needs = [any(half.requires_grad for half in proj), down_proj.requires_grad, bias_needs]
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
-    names = dispatcher.key, recipe.name, backend, wgrad_scale, needs
-    out: Tensor = forward_op(x, weights, list(proj), down_proj, expert_ids, *names, backward)[0]
+    names = config.dispatcher.key, config.recipe.name, config.backend.name
+    how = *names, config.wgrad_scale, config.activation.packed, needs, backward
+    out: Tensor = forward_op(x, weights, list(proj), down_proj, expert_ids, gate_up_bias, *how)[0]
     return out
 
 
@@ -71,18 +79,20 @@ def forward_op(
     gate_up_proj: list[Tensor],
     down_proj: Tensor,
     expert_ids: Tensor,
+    gate_up_bias: Tensor | None,
     dispatcher: str,
     recipe: str,
     backend: str,
     wgrad_scale: float,
+    activation: list[float] | None,
     needs: list[bool],
     backward: bool,
 ) -> list[Tensor]:
-    config = _config(x.device, dispatcher, recipe, backend, wgrad_scale)
+    config = _config(x.device, dispatcher, recipe, backend, wgrad_scale, activation)
     with torch.no_grad():
         proj = _weight(gate_up_proj)
         out, routing, saved = layer_forward(
-            x, weights, expert_ids, proj, down_proj, config, backward, (needs[0], needs[1])
+            x, weights, expert_ids, proj, down_proj, config, backward, _needs(needs), gate_up_bias
         )
     if not backward:
         return [out]
@@ -95,14 +105,14 @@ def forward_op(
 
 @forward_op.register_fake
 def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any) -> list[Tensor]:
-    *names, (need_gate_up, need_down), backward = how
+    _, *names, needs, backward = how
     out = x.new_empty(x.shape)
     if not backward:
         return [out]
     config = _config(x.device, *names)
-    plan, recipe, needs = _plan_of_shapes(ids, weights, config), config.recipe, (need_gate_up, need_down)
+    plan, recipe = _plan_of_shapes(ids, weights, config), config.recipe
     experts, copied = (_weight(proj), down_proj), config.dispatcher.borrows
-    saved = Saved.shapes(x, plan, experts, recipe, config.backend, needs, copied=copied)
+    saved = Saved.shapes(x, plan, experts, recipe, config.backend, _needs(needs), copied=copied)
     return [out, *saved, *_tensors(plan)]
 
 
@@ -117,15 +127,16 @@ def backward_op(
     recipe: str,
     backend: str,
     wgrad_scale: float,
+    activation: list[float] | None,
     needs: list[bool],
 ) -> list[Tensor]:
-    config = _config(d_out.device, dispatcher, recipe, backend, wgrad_scale)
+    config = _config(d_out.device, dispatcher, recipe, backend, wgrad_scale, activation)
     saved, fields = saved[: -len(PLAN)], dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
     routing = Routing(plan, expert_ids, config.dispatcher.num_local_experts)
     proj = _weight(gate_up_proj)
     with torch.no_grad():
-        grads = layer_backward(d_out, saved, proj, down_proj, routing, config, (needs[0], needs[1]))
+        grads = layer_backward(d_out, saved, proj, down_proj, routing, config, _needs(needs))
     return [grad for grad in grads if grad is not None]
 
 
@@ -135,14 +146,15 @@ def _(
 ) -> list[Tensor]:
     d_weights = d_out.new_empty(ids.shape, dtype=torch.float32)
     e, dim, hidden_dim = down_proj.shape
-    shapes = (e, 2 * hidden_dim, dim), down_proj.shape
-    grads = (down_proj.new_empty(shape) for shape, need in zip(shapes, how[-1]) if need)
-    return [d_out.new_empty(d_out.shape), d_weights, *grads]
+    bias = d_weights.new_empty(e, 2 * hidden_dim)
+    grads = down_proj.new_empty(e, 2 * hidden_dim, dim), down_proj.new_empty(down_proj.shape), bias
+    return [d_out.new_empty(d_out.shape), d_weights, *(grad for grad, need in zip(grads, how[-1]) if need)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, _, gate_up_proj, down_proj, expert_ids, *ctx.names, _ = inputs
+    _, _, gate_up_proj, down_proj, expert_ids, bias, *ctx.names, _ = inputs
     _, *saved = output
+    ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.halves = len(gate_up_proj)
     ctx.save_for_backward(*gate_up_proj, down_proj, expert_ids, *saved)
 
@@ -154,7 +166,9 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dx, d_weights, *rest = backward_op(grads[0], saved, proj, down_proj, expert_ids, *ctx.names)
     *_, needs = ctx.names
     d_proj = list(rest.pop(0).chunk(ctx.halves, 1)) if needs[0] else [None] * ctx.halves
-    return dx, d_weights, d_proj, rest.pop(0) if needs[1] else None, *[None] * 7
+    d_down = rest.pop(0) if needs[1] else None
+    d_bias = rest.pop(0).to(ctx.bias_dtype) if needs[2] else None
+    return dx, d_weights, d_proj, d_down, None, d_bias, *[None] * 7
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)
@@ -163,8 +177,16 @@ for _op in (torch.ops.mxep.layer_forward.default, torch.ops.mxep.layer_backward.
     has_side_effect(_op)
 
 
-def _config(device: torch.device, dispatcher: str, recipe: str, backend: str, wgrad_scale: float) -> LayerConfig:
-    return LayerConfig(find_dispatcher(dispatcher), _recipe(recipe), select(backend, device), wgrad_scale=wgrad_scale)
+def _config(
+    device: torch.device, dispatcher: str, recipe: str, backend: str, scale: float, activation: Sequence[float] | None
+) -> LayerConfig:
+    of, how = (find_dispatcher(dispatcher), _recipe(recipe), select(backend, device)), SwiGLU.unpacked(activation)
+    return LayerConfig(*of, wgrad_scale=scale, activation=how)
+
+
+def _needs(needs: list[bool]) -> Needs:
+    gate_up, down, bias = needs
+    return gate_up, down, bias
 
 
 def _weight(parts: list[Tensor]) -> Weight:

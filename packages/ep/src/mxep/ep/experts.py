@@ -1,6 +1,7 @@
 """The weights of routed experts, this rank's share.
 
-e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_proj are the gate, the next F the up part.
+e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_proj are the gate, the next F the
+up part; with an interleaved activation gate and up take turns.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.several import Weight, halves, joined
+from mxep.gemm.several import Weight, joined
+from mxep.quant import SwiGLU
 
-from .compiled import compiled_layer, compiles
+from .bias import add_down_bias
 from .dispatchers.base import Routing, TokenDispatcher
-from .functional import combine, dispatch, expert_mlp
+from .functional import PLAIN, combine, dispatch, expert_mlp
 from .layer import route_through_experts
 from .passes import LayerConfig
 from .shares import empty_share, init_normal_, local_tensor, local_weight
@@ -26,9 +28,10 @@ from .shares import empty_share, init_normal_, local_tensor, local_weight
 class Experts(nn.Module):
     """All experts of a layer, or with a mesh this rank's share of them.
 
-    Parameters: ``gate_up_proj`` (E, 2F, D), ``down_proj`` (E, D, F); normal with std 1/sqrt(fan-in). With a 1-D mesh
-    they are DTensors sharded on their first dimension, and a rank allocates and draws its own experts only. Each expert
-    has a seed of its own, so one seed makes one model, however many ranks share it.
+    Parameters: ``gate_up_proj`` (E, 2F, D), ``down_proj`` (E, D, F), and with ``bias``, zeros at first,
+    ``gate_up_bias`` (E, 2F), ``down_bias`` (E, D), else None; weights are normal with std 1/sqrt(fan-in). With a 1-D
+    mesh they are DTensors sharded on their first dimension, and a rank allocates and draws its own experts only. Each
+    expert has a seed of its own, so one seed makes one model, however many ranks share it.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Experts(nn.Module):
         hidden_dim: int,
         num_experts: int,
         *,
+        bias: bool = False,
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -46,15 +50,23 @@ class Experts(nn.Module):
         gate_up, down = (num_experts, 2 * hidden_dim, dim), (num_experts, dim, hidden_dim)
         self.gate_up_proj = nn.Parameter(empty_share(gate_up, mesh, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(empty_share(down, mesh, device=device, dtype=dtype))
+        self.gate_up_bias = self.down_bias = None
+        if bias:
+            self.gate_up_bias = nn.Parameter(empty_share(gate_up[:2], mesh, device=device, dtype=dtype))
+            self.down_bias = nn.Parameter(empty_share(down[:2], mesh, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights, also of parameters that FSDP2 has sharded further."""
+        """Draw new weights, also of parameters that FSDP2 has sharded further; biases are zero."""
+        for bias in (self.gate_up_bias, self.down_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
         for weight in (self.gate_up_proj, self.down_proj):
             init_normal_(weight, weight.shape[2] ** -0.5, per_expert=True)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, **how: Any) -> tuple[Tensor, Routing | None]:
         """:func:`run_experts` with these weights."""
+        how |= {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, **how)
 
     def extra_repr(self) -> str:
@@ -75,6 +87,9 @@ def run_experts(
     recipe: Recipe,
     backend: str | Backend = "auto",
     wgrad_scale: float = 1.0,
+    activation: SwiGLU = PLAIN,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> tuple[Tensor, Routing | None]:
     """``x`` (T, D) -> (T, D), summed over each token's experts, and the routing.
 
@@ -83,49 +98,55 @@ def run_experts(
         gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are joined where they are
             quantized, each way. down_proj: (e, D, F). Or DTensors. A whole weight with an attribute ``main_grad``, fp32
             of its shape or of this rank's share of it, gets its gradient added there, and none itself.
-        wgrad_scale: factor of weights' gradients.
+        wgrad_scale: factor of weights' and biases' gradients.
+        activation: of gate and up, as `mxep.quant.SwiGLU` says. gate_up_bias: (e, 2F). down_bias: (e, D), which
+            the routing weight multiplies; ranks gather it. Or DTensors. They have ordinary gradients.
 
-    Under torch.compile it is an op of one graph, without a routing, where the dispatcher knows its sizes (the local
-    one, the symmetric one with ``max_tokens``), capacity is not exact, the backend is a name, the recipe has one and
-    wgrad "mx", and there is no main_grad; else a break.
+    Under torch.compile it is an op of one graph where :func:`route_through_experts` is, which it calls; with wgrad
+    "bf16" it is a break.
     """
-    main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
-    how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend}
-    how["wgrad_scale"] = wgrad_scale
-    compiling = torch.compiler.is_compiling()
-    if compiling and main_grads == (None, None) and compiles(dispatcher, recipe, backend):
-        gate, *up = map(local_weight, halves(gate_up_proj))
-        local: Weight = (gate, up[0]) if up else gate
-        return compiled_layer(x, expert_ids, weights, local, local_weight(down_proj), **how), None
-    run = _run_between_graphs if compiling else _run  # the former costs 7 us a call
-    return run(x, expert_ids, weights, gate_up_proj, down_proj, main_grads=main_grads, **how)
+    how = dispatcher, recipe, select(backend, x.device), (_main_grad(gate_up_proj), _main_grad(down_proj))
+    config = LayerConfig(*how, wgrad_scale, activation)
+    bias = None if down_bias is None else local_weight(down_bias)
+    if bias is not None and bias.shape != (wanted := (dispatcher.num_local_experts, x.shape[1])):
+        raise ValueError(f"down_bias: got shape {tuple(bias.shape)}, want (experts here, D) = {wanted}")
+    route = route_through_experts if recipe.wgrad == "mx" else _compose
+    out, routing = route(x, expert_ids, weights, gate_up_proj, down_proj, config=config, gate_up_bias=gate_up_bias)
+    if bias is not None:
+        group = dispatcher.group if dispatcher.spans_ranks else None
+        out = add_down_bias(out, expert_ids, weights, bias, scale=wgrad_scale, group=group)
+    return out, routing
 
 
-def _run(
+# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _compose(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
     proj: Weight,
     down: Tensor,
     *,
-    dispatcher: TokenDispatcher,
-    recipe: Recipe,
-    backend: str | Backend,
-    main_grads: tuple[Tensor | None, Tensor | None],
-    wgrad_scale: float,
+    config: LayerConfig,
+    gate_up_bias: Tensor | None,
 ) -> tuple[Tensor, Routing]:
-    if recipe.wgrad == "mx":
-        config = LayerConfig(dispatcher, recipe, select(backend, x.device), main_grads, wgrad_scale)
-        return route_through_experts(x, expert_ids, weights, proj, down, config=config)
-    rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
-    options: dict[str, Any] = {"row_weight": row_weight, "recipe": recipe, "backend": backend}
-    options |= {"main_grads": main_grads, "wgrad_scale": wgrad_scale}
-    y = expert_mlp(rows, local_weight(joined(proj)), local_weight(down), routing.plan.offs, **options)
-    return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
-
-
-# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
-_run_between_graphs = torch._disable_dynamo(_run)  # type: ignore[attr-defined]
+    """`route_through_experts` of a recipe whose weight gradients take unquantized operands."""
+    how: dict[str, Any] = {"dispatcher": config.dispatcher, "recipe": config.recipe}
+    rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
+    y = expert_mlp(
+        rows,
+        local_weight(joined(proj)),
+        local_weight(down),
+        routing.plan.offs,
+        row_weight=row_weight,
+        recipe=config.recipe,
+        backend=config.backend,
+        main_grads=config.main_grads,
+        wgrad_scale=config.wgrad_scale,
+        activation=config.activation,
+        gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
+    )
+    return combine(y, routing, **how), routing
 
 
 def _main_grad(weight: Weight) -> Tensor | None:

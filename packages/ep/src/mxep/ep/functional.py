@@ -33,10 +33,13 @@ from mxep import quant
 from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
+from mxep.quant import SwiGLU
 
+from .bias import scaled_gradient
 from .dispatchers.base import Routing, TokenDispatcher
 from .wire_format import WireFormat, pack
 
+PLAIN = SwiGLU()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -104,12 +107,19 @@ def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe:
 
 
 @_between_graphs
-def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, *, recipe: Recipe) -> Tensor:
+def swiglu(
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    *,
+    recipe: Recipe,
+    activation: SwiGLU = PLAIN,
+) -> Tensor:
     """``gate_up`` (R_max, 2F) x ``row_weight`` (R_max,) -> h (R_max, F), quantized by the recipe in the same pass.
 
     offs None: all rows are valid. The gradient of ``gate_up`` leaves as an MXTensor where the recipe quantizes.
     """
-    h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, recipe)  # type: ignore[no-untyped-call]
+    h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, recipe, activation)  # type: ignore[no-untyped-call]
     return h
 
 
@@ -125,22 +135,26 @@ def expert_mlp(
     backend: str | Backend = "auto",
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
     wgrad_scale: float = 1.0,
+    activation: SwiGLU = PLAIN,
+    gate_up_bias: Tensor | None = None,
 ) -> Tensor:
     """The experts' gated MLP over expert-major rows.
 
     Args:
         rows: (R_max, D), plain or MXTensor.
-        gate_up_proj: (e, 2F, D), gate rows first. down_proj: (e, D, F).
+        gate_up_proj: (e, 2F, D), gate rows first unless the activation is interleaved. down_proj: (e, D, F).
         offs: (e,) int32, inclusive cumulative padded group sizes; rows past the last are not read.
         row_weight: (R_max,) fp32 that scales h, or None.
         main_grads: fp32, of the weights' shapes, or None each: weight gradients are added there and not returned.
         wgrad_scale: factor of weight gradients: 1 / W makes sums over the tokens of W ranks those of a mean of losses.
+        activation: of gate and up. gate_up_bias: (e, 2F) or None.
 
     Returns y (R_max, D) in the rows' dtype.
     """
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "wgrad_scale": wgrad_scale}
-    gate_up = grouped_mm(rows, gate_up_proj, offs, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
-    h = swiglu(gate_up, row_weight, offs, recipe=recipe)
+    bias = None if gate_up_bias is None else scaled_gradient(gate_up_bias, wgrad_scale)
+    gate_up = grouped_mm(rows, gate_up_proj, offs, bias=bias, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
+    h = swiglu(gate_up, row_weight, offs, recipe=recipe, activation=activation)
     return grouped_mm(h, down_proj, offs, out_dtype=rows.dtype, main_grad=main_grads[1], **options)
 
 
@@ -183,26 +197,40 @@ class _Combine(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, recipe: Recipe) -> Tensor:
+    def forward(
+        ctx: Any,
+        gate_up: Tensor,
+        row_weight: Tensor | None,
+        offs: Tensor | None,
+        recipe: Recipe,
+        activation: SwiGLU,
+    ) -> Tensor:
         ctx.save_for_backward(gate_up, row_weight, offs)
-        ctx.recipe = recipe
-        return swiglu_forward(gate_up, row_weight, offs, recipe)
+        ctx.how = recipe, activation
+        return swiglu_forward(gate_up, row_weight, offs, *ctx.how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, row_weight, offs = ctx.saved_tensors
-        d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, ctx.recipe)
-        return d_gate_up, d_row_weight if row_weight is not None else None, None, None
+        d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
+        return d_gate_up, d_row_weight if row_weight is not None else None, None, None, None
 
 
 def swiglu_forward(
-    gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, recipe: Recipe, *, folded: bool = False
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    recipe: Recipe,
+    activation: SwiGLU = PLAIN,
+    *,
+    folded: bool = False,
 ) -> Tensor:
     """:func:`swiglu` without autograd. folded: MX rows with one scale each, for a backend that `folds`."""
     if recipe.scaling == "none":
-        return quant.swiglu(gate_up, row_weight, offs=offs)
+        return quant.swiglu(gate_up, row_weight, offs=offs, activation=activation)
     options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}
+    options["activation"] = activation
     folded = folded and recipe.scaling == "mx"
     return quant.swiglu_quantize(gate_up, row_weight, offs=offs, folded=folded, **options)
 
@@ -213,6 +241,7 @@ def swiglu_backward(
     row_weight: Tensor | None,
     offs: Tensor | None,
     recipe: Recipe,
+    activation: SwiGLU = PLAIN,
     *,
     folded: bool = False,
     overwrite: bool = False,
@@ -223,7 +252,8 @@ def swiglu_backward(
     overwrite: d_h is not needed any more. h: what :func:`swiglu_forward` returned, bit for bit, if `with_h`, or None.
     """
     if recipe.scaling == "none":
-        return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, with_h=with_h)
+        return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, with_h=with_h, activation=activation)
     options: dict[str, Any] = {"fmt": recipe.grad_fmt, "mode": recipe.mode, "block_size": recipe.block_size}
-    options |= {"folded": folded and recipe.scaling == "mx", "h_fmt": recipe.fmt if with_h else None}
+    options |= {"activation": activation, "folded": folded and recipe.scaling == "mx"}
+    options |= {"h_fmt": recipe.fmt if with_h else None}
     return quant.swiglu_backward_quantize(d_h, gate_up, row_weight, offs=offs, overwrite=overwrite, **options)

@@ -14,80 +14,91 @@ T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxep.gemm import Recipe
-from mxep.gemm.checks import check_weight
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.several import Weight, halves
 
-from .dispatchers.base import Routing, TokenDispatcher
+from .checks import check_weights
+from .compiled import compiled_layer, unsupported_reason
+from .dispatchers.base import Routing
 from .functional import checked_tokens
 from .passes import LayerConfig, Pending, layer_backward, layer_forward, weight_gradient
-from .shares import Share, local_tensor
+from .saved import Needs
+from .shares import Share, local_tensor, local_weight
+from .steps import bias_gradient
 
 
 def route_through_experts(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up_proj: Weight, down_proj: Tensor, *, config: LayerConfig
-) -> tuple[Tensor, Routing]:
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Weight,
+    down_proj: Tensor,
+    *,
+    config: LayerConfig,
+    gate_up_bias: Tensor | None = None,
+) -> tuple[Tensor, Routing | None]:
     """out (T, D), the weighted sum over each token's experts of their MLPs, and where the rows went.
+
+    Under torch.compile it is an op of one graph, with `fullgraph=True` too, and the routing is None. It breaks the
+    graph, and fails a full one with the reason, with `main_grads`, with a dispatcher that learns its sizes at run time,
+    as with `Capacity.exact()` or without ``max_tokens``, and with a recipe or a backend that has no name.
 
     Args:
         x: (T, D) bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
         gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are joined where they are
             quantized, each way. down_proj: (e, D, F). Or DTensors of which this rank holds that, as `Experts` has
             them; then their gradients are DTensors, too.
+        gate_up_bias: (e, 2F), likewise, or None.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, and for a recipe with wgrad "bf16", which keeps unquantized
     operands: compose it from `functional.py`.
     """
     if config.recipe.wgrad != "mx":
         raise ValueError(f"recipe {config.recipe.name}: got wgrad {config.recipe.wgrad!r}, wanted 'mx'")
+    if not torch.compiler.is_compiling():
+        return _route(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
+    if (reason := unsupported_reason(config)) is not None:
+        torch._dynamo.graph_break(msg=f"route_through_experts is in no graph: {reason}")
+        return _route_between_graphs(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
+    gate, *up = map(local_weight, halves(gate_up_proj))
+    bias = None if gate_up_bias is None else local_weight(gate_up_bias)
+    proj: Weight = (gate, up[0]) if up else gate
+    return compiled_layer(x, expert_ids, weights, proj, local_weight(down_proj), bias, config), None
+
+
+def _route(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Weight,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    config: LayerConfig,
+) -> tuple[Tensor, Routing]:
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
     gate, *up = halves(gate_up_proj)
-    check_weights(
-        x, local_weights(gate, *up), local_tensor(down_proj), config.dispatcher, config.recipe, config.main_grads
-    )
-    tensors = x, weights, gate, down_proj, *up
-    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    out, routing = _Layer.apply(  # type: ignore[no-untyped-call]
-        x, weights, gate, down_proj, up[0] if up else None, expert_ids, config, backward
-    )
+    bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
+    check_weights(x, local_weights(gate, *up), local_tensor(down_proj), bias, config)
+    tensors = x, weights, gate, down_proj, up[0] if up else None, gate_up_bias
+    backward = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    out, routing = _Layer.apply(*tensors, expert_ids, config, backward)  # type: ignore[no-untyped-call]
     return out, routing
+
+
+# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
+_route_between_graphs = torch._disable_dynamo(_route)  # type: ignore[attr-defined]
 
 
 def local_weights(gate: Tensor, up: Tensor | None = None) -> Weight:
     """What this rank holds of gate_up_proj, or of its halves."""
     return local_tensor(gate) if up is None else (local_tensor(gate), local_tensor(up))
-
-
-def check_weights(
-    x: Tensor,
-    gate_up_proj: Weight,
-    down_proj: Tensor,
-    dispatcher: TokenDispatcher,
-    recipe: Recipe,
-    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> None:
-    """ValueError for weights that do not fit x, each other, the dispatcher or the recipe: before any exchange."""
-    e, dim, hidden_dim = dispatcher.num_local_experts, x.shape[1], down_proj.shape[-1] if down_proj.dim() else 0
-    wanted = [("down_proj", down_proj, main_grads[1], "(experts here, D, F)", (e, dim, hidden_dim))]
-    if isinstance(gate_up_proj, Tensor):
-        shape = e, 2 * hidden_dim, dim
-        wanted.append(("gate_up_proj", gate_up_proj, main_grads[0], "(experts here, 2 F, D)", shape))
-    else:
-        if main_grads[0] is not None:
-            raise ValueError("main_grad: got one of gate and up, which are apart; none, or join them")
-        shape = e, hidden_dim, dim
-        wanted += [(name, w, None, "(experts here, F, D)", shape) for name, w in zip(("gate", "up"), gate_up_proj)]
-    for name, w, main_grad, meant, shape in wanted:
-        if w.shape != shape:
-            raise ValueError(f"{name}: got shape {tuple(w.shape)}, want {meant} = {shape}")
-        check_weight(w, recipe=recipe, device=x.device, main_grad=main_grad, name=name)
 
 
 class _Layer(torch.autograd.Function):
@@ -99,32 +110,40 @@ class _Layer(torch.autograd.Function):
         gate_up_proj: Tensor,
         down_proj: Tensor,
         up_proj: Tensor | None,
+        gate_up_bias: Tensor | None,
         expert_ids: Tensor,
         config: LayerConfig,
         backward: bool,
     ) -> tuple[Tensor, Routing]:
         proj, down = local_weights(gate_up_proj, up_proj), local_tensor(down_proj)
-        ctx.needs = ctx.needs_input_grad[2] or ctx.needs_input_grad[4], ctx.needs_input_grad[3]
-        out, routing, saved = layer_forward(x, weights, expert_ids, proj, down, config, backward, ctx.needs)
+        ctx.needs = _of_parameters(ctx.needs_input_grad)
+        bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
+        out, routing, saved = layer_forward(x, weights, expert_ids, proj, down, config, backward, ctx.needs, bias)
         ctx.halves = len(halves(proj))
         ctx.save_for_backward(*halves(proj), down, *saved)
         ctx.config, ctx.routing, ctx.kept = config, routing, None
         ctx.dtypes, ctx.shares = (gate_up_proj.dtype, down_proj.dtype), (Share(gate_up_proj), Share(down_proj))
         ctx.up_share = None if up_proj is None else Share(up_proj)
+        ctx.bias = None if gate_up_bias is None else (Share(gate_up_bias), gate_up_bias.dtype)
         return out, routing
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        asked = [need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:5])]
-        needs, wanted = ctx.needs, (asked[2] or asked[4], asked[3])
+        # Only tensors count there, and up_proj is none where gate_up_proj is whole.
+        last = 5 if ctx.halves == 2 else 4
+        asked = [need and is_wanted(ctx, min(i, last)) for i, need in enumerate(ctx.needs_input_grad[:6])]
+        needs, wanted = ctx.needs, _of_parameters(asked)
         kept, retained = ctx.kept, graph_is_retained()
         if not retained:
             ctx.kept = None
         if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out):
             pending: Pending = kept.operands
-            if all(i in pending for i in (0, 1) if wanted[i]):
-                config, offs, grads = ctx.config, ctx.routing.plan.offs, list[Tensor | None]((None, None))
+            # What the bias's gradient sums is an operand of gate_up_proj's.
+            if all(i in pending for i in (0, 1) if wanted[i]) and (0 in pending or not wanted[2]):
+                config, offs, grads = ctx.config, ctx.routing.plan.offs, list[Tensor | None]((None, None, None))
+                if wanted[2]:
+                    (grads[2],) = bias_gradient([pending[0][0], offs], config.wgrad_scale)
                 for i, operands in pending.items():
                     if wanted[i]:
                         grads[i] = weight_gradient(i, ctx.dtypes[i], list(operands), offs, config)
@@ -153,12 +172,20 @@ class _Layer(torch.autograd.Function):
         return dx, d_weights, *_gradients_of_weights(ctx, grads)
 
 
+def _of_parameters(each: Sequence[bool]) -> Needs:
+    """Of gate_up_proj, whole or in halves, down_proj and gate_up's bias: `_Layer`'s first six arguments."""
+    return each[2] or each[4], each[3], each[5]
+
+
 def _gradients_of_weights(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """What `_Layer.backward` returns after dx and d_weights."""
-    proj, down = grads
+    proj, down, bias = grads
+    if bias is not None:
+        share, dtype = ctx.bias
+        bias = share.gradient(bias.to(dtype))
     if ctx.up_share is None or proj is None:
         gate, up = proj, None
     else:  # FSDP2 and optimizers want them contiguous
         gate, up = (half.contiguous() for half in proj.chunk(2, 1))
         up = ctx.up_share.gradient(up)
-    return ctx.shares[0].gradient(gate), ctx.shares[1].gradient(down), up, None, None, None
+    return ctx.shares[0].gradient(gate), ctx.shares[1].gradient(down), up, bias, None, None, None

@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.comms import Capacity
 from mxep.gemm import Recipe
+from mxep.quant import SwiGLU
 
 from .dispatchers import Routing, TokenDispatcher, make_dispatcher
 from .experts import Experts
+from .functional import PLAIN
 from .router import Router
 from .shared_expert import SharedExpert
 from .shares import ep_mesh, group_of
@@ -41,15 +43,19 @@ class MoE(nn.Module):
         timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. all_to_all has
             its process group's.
         backend: of the grouped GEMM.
+        activation: of gate and up, of shared experts too: :class:`mxep.quant.SwiGLU`, clamped or not.
+        bias: routed experts have biases.
         gradient_reduction: what expert gradients are, which hold the tokens of all W ranks of the group. ``"mean"``: of
             the mean of the ranks' losses, as data parallelism makes all other gradients, so that everything is averaged
             over ranks and nothing else. ``"sum"``: of the sum of the ranks' losses.
 
-    Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), and with
-    shared experts ``shared.gate_up_proj``, ``shared.down_proj``. Given a mesh or a group of several ranks, expert
-    weights are DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad`` (fp32) get
-    their gradients added there and have none themselves. After forward, ``last_routing`` tells where rows went.
-    Weights are quantized at each call; micro-batches share that within ``mxep.gemm.quantize_weights_once()``.
+    Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), with
+    ``bias`` ``experts.gate_up_bias`` (E, 2F), ``experts.down_bias`` (E, D), and with shared experts
+    ``shared.gate_up_proj``, ``shared.down_proj``. Given a mesh or a group of several ranks, expert weights are
+    DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad`` (fp32) get their
+    gradients added there and have none themselves (biases have their own). After forward, ``last_routing`` tells where
+    rows went. Weights are quantized at each call; micro-batches share that within
+    ``mxep.gemm.quantize_weights_once()``.
 
     Raises ValueError on sizes that do not fit.
     """
@@ -72,6 +78,8 @@ class MoE(nn.Module):
         max_tokens: int | None = None,
         timeout: float | None = None,
         backend: str = "auto",
+        activation: SwiGLU = PLAIN,
+        bias: bool = False,
         gradient_reduction: Literal["mean", "sum"] = "mean",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -102,9 +110,10 @@ class MoE(nn.Module):
         self.top_k = top_k
         self.dispatcher = dispatcher
         self.backend = backend
+        self.activation = activation
         self.gradient_reduction = gradient_reduction
         self.router = Router(dim, num_experts, top_k, device=device) if router is None else router
-        self.experts = Experts(dim, hidden_dim, num_experts, mesh=mesh, device=device, dtype=dtype)
+        self.experts = Experts(dim, hidden_dim, num_experts, bias=bias, mesh=mesh, device=device, dtype=dtype)
         shared_dim = num_shared_experts * hidden_dim
         self.shared = SharedExpert(dim, shared_dim, device=device, dtype=dtype) if num_shared_experts else None
         self.last_routing = None
@@ -125,11 +134,12 @@ class MoE(nn.Module):
         options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
         options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
         out: Tensor
+        options["activation"] = self.activation
         out, routing = self.experts(tokens, expert_ids, weights, **options)
         if not torch.compiler.is_compiling():
             self.last_routing = routing
         if self.shared is not None:
-            out = out + self.shared(tokens, recipe=self.recipe, backend=self.backend)
+            out = out + self.shared(tokens, recipe=self.recipe, backend=self.backend, activation=self.activation)
         return out.view(x.shape)
 
     def check(self) -> None:

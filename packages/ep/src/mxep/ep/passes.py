@@ -26,11 +26,13 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, is_held, saved_weight
 from mxep.gemm.several import Weight
+from mxep.quant import SwiGLU
 from mxep.quant.replay import Replayed, Tensors
 
 from .dispatchers.base import Routing, TokenDispatcher
+from .functional import PLAIN
 from .saved import Needs, Saved
-from .steps import colwise_weights, mlp_backward, mlp_forward, pack_rows, rowwise_weights, wgrad
+from .steps import bias_gradient, colwise_weights, mlp_backward, mlp_forward, pack_rows, rowwise_weights, wgrad
 from .wire_format import WireFormat
 
 
@@ -42,6 +44,7 @@ class LayerConfig:
         backend: one that can run where its tensors are.
         main_grads: (e, 2F, D) and (e, D, F) fp32, or None each: weight gradients are added there and not returned.
         wgrad_scale: factor of weight gradients.
+        activation: of gate and up.
     """
 
     dispatcher: TokenDispatcher
@@ -49,6 +52,7 @@ class LayerConfig:
     backend: Backend
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
     wgrad_scale: float = 1.0
+    activation: SwiGLU = PLAIN
 
 
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
@@ -66,18 +70,19 @@ def layer_forward(
     config: LayerConfig,
     backward: bool,
     needs: Needs,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Routing, list[Tensor]]:
     """(out, routing, what backward needs, if it will be, as `Saved` lists it): no autograd, no checks but of products.
 
-    needs: whether the two weights have gradients, if backward will be. The exchanges and dx are made in any case, as
-    ranks do not know what the others need.
+    bias: of gate_up, (e, 2F). needs: whether these parameters have gradients, if backward will be. The exchanges and dx
+    are made in any case, as ranks do not know what the others need.
     """
     experts = [*_two(gate_up_proj), down_proj]
     held: Tensors = [None] * 4
     if is_held(gate_up_proj, config.recipe):
         held = rowwise_weights.direct(list(experts), config.recipe, config.backend, backward)
-    tensors = [x, weights, expert_ids, *experts, *held]
-    how = config.recipe, config.backend, backward, needs
+    tensors = [x, weights, expert_ids, bias, *experts, *held]
+    how = config.recipe, config.backend, config.activation, backward, needs
     if not config.dispatcher.in_graphs:
         routing, results = _run_forward(tensors, config.dispatcher, *how)
         return results[0], routing, results[1 + len(PLAN) :]
@@ -94,15 +99,15 @@ def layer_backward(
     config: LayerConfig,
     needs: Needs,
     *,
-    wanted: Needs = (True, True),
+    wanted: Needs = (True, True, True),
     left: Pending | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weights, gate_up_proj, down_proj.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weights, gate_up_proj, down_proj and, fp32, gate_up's bias.
 
-    saved: emptied, so that its memory serves the gradients of weights. needs: whether the two weights have any. wanted:
-    whether those are computed now. left: takes the operands of those that are not, which nobody else holds.
+    saved: emptied, so that its memory serves the gradients of weights. needs: whether these parameters have any.
+    wanted: whether those are computed now. left: takes the operands of weights' that are not, which nobody else holds.
     """
-    how = config.recipe, config.backend, config.wgrad_scale, needs
+    how = config.recipe, config.backend, config.activation, config.wgrad_scale, needs
     plan, experts = [getattr(routing.plan, name) for name in PLAN], (gate_up_proj, down_proj)
     held: Tensors = [None] * 2
     if is_held(gate_up_proj, config.recipe):
@@ -116,8 +121,8 @@ def layer_backward(
         results = _Pass.of(config.dispatcher, _backward)(tensors, weakref.ref(config.dispatcher), *how)
     else:
         results = _run_backward(tensors, config.dispatcher, *how, routing, wanted, left)
-    dx, d_weights, d_gate_up_proj, d_down_proj = results
-    return dx, d_weights, d_gate_up_proj, d_down_proj
+    dx, d_weights, d_gate_up_proj, d_down_proj, d_bias = results
+    return dx, d_weights, d_gate_up_proj, d_down_proj, d_bias
 
 
 # ── the two passes, which are graphs where the dispatcher can be in one ──────────────────────────────────────────────
@@ -161,11 +166,17 @@ def _living(dispatcher: _Dispatcher) -> TokenDispatcher:
 
 
 def _run_forward(
-    tensors: Tensors, dispatcher: TokenDispatcher, recipe: Recipe, backend: Backend, backward: bool, needs: Needs
+    tensors: Tensors,
+    dispatcher: TokenDispatcher,
+    recipe: Recipe,
+    backend: Backend,
+    activation: SwiGLU,
+    backward: bool,
+    needs: Needs,
 ) -> tuple[Routing, Tensors]:
-    """[x, weights, expert_ids, gate_up_proj, its other half or None, down_proj, both rowwise and their amax, or None]
-    -> routing, [out, *plan, *saved]."""
-    x, weights, expert_ids, *experts, w13, amax13, w2, amax2 = tensors
+    """[x, weights, expert_ids, gate_up's bias or None, gate_up_proj, its other half or None, down_proj, both rowwise
+    and their amax, or None] -> routing, [out, *plan, *saved]."""
+    x, weights, expert_ids, bias, *experts, w13, amax13, w2, amax2 = tensors
     tensors.clear()
     wire, payload = WireFormat.of(x, recipe, recipe.fmt), tuple(pack_rows([x], recipe, recipe.fmt))
     handle = dispatcher.dispatch(payload, expert_ids, weights, alignment=recipe.group_alignment, overlap=True)
@@ -177,8 +188,8 @@ def _run_forward(
     plan = routing.plan
     # The next exchange writes to the slots again, which the gradient of gate_up_proj needs.
     copy, keep = backward and needs[0] and dispatcher.borrows, (backward and needs[0], backward)
-    of_mlp = [plan.row_slot, plan.row_weight, plan.offs, w13, w2, *slots]
-    y, rows, gate_up = mlp_forward(of_mlp, wire, recipe, backend, copy, keep)
+    of_mlp = [plan.row_slot, plan.row_weight, plan.offs, w13, bias, w2, *slots]
+    y, rows, gate_up = mlp_forward(of_mlp, wire, recipe, backend, copy, keep, activation)
     out, _ = dispatcher.combine(y, routing).wait()
     made = [out, *(getattr(plan, name) for name in PLAN)]
     if not backward:
@@ -193,15 +204,16 @@ def _run_backward(
     dispatcher: TokenDispatcher,
     recipe: Recipe,
     backend: Backend,
+    activation: SwiGLU,
     scale: float,
     needs: Needs,
     routing: Routing | None = None,
-    wanted: Needs = (True, True),
+    wanted: Needs = (True, True, True),
     left: Pending | None = None,
 ) -> Tensors:
     """[d_out, expert_ids, gate_up_proj, its other half or None, down_proj, main_grads of both, both colwise or None,
-    *plan, *saved] -> [dx, d_weights, d_gate_up_proj, d_down_proj]: the last two None where they are not wanted or are
-    in main_grads.
+    *plan, *saved] -> [dx, d_weights, d_gate_up_proj, d_down_proj, d_bias]: the last three None where they are not
+    wanted or are in main_grads.
 
     routing: the dispatcher's own, if it is more than the plan.
     """
@@ -227,12 +239,13 @@ def _run_backward(
     copy, with_h = waits and dispatcher.borrows, needs[1] and (wanted[1] or waits)
     of_mlp = [plan.row_slot, plan.row_weight, plan.offs, gate_up, w2, w13, main_grads[1], *handle.wait()]
     del gate_up, w2, w13, handle
-    how = wire, recipe, backend, with_h, waits, scale, down_proj.dtype, copy
+    how = wire, recipe, backend, with_h, waits, scale, down_proj.dtype, copy, activation
     d_rows, d_row_weight, d_gate_up, d_down_proj, *pending = mlp_backward(of_mlp, *how)
     if waits and left is not None:
         left[1] = pending[0], pending[1]
     home = dispatcher.combine(d_rows, routing, d_row_weight, overlap=True)
     del d_rows, pending
+    d_bias = bias_gradient([d_gate_up, plan.offs], scale)[0] if needs[2] and wanted[2] else None
     d_gate_up_proj = None
     if rows is not None and wanted[0]:
         operands = [d_gate_up, rows]
@@ -241,7 +254,7 @@ def _run_backward(
     elif rows is not None and left is not None:
         left[0] = d_gate_up, rows
     dx, d_weights = home.wait()
-    return [dx, d_weights, d_gate_up_proj, d_down_proj]
+    return [dx, d_weights, d_gate_up_proj, d_down_proj, d_bias]
 
 
 def _of_both(later13: SavedWeight, later2: SavedWeight) -> Tensors:

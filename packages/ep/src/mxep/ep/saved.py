@@ -27,8 +27,8 @@ from mxep.gemm.several import Weight, halves
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts
 
-Needs = tuple[bool, bool]
-"""Whether gate_up_proj and down_proj have gradients."""
+Needs = tuple[bool, bool, bool]
+"""Whether gate_up_proj, down_proj and gate_up's bias have gradients."""
 
 
 class Saved(NamedTuple):

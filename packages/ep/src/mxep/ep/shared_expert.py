@@ -26,10 +26,10 @@ from mxep.gemm.checks import check_linear, check_weight
 from mxep.gemm.functional import joined, taken_apart
 from mxep.gemm.partial_backward import is_wanted
 from mxep.gemm.quantize_once import SavedWeight, is_held
-from mxep.quant import MXTensor
+from mxep.quant import MXTensor, SwiGLU
 from mxep.quant.replay import MXParts, Tensors, replayed
 
-from .functional import swiglu, swiglu_backward, swiglu_forward
+from .functional import PLAIN, swiglu, swiglu_backward, swiglu_forward
 from .shares import init_normal_
 from .steps import colwise_weights, rowwise_weights
 
@@ -61,7 +61,9 @@ class SharedExpert(nn.Module):
         dim, hidden_dim = self.down_proj.shape
         return f"dim={dim}, hidden_dim={hidden_dim}, dtype={self.down_proj.dtype}"
 
-    def forward(self, x: Tensor, *, recipe: Recipe, backend: str | Backend = "auto") -> Tensor:
+    def forward(
+        self, x: Tensor, *, recipe: Recipe, backend: str | Backend = "auto", activation: SwiGLU = PLAIN
+    ) -> Tensor:
         """``x`` (T, D) bf16 or fp32 -> (T, D). ValueError for sizes that the recipe does not take."""
         weights = self.gate_up_proj, self.down_proj
         main_grads = tuple(getattr(weight, "main_grad", None) for weight in weights)
@@ -69,11 +71,12 @@ class SharedExpert(nn.Module):
         if recipe.wgrad == "bf16":
             options: dict[str, Any] = {"recipe": recipe, "backend": chosen}
             gate_up = linear(x, weights[0], main_grad=main_grads[0], **options)
-            return linear(swiglu(gate_up, None, None, recipe=recipe), weights[1], main_grad=main_grads[1], **options)
+            h = swiglu(gate_up, None, None, recipe=recipe, activation=activation)
+            return linear(h, weights[1], main_grad=main_grads[1], **options)
         check_linear(x, weights[0], None, recipe=recipe, out_dtype=x.dtype, main_grad=main_grads[0])
         grads = None if main_grads[1] is None else main_grads[1].unsqueeze(0)
         check_weight(weights[1].unsqueeze(0), recipe=recipe, device=x.device, main_grad=grads, name="down_proj")
-        out: Tensor = _SharedMLP.apply(x, *weights, recipe, chosen, main_grads)  # type: ignore[no-untyped-call]
+        out: Tensor = _SharedMLP.apply(x, *weights, recipe, chosen, main_grads, activation)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -87,23 +90,24 @@ class _SharedMLP(torch.autograd.Function):
         recipe: Recipe,
         backend: Backend,
         main_grads: tuple[Tensor | None, Tensor | None],
+        activation: SwiGLU,
     ) -> Tensor:
         needs, weights = ctx.needs_input_grad[:3], (gate_up_proj.unsqueeze(0), down_proj.unsqueeze(0))
         held = [None] * 4
         if is_held(weights[0], recipe):
             held = rowwise_weights.direct([weights[0], None, weights[1]], recipe, backend, any(needs))
-        out, gate_up, rows, *later = _forward([x, *weights, *held], recipe, backend, needs)
+        out, gate_up, rows, *later = _forward([x, *weights, *held], recipe, backend, needs, activation)
         later = [w if part is None else part for w, part in zip(weights, later[:2])] + later[2:]
         parts, ctx.rests = zip(*map(taken_apart, (rows, *later[:2])))
         ctx.save_for_backward(gate_up, *later[2:], *(part for three in parts for part in three))
-        ctx.how, ctx.dtypes = (recipe, backend, main_grads), (x.dtype, gate_up_proj.dtype, down_proj.dtype)
+        ctx.how, ctx.dtypes = (recipe, backend, main_grads, activation), (x.dtype, gate_up_proj.dtype, down_proj.dtype)
         result: Tensor = out
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        recipe, backend, main_grads = ctx.how
+        recipe, backend, main_grads, activation = ctx.how
         wanted = tuple(need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
         gate_up, amax13, amax2, *parts = ctx.saved_tensors
         rows, w13, w2 = (joined(parts[3 * i : 3 * i + 3], rest) for i, rest in enumerate(ctx.rests))
@@ -112,11 +116,13 @@ class _SharedMLP(torch.autograd.Function):
         into = (None if main_grad is None else main_grad.unsqueeze(0) for main_grad in main_grads)
         tensors = [d_out, gate_up, rows, w13, amax13, w2, amax2, *into]
         tensors = [MXParts.of(x) if isinstance(x, MXTensor) else x for x in tensors]
-        return *_backward(tensors, recipe, backend, wanted, ctx.dtypes), None, None, None
+        return *_backward(tensors, recipe, backend, wanted, ctx.dtypes, activation), *[None] * 4
 
 
 @replayed
-def _forward(tensors: Tensors, recipe: Recipe, backend: Backend, needs: tuple[bool, bool, bool]) -> Tensors:
+def _forward(
+    tensors: Tensors, recipe: Recipe, backend: Backend, needs: tuple[bool, bool, bool], activation: SwiGLU
+) -> Tensors:
     """[x (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), both rowwise and their amax, or None] ->
     [out (T, D), gate_up (T, 2F), rows, both weights in 2-D blocks, their amax]: of the last five what backward needs.
     """
@@ -125,7 +131,7 @@ def _forward(tensors: Tensors, recipe: Recipe, backend: Backend, needs: tuple[bo
         w13, amax13, w2, amax2 = rowwise_weights.function([weights[0], None, weights[1]], recipe, backend, any(needs))
     rows = backend.quantize_rows(x, recipe.fmt, recipe)
     gate_up = backend.forward(rows, w13, None, bias=None, out_dtype=x.dtype)
-    h = swiglu_forward(gate_up, None, None, recipe, folded=backend.wants_rowwise)
+    h = swiglu_forward(gate_up, None, None, recipe, activation, folded=backend.wants_rowwise)
     out = backend.forward(h, w2, None, bias=None, out_dtype=x.dtype)
     blocks = (w if getattr(w, "axis", None) == (-2, -1) else None for w in (w13, w2))
     return [out, gate_up, rows if needs[1] else None, *blocks, amax13, amax2]
@@ -138,6 +144,7 @@ def _backward(
     backend: Backend,
     wanted: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    activation: SwiGLU,
 ) -> Tensors:
     """[d_out (T, D), gate_up, rows, gate_up_proj or what is colwise of it, its amax, down_proj likewise, its amax,
     main_grads of both] -> gradients of x and of both weights: None of those that are not wanted or in main_grad."""
@@ -152,7 +159,7 @@ def _backward(
     d_y = backend.quantize_rows(d_out, recipe.grad_fmt, recipe)
     d_h = backend.dgrad(d_y, SavedWeight(w2, amax2).colwise(recipe, backend), None, out_dtype=dtypes[0])
     options = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": wanted[2]}
-    d_gate_up, _, h = swiglu_backward(d_h, gate_up, None, None, recipe, **options)
+    d_gate_up, _, h = swiglu_backward(d_h, gate_up, None, None, recipe, activation, **options)
     dw2 = None if h is None else wgrad(1, d_y, h)
     dx = None
     if wanted[0]:

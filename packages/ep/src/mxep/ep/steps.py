@@ -6,6 +6,7 @@
     colwise_weights  gate_up_proj, down_proj, ... -> each as dgrad wants it
     mlp_backward     slots of d_out, plan, ...    -> d_rows, d_row_weight, d_gate_up, the gradient of down_proj
     wgrad            dy, a, offs                  -> the gradient of a weight
+    bias_gradient    d_gate_up, offs              -> the gradient of gate_up's bias
 
 They own their lists, and drop what they have used, so that its memory serves what comes next. h is not kept: the
 backward kernel of SwiGLU, which reads gate_up anyway, writes it again for the gradient of down_proj.
@@ -22,6 +23,7 @@ from torch import Tensor
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.quant import SwiGLU, group_sums
 from mxep.quant.replay import Tensors, replayed
 
 from .functional import swiglu_backward, swiglu_forward
@@ -55,13 +57,20 @@ def _whole(w: Any, other: Tensor | None) -> Any:
 
 @replayed
 def mlp_forward(
-    tensors: Tensors, wire: WireFormat, recipe: Recipe, backend: Backend, copy: bool, keep: tuple[bool, bool]
+    tensors: Tensors,
+    wire: WireFormat,
+    recipe: Recipe,
+    backend: Backend,
+    copy: bool,
+    keep: tuple[bool, bool],
+    activation: SwiGLU,
 ) -> Tensors:
-    """[row_slot, row_weight, offs, w13, w2, *slots] -> [y (R_max, D), rows, gate_up]: those to keep, or None."""
-    row_slot, row_weight, offs, w13, w2, *slots = tensors
+    """[row_slot, row_weight, offs, w13, bias of gate_up or None, w2, *slots] -> [y (R_max, D), rows, gate_up]: those to
+    keep, or None."""
+    row_slot, row_weight, offs, w13, bias, w2, *slots = tensors
     rows = wire.rows(slots, row_slot, offs, copy=copy)
-    gate_up = backend.forward(rows, w13, offs, bias=None, out_dtype=wire.dtype)
-    h = swiglu_forward(gate_up, row_weight, offs, recipe, folded=backend.wants_rowwise)
+    gate_up = backend.forward(rows, w13, offs, bias=bias, out_dtype=wire.dtype)
+    h = swiglu_forward(gate_up, row_weight, offs, recipe, activation, folded=backend.wants_rowwise)
     y = backend.forward(h, w2, offs, bias=None, out_dtype=wire.dtype)
     return [y, *(x if kept else None for x, kept in zip((rows, gate_up), keep))]
 
@@ -77,6 +86,7 @@ def mlp_backward(
     scale: float,
     dtype: torch.dtype,
     copy: bool,
+    activation: SwiGLU,
 ) -> Tensors:
     """[row_slot, row_weight, offs, gate_up, w2, w13, main_grad of down_proj, *slots of d_out] -> [d_rows (R_max, D),
     d_row_weight (R_max,), d_gate_up (R_max, 2F), the gradient of down_proj, d_y, h].
@@ -90,7 +100,7 @@ def mlp_backward(
     d_h = backend.dgrad(d_y, w2, offs, out_dtype=wire.dtype)
     del w2
     options = {"folded": backend.wants_rowwise, "overwrite": True, "with_h": with_h}
-    d_gate_up, d_row_weight, h = swiglu_backward(d_h, gate_up, row_weight, offs, recipe, **options)
+    d_gate_up, d_row_weight, h = swiglu_backward(d_h, gate_up, row_weight, offs, recipe, activation, **options)
     del d_h, gate_up
     pending, d_down_proj = [d_y, h] if later else [None, None], None
     if with_h and not later:  # d_y is borrowed until the next exchange
@@ -112,3 +122,10 @@ def wgrad(tensors: Tensors, recipe: Recipe, backend: Backend, scale: float, dtyp
     del dy, a
     gradient: Tensor | None = backend.wgrad(operands, offs, out_dtype=dtype, scale=scale, accumulate_into=main_grad)
     return [gradient]
+
+
+@replayed
+def bias_gradient(tensors: Tensors, scale: float) -> Tensors:
+    """[d_gate_up (R_max, 2F), offs] -> [scale * the sum of each expert's rows, (e, 2F) fp32]."""
+    d_gate_up, offs = tensors
+    return [group_sums(d_gate_up, offs).mul_(scale)]

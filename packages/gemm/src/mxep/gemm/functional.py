@@ -29,7 +29,7 @@ from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import Weight, halves
 from mxep.gemm.weights import QuantizedWeight
-from mxep.quant import MXTensor
+from mxep.quant import MXTensor, group_sums
 from mxep.quant.replay import MXParts
 
 
@@ -242,14 +242,10 @@ def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
 
 
 def _joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
-    sums = [_group_sums(steps.plain(dy), offs) for dy in dys]
+    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of dys (M, N) side by side; no host sync."""
+    if offs is not None:
+        sums = [group_sums(dy, offs) for dy in dys]
+    else:
+        plain = map(steps.plain, dys)
+        sums = [dy.sum(0, keepdim=True, dtype=torch.promote_types(dy.dtype, torch.float32)) for dy in plain]
     return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
-
-
-def _group_sums(x: Tensor, offs: Tensor | None) -> Tensor:
-    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of x (M, N), in order; no host sync."""
-    if offs is None:
-        return x.sum(0, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    offsets = torch.cat((offs.new_zeros(1), offs))
-    x = x if x.dtype == torch.float64 else x.float()
-    return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)

@@ -2,10 +2,12 @@
 
 import importlib.metadata
 
+from mxep.quant.activation import SwiGLU
 from mxep.quant.checks import Axis
 from mxep.quant.fold import FoldStats, fold, fold_with_stats
 from mxep.quant.fold_for_wgrad import WgradOperands, fold_for_wgrad
 from mxep.quant.formats import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, format_of
+from mxep.quant.group_sums import group_sums
 from mxep.quant.groups import PaddedGroups, group_of_rows, pad_groups, unpad_groups, valid_rows
 from mxep.quant.quantize import quantize, quantize_both, quantize_joined, quantize_with_amax
 from mxep.quant.requantize import requantize
@@ -29,6 +31,7 @@ __all__ = [
     "MXTensor",
     "PaddedGroups",
     "ScaleMode",
+    "SwiGLU",
     "WgradOperands",
     "fold",
     "fold_for_wgrad",
@@ -36,6 +39,7 @@ __all__ = [
     "format_of",
     "gather_swizzled",
     "group_of_rows",
+    "group_sums",
     "pad_groups",
     "quantize",
     "quantize_both",

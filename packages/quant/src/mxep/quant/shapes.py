@@ -17,6 +17,10 @@ RMS_NORM_PARTS = 512
 """Of the gradient of a norm's weight, a sum over rows: as many programs, a few for each SM."""
 
 
+GROUP_SUMS_LANES = 32
+"""Partial sums of a group's rows."""
+
+
 def round_up(n: int, alignment: int) -> int:
     """The smallest multiple of `alignment` that is at least n (n >= 0); also fine for symbolic n."""
     return (n + alignment - 1) // alignment * alignment
@@ -90,6 +94,12 @@ def empty_folded(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tupl
 def empty_swiglu_scale(gate_up: Tensor, width: int, block_size: int, folded: bool) -> Tensor:
     """scale (R, width/block_size) or, folded, (R, 1) of a result (R, width)."""
     return gate_up.new_empty((gate_up.shape[0], 1 if folded else width // block_size), dtype=SCALE_DTYPE)
+
+
+def empty_group_sums(x: Tensor, offs: Tensor) -> Tensor:
+    """(G, N) of x (R, N), in what its rows are summed in: fp64 of fp64, else fp32."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty((offs.shape[0], x.shape[1]), dtype=dtype)
 
 
 def empty_picked(x: Tensor, row_index: Tensor) -> Tensor:

@@ -20,9 +20,12 @@ its element (and its row's d_row_weight), quantized in its block. Rows from offs
 R rows (capacity), F hidden width, G groups.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from mxep.quant.activation import PLAIN, SwiGLU
 from mxep.quant.checks import VALUE_DTYPES, check_block, check_format, check_mode
 from mxep.quant.fold import fold_op
 from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
@@ -30,20 +33,26 @@ from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.op import op
 from mxep.quant.ops import encode_rows
 from mxep.quant.shapes import empty_swiglu_scale
-from mxep.quant.sigmoid import LIMIT, sigmoid_pair
 from mxep.quant.tensor import MXTensor
 
 
-def swiglu(gate_up: Tensor, row_weight: Tensor | None = None, *, offs: Tensor | None = None) -> Tensor:
-    """silu(gate) * up * row_weight, (R, F) in gate_up's dtype.
+def swiglu(
+    gate_up: Tensor,
+    row_weight: Tensor | None = None,
+    *,
+    offs: Tensor | None = None,
+    activation: SwiGLU = PLAIN,
+) -> Tensor:
+    """silu(gate) * up * row_weight, (R, F) in gate_up's dtype; or another activation instead of silu(gate) * up.
 
-    gate_up: (R, 2F) bf16 | fp32 | fp16, gate first. row_weight: (R,) fp32, or None for 1.
+    gate_up: (R, 2F) bf16 | fp32 | fp16, gate first unless activation is interleaved. row_weight: (R,) fp32, or None
+        for 1.
     offs: (G,) int32 inclusive ends of the row groups of a capacity buffer; rows from offs[-1] on are not
         read, and unspecified in the result.
     No autograd: `swiglu_backward` is its derivative. ValueError for other shapes, dtypes, devices.
     """
     _check(gate_up, row_weight, offs)
-    h: Tensor = _swiglu(gate_up, row_weight, offs)
+    h: Tensor = _swiglu(gate_up, row_weight, offs, activation.packed)
     return h
 
 
@@ -56,6 +65,7 @@ def swiglu_quantize(
     mode: ScaleMode | str = ScaleMode.RCEIL,
     block_size: int | None = BLOCK,
     folded: bool = False,
+    activation: SwiGLU = PLAIN,
 ) -> MXTensor:
     """`swiglu` quantized from its fp32 value: MXTensor (R, F), outer dtype gate_up's, blocked along F.
 
@@ -67,13 +77,19 @@ def swiglu_quantize(
     _check(gate_up, row_weight, offs)
     width = gate_up.shape[1] // 2
     block_size = check_block(block_size, -1, gate_up[:, :width])
-    how = check_format(fmt), check_mode(mode), block_size, folded
+    how = check_format(fmt), check_mode(mode), block_size, folded, activation.packed
     qdata, scale = _swiglu_quantize(gate_up, row_weight, offs, *how)
     return MXTensor(qdata, scale, None, -1, width if folded else block_size, gate_up.dtype, trusted=True)
 
 
 def swiglu_backward(
-    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None = None, *, offs: Tensor | None = None, with_h: bool = False
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None = None,
+    *,
+    offs: Tensor | None = None,
+    with_h: bool = False,
+    activation: SwiGLU = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32, h).
 
@@ -84,7 +100,7 @@ def swiglu_backward(
     """
     _check(gate_up, row_weight, offs, d_h)
     h = gate_up.new_empty(d_h.shape) if with_h else None
-    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, offs, h)
+    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, offs, h, activation.packed)
     return d_gate_up, d_row_weight, h
 
 
@@ -100,6 +116,7 @@ def swiglu_backward_quantize(
     folded: bool = False,
     overwrite: bool = False,
     h_fmt: MXFormat | str | None = None,
+    activation: SwiGLU = PLAIN,
 ) -> tuple[MXTensor, Tensor, MXTensor | None]:
     """`swiglu_backward` with d_gate_up quantized from its fp32 value: (MXTensor (R, 2F), d_row_weight (R,) fp32, h).
 
@@ -124,9 +141,9 @@ def swiglu_backward_quantize(
         qdata = d_h.view(dtype)
     else:
         qdata = gate_up.new_empty(gate_up.shape, dtype=dtype)
-    how = check_mode(mode), block_size, folded
     of_h = (None, None) if h is None else (h.qdata, h.scale)
-    scale, d_row_weight = _swiglu_backward_quantize(d_h, gate_up, row_weight, offs, qdata, *how, *of_h)
+    how = check_mode(mode), block_size, folded, *of_h, activation.packed
+    scale, d_row_weight = _swiglu_backward_quantize(d_h, gate_up, row_weight, offs, qdata, *how)
     block_size = gate_up.shape[1] if folded else block_size
     return MXTensor(qdata, scale, None, -1, block_size, gate_up.dtype, trusted=True), d_row_weight, h
 
@@ -151,30 +168,27 @@ def _check(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, d_h:
     check_offs(offs, gate_up)
 
 
-def _forward(gate_up: Tensor, row_weight: Tensor | None, valid: int) -> Tensor:
+def _forward(gate_up: Tensor, row_weight: Tensor | None, valid: int, packed: Sequence[float] | None) -> Tensor:
     """h (valid, F) fp32."""
-    gate, up = gate_up[:valid].float().chunk(2, dim=1)
-    s, _ = sigmoid_pair(gate)
-    h = _silu(gate, s).mul_(up)
+    activation = SwiGLU.unpacked(packed)
+    found = activation.glu(*activation.split(gate_up[:valid].float()))
+    h = found.glu.mul_(found.up)
     return h if row_weight is None else h.mul_(row_weight[:valid, None])
 
 
-def _backward(d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, valid: int) -> tuple[Tensor, Tensor]:
+def _backward(
+    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, valid: int, packed: Sequence[float] | None
+) -> tuple[Tensor, Tensor]:
     """d_gate_up (valid, 2F), d_row_weight (valid, 1), both fp32."""
-    gate, up = gate_up[:valid].float().chunk(2, dim=1)
-    d = d_h[:valid].float()
-    s, one_minus_s = sigmoid_pair(gate)
-    silu = _silu(gate, s)
-    d_row_weight = tree_sum(d * (silu * up)).unsqueeze(-1)
+    activation = SwiGLU.unpacked(packed)
+    gate, up = activation.split(gate_up[:valid].float())
+    found, d = activation.glu(gate, up), d_h[:valid].float()
+    d_row_weight = tree_sum(d * (found.glu * found.up)).unsqueeze(-1)
     if row_weight is not None:
         d = d * row_weight[:valid, None]
-    slope = gate.clamp(-LIMIT, LIMIT).mul_(one_minus_s).add_(1.0).mul_(s)
-    return torch.cat([(d * up).mul_(slope), silu.mul_(d)], dim=1), d_row_weight
-
-
-def _silu(gate: Tensor, s: Tensor) -> Tensor:
-    """gate * s; where s has stopped falling the gate stops, too, so that silu(-inf) is as good as 0."""
-    return gate.clamp(min=-LIMIT).mul_(s)
+    d_gate = activation.unclamped((d * found.up).mul_(found.slope()), gate, both=False)
+    d_up = activation.unclamped(found.glu.mul_(d), up, both=True)
+    return activation.join(d_gate, d_up), d_row_weight
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -205,17 +219,22 @@ def _encode(
 
 @op(
     "mxep::swiglu",
-    fake=lambda gate_up, row_weight, offs: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)),
+    fake=lambda gate_up, row_weight, offs, activation=None: gate_up.new_empty(
+        (gate_up.shape[0], gate_up.shape[1] // 2)
+    ),
     launcher="mxep.quant.kernels.swiglu:swiglu",
 )
-def _swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None) -> Tensor:
+def _swiglu(
+    gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, activation: Sequence[float] | None = None
+) -> Tensor:
     rows = gate_up.shape[0]
-    return fill_rows(_forward(gate_up, row_weight, valid_rows(offs, rows)).to(gate_up.dtype), rows)
+    h = _forward(gate_up, row_weight, valid_rows(offs, rows), activation)
+    return fill_rows(h.to(gate_up.dtype), rows)
 
 
 @op(
     "mxep::swiglu_quantize",
-    fake=lambda gate_up, row_weight, offs, dtype, mode, block_size, folded: (
+    fake=lambda gate_up, row_weight, offs, dtype, mode, block_size, folded, activation=None: (
         gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=dtype),
         empty_swiglu_scale(gate_up, gate_up.shape[1] // 2, block_size, folded),
     ),
@@ -229,15 +248,17 @@ def _swiglu_quantize(
     mode: str,
     block_size: int,
     folded: bool,
+    activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> qdata (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1) e8m0."""
     rows = gate_up.shape[0]
-    return _encode(_forward(gate_up, row_weight, valid_rows(offs, rows)), rows, dtype, mode, block_size, folded)
+    h = _forward(gate_up, row_weight, valid_rows(offs, rows), activation)
+    return _encode(h, rows, dtype, mode, block_size, folded)
 
 
 @op(
     "mxep::swiglu_backward",
-    fake=lambda d_h, gate_up, row_weight, offs, h=None: (
+    fake=lambda d_h, gate_up, row_weight, offs, h=None, activation=None: (
         gate_up.new_empty(gate_up.shape),
         gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
     ),
@@ -245,19 +266,24 @@ def _swiglu_quantize(
     mutates_args=("h",),
 )
 def _swiglu_backward(
-    d_h: Tensor, gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, h: Tensor | None = None
+    d_h: Tensor,
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    h: Tensor | None = None,
+    activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> d_gate_up (R, 2F), d_row_weight (R,); `h` (R, F) is written."""
     rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
-    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid)
+    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
     if h is not None:
-        h.copy_(fill_rows(_forward(gate_up, row_weight, valid).to(h.dtype), rows))
+        h.copy_(fill_rows(_forward(gate_up, row_weight, valid, activation).to(h.dtype), rows))
     return fill_rows(d_gate_up.to(gate_up.dtype), rows), fill_rows(d_row_weight, rows).squeeze(-1)
 
 
 @op(
     "mxep::swiglu_backward_quantize",
-    fake=lambda d_h, gate_up, row_weight, offs, out, scale_mode, block_size, folded, h=None, h_scale=None: (
+    fake=lambda d_h, gate_up, row_weight, offs, out, scale_mode, block_size, folded, *_: (
         empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded),
         gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
     ),
@@ -275,6 +301,7 @@ def _swiglu_backward_quantize(
     folded: bool,
     h: Tensor | None = None,
     h_scale: Tensor | None = None,
+    activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> scale (R, 2F/block_size) or, folded, (R, 1) e8m0, d_row_weight (R,); the qdata go to `out` (R, 2F), new memory
     or, with one scale a row, d_h's.
@@ -282,9 +309,9 @@ def _swiglu_backward_quantize(
     h (R, F), h_scale: are written, both or none; h's scale is of the row where d_gate_up's is.
     """
     rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
-    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid)
+    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
     if h is not None and h_scale is not None:
-        values = _forward(gate_up, row_weight, valid)
+        values = _forward(gate_up, row_weight, valid, activation)
         qdata, scale = _encode(values, rows, h.dtype, scale_mode, min(block_size, h.shape[1]), folded)
         h.copy_(qdata)
         h_scale.copy_(scale)

@@ -15,6 +15,7 @@ While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 i
 backward; folded it takes 38 and 57. Hence a sigmoid without a division, and a sum over a row that leaves a thread late.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant import sigmoid
+from mxep.quant.activation import SwiGLU
 from mxep.quant.device import NAN_SCALE, abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax, shifted, valid_rows
+from mxep.quant.kernels.activation import glu, joined_pairs, split_pairs, unclamped
 from mxep.quant.kernels.chunks import joined, load_chunk, store_chunk, sums_of_eight, tree_sum
 from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_swiglu_scale
@@ -32,41 +34,6 @@ WARP_ELEMENTS = 2048
 THREAD_ELEMENTS = 8
 AHEAD = 1
 PROGRAMS_PER_SM = 256
-
-_LIMIT = tl.constexpr(sigmoid.LIMIT)
-_SCALE = tl.constexpr(sigmoid.SCALE)
-_ROUND = tl.constexpr(sigmoid.ROUND)
-_C0, _C1 = tl.constexpr(sigmoid.C0), tl.constexpr(sigmoid.C1)
-_MAGIC = tl.constexpr(sigmoid.MAGIC)
-_ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _sigmoid_pair(x):
-    """`mxep.quant.sigmoid.sigmoid_pair` of x clamped to +- _LIMIT, fp32."""
-    t = x * _SCALE
-    u = t + _ROUND
-    f = t - (u - _ROUND)
-    even = f * f + _C0
-    odd = f * _C1
-    p = (even + odd).to(tl.int32, bitcast=True) + (u.to(tl.int32, bitcast=True) << 23)
-    p = p.to(tl.float32, bitcast=True)
-    q = even - odd
-    d = p + q
-    r = (-d.to(tl.int32, bitcast=True) + _MAGIC).to(tl.float32, bitcast=True)
-    t = d * r
-    r = r * (3.0 - t * (3.0 - t))
-    r = r * (2.0 - d * r)
-    return q * r, p * r
-
-
-@triton.jit
-def _silu(gate):
-    """silu(gate) fp32, and what its slope is made of: gate clamped on both sides, sigmoid(gate), sigmoid(-gate)."""
-    above = tl.maximum(gate, -_LIMIT, propagate_nan=_ALL_NAN)
-    clamped = tl.minimum(above, _LIMIT, propagate_nan=_ALL_NAN)
-    s, one_minus_s = _sigmoid_pair(clamped)
-    return above * s, clamped, s, one_minus_s
 
 
 @triton.jit
@@ -142,13 +109,20 @@ def swiglu_kernel(
     BLOCK: tl.constexpr,
     FOLDED: tl.constexpr,
     AHEAD: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """h if there is an h_ptr, backward if there is a d_h_ptr; weight_ptr and offs_ptr may be None, too.
 
     MODE None: rounded to h_ptr's or out_ptr's dtype. Else quantized with a scale for a row (BLOCK 0) or for BLOCK
     elements, which divide CHUNK; FOLDED: then folded to one for a row. AHEAD: chunks loaded ahead of the one computed.
+    ALPHA .. INTERLEAVED: `mxep.quant.SwiGLU`.
     """
     CHUNKS: tl.constexpr = (F + CHUNK - 1) // CHUNK
+    PARTS: tl.constexpr = 1 if INTERLEAVED else 2  # of d_gate_up
+    WIDTH: tl.constexpr = 2 * F // PARTS
     valid = valid_rows(offs_ptr, num_groups, rows)
     for row in range(tl.program_id(0), valid, tl.num_programs(0)):
         row64 = tl.cast(row, tl.int64)
@@ -159,22 +133,29 @@ def swiglu_kernel(
         saved, scales, h_saved, h_scales = (), (), (), ()
         for step in tl.static_range(CHUNKS + AHEAD):
             if step < CHUNKS:
-                gates += (load_chunk(gate_up, step, CHUNK, F),)
-                ups += (load_chunk(gate_up + F, step, CHUNK, F),)
+                if INTERLEAVED:
+                    gate, up = split_pairs(load_chunk(gate_up, step, 2 * CHUNK, 2 * F))
+                else:
+                    gate, up = load_chunk(gate_up, step, CHUNK, F), load_chunk(gate_up + F, step, CHUNK, F)
+                gates += (gate,)
+                ups += (up,)
                 if d_h_ptr is not None:
                     d_hs += (load_chunk(d_h_ptr + row64 * F, step, CHUNK, F),)
             if step >= AHEAD:
-                up = ups[step - AHEAD].to(tl.float32)
-                silu, gate, s, one_minus_s = _silu(gates[step - AHEAD].to(tl.float32))
+                gate, raw_up = gates[step - AHEAD].to(tl.float32), ups[step - AHEAD].to(tl.float32)
+                silu, up, z, s, one_minus_s = glu(gate, raw_up, ALPHA, LIMIT, SHIFT)
                 h = silu * up
                 if d_h_ptr is not None:
                     d = d_hs[step - AHEAD].to(tl.float32)
                     sums += (sums_of_eight(d * h),)
                     if weight_ptr is not None:
                         d *= weight
-                    parts = (d * up * ((gate * one_minus_s + 1.0) * s), silu * d)
-                    for i in tl.static_range(2):
-                        x = _emit(parts[i], out_ptr + row64 * (2 * F) + i * F, step - AHEAD, F, MODE, BLOCK, FOLDED)
+                    d_gate, d_up = d * up * ((z * one_minus_s + 1.0) * s), silu * d
+                    d_gate, d_up = unclamped(d_gate, d_up, gate, raw_up, LIMIT)
+                    parts = (joined_pairs(d_gate, d_up),) if INTERLEAVED else (d_gate, d_up)
+                    for i in tl.static_range(PARTS):
+                        out = out_ptr + row64 * (2 * F) + i * WIDTH
+                        x = _emit(parts[i], out, step - AHEAD, WIDTH, MODE, BLOCK, FOLDED)
                         saved += x[0]
                         scales += x[1]
                 if h_ptr is not None:
@@ -184,16 +165,22 @@ def swiglu_kernel(
                     h_saved += x[0]
                     h_scales += x[1]
         if d_h_ptr is not None:
-            _finish(out_ptr + row64 * (2 * F), scale_ptr, row, saved, scales, 2, F, MODE, BLOCK, FOLDED)
+            _finish(out_ptr + row64 * (2 * F), scale_ptr, row, saved, scales, PARTS, WIDTH, MODE, BLOCK, FOLDED)
             tl.store(d_weight_ptr + row, tree_sum(sums))
         if h_ptr is not None:
             _finish(h_ptr + row64 * F, h_scale_ptr, row, h_saved, h_scales, 1, F, MODE, BLOCK, FOLDED)
 
 
-def swiglu(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, **tuning: Any) -> Tensor:
+def swiglu(
+    gate_up: Tensor,
+    row_weight: Tensor | None,
+    offs: Tensor | None,
+    activation: Sequence[float] | None = None,
+    **tuning: Any,
+) -> Tensor:
     """mxep::swiglu; tuning as for `_launch`."""
     h = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-    _launch(gate_up, row_weight, offs, h, **tuning)
+    _launch(gate_up, row_weight, offs, h, activation=activation, **tuning)
     return h
 
 
@@ -205,12 +192,14 @@ def swiglu_quantize(
     mode: str,
     block_size: int,
     folded: bool,
+    activation: Sequence[float] | None = None,
     **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_quantize; tuning as for `_launch`, which says what blocks there may be."""
     qdata = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=dtype)
     scale = empty_swiglu_scale(gate_up, qdata.shape[1], block_size, folded)
-    _launch(gate_up, row_weight, offs, qdata, scale, mode=mode, block_size=block_size, folded=folded, **tuning)
+    how = None, mode, block_size, folded, activation
+    _launch(gate_up, row_weight, offs, qdata, scale, *how, **tuning)
     return qdata, scale
 
 
@@ -220,11 +209,13 @@ def swiglu_backward(
     row_weight: Tensor | None,
     offs: Tensor | None,
     h: Tensor | None = None,
+    activation: Sequence[float] | None = None,
     **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward; tuning as for `_launch`."""
     d_gate_up, d_row_weight = gate_up.new_empty(gate_up.shape), gate_up.new_empty(len(gate_up), dtype=torch.float32)
-    _launch(gate_up, row_weight, offs, h, None, (d_h, d_gate_up, None, d_row_weight), **tuning)
+    backward = d_h, d_gate_up, None, d_row_weight
+    _launch(gate_up, row_weight, offs, h, None, backward, activation=activation, **tuning)
     return d_gate_up, d_row_weight
 
 
@@ -239,6 +230,7 @@ def swiglu_backward_quantize(
     folded: bool,
     h: Tensor | None = None,
     h_scale: Tensor | None = None,
+    activation: Sequence[float] | None = None,
     **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward_quantize; tuning as for `_launch`, which says what blocks there may be.
@@ -247,8 +239,8 @@ def swiglu_backward_quantize(
     """
     scale = empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded)
     d_row_weight = gate_up.new_empty(len(gate_up), dtype=torch.float32)
-    backward = d_h, out, scale, d_row_weight
-    _launch(gate_up, row_weight, offs, h, h_scale, backward, mode=mode, block_size=block_size, folded=folded, **tuning)
+    how = (d_h, out, scale, d_row_weight), mode, block_size, folded, activation
+    _launch(gate_up, row_weight, offs, h, h_scale, *how, **tuning)
     return scale, d_row_weight
 
 
@@ -259,10 +251,11 @@ def _launch(
     h: Tensor | None,
     h_scale: Tensor | None = None,
     backward: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None,
-    *,
     mode: str | None = None,
     block_size: int = 0,
     folded: bool = False,
+    activation: Sequence[float] | None = None,
+    *,
     warp_elements: int | None = None,
     thread_elements: int | None = None,
     ahead: int = AHEAD,
@@ -276,7 +269,7 @@ def _launch(
     programs_per_sm: as many as start; they take several rows if there are more.
     ValueError for a block that is neither the whole row nor a power of two that divides F.
     """
-    rows, F = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, F, how = gate_up.shape[0], gate_up.shape[1] // 2, SwiGLU.unpacked(activation)
     width = F if backward is None else 2 * F
     by_row = block_size == width or mode is None
     if not by_row and (block_size & (block_size - 1) or F % block_size):
@@ -305,5 +298,6 @@ def _launch(
         None if d_h is None else d_h.contiguous(), out, None if scale is None else as_bytes(scale), d_row_weight,
         rows, 0 if offs is None else offs.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK=0 if by_row else block_size,
-        FOLDED=folded and not by_row, AHEAD=ahead, num_warps=num_warps, maxnreg=None, enable_fp_fusion=False,
+        FOLDED=folded and not by_row, AHEAD=ahead, ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift,
+        INTERLEAVED=how.interleaved, num_warps=num_warps, maxnreg=None, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Biases of experts: the down-projection's, and gradients that a factor scales.
+
+    out (T, D) = sum over k of weights[t, k] * (down_proj[id] h + down_bias[id])
+
+The layer's routing weight multiplies before the down-projection, so its bias is added where the weights are, to a
+token's sum: S @ down_bias, with S (T, E) the weights by expert. That is a product a hundredth of the layer's size, and
+its gradients take d_out as it is, unquantized. Ranks that share experts gather the bias, (E, D), and reduce its
+gradient: torch's own collectives. gate_up's is added by the product's kernel (`steps.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import wait_tensor
+
+
+def add_down_bias(
+    out: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    bias: Tensor,
+    *,
+    scale: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """out (T, D) + the weighted sum of each token's experts' bias (e, D). scale: of the bias's gradient.
+
+    expert_ids: (T, K), those outside 0 .. E-1 add nothing. weights: (T, K) fp32. group: of the ranks that share the
+    experts, e of E each; None: this process has all.
+    """
+    whole = scaled_gradient(bias, scale).float()
+    if group is not None:
+        whole = _Gathered.apply(whole, group)  # type: ignore[no-untyped-call]
+    num_experts = whole.shape[0]
+    here = (expert_ids >= 0) & (expert_ids < num_experts)
+    by_expert = weights.new_zeros(len(weights), num_experts)
+    ids = expert_ids.clamp(0, num_experts - 1).long()
+    by_expert = by_expert.scatter_add(1, ids, torch.where(here, weights, 0.0))
+    return torch.addmm(out, by_expert.to(out.dtype), whole.to(out.dtype))
+
+
+def scaled_gradient(x: Tensor, scale: float) -> Tensor:
+    """x, whose gradient is multiplied by scale."""
+    if scale == 1.0:
+        return x
+    scaled: Tensor = _ScaledGradient.apply(x, scale)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+class _Gathered(torch.autograd.Function):
+    """(e, D) of each rank -> (E, D). By ops that a graph takes; what torch wraps them in has other names by version."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+        return wait_tensor(gathered)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        to = "sum", ctx.group.size(), ctx.group.group_name
+        return wait_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(grad.contiguous(), *to)), None
