@@ -156,6 +156,17 @@ def test_frozen_weights_and_trained_biases() -> None:
         assert part.grad is None if not part.requires_grad else torch.equal(part.grad, wanted[name]), name
 
 
+def test_autocast_rounds_no_sum() -> None:
+    given, ids, _ = problem()
+    b2 = given["down_bias"].float().to(DEVICE)
+    out, weights = (given[name].float().to(DEVICE) for name in ("x", "weights"))
+    wanted = add_down_bias(out, ids.to(DEVICE), weights, b2)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = add_down_bias(out, ids.to(DEVICE), weights, b2)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, wanted)
+
+
 def test_a_shared_expert_has_the_activation() -> None:
     torch.manual_seed(0)
     x, grads = torch.randn(T, D), []
