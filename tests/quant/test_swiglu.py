@@ -391,7 +391,7 @@ def test_swiglu_ops_pass_opcheck() -> None:
     check_op(ops.swiglu, gate_up, None, None)
     clamped = SwiGLU(1.5, 2.0, 1.0).packed
     check_op(ops.swiglu, gate_up, w, None, clamped)
-    for h in (None, torch.empty(6, 64, dtype=torch.bfloat16)):
+    for h in (torch.empty(0), torch.empty(6, 64, dtype=torch.bfloat16)):
         torch.library.opcheck(ops.swiglu_backward, (d_h, gate_up, None, None, h), test_utils=WITHOUT_SCHEMA)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how[:3], True)
@@ -399,7 +399,7 @@ def test_swiglu_ops_pass_opcheck() -> None:
         out = torch.empty(6, 128, dtype=torch.float8_e4m3fn)
         args = d_h, gate_up, w, ends_of(2, 3), out, *how[1:3], folded
         scale = torch.empty(6, 1 if folded else 2, dtype=torch.float8_e8m0fnu)
-        for of_h in ((), (torch.empty(6, 64, dtype=torch.float8_e5m2), scale)):
+        for of_h in (tuple(torch.empty(2, 0)), (torch.empty(6, 64, dtype=torch.float8_e5m2), scale)):
             torch.library.opcheck(ops.swiglu_backward_quantize, (*args, *of_h), test_utils=WITHOUT_SCHEMA)
         torch.library.opcheck(ops.swiglu_backward_quantize, (*args, *of_h, clamped), test_utils=WITHOUT_SCHEMA)
 

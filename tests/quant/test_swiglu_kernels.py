@@ -83,7 +83,8 @@ def check(
     if backward and quantized:
         dtype, *quantized = quantized  # type: ignore[assignment]
         out = [torch.empty(gate_up.shape, dtype=dtype)]
-    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized, activation=packed)
+    no_h = torch.empty(2 if quantized else 1, 0) if backward else ()
+    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized, *no_h, activation=packed)
     moved = [part if part is None else part.to(DEVICE, copy=True) for part in (*inputs, ends)]
     for part in moved[:-1]:
         if part is not None:
@@ -129,7 +130,7 @@ def test_codes_written_over_the_gradient(folded: bool, F: int, tuning: dict[str,
     d_h, gate_up, row_weight = problem(40, F)
     how = "rceil", 32 if folded else 2 * F, folded
     qdata, ends = torch.empty(gate_up.shape, dtype=E4M3), ends_of(7, 30)
-    want = torch.ops.mxep.swiglu_backward_quantize(d_h, gate_up, row_weight, ends, qdata, *how)
+    want = torch.ops.mxep.swiglu_backward_quantize(d_h, gate_up, row_weight, ends, qdata, *how, *torch.empty(2, 0))
     h = torch.ops.mxep.swiglu_quantize(gate_up, row_weight, ends, E4M3, "rceil", min(how[1], F), folded)
     moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends)]
     got_h = [torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in h]
@@ -230,7 +231,7 @@ def test_no_rows() -> None:
 
 def test_inputs_with_strides_or_at_odd_addresses() -> None:
     d_h, gate_up, row_weight = problem(6, 64)
-    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None)
+    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None, torch.empty(0))
 
     def strided(x: Tensor) -> Tensor:
         return torch.stack([x.to(DEVICE)] * 2, dim=-1)[..., 1] if x.ndim > 1 else x.to(DEVICE)  # vectors: test_vectors

@@ -25,6 +25,8 @@ class _KernelParams(ctypes.Structure):
 _COPIES = {1: ("Memcpy", 200, (5, 6, 16, 17)), 2: ("Memset", 40, (0,))}
 """By a node's type: its name, the bytes of its parameters, and which of their words are addresses."""
 _KERNEL, _EMPTY = 0, 5
+_TENSOR_MAP = 128
+"""Bytes, all of which the driver writes."""
 THREAD_LOCAL = 1
 """A capture that forbids this thread alone what cannot be captured."""
 
@@ -32,8 +34,8 @@ THREAD_LOCAL = 1
 class Node(NamedTuple):
     """A node of a graph, its parameters as words to be changed before `updater`.
 
-    addresses: by its place, a word that may be an address: whether it is all of a parameter. A part of a larger one may
-    be a small integer and bytes that nobody has set.
+    addresses: by its place, a word that may be an address: whether all of its bytes have been set, as those of a
+    parameter of 8 bytes. A part of a structure may be a small integer and bytes that nobody has set.
     """
 
     handle: int
@@ -66,7 +68,7 @@ class Node(NamedTuple):
             ctypes.memmove(place, params.kernelParams[i], size)
             pointers[i], place = place, place + -(-size // 8) * 8
         params.kernelParams = pointers
-        whole = (size == 8 for size in sizes for _ in range(-(-size // 8)))
+        whole = (size in (8, _TENSOR_MAP) for size in sizes for _ in range(-(-size // 8)))
         return cls(handle, kind.value, words, (params, pointers), dict(enumerate(whole)))
 
     def updater(self, exec_: ctypes.c_void_p) -> Callable[[], int]:

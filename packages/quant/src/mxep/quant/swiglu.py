@@ -100,7 +100,8 @@ def swiglu_backward(
     """
     _check(gate_up, row_weight, offs, d_h)
     h = gate_up.new_empty(d_h.shape) if with_h else None
-    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, offs, h, activation.packed)
+    of_h = _nothing(gate_up) if h is None else h
+    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, offs, of_h, activation.packed)
     return d_gate_up, d_row_weight, h
 
 
@@ -141,11 +142,15 @@ def swiglu_backward_quantize(
         qdata = d_h.view(dtype)
     else:
         qdata = gate_up.new_empty(gate_up.shape, dtype=dtype)
-    of_h = (None, None) if h is None else (h.qdata, h.scale)
+    of_h = (_nothing(gate_up), _nothing(gate_up)) if h is None else (h.qdata, h.scale)
     how = check_mode(mode), block_size, folded, *of_h, activation.packed
     scale, d_row_weight = _swiglu_backward_quantize(d_h, gate_up, row_weight, offs, qdata, *how)
     block_size = gate_up.shape[1] if folded else block_size
     return MXTensor(qdata, scale, None, -1, block_size, gate_up.dtype, trusted=True), d_row_weight, h
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0)
 
 
 def _check(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, d_h: Tensor | None = None) -> None:
@@ -258,7 +263,7 @@ def _swiglu_quantize(
 
 @op(
     "mxep::swiglu_backward",
-    fake=lambda d_h, gate_up, row_weight, offs, h=None, activation=None: (
+    fake=lambda d_h, gate_up, row_weight, offs, h, activation=None: (
         gate_up.new_empty(gate_up.shape),
         gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
     ),
@@ -270,13 +275,13 @@ def _swiglu_backward(
     gate_up: Tensor,
     row_weight: Tensor | None,
     offs: Tensor | None,
-    h: Tensor | None = None,
+    h: Tensor,  # not optional: in torch 2.11 what an op writes to cannot be
     activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """-> d_gate_up (R, 2F), d_row_weight (R,); `h` (R, F) is written."""
+    """-> d_gate_up (R, 2F), d_row_weight (R,); `h` (R, F) is written, unless it is empty."""
     rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
     d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
-    if h is not None:
+    if h.numel():
         h.copy_(fill_rows(_forward(gate_up, row_weight, valid, activation).to(h.dtype), rows))
     return fill_rows(d_gate_up.to(gate_up.dtype), rows), fill_rows(d_row_weight, rows).squeeze(-1)
 
@@ -299,18 +304,18 @@ def _swiglu_backward_quantize(
     scale_mode: str,  # torch takes `mode` for itself in ops that write
     block_size: int,
     folded: bool,
-    h: Tensor | None = None,
-    h_scale: Tensor | None = None,
+    h: Tensor,
+    h_scale: Tensor,
     activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> scale (R, 2F/block_size) or, folded, (R, 1) e8m0, d_row_weight (R,); the qdata go to `out` (R, 2F), new memory
     or, with one scale a row, d_h's.
 
-    h (R, F), h_scale: are written, both or none; h's scale is of the row where d_gate_up's is.
+    h (R, F), h_scale: are written, unless both are empty; h's scale is of the row where d_gate_up's is.
     """
     rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
     d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
-    if h is not None and h_scale is not None:
+    if h.numel():
         values = _forward(gate_up, row_weight, valid, activation)
         qdata, scale = _encode(values, rows, h.dtype, scale_mode, min(block_size, h.shape[1]), folded)
         h.copy_(qdata)

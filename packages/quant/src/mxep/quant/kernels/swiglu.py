@@ -214,6 +214,7 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu_backward; tuning as for `_launch`."""
     d_gate_up, d_row_weight = gate_up.new_empty(gate_up.shape), gate_up.new_empty(len(gate_up), dtype=torch.float32)
+    h = h if h is not None and h.numel() else None
     backward = d_h, d_gate_up, None, d_row_weight
     _launch(gate_up, row_weight, offs, h, None, backward, activation=activation, **tuning)
     return d_gate_up, d_row_weight
@@ -239,6 +240,8 @@ def swiglu_backward_quantize(
     """
     scale = empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded)
     d_row_weight = gate_up.new_empty(len(gate_up), dtype=torch.float32)
+    if h is None or not h.numel():
+        h = h_scale = None
     how = (d_h, out, scale, d_row_weight), mode, block_size, folded, activation
     _launch(gate_up, row_weight, offs, h, h_scale, *how, **tuning)
     return scale, d_row_weight
