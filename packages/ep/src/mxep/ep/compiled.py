@@ -67,7 +67,7 @@ def compiled_layer(
     needs = [any(half.requires_grad for half in proj), down_proj.requires_grad, bias_needs]
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
     names = config.dispatcher.key, config.recipe.name, config.backend.name
-    how = *names, config.wgrad_scale, config.activation.packed, needs, backward
+    how = *names, config.wgrad_scale, config.swiglu.packed, needs, backward
     out: Tensor = forward_op(x, weights, list(proj), down_proj, expert_ids, gate_up_bias, *how)[0]
     return out
 

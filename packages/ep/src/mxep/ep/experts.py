@@ -143,7 +143,7 @@ def _compose(
         backend=config.backend,
         main_grads=config.main_grads,
         wgrad_scale=config.wgrad_scale,
-        activation=config.activation,
+        activation=config.swiglu,
         gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
     )
     return combine(y, routing, **how), routing

@@ -44,7 +44,7 @@ class LayerConfig:
         backend: one that can run where its tensors are.
         main_grads: (e, 2F, D) and (e, D, F) fp32, or None each: weight gradients are added there and not returned.
         wgrad_scale: factor of weight gradients.
-        activation: of gate and up.
+        activation: of gate and up; None: plain SwiGLU, as torch 2.11 compiles no default that is an object.
     """
 
     dispatcher: TokenDispatcher
@@ -52,7 +52,12 @@ class LayerConfig:
     backend: Backend
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
     wgrad_scale: float = 1.0
-    activation: SwiGLU = PLAIN
+    activation: SwiGLU | None = None
+
+    @property
+    def swiglu(self) -> SwiGLU:
+        """The activation."""
+        return self.activation or PLAIN
 
 
 PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.name != "alignment")
@@ -82,7 +87,7 @@ def layer_forward(
     if is_held(gate_up_proj, config.recipe):
         held = rowwise_weights.direct(list(experts), config.recipe, config.backend, backward)
     tensors = [x, weights, expert_ids, bias, *experts, *held]
-    how = config.recipe, config.backend, config.activation, backward, needs
+    how = config.recipe, config.backend, config.swiglu, backward, needs
     if not config.dispatcher.in_graphs:
         routing, results = _run_forward(tensors, config.dispatcher, *how)
         return results[0], routing, results[1 + len(PLAN) :]
@@ -107,7 +112,7 @@ def layer_backward(
     saved: emptied, so that its memory serves the gradients of weights. needs: whether these parameters have any.
     wanted: whether those are computed now. left: takes the operands of weights' that are not, which nobody else holds.
     """
-    how = config.recipe, config.backend, config.activation, config.wgrad_scale, needs
+    how = config.recipe, config.backend, config.swiglu, config.wgrad_scale, needs
     plan, experts = [getattr(routing.plan, name) for name in PLAN], (gate_up_proj, down_proj)
     held: Tensors = [None] * 2
     if is_held(gate_up_proj, config.recipe):
