@@ -271,6 +271,9 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
         yield f"model.shared_experts: got {config.model.shared_experts}, but models of {kind} have none here: want 0"
     if (size := of_model.get("vocab_size", 256)) < 256:
         yield f"model.transformers.vocab_size must be at least 256, one for each byte, got {size}"
+    for key in of_model:
+        if key.endswith("implementation"):  # some values name code to download
+            yield f"model.transformers.{key}: wanted no such key: the model's own attention and mxep's experts run"
     if of_model.get("tie_word_embeddings"):
         yield "model.transformers.tie_word_embeddings: got true, wanted false: checkpoints hold each weight once"
     if config.recipe.linear is not None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from mxep.ep import Routing, TokenDispatcher
 from mxep.ep.shares import ep_mesh, init_normal_
@@ -63,6 +64,7 @@ class CausalLM(nn.Module):
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float32)
         else:
+            disable_progress_bar()
             self.model = AutoModelForCausalLM.from_pretrained(
                 section.pretrained, config=sizes, dtype=torch.float32, local_files_only=True, use_safetensors=True
             )
