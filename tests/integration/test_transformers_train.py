@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from integration.test_train import losses, make_trainer, train_stop_and_resume
 from integration.tiny_models import tiny
 from mxep.integration import state
-from mxep.integration.config import ConfigError
+from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.prepare import prepare
 from mxep.integration.schema import Config, configs_dir, register
@@ -182,6 +183,22 @@ def refusal(rank: Rank, config: Config, folder: Path) -> str:
     with pytest.raises(ConfigError) as error:
         make_trainer(rank, config, folder)
     return str(error.value)
+
+
+def test_a_checkpoint_cannot_have_the_command_interpolate_or_download(prepared: Callable[..., Config]):
+    saved = to_json(prepared("model=qwen3_moe_tiny"))
+    saved["model"]["transformers"]["rope_parameters"] = {"rope_type": "${oc.env:HOME}"}
+    with pytest.raises(ConfigError, match=r"model.transformers.rope_parameters.rope_type: got .*, wanted plain text"):
+        restore(composed(), saved, [])
+    saved["model"]["transformers"] |= {"rope_parameters": None, "attn_implementation": "some/kernel"}
+    with pytest.raises(ConfigError, match="attn_implementation: wanted no such key"):
+        resolve(restore(composed(), saved, []))
+
+
+def composed() -> DictConfig:
+    register()
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        return compose("config", ["model=small"])
 
 
 def test_more_layers_than_the_folder_has_are_refused(prepared: Callable[..., Config], tmp_path: Path):

@@ -258,8 +258,10 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     if found == "none" or tuple(map(int, re.findall(r"\d+", found)[:2])) < (5, 17):
-        cure = "pip install -U 'mxep-integration[transformers]'"
-        yield f"model.transformers wants transformers 5.17 or newer, got {found}: {cure}"
+        yield (
+            f"model.transformers wants transformers 5.17 or newer, got {found}: "
+            "pip install -U 'mxep-integration[transformers]'"
+        )
     if not isinstance(of_model.get("model_type"), str):
         yield "model.transformers: got no model_type, wanted that of a model of transformers"
     sizes = sizes_of(of_model)
