@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from integration.test_train import losses, make_trainer, train_stop_and_resume
+from integration.test_train import losses, make_trainer, needs_gpu, train_stop_and_resume
 from integration.tiny_models import tiny
 from mxep.integration import state
 from mxep.integration.config import ConfigError, resolve, restore, to_json
@@ -108,6 +108,18 @@ def test_training_starts_from_a_folder_and_goes_on_without_it(prepared: Callable
 
 def go_on(rank: Rank, config: Config, folder: Path, checkpoint: str) -> Outcome:
     return train(rank, config, str(folder), {"bf16": checkpoint})
+
+
+@needs_gpu
+@pytest.mark.parametrize("how", ["drawn", "pretrained"])
+def test_on_gpus_it_learns(prepared: Callable[..., Config], tmp_path: Path, how: str):
+    ranks = min(2, torch.cuda.device_count())
+    given = "parallel.device=cuda", f"parallel.ranks={ranks}", "train.steps=20", "train.checkpoint_every=10"
+    tiny(vocab_size=256).save_pretrained(tmp_path / "source")
+    named = f"model.pretrained={tmp_path / 'source'}" if how == "pretrained" else "model=qwen3_moe_tiny"
+    out = run_ranks(train_alone, (prepared(named, *given), tmp_path), world_size=ranks, timeout=200, device="cuda")[0]
+    for run in out.runs:
+        assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
 
 
 def bias_of_a_step(rank: Rank, config: Config, folder: Path) -> tuple[torch.Tensor, list[float]]:

@@ -74,9 +74,9 @@ class CausalLM(nn.Module):
             _draw(self.model)
         self.to(device).train()
         self.aux_weight = getattr(sizes, "router_aux_loss_coef", 0.0)
-        self.moes = [Experts(self.model.get_submodule(name)) for name in names]
+        self.moes = [RoutedExperts(self.model.get_submodule(name)) for name in names]
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
-        self.routers = [Balance(moe, block) for moe, block in zip(self.moes, blocks)]
+        self.routers = [RouterOf(moe, block) for moe, block in zip(self.moes, blocks)]
         if section.balance_rate and any(router.bias is None for router in self.routers):
             raise ConfigError(
                 f"model.balance_rate: got {section.balance_rate}, want 0: routers of {sizes.model_type} have no bias "
@@ -99,7 +99,7 @@ class CausalLM(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class Experts:
+class RoutedExperts:
     """What the trainer asks of an `mxep.ep.MoE`, of a module of experts."""
 
     module: nn.Module
@@ -121,10 +121,10 @@ class Experts:
         self.dispatcher.check()
 
 
-class Balance:
+class RouterOf:
     """What the trainer asks of an `mxep.ep.Router`, of the router in ``block`` beside the experts ``moe``."""
 
-    def __init__(self, moe: Experts, block: nn.Module) -> None:
+    def __init__(self, moe: RoutedExperts, block: nn.Module) -> None:
         self.moe = moe
         biases = [b for name, b in block.named_buffers() if name.endswith("e_score_correction_bias")]
         self.bias = biases[0] if biases else None
