@@ -105,7 +105,7 @@ def test_fused_is_composed_bit_for_bit(recipe: str) -> None:
 
 
 @distributed(2)
-@pytest.mark.parametrize("dispatcher", ["symmetric", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", ["symmetric", "all_to_all", "hierarchical"])
 def test_ranks_that_share_experts_have_the_gradients_of_the_mean(ctx, dispatcher: str) -> None:
     given, ids, d_out = problem(2 * T)
     wanted = defined(given, ids, d_out, GPT_OSS)
@@ -154,6 +154,17 @@ def test_frozen_weights_and_trained_biases() -> None:
     out.backward(d_out.float())
     for name, part in moved.items():
         assert part.grad is None if not part.requires_grad else torch.equal(part.grad, wanted[name]), name
+
+
+def test_autocast_rounds_no_sum() -> None:
+    given, ids, _ = problem()
+    b2 = given["down_bias"].float().to(DEVICE)
+    out, weights = (given[name].float().to(DEVICE) for name in ("x", "weights"))
+    wanted = add_down_bias(out, ids.to(DEVICE), weights, b2)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = add_down_bias(out, ids.to(DEVICE), weights, b2)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, wanted)
 
 
 def test_a_shared_expert_has_the_activation() -> None:

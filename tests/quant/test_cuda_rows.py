@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (d_h, gate_up, weight, ENDS),
     ),
     "swiglu_backward_quantize, clamped": (
-        lambda *a: swiglu_backward_quantize(*a[:3], offs=a[3], folded=True, activation=CLAMPED),
+        lambda *a: swiglu_backward_quantize(*a[:3], offs=a[3], folded=True, h_fmt=E4M3, activation=CLAMPED),
         (d_h, gate_up, weight, ENDS),
     ),
     "group_sums": (group_sums, (gate_up, ENDS)),

@@ -389,7 +389,8 @@ def test_swiglu_ops_pass_opcheck() -> None:
     gate_up, w, d_h = gaussian(6, 128, dtype=torch.bfloat16), gaussian(6), gaussian(6, 64, dtype=torch.bfloat16)
     ops, how = torch.ops.mxep, (torch.float8_e4m3fn, "rceil", 32, False)
     check_op(ops.swiglu, gate_up, None, None)
-    check_op(ops.swiglu, gate_up, w, None, SwiGLU(1.5, 2.0, 1.0).packed)
+    clamped = SwiGLU(1.5, 2.0, 1.0).packed
+    check_op(ops.swiglu, gate_up, w, None, clamped)
     for h in (None, torch.empty(6, 64, dtype=torch.bfloat16)):
         torch.library.opcheck(ops.swiglu_backward, (d_h, gate_up, None, None, h), test_utils=WITHOUT_SCHEMA)
     check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how)
@@ -400,6 +401,7 @@ def test_swiglu_ops_pass_opcheck() -> None:
         scale = torch.empty(6, 1 if folded else 2, dtype=torch.float8_e8m0fnu)
         for of_h in ((), (torch.empty(6, 64, dtype=torch.float8_e5m2), scale)):
             torch.library.opcheck(ops.swiglu_backward_quantize, (*args, *of_h), test_utils=WITHOUT_SCHEMA)
+        torch.library.opcheck(ops.swiglu_backward_quantize, (*args, *of_h, clamped), test_utils=WITHOUT_SCHEMA)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:

@@ -37,12 +37,12 @@ from ..snr import snr
 from ..timer import Alternative, Call, Run, Timer, failure, free_memory
 from . import layer_host, layer_stages
 from .gemm import ceilings
-from .layer_cases import BASELINE, MX, NAMES, Case, Layer, Problem, Shape
+from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape
 from .layer_work import floor_ms, useful_flop
 from .run import Bench, table
 
 CASES_OF = {
-    "layer": (BASELINE, "baseline fp8", MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric"),
+    "layer": (*BASELINES, MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric"),
     "eager": (BASELINE, MX, "fp8/symmetric", "bf16/symmetric"),
     "stages": (BASELINE, MX),
     "memory": (BASELINE, MX, f"{MX}, worst_case", f"{MX}, exact"),

@@ -6,7 +6,9 @@
                                    quantizes, as that of the first one
     RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
     ..., worst_case; ..., exact    with these capacities
-    baseline bf16, baseline fp8    standard.StandardLayer; fp8: its products by torchao, each row and column scaled
+    baseline bf16                  standard.StandardLayer
+    baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire, with torchao's products (rows and columns scaled)
+                                   or mxep.gemm.grouped_mm, which quantizes what has arrived
 
 A step is forward and backward: gradients of x, of the routing weights and of both projections. Routing, that is ids and
 weights, is given: a router is what all have in common.
@@ -17,6 +19,7 @@ T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token,
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,8 +29,9 @@ from torch import Tensor, nn
 
 from mxep.comms import Capacity
 from mxep.ep import CASES, MoE
-from mxep.gemm import quantize_weights_once
+from mxep.gemm import grouped_mm, quantize_weights_once
 from mxep.gemm.backends import select
+from mxep.quant import BLOCK
 
 from ..collective import all_gather_tensor
 from ..mesh import local, share
@@ -36,13 +40,14 @@ from ..reference import Results
 from ..verify import FixedRouting
 from .comms_cases import Traffic, routing
 from .gemm_cases import torchao_product
-from .standard import StandardLayer, bf16_product
+from .standard import PAD, Product, StandardLayer, bf16_product
 
 KEPT = 4
 BASELINE = "baseline bf16"
 MX = "mxfp8/symmetric"
 SUFFIXES = ("", ", kept", ", main_grad", ", worst_case", ", exact")
-NAMES = (BASELINE, "baseline fp8", *(f"{case}{suffix}" for case in CASES for suffix in SUFFIXES))
+BASELINES = (BASELINE, "baseline fp8", "baseline mxfp8")
+NAMES = (*BASELINES, *(f"{case}{suffix}" for case in CASES for suffix in SUFFIXES))
 """All cases."""
 
 
@@ -180,18 +185,17 @@ class Baseline(Layer):
     """The standard layer, launched by the host, which reads sizes in every step. Raises ImportError without torchao."""
 
     def __init__(self, p: Problem, name: str) -> None:
-        product = bf16_product
-        if name != BASELINE:
-            quantized = torchao_product(p.device)
-
-            def product(rows: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-                return quantized(rows, w, offs)
-
+        product: Product = bf16_product
+        if name == "baseline fp8":
+            product = torchao_product(p.device)
+        elif name == "baseline mxfp8":
+            product = functools.partial(grouped_mm, recipe="mxfp8")
         self.p = p
         self.leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))
         # A group of its own, or the first layer of a run alone would be charged for what NCCL allocates.
         self.group = dist.new_group()
-        self.layer = StandardLayer(*self.leaves[2:], group=self.group, product=product)
+        pad = BLOCK if name == "baseline mxfp8" else PAD
+        self.layer = StandardLayer(*self.leaves[2:], group=self.group, product=product, pad=pad)
 
     def out(self) -> Tensor:
         return self.layer(self.leaves[0], self.p.ids, self.leaves[1])

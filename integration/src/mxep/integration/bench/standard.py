@@ -3,7 +3,7 @@
     x (T, D)            spread: a row for each (token, expert) pair, by expert
       counts            all-to-all of rows per expert; the host reads them and waits          (not on one rank)
     pairs (T K, D)      all-to-all, bf16                                                      (not on one rank)
-    rows (R, D)         by expert, then source rank; each group padded with zeroes to 16 rows
+    rows (R, D)         by expert, then source rank; each group padded with zeroes to 16 rows, or more
       grouped mm        w13 (gate and up in one), SwiGLU in one kernel, w2
     pairs (T K, D)      the same way back
     out (T, D)          weighted sum of a token's pairs in fp32
@@ -98,12 +98,21 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StandardLayer:
-    """w13: (e, 2F, D), gate first. w2: (e, D, F). Both of this rank's experts. group: None for this process alone."""
+    """w13: (e, 2F, D), gate first. w2: (e, D, F). Both of this rank's experts. group: None for this process alone.
+
+    pad: each group is padded to a multiple of so many rows.
+    """
 
     def __init__(
-        self, w13: Tensor, w2: Tensor, *, group: dist.ProcessGroup | None = None, product: Product = bf16_product
+        self,
+        w13: Tensor,
+        w2: Tensor,
+        *,
+        group: dist.ProcessGroup | None = None,
+        product: Product = bf16_product,
+        pad: int = PAD,
     ) -> None:
-        self.w13, self.w2, self.group, self.product = w13, w2, group, product
+        self.w13, self.w2, self.group, self.product, self.pad = w13, w2, group, product, pad
         self.ranks = dist.get_world_size(group) if group is not None else 1
         self.kernels = Kernels.of(w13.device)
 
@@ -126,19 +135,19 @@ class StandardLayer:
         return out
 
     def _groups(self, sorted_ids: Tensor) -> Groups:
-        experts = len(self.w13)
+        experts, pad = len(self.w13), self.pad
         bounds = torch.arange(experts * self.ranks + 1, dtype=sorted_ids.dtype, device=sorted_ids.device)
         counts = torch.searchsorted(sorted_ids, bounds).diff()  # (E,)
         if self.ranks == 1:  # nobody has to know sizes: room for all padding there can be
-            most = len(sorted_ids) + experts * (PAD - 1)
-            return Groups.of(counts.view(1, experts), len(sorted_ids), -(-most // PAD) * PAD, [], [])
+            most = len(sorted_ids) + experts * (pad - 1)
+            return Groups.of(counts.view(1, experts), len(sorted_ids), -(-most // pad) * pad, [], [], alignment=pad)
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
         host = torch.cat((counts.view(self.ranks, experts).sum(1), received)).tolist()
         sent, theirs = host[: self.ranks], host[self.ranks :]
         arrived = [sum(theirs[r * experts : (r + 1) * experts]) for r in range(self.ranks)]
-        rows = sum(-(-sum(theirs[j::experts]) // PAD) * PAD for j in range(experts))
-        return Groups.of(received.view(self.ranks, experts), sum(arrived), rows, sent, arrived)
+        rows = sum(-(-sum(theirs[j::experts]) // pad) * pad for j in range(experts))
+        return Groups.of(received.view(self.ranks, experts), sum(arrived), rows, sent, arrived, alignment=pad)
 
 
 @dataclass(frozen=True)

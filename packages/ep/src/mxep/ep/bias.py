@@ -40,7 +40,8 @@ def add_down_bias(
     by_expert = weights.new_zeros(len(weights), num_experts)
     ids = expert_ids.clamp(0, num_experts - 1).long()
     by_expert = by_expert.scatter_add(1, ids, torch.where(here, weights, 0.0))
-    return torch.addmm(out, by_expert.to(out.dtype), whole.to(out.dtype))
+    with torch.autocast(out.device.type, enabled=False):  # which would round out, too
+        return torch.addmm(out, by_expert.to(out.dtype), whole.to(out.dtype))
 
 
 def scaled_gradient(x: Tensor, scale: float) -> Tensor:
