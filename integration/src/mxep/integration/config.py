@@ -257,7 +257,8 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
         found = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         found = "none"
-    if found == "none" or tuple(map(int, re.findall(r"\d+", found)[:2])) < (5, 17):
+    old = found == "none" or tuple(map(int, re.findall(r"\d+", found)[:2])) < (5, 17)
+    if old and config.task.name in ("train", "compare"):
         yield (
             f"model.transformers wants transformers 5.17 or newer, got {found}: "
             "pip install -U 'mxep-integration[transformers]'"
