@@ -67,7 +67,9 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
             for note in files.notes(config.data):
                 print(f"mxep: data=text {note}", file=sys.stderr)
         if not under_torchrun() and config.task.name != "estimate":  # which has no ranks
-            atexit.register(start_fork_server()._stop)  # waits for its end, so that the command leaves nothing behind
+            preload = ["mxep.integration.transformers.model"] if config.model.transformers is not None else []
+            server = start_fork_server(*preload)
+            atexit.register(server._stop)  # waits for its end, so that the command leaves nothing behind
         from .job import run_job
 
         code = run_job(config, checkpoints, folder)

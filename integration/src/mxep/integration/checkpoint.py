@@ -25,18 +25,17 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .collective import all_gather
 from .mesh import Mesh, local
-from .model import Transformer
 from .state import FORMAT, State, read_state, step_folder, steps
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 
-def save(folder: Path, state: State, *, model: Transformer, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+def save(folder: Path, state: State, *, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes.
 
     Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
@@ -70,7 +69,7 @@ def save(folder: Path, state: State, *, model: Transformer, optimizer: torch.opt
             shutil.rmtree(old, ignore_errors=old == replaced)
 
 
-def load(folder: Path, *, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill model and optimizer in place from ``folder/step-N``. Each rank takes its experts, at any ep degree.
 
     Raises ValueError naming the tensor, got and wanted, where a file does not fit the model.
@@ -103,7 +102,7 @@ def _refuse_unless_finite(tensors: dict[str, Tensor], state: State) -> None:
         raise FloatingPointError(f"{state.run}, step {state.step}: {name} is not finite: not saved")
 
 
-def _moments(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """AdamW's moments by name, zeros where it has none yet."""
     return {
         f"{moment}.{name}": optimizer.state[p].get(key, torch.zeros_like(p.detach()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.metadata
 import json
 import math
 import re
@@ -27,6 +28,7 @@ from . import files
 from .bench import BENCHES
 from .process import count_gpus
 from .schema import Config
+from .sizes import sizes_of
 
 BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
 DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
@@ -41,7 +43,7 @@ ESTIMATES = ("layouts", "stages", "memory", "time_errors", "memory_errors")
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
 """What `resume` takes from a checkpoint: names, numbers, and one path that is read, `data.path`. The command line says
-everything else, above all what is written and where."""
+everything else, above all what is written and where; and `model.pretrained`, as the checkpoint has the weights."""
 
 CHOICES = {
     "backend": ("auto", *BACKENDS),
@@ -120,15 +122,22 @@ def restore(raw: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str])
             nested = {"": saved[section]} if section == "seed" else {f".{key}": v for key, v in saved[section].items()}
             for suffix, value in nested.items():
                 key = section + suffix
-                if isinstance(value, str) and ("${" in value or value == "???"):
-                    raise ValueError(f"{key}: got {value!r}, wanted plain text")
-                if not isinstance(value, str | int | float | None):
-                    raise ValueError(f"{key}: got {value!r}, wanted text or a number")
-                if not given & {section, key}:
-                    OmegaConf.update(config, key, value)
+                _refuse_unless_plain(key, value, nested=key == "model.transformers")
+                if key != "model.pretrained" and not given & {section, key}:
+                    OmegaConf.update(config, key, value, merge=False)
     except (ValueError, KeyError, AttributeError, OmegaConfBaseException) as error:
         raise ConfigError(f"the checkpoint's config does not fit: {str(error).splitlines()[0]}") from None
     return config
+
+
+def _refuse_unless_plain(key: str, value: Any, *, nested: bool = False) -> None:
+    if nested and isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_unless_plain(f"{key}.{name}", inner, nested=True)
+    elif isinstance(value, str) and ("${" in value or value == "???"):
+        raise ValueError(f"{key}: got {value!r}, wanted plain text")
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(f"{key}: got {value!r}, wanted text or a number")
 
 
 def override_key(override: str) -> str:
@@ -190,7 +199,9 @@ def _complaints(config: Config) -> Iterator[str]:
     if config.data.batch % ranks:
         cure = f"data.batch={ranks * (config.data.batch // ranks + 1)}"
         yield f"data.batch must be a multiple of {ranks} (parallel.ranks), got {config.data.batch}: try {cure}"
-    if model.dim % (2 * model.heads):
+    if model.transformers is not None:
+        yield from _of_transformers(config, model.transformers)
+    elif model.dim % (2 * model.heads):
         yield f"model.dim must be a multiple of {2 * model.heads} (twice model.heads), got {model.dim}"
     if not 1 <= model.top_k <= model.experts:
         yield f"model.top_k must lie in 1..{model.experts} (model.experts), got {model.top_k}"
@@ -238,6 +249,38 @@ def _complaints(config: Config) -> Iterator[str]:
     if config.backend in MX_ONLY and names:
         wanted = "train.compare=false" if config.task.name == "train" and scaled else "another backend"
         yield f"backend={config.backend} multiplies MX operands alone, and {names[0]} has none; wanted {wanted}"
+
+
+def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[str]:
+    """What such a model has not. Its package is looked for, not imported."""
+    try:
+        found = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    old = found == "none" or tuple(map(int, re.findall(r"\d+", found)[:2])) < (5, 17)
+    if old and config.task.name in ("train", "compare"):
+        yield (
+            f"model.transformers wants transformers 5.17 or newer, got {found}: "
+            "pip install -U 'mxep-integration[transformers]'"
+        )
+    if not isinstance(of_model.get("model_type"), str):
+        yield "model.transformers: got no model_type, wanted that of a model of transformers"
+    sizes = sizes_of(of_model)
+    for key, size in sizes.items():
+        if size != (got := getattr(config.model, key)):
+            yield f"model.{key}: got {got}, but model.transformers has {size}: wanted the same"
+    if "shared_experts" not in sizes and config.model.shared_experts:
+        kind = of_model.get("model_type")
+        yield f"model.shared_experts: got {config.model.shared_experts}, but models of {kind} have none here: want 0"
+    if (size := of_model.get("vocab_size", 256)) < 256:
+        yield f"model.transformers.vocab_size must be at least 256, one for each byte, got {size}"
+    for key in of_model:
+        if key.endswith("implementation"):  # some values name code to download
+            yield f"model.transformers.{key}: wanted no such key: the model's own attention and mxep's experts run"
+    if of_model.get("tie_word_embeddings"):
+        yield "model.transformers.tie_word_embeddings: got true, wanted false: checkpoints hold each weight once"
+    if config.recipe.linear is not None:
+        yield f"recipe.linear: got {config.recipe.linear}, wanted null: linears of a transformers model stay torch's"
 
 
 def _of_estimate(config: Config) -> Iterator[str]:

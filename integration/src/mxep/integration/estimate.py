@@ -36,6 +36,7 @@ from .estimate_costs import Rates, dispatcher_of, fit, legs, memory, read, slots
 from .named import make_capacity
 from .results import Report, Row, Section
 from .schema import Config
+from .sizes import NAMES, sizes_of
 
 GIB = 1 << 30
 MOST_RANKS = 512
@@ -88,19 +89,16 @@ def model_of(config: Config) -> tuple[Shape, int]:
     file = Path(config.estimate.model)
     found = json.loads((file / "config.json" if file.is_dir() else file).read_text())
     found = found.get("text_config") or found
-
-    def first(*names: str) -> int:
-        for name in names:
-            if isinstance(value := found.get(name), int):
-                return value
-        raise ConfigError(f"estimate.model: {file} has no {' or '.join(names)}: wanted one of an MoE model")
+    sizes = sizes_of(found)
+    if missing := [key for key in ("dim", "layers", "experts", "top_k", "hidden_dim") if key not in sizes]:
+        names = " or ".join(NAMES[missing[0]])
+        raise ConfigError(f"estimate.model: {file} has no {names}: wanted one of an MoE model")
 
     every = found.get("decoder_sparse_step") or found.get("interleave_moe_layer_step") or 1
     dense = {*range(found.get("first_k_dense_replace") or 0), *(found.get("mlp_only_layers") or ())}
-    layers = [i for i in range(first("num_hidden_layers")) if i not in dense and not (i + 1) % every]
-    experts = first("n_routed_experts", "num_experts", "num_local_experts")
-    top_k, hidden = first("num_experts_per_tok"), first("moe_intermediate_size", "intermediate_size")
-    return Shape(tokens, first("hidden_size"), hidden, experts, top_k), len(found.get("moe_layers") or layers)
+    layers = [i for i in range(sizes["layers"]) if i not in dense and not (i + 1) % every]
+    shape = Shape(tokens, sizes["dim"], sizes["hidden_dim"], sizes["experts"], sizes["top_k"])
+    return shape, len(found.get("moe_layers") or layers)
 
 
 def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator[Row]:

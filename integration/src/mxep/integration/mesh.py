@@ -59,10 +59,10 @@ class Gradients:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
-        experts = [p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()]
-        others = set(model.parameters()) - set(experts)
+        own = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
+        experts = [p for p in model.parameters() if p in own or isinstance(p, DTensor)]
         self.experts = _flat_gradients(experts)
-        self.rest = _flat_gradients([p for p in model.parameters() if p in others])
+        self.rest = _flat_gradients([p for p in model.parameters() if p not in set(experts)])
 
     def zero(self) -> None:
         self.experts.zero_()

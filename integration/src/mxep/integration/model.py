@@ -13,16 +13,44 @@ b sequences of S bytes on this rank, D model dim, H heads.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.ep import Experts, MoE, Router, SharedExpert, TokenDispatcher
+from mxep.ep import Experts, MoE, Router, SharedExpert, TokenDispatcher, make_dispatcher
 from mxep.gemm import Linear, Recipe
 
 from .data import VOCABULARY
-from .schema import ModelConfig
+from .named import linear_recipe, make_capacity
+from .schema import Config, ModelConfig
+
+if TYPE_CHECKING:
+    from .transformers.model import CausalLM
+
+
+def make_model(
+    config: Config, recipe: Recipe, group: dist.ProcessGroup, device: torch.device
+) -> Transformer | CausalLM:
+    """What the section `model` names, on ``device``: experts of ``recipe``, spread over ``group``."""
+    if config.model.transformers is not None:
+        from .transformers.model import CausalLM
+
+        return CausalLM(config, recipe, group, device)
+    dispatcher = make_dispatcher(
+        config.dispatcher.name,
+        config.model.experts,
+        dim=config.model.dim,
+        group=group,
+        capacity=make_capacity(config),
+        max_tokens=config.tokens_per_rank,
+        timeout=config.dispatcher.timeout,
+        ranks_per_node=config.dispatcher.ranks_per_node,
+    )
+    # Drawn on the CPU, so that one seed is one model on every device.
+    return Transformer(config.model, dispatcher, recipe, config.backend, linear_recipe(config, recipe)).to(device)
 
 
 class Attention(nn.Module):

@@ -5,6 +5,7 @@ Imports nothing heavy: a mistake is answered before torch is there.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from .bench import ON_CPU
 from .config import ConfigError, override_key, resolve, restore
 from .process import count_gpus, under_torchrun
 from .schema import Config, RecipeConfig
+from .sizes import sizes_of
 from .state import find, read_state
 
 
@@ -26,6 +28,8 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
     given = {override_key(override) for override in overrides}
     ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     _fit_bench_to_cpu(raw, given)
+    if raw.model.pretrained is not None:
+        _fit_model_to_checkpoint(raw, given)
     if raw.resume is None:
         config = resolve(raw, ranks=ranks)
         checkpoints: dict[str, str] = {}
@@ -49,6 +53,29 @@ def _fit_bench_to_cpu(raw: DictConfig, given: set[str]) -> None:
     if raw.bench.cpu_shapes and "bench.shapes" not in given:
         named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
         raw.bench.shapes = {**raw.bench.cpu_shapes, **named}
+
+
+def _fit_model_to_checkpoint(raw: DictConfig, given: set[str]) -> None:
+    """The section `model` has the sizes of the model that it starts from, but for the number of layers."""
+    file = Path(raw.model.pretrained) / "config.json"
+    if raw.resume is not None:
+        raise ConfigError("model.pretrained: the checkpoint that resume names has the weights: leave it out")
+    try:
+        found = json.loads(file.read_text())
+        whole = int(found["num_hidden_layers"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model.pretrained: {file}: {reason}: wanted a folder of save_pretrained") from None
+    if "model.layers" in given:
+        layers = found["num_hidden_layers"] = raw.model.layers
+        if layers > whole:
+            raise ConfigError(f"model.layers: got {layers}, but {file} has {whole}")
+        found |= {key: value[:layers] for key, value in found.items() if key.endswith("layer_types") and value}
+    sizes = {"shared_experts": 0, "balance_rate": 0.0, **sizes_of(found)}
+    for key in sizes:
+        if f"model.{key}" not in given:
+            raw.model[key] = sizes[key]
+    raw.model.transformers = found
 
 
 def _resume(raw: DictConfig, overrides: list[str], given: set[str], ranks: int | None) -> tuple[Config, dict[str, str]]:

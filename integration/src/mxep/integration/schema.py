@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
@@ -22,7 +23,11 @@ class TaskConfig:
 class ModelConfig:
     """A decoder of `layers` blocks: attention with `heads` heads, then an MoE of `experts` routed experts of which a
     token takes `top_k`, and `shared_experts` that all tokens take. `dim` is D, `hidden_dim` is F of one expert.
-    balance_rate: how far a router's bias moves a step towards balance."""
+    balance_rate: how far a router's bias moves a step towards balance.
+
+    transformers: the config of a model of transformers with these sizes, its `model_type` and whatever else it has;
+    null: mxep's own decoder. pretrained: a folder with such a model, as `save_pretrained` writes it, to start from: its
+    config.json says the sizes, of which `layers` may be fewer."""
 
     dim: int
     layers: int
@@ -32,6 +37,8 @@ class ModelConfig:
     hidden_dim: int
     shared_experts: int
     balance_rate: float
+    transformers: dict[str, Any] | None = None
+    pretrained: str | None = None
 
 
 @dataclass

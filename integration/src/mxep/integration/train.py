@@ -26,10 +26,10 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mxep.comms import CapacityExceeded
-from mxep.ep import clip_grad_norm_, make_dispatcher, parameter_groups
+from mxep.ep import clip_grad_norm_, parameter_groups
 from mxep.gemm import Recipe
 
 from . import checkpoint
@@ -38,8 +38,8 @@ from .config import ConfigError, sizes_on_host, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed
 from .mesh import Gradients, Mesh
-from .model import Transformer
-from .named import linear_recipe, make_capacity, recipes
+from .model import make_model
+from .named import recipes
 from .progress import log_backend, progress
 from .rank import Rank
 from .schema import Config, OptimizerConfig
@@ -116,20 +116,8 @@ class Trainer:
     def __init__(self, rank: Rank, config: Config, recipe: Recipe, mesh: Mesh, text: Text, folder: Path) -> None:
         self.rank, self.config, self.mesh, self.text, self.folder = rank, config, mesh, text, folder
         self.name = recipe.name
-        dispatcher = make_dispatcher(
-            config.dispatcher.name,
-            config.model.experts,
-            dim=config.model.dim,
-            group=mesh.ep,
-            capacity=make_capacity(config),
-            max_tokens=config.tokens_per_rank,
-            timeout=config.dispatcher.timeout,
-            ranks_per_node=config.dispatcher.ranks_per_node,
-        )
         torch.manual_seed(config.seed)
-        # Drawn on the CPU, so that one seed is one model on every device.
-        linear = linear_recipe(config, recipe)
-        self.model = Transformer(config.model, dispatcher, recipe, config.backend, linear).to(rank.device)
+        self.model = make_model(config, recipe, mesh.ep, rank.device)
         self.gradients = Gradients(self.model, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         captured = _in_graph(config, rank.device)
@@ -154,7 +142,7 @@ class Trainer:
     def run(self) -> Run:
         """The steps left, or those until a signal; then a checkpoint, and the loss on held-out text if done."""
         try:
-            with _deterministic(self.rank.device):
+            with _deterministic(self.config, self.rank.device):
                 return self._run()
         finally:
             for graph in self.graphs or ():
@@ -305,14 +293,19 @@ def _in_graph(config: Config, device: torch.device) -> bool:
         return False
     if config.train.graph is not None:
         return config.train.graph
+    if config.model.transformers is not None:  # their code may read from the device
+        return False
     # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
     return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @contextlib.contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """Makes GPUs repeat a run to the last bit, as CPUs do; the backward of attention would add in any order."""
-    if device.type != "cuda":
+def _deterministic(config: Config, device: torch.device) -> Iterator[None]:
+    """Makes GPUs repeat a run to the last bit, as CPUs do; the backward of attention would add in any order.
+
+    Not of a model of transformers, whose code may have no other way.
+    """
+    if device.type != "cuda" or config.model.transformers is not None:
         yield
         return
     memory: Any = torch.utils.deterministic
@@ -331,9 +324,9 @@ def _of_all_ranks(error: Exception | None) -> str:
     return "; ".join(dict.fromkeys(each for each in all_gather(error and str(error)) if each))
 
 
-def make_optimizer(model: Transformer, config: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW; matrices decay, norms and the embedding do not."""
-    constant = {p for name, p in model.named_parameters() if p.dim() <= 1 or name.startswith("embedding")}
+    constant = {p for name, p in model.named_parameters() if p.dim() <= 1 or "embed" in name}
     groups = []
     for group in parameter_groups(model):
         decaying = [p for p in group["params"] if p not in constant]

@@ -25,8 +25,8 @@ class Implementation:
         recipe, backend: as for `mxep.ep.MoE`.
         dispatcher: ``"symmetric"``, ``"hierarchical"``, ``"nvshmem"`` or ``"all_to_all"``, where experts are spread
             over ranks.
-        capacity, max_tokens, timeout: of that dispatcher, as for `mxep.ep.MoE`. max_tokens None: what MXEP_MAX_TOKENS
-            says in the environment, else the most of the first batch.
+        capacity, max_tokens, timeout, ranks_per_node: of that dispatcher, as for `mxep.ep.MoE`. max_tokens None: what
+            MXEP_MAX_TOKENS says in the environment, else the most of the first batch.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Implementation:
     capacity: Capacity | None = None
     max_tokens: int | None = None
     timeout: float | None = None
+    ranks_per_node: int | None = None
 
     def __call__(self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The forward of `experts`: hidden_states (T, D), top_k_index, top_k_weights (T, K) -> (T, D)."""

@@ -70,6 +70,7 @@ def _dispatcher(experts: Any, num_experts: int, mesh: DeviceMesh, how: Implement
         capacity=how.capacity,
         max_tokens=_max_tokens(how),
         timeout=how.timeout,
+        ranks_per_node=how.ranks_per_node,
     )
 
 

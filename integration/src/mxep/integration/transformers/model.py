@@ -1,0 +1,160 @@
+"""A model of transformers as the trainer has it: what `mxep.integration.model.Transformer` offers, of any MoE model.
+
+    section `model` -> model on meta -> experts spread over the ep group -> drawn on this rank's device
+    model.pretrained -> model on the CPU -> experts spread, one weight after the other -> the rest moved
+
+Weights are fp32: they are the master weights. Products are bf16 by autocast, those of experts the recipe's.
+
+b sequences of S bytes on this rank, V tokens in the model's vocabulary of which bytes are the first 256, E experts, T
+tokens of this rank, K experts a token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from mxep.ep import Routing, TokenDispatcher
+from mxep.ep.shares import ep_mesh, init_normal_
+from mxep.gemm import Recipe
+
+from ..config import ConfigError
+from ..named import make_capacity
+from ..schema import Config
+from .implementation import Implementation
+from .layer import KEY, Layer
+from .parallel import expert_parallel, register
+
+_numbers = itertools.count()
+"""Of the names that models register: one each, as two of one recipe may differ in all else."""
+
+
+class CausalLM(nn.Module):
+    """The model that the section `model` names, with experts of ``recipe`` spread over ``group``, on ``device``.
+
+    Draws from the default generators: after one seed every rank has the same model and its share of the same experts.
+    ConfigError for what such a model has not, ValueError of `expert_parallel` and of transformers.
+    """
+
+    def __init__(self, config: Config, recipe: Recipe, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        dispatcher, section = config.dispatcher, config.model
+        how = Implementation(
+            f"mxep_train_{recipe.name}_{next(_numbers)}",
+            recipe,
+            config.backend,
+            dispatcher=dispatcher.name,
+            capacity=make_capacity(config),
+            max_tokens=config.tokens_per_rank,
+            timeout=dispatcher.timeout,
+            ranks_per_node=dispatcher.ranks_per_node,
+        )
+        register(how)
+        assert section.transformers is not None
+        sizes = AutoConfig.for_model(**section.transformers)
+        if section.pretrained is None:
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float32)
+        else:
+            disable_progress_bar()
+            self.model = AutoModelForCausalLM.from_pretrained(
+                section.pretrained, config=sizes, dtype=torch.float32, local_files_only=True, use_safetensors=True
+            )
+        names = expert_parallel(self.model, ep_mesh(group, device), how.name)
+        if section.pretrained is None:
+            self.model.to_empty(device=device)
+            _draw(self.model)
+        self.to(device).train()
+        self.aux_weight = getattr(sizes, "router_aux_loss_coef", 0.0)
+        self.moes = [RoutedExperts(self.model.get_submodule(name)) for name in names]
+        blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
+        self.routers = [RouterOf(moe, block) for moe, block in zip(self.moes, blocks)]
+        if section.balance_rate and any(router.bias is None for router in self.routers):
+            raise ConfigError(
+                f"model.balance_rate: got {section.balance_rate}, want 0: routers of {sizes.model_type} have no bias "
+                "(model.transformers.output_router_logits=true trains some to balance)"
+            )
+
+    def forward(self, inputs: Tensor) -> Any:
+        """``inputs`` (b, S) int64 -> what the model returns: `logits` (b, S, V), where it has one `aux_loss`."""
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            return self.model(input_ids=inputs, use_cache=False)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a byte. In training its gradient is also the auxiliary loss's, by its weight."""
+        out = self(inputs)
+        loss = F.cross_entropy(out.logits.float().flatten(0, 1), targets.flatten())
+        aux = getattr(out, "aux_loss", None)
+        if aux is not None and self.training:
+            loss = loss + self.aux_weight * (aux - aux.detach())
+        return loss
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """What the trainer asks of an `mxep.ep.MoE`, of a module of experts."""
+
+    module: nn.Module
+
+    @property
+    def layer(self) -> Layer:
+        layer: Layer = self.module.__dict__[KEY]
+        return layer
+
+    @property
+    def dispatcher(self) -> TokenDispatcher:
+        return self.layer.dispatcher
+
+    @property
+    def last_routing(self) -> Routing | None:
+        return self.layer.routing
+
+    def check(self) -> None:
+        self.dispatcher.check()
+
+
+class RouterOf:
+    """What the trainer asks of an `mxep.ep.Router`, of the router in ``block`` beside the experts ``moe``."""
+
+    def __init__(self, moe: RoutedExperts, block: nn.Module) -> None:
+        self.moe = moe
+        biases = [b for name, b in block.named_buffers() if name.endswith("e_score_correction_bias")]
+        self.bias = biases[0] if biases else None
+
+    @property
+    def load(self) -> Tensor | None:
+        """(E,) fp32, the number of this rank's rows for each expert in the last forward; None before."""
+        if self.moe.last_routing is None:
+            return None
+        ids = self.moe.last_routing.expert_ids.flatten().long()
+        rows = torch.zeros(self.moe.dispatcher.num_experts + 1, device=ids.device)
+        return rows.scatter_add_(0, ids.clamp_min(-1) + 1, torch.ones_like(ids, dtype=torch.float32))[1:]
+
+    @torch.no_grad()
+    def update_bias(self, rate: float) -> None:
+        """Move each expert's bias, where there is one, by ``rate`` towards balance over all ranks. Collective."""
+        load = self.load
+        if self.bias is None or not rate or load is None:
+            return
+        dist.all_reduce(load)
+        self.bias += rate * torch.sign(load.mean() - load)
+
+
+@torch.no_grad()
+def _draw(model: Any) -> None:
+    """Fill a model whose memory holds nothing yet, as its own code does; of experts a rank draws those it holds."""
+    std = model.config.initializer_range
+    for module in model.modules():
+        if KEY not in module.__dict__:
+            model._init_weights(module)
+            continue
+        for weight in module.parameters(recurse=False):
+            init_normal_(weight, std if weight.dim() == 3 else 0.0, per_expert=True)
