@@ -143,14 +143,16 @@ def _gate_up(i: Inputs) -> tuple[Tensor, ...]:
     return i.values(), i.weight(), i.offs()
 
 
-def _d_h(i: Inputs) -> tuple[Tensor, ...]:
-    qdata = torch.empty(i.shape, dtype=E4M3.dtype, device=i.generator.device)
-    return i.values(i.rows, i.shape[1] // 2), *_gate_up(i), qdata
+def _d_h(i: Inputs, with_h: bool = False) -> tuple[Tensor, ...]:
+    device, (rows, width) = i.generator.device, (i.rows, i.shape[1] // 2)
+    qdata = torch.empty(i.shape, dtype=E4M3.dtype, device=device)
+    h = torch.empty((rows, width) if with_h else 0, dtype=E4M3.dtype, device=device)
+    h_scale = torch.empty((rows, 1) if with_h else 0, dtype=torch.float8_e8m0fnu, device=device)
+    return i.values(rows, width), *_gate_up(i), qdata, h, h_scale
 
 
-def _d_h_and_h(i: Inputs) -> tuple[Tensor, ...]:
-    h = torch.empty(i.rows, i.shape[1] // 2, dtype=E4M3.dtype, device=i.generator.device)
-    return *_d_h(i), h, torch.empty(i.rows, 1, dtype=torch.float8_e8m0fnu, device=i.generator.device)
+def _swiglu_backward(folded: bool) -> Callable[..., Any]:
+    return lambda ops, *args: ops.swiglu_backward_quantize(*args[:5], HOW[1], BLOCK, folded, *args[5:])
 
 
 CASES = {
@@ -181,12 +183,11 @@ CASES = {
     "swiglu_folded": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + r * k // 2 + r, _gate_up,
                           lambda ops, *args: ops.swiglu_quantize(*args, *HOW, BLOCK, True)),
     "swiglu_backward": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + mx(r * k), _d_h,
-                            lambda ops, *args: ops.swiglu_backward_quantize(*args, HOW[1], BLOCK, False)),
+                            _swiglu_backward(False)),
     "swiglu_backward_folded": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + r * k + r, _d_h,
-                                   lambda ops, *args: ops.swiglu_backward_quantize(*args, HOW[1], BLOCK, True)),
-    "swiglu_backward_and_h": Case("rows", 0.88, lambda r, k: 9 * r * k // 2 + 4 * (2 * r + GROUPS) + 2 * r, _d_h_and_h,
-                                  lambda ops, *args: ops.swiglu_backward_quantize(
-                                      *args[:5], HOW[1], BLOCK, True, *args[5:])),
+                                   _swiglu_backward(True)),
+    "swiglu_backward_and_h": Case("rows", 0.88, lambda r, k: 9 * r * k // 2 + 4 * (2 * r + GROUPS) + 2 * r,
+                                  lambda i: _d_h(i, True), _swiglu_backward(True)),
     "pad": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * padded(r) + 2 * padded(r) * k,
                 lambda i: (i.values(), i.padding()), lambda ops, *args: ops.pad_rows(*args)),
     "unpad": Case("rows", 0.90, lambda r, k: 4 * r * k + 4 * padded(r),  # rows of padding are not read
