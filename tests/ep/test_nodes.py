@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import platform
 import signal
 import subprocess
@@ -68,7 +69,7 @@ def train_until_the_last_node_is_lost(group: dist.ProcessGroup, dispatcher: str,
         layer(torch.randn(8, 32, dtype=torch.bfloat16)).sum().backward()
 
 
-@pytest.mark.parametrize(("how", "said"), [("killed", "[{address}]"), ("silently", "Timed out")])
+@pytest.mark.parametrize(("how", "said"), [("killed", r"\[{address}\]"), ("silently", "Timed out|timeout")])
 @pytest.mark.parametrize("dispatcher", BETWEEN_NODES)
 def test_the_others_end_when_a_node_is_lost(dispatcher: str, how: str, said: str, tmp_path: Path) -> None:
     """A killed peer's kernel closes its connections, so it is named by its address; without power it is silent."""
@@ -81,6 +82,7 @@ def test_the_others_end_when_a_node_is_lost(dispatcher: str, how: str, said: str
     since = (tmp_path / "lost").stat().st_mtime
     for node in others:
         assert node.error
-        # Over loopback gloo's sockets have its first address.
-        assert said.format(address=nodes[-1].address if nodes[-1].namespace else "127.0.0.1") in node.error
+        # Over loopback gloo's sockets have its first address. The first that waits in vain closes the others' pairs.
+        address = nodes[-1].address if nodes[-1].namespace else "127.0.0.1"
+        assert re.search(said.format(address=re.escape(address)), node.error)
         assert node.at - since < TIMEOUT + 5
