@@ -2,8 +2,8 @@
 
 import dataclasses
 import os
-import re
 import platform
+import re
 import signal
 import subprocess
 import time
