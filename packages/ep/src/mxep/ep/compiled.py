@@ -28,7 +28,7 @@ from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS, select
 from mxep.gemm.quantize_once import weights_are_held
-from mxep.gemm.several import Weight, halves
+from mxep.gemm.several import Weight, halves, weight_of
 from mxep.quant import E4M3, SwiGLU
 
 from .checks import check_weights
@@ -90,7 +90,7 @@ def forward_op(
 ) -> list[Tensor]:
     config = _config(x.device, dispatcher, recipe, backend, wgrad_scale, activation)
     with torch.no_grad():
-        proj = _weight(gate_up_proj)
+        proj = weight_of(gate_up_proj)
         out, routing, saved = layer_forward(
             x, weights, expert_ids, proj, down_proj, config, backward, _needs(needs), gate_up_bias
         )
@@ -111,7 +111,7 @@ def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Te
         return [out]
     config = _config(x.device, *names)
     plan, recipe = _plan_of_shapes(ids, weights, config), config.recipe
-    experts, copied = (_weight(proj), down_proj), config.dispatcher.borrows
+    experts, copied = (weight_of(proj), down_proj), config.dispatcher.borrows
     saved = Saved.shapes(x, plan, experts, recipe, config.backend, _needs(needs), copied=copied)
     return [out, *saved, *_tensors(plan)]
 
@@ -134,7 +134,7 @@ def backward_op(
     saved, fields = saved[: -len(PLAN)], dict(zip(PLAN, saved[-len(PLAN) :]))
     plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
     routing = Routing(plan, expert_ids, config.dispatcher.num_local_experts)
-    proj = _weight(gate_up_proj)
+    proj = weight_of(gate_up_proj)
     with torch.no_grad():
         grads = layer_backward(d_out, saved, proj, down_proj, routing, config, _needs(needs))
     return [grad for grad in grads if grad is not None]
@@ -187,10 +187,6 @@ def _config(
 def _needs(needs: list[bool]) -> Needs:
     gate_up, down, bias = needs
     return gate_up, down, bias
-
-
-def _weight(parts: list[Tensor]) -> Weight:
-    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
 
 
 _recipe = functools.cache(Recipe.named)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.several import Weight, halves
+from mxep.gemm.several import Weight, halves, weight_of
 
 from .checks import check_weights
 from .compiled import compiled_layer, unsupported_reason
@@ -159,7 +159,7 @@ class _Layer(torch.autograd.Function):
         dx, d_weights, *grads = layer_backward(
             d_out,
             saved,
-            proj[0] if ctx.halves == 1 else proj,
+            weight_of(proj),
             down_proj,
             ctx.routing,
             ctx.config,

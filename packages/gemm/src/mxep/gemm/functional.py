@@ -27,7 +27,7 @@ from mxep.gemm.checks import check_operands, check_quantized_weight, check_tenso
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import Weight, halves
+from mxep.gemm.several import halves, weight_of
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor, group_sums
 from mxep.quant.replay import MXParts
@@ -139,7 +139,7 @@ class _GroupedMM(torch.autograd.Function):
         ws: Any = (w, *more[: len(more) // 2])
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
         found, saved = ws if weight is None else (weight.rowwise,), None
-        if weight is None and is_held(whole := _whole(ws), recipe):
+        if weight is None and is_held(whole := weight_of(ws), recipe):
             rowwise, saved = rowwise_and_saved(whole, recipe, backend, dgrad=needs[0])
             found = (rowwise,)
         tensors = [_parts(a), bias, offs, *map(_parts, found)]
@@ -180,7 +180,7 @@ class _GroupedMM(torch.autograd.Function):
             offs, *parts = ctx.saved_tensors
             amax, *others = parts[6:]
             a, w = _joined(parts[:3], ctx.a_rest), _joined(parts[3:6], ctx.w_rest)
-        if need_a and isinstance(w, Tensor) and is_held(whole := _whole((w, *others)), recipe):
+        if need_a and isinstance(w, Tensor) and is_held(whole := weight_of((w, *others)), recipe):
             w, amax, others = _parts(SavedWeight(whole, amax).colwise(recipe, backend)), None, []
         main_grads = [main_grad if need else None for main_grad, need in zip(ctx.main_grads, needs)]
         tensors = [a if need_w else None, amax, offs, *main_grads, *gradients, *((w, *others) if need_a else [None])]
@@ -199,10 +199,6 @@ class _GroupedMM(torch.autograd.Function):
         dws = [None] * len(widths) if dw is None else dw.split(widths, 1)
         dw, *others = (x if need and held is None else None for x, need, held in zip(dws, needs, ctx.main_grads))
         return da, dw, dbias, *[None] * 7, *others, *[None] * len(others)
-
-
-def _whole(ws: tuple[Tensor, ...]) -> Weight:
-    return ws[0] if len(ws) == 1 else ws
 
 
 def _places(weights: int) -> tuple[int, ...]:

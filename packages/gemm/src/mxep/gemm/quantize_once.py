@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import Weight, halves, quantize_colwise, quantize_rowwise
+from mxep.gemm.several import Weight, halves, quantize_colwise, quantize_rowwise, weight_of
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts, Replayed, Tensors, replayed
 
@@ -29,7 +29,7 @@ from mxep.quant.replay import MXParts, Replayed, Tensors, replayed
 class SavedWeight(NamedTuple):
     """What forward saves of a weight, to make it colwise in backward, so that no qdata wait in between.
 
-    weight: the weight itself, or its halves, or 2-D blocks, which serve dgrad as they are.
+    weight: the weight itself, or its parts, or 2-D blocks, which serve dgrad as they are.
     amax: (G, K), of its columns, or None.
     """
 
@@ -54,17 +54,13 @@ def rowwise_and_saved(w: Weight, recipe: Recipe, backend: Backend, *, dgrad: boo
 @replayed
 def _rowwise(tensors: Tensors, recipe: Recipe, backend: Backend, with_amax: bool) -> Tensors:
     """[w, or its parts, None] -> [rowwise, amax or None]."""
-    return [*quantize_rowwise(_whole(tensors), recipe, backend, with_amax=with_amax)]
+    return [*quantize_rowwise(weight_of(tensors[:-1]), recipe, backend, with_amax=with_amax)]
 
 
 @replayed
 def _colwise(tensors: Tensors, recipe: Recipe, backend: Backend) -> Tensors:
     """[w, or its parts, amax or None] -> [colwise]."""
-    return [quantize_colwise(_whole(tensors), recipe, backend, tensors[-1])]
-
-
-def _whole(tensors: Tensors) -> Weight:
-    return tensors[0] if len(tensors) == 2 else tuple(tensors[:-1])
+    return [quantize_colwise(weight_of(tensors[:-1]), recipe, backend, tensors[-1])]
 
 
 def saved_weight(rowwise: Any, w: Weight, amax: Tensor | None) -> SavedWeight:

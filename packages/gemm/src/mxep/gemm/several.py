@@ -33,6 +33,11 @@ def halves(w: Weight) -> tuple[Tensor, ...]:
     return (w,) if isinstance(w, Tensor) else w
 
 
+def weight_of(parts: Sequence[Any]) -> Any:
+    """The weight whose `halves` these are: one tensor (or what stands for it) is the weight itself."""
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
 def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: bool) -> tuple[Tensor, Tensor | None]:
     """What `Backend.quantize_weight_rowwise` makes of the whole weight."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe):

@@ -12,6 +12,7 @@ from torch import Tensor
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
+from mxep.gemm.several import weight_of
 from mxep.quant import MXTensor
 from mxep.quant.replay import Tensors, replayed
 
@@ -26,7 +27,7 @@ def forward(
     needs: whether a and w have gradients.
     """
     a, bias, offs, *ws = tensors
-    w: Any = ws[0] if len(ws) == 1 else tuple(ws)
+    w = weight_of(ws)
     qdata = a if isinstance(a, MXTensor) else backend.quantize_rows(a, recipe.fmt, recipe)
     given = isinstance(w, MXTensor)
     rowwise, saved = (w, SavedWeight(w, None)) if given else rowwise_and_saved(w, recipe, backend, dgrad=needs[0])
@@ -65,7 +66,7 @@ def backward(
         dy = torch.cat([*map(plain, dys)], 1)
     del dys, rest
     if wanted[0]:
-        colwise = SavedWeight(ws[0] if len(ws) == 1 else tuple(ws), amax).colwise(recipe, backend)
+        colwise = SavedWeight(weight_of(ws), amax).colwise(recipe, backend)
         da = backend.dgrad(qdata, colwise, offs, out_dtype=dtypes[0])
         del colwise
     if wanted[1]:

@@ -240,7 +240,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             if self.rank % self.nodes.ranks == 0 and device in self._node_counts:
                 rows, owners = self._node_counts[device], slice(self.rank, self.rank + self.nodes.ranks)
                 needed[owners], overflow[owners] = rows[: self.nodes.ranks], rows[self.nodes.ranks : -1]
-            if ranks > 1:
+            if ranks > 1:  # of check() and counts() alone: a rank knows its node's counts, and all have to agree
                 dist.all_reduce(total, group=self.group)
             totals.append(total)
         return totals

@@ -69,9 +69,9 @@ def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) ->
     if ranks < 1 or world_size % ranks:
         raise ValueError(f"ranks_per_node: got {ranks}, wanted a divisor of the {world_size} ranks of the group")
     node, index, count = rank // ranks, rank % ranks, world_size // ranks
-    everyone = dist.get_process_group_ranks(group)
-    within = group if count == 1 else _group(everyone[node * ranks : (node + 1) * ranks], timeout)
-    across = None if count == 1 else group if ranks == 1 else _group(everyone[index::ranks], timeout)
+    members = dist.get_process_group_ranks(group)
+    within = group if count == 1 else _group(members[node * ranks : (node + 1) * ranks], timeout)
+    across = None if count == 1 else group if ranks == 1 else _group(members[index::ranks], timeout)
     return Nodes(ranks, count, node, within, across)
 
 
