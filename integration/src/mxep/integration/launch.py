@@ -193,6 +193,7 @@ def _collect(ranks: list[_Process], timeout: float | None, scratch: Path) -> Non
             break
     names = ", ".join(str(one.rank) for one in running)
     if failed:
+        failed.sort(key=lambda one: not one.died)  # a dead rank's peers may complain before its end is reported
         note = f"\n(rank {names} had not finished and was killed)" if running else ""
         stories = "\n".join(one.story for one in failed)
         stories += _stacks([one for one in failed if one.died], scratch)
