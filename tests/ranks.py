@@ -30,9 +30,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for the fork server, which imports triton before any test
 
 
-PRELOAD = ("pytest", "torch._dynamo.testing", "torch._inductor.compile_fx", "mxep.integration.transformers")
+PRELOAD = ["pytest"]
 """What ranks in tests of ep and integration would import, for up to 3 s each. The first to ask starts the fork server
 of a whole run, so all ask for all."""
+if not torch.cuda.is_available():  # importing these starts CUDA, and what is forked then cannot use it
+    PRELOAD += ["torch._dynamo.testing", "torch._inductor.compile_fx", "mxep.integration.transformers"]
 
 
 @dataclass(frozen=True)
