@@ -127,7 +127,8 @@ def test_ranks_that_share_experts_have_the_gradients_of_the_mean(ctx, dispatcher
     for name, parameter in parameters.items():
         assert isinstance(parameter.grad, DTensor)
         pairs.append((wanted[name].chunk(2)[ctx.rank] / 2, parameter.grad.to_local()))
-    assert min(snr(a, b.cpu()) for a, b in pairs) > 120
+    # On a GPU the recipe's products are of bf16, whatever the parameters are.
+    assert min(snr(a, b.cpu()) for a, b in pairs) > (120 if ctx.device.type == "cpu" else 40)
 
 
 def test_bias_gradients_of_a_backward_in_two() -> None:

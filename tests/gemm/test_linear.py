@@ -357,3 +357,15 @@ def test_fold_report_has_linears_of_any_number_of_rows(backend: str | Backend) -
         ((1, N, K), product) for product in ("forward", "dgrad", "wgrad")
     ]
     assert all(p.snr_db > 60 and p.elements for p in report.values())
+
+
+def test_in_bf16_it_is_torchs_linear() -> None:
+    """Which costs the host a third, and is differentiable twice."""
+    x, w, bias = draw(5, 64).requires_grad_(), draw(96, 64, seed=1), draw(96, seed=2)
+    out = linear(x, w, bias, recipe="bf16", backend="dequant")
+    assert torch.equal(out, F.linear(x, w, bias))
+    assert type(out.grad_fn) is type(F.linear(x, w, bias).grad_fn)
+    summed = torch.zeros(96, 64)
+    linear(x, w.requires_grad_(), recipe="bf16", backend="dequant", main_grad=summed).sum().backward()
+    assert w.grad is None
+    assert summed.any()
