@@ -24,9 +24,11 @@ def read(name: str) -> Any:
 
 
 def of_linear() -> Found:
-    for row in read("linear")["sections"]["linear"]:
-        if row["what"] == "mxep mxfp8":
-            yield tuple(row["shape"]), row["x bf16"]
+    for sections in [run["sections"] for run in read("linear")["runs"]]:
+        for row in sections.get("linear", []) + sections.get("qkv", []):
+            tokens, k, *widths = row["shape"]
+            if row["what"] == ("mxep mxfp8, together" if widths[1:] else "mxep mxfp8"):
+                yield (tokens, k, sum(widths + widths[1:])), row["x bf16"]
 
 
 def of_grouped_mm() -> Found:
@@ -37,12 +39,15 @@ def of_grouped_mm() -> Found:
 
 
 def of_experts() -> Found:
-    runs = [(run["sections"].get("layer", []), run) for run in read("layer")["runs"]]
-    runs.append((read("small-batches")["runs"][0]["sections"]["eager"], {}))
-    for rows, _ in runs:
+    runs = [run["sections"].get("layer", []) for run in read("layer")["runs"]]
+    small = [
+        run for run in read("small-batches")["runs"] if run["commit"] != "fc6b43c"
+    ]  # of a slower kernel for weights
+    for rows in runs + [run["sections"]["eager"] for run in small]:
         ms = {(tuple(row["shape"]), row["ranks"], row["what"]): row["ms"] for row in rows if "ms" in row}
         for (shape, ranks, what), plain in ms.items():
-            if what == "bf16/symmetric" and (ours := ms.get((shape, ranks, "mxfp8/symmetric"))):
+            recipe, _, dispatcher = what.partition("/")
+            if recipe == "bf16" and (ours := ms.get((shape, ranks, f"mxfp8/{dispatcher}"))):
                 tokens, dim, hidden, experts, top_k = shape
                 yield (tokens * top_k * ranks / experts, dim, hidden), plain / ours
 

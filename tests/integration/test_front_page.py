@@ -66,6 +66,17 @@ def test_the_text_has_the_figures_of_the_results() -> None:
     peaks = [gib[what] for what in ("mxfp8/symmetric, worst_case", "mxfp8/symmetric", "standard bf16")]
     assert "takes {:.1f} GiB, at 1.25 of the balanced load {:.1f}, standard bf16 {:.1f} ".format(*peaks) in TEXT
 
+    titan = {
+        row["case"]: row["tokens_per_second"]
+        for row in results("titan")["rows"]
+        if row["compile"] and row["layers"] == 12
+    }
+    times = [titan[case] / titan["torchtitan"] for case in ("mxfp8", "torchtitan-fp8")]
+    pattern = (
+        "makes {:.2f} times its own tokens/s with mxep's MXFP8 (Qwen3-30B-A3B cut to 12 layers, compiled), {:.2f} times"
+    )
+    assert pattern.format(*times) in TEXT
+
 
 def test_the_layer_prints_losses_that_fall(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(LAYER, "README.md", "exec"), {"__name__": "example"})
