@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mxep.gemm import fp32_linear
+
 from .recomputation import recomputing
 from .shares import init_normal_
 
@@ -122,7 +124,7 @@ class Router(nn.Module):
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere
-            logits = x.float() @ self.weight.float().t()
+            logits = fp32_linear(x, self.weight)
             softmax = self.score == "softmax"
             if self.normalize:
                 # The chosen scores over their sum, of logits: scores that underflow have a sum and gradients, too.

@@ -17,6 +17,7 @@ from mxep.gemm.convert import convert, converted, revert
 from mxep.gemm.convert_join import join_linears
 from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
+from mxep.gemm.fp32_linear import fp32_linear
 from mxep.gemm.functional import grouped_mm
 from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
@@ -43,6 +44,7 @@ __all__ = [
     "convert",
     "converted",
     "fold_report",
+    "fp32_linear",
     "grouped_mm",
     "join_linears",
     "linear",
