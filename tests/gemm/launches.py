@@ -7,7 +7,7 @@ M rows, N out features, K in features, G groups.
 
 import torch
 
-from mxep.gemm.kernels import dot_scaled, fp32_linear
+from mxep.gemm.kernels import dot_scaled, fp32_linear, top_k
 
 M, N, K, G = 65536, 4096, 7168, 32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -74,6 +74,11 @@ def fp32(T: int, D: int, E: int, dtype: torch.dtype = torch.float32) -> None:
     fp32_linear.fp32_wgrad(dy, x, dtype)
 
 
+def choose(T: int, E: int, k: int, softmax: bool) -> None:
+    ids, weights, chosen = top_k.top_k(torch.empty(T, E), k, softmax)
+    top_k.top_k_backward(weights, weights, ids, chosen, E, softmax)
+
+
 LAUNCHES = {
     "forward": lambda: mm(rows(), weight()),
     "forward of slots, bias": lambda: mm(slots(), weight(), bias=torch.empty(G, N)),
@@ -90,4 +95,6 @@ LAUNCHES = {
     "fp32 of bf16": lambda: fp32(8192, 2048, 128, torch.bfloat16),
     "fp32 60 experts": lambda: fp32(8192, 2880, 60),
     "fp32 384 experts": lambda: fp32(8192, 7168, 384),
+    "top_k": lambda: choose(8192, 128, 8, True),
+    "top_k sigmoid, 512": lambda: choose(8192, 512, 10, False),
 }

@@ -20,7 +20,7 @@ LAUNCHES = Path(__file__).with_name("launches.py")
 @pytest.fixture(scope="module")
 def compiled() -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of the table and PTX of the kernels with the most registers; the others: `ahead_of_time.py LAUNCHES`."""
-    names = ("forward of slots, bias", "wgrad add", "=forward@89", "fp32@90")
+    names = ("forward of slots, bias", "wgrad add", "=forward@89", "fp32@90", "top_k@90")
     command = [sys.executable, ahead_of_time.__file__, str(LAUNCHES), *names, "--json", "--ptx", "kernel"]
     rows, _, ptx = subprocess.run(command, check=True, capture_output=True, text=True).stdout.partition("\n")
     return json.loads(rows), ptx.split(".version ")[1:]

@@ -18,9 +18,9 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from mxep.gemm import fp32_linear
+from mxep.gemm import fp32_linear, top_k
+from mxep.gemm.top_k import scores_of, weights_of
 
 from .recomputation import recomputing
 from .shares import init_normal_
@@ -125,14 +125,13 @@ class Router(nn.Module):
             raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere
             logits = fp32_linear(x, self.weight)
-            softmax = self.score == "softmax"
-            if self.normalize:
-                # The chosen scores over their sum, of logits: scores that underflow have a sum and gradients, too.
-                expert_ids = self._choose(_scores(logits.detach(), softmax))
-                chosen = logits.gather(1, expert_ids)
-                weights = (chosen if softmax else F.logsigmoid(chosen)).softmax(-1)
+            if self.normalize and self.expert_bias is None and self.top_groups == self.num_groups:
+                expert_ids, weights = top_k(logits, self.top_k, self.score)
+            elif self.normalize:
+                expert_ids = self._choose(scores_of(logits.detach(), self.score))
+                weights = weights_of(logits.gather(1, expert_ids), self.score)
             else:
-                scores = _scores(logits, softmax)
+                scores = scores_of(logits, self.score)
                 expert_ids = self._choose(scores.detach())
                 weights = scores.gather(1, expert_ids)
         if self.load is not None and self.training:
@@ -164,10 +163,6 @@ class Router(nn.Module):
             dist.all_reduce(self.load, group=group)
         self.expert_bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
-
-
-def _scores(logits: Tensor, softmax: bool) -> Tensor:
-    return logits.softmax(-1) if softmax else logits.sigmoid()
 
 
 # An op, so that a compiled router asks when it runs: checkpointed as a whole, it runs again in backward.

@@ -23,6 +23,7 @@ from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
 from mxep.gemm.together import linear_together
+from mxep.gemm.top_k import top_k
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
 
 try:
@@ -55,4 +56,5 @@ __all__ = [
     "quantize_weights_once_a_step",
     "revert",
     "rms_norm_input",
+    "top_k",
 ]
