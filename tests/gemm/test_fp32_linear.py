@@ -161,6 +161,19 @@ def test_gradients(
         check(dw, dy.t(), x, TERM**2 * (dtype == BF16) + loss_of_sum(37), dtype)
 
 
+def test_only_gradients_that_are_asked_for_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_ops(monkeypatch)
+    x, w, dy = (y.to(DEVICE) for y in draw(5, 32, 8))
+    leaves, module = (x.requires_grad_(), w.requires_grad_()), sys.modules["mxep.gemm.fp32_linear"]
+    out = fp32_linear(x * 1, w * 1)  # of a leaf that autograd.grad is asked about torch does not tell
+    wanted = torch.autograd.grad(out, leaves, dy, retain_graph=True)
+    for i, other in enumerate(("wgrad_op", "dgrad_op")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, other, None)
+            (got,) = torch.autograd.grad(out, leaves[i], dy, retain_graph=True)
+        assert torch.equal(got, wanted[i])
+
+
 def test_only_what_backward_reads_is_kept_and_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     by_ops(monkeypatch)
     x, w, dy = (y.to(DEVICE) for y in draw(5, 32, 8))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
+from mxep.gemm.partial_backward import is_wanted
 from mxep.quant.op import op
 
 _DEVICE = "cuda"
@@ -57,8 +58,8 @@ class _FP32Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, w = ctx.saved_tensors
-        dx = None if w is None else dgrad_op(dy, w, ctx.dtypes[0])
-        dw = None if x is None else wgrad_op(dy, x, ctx.dtypes[1])
+        dx = None if w is None or not is_wanted(ctx, 0) else dgrad_op(dy, w, ctx.dtypes[0])
+        dw = None if x is None or not is_wanted(ctx, 1) else wgrad_op(dy, x, ctx.dtypes[1])
         return dx, dw
 
 
