@@ -74,8 +74,8 @@ def fp32(T: int, D: int, E: int, dtype: torch.dtype = torch.float32) -> None:
     fp32_linear.fp32_wgrad(dy, x, dtype)
 
 
-def choose(T: int, E: int, k: int, softmax: bool) -> None:
-    ids, weights, chosen = top_k.top_k(torch.empty(T, E), k, softmax)
+def choose(T: int, E: int, k: int, softmax: bool, steered: bool) -> None:
+    ids, weights, chosen = top_k.top_k(torch.empty(T, E), torch.empty(T, E) if steered else None, k, softmax)
     top_k.top_k_backward(weights, weights, ids, chosen, E, softmax)
 
 
@@ -95,6 +95,6 @@ LAUNCHES = {
     "fp32 of bf16": lambda: fp32(8192, 2048, 128, torch.bfloat16),
     "fp32 60 experts": lambda: fp32(8192, 2880, 60),
     "fp32 384 experts": lambda: fp32(8192, 7168, 384),
-    "top_k": lambda: choose(8192, 128, 8, True),
-    "top_k sigmoid, 512": lambda: choose(8192, 512, 10, False),
+    "top_k": lambda: choose(8192, 128, 8, True, False),
+    "top_k steered": lambda: choose(8192, 256, 8, False, True),
 }

@@ -33,7 +33,7 @@ def on_device(function: Any, *arguments: Any) -> Any:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_chooses_the_best_scores_and_weighs_them(case: tuple[int, int, int], score: str) -> None:
     logits, d_weights = draw(*case)
-    ids, weights, chosen = on_device(kernels.top_k, logits, case[2], score == "softmax")
+    ids, weights, chosen = on_device(kernels.top_k, logits, None, case[2], score == "softmax")
     scores = scores_of(logits, score)
     assert ids.dtype == torch.int32
     assert torch.equal(scores.gather(1, ids.long()), scores.topk(case[2]).values)  # ids, but for equal scores
@@ -52,10 +52,24 @@ def test_the_kernel_chooses_the_best_scores_and_weighs_them(case: tuple[int, int
     assert not got.scatter(1, ids.long(), 0).any()
 
 
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_chosen_may_be_steered(case: tuple[int, int, int], score: str) -> None:
+    logits, _ = draw(*case)
+    choice, _ = draw(*case, seed=1)
+    choice[:, 0] = -torch.inf  # as of a group that is left out
+    best = choice.topk(case[2])
+    ids, weights, chosen = on_device(kernels.top_k, logits, choice, case[2], score == "softmax")
+    assert torch.equal(ids.long(), best.indices)
+    assert torch.equal(chosen, logits.gather(1, ids.long()))
+    scores = scores_of(logits.double(), score).gather(1, ids.long())
+    torch.testing.assert_close(weights, (scores / scores.sum(-1, keepdim=True)).float())
+
+
 def test_equal_logits_go_by_place_and_nan_comes_first() -> None:
     nan, inf = torch.nan, torch.inf
     rows = [[2, 5, 5], [5, 5, 5], [0, nan, 5], [-inf, -1, inf], [-inf, -inf, -inf], [-2, -3, -1]]
-    ids, _, chosen = on_device(kernels.top_k, torch.tensor(rows), 3, True)
+    ids, _, chosen = on_device(kernels.top_k, torch.tensor(rows), None, 3, True)
     assert ids.tolist() == [[1, 2, 0], [0, 1, 2], [1, 2, 0], [2, 1, 0], [0, 1, 2], [2, 0, 1]]
     torch.testing.assert_close(chosen, torch.tensor(rows).gather(1, ids.long()), equal_nan=True)
 
@@ -63,36 +77,38 @@ def test_equal_logits_go_by_place_and_nan_comes_first() -> None:
 @pytest.mark.parametrize("height", [-60.0, -120.0, -1e4])
 def test_scores_that_underflow_have_weights_and_gradients(height: float) -> None:
     logits = height + torch.arange(8.0).repeat(3, 1)
-    ids, weights, chosen = on_device(kernels.top_k, logits, 2, False)
+    ids, weights, chosen = on_device(kernels.top_k, logits, None, 2, False)
     torch.testing.assert_close(weights, chosen.softmax(-1))
     gradient = on_device(kernels.top_k_backward, torch.tensor([[1.0, -1.0]] * 3), weights, ids, chosen, 8, False)
     torch.testing.assert_close(gradient[:, 7], 2 * weights.prod(-1))
 
 
 def test_without_tokens() -> None:
-    ids, weights, chosen = on_device(kernels.top_k, torch.zeros(0, 8), 2, True)
+    ids, weights, chosen = on_device(kernels.top_k, torch.zeros(0, 8), None, 2, True)
     assert ids.shape == weights.shape == chosen.shape == (0, 2)
     assert on_device(kernels.top_k_backward, weights, weights, ids, chosen, 8, True).shape == (0, 8)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("steered", [False, True])
 @pytest.mark.parametrize("score", SCORES)
-def test_gradients(score: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients(score: str, steered: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ops, and on the CPU by torch's functions."""
     logits, d_weights = (x.to(DEVICE) for x in draw(37, 12, 3))
-    want = top_k(logits.cpu().requires_grad_(), 3, score)
+    choice = draw(37, 12, 3, seed=1)[0] if steered else None
+    want = top_k(logits.cpu().requires_grad_(), 3, score, choice=choice)
     monkeypatch.setattr(sys.modules["mxep.gemm.top_k"], "_DEVICE", DEVICE)
     torch._dynamo.reset()
     function = torch.compile(top_k, fullgraph=True, backend="aot_eager") if compiled else top_k
     leaf = logits.clone().requires_grad_()
-    ids, weights = function(leaf * 1, 3, score)
+    ids, weights = function(leaf * 1, 3, score, choice=None if choice is None else choice.to(DEVICE))
     assert torch.equal(ids.cpu(), want[0])
     assert not ids.requires_grad
     torch.testing.assert_close(weights.cpu(), want[1])
     (got,) = torch.autograd.grad(weights, leaf, d_weights)
     monkeypatch.undo()
     plain = logits.cpu().requires_grad_()
-    (wanted,) = torch.autograd.grad(top_k(plain, 3, score)[1], plain, d_weights.cpu())
+    (wanted,) = torch.autograd.grad(top_k(plain, 3, score, choice=choice)[1], plain, d_weights.cpu())
     torch.testing.assert_close(got.cpu(), wanted)
 
 
@@ -107,8 +123,9 @@ def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("score", SCORES)
 def test_ops_are_ops(score: str) -> None:
     logits, d_weights = (x.to(DEVICE) for x in draw(5, 8, 2))
-    torch.library.opcheck(top_k_op.opdef, (logits, 2, score == "softmax"))
-    ids, weights, chosen = top_k_op(logits, 2, score == "softmax")
+    for choice in (None, -logits):
+        torch.library.opcheck(top_k_op.opdef, (logits, choice, 2, score == "softmax"))
+    ids, weights, chosen = top_k_op(logits, None, 2, score == "softmax")
     torch.library.opcheck(top_k_backward_op.opdef, (d_weights, weights, ids, chosen, 8, score == "softmax"))
 
 
@@ -125,3 +142,5 @@ def test_ops_are_ops(score: str) -> None:
 def test_what_does_not_fit(logits: Tensor, k: int, score: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         top_k(logits, k, score)
+    with pytest.raises(ValueError, match="choice: got"):
+        top_k(torch.zeros(5, 8), 2, choice=torch.zeros(5, 9))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mxep.gemm import fp32_linear, top_k
-from mxep.gemm.top_k import scores_of, weights_of
+from mxep.gemm.top_k import scores_of
 
 from .recomputation import recomputing
 from .shares import init_normal_
@@ -125,22 +125,23 @@ class Router(nn.Module):
             raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere
             logits = fp32_linear(x, self.weight)
-            if self.normalize and self.expert_bias is None and self.top_groups == self.num_groups:
-                expert_ids, weights = top_k(logits, self.top_k, self.score)
-            elif self.normalize:
-                expert_ids = self._choose(scores_of(logits.detach(), self.score))
-                weights = weights_of(logits.gather(1, expert_ids), self.score)
-            else:
+            if not self.normalize:
                 scores = scores_of(logits, self.score)
-                expert_ids = self._choose(scores.detach())
+                expert_ids = self._choice(scores.detach()).topk(self.top_k, dim=-1).indices
                 weights = scores.gather(1, expert_ids)
+            elif self.expert_bias is None and self.top_groups == self.num_groups:
+                expert_ids, weights = top_k(logits, self.top_k, self.score)
+            else:
+                choice = self._choice(scores_of(logits.detach(), self.score))
+                expert_ids, weights = top_k(logits, self.top_k, self.score, choice=choice)
         if self.load is not None and self.training:
             if self.load.device != x.device:  # FSDP2 moves parameters and buffers by itself
                 self.load = self.load.to(x.device)
             _count_load(self.load, expert_ids)
         return expert_ids.int(), weights if self.scale == 1 else weights * self.scale
 
-    def _choose(self, scores: Tensor) -> Tensor:
+    def _choice(self, scores: Tensor) -> Tensor:
+        """(T, E), of which the largest are chosen."""
         choice = scores if self.expert_bias is None else scores + self.expert_bias
         if self.top_groups < self.num_groups:
             in_groups = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
@@ -148,7 +149,7 @@ class Router(nn.Module):
             best = group_score.topk(self.top_groups, dim=-1).indices
             reachable = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
             choice = in_groups.masked_fill(~reachable[:, :, None], float("-inf")).flatten(1)
-        return choice.topk(self.top_k, dim=-1).indices
+        return choice
 
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
@@ -169,4 +170,5 @@ class Router(nn.Module):
 @torch.library.custom_op("mxep::count_load", mutates_args=("load",))
 def _count_load(load: Tensor, expert_ids: Tensor) -> None:
     if not recomputing():
-        load.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten(), dtype=torch.float32))
+        ids = expert_ids.flatten().long()
+        load.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))

@@ -1,10 +1,11 @@
 """Top-k of rows of logits with normalised scores of the chosen, a kernel forward and a kernel backward.
 
-    forward    logits (T, E) fp32 -> ids (T, K), weights (T, K), chosen logits (T, K)       4 E + 12 K bytes a token
+    forward    logits, choice or None (T, E) -> ids, weights, chosen logits (T, K)    4 E, 8 E, + 12 K bytes a token
     backward   weights, their gradients, ids (, chosen) -> d_logits (T, E), mostly zeros
 
-A logit and its place are one 64-bit integer, in the order of logits, and of equal logits from the last place to the
-first: K times the largest of a row is found and taken out. Example: 2, 5, 5 are (2, 2), (5, 1), (5, 0).
+A number of choice (None: of logits) and its place are one 64-bit integer, in the order of numbers, and of equal ones
+from the last place to the first: K times the largest of a row is found and taken out. Example: 2, 5, 5 are (2, 2),
+(5, 1), (5, 0).
 
 T tokens, E experts, K experts a token. Not measured on a GPU yet.
 """
@@ -29,7 +30,7 @@ def _in_order(bits):
 
 @triton.jit(do_not_specialize=["T"])
 def top_k_kernel(
-    logits_ptr, ids_ptr, weights_ptr, chosen_ptr, T,
+    logits_ptr, choice_ptr, ids_ptr, weights_ptr, chosen_ptr, T,
     E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -37,15 +38,22 @@ def top_k_kernel(
     e = tl.arange(0, BLOCK_E)[None, :]
     k = tl.arange(0, BLOCK_K)[None, :]
     logits = tl.load(logits_ptr + t * E + e, mask=(t < T) & (e < E), other=0.0)
-    order = tl.where(logits == logits, _in_order(logits.to(tl.int32, bitcast=True)), 0x7FFFFFFF)  # NaN first
+    choice = logits
+    if choice_ptr is not None:
+        choice = tl.load(choice_ptr + t * E + e, mask=(t < T) & (e < E), other=0.0)
+    order = tl.where(choice == choice, _in_order(choice.to(tl.int32, bitcast=True)), 0x7FFFFFFF)  # NaN first
     left = tl.where(e < E, (order.to(tl.int64) << 32) | (BLOCK_E - 1 - e), TAKEN)
     ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     chosen = tl.full((BLOCK_T, BLOCK_K), float("-inf"), tl.float32)
     for i in range(K):
         best = tl.max(left, axis=1)[:, None]
         left = tl.where(left == best, TAKEN, left)
-        logit = _in_order((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-        ids = tl.where(k == i, BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32), ids)
+        place = BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        if choice_ptr is None:
+            logit = _in_order((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        else:
+            logit = tl.sum(tl.where(e == place, logits, 0.0), axis=1)[:, None]
+        ids = tl.where(k == i, place, ids)
         chosen = tl.where(k == i, logit, chosen)
     score = chosen if SOFTMAX else tl.minimum(chosen, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(chosen)))
     score = tl.exp(score - tl.max(score, axis=1)[:, None])
@@ -79,14 +87,15 @@ def top_k_backward_kernel(
     tl.store(d_logits_ptr + t * E + e, d_logits, mask=(t < T) & (e < E))
 
 
-def top_k(logits: Tensor, k: int, softmax: bool) -> tuple[Tensor, Tensor, Tensor]:
+def top_k(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tuple[Tensor, Tensor, Tensor]:
     """mxep::top_k."""
     T, E = logits.shape
     ids = torch.empty((T, k), dtype=torch.int32, device=logits.device)
     weights, chosen = (torch.empty((T, k), dtype=torch.float32, device=logits.device) for _ in range(2))
     if T:
         grid, blocks = _blocks(T, E, k)
-        launch(top_k_kernel, grid, logits.contiguous(), ids, weights, chosen, T, E=E, K=k, SOFTMAX=softmax, **blocks)
+        given = logits.contiguous(), None if choice is None else choice.contiguous()
+        launch(top_k_kernel, grid, *given, ids, weights, chosen, T, E=E, K=k, SOFTMAX=softmax, **blocks)
     return ids, weights, chosen
 
 
