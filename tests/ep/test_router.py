@@ -1,5 +1,7 @@
 """The router picks what its description says, weighs what it picked, and balances without touching the weights."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,6 +33,30 @@ def test_normalised_weights_sum_to_scale(score: str, scale: float, seed: int) ->
     torch.manual_seed(seed)
     _, weights = Router(16, 8, 3, score=score, scale=scale)(torch.randn(7, 16))
     torch.testing.assert_close(weights.sum(-1), torch.full((7,), scale))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_bf16_tokens_go_through_gemms_op_and_route_alike(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA; here the op's reference takes their place, with its bits."""
+    r, x = router(score="sigmoid"), torch.randn(5, 16).bfloat16().requires_grad_()
+    want = r(x)
+    wanted = torch.autograd.grad(want[1].square().sum(), (x, r.weight))
+    monkeypatch.setattr(sys.modules["mxep.gemm.fp32_linear"], "_DEVICE", "cpu")
+    torch._dynamo.reset()
+    got = (torch.compile(r, fullgraph=True, backend="aot_eager") if compiled else r)(x)
+    assert "FP32Linear" in nodes_behind(got[1]) or compiled
+    for a, b in zip((*got, *torch.autograd.grad(got[1].square().sum(), (x, r.weight))), (*want, *wanted)):
+        torch.testing.assert_close(a, b)
+
+
+def nodes_behind(x: torch.Tensor) -> str:
+    """Names of the autograd nodes that made x."""
+    names, left = [], [x.grad_fn]
+    while left:
+        node = left.pop()
+        names.append(node.name())
+        left += [before for before, _ in node.next_functions if before is not None]
+    return " ".join(names)
 
 
 def test_sigmoid_scores_without_normalisation_are_the_weights() -> None:

@@ -7,7 +7,7 @@ M rows, N out features, K in features, G groups.
 
 import torch
 
-from mxep.gemm.kernels import dot_scaled
+from mxep.gemm.kernels import dot_scaled, fp32_linear, top_k
 
 M, N, K, G = 65536, 4096, 7168, 32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -66,6 +66,19 @@ def wgrad(dy_dtype: torch.dtype = E4M3, *, add: bool = False) -> None:
         dot_scaled.grouped_wgrad(*operands, torch.bfloat16)
 
 
+def fp32(T: int, D: int, E: int, dtype: torch.dtype = torch.float32) -> None:
+    """A router's three products."""
+    x, w, dy = torch.empty(T, D, dtype=torch.bfloat16), torch.empty(E, D, dtype=dtype), torch.empty(T, E)
+    fp32_linear.fp32_linear(x, w)
+    fp32_linear.fp32_dgrad(dy, w, x.dtype)
+    fp32_linear.fp32_wgrad(dy, x, dtype)
+
+
+def choose(T: int, E: int, k: int, softmax: bool, steered: bool) -> None:
+    ids, weights, chosen = top_k.top_k(torch.empty(T, E), torch.empty(T, E) if steered else None, k, softmax)
+    top_k.top_k_backward(weights, weights, ids, chosen, E, softmax)
+
+
 LAUNCHES = {
     "forward": lambda: mm(rows(), weight()),
     "forward of slots, bias": lambda: mm(slots(), weight(), bias=torch.empty(G, N)),
@@ -78,4 +91,10 @@ LAUNCHES = {
     "wgrad": wgrad,
     "wgrad add": lambda: wgrad(add=True),
     "wgrad E5M2": lambda: wgrad(E5M2),
+    "fp32": lambda: fp32(8192, 2048, 128),
+    "fp32 of bf16": lambda: fp32(8192, 2048, 128, torch.bfloat16),
+    "fp32 60 experts": lambda: fp32(8192, 2880, 60),
+    "fp32 384 experts": lambda: fp32(8192, 7168, 384),
+    "top_k": lambda: choose(8192, 128, 8, True, False),
+    "top_k steered": lambda: choose(8192, 256, 8, False, True),
 }

@@ -20,7 +20,7 @@ LAUNCHES = Path(__file__).with_name("launches.py")
 @pytest.fixture(scope="module")
 def compiled() -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of the table and PTX of the kernels with the most registers; the others: `ahead_of_time.py LAUNCHES`."""
-    names = ("forward of slots, bias", "wgrad add", "=forward@89")
+    names = ("forward of slots, bias", "wgrad add", "=forward@89", "fp32@90", "top_k@90")
     command = [sys.executable, ahead_of_time.__file__, str(LAUNCHES), *names, "--json", "--ptx", "kernel"]
     rows, _, ptx = subprocess.run(command, check=True, capture_output=True, text=True).stdout.partition("\n")
     return json.loads(rows), ptx.split(".version ")[1:]
@@ -41,6 +41,19 @@ def test_dot_scaled_multiplies_with_its_scales_in_blackwells_tensor_cores(
     assert (len(blackwell), len(hopper)) == (2, 2)
     assert all(re.search(r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale", code) for code in blackwell)
     assert all("wgmma.mma_async" in code for code in hopper)
+
+
+def test_fp32_kernels_multiply_terms_from_registers_two_programs_an_sm(
+    compiled: tuple[list[dict[str, Any]], list[str]],
+) -> None:
+    """Of fp32 weights; a bf16 one is no sum of terms, and read from shared memory."""
+    rows = [row for row in compiled[0] if row["launch"].startswith("fp32")]
+    assert len(rows) == 4 * 3
+    assert all(row["programs_per_sm"] >= 2 for row in rows), "\n" + ahead_of_time.table(rows)
+    code = [code for code in compiled[1] if re.search(r"\.entry fp32", code)]
+    assert len(code) == len(rows)
+    in_registers = r"wgmma\.mma_async\.sync\.aligned\.m64n128k16\.f32\.bf16\.bf16 \{[^}]*\}, \{"
+    assert sum(bool(re.search(in_registers, text)) for text in code) == len(rows) - 1
 
 
 QDATA = {

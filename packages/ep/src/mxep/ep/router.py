@@ -18,7 +18,9 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from mxep.gemm import fp32_linear, top_k
+from mxep.gemm.top_k import scores_of
 
 from .recomputation import recomputing
 from .shares import init_normal_
@@ -122,24 +124,24 @@ class Router(nn.Module):
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere
-            logits = x.float() @ self.weight.float().t()
-            softmax = self.score == "softmax"
-            if self.normalize:
-                # The chosen scores over their sum, of logits: scores that underflow have a sum and gradients, too.
-                expert_ids = self._choose(_scores(logits.detach(), softmax))
-                chosen = logits.gather(1, expert_ids)
-                weights = (chosen if softmax else F.logsigmoid(chosen)).softmax(-1)
-            else:
-                scores = _scores(logits, softmax)
-                expert_ids = self._choose(scores.detach())
+            logits = fp32_linear(x, self.weight)
+            if not self.normalize:
+                scores = scores_of(logits, self.score)
+                expert_ids = self._choice(scores.detach()).topk(self.top_k, dim=-1).indices
                 weights = scores.gather(1, expert_ids)
+            elif self.expert_bias is None and self.top_groups == self.num_groups:
+                expert_ids, weights = top_k(logits, self.top_k, self.score)
+            else:
+                choice = self._choice(scores_of(logits.detach(), self.score))
+                expert_ids, weights = top_k(logits, self.top_k, self.score, choice=choice)
         if self.load is not None and self.training:
             if self.load.device != x.device:  # FSDP2 moves parameters and buffers by itself
                 self.load = self.load.to(x.device)
             _count_load(self.load, expert_ids)
         return expert_ids.int(), weights if self.scale == 1 else weights * self.scale
 
-    def _choose(self, scores: Tensor) -> Tensor:
+    def _choice(self, scores: Tensor) -> Tensor:
+        """(T, E), of which the largest are chosen."""
         choice = scores if self.expert_bias is None else scores + self.expert_bias
         if self.top_groups < self.num_groups:
             in_groups = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
@@ -147,7 +149,7 @@ class Router(nn.Module):
             best = group_score.topk(self.top_groups, dim=-1).indices
             reachable = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
             choice = in_groups.masked_fill(~reachable[:, :, None], float("-inf")).flatten(1)
-        return choice.topk(self.top_k, dim=-1).indices
+        return choice
 
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
@@ -164,12 +166,9 @@ class Router(nn.Module):
         self.load.zero_()
 
 
-def _scores(logits: Tensor, softmax: bool) -> Tensor:
-    return logits.softmax(-1) if softmax else logits.sigmoid()
-
-
 # An op, so that a compiled router asks when it runs: checkpointed as a whole, it runs again in backward.
 @torch.library.custom_op("mxep::count_load", mutates_args=("load",))
 def _count_load(load: Tensor, expert_ids: Tensor) -> None:
     if not recomputing():
-        load.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten(), dtype=torch.float32))
+        ids = expert_ids.flatten().long()
+        load.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))

@@ -17,11 +17,13 @@ from mxep.gemm.convert import convert, converted, revert
 from mxep.gemm.convert_join import join_linears
 from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
+from mxep.gemm.fp32_linear import fp32_linear
 from mxep.gemm.functional import grouped_mm
 from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
 from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
 from mxep.gemm.together import linear_together
+from mxep.gemm.top_k import top_k
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
 
 try:
@@ -43,6 +45,7 @@ __all__ = [
     "convert",
     "converted",
     "fold_report",
+    "fp32_linear",
     "grouped_mm",
     "join_linears",
     "linear",
@@ -53,4 +56,5 @@ __all__ = [
     "quantize_weights_once_a_step",
     "revert",
     "rms_norm_input",
+    "top_k",
 ]

@@ -1,0 +1,187 @@
+"""Products of fp32 accuracy by bf16 tensor cores: a number is split in registers into a sum of bf16 terms.
+
+    forward  out (T, E) = x (T, D) w (E, D)^T    x is bf16, w three terms
+    dgrad    dx (T, D)  = dy (T, E) w (E, D)     dy and w two terms each, three of their four products
+    wgrad    dw (E, D)  = dy (T, E)^T x (T, D)   dy three terms; two for a bf16 dw
+
+A term has 8 of fp32's 24 significant bits: three are the number itself, two miss at most 2^-16 of it. Example: the
+terms of 1 + 2^-9 + 2^-23 are 1, 2^-9 and 2^-23. Their products are exact in fp32. What dgrad leaves out, a rest of dy,
+one of w, and the product of second terms, each at most 2^-16, is 3 * 2^-16 of sum |dy| |w|: less than its rounding to
+bf16, 2^-8 of the sum, unless that cancels to 1% of its terms.
+
+Tensor cores cut off what they add below the last bit of the sum so far, always towards zero. So forward and wgrad, with
+their long sums, take BLOCK_K products at a time, smallest terms first, and add these up by ordinary fp32 additions.
+
+Few tiles, as in most weight gradients: programs share a tile's contraction in parts, which torch then adds in order.
+
+The side in terms is A of wgmma, which reads it from registers; x is its B, in shared memory. Only dgrad stores terms
+there, those of w. Bytes that SMs read from L2 limit large tiles less: at T = 8192, D = 2048, E = 128 they are 130 MB
+each of the three, for 38 MB that exist. Not measured on a GPU yet.
+
+T tokens, D model dim, E experts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.quant.device import num_sms, on_hopper
+from mxep.quant.launch import cdiv, launch, next_power_of_2
+
+BLOCK_E, BLOCK_T, BLOCK_D, BLOCK_K = 64, 128, 128, 64
+"""Tiles of forward are BLOCK_E x BLOCK_T, of wgrad BLOCK_E x BLOCK_D, of 4 warps, two programs an SM."""
+DGRAD_BLOCK_T, DGRAD_BLOCK_K, DGRAD_WARPS, DGRAD_REGISTERS = 128, 32, 8, 128
+"""With 128 registers a thread, of 138 that it would like, two programs of dgrad share an SM."""
+LEAST_STEPS = 4
+"""BLOCK_K of a part at least."""
+
+
+@triton.jit
+def _terms(x, COUNT: tl.constexpr):
+    """x as a sum of COUNT bf16 tensors, each the nearest to what the ones before it leave."""
+    terms = ()
+    for _ in tl.static_range(COUNT - 1):
+        bits = (x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000  # integers are faster than conversions
+        terms += ((bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True),)
+        x -= bits.to(tl.float32, bitcast=True)
+    terms += (x.to(tl.bfloat16),)
+    return terms
+
+
+@triton.jit
+def _product(
+    a_ptr, b_ptr, first_m, first_n, first_k, end_k, M, N, K,
+    A_STRIDE_M: tl.constexpr, A_STRIDE_K: tl.constexpr, B_STRIDE_K: tl.constexpr, B_STRIDE_N: tl.constexpr,
+    A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, PROMOTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) fp32: sum of a (M, K) b (K, N) over first_k to end_k, in multiples of BLOCK_K or to K."""
+    TERMS: tl.constexpr = max(A_TERMS, B_TERMS)
+    m = tl.arange(0, BLOCK_M)[:, None]
+    n = tl.arange(0, BLOCK_N)[None, :]
+    a_k = tl.arange(0, BLOCK_K)[None, :]
+    b_k = tl.arange(0, BLOCK_K)[:, None]
+    a_ptr += tl.cast(first_m, tl.int64) * A_STRIDE_M + tl.cast(first_k, tl.int64) * A_STRIDE_K
+    b_ptr += tl.cast(first_n, tl.int64) * B_STRIDE_N + tl.cast(first_k, tl.int64) * B_STRIDE_K
+    a_ptrs = a_ptr + m * A_STRIDE_M + a_k * A_STRIDE_K
+    b_ptrs = b_ptr + b_k * B_STRIDE_K + n * B_STRIDE_N
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(first_k, end_k, BLOCK_K):
+        a = _terms(tl.load(a_ptrs, mask=(first_m + m < M) & (k + a_k < K), other=0.0), A_TERMS)
+        b = _terms(tl.load(b_ptrs, mask=(first_n + n < N) & (k + b_k < K), other=0.0), B_TERMS)
+        part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) if PROMOTE else sums
+        for i in tl.static_range(A_TERMS - 1, -1, -1):
+            for j in tl.static_range(B_TERMS - 1, -1, -1):
+                if i + j < TERMS:
+                    part = tl.dot(a[i], b[j], part)
+        sums = sums + part if PROMOTE else part
+        a_ptrs += BLOCK_K * A_STRIDE_K
+        b_ptrs += BLOCK_K * B_STRIDE_K
+    return sums
+
+
+@triton.jit(do_not_specialize=["T", "steps"])
+def fp32_linear_kernel(
+    x_ptr, w_ptr, out_ptr, T, steps, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """steps: BLOCK_K of a part. out: (parts, T, E)."""
+    TERMS: tl.constexpr = 3 if w_ptr.dtype.element_ty == tl.float32 else 1
+    first_e = tl.program_id(0) * BLOCK_E
+    first_t = tl.program_id(1) * BLOCK_T
+    first = tl.program_id(2) * steps * BLOCK_K
+    end = tl.minimum(first + steps * BLOCK_K, D)
+    sums = _product(
+        w_ptr, x_ptr, first_e, first_t, first, end, E, T, D, D, 1, 1, D, TERMS, 1, True, BLOCK_E, BLOCK_T, BLOCK_K
+    )
+    t = first_t + tl.arange(0, BLOCK_T)[:, None]
+    e = first_e + tl.arange(0, BLOCK_E)[None, :]
+    out_ptrs = out_ptr + (tl.program_id(2).to(tl.int64) * T + t) * E + e
+    tl.store(out_ptrs, tl.trans(sums), mask=(t < T) & (e < E))
+
+
+@triton.jit(do_not_specialize=["T"])
+def fp32_dgrad_kernel(
+    dy_ptr, w_ptr, dx_ptr, T, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TERMS: tl.constexpr = 2 if w_ptr.dtype.element_ty == tl.float32 else 1
+    first_d = tl.program_id(0) * BLOCK_D
+    first_t = tl.program_id(1) * BLOCK_T
+    sums = _product(
+        dy_ptr, w_ptr, first_t, first_d, 0, E, T, D, E, E, 1, D, 1, 2, TERMS, False, BLOCK_T, BLOCK_D, BLOCK_K
+    )
+    t = first_t + tl.arange(0, BLOCK_T)[:, None]
+    d = first_d + tl.arange(0, BLOCK_D)[None, :]
+    tl.store(dx_ptr + t.to(tl.int64) * D + d, sums.to(dx_ptr.dtype.element_ty), mask=(t < T) & (d < D))
+
+
+@triton.jit(do_not_specialize=["T", "steps"])
+def fp32_wgrad_kernel(
+    dy_ptr, x_ptr, dw_ptr, T, steps, D: tl.constexpr, E: tl.constexpr, TERMS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """steps: BLOCK_K of a part. dw: (parts, E, D)."""
+    first_e = tl.program_id(0) * BLOCK_E
+    first_d = tl.program_id(1) * BLOCK_D
+    first = tl.program_id(2) * steps * BLOCK_K
+    end = tl.minimum(first + steps * BLOCK_K, T)
+    sums = _product(
+        dy_ptr, x_ptr, first_e, first_d, first, end, E, D, T, 1, E, D, 1, TERMS, 1, True, BLOCK_E, BLOCK_D, BLOCK_K
+    )
+    e = first_e + tl.arange(0, BLOCK_E)[:, None]
+    d = first_d + tl.arange(0, BLOCK_D)[None, :]
+    dw_ptrs = dw_ptr + (tl.program_id(2).to(tl.int64) * E + e) * D + d
+    tl.store(dw_ptrs, sums.to(dw_ptr.dtype.element_ty), mask=(e < E) & (d < D))
+
+
+def fp32_linear(x: Tensor, w: Tensor, *, programs: int = 0) -> Tensor:
+    """mxep::fp32_linear. programs: that it is cut into parts for; 0: one an SM, as parts have to be added up."""
+    (T, D), E = x.shape, w.shape[0]
+    tiles = cdiv(E, BLOCK_E), cdiv(T, BLOCK_T)
+    steps, parts = _parts(D, tiles, programs or num_sms(x.device))
+    out = torch.empty((parts, T, E) if parts > 1 else (T, E), dtype=torch.float32, device=x.device)
+    if T:
+        launch(fp32_linear_kernel, (*tiles, parts), x.contiguous(), w.contiguous(), out, T, steps,
+            D=D, E=E, BLOCK_E=BLOCK_E, BLOCK_T=BLOCK_T, BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out if parts == 1 else out.sum(0)
+
+
+def fp32_dgrad(dy: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """mxep::fp32_dgrad."""
+    (T, E), D = dy.shape, w.shape[1]
+    dx = torch.empty((T, D), dtype=dtype, device=dy.device)
+    if T:
+        tiles = cdiv(D, BLOCK_D), cdiv(T, DGRAD_BLOCK_T)
+        launch(fp32_dgrad_kernel, tiles, dy.contiguous(), w.contiguous(), dx, T,
+            D=D, E=E, BLOCK_T=DGRAD_BLOCK_T, BLOCK_D=BLOCK_D, BLOCK_K=min(DGRAD_BLOCK_K, max(16, next_power_of_2(E))),
+            num_warps=DGRAD_WARPS, num_stages=3, **on_hopper(maxnreg=DGRAD_REGISTERS),
+        )  # fmt: skip
+    return dx
+
+
+def fp32_wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype, *, programs: int = 0) -> Tensor:
+    """mxep::fp32_wgrad. programs: that it is cut into parts for; 0: two an SM."""
+    (T, E), D = dy.shape, x.shape[1]
+    tiles = cdiv(E, BLOCK_E), cdiv(D, BLOCK_D)
+    steps, parts = _parts(T, tiles, programs or 2 * num_sms(x.device))
+    shape, out_dtype = ((parts, E, D), torch.float32) if parts > 1 else ((E, D), dtype)
+    dw = torch.empty(shape, dtype=out_dtype, device=x.device)
+    launch(fp32_wgrad_kernel, (*tiles, parts), dy.contiguous(), x.contiguous(), dw, T, steps,
+        D=D, E=E, TERMS=3 if dtype == torch.float32 else 2, BLOCK_E=BLOCK_E, BLOCK_D=BLOCK_D, BLOCK_K=BLOCK_K,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return dw if parts == 1 else dw.sum(0).to(dtype)
+
+
+def _parts(length: int, tiles: tuple[int, int], programs: int) -> tuple[int, int]:
+    """(steps of BLOCK_K a part, parts) of a contraction, so that tiles times parts occupy `programs`.
+
+    Example: 32 tiles and 264 programs are 8 parts, of 16 steps each for 8192 tokens.
+    """
+    steps = cdiv(length, BLOCK_K)
+    parts = max(1, min(programs // max(1, tiles[0] * tiles[1]), steps // LEAST_STEPS))
+    steps = max(1, cdiv(steps, parts))
+    return steps, max(1, cdiv(length, steps * BLOCK_K))

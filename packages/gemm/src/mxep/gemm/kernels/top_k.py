@@ -1,0 +1,117 @@
+"""Top-k of rows of logits with normalised scores of the chosen, a kernel forward and a kernel backward.
+
+    forward    logits, choice or None (T, E) -> ids, weights, chosen logits (T, K)    4 E, 8 E, + 12 K bytes a token
+    backward   weights, their gradients, ids (, chosen) -> d_logits (T, E), mostly zeros
+
+A number of choice (None: of logits) and its place are one 64-bit integer, in the order of numbers, and of equal ones
+from the last place to the first: K times the largest of a row is found and taken out. Example: 2, 5, 5 are (2, 2),
+(5, 1), (5, 0).
+
+T tokens, E experts, K experts a token. Not measured on a GPU yet.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.quant.launch import cdiv, launch, next_power_of_2
+
+ELEMENTS = 2048
+"""Of a program: padded rows."""
+TAKEN = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _in_order(bits):
+    """Bits of fp32 as an int32 that is in its order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["T"])
+def top_k_kernel(
+    logits_ptr, choice_ptr, ids_ptr, weights_ptr, chosen_ptr, T,
+    E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    e = tl.arange(0, BLOCK_E)[None, :]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    logits = tl.load(logits_ptr + t * E + e, mask=(t < T) & (e < E), other=0.0)
+    choice = logits
+    if choice_ptr is not None:
+        choice = tl.load(choice_ptr + t * E + e, mask=(t < T) & (e < E), other=0.0)
+    order = tl.where(choice == choice, _in_order(choice.to(tl.int32, bitcast=True)), 0x7FFFFFFF)  # NaN first
+    left = tl.where(e < E, (order.to(tl.int64) << 32) | (BLOCK_E - 1 - e), TAKEN)
+    ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    chosen = tl.full((BLOCK_T, BLOCK_K), float("-inf"), tl.float32)
+    for i in range(K):
+        best = tl.max(left, axis=1)[:, None]
+        left = tl.where(left == best, TAKEN, left)
+        place = BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        if choice_ptr is None:
+            logit = _in_order((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        else:
+            logit = tl.sum(tl.where(e == place, logits, 0.0), axis=1)[:, None]
+        ids = tl.where(k == i, place, ids)
+        chosen = tl.where(k == i, logit, chosen)
+    score = chosen if SOFTMAX else tl.minimum(chosen, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(chosen)))
+    score = tl.exp(score - tl.max(score, axis=1)[:, None])
+    weights = score / tl.sum(score, axis=1)[:, None]
+    mask = (t < T) & (k < K)
+    tl.store(ids_ptr + t * K + k, ids, mask=mask)
+    tl.store(weights_ptr + t * K + k, weights, mask=mask)
+    tl.store(chosen_ptr + t * K + k, chosen, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def top_k_backward_kernel(
+    d_weights_ptr, weights_ptr, ids_ptr, chosen_ptr, d_logits_ptr, T,
+    E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    e = tl.arange(0, BLOCK_E)[None, :]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    mask = (t < T) & (k < K)
+    weights = tl.load(weights_ptr + t * K + k, mask=mask, other=0.0)
+    d_weights = tl.load(d_weights_ptr + t * K + k, mask=mask, other=0.0)
+    ids = tl.load(ids_ptr + t * K + k, mask=mask, other=0)
+    d_chosen = weights * (d_weights - tl.sum(weights * d_weights, axis=1)[:, None])
+    if not SOFTMAX:
+        d_chosen *= tl.sigmoid(-tl.load(chosen_ptr + t * K + k, mask=mask, other=0.0))
+    d_logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    for i in range(K):
+        at = tl.sum(tl.where(k == i, ids, 0), axis=1)[:, None]
+        d_logits = tl.where(e == at, tl.sum(tl.where(k == i, d_chosen, 0.0), axis=1)[:, None], d_logits)
+    tl.store(d_logits_ptr + t * E + e, d_logits, mask=(t < T) & (e < E))
+
+
+def top_k(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """mxep::top_k."""
+    T, E = logits.shape
+    ids = torch.empty((T, k), dtype=torch.int32, device=logits.device)
+    weights, chosen = (torch.empty((T, k), dtype=torch.float32, device=logits.device) for _ in range(2))
+    if T:
+        grid, blocks = _blocks(T, E, k)
+        given = logits.contiguous(), None if choice is None else choice.contiguous()
+        launch(top_k_kernel, grid, *given, ids, weights, chosen, T, E=E, K=k, SOFTMAX=softmax, **blocks)
+    return ids, weights, chosen
+
+
+def top_k_backward(d_weights: Tensor, weights: Tensor, ids: Tensor, chosen: Tensor, E: int, softmax: bool) -> Tensor:
+    """mxep::top_k_backward."""
+    T, k = ids.shape
+    d_logits = torch.empty((T, E), dtype=torch.float32, device=ids.device)
+    if T:
+        grid, blocks = _blocks(T, E, k)
+        given = d_weights.contiguous(), weights, ids, chosen, d_logits
+        launch(top_k_backward_kernel, grid, *given, T, E=E, K=k, SOFTMAX=softmax, **blocks)
+    return d_logits
+
+
+def _blocks(T: int, E: int, k: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and sizes of blocks."""
+    width = next_power_of_2(E)
+    rows = max(1, ELEMENTS // width)
+    return (cdiv(T, rows),), {"BLOCK_T": rows, "BLOCK_E": width, "BLOCK_K": next_power_of_2(k), "num_warps": 4}

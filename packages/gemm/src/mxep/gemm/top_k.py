@@ -1,0 +1,98 @@
+"""top_k: which experts a token goes to, and with which weight, from its logits: what a router does after `fp32_linear`.
+
+    logits (T, E) -> scores (softmax or sigmoid) -> the K best -> their scores, divided by their sum
+                     or what steers the choice -^
+
+As one kernel on CUDA, and one backward. Backward keeps ids, weights and chosen logits (T, K), not the logits.
+
+T tokens, E experts, K experts a token.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from mxep.quant.op import op
+
+_DEVICE = "cuda"
+"""Where the ops are called; elsewhere, torch's functions."""
+
+
+def top_k(logits: Tensor, k: int, score: str = "softmax", *, choice: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(expert_ids (T, K) int32, best first, weights (T, K) fp32, which sum to 1 and are differentiable, once on CUDA).
+
+    logits: (T, E) fp32. score: "softmax" over all experts, or "sigmoid" of each.
+    choice: (T, E) fp32 whose largest are chosen instead of the best scores, such as scores with a bias.
+    Of experts whose scores, or choice, are equal any may be chosen, as by torch.topk. On CUDA the lower id is; and
+    logits are compared, whose order is that of scores, but which differ where scores round to the same.
+    ValueError: another dtype, shape or score, or k not in 1..E.
+    """
+    for name, x in (("logits", logits), ("choice", choice)):
+        if x is not None and (x.dim() != 2 or x.dtype != torch.float32 or x.shape != logits.shape):
+            raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want torch.float32 (T, E)")
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k must lie in 1..{logits.shape[1]}, got {k}")
+    if logits.device.type == _DEVICE and type(logits) is Tensor:
+        expert_ids, weights = _TopK.apply(logits, choice, k, score == "softmax")  # type: ignore[no-untyped-call]
+        return expert_ids, weights
+    expert_ids, weights, _ = _plain(logits, choice, k, score)
+    return expert_ids, weights
+
+
+def scores_of(logits: Tensor, score: str) -> Tensor:
+    """(T, E)."""
+    return logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+
+
+def _plain(logits: Tensor, choice: Tensor | None, k: int, score: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, weights, chosen logits). Weights are of logits: scores that underflow have a sum and gradients, too."""
+    ids = (scores_of(logits.detach(), score) if choice is None else choice).topk(k, dim=-1).indices
+    chosen = logits.gather(1, ids)
+    return ids.int(), (chosen if score == "softmax" else F.logsigmoid(chosen)).softmax(-1), chosen
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tuple[Tensor, Tensor]:
+        ids, weights, chosen = top_k_op(logits, choice, k, softmax)
+        ctx.save_for_backward(ids, weights, chosen)
+        ctx.experts, ctx.softmax = logits.shape[1], softmax
+        ctx.mark_non_differentiable(ids)
+        return ids, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, d_weights: Tensor) -> tuple[Tensor | None, ...]:
+        ids, weights, chosen = ctx.saved_tensors
+        return top_k_backward_op(d_weights, weights, ids, chosen, ctx.experts, ctx.softmax), None, None, None
+
+
+def _empty_top_k(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tuple[Tensor, Tensor, Tensor]:
+    shape = logits.shape[0], k
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape), logits.new_empty(shape)
+
+
+@op("mxep::top_k", fake=_empty_top_k, launcher="mxep.gemm.kernels.top_k:top_k")
+def top_k_op(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """logits, choice (T, E) fp32 -> ids (T, K) int32, weights (T, K), chosen logits (T, K)."""
+    return _plain(logits, choice, k, "softmax" if softmax else "sigmoid")
+
+
+@op(
+    "mxep::top_k_backward",
+    fake=lambda d_weights, weights, ids, chosen, experts, softmax: weights.new_empty((weights.shape[0], experts)),
+    launcher="mxep.gemm.kernels.top_k:top_k_backward",
+)
+def top_k_backward_op(
+    d_weights: Tensor, weights: Tensor, ids: Tensor, chosen: Tensor, experts: int, softmax: bool
+) -> Tensor:
+    """(T, experts) fp32, zeros but at ids."""
+    d_chosen = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
+    if not softmax:
+        d_chosen = d_chosen * (-chosen).sigmoid()
+    return d_chosen.new_zeros(weights.shape[0], experts).scatter_(1, ids.long(), d_chosen)

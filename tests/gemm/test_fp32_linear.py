@@ -1,0 +1,230 @@
+"""fp32_linear: kernels against float64, within what sums may lose; gradients, compiled, and what is left to torch."""
+
+import itertools
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.gemm import fp32_linear
+from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
+from mxep.gemm.kernels import fp32_linear as kernels
+from mxep.quant.launch import cdiv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16, FP32 = torch.bfloat16, torch.float32
+TERM = 2**-8
+"""A term of bf16 misses at most this of a number, two terms its square, and a rounding to bf16 is off by as much."""
+SHAPES = [(1, 16, 8), (37, 1040, 60), (130, 96, 65), (129, 33, 7), (1030, 16, 12)]
+WEIGHTS = ["random", "heavy", "wide", "positive"]
+
+
+def draw(T: int, D: int, E: int, weights: str = "random", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D) bf16, w (E, D) and dy (T, E) fp32."""
+    random = torch.Generator().manual_seed(seed)
+    x, w, dy = (torch.randn(shape, generator=random) for shape in ((T, D), (E, D), (T, E)))
+    if weights == "heavy":
+        w, dy = w * torch.exp(3 * torch.randn(E, D, generator=random)), dy.pow(5)
+    if weights == "wide":
+        w, dy = (y * torch.exp2(40 * torch.rand(y.shape, generator=random) - 20) for y in (w, dy))
+    if weights == "positive":  # each sum grows all the way, and what is cut off adds up
+        x, w, dy = x.abs(), w.abs(), dy.abs()
+    return x.bfloat16(), w, dy
+
+
+def on_device(function: Any, *tensors: Tensor, **options: Any) -> Tensor:
+    return function(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in tensors), **options).cpu()
+
+
+def loss_of_sum(length: int) -> float:
+    """Of a sum's sum of absolute values: a tensor core may cut 2^-23 off at each product, and an operand for 16 of
+    them, of three terms; other additions are rounded."""
+    return (4 * kernels.BLOCK_K * 2**-23 + cdiv(length, kernels.BLOCK_K) * 2**-24) * (1 + 3 * TERM)
+
+
+def check(got: Tensor, a: Tensor, b: Tensor, lost: float, dtype: torch.dtype) -> None:
+    """got against a @ b of float64; lost: of the sum of |a| |b|."""
+    a, b = a.double(), b.double()
+    want, lost_there = a @ b, lost * (a.abs() @ b.abs())
+    bound = lost_there if dtype == FP32 else lost_there * (1 + TERM) + TERM * want.abs()
+    assert got.dtype == dtype
+    assert got.shape == want.shape
+    assert ((got.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_out_and_dw_are_float64s_to_fp32(shape: tuple[int, int, int], weights: str) -> None:
+    x, w, dy = draw(*shape, weights)
+    check(on_device(kernels.fp32_linear, x, w), x, w.t(), loss_of_sum(shape[1]), FP32)
+    check(on_device(kernels.fp32_wgrad, dy, x, FP32), dy.t(), x, loss_of_sum(shape[0]), FP32)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_dx_is_float64s_to_bf16(shape: tuple[int, int, int], weights: str, dtype: torch.dtype) -> None:
+    """What dx loses before it is rounded is seen in an fp32 one."""
+    _, w, dy = draw(*shape, weights)
+    w = w.to(dtype)
+    lost = (3 if dtype == FP32 else 1) * TERM**2 + 2 * 3 * shape[2] * 2**-23
+    for out_dtype in (FP32, BF16):
+        check(on_device(kernels.fp32_dgrad, dy, w, out_dtype), dy, w, lost, out_dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_weight_in_bf16_is_one_term_and_its_gradient_of_two(shape: tuple[int, int, int]) -> None:
+    x, w, dy = draw(*shape)
+    check(on_device(kernels.fp32_linear, x, w.bfloat16()), x, w.bfloat16().t(), loss_of_sum(shape[1]), FP32)
+    check(on_device(kernels.fp32_wgrad, dy, x, BF16), dy.t(), x, TERM**2 + loss_of_sum(shape[0]), BF16)
+
+
+def test_errors_are_no_larger_than_those_of_torchs_fp32_product() -> None:
+    """Root mean square, of long sums; twice for the tensor core, which truncates where torch rounds."""
+    for weights in ("random", "positive"):
+        x, w, dy = draw(64, 2048, 64, weights)
+        pairs = [(on_device(kernels.fp32_linear, x, w), x, w.t())]
+        x, _, dy = draw(2048, 64, 64, weights)
+        pairs.append((on_device(kernels.fp32_wgrad, dy, x, FP32), dy.t(), x))
+        for got, a, b in pairs:
+            exact = a.double() @ b.double()
+            error, torchs = ((y.double() - exact).square().mean().sqrt() for y in (got, a.float() @ b.float()))
+            assert error <= 2 * torchs
+
+
+def test_three_terms_are_the_number() -> None:
+    x = torch.eye(128).bfloat16()
+    _, w, dy = draw(128, 128, 64, "heavy")
+    w[:, 0] = 1 + 2**-9 + 2**-23
+    assert torch.equal(on_device(kernels.fp32_linear, x, w), w.t())
+    assert torch.equal(on_device(kernels.fp32_wgrad, dy, x, FP32), dy.t())
+    w[0, 1] = float("nan")
+    out = on_device(kernels.fp32_linear, x, w)
+    assert out[:, 0].isnan().all()
+    assert torch.equal(out[:, 1:], w[1:].t())
+
+
+def test_without_tokens_there_is_a_gradient_of_zeros() -> None:
+    x, w, dy = draw(0, 32, 8)
+    assert on_device(kernels.fp32_linear, x, w).shape == (0, 8)
+    assert on_device(kernels.fp32_dgrad, dy, w, BF16).shape == (0, 32)
+    assert torch.equal(on_device(kernels.fp32_wgrad, dy, x, FP32), torch.zeros(8, 32))
+
+
+def test_parts_occupy_the_programs_and_give_the_same_bits_each_time() -> None:
+    assert kernels._parts(8192, (2, 16), 264) == (16, 8)
+    assert kernels._parts(0, (2, 16), 264) == (1, 1)
+    for length, tiles, programs in itertools.product((1, 64, 1000, 1024, 16384), (1, 5, 300), (1, 132)):
+        steps, parts = kernels._parts(length, (1, tiles), programs)
+        assert (parts - 1) * steps * kernels.BLOCK_K < length <= parts * steps * kernels.BLOCK_K
+        assert parts == 1 or tiles * parts <= programs
+    x, w, dy = draw(70, 1040, 8)
+    check_parts(kernels.fp32_linear, x, w, want=(x, w.t()))
+    x, w, dy = draw(1030, 70, 8)
+    check_parts(kernels.fp32_wgrad, dy, x, FP32, want=(dy.t(), x))
+
+
+def check_parts(function: Any, *arguments: Any, want: tuple[Tensor, Tensor]) -> None:
+    first, again, whole = (on_device(function, *arguments, programs=p) for p in (64, 64, 1))
+    check(first, *want, loss_of_sum(want[1].shape[0]), FP32)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, whole)
+
+
+def by_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the CPU's tensors go through the ops, as CUDA's do."""
+    monkeypatch.setattr(sys.modules["mxep.gemm.fp32_linear"], "_DEVICE", DEVICE)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients(
+    wanted: tuple[bool, bool], dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_ops(monkeypatch)
+    x, w, dy = draw(37, 64, 12)
+    w = w.to(dtype)
+    leaves = [y.to(DEVICE).requires_grad_(want) for y, want in zip((x, w), wanted)]
+    torch._dynamo.reset()
+    function = torch.compile(fp32_linear, fullgraph=True, backend="aot_eager") if compiled else fp32_linear
+    out = function(*leaves)
+    out.backward(dy.to(DEVICE))
+    check(out.detach().cpu(), x, w.t(), loss_of_sum(64), FP32)
+    dx, dw = (None if leaf.grad is None else leaf.grad.cpu() for leaf in leaves)
+    assert ((dx is not None), (dw is not None)) == wanted
+    if dx is not None:
+        check(dx, dy, w, 3 * TERM**2 + loss_of_sum(12), BF16)
+    if dw is not None:
+        check(dw, dy.t(), x, TERM**2 * (dtype == BF16) + loss_of_sum(37), dtype)
+
+
+def test_only_gradients_that_are_asked_for_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_ops(monkeypatch)
+    x, w, dy = (y.to(DEVICE) for y in draw(5, 32, 8))
+    leaves, module = (x.requires_grad_(), w.requires_grad_()), sys.modules["mxep.gemm.fp32_linear"]
+    out = fp32_linear(x * 1, w * 1)  # of a leaf that autograd.grad is asked about torch does not tell
+    wanted = torch.autograd.grad(out, leaves, dy, retain_graph=True)
+    for i, other in enumerate(("wgrad_op", "dgrad_op")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, other, None)
+            (got,) = torch.autograd.grad(out, leaves[i], dy, retain_graph=True)
+        assert torch.equal(got, wanted[i])
+
+
+def test_only_what_backward_reads_is_kept_and_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_ops(monkeypatch)
+    x, w, dy = (y.to(DEVICE) for y in draw(5, 32, 8))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+        fp32_linear(x, w.requires_grad_())
+    assert [y.data_ptr() for y in kept] == [x.data_ptr()]
+    (dw,) = torch.autograd.grad(fp32_linear(x, w), w, dy.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dw.sum().backward()
+
+
+def test_the_rest_is_torchs_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_ops(monkeypatch)
+    x, w, _ = (y.to(DEVICE) for y in draw(5, 32, 8))
+    for a, b in ((x.float(), w), (x.double(), w.double()), (x.half(), w), (x, w.double())):
+        assert torch.equal(fp32_linear(a, b), a.float() @ b.float().t())
+    for a in (x, x.float()):
+        without = fp32_linear(a, w)
+        with torch.autocast(DEVICE, dtype=BF16):
+            assert torch.equal(fp32_linear(a, w), without)
+
+
+def test_ops_are_ops() -> None:
+    x, w, dy = (y.to(DEVICE) for y in draw(5, 32, 8))
+    for opdef, *arguments in ((linear_op, x, w), (dgrad_op, dy, w, BF16), (wgrad_op, dy, x, FP32)):
+        torch.library.opcheck(opdef.opdef, tuple(arguments))
+
+
+@pytest.mark.parametrize("shapes", [((5, 32), (8, 33)), ((2, 5, 32), (8, 32)), ((5, 32), (32,))], ids=str)
+def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match=r"want x \(T, D\) and w \(E, D\)"):
+        fp32_linear(*(torch.zeros(shape) for shape in shapes))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_a_captured_graph_follows_its_inputs() -> None:
+    x, w, dy = (y.cuda() for y in draw(1030, 1040, 8))
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+
+    def step() -> list[Tensor]:
+        out = fp32_linear(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    with torch.no_grad():
+        for y, new in zip((x, w, dy), draw(1030, 1040, 8, seed=1)):
+            y.copy_(new)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, step()))
