@@ -150,7 +150,7 @@ LAUNCHES = {
         for F, how, block, fmt in (
             (2048, "", 32, E4M3),
             *((F, " per row", 2 * F, E4M3) for F in (2048, 8192, 14336)),
-            *((F, " folded", 32, E4M3) for F in (768, 1536, 2048, 8192, 14336)),
+            *((F, " folded", 32, E4M3) for F in (768, 1536, 2048, 2560, 8192, 14336)),
             (2048, " folded E5M2", 32, E5M2),
         )
     },

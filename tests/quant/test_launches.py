@@ -30,7 +30,9 @@ TESTED = (
     "swiglu_quantize 14336 folded",
     "swiglu_backward and h 14336",
     "swiglu_backward_quantize 8192 folded",
-    *(f"swiglu_backward_quantize and h {how}" for how in ("8192 folded", "14336 folded", "14336 per row")),
+    *(f"swiglu_backward_quantize {F} folded" for F in (1536, 2048, 2560)),
+    *(f"swiglu_backward_quantize and h {F} folded" for F in (2560, 8192, 14336)),
+    "swiglu_backward_quantize and h 14336 per row",
     "swiglu_backward_quantize and h 2048 folded E5M2",
     *(f"swiglu_backward_quantize and h 2880 {how} gpt-oss" for how in ("folded", "per row")),
 )
@@ -69,6 +71,11 @@ def test_no_kernel_spills():
     known = SPILL | NEWER_SPILL.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
     spilled = [row for row in rows if row["spills"] > known.get(row["launch"], 0)]
     assert not spilled, "\n" + table(spilled)
+
+
+def test_swiglu_loads_sixteen_bytes_a_thread_whatever_the_width():
+    rows = report(LAUNCHES, [f"=swiglu_backward_quantize{and_h} 2560 folded" for and_h in ("", " and h")], [90])
+    assert {row["memory"].get("LDG.128") for row in rows} == {3 * 2560 // (8 * 32 * 2)}, "\n" + table(rows)
 
 
 def test_before_ada_triton_has_no_e4m3():

@@ -107,6 +107,12 @@ def test_rounded_results(dtype: torch.dtype, F: int, tuning: dict[str, int], dir
     check(problem(8, F, dtype), direction=direction, **tuning)
 
 
+@pytest.mark.parametrize("F", [1056, 1280])
+def test_rows_that_fewer_warps_divide_better(F: int) -> None:
+    for folded in (False, True):
+        check(problem(8, F), E4M3, "rceil", 32, folded)
+
+
 @all_directions
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize(("F", "tuning"), WIDTHS)

@@ -97,9 +97,9 @@ def reciprocal(scale):
 
 
 @triton.jit
-def _half_power_of_two(exponent):
-    """2**exponent in fp16, for exponents (int32) -24 to 15 (the cast makes subnormals), NaN for 128."""
-    bits = tl.where(exponent == 128, 0x7FC00000, (exponent + 127) << 23)
+def _half_power_of_two(exponent, is_nan):
+    """2**exponent in fp16, for exponents (int32) -24 to 15 (the cast makes subnormals), or NaN."""
+    bits = tl.where(is_nan, _NAN, (exponent + 127) << 23)
     return bits.to(tl.float32, bitcast=True).to(tl.float16)
 
 
@@ -113,13 +113,13 @@ def shifted(qdata, shift, is_nan):
     """
     values = qdata.to(tl.float16)
     if qdata.dtype == tl.float8e4nv:
-        values *= _half_power_of_two(tl.where(is_nan, 128, -tl.minimum(shift, 19)))
+        values *= _half_power_of_two(-tl.minimum(shift, 19), is_nan)
     else:
         shift = tl.minimum(shift, 33)
         first = tl.minimum(shift, 9)  # 2**-33 is no fp16 number
         zero_or_nan = values * 0.0
-        values *= _half_power_of_two(tl.where(is_nan, 128, -first))
-        values = values * _half_power_of_two(first - shift) + zero_or_nan
+        values *= _half_power_of_two(-first, is_nan)
+        values = values * _half_power_of_two(first - shift, is_nan) + zero_or_nan
     return values
 
 

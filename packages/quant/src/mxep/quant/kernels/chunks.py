@@ -20,6 +20,17 @@ def sums_of_eight(x):
 
 
 @triton.jit
+def amax(x, N: tl.constexpr):
+    """The largest magnitude of every N neighbours of x, NaN if one is. One instruction for two of them, where integers
+    take three; N: a power of two, best what a thread has, as `tl.max` of floats across threads loses NaNs."""
+    if N == 1:
+        return tl.abs(x)
+    else:
+        a, b = tl.split(tl.reshape(amax(x, 1), (x.shape[0] // 2, 2)))
+        return amax(tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL), N // 2)
+
+
+@triton.jit
 def _halves(x):
     """The second part. A sum of two numbers has but one order, so each level is a tl.sum."""
     if x.shape[0] <= 2:

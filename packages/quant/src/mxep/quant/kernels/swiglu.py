@@ -12,7 +12,8 @@ it, stays in registers: fp32 for one scale a row, but qdata, a quarter of that, 
 what a load of bf16 brings; F is a constant of the kernel, so 768 or 14336 elements cost nothing for padding.
 
 While these bytes move at full speed (an H200's 4.25 TB/s), an SM can issue 34 instructions for an element forward, 54
-backward; folded it takes 38 and 57. Hence a sigmoid without a division, and a sum over a row that leaves a thread late.
+backward; folded it takes 36 and 53 to 55. Hence a sigmoid without a division, and a sum over a row that leaves a thread
+late.
 """
 
 from collections.abc import Sequence
@@ -24,9 +25,19 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.activation import SwiGLU
-from mxep.quant.device import NAN_SCALE, abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax, shifted, valid_rows
+from mxep.quant.device import (
+    NAN_SCALE,
+    abs_bits,
+    as_bytes,
+    num_sms,
+    on_hopper,
+    reciprocal,
+    scale_of_amax,
+    shifted,
+    valid_rows,
+)
 from mxep.quant.kernels.activation import glu, joined_pairs, split_pairs, unclamped
-from mxep.quant.kernels.chunks import joined, load_chunk, store_chunk, sums_of_eight, tree_sum
+from mxep.quant.kernels.chunks import amax, joined, load_chunk, store_chunk, sums_of_eight, tree_sum
 from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_swiglu_scale
 
@@ -47,11 +58,16 @@ def _emit(values, out, c: tl.constexpr, F: tl.constexpr, MODE: tl.constexpr, BLO
         return (values,), ()
     else:
         blocks = tl.reshape(values, (values.shape[0] // BLOCK, BLOCK))
-        scale = scale_of_amax(tl.max(abs_bits(blocks), axis=1), MODE, dtype)
-        qdata = (blocks * reciprocal(scale)[:, None]).to(dtype)
         if FOLDED:
-            return (qdata,), (scale,)
+            EIGHT: tl.constexpr = 8 if BLOCK > 8 else BLOCK
+            bits = tl.reshape(amax(values, EIGHT).to(tl.int32, bitcast=True), (blocks.shape[0], BLOCK // EIGHT))
+            scale = scale_of_amax(tl.max(bits, axis=1), MODE, dtype)
+            # No exception for NaN, which `_finish` makes of all of such a row, whatever is saved of it.
+            factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
+            return ((blocks * factor[:, None]).to(dtype),), (scale,)
         else:
+            scale = scale_of_amax(tl.max(abs_bits(blocks), axis=1), MODE, dtype)
+            qdata = (blocks * reciprocal(scale)[:, None]).to(dtype)
             store_chunk(out, tl.reshape(qdata, (values.shape[0],)), c, F)
             return (), (scale,)
 
@@ -142,6 +158,8 @@ def swiglu_kernel(
                 if d_h_ptr is not None:
                     d_hs += (load_chunk(d_h_ptr + row64 * F, step, CHUNK, F),)
             if step >= AHEAD:
+                if FOLDED and d_h_ptr is not None and step < CHUNKS:
+                    tl.debug_barrier()  # ptxas would move this step's loads behind the computation of the one before
                 gate, raw_up = gates[step - AHEAD].to(tl.float32), ups[step - AHEAD].to(tl.float32)
                 silu, up, z, s, one_minus_s = glu(gate, raw_up, ALPHA, LIMIT, SHIFT)
                 h = silu * up
@@ -294,7 +312,13 @@ def _launch(
         chunk //= 2
         if cdiv(F, chunk) * chunk > 1.1 * F:
             chunk //= 2
+            if three and not by_row and num_warps > 1:
+                num_warps //= 2  # 4 elements a thread would take a quarter more instructions
     chunk = min(chunk, padded)
+    max_registers = None
+    plain = activation is None and gate_up.itemsize == 2  # others would spill
+    if backward is not None and h is None and folded and not by_row and plain:
+        max_registers = _max_registers(cdiv(F, chunk) * chunk // (32 * num_warps), num_warps)
     d_h, out, scale, d_row_weight = backward or (None, None, None, None)
     launch(swiglu_kernel, (min(rows, programs_per_sm * num_sms(gate_up.device)),),
         gate_up.contiguous(), row_weight, offs, h, None if h_scale is None else as_bytes(h_scale),
@@ -302,5 +326,18 @@ def _launch(
         rows, 0 if offs is None else offs.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK=0 if by_row else block_size,
         FOLDED=folded and not by_row, AHEAD=ahead, ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift,
-        INTERLEAVED=how.interleaved, num_warps=num_warps, maxnreg=None, enable_fp_fusion=False,
+        INTERLEAVED=how.interleaved, num_warps=num_warps, maxnreg=max_registers, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _max_registers(elements: int, num_warps: int) -> int | None:
+    """Of a thread with that many elements of a row, on Hopper. By itself ptxas takes more, and fewer programs fit."""
+    if elements > 40:
+        registers = 128
+    elif num_warps == 1:
+        return None
+    elif num_warps == 2:
+        registers = 72 if elements <= 24 else 80
+    else:
+        registers = 96
+    return on_hopper(maxnreg=registers).get("maxnreg")
