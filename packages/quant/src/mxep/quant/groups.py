@@ -172,8 +172,7 @@ class _PadRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, row_index: Tensor) -> Tensor:
         ctx.save_for_backward(row_index)
         ctx.num_rows = x.shape[0]
-        rows: Tensor = _pad_rows(x, row_index)
-        return rows
+        return _pad_rows(x, row_index)
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
@@ -185,8 +184,7 @@ class _UnpadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(row_index)
-        result: Tensor = _unpad_rows(y, row_index, num_rows)
-        return result
+        return _unpad_rows(y, row_index, num_rows)
 
     @staticmethod
     def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor, None, None]:

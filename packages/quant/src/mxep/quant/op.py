@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from mxep.quant.modes import mode_listens
 
 _INDEX_DTYPES = (torch.int32,)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+_Args = TypeVarTuple("_Args")
+_R = TypeVar("_R")
 
 
-class Op:
+class Op(Generic[*_Args, _R]):
     """What `@op` makes. It takes the op's arguments by position.
 
     Attributes:
@@ -33,7 +35,7 @@ class Op:
     def __init__(
         self,
         name: str,
-        reference: Callable[..., Any],
+        reference: Callable[[*_Args], _R],
         fake: Callable[..., Any],
         launcher: str | None,
         mutates_args: Sequence[str],
@@ -53,7 +55,7 @@ class Op:
         self._name = launcher
         self._launcher: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: *_Args) -> _R:
         if torch.compiler.is_compiling() or mode_listens():
             return self._overload(*args)
         on_cuda, graded = False, torch.is_grad_enabled()
@@ -111,7 +113,7 @@ def op(
     launcher: str | None = None,
     mutates_args: Sequence[str] = (),
     index_dtypes: tuple[torch.dtype, ...] = _INDEX_DTYPES,
-) -> Callable[[Callable[..., Any]], Op]:
+) -> Callable[[Callable[[*_Args], _R]], Op[*_Args, _R]]:
     """Make a function of tensors, its reference, an :class:`Op`.
 
     name: ``"mxep::..."``. fake: the shapes of its results. launcher: ``"module:function"``, imported (with Triton) at

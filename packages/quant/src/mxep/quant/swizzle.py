@@ -46,8 +46,7 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:
     if scale.ndim < 2:
         raise ValueError(f"scale: got shape {tuple(scale.shape)}, want (..., rows, cols)")
     check_offs(offs, scale)
-    swizzled: Tensor = _swizzle(scale, offs)
-    return swizzled
+    return _swizzle(scale, offs)
 
 
 def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, offs: Tensor | None = None) -> Tensor:
@@ -65,8 +64,7 @@ def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, offs: Tensor | N
             f"swizzled: got shape {tuple(swizzled.shape)} with strides {swizzled.stride()}, "
             f"want (..., {wanted[0]}, {wanted[1]}) contiguous for {rows} rows and {cols} cols"
         )
-    scale: Tensor = _unswizzle(swizzled, rows, cols, offs)
-    return scale
+    return _unswizzle(swizzled, rows, cols, offs)
 
 
 def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -80,8 +78,7 @@ def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor
     if not isinstance(mx, MXTensor) or mx.axis != -1 or mx.block_size != BLOCK or mx.ndim != 2:
         raise ValueError(f"gather_swizzled: got {mx!r}, want an MXTensor (R, K) in blocks of {BLOCK} along its rows")
     check_offs(offs, mx)
-    qdata, scale = _gather_swizzled(mx.qdata, mx.scale, mx.row_index, offs)
-    return qdata, scale
+    return _gather_swizzled(mx.qdata, mx.scale, mx.row_index, offs)
 
 
 @op(

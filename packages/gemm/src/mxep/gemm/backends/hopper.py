@@ -73,8 +73,7 @@ class Hopper(Backend):
         if not isinstance(a, MXTensor):
             return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
         a, w = _folded(a, offs), _folded(w)
-        out: Tensor = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
-        return out
+        return fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         if not isinstance(dy, MXTensor):
@@ -108,8 +107,7 @@ class Hopper(Backend):
         if isinstance(operands, AlongTokens):
             return Dequant().wgrad_product(operands, offs, out_dtype, scale)
         folded = operands.y_t, operands.x_t, operands.exponent, operands.offs
-        dw: Tensor = fp8_grouped_wgrad(*folded, out_dtype, scale)
-        return dw
+        return fp8_grouped_wgrad(*folded, out_dtype, scale)
 
 
 def _has_gluon() -> bool:
@@ -162,8 +160,7 @@ def fp8_grouped_mm(
 ) -> Tensor:
     """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), w_scale (G, N, 1), offs (G,) or None, bias (G, N) or None
     -> (M, N) out_dtype."""
-    out: Tensor = grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
-    return out
+    return grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
 
 
 @op(

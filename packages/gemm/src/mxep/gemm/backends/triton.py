@@ -48,8 +48,7 @@ class Triton(Backend):
     ) -> Tensor:
         a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
         parts = a.qdata, a.scale, a.row_index, w.qdata, w.scale
-        out: Tensor = grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
-        return out
+        return grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
@@ -79,8 +78,7 @@ class Triton(Backend):
         y, x = operands
         if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
             return Dequant().wgrad_product(operands, offs, out_dtype, scale)
-        dw: Tensor = grouped_wgrad_dot_scaled(y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), out_dtype, scale)
-        return dw
+        return grouped_wgrad_dot_scaled(y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), out_dtype, scale)
 
 
 def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -> MXTensor:
