@@ -60,7 +60,7 @@ class Op(Generic[*_Args, _R]):
             return self._overload(*args)
         on_cuda, graded = False, torch.is_grad_enabled()
         for i in self._tensors:
-            x = args[i] if i < len(args) else None
+            x = args[i]
             if x is None:
                 continue
             kind = type(x)
@@ -70,15 +70,14 @@ class Op(Generic[*_Args, _R]):
         if not on_cuda or self._name is None:
             return self.reference(*args)
         for i in self._written:
-            if i < len(args) and args[i] is not None:
-                torch.autograd.graph.increment_version(args[i])
+            torch.autograd.graph.increment_version(args[i])
         return self._launch(*args)
 
     def _launch(self, *args: Any) -> Any:
         """The launcher, with vectors (tensors of one axis: row_index, offs, bias ...) packed, as kernels read them."""
         index = None
         for i in self._tensors:
-            x = args[i] if i < len(args) else None
+            x = args[i]
             if x is None:
                 continue
             here = x.get_device()
