@@ -80,7 +80,7 @@ class Backend(Protocol):
 
         The result has memory of its own, which the caller may write over and the next call must not.
         """
-        ...
+        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
         """dy (M, N) and a (M, K), both blocked along their rows -> the operands that `wgrad` contracts over rows.

@@ -34,9 +34,6 @@ class Reference(Backend):
     ) -> Tensor:
         return grouped_mm_reference(*parts_of(a), *parts_of(w)[:2], offs, bias, out_dtype)
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
-        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
-
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         return grouped_wgrad_reference(*parts_of(operands.dy), *parts_of(operands.a), offs, out_dtype, scale)
 

@@ -50,9 +50,6 @@ class Triton(Backend):
         parts = a.qdata, a.scale, a.row_index, w.qdata, w.scale
         return grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
-        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
-
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> AlongTokens:
         if isinstance(dy, MXTensor) or isinstance(a, MXTensor):
             dy, a = check_mx(self.name, "dy", dy, -1), check_mx(self.name, "a", a, -1)
