@@ -24,10 +24,12 @@ def group_sums(x: Tensor, offs: Tensor) -> Tensor:
     """
     check_offs(offs, x)
     if not isinstance(x, MXTensor):
-        return _group_sums(x, None, 1, offs)
-    if x.axis != -1 or x.row_index is not None:
-        return _group_sums(x.dequantize(), None, 1, offs)
-    return _group_sums(x.qdata, x.scale, x.block_size, offs)
+        sums: Tensor = _group_sums(x, None, 1, offs)
+    elif x.axis != -1 or x.row_index is not None:
+        sums = _group_sums(x.dequantize(), None, 1, offs)
+    else:
+        sums = _group_sums(x.qdata, x.scale, x.block_size, offs)
+    return sums
 
 
 @op(

@@ -172,7 +172,8 @@ class _PadRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, row_index: Tensor) -> Tensor:
         ctx.save_for_backward(row_index)
         ctx.num_rows = x.shape[0]
-        return _pad_rows(x, row_index)
+        rows: Tensor = _pad_rows(x, row_index)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
@@ -184,7 +185,8 @@ class _UnpadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(row_index)
-        return _unpad_rows(y, row_index, num_rows)
+        result: Tensor = _unpad_rows(y, row_index, num_rows)
+        return result
 
     @staticmethod
     def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor, None, None]:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, TypeVarTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from mxep.quant.modes import mode_listens
 
 _INDEX_DTYPES = (torch.int32,)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-_Args = TypeVarTuple("_Args")
-_R = TypeVar("_R")
 
 
-class Op(Generic[*_Args, _R]):
+class Op:
     """What `@op` makes. It takes the op's arguments by position.
 
     Attributes:
@@ -35,7 +33,7 @@ class Op(Generic[*_Args, _R]):
     def __init__(
         self,
         name: str,
-        reference: Callable[[*_Args], _R],
+        reference: Callable[..., Any],
         fake: Callable[..., Any],
         launcher: str | None,
         mutates_args: Sequence[str],
@@ -55,7 +53,7 @@ class Op(Generic[*_Args, _R]):
         self._name = launcher
         self._launcher: Callable[..., Any] | None = None
 
-    def __call__(self, *args: *_Args) -> _R:
+    def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or mode_listens():
             return self._overload(*args)
         on_cuda, graded = False, torch.is_grad_enabled()
@@ -112,7 +110,7 @@ def op(
     launcher: str | None = None,
     mutates_args: Sequence[str] = (),
     index_dtypes: tuple[torch.dtype, ...] = _INDEX_DTYPES,
-) -> Callable[[Callable[[*_Args], _R]], Op[*_Args, _R]]:
+) -> Callable[[Callable[..., Any]], Op]:
     """Make a function of tensors, its reference, an :class:`Op`.
 
     name: ``"mxep::..."``. fake: the shapes of its results. launcher: ``"module:function"``, imported (with Triton) at

@@ -46,7 +46,8 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:
     if scale.ndim < 2:
         raise ValueError(f"scale: got shape {tuple(scale.shape)}, want (..., rows, cols)")
     check_offs(offs, scale)
-    return _swizzle(scale, offs)
+    swizzled: Tensor = _swizzle(scale, offs)
+    return swizzled
 
 
 def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, offs: Tensor | None = None) -> Tensor:
@@ -64,7 +65,8 @@ def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, offs: Tensor | N
             f"swizzled: got shape {tuple(swizzled.shape)} with strides {swizzled.stride()}, "
             f"want (..., {wanted[0]}, {wanted[1]}) contiguous for {rows} rows and {cols} cols"
         )
-    return _unswizzle(swizzled, rows, cols, offs)
+    scale: Tensor = _unswizzle(swizzled, rows, cols, offs)
+    return scale
 
 
 def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -78,7 +80,8 @@ def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor
     if not isinstance(mx, MXTensor) or mx.axis != -1 or mx.block_size != BLOCK or mx.ndim != 2:
         raise ValueError(f"gather_swizzled: got {mx!r}, want an MXTensor (R, K) in blocks of {BLOCK} along its rows")
     check_offs(offs, mx)
-    return _gather_swizzled(mx.qdata, mx.scale, mx.row_index, offs)
+    qdata, scale = _gather_swizzled(mx.qdata, mx.scale, mx.row_index, offs)
+    return qdata, scale
 
 
 @op(

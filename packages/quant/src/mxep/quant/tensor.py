@@ -254,7 +254,8 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mx: MXTensor, dtype: torch.dtype) -> Tensor:
         ctx.outer_dtype = mx.dtype
-        return ops.dequantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, dtype)
+        values: Tensor = ops.dequantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, dtype)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -72,7 +72,8 @@ class Hopper(Backend):
         if not isinstance(a, MXTensor):
             return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
         a, w = _folded(a, offs), _folded(w)
-        return fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
+        out: Tensor = fp8_grouped_mm(a.qdata, a.scale, w.qdata, w.scale, offs, bias, out_dtype)
+        return out
 
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         if not isinstance(dy, MXTensor):
@@ -153,7 +154,8 @@ def fp8_grouped_mm(
 ) -> Tensor:
     """a (M, K) fp8, a_scale (M, 1) e8m0, w (G, N, K), w_scale (G, N, 1), offs (G,) or None, bias (G, N) or None
     -> (M, N) out_dtype."""
-    return grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
+    out: Tensor = grouped_mm_reference.reference(a, a_scale, None, w, w_scale, offs, bias, out_dtype)
+    return out
 
 
 @op(

@@ -32,10 +32,12 @@ class Reference(Backend):
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        return grouped_mm_reference(*parts_of(a), *parts_of(w)[:2], offs, bias, out_dtype)
+        out: Tensor = grouped_mm_reference(*parts_of(a), *parts_of(w)[:2], offs, bias, out_dtype)
+        return out
 
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
-        return grouped_wgrad_reference(*parts_of(operands.dy), *parts_of(operands.a), offs, out_dtype, scale)
+        dw: Tensor = grouped_wgrad_reference(*parts_of(operands.dy), *parts_of(operands.a), offs, out_dtype, scale)
+        return dw
 
 
 def parts_of(x: Tensor) -> Parts:

@@ -48,7 +48,8 @@ class Triton(Backend):
     ) -> Tensor:
         a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
         parts = a.qdata, a.scale, a.row_index, w.qdata, w.scale
-        return grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
+        out: Tensor = grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
+        return out
 
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> AlongTokens:
         if isinstance(dy, MXTensor) or isinstance(a, MXTensor):
