@@ -35,7 +35,6 @@ def index(valid: int = R) -> Tensor:
 
 KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "fold": lambda ends: fold.fold(*mx(), index(), ends),
-    "fold_with_stats": lambda ends: fold.fold_with_stats(*mx(), None, ends),
     "fold_for_wgrad": lambda ends: fold_for_wgrad.fold_for_wgrad(*mx(), index(), *mx(), None, ends, 1, **SMALL),
     "fold_for_wgrad aligned": lambda ends: fold_for_wgrad.fold_for_wgrad(
         *mx(), index(), *mx(), None, ends, 32, **SMALL

@@ -46,7 +46,6 @@ def rest() -> tuple[Any, ...]:
 CASES: dict[str, Any] = {
     "materialize": lambda: (*mx(), index()),
     "fold": lambda: (*mx(), index(), ends()),
-    "fold_with_stats": lambda: (*mx(), index(), ends()),
     "fold_for_wgrad": lambda: (*mx(), index(), *mx(), index(), ends(), 32),
     "requantize": lambda: (*mx(), 1, 32, index(), ends(), *HOW),
     "swizzle_scales": lambda: (mx()[1], ends()),
