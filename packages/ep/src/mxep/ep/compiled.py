@@ -14,8 +14,6 @@ do. Layers that are checkpointed are not chained where they are computed again: 
 on all ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

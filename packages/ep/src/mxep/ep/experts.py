@@ -4,8 +4,6 @@ e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_pro
 up part; with an interleaved activation gate and up take turns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -19,8 +19,6 @@ Under torch.compile they break the graph, but `expert_mlp` and `swiglu` of a rec
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

@@ -12,8 +12,6 @@ Weight gradients that a backward does not want are left to a later one, which ex
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

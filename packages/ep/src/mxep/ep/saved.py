@@ -12,8 +12,6 @@ remembers what a list holds, and a compiler learns its shapes without running an
 R_max rows that fit, S slots, D model dim, F hidden dim, e local experts.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -51,7 +49,7 @@ class Saved(NamedTuple):
         needs: Needs,
         *,
         copied: bool,
-    ) -> Saved:
+    ) -> "Saved":
         """`flat`'s tensors. weights: gate_up_proj, down_proj. copied: as for `keeps_rows`."""
         parts = num_parts(recipe) * needs[0]
         gate_up, *of_weights = flat[parts:]

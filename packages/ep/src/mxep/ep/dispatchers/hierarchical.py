@@ -20,8 +20,6 @@ order, then those of nodes in node order: each in fp32, rounded once to the rows
 rank, that is what the other dispatchers do. Rows of an expert are ordered by (l, n, token) of where they came from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -210,7 +208,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             raise RuntimeError("dispatcher: got a routing from before it was closed, wanted close() after backward")
         return self._within[num_slots]
 
-    def _cross(self, outgoing: Sequence[Tensor]) -> _Crossing:
+    def _cross(self, outgoing: Sequence[Tensor]) -> "_Crossing":
         """(N C, n_i) each, C rows to each node -> as many, C rows from each."""
         if self.nodes.across is None:
             return _Crossing(tuple(outgoing), [])

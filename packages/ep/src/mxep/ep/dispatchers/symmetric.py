@@ -4,8 +4,6 @@ A token travels once per destination rank; each receiver makes its own plan. Wor
 sizes: only then the ranks talk through collectives. All of a group's lie in one pair of buffers (`shared.py`).
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
