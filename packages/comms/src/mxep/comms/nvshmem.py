@@ -110,7 +110,7 @@ class NvshmemTransport(CudaTransport):
         self._meet(buffer.local, channel, op_id, counters_start)
 
     def _meet(self, buffer: Tensor, channel: int, op_id: int, counters_start: int) -> None:
-        numbers = op_id, channel, self.rank, 0, counters_start
+        numbers = op_id, channel, self.rank, counters_start
         self._kernels.meet(self._meet_kernel, buffer, self.pes, self.state, *numbers)
 
     def _prepare(self) -> None:
