@@ -68,24 +68,9 @@ class MXTensor(Tensor):
         shape, strides = qdata.shape, qdata.stride()
         if row_index is not None:
             shape, strides = torch.Size((row_index.shape[0], qdata.shape[1])), (qdata.shape[1], 1)
-        return Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device)
-
-    def __init__(
-        self,
-        qdata: Tensor,
-        scale: Tensor,
-        row_index: Tensor | None,
-        axis: Axis,
-        block_size: int,
-        orig_dtype: torch.dtype,
-        *,
-        trusted: bool = False,
-    ) -> None:
-        self.qdata = qdata
-        self.scale = scale
-        self.row_index = row_index
-        self.axis = axis
-        self.block_size = block_size
+        self = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device)
+        self.qdata, self.scale, self.row_index, self.axis, self.block_size = qdata, scale, row_index, axis, block_size
+        return self
 
     @staticmethod
     def from_qdata_and_scales(
