@@ -196,15 +196,13 @@ class MXTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        handler = HANDLERS.get(func)
-        if handler is None:
-            # Inside an op of torch.library what is made of other ops, as `mT`, has not been taken apart before.
-            result = func.decompose(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
-        if handler is None:
+        if (handler := HANDLERS.get(func)) is not None:
+            return handler(func, args, kwargs or {})
+        # Inside an op of torch.library what is made of other ops, as `mT`, has not been taken apart before.
+        result = func.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
             raise NotImplementedError(f"MXTensor does not implement {func}: call .dequantize() first")
-        return handler(func, args, kwargs or {})
+        return result
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "MXTensor"], tuple[Any, ...]]:
         # Bytes: torch's plain pickles of 8-bit floats cannot be read back.
@@ -249,21 +247,12 @@ class _Dequantize(torch.autograd.Function):
 
 class _Wrap(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        source: Tensor,
-        qdata: Tensor,
-        scale: Tensor,
-        row_index: Tensor | None,
-        axis: Axis,
-        block_size: int,
-        dtype: torch.dtype,
-    ) -> MXTensor:
-        return MXTensor(qdata, scale, row_index, axis, block_size, dtype, trusted=True)
+    def forward(ctx: FunctionCtx, source: Tensor, *parts: Any) -> MXTensor:
+        return MXTensor(*parts, trusted=True)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None, None, None, None, None, None
+        return grads[0], *[None] * 6
 
 
 def wrap(
@@ -276,8 +265,8 @@ def wrap(
     dtype: torch.dtype,
 ) -> MXTensor:
     """An MXTensor of these parts whose gradient passes unchanged (straight through) to `source`, same shape."""
+    parts = qdata, scale, row_index, axis, block_size, dtype
     if not (source.requires_grad and torch.is_grad_enabled()) and not torch.compiler.is_compiling():
-        return MXTensor(qdata, scale, row_index, axis, block_size, dtype, trusted=True)
-    args = source, qdata, scale, row_index, axis, block_size, dtype
-    mx: MXTensor = _Wrap.apply(*args)  # type: ignore[no-untyped-call]
+        return MXTensor(*parts, trusted=True)
+    mx: MXTensor = _Wrap.apply(source, *parts)  # type: ignore[no-untyped-call]
     return mx
