@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.several import Weight, halves, weight_of
+from mxep.gemm.several import Weight, tensors_of, weight_of
 
 from .checks import check_weights
 from .compiled import compiled_layer, unsupported_reason
@@ -65,7 +65,7 @@ def route_through_experts(
     if (reason := unsupported_reason(config)) is not None:
         torch._dynamo.graph_break(msg=f"route_through_experts is in no graph: {reason}")
         return _route_between_graphs(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
-    gate, *up = map(local_weight, halves(gate_up_proj))
+    gate, *up = map(local_weight, tensors_of(gate_up_proj))
     bias = None if gate_up_bias is None else local_weight(gate_up_bias)
     proj: Weight = (gate, up[0]) if up else gate
     return compiled_layer(x, expert_ids, weights, proj, local_weight(down_proj), bias, config), None
@@ -81,7 +81,7 @@ def _route(
     config: LayerConfig,
 ) -> tuple[Tensor, Routing]:
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
-    gate, *up = halves(gate_up_proj)
+    gate, *up = tensors_of(gate_up_proj)
     bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
     check_weights(x, local_weights(gate, *up), local_tensor(down_proj), bias, config)
     tensors = x, weights, gate, down_proj, up[0] if up else None, gate_up_bias
@@ -117,8 +117,8 @@ class _Layer(torch.autograd.Function):
         ctx.needs = _of_parameters(ctx.needs_input_grad)
         bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
         out, routing, saved = layer_forward(x, weights, expert_ids, proj, down, config, backward, ctx.needs, bias)
-        ctx.halves = len(halves(proj))
-        ctx.save_for_backward(*halves(proj), down, *saved)
+        ctx.halves = len(tensors_of(proj))
+        ctx.save_for_backward(*tensors_of(proj), down, *saved)
         ctx.config, ctx.routing, ctx.kept = config, routing, None
         ctx.dtypes, ctx.shares = (gate_up_proj.dtype, down_proj.dtype), (Share(gate_up_proj), Share(down_proj))
         ctx.up_share = None if up_proj is None else Share(up_proj)

@@ -21,7 +21,7 @@ from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
-from mxep.gemm.several import Weight, halves
+from mxep.gemm.several import Weight, tensors_of
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts
 
@@ -116,5 +116,5 @@ def _later(w: Weight, parts: list[Tensor]) -> SavedWeight:
     if len(parts) < 2:
         return SavedWeight(w, parts[0] if parts else None)
     qdata, scale = parts
-    dtype = halves(w)[0].dtype
+    dtype = tensors_of(w)[0].dtype
     return SavedWeight(MXParts(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], dtype), None)
