@@ -73,32 +73,21 @@ def _in_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     return _map(mx, lambda part: func(part, **{name: kwargs[name] for name in names}))
 
 
-def _transposed(mx: MX) -> MX:
+def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
+    """The last two axes: t, transpose(i, j) or permute(order)."""
+    mx, *dims = args
+    *rest, a, b = order = [*range(mx.ndim)]
+    if func is aten.permute.default:
+        order = [dim % mx.ndim for dim in dims[0]]
+    else:
+        i, j = (dim % mx.ndim for dim in dims or (-2, -1))
+        order[i], order[j] = j, i
+    if order != [*rest, b, a]:
+        raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be transposed")
     if mx.row_index is not None:
         raise NotImplementedError("an MXTensor with a row index cannot be transposed: call .materialize() first")
     axis = -3 - mx.axis if isinstance(mx.axis, int) else mx.axis
     return mx.with_parts(mx.qdata.mT, mx.scale.mT, None, axis)
-
-
-def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    return _transposed(args[0])
-
-
-def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    mx = args[0]
-    dims = args[1:]
-    if sorted(dim % mx.ndim for dim in dims) != [mx.ndim - 2, mx.ndim - 1]:
-        raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be transposed")
-    return _transposed(mx)
-
-
-def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    mx = args[0]
-    dims = args[1]
-    *rest, a, b = range(mx.ndim)
-    if [dim % mx.ndim for dim in dims] != [*rest, b, a]:
-        raise NotImplementedError(f"{func} of an MXTensor to {dims}: only its last two axes can be transposed")
-    return _transposed(mx)
 
 
 def _blocked(mx: MX) -> tuple[int, ...]:
@@ -184,9 +173,9 @@ HANDLERS: dict[Any, Handler] = {
     aten.index_select.default: _index_select,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
-    aten.t.default: _t,
+    aten.t.default: _transpose,
     aten.transpose.int: _transpose,
-    aten.permute.default: _permute,
+    aten.permute.default: _transpose,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
 }
