@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mxep.gemm.functional import between_graphs
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.several import Weight, tensors_of, weight_of
 
@@ -64,7 +65,7 @@ def route_through_experts(
         return _route(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
     if (reason := unsupported_reason(config)) is not None:
         torch._dynamo.graph_break(msg=f"route_through_experts is in no graph: {reason}")
-        return _route_between_graphs(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
+        return between_graphs(_route, x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
     gate, *up = map(local_weight, tensors_of(gate_up_proj))
     bias = None if gate_up_bias is None else local_weight(gate_up_bias)
     proj: Weight = (gate, up[0]) if up else gate
@@ -88,10 +89,6 @@ def _route(
     backward = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     out, routing = _Layer.apply(*tensors, expert_ids, config, backward)  # type: ignore[no-untyped-call]
     return out, routing
-
-
-# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
-_route_between_graphs = torch._disable_dynamo(_route)  # type: ignore[attr-defined]
 
 
 def local_weights(gate: Tensor, up: Tensor | None = None) -> Weight:
