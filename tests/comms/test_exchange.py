@@ -46,7 +46,7 @@ def make_workspace(
 
 def poison(workspace: Workspace) -> None:
     """NaN in every row and value, and tables that name real experts: whoever reads what nobody sent shows it."""
-    for buffer in workspace.buffers:
+    for buffer in workspace.arena.buffers:
         buffer.local[workspace.layout.rows_start :].fill_(255)
         workspace.layout.ids(buffer.local).fill_(0)
         workspace.layout.num_tokens(buffer.local).fill_(workspace.max_tokens)
@@ -202,8 +202,8 @@ def check_other_sizes(ctx: Context, kind: type | None, cases: tuple[str, ...]) -
             sent.append((plan, everyone))
         for workspace, (plan, everyone) in zip((one, other), sent):
             check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, case)
-    assert one.buffers is other.buffers
-    assert one.exchanges == 4 * len(cases)
+    assert one.arena.buffers is other.arena.buffers
+    assert one.arena.exchanges == 4 * len(cases)
 
 
 @distributed(2)
@@ -247,7 +247,7 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
             dispatch(workspace, payload, ids, weights)
         with pytest.raises(ValueError, match="expert ids: got"):
             dispatch(workspace, payload, ids)
-        assert workspace.exchanges == (0 if ctx.world_size == 1 else 1), "which refused"
+        assert workspace.arena.exchanges == (0 if ctx.world_size == 1 else 1), "which refused"
         return
     plan = plan_slots(workspace, dispatch(workspace, payload, ids, weights))
     assert int(plan.invalid) == 3 * ctx.world_size
@@ -307,7 +307,7 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     for call, message in refused:
         with pytest.raises(ValueError, match=message):
             call()
-    assert workspace.exchanges == 1
+    assert workspace.arena.exchanges == 1
 
 
 def short_plan(plan: RoutingPlan) -> RoutingPlan:

@@ -68,8 +68,8 @@ def test_one_token_in_parts_of_one_wider_row(ctx: Context):
 def test_epochs_wrap_around(ctx: Context):
     workspace = make_workspace(ctx, InterpretedTransport)
     layout, last = workspace.layout, 2**31 - 2
-    for buffer in workspace.buffers:
-        words = buffer.local[layout.signals_start :].view(torch.int64)
+    for buffer in workspace.arena.buffers:
+        words = buffer.local.view(torch.int64)
         words[: CHANNELS * ctx.world_size] = last << 32
         buffer.local[layout.counters_start :].view(torch.int64)[:2] = last
     workspace.transport.barrier("ready")

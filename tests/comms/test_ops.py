@@ -86,7 +86,7 @@ def test_slots_are_summed_in_fp32_and_rounded_once():
 def test_regions_of_a_layout_are_aligned_and_apart():
     layout = Layout(world_size=3, max_tokens=5, top_k=3, row_bytes=48)
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    regions = [buffer[layout.signals_start :][: CHANNELS * 3 * 8], buffer[layout.counters_start :][: NUM_COUNTERS * 8]]
+    regions = [buffer[: CHANNELS * 3 * 8], buffer[layout.counters_start :][: NUM_COUNTERS * 8]]
     regions += [layout.rows(buffer), layout.ids(buffer), layout.values(buffer), layout.num_tokens(buffer)]
     ends = 0
     for region in regions:
@@ -98,8 +98,8 @@ def test_regions_of_a_layout_are_aligned_and_apart():
     assert regions[2].shape == (15, 48)
     assert regions[3].shape == regions[4].shape == (3, 5, 3)
     other = Layout(world_size=3, max_tokens=50, top_k=1, row_bytes=64)
-    places = (layout.signals_start, layout.counters_start, layout.rows_start)
-    assert places == (other.signals_start, other.counters_start, other.rows_start)
+    places = (layout.counters_start, layout.rows_start)
+    assert places == (other.counters_start, other.rows_start)
 
 
 @pytest.mark.parametrize("name", ["gather_rows", "sum_slots"])

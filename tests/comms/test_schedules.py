@@ -103,8 +103,8 @@ def test_a_buffer_that_is_used_again_without_a_barrier_is_noticed():
         missed(lambda ctx: one_buffer(ctx, barriers=False))
 
 
-MEET = "signal_and_wait(pointers_ptr, local_base, 0, 0, signal, state_ptr, rank, W, WP, CLOCK)"
-LEAVE = "leave_chunk(pointers_ptr, counters_ptr, signals_start, chunk, stored, chunk_tiles, signal, rank, W, WP)"
+MEET = "signal_and_wait(pointers_ptr, local_base, 0, signal, state_ptr, rank, W, WP, CLOCK)"
+LEAVE = "leave_chunk(pointers_ptr, counters_ptr, chunk, stored, chunk_tiles, signal, rank, W, WP)"
 CLAMP = "tl.minimum(tl.maximum(ids, -2), W * experts_per_rank)"
 MUTATIONS = {
     # A signal says more than is true.
@@ -160,13 +160,13 @@ def test_a_program_that_waits_for_one_that_finds_no_room_is_noticed(monkeypatch)
     """Only the last to arrive waits for peers. If all did, all would be well where there is room for all."""
     monkeypatch.setattr(dispatch, "signal_peers", signals.signal_peers, raising=False)
     monkeypatch.setattr(dispatch, "wait_for_peers", signals.wait_for_peers, raising=False)
-    rest = "signals_start, 1, signal, state_ptr, rank, W, WP, CLOCK)"
+    rest = "1, signal, state_ptr, rank, W, WP, CLOCK)"
     old = f"if arrive(counters_ptr + 3, 1, programs):\n        signal_and_wait(pointers_ptr, local_base, {rest}"
     new = (
         "full = arrive(counters_ptr + 3, 1, programs)\n"
         "    if full:\n"
-        "        signal_peers(pointers_ptr, signals_start, 1, signal, rank, W, WP)\n"
-        "    wait_for_peers(local_base, signals_start, 1, signal, state_ptr, W, WP, CLOCK)\n"
+        "        signal_peers(pointers_ptr, 1, signal, rank, W, WP)\n"
+        "    wait_for_peers(local_base, 1, signal, state_ptr, W, WP, CLOCK)\n"
         "    if full:"
     )
     mutate(monkeypatch, dispatch.dispatch_kernel, old, new)

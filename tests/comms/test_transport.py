@@ -72,7 +72,7 @@ def test_peers_of_a_rank_with_ids_that_are_none_are_told_so(ctx: Context):
         with pytest.raises(PeersDisagree, match="refused to dispatch: rank 1 brought invalid expert ids"):
             dispatch(workspace, payload, ids, torch.ones(2, 1))
     dist.barrier(ctx.group)
-    for buffer in workspace.buffers:
+    for buffer in workspace.arena.buffers:
         assert not workspace.layout.num_tokens(buffer.local)[1], "nothing moved from rank 1"
 
 
@@ -136,20 +136,20 @@ def test_smaller_buffers_make_room_for_larger_ones_and_their_views_stay(ctx: Con
     transport = ctx.transport()
     sizes = {"top_k": 1, "dim": 16, "num_experts": ctx.world_size}
     small = Workspace(transport, max_tokens=2, **sizes)
-    old = small.buffers
+    old = small.arena.buffers
     part = torch.full((2, 16), 7 + ctx.rank, dtype=torch.uint8, device=ctx.device)
     ids = torch.full((2, 1), ctx.world_size - 1, dtype=torch.int32, device=ctx.device)
     (arrived,) = dispatch(small, (part,), ids).payload
     before = arrived.clone()
     larger = Workspace(transport, max_tokens=4, **sizes)
-    assert larger.buffers is small.buffers is not old
-    assert Workspace(transport, max_tokens=3, **sizes).buffers is larger.buffers
+    assert larger.arena.buffers is small.arena.buffers is not old
+    assert Workspace(transport, max_tokens=3, **sizes).arena.buffers is larger.arena.buffers
     for _ in range(3):
         dispatch(larger, (part + 1,), ids)
         (again,) = dispatch(small, (part,), ids).payload
         assert torch.equal(again, before) or ctx.rank < ctx.world_size - 1
     assert torch.equal(arrived, before)
-    assert small.exchanges == larger.exchanges == 7
+    assert small.arena.exchanges == larger.arena.exchanges == 7
 
 
 class FakeStream:
@@ -239,7 +239,7 @@ def test_buffers_have_no_name_and_no_descriptor_and_go_with_the_transport(ctx: C
     assert open_files() == []
     assert not [name for name in os.listdir("/dev/shm") if "mxep" in name]
     dist.barrier(ctx.group)
-    kept = workspace.buffers[0].local[:4]
+    kept = workspace.arena.buffers[0].local[:4]
     transport.close()
     assert mappings() == before + 1
     kept.fill_(1)  # a view that is still held stays valid

@@ -24,10 +24,7 @@ def linear(rows: int, bias: torch.dtype | None = None) -> None:
 
 def wgrad(dtype: torch.dtype = E4M3, out_dtype: torch.dtype = torch.bfloat16, *, add: bool = False) -> None:
     y_t, x_t = torch.empty(N, M, dtype=dtype), torch.empty(K, M, dtype=E4M3)
-    if add:
-        hopper.accumulate_wgrad(torch.empty(G, N, K), y_t, x_t, ends(), ends())
-    else:
-        hopper.grouped_wgrad(y_t, x_t, ends(), ends(), out_dtype)
+    hopper.grouped_wgrad(torch.empty(G, N, K, dtype=out_dtype), y_t, x_t, ends(), ends(), add=add)
 
 
 def ends() -> torch.Tensor:

@@ -59,11 +59,8 @@ def transposed(operand: Operand) -> Operand:
 
 
 def wgrad(dy_dtype: torch.dtype = E4M3, *, add: bool = False) -> None:
-    operands = *tokens(N, dy_dtype), *tokens(K), ends()
-    if add:
-        dot_scaled.accumulate_wgrad(torch.empty(G, N, K), *operands)
-    else:
-        dot_scaled.grouped_wgrad(*operands, torch.bfloat16)
+    out = torch.empty(G, N, K, dtype=torch.float32 if add else torch.bfloat16)
+    dot_scaled.grouped_wgrad(out, *tokens(N, dy_dtype), *tokens(K), ends(), add=add)
 
 
 def fp32(T: int, D: int, E: int, dtype: torch.dtype = torch.float32) -> None:

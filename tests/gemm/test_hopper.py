@@ -10,7 +10,7 @@ from torch import Tensor
 from gemm.problem import Problem, Result, indexed, problem, snr
 from mxep.gemm import BACKENDS, Recipe, grouped_mm, quantize_weights_once
 from mxep.gemm.backends import Hopper
-from mxep.gemm.backends.hopper import fp8_accumulate_wgrad, fp8_grouped_mm, fp8_grouped_wgrad
+from mxep.gemm.backends.hopper import fp8_grouped_mm, fp8_grouped_wgrad
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.quant import MXTensor, fold_for_wgrad, quantize
 
@@ -184,8 +184,9 @@ def test_ops_pass_opcheck() -> None:
     split = fold_for_wgrad(a, quantize(p.dy), p.offs, alignment=HOPPER_BLOCK_K)
     args = split.y_t, split.x_t, split.exponent, split.offs
     utils = ("test_faketensor", "test_aot_dispatch_dynamic")  # test_schema multiplies inputs, which fp8 cannot
-    torch.library.opcheck(fp8_accumulate_wgrad.opdef, (torch.zeros(3, 32, 64, device=DEVICE), *args), test_utils=utils)
-    torch.library.opcheck(fp8_grouped_wgrad.opdef, (*args, torch.bfloat16), test_utils=utils)
+    for add in (False, True):
+        out = torch.zeros(3, 32, 64, device=DEVICE)
+        torch.library.opcheck(fp8_grouped_wgrad.opdef, (out, *args, 1.0, add), test_utils=utils)
     # Rows past the last group are unspecified, so results are not compared: only shapes.
     bias = torch.randn(3, 32, device=DEVICE)
     torch.library.opcheck(
@@ -226,12 +227,12 @@ def test_kernels_give_the_products_of_their_codes(
     assert error(out[valid], want.out + bias.double()[group]) < bound
     split = fold_for_wgrad(a, dy, p.offs, alignment=HOPPER_BLOCK_K)
     args = split.y_t, split.x_t, split.exponent, split.offs
-    torch.full((p.w.numel(),), torch.nan, device=DEVICE, dtype=out_dtype)
-    dw = hopper.grouped_wgrad(*args, out_dtype, **options)
+    dw = torch.full(p.w.shape, torch.nan, device=DEVICE, dtype=out_dtype)
+    hopper.grouped_wgrad(dw, *args, **options)
     assert error(dw, want.dw) < bound
     assert not dw[[g for g, rows in p.groups() if rows.start == rows.stop]].any()
     total = torch.ones(p.w.shape, device=DEVICE)
-    hopper.accumulate_wgrad(total, *args, **options)
+    hopper.grouped_wgrad(total, *args, add=True, **options)
     assert error(total, 1 + want.dw) < 4e-4
 
 
@@ -309,8 +310,9 @@ def test_every_group_has_its_own_exponent_and_its_own_bias(out_dtype: torch.dtyp
     split = fold_for_wgrad(a, dy, p.offs, alignment=HOPPER_BLOCK_K)
     args = split.y_t, split.x_t, split.exponent, split.offs
     assert len(set(split.exponent.tolist())) == 4
-    dw, total = fp8_grouped_wgrad(*args, out_dtype, 0.5), torch.zeros(p.w.shape, device=DEVICE)
-    fp8_accumulate_wgrad(total, *args, 0.5)
+    dw, total = torch.empty(p.w.shape, device=DEVICE, dtype=out_dtype), torch.zeros(p.w.shape, device=DEVICE)
+    fp8_grouped_wgrad(dw, *args, 0.5, False)
+    fp8_grouped_wgrad(total, *args, 0.5, True)
     for g, rows in p.groups():
         assert error(out[rows], want.out[rows] + bias[g].double()) < 4e-3
         assert error(dw[g], want.dw[g] / 2) < 4e-3

@@ -55,6 +55,12 @@ def with_column(x: MXTensor) -> MXTensor:
     return MXTensor.from_qdata_and_scales(x.qdata, x.scale, x.dtype, **options)
 
 
+def wgrad(y: MXTensor, x: MXTensor, offs: Tensor) -> Tensor:
+    dw = torch.empty((len(offs), y.shape[1], x.shape[1]), device=DEVICE)
+    dot_scaled.grouped_wgrad(dw, y.qdata, y.scale, x.qdata, x.scale, offs)
+    return dw
+
+
 def test_the_launchers_of_dot_scaled_take_strided_vectors() -> None:
     p = here("triton")
     a, dy, w = quantize(p.a), quantize(p.dy), quantize_weight(p.w, Recipe.mxfp8()).rowwise
@@ -69,7 +75,7 @@ def test_the_launchers_of_dot_scaled_take_strided_vectors() -> None:
                 dot_scaled.grouped_mm(a.qdata, a.scale, of(index), w.qdata, w.scale, of(p.offs), None, torch.float32)[
                     : p.valid
                 ],
-                dot_scaled.grouped_wgrad(y.qdata, y.scale, x.qdata, x.scale, of(p.offs), torch.float32),
+                wgrad(y, x, of(p.offs)),
             )
             for of in (lambda v: v, column)
         )

@@ -119,7 +119,6 @@ LAUNCHES = {
     "fold E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends()),
     "fold rows of one scale": lambda: fold.fold(*mx(D), None, ends()),
     "fold odd blocks": lambda: fold.fold(*mx(4), None, None),
-    "fold_with_stats": lambda: fold.fold_with_stats(*slots(7168), index(), ends()),
     "materialize": lambda: gather.materialize(*mx(), index()),
     "pad_rows": lambda: gather.pad_rows(x(), index()),
     "unpad_rows": lambda: gather.unpad_rows(x(), index(), T),

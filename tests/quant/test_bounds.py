@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from mxep.quant.kernels import fold, fold_for_wgrad, gather, group_sums, requant
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 R, D = 64, 64
 TO = (E4M3.dtype, "rceil")
-SMALL = {"tile": (32, 64), "num_warps": 1}
 
 
 def mx() -> tuple[Tensor, Tensor]:
@@ -33,13 +33,15 @@ def index(valid: int = R) -> Tensor:
     return fenced(torch.where(rows < valid, rows, 1 << 30))
 
 
+def in_small_tiles(*args: Any) -> Any:
+    with mock.patch.multiple(fold_for_wgrad, TILE=(32, 64), NUM_WARPS=1):
+        return fold_for_wgrad.fold_for_wgrad(*args)
+
+
 KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "fold": lambda ends: fold.fold(*mx(), index(), ends),
-    "fold_with_stats": lambda ends: fold.fold_with_stats(*mx(), None, ends),
-    "fold_for_wgrad": lambda ends: fold_for_wgrad.fold_for_wgrad(*mx(), index(), *mx(), None, ends, 1, **SMALL),
-    "fold_for_wgrad aligned": lambda ends: fold_for_wgrad.fold_for_wgrad(
-        *mx(), index(), *mx(), None, ends, 32, **SMALL
-    ),
+    "fold_for_wgrad": lambda ends: in_small_tiles(*mx(), index(), *mx(), None, ends, 1),
+    "fold_for_wgrad aligned": lambda ends: in_small_tiles(*mx(), index(), *mx(), None, ends, 32),
     "requantize": lambda ends: requantize.requantize(*mx(), 1, 32, index(), ends, *TO),
     "swiglu": lambda ends: swiglu.swiglu(values(), None, ends),
     "swiglu_quantize": lambda ends: swiglu.swiglu_quantize(values(), None, ends, *TO, 32, False),
@@ -51,7 +53,7 @@ KERNELS: dict[str, Callable[[Tensor], Any]] = {
 
 READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "fold": lambda index, ends: fold.fold(*mx(), index, ends),
-    "fold_for_wgrad": lambda index, ends: fold_for_wgrad.fold_for_wgrad(*mx(), index, *mx(), index, ends, 32, **SMALL),
+    "fold_for_wgrad": lambda index, ends: in_small_tiles(*mx(), index, *mx(), index, ends, 32),
     "requantize": lambda index, ends: requantize.requantize(*mx(), 1, 32, index, ends, *TO),
     "gather_swizzled": lambda index, ends: gather.gather_swizzled(*mx(), index, ends),
 }

@@ -1,6 +1,7 @@
 """The split fold kernels give the bytes of the reference: formats, blocks, indices, strides, groups, tiles."""
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from quant.poison import poisoned_allocations as poisoned_allocations
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 both_formats = pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 E4M3, E5M2 = FORMATS
-SMALL = {"tile": (32, 64), "num_warps": 1}
+SMALL = {"TILE": (32, 64), "NUM_WARPS": 1}
 
 
 def operand(
@@ -53,7 +54,8 @@ def check(*args: Tensor | None, alignment: int = 1, **tuning: Any) -> None:
     """The kernels' result on DEVICE against the op's on the CPU: exponents, offs and valid columns bit for bit."""
     want = torch.ops.mxep.fold_for_wgrad(*args, alignment)
     on_device = [arg if arg is None else arg.to(DEVICE) for arg in args]
-    got = kernels.fold_for_wgrad(*on_device, alignment, **SMALL | tuning)  # type: ignore[arg-type]
+    with mock.patch.multiple(kernels, **SMALL | tuning):
+        got = kernels.fold_for_wgrad(*on_device, alignment)  # type: ignore[arg-type]
     for a, b in zip(got, want):
         assert (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True)
     assert torch.equal(got[2].cpu(), want[2])
@@ -70,7 +72,7 @@ def test_every_code_under_every_shift(fmt: MXFormat, y_format: MXFormat) -> None
     qdata = torch.arange(256, dtype=torch.uint8).expand(72, 256).view(fmt.dtype)
     scale = (60 + torch.arange(72)[:, None] - torch.arange(8)).to(torch.uint8).view(torch.float8_e8m0fnu)
     y, y_scale = operand(72, 32, 32, y_format, spread=0)
-    large = {"tile": (64, 128), "num_warps": 4}
+    large = {"TILE": (64, 128), "NUM_WARPS": 4}
     check(qdata, scale, None, y, y_scale, None, ends_of(40, 32), **large)
     check(y, y_scale, None, qdata, scale, None, ends_of(72), **large)
 
@@ -120,7 +122,8 @@ def test_slots_at_any_address(spare: int) -> None:
 )
 def test_any_tile_in_any_order(tile: tuple[int, int], group_m: int, programs: int) -> None:
     x, y = operand(104, 160, seed=3), operand(104, 64, seed=4)
-    check(*x, None, *y, None, ends_of(30, 67), tile=tile, group_m=group_m, programs_per_sm=programs, scale_elements=64)
+    tuning = {"TILE": tile, "GROUP_M": group_m, "PROGRAMS_PER_SM": programs, "SCALE_ELEMENTS": 64}
+    check(*x, None, *y, None, ends_of(30, 67), **tuning)
 
 
 def test_no_rows_and_no_columns() -> None:

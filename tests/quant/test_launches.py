@@ -23,7 +23,6 @@ TESTED = (
     "requantize gathered",
     "fold 16384",
     "fold rows of one scale",
-    "fold_with_stats",
     "materialize",
     "gather_swizzled",
     "fold_for_wgrad",

@@ -79,7 +79,7 @@ KERNEL_CASES = [
     (5, 96, 32, {}),
     (5, 96, 96, {}),
     (2, 768, 32, {}),
-    (2, 1280, 1280, {"thread_elements": 1}),
+    (2, 1280, 1280, {"THREAD_ELEMENTS": 1}),
     (RMS_NORM_PARTS + 2, 64, 32, {}),
 ]
 
@@ -87,15 +87,17 @@ KERNEL_CASES = [
 @pytest.mark.parametrize(("rows", "D", "block_size", "tuning"), KERNEL_CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_kernels_have_the_references_bits(
-    rows: int, D: int, block_size: int, tuning: dict[str, int], dtype: torch.dtype
+    rows: int, D: int, block_size: int, tuning: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, value in tuning.items():
+        monkeypatch.setattr(kernels, name, value)
     x, dy, weight = problem(rows, D, dtype)
     how: Any = EPS, E4M3.dtype, "rceil", block_size
     want = rms_norm_quantize_op.reference(x, weight, *how)
-    got = kernels.rms_norm_quantize(x.to(DEVICE), weight.to(DEVICE), *how, **tuning)
+    got = kernels.rms_norm_quantize(x.to(DEVICE), weight.to(DEVICE), *how)
     assert all(same(a, b) for a, b in zip(got, want, strict=True))
     want = rms_norm_backward_op.reference(dy, x, weight, want[2])
-    got = kernels.rms_norm_backward(dy.to(DEVICE), x.to(DEVICE), weight.to(DEVICE), got[2], **tuning)
+    got = kernels.rms_norm_backward(dy.to(DEVICE), x.to(DEVICE), weight.to(DEVICE), got[2])
     assert all(same(a, b) for a, b in zip(got, want, strict=True))
 
 

@@ -39,29 +39,25 @@ class Slots:
     num_tokens: Tensor | None
 
 
+@dataclass(slots=True)
 class DispatchHandle:
     """A dispatch in flight. ``tables``: the senders' (expert_ids, weights, num_tokens), already here, or None."""
 
-    __slots__ = ("_slots", "_workspace", "tables")
-
-    def __init__(self, workspace: Workspace, payload: tuple[Tensor, ...], tables: Tables | None) -> None:
-        self.tables = tables
-        self._workspace = workspace
-        self._slots = Slots(payload, *(tables or (None, None, None)))
+    _workspace: Workspace
+    _payload: tuple[Tensor, ...]
+    tables: Tables | None
 
     def wait(self) -> Slots:
         self._workspace.join()
-        return self._slots
+        return Slots(self._payload, *(self.tables or (None, None, None)))
 
 
+@dataclass(slots=True)
 class CombineHandle:
     """A combine in flight."""
 
-    __slots__ = ("_result", "_workspace")
-
-    def __init__(self, workspace: Workspace, out: Tensor, values: Tensor | None) -> None:
-        self._workspace = workspace
-        self._result = out, values
+    _workspace: Workspace
+    _result: tuple[Tensor, Tensor | None]
 
     def wait(self) -> tuple[Tensor, Tensor | None]:
         self._workspace.join()
@@ -185,7 +181,7 @@ def combine(
         workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values, num_sms)
     finally:
         workspace.leave_stream()
-    return CombineHandle(workspace, out, values)
+    return CombineHandle(workspace, (out, values))
 
 
 # ── checks of arguments ──────────────────────────────────────────────────────────────────────────────────────────────

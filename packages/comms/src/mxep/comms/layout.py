@@ -7,7 +7,7 @@
     values      (W, T_max, K) fp32                 routing weights of a dispatch, row values of a combine
     num_tokens  (W,) int32                         T of each sender
 
-Signals and counters come first, at the same offset whatever the layout: layouts may share buffers.
+Signals come first, then counters, at the same offset whatever the layout: layouts may share buffers.
 Every region starts on a multiple of 16 bytes, and so does every row.
 """
 
@@ -58,10 +58,6 @@ class Layout:
     @cached_property
     def num_slots(self) -> int:
         return self.world_size * self.max_tokens
-
-    @cached_property
-    def signals_start(self) -> int:
-        return 0
 
     @cached_property
     def counters_start(self) -> int:

@@ -46,6 +46,9 @@ class NvshmemTransport(CudaTransport):
         timeout: seconds that a barrier waits for a peer, as in SymmetricMemoryTransport. Opening, and allocating, wait
             for all ranks without a limit but the process group's.
 
+    Attributes:
+        bases: (W,) int64 on the device, each rank's PE << PE_SHIFT.
+
     Collective. Raises RuntimeError on every rank if one has no CUDA, no process group, no NVSHMEM, no device library or
     one of another version, or has used symmetric memory otherwise; ValueError for a group of some ranks.
     """
@@ -98,7 +101,10 @@ class NvshmemTransport(CudaTransport):
     def put(
         self, buffer: StagedBuffer, source: Tensor, destinations: Tensor, num_sms: int | None, groups: int = 1
     ) -> None:
-        """As `puts.PutTransport` has it."""
+        """Row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64.
+
+        groups: the rows are so many runs of equal length, to be taken in turns.
+        """
         programs = min(num_sms or self.max_sms, self.max_sms)
         # A program takes every so-manieth put: it should not always be to the same rank.
         while math.gcd(programs, max(destinations.shape[1], groups)) > 1:
@@ -106,11 +112,11 @@ class NvshmemTransport(CudaTransport):
         self._kernels.put(self._put_kernel, programs, source, buffer.local, destinations, groups)
 
     def meet(self, buffer: StagedBuffer, channel: int, op_id: int, counters_start: int) -> None:
-        """As `puts.PutTransport` has it."""
+        """All puts of all ranks have landed."""
         self._meet(buffer.local, channel, op_id, counters_start)
 
     def _meet(self, buffer: Tensor, channel: int, op_id: int, counters_start: int) -> None:
-        numbers = op_id, channel, self.rank, 0, counters_start
+        numbers = op_id, channel, self.rank, counters_start
         self._kernels.meet(self._meet_kernel, buffer, self.pes, self.state, *numbers)
 
     def _prepare(self) -> None:

@@ -15,42 +15,22 @@ The staging area is written anew only after the last exchange on that buffer has
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .kernels.staged import stage_sums, sum_arrived_slots
 from .layout import ALIGNMENT, ROWS, TABLES, Layout, round_up
+from .nvshmem import NvshmemTransport
 from .plain import owners, width_of
 from .plan import RoutingPlan, narrow_ids
 from .transport import StagedBuffer
 
 
-class PutTransport(Protocol):
-    """What PutExchange asks of a transport. bases: (W,) int64 on the device, each rank's PE << PE_SHIFT."""
-
-    rank: int
-    bases: Tensor
-
-    def put(
-        self, buffer: StagedBuffer, source: Tensor, destinations: Tensor, num_sms: int | None, groups: int = 1
-    ) -> None:
-        """Row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64.
-
-        groups: the rows are so many runs of equal length, to be taken in turns.
-        """
-        ...
-
-    def meet(self, buffer: StagedBuffer, channel: int, op_id: int, counters_start: int) -> None:
-        """All puts of all ranks have landed."""
-        ...
-
-
 class PutExchange:
     """Of one workspace; `plain.py` says what each method does. num_sms: as of `kernels/exchange.py`."""
 
-    def __init__(self, transport: PutTransport, layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:
+    def __init__(self, transport: NvshmemTransport, layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:
         self.transport, self.layout, self.experts_per_rank = transport, layout, experts_per_rank
         self.rank, self.num_sms = transport.rank, num_sms
 

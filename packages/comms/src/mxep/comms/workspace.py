@@ -115,15 +115,6 @@ class Workspace:
         self.steps = _make_exchange(transport, self.layout, self.num_local_experts, num_sms)
         self._make_room()
 
-    @property
-    def buffers(self) -> tuple[SymmetricBuffer, ...]:
-        return self.arena.buffers
-
-    @property
-    def exchanges(self) -> int:
-        """Made so far, by all workspaces of the transport."""
-        return self.arena.exchanges
-
     def is_on_other_device(self) -> bool:
         """Whether the current device is not the transport's."""
         return self._device_index is not None and torch._C._cuda_getDevice() != self._device_index

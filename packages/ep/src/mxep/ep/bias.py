@@ -8,8 +8,6 @@ its gradients take d_out as it is, unquantized. Ranks that share experts gather 
 gradient: torch's own collectives. gate_up's is added by the product's kernel (`steps.py`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ collectives, and mxfp8 over symmetric memory; the others cost nothing and are in
 process for itself, is not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 

@@ -3,8 +3,6 @@
 e experts here, D model dim, F hidden dim.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mxep.gemm.checks import check_weight

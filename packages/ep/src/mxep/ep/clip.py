@@ -6,8 +6,6 @@
 torch's own `clip_grad_norm_` takes no mix of the two, and of plain shares would count this rank's alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

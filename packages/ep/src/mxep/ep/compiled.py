@@ -14,8 +14,6 @@ do. Layers that are checkpointed are not chained where they are computed again: 
 on all ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +26,7 @@ from mxep.comms import RoutingPlan, make_plan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS, select
 from mxep.gemm.quantize_once import weights_are_held
-from mxep.gemm.several import Weight, halves, weight_of
+from mxep.gemm.several import Weight, tensors_of, weight_of
 from mxep.quant import E4M3, SwiGLU
 
 from .checks import check_weights
@@ -62,7 +60,7 @@ def compiled_layer(
     """out (T, D), as of `route_through_experts`, where there is no `unsupported_reason`."""
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
     check_weights(x, gate_up_proj, down_proj, gate_up_bias, config)
-    proj = halves(gate_up_proj)
+    proj = tensors_of(gate_up_proj)
     bias_needs = gate_up_bias is not None and gate_up_bias.requires_grad
     needs = [any(half.requires_grad for half in proj), down_proj.requires_grad, bias_needs]
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)

@@ -4,8 +4,6 @@ e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_pro
 up part; with an interleaved activation gate and up take turns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
+from mxep.gemm.functional import between_graphs
 from mxep.gemm.several import Weight, joined
 from mxep.quant import SwiGLU
 
@@ -110,16 +109,17 @@ def run_experts(
     bias = None if down_bias is None else local_weight(down_bias)
     if bias is not None and bias.shape != (wanted := (dispatcher.num_local_experts, x.shape[1])):
         raise ValueError(f"down_bias: got shape {tuple(bias.shape)}, want (experts here, D) = {wanted}")
-    route = route_through_experts if recipe.wgrad == "mx" else _compose
-    out, routing = route(x, expert_ids, weights, gate_up_proj, down_proj, config=config, gate_up_bias=gate_up_bias)
+    tensors = x, expert_ids, weights, gate_up_proj, down_proj
+    if recipe.wgrad == "mx":
+        out, routing = route_through_experts(*tensors, config=config, gate_up_bias=gate_up_bias)
+    else:
+        out, routing = between_graphs(_compose, *tensors, config=config, gate_up_bias=gate_up_bias)
     if bias is not None:
         group = dispatcher.group if dispatcher.spans_ranks else None
         out = add_down_bias(out, expert_ids, weights, bias, scale=wgrad_scale, group=group)
     return out, routing
 
 
-# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def _compose(
     x: Tensor,
     expert_ids: Tensor,

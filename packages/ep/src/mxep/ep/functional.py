@@ -19,8 +19,6 @@ Under torch.compile they break the graph, but `expert_mlp` and `swiglu` of a rec
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -33,6 +31,7 @@ from mxep import quant
 from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
+from mxep.gemm.functional import between_graphs
 from mxep.quant import SwiGLU
 
 from .bias import scaled_gradient
@@ -45,13 +44,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def _between_graphs(function: _Function) -> _Function:
     """A break for torch.compile where it moves rows or gives an MXTensor a gradient, which no graph can hold."""
-    # The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
-    eager = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def call(*tensors: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling() and ("dispatcher" in options or options["recipe"].scaling != "none"):
-            return eager(*tensors, **options)
+            return between_graphs(function, *tensors, **options)
         return function(*tensors, **options)
 
     return cast(_Function, call)

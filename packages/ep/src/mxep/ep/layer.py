@@ -12,8 +12,6 @@ Weight gradients that a backward does not want are left to a later one, which ex
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mxep.gemm.functional import between_graphs
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.several import Weight, halves, weight_of
+from mxep.gemm.several import Weight, tensors_of, weight_of
 
 from .checks import check_weights
 from .compiled import compiled_layer, unsupported_reason
@@ -66,8 +65,8 @@ def route_through_experts(
         return _route(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
     if (reason := unsupported_reason(config)) is not None:
         torch._dynamo.graph_break(msg=f"route_through_experts is in no graph: {reason}")
-        return _route_between_graphs(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
-    gate, *up = map(local_weight, halves(gate_up_proj))
+        return between_graphs(_route, x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
+    gate, *up = map(local_weight, tensors_of(gate_up_proj))
     bias = None if gate_up_bias is None else local_weight(gate_up_bias)
     proj: Weight = (gate, up[0]) if up else gate
     return compiled_layer(x, expert_ids, weights, proj, local_weight(down_proj), bias, config), None
@@ -83,17 +82,13 @@ def _route(
     config: LayerConfig,
 ) -> tuple[Tensor, Routing]:
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
-    gate, *up = halves(gate_up_proj)
+    gate, *up = tensors_of(gate_up_proj)
     bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
     check_weights(x, local_weights(gate, *up), local_tensor(down_proj), bias, config)
     tensors = x, weights, gate, down_proj, up[0] if up else None, gate_up_bias
     backward = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     out, routing = _Layer.apply(*tensors, expert_ids, config, backward)  # type: ignore[no-untyped-call]
     return out, routing
-
-
-# The private name is torch.compiler.disable without importing dynamo, for seconds, when this module is imported.
-_route_between_graphs = torch._disable_dynamo(_route)  # type: ignore[attr-defined]
 
 
 def local_weights(gate: Tensor, up: Tensor | None = None) -> Weight:
@@ -119,8 +114,8 @@ class _Layer(torch.autograd.Function):
         ctx.needs = _of_parameters(ctx.needs_input_grad)
         bias = None if gate_up_bias is None else local_tensor(gate_up_bias)
         out, routing, saved = layer_forward(x, weights, expert_ids, proj, down, config, backward, ctx.needs, bias)
-        ctx.halves = len(halves(proj))
-        ctx.save_for_backward(*halves(proj), down, *saved)
+        ctx.halves = len(tensors_of(proj))
+        ctx.save_for_backward(*tensors_of(proj), down, *saved)
         ctx.config, ctx.routing, ctx.kept = config, routing, None
         ctx.dtypes, ctx.shares = (gate_up_proj.dtype, down_proj.dtype), (Share(gate_up_proj), Share(down_proj))
         ctx.up_share = None if up_proj is None else Share(up_proj)

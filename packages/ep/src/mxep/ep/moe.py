@@ -3,8 +3,6 @@
 x (..., D) -> router -> dispatch -> experts -> combine (+ shared expert) -> (..., D)
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

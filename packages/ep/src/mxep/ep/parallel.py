@@ -8,8 +8,6 @@ Expert weights (E, ...) are DTensors sharded on their first dimension, so that t
 at one degree and loads them at another; the router and the shared expert stay as they are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

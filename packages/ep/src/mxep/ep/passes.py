@@ -9,8 +9,6 @@ does, its steps between exchanges are (`steps.py`). Weights that `quantize_weigh
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections.abc import Callable, Hashable

@@ -12,8 +12,6 @@ remembers what a list holds, and a compiler learns its shapes without running an
 R_max rows that fit, S slots, D model dim, F hidden dim, e local experts.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ from mxep.comms import RoutingPlan
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
-from mxep.gemm.several import Weight, halves
+from mxep.gemm.several import Weight, tensors_of
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts
 
@@ -51,7 +49,7 @@ class Saved(NamedTuple):
         needs: Needs,
         *,
         copied: bool,
-    ) -> Saved:
+    ) -> "Saved":
         """`flat`'s tensors. weights: gate_up_proj, down_proj. copied: as for `keeps_rows`."""
         parts = num_parts(recipe) * needs[0]
         gate_up, *of_weights = flat[parts:]
@@ -118,5 +116,5 @@ def _later(w: Weight, parts: list[Tensor]) -> SavedWeight:
     if len(parts) < 2:
         return SavedWeight(w, parts[0] if parts else None)
     qdata, scale = parts
-    dtype = halves(w)[0].dtype
+    dtype = tensors_of(w)[0].dtype
     return SavedWeight(MXParts(qdata, scale, None, (-2, -1), qdata.shape[-1] // scale.shape[-1], dtype), None)

@@ -12,8 +12,6 @@ and torch.compile has it in one graph; each half is replayed (`mxep.quant.replay
 `mxep.gemm.linear`'s.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

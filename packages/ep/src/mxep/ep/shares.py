@@ -3,8 +3,6 @@
 E experts in all, W ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ backward kernel of SwiGLU, which reads gate_up anyway, writes it again for the g
 R_max rows, D model dim, F hidden dim, e local experts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

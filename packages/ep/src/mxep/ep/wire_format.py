@@ -6,8 +6,6 @@
 comms transports the parts without knowing what they mean; `WireFormat.rows` puts them together on the other side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +34,7 @@ class WireFormat:
     block_size: int = 0
 
     @staticmethod
-    def of(x: Tensor, recipe: Recipe, fmt: MXFormat) -> WireFormat:
+    def of(x: Tensor, recipe: Recipe, fmt: MXFormat) -> "WireFormat":
         """Of x (T, D) as the recipe quantizes it to `fmt`."""
         if recipe.scaling == "none":
             return WireFormat(x.dtype)

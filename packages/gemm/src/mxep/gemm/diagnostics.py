@@ -161,7 +161,8 @@ def _add_wgrad(p: FoldedProduct, dy: MXTensor, a: MXTensor, offs: Tensor) -> Non
     p.spread = max([p.spread, *torch.cat(spreads).tolist()])
     exact = grouped_wgrad_reference(y, None, None, x, None, None, offs, torch.float32)
     parts = folded.y_t, folded.x_t, folded.exponent, folded.offs
-    product = fp8_grouped_wgrad.reference(*parts, torch.float32)
+    product = torch.empty_like(exact)
+    fp8_grouped_wgrad.reference(product, *parts, 1.0, False)
     _add_snr(p, exact, product)
     _add_snr(p, exact.mT, product.mT)
 

@@ -27,7 +27,7 @@ from mxep.gemm.checks import check_operands, check_quantized_weight, check_tenso
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
 from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import halves, weight_of
+from mxep.gemm.several import tensors_of, weight_of
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor, group_sums
 from mxep.quant.replay import MXParts
@@ -146,7 +146,7 @@ class _GroupedMM(torch.autograd.Function):
         out, a_saved, blocks, amax = steps.forward(tensors, recipe, backend, out_dtype, needs)
         first, *others = ws if blocks is None else (blocks,)
         if saved is not None:
-            (first, *others), amax = halves(saved.weight), saved.amax
+            (first, *others), amax = tensors_of(saved.weight), saved.amax
         if weight is not None and weight.colwise is not None:
             first = weight.colwise
         a_parts, ctx.a_rest = taken_apart(a_saved)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import Weight, halves, quantize_colwise, quantize_rowwise, weight_of
+from mxep.gemm.several import Weight, quantize_colwise, quantize_rowwise, tensors_of, weight_of
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts, Replayed, Tensors, replayed
 
@@ -143,7 +143,7 @@ class QuantizedOnce:
     def _get(
         self, quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None, *how: Any
     ) -> Tensors:
-        parts = halves(w)
+        parts = tensors_of(w)
         first, version = parts[0], [None if x.is_inference() else x._version for x in parts]
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         places = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in parts)
@@ -225,7 +225,7 @@ def is_held(w: Weight, recipe: Recipe) -> bool:
     replayed function found by itself would be as old as the graph."""
     if not weights_are_held() or torch.compiler.is_compiling() or recipe.scaling == "none":
         return False
-    return all(type(x) in (Tensor, nn.Parameter) for x in halves(w)) and not in_graph_tree(halves(w)[0].device)
+    return all(type(x) in (Tensor, nn.Parameter) for x in tensors_of(w)) and not in_graph_tree(tensors_of(w)[0].device)
 
 
 def weights_are_held() -> bool:
@@ -236,7 +236,7 @@ def weights_are_held() -> bool:
 def _once(quantize: Replayed, w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None, *how: Any) -> Tensors:
     """quantize([*parts of w, amax], ...), or what an open `quantize_weights_once` holds of it."""
     if (once := _open) is None or not is_held(w, recipe):
-        return quantize.function([*halves(w), amax], recipe, backend, *how)
+        return quantize.function([*tensors_of(w), amax], recipe, backend, *how)
     return once._get(quantize, w, recipe, backend, amax, *how)
 
 

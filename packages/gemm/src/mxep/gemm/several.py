@@ -28,13 +28,13 @@ def joined(w: Weight) -> Tensor:
     return w if isinstance(w, Tensor) else torch.cat(w, 1)
 
 
-def halves(w: Weight) -> tuple[Tensor, ...]:
+def tensors_of(w: Weight) -> tuple[Tensor, ...]:
     """The tensors that a weight is."""
     return (w,) if isinstance(w, Tensor) else w
 
 
 def weight_of(parts: Sequence[Any]) -> Any:
-    """The weight whose `halves` these are: one tensor (or what stands for it) is the weight itself."""
+    """The weight whose `tensors_of` these are: one tensor (or what stands for it) is the weight itself."""
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 

@@ -29,15 +29,6 @@ def _same_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     return _map(args[0], lambda part: func(part, **kwargs))
 
 
-def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    """qdata, scales and index of any value, in the memory that is asked for."""
-    mx = args[0]
-    if kwargs.get("dtype") not in (None, mx.dtype):
-        raise NotImplementedError(f"{func} of an MXTensor as {kwargs['dtype']}: want {mx.dtype}, its own")
-    kwargs = {name: kwargs[name] for name in ("device", "pin_memory", "memory_format") if name in kwargs}
-    return _map(mx, lambda part: func(part, **kwargs))
-
-
 def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     mx = args[0]
     return all(part.is_pinned() for part in (mx.qdata, mx.scale, mx.row_index) if part is not None)
@@ -73,40 +64,30 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     return mx.with_parts(mx.qdata.view(size), mx.scale.reshape(*size[:-1], mx.scale.shape[-1]))
 
 
-def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    mx = args[0]
-    if kwargs.get("dtype") not in (None, mx.dtype):
-        raise NotImplementedError(f"{func} of an MXTensor to {kwargs['dtype']}: call .dequantize({kwargs['dtype']})")
-    kwargs = {name: kwargs[name] for name in ("device", "non_blocking", "memory_format") if name in kwargs}
-    return _map(mx, lambda part: func(part, **kwargs))
+def _in_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
+    """qdata, scales and index, copied or of any value, in the memory that is asked for."""
+    mx, dtype = args[0], kwargs.get("dtype")
+    if dtype not in (None, mx.dtype):
+        raise NotImplementedError(f"{func} of an MXTensor as {dtype}: want {mx.dtype}; or call .dequantize({dtype})")
+    names = {"device", "non_blocking", "pin_memory", "memory_format"} & kwargs.keys()
+    return _map(mx, lambda part: func(part, **{name: kwargs[name] for name in names}))
 
 
-def _transposed(mx: MX) -> MX:
+def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
+    """The last two axes: t, transpose(i, j) or permute(order)."""
+    mx, *dims = args
+    *rest, a, b = order = [*range(mx.ndim)]
+    if func is aten.permute.default:
+        order = [dim % mx.ndim for dim in dims[0]]
+    else:
+        i, j = (dim % mx.ndim for dim in dims or (-2, -1))
+        order[i], order[j] = j, i
+    if order != [*rest, b, a]:
+        raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be transposed")
     if mx.row_index is not None:
         raise NotImplementedError("an MXTensor with a row index cannot be transposed: call .materialize() first")
     axis = -3 - mx.axis if isinstance(mx.axis, int) else mx.axis
     return mx.with_parts(mx.qdata.mT, mx.scale.mT, None, axis)
-
-
-def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    return _transposed(args[0])
-
-
-def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    mx = args[0]
-    dims = args[1:]
-    if sorted(dim % mx.ndim for dim in dims) != [mx.ndim - 2, mx.ndim - 1]:
-        raise NotImplementedError(f"{func} of an MXTensor along {dims}: only its last two axes can be transposed")
-    return _transposed(mx)
-
-
-def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
-    mx = args[0]
-    dims = args[1]
-    *rest, a, b = range(mx.ndim)
-    if [dim % mx.ndim for dim in dims] != [*rest, b, a]:
-        raise NotImplementedError(f"{func} of an MXTensor to {dims}: only its last two axes can be transposed")
-    return _transposed(mx)
 
 
 def _blocked(mx: MX) -> tuple[int, ...]:
@@ -181,8 +162,8 @@ HANDLERS: dict[Any, Handler] = {
     aten.alias.default: _same_parts,
     aten.detach.default: _same_parts,
     aten.clone.default: _same_parts,
-    aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _new_like,
+    aten._to_copy.default: _in_memory,
+    aten.empty_like.default: _in_memory,
     aten.is_pinned.default: _is_pinned,
     aten._pin_memory.default: _same_parts,
     aten.copy_.default: _copy_,
@@ -192,9 +173,9 @@ HANDLERS: dict[Any, Handler] = {
     aten.index_select.default: _index_select,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
-    aten.t.default: _t,
+    aten.t.default: _transpose,
     aten.transpose.int: _transpose,
-    aten.permute.default: _permute,
+    aten.permute.default: _transpose,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
 }

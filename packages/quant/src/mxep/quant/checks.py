@@ -70,12 +70,6 @@ def check_block(block_size: int | None, axis: Axis, x: Tensor) -> int:
     return block_size
 
 
-def scale_shape(shape: torch.Size, axis: Axis, block_size: int) -> torch.Size:
-    """The shape of the scales of qdata of `shape`."""
-    n, k = shape[-2:]
-    return torch.Size((*shape[:-2], n if axis == -1 else n // block_size, k if axis == -2 else k // block_size))
-
-
 def check_parts(
     qdata: Tensor, scale: Tensor, row_index: Tensor | None, axis: Axis, block_size: int, orig_dtype: torch.dtype
 ) -> None:
@@ -98,20 +92,17 @@ def check_parts(
         raise ValueError(f"orig_dtype: got {orig_dtype}, want one of {VALUE_DTYPES}")
     if scale.dtype != SCALE_DTYPE:
         raise ValueError(f"scales: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
-    wanted = scale_shape(qdata.shape, axis, block_size)
+    *rest, n, k = qdata.shape
+    wanted = *rest, n if axis == -1 else n // block_size, k if axis == -2 else k // block_size
     if scale.shape != wanted:
         raise ValueError(
-            f"scales: got shape {tuple(scale.shape)}, want {tuple(wanted)} "
+            f"scales: got shape {tuple(scale.shape)}, want {wanted} "
             f"for qdata {tuple(qdata.shape)} in blocks of {block_size} along axis {axis}"
         )
     if scale.device != qdata.device:
         raise ValueError(f"scales: got device {scale.device}, want {qdata.device}, where qdata is")
-    if row_index is not None:
-        check_row_index(row_index, qdata, axis)
-
-
-def check_row_index(row_index: Tensor, qdata: Tensor, axis: Axis) -> None:
-    """`row_index` must be int32 (R,) on the device of `qdata`, which must be (S, K) blocked along its rows."""
+    if row_index is None:
+        return
     if row_index.dtype != torch.int32 or row_index.ndim != 1:
         raise ValueError(
             f"row_index: got {row_index.dtype} of shape {tuple(row_index.shape)}, want torch.int32 of one axis"

@@ -66,7 +66,7 @@ def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
 
 
 def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTensor, FoldStats]:
-    """`fold`, and what it changed, counted in the same pass: elements changed, flushed to zero, spread of each row.
+    """`fold`, and what it changed: elements changed, flushed to zero, spread of each row. In plain torch on any device.
 
     Rows from offs[-1] on are not counted; their spread is unspecified. ValueError as for `fold`.
     """
@@ -170,7 +170,6 @@ def fold_op(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor
         qdata.new_empty((), dtype=torch.int64),
         qdata.new_empty((*qdata.shape[:-2], num_rows(qdata, row_index)), dtype=torch.int32),
     ),
-    launcher="mxep.quant.kernels.fold:fold_with_stats",
 )
 def _fold_with_stats(
     qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None

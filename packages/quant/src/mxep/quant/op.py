@@ -58,7 +58,7 @@ class Op:
             return self._overload(*args)
         on_cuda, graded = False, torch.is_grad_enabled()
         for i in self._tensors:
-            x = args[i] if i < len(args) else None
+            x = args[i]
             if x is None:
                 continue
             kind = type(x)
@@ -68,15 +68,14 @@ class Op:
         if not on_cuda or self._name is None:
             return self.reference(*args)
         for i in self._written:
-            if i < len(args) and args[i] is not None:
-                torch.autograd.graph.increment_version(args[i])
+            torch.autograd.graph.increment_version(args[i])
         return self._launch(*args)
 
     def _launch(self, *args: Any) -> Any:
         """The launcher, with vectors (tensors of one axis: row_index, offs, bias ...) packed, as kernels read them."""
         index = None
         for i in self._tensors:
-            x = args[i] if i < len(args) else None
+            x = args[i]
             if x is None:
                 continue
             here = x.get_device()

@@ -68,24 +68,9 @@ class MXTensor(Tensor):
         shape, strides = qdata.shape, qdata.stride()
         if row_index is not None:
             shape, strides = torch.Size((row_index.shape[0], qdata.shape[1])), (qdata.shape[1], 1)
-        return Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device)
-
-    def __init__(
-        self,
-        qdata: Tensor,
-        scale: Tensor,
-        row_index: Tensor | None,
-        axis: Axis,
-        block_size: int,
-        orig_dtype: torch.dtype,
-        *,
-        trusted: bool = False,
-    ) -> None:
-        self.qdata = qdata
-        self.scale = scale
-        self.row_index = row_index
-        self.axis = axis
-        self.block_size = block_size
+        self = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device)
+        self.qdata, self.scale, self.row_index, self.axis, self.block_size = qdata, scale, row_index, axis, block_size
+        return self
 
     @staticmethod
     def from_qdata_and_scales(
@@ -211,15 +196,13 @@ class MXTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        handler = HANDLERS.get(func)
-        if handler is None:
-            # Inside an op of torch.library what is made of other ops, as `mT`, has not been taken apart before.
-            result = func.decompose(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
-        if handler is None:
+        if (handler := HANDLERS.get(func)) is not None:
+            return handler(func, args, kwargs or {})
+        # Inside an op of torch.library what is made of other ops, as `mT`, has not been taken apart before.
+        result = func.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
             raise NotImplementedError(f"MXTensor does not implement {func}: call .dequantize() first")
-        return handler(func, args, kwargs or {})
+        return result
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "MXTensor"], tuple[Any, ...]]:
         # Bytes: torch's plain pickles of 8-bit floats cannot be read back.
@@ -264,21 +247,12 @@ class _Dequantize(torch.autograd.Function):
 
 class _Wrap(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        source: Tensor,
-        qdata: Tensor,
-        scale: Tensor,
-        row_index: Tensor | None,
-        axis: Axis,
-        block_size: int,
-        dtype: torch.dtype,
-    ) -> MXTensor:
-        return MXTensor(qdata, scale, row_index, axis, block_size, dtype, trusted=True)
+    def forward(ctx: FunctionCtx, source: Tensor, *parts: Any) -> MXTensor:
+        return MXTensor(*parts, trusted=True)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None, None, None, None, None, None
+        return grads[0], *[None] * 6
 
 
 def wrap(
@@ -291,8 +265,8 @@ def wrap(
     dtype: torch.dtype,
 ) -> MXTensor:
     """An MXTensor of these parts whose gradient passes unchanged (straight through) to `source`, same shape."""
+    parts = qdata, scale, row_index, axis, block_size, dtype
     if not (source.requires_grad and torch.is_grad_enabled()) and not torch.compiler.is_compiling():
-        return MXTensor(qdata, scale, row_index, axis, block_size, dtype, trusted=True)
-    args = source, qdata, scale, row_index, axis, block_size, dtype
-    mx: MXTensor = _Wrap.apply(*args)  # type: ignore[no-untyped-call]
+        return MXTensor(*parts, trusted=True)
+    mx: MXTensor = _Wrap.apply(source, *parts)  # type: ignore[no-untyped-call]
     return mx

@@ -41,7 +41,7 @@ ARRIVED_AT_END = tl.constexpr(2 + CHANNELS)
 TILE_COUNTER = tl.constexpr(3 + CHANNELS)
 
 SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles", "chunks", "lag", "op_id",
-           "values_start", "signals_start", "counters_start", "rows_start")  # fmt: skip
+           "values_start", "counters_start", "rows_start")  # fmt: skip
 
 
 @triton.jit
@@ -147,7 +147,6 @@ def sum_arrived(
 def leave_chunk(
     pointers_ptr,
     counters_ptr,
-    signals_start,
     chunk,
     stored,
     chunk_tiles,
@@ -159,13 +158,13 @@ def leave_chunk(
     """Count the tiles of a chunk that this program has stored; the last program to count signals the chunk."""
     if stored > 0:
         if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):
-            signal_peers(pointers_ptr, signals_start, 1 + chunk, signal, rank, W, WP)
+            signal_peers(pointers_ptr, 1 + chunk, signal, rank, W, WP)
 
 
 @triton.jit(do_not_specialize=SCALARS)
 def combine_kernel(
     rows_ptr, row_values_ptr, slot_rows_ptr, num_tokens_ptr, ids_ptr, out_ptr, values_ptr, pointers_ptr, state_ptr,
-    num_tokens, max_tokens, rank, experts_per_rank, chunk_tiles, chunks, lag, op_id, values_start, signals_start,
+    num_tokens, max_tokens, rank, experts_per_rank, chunk_tiles, chunks, lag, op_id, values_start,
     counters_start, rows_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr, TICKET_TILES: tl.constexpr, CLOCK: tl.constexpr,
@@ -182,9 +181,9 @@ def combine_kernel(
     while tile < (chunks + lag) * chunk_tiles:
         now = tile // chunk_tiles
         if now > chunk:
-            leave_chunk(pointers_ptr, counters_ptr, signals_start, chunk, stored, chunk_tiles, signal, rank, W, WP)
+            leave_chunk(pointers_ptr, counters_ptr, chunk, stored, chunk_tiles, signal, rank, W, WP)
             if now >= lag:
-                wait_for_peers(local_base, signals_start, 1 + now - lag, signal, state_ptr, W, WP, CLOCK)
+                wait_for_peers(local_base, 1 + now - lag, signal, state_ptr, W, WP, CLOCK)
             chunk = now
             stored = 0
         token = tile * BLOCK_T + tokens
@@ -215,7 +214,7 @@ def combine_kernel(
                 experts_per_rank, rows_start, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, BLOCK_T,
             )  # fmt: skip
         tile = next_tile
-    leave_chunk(pointers_ptr, counters_ptr, signals_start, chunk, stored, chunk_tiles, signal, rank, W, WP)
+    leave_chunk(pointers_ptr, counters_ptr, chunk, stored, chunk_tiles, signal, rank, W, WP)
     if arrive(counters_ptr + ARRIVED_AT_END, 1, tl.num_programs(0)):
         tl.store(counters_ptr + 1, signal >> 32)
         tl.store(counters_ptr + TILE_COUNTER, tl.zeros((), tl.int64))

@@ -22,8 +22,8 @@ FEW_PROGRAMS = 64
 """Up to so many take tiles four times as large."""
 TABLE_PAIRS = 1024
 
-SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "op_id", "signals_start", "counters_start",
-           "rows_start", "ids_start", "values_start", "num_tokens_start")  # fmt: skip
+SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "op_id", "counters_start", "rows_start",
+           "ids_start", "values_start", "num_tokens_start")  # fmt: skip
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def store_part(
 @triton.jit(do_not_specialize=SCALARS)
 def dispatch_kernel(
     ids_ptr, part0_ptr, part1_ptr, pointers_ptr, state_ptr,
-    num_tokens, max_tokens, rank, experts_per_rank, op_id, signals_start, counters_start, rows_start,
+    num_tokens, max_tokens, rank, experts_per_rank, op_id, counters_start, rows_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROW_BYTES: tl.constexpr,
     WIDTH0: tl.constexpr, BLOCK0: tl.constexpr, OFFSET1: tl.constexpr, WIDTH1: tl.constexpr, BLOCK1: tl.constexpr,
     BLOCK_T: tl.constexpr, CLOCK: tl.constexpr,
@@ -106,14 +106,14 @@ def dispatch_kernel(
     counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 1, op_id)
     if arrive(counters_ptr + 3, 1, programs):
-        signal_and_wait(pointers_ptr, local_base, signals_start, 1, signal, state_ptr, rank, W, WP, CLOCK)
+        signal_and_wait(pointers_ptr, local_base, 1, signal, state_ptr, rank, W, WP, CLOCK)
         tl.store(counters_ptr + 1, signal >> 32)
 
 
 @triton.jit(do_not_specialize=SCALARS)
 def dispatch_tables_kernel(
     ids_ptr, weights_ptr, pointers_ptr, state_ptr, num_tokens, max_tokens, rank, experts_per_rank, op_id,
-    ids_start, values_start, num_tokens_start, signals_start, counters_start,
+    ids_start, values_start, num_tokens_start, counters_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ids (T, K), weights (T, K) and T into entry `rank` of every rank's tables."""
@@ -142,7 +142,7 @@ def dispatch_tables_kernel(
     counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 0, op_id)
     if arrive(counters_ptr + 2, 1, programs):
-        signal_and_wait(pointers_ptr, local_base, signals_start, 0, signal, state_ptr, rank, W, WP, CLOCK)
+        signal_and_wait(pointers_ptr, local_base, 0, signal, state_ptr, rank, W, WP, CLOCK)
         tl.store(counters_ptr, signal >> 32)
 
 

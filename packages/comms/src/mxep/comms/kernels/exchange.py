@@ -34,15 +34,14 @@ class KernelExchange:
         self._clock = {"CLOCK": transport.clock}
         self._tables = (
             layout.op_id("dispatch_tables", top_k), layout.ids_start, layout.values_start, layout.num_tokens_start,
-            layout.signals_start, layout.counters_start,
+            layout.counters_start,
         )  # fmt: skip
         self._dispatches: dict[Any, tuple[int, int, dict[str, Any]]] = {}
         self._combines: dict[Any, tuple[int, tuple[int, ...], dict[str, Any]]] = {}
 
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
-        layout = self.layout
-        op_id, starts = layout.op_id("refused", tokens), (layout.signals_start, layout.counters_start)
-        launch(signals.refuse_kernel, (1,), buffer.pointers, self.rank, op_id, *starts, **self._ranks, num_warps=1)
+        scalars = self.rank, self.layout.op_id("refused", tokens), self.layout.counters_start
+        launch(signals.refuse_kernel, (1,), buffer.pointers, *scalars, **self._ranks, num_warps=1)
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
         tokens, top_k = expert_ids.shape
@@ -71,7 +70,7 @@ class KernelExchange:
         block_t = dispatch.tokens_per_tile(tile_tokens, tokens, sms)
         launch(dispatch.dispatch_kernel, (max(1, min(-(-tokens // block_t), sms)),),
             expert_ids, part0, part1, buffer.pointers, self.state, tokens, layout.max_tokens, self.rank,
-            self.experts_per_rank, op_id, layout.signals_start, layout.counters_start, layout.rows_start,
+            self.experts_per_rank, op_id, layout.counters_start, layout.rows_start,
             **constants, BLOCK_T=block_t, **self._clock, num_warps=dispatch.NUM_WARPS,
         )  # fmt: skip
 
@@ -129,7 +128,7 @@ class KernelExchange:
         chunks = -(-tiles // chunk_tiles)
         lag = max(1, min(combine.LAG, chunks // 2))
         op_id = layout.op_id("combine", dim * dtype.itemsize)
-        starts = layout.values_start, layout.signals_start, layout.counters_start, layout.rows_start
+        starts = layout.values_start, layout.counters_start, layout.rows_start
         constants = {
             **self._sizes,
             "D": dim,

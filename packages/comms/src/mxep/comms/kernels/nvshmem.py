@@ -49,7 +49,7 @@ uint64_test = _declare("nvshmem_uint64_test", "int64", "int32", "int64")
 quiet = _declare("nvshmem_quiet")
 
 PUT_ARGUMENTS = ("source_ptr", "buffer_ptr", "destinations_ptr", "stride", "rows", "nbytes", "per_row", "groups")
-MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "op_id", "channel", "rank", "signals_start", "counters_start")
+MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "op_id", "channel", "rank", "counters_start")
 
 
 @triton.jit(do_not_specialize=PUT_ARGUMENTS)
@@ -72,7 +72,7 @@ def put_kernel(source_ptr, buffer_ptr, destinations_ptr, stride, rows, nbytes, p
 
 @triton.jit(do_not_specialize=MEET_ARGUMENTS)
 def meet_kernel(
-    buffer_ptr, pes_ptr, state_ptr, op_id, channel, rank, signals_start, counters_start,
+    buffer_ptr, pes_ptr, state_ptr, op_id, channel, rank, counters_start,
     W: tl.constexpr, WP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """All puts of this rank land; its signal goes to every rank, and every rank's signal is awaited. One warp."""
@@ -82,10 +82,10 @@ def meet_kernel(
     quiet()
     # Lane r signals rank r; lanes past W repeat what others do, which sets the same signal again.
     peer = tl.arange(0, LANES) % W
-    target = local_base + signals_start + (channel * W + rank) * 8
+    target = local_base + (channel * W + rank) * 8
     signal_op(target + peer.to(tl.int64) * 0, signal, SIGNAL_SET, tl.load(pes_ptr + peer))
-    wait_for_peers(local_base, signals_start, channel, signal, state_ptr, W, WP, True)
-    uint64_test(local_base + signals_start, CMP_GE, tl.zeros((), tl.int64))
+    wait_for_peers(local_base, channel, signal, state_ptr, W, WP, True)
+    uint64_test(local_base, CMP_GE, tl.zeros((), tl.int64))
     tl.store(counters_ptr, signal >> 32)
 
 
@@ -104,7 +104,7 @@ def compile_meet(library: str, world_size: int) -> Any:
     raw, ints, longs = torch.empty(16, dtype=torch.uint8), torch.empty(4, dtype=torch.int32), torch.empty(2).long()
     wide = 1 << PE_SHIFT
     return meet_kernel.run(
-        raw, ints, longs, wide, 2, 2, wide, wide, *_meet_constants(world_size),
+        raw, ints, longs, wide, 2, 2, wide, *_meet_constants(world_size),
         grid=(1,), warmup=True, num_warps=1, extern_libs={"libnvshmem_device": library},
     )  # fmt: skip
 
@@ -121,11 +121,10 @@ def put(kernel: Any, programs: int, source: Tensor, buffer: Tensor, destinations
 
 
 def meet(
-    kernel: Any, buffer: Tensor, pes: Tensor, state: Tensor, op_id: int, channel: int, rank: int,
-    signals_start: int, counters_start: int,
-) -> None:  # fmt: skip
+    kernel: Any, buffer: Tensor, pes: Tensor, state: Tensor, op_id: int, channel: int, rank: int, counters_start: int
+) -> None:
     constants = _meet_constants(pes.shape[0])
-    kernel[(1, 1, 1)](buffer, pes, state, op_id, channel, rank, signals_start, counters_start, *constants)
+    kernel[(1, 1, 1)](buffer, pes, state, op_id, channel, rank, counters_start, *constants)
 
 
 def _meet_constants(world_size: int) -> tuple[int, int, int]:

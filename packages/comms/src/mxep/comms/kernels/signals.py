@@ -53,20 +53,18 @@ def next_ticket(counters_ptr, counter: tl.constexpr):
 
 
 @triton.jit
-def signal_peers(pointers_ptr, signals_start, channel, signal, rank, W: tl.constexpr, WP: tl.constexpr):
+def signal_peers(pointers_ptr, channel, signal, rank, W: tl.constexpr, WP: tl.constexpr):
     peer = tl.arange(0, WP)
     base = tl.load(pointers_ptr + peer, mask=peer < W, other=0)
-    ptrs = (base + signals_start + (channel * W + rank) * 8).to(tl.pointer_type(tl.int64))
+    ptrs = (base + (channel * W + rank) * 8).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(ptrs, signal, mask=peer < W, sem="release", scope="sys")
 
 
 @triton.jit
-def wait_for_peers(
-    local_base, signals_start, channel, signal, state_ptr, W: tl.constexpr, WP: tl.constexpr, CLOCK: tl.constexpr
-):
+def wait_for_peers(local_base, channel, signal, state_ptr, W: tl.constexpr, WP: tl.constexpr, CLOCK: tl.constexpr):
     peer = tl.arange(0, WP)
     mask = peer < W
-    ptrs = (local_base + signals_start + channel * W * 8).to(tl.pointer_type(tl.int64)) + peer
+    ptrs = (local_base + channel * W * 8).to(tl.pointer_type(tl.int64)) + peer
     # Differences, as epochs wrap around: an int32's worth of exchanges may be a week of decoding.
     least = (signal >> 32) << 32
     seen = tl.load(ptrs, mask=mask, other=signal, volatile=True)
@@ -100,11 +98,11 @@ def wait_for_peers(
 
 @triton.jit
 def signal_and_wait(
-    pointers_ptr, local_base, signals_start, channel, signal, state_ptr, rank,
+    pointers_ptr, local_base, channel, signal, state_ptr, rank,
     W: tl.constexpr, WP: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    signal_peers(pointers_ptr, signals_start, channel, signal, rank, W, WP)
-    wait_for_peers(local_base, signals_start, channel, signal, state_ptr, W, WP, CLOCK)
+    signal_peers(pointers_ptr, channel, signal, rank, W, WP)
+    wait_for_peers(local_base, channel, signal, state_ptr, W, WP, CLOCK)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -113,16 +111,16 @@ def barrier_kernel(pointers_ptr, state_ptr, rank, W: tl.constexpr, WP: tl.conste
     local_base = tl.load(pointers_ptr + rank)
     counters_ptr = (local_base + W * 8).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 0, 0)
-    signal_and_wait(pointers_ptr, local_base, 0, 0, signal, state_ptr, rank, W, WP, CLOCK)
+    signal_and_wait(pointers_ptr, local_base, 0, signal, state_ptr, rank, W, WP, CLOCK)
     tl.store(counters_ptr, signal >> 32)
 
 
 @triton.jit(do_not_specialize=["rank", "op_id"])
-def refuse_kernel(pointers_ptr, rank, op_id, signals_start, counters_start, W: tl.constexpr, WP: tl.constexpr):
+def refuse_kernel(pointers_ptr, rank, op_id, counters_start, W: tl.constexpr, WP: tl.constexpr):
     """Where peers wait for tables (0) and for the first rows (1)."""
     counters_ptr = (tl.load(pointers_ptr + rank) + counters_start).to(tl.pointer_type(tl.int64))
     for channel in tl.static_range(2):
-        signal_peers(pointers_ptr, signals_start, channel, next_signal(counters_ptr, channel, op_id), rank, W, WP)
+        signal_peers(pointers_ptr, channel, next_signal(counters_ptr, channel, op_id), rank, W, WP)
 
 
 def barrier(pointers: Tensor, state: Tensor, rank: int, clock: bool) -> None:

@@ -1,7 +1,5 @@
 """Token dispatchers, by name: how tokens reach experts and come home."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ One exchange of sizes and its device-to-host copy a dispatch, none on the ways b
 dispatchers bring, in the same order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

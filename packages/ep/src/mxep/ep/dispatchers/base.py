@@ -12,8 +12,6 @@ T tokens of this rank, K experts a token, D model dim, E experts in all, e local
 S slots: what the local plan indexes (tokens themselves, received rows, or symmetric-memory slots).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -39,11 +37,11 @@ Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
 _T = TypeVar("_T")
 
-_dispatchers: weakref.WeakValueDictionary[str, TokenDispatcher] = weakref.WeakValueDictionary()
+_dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.WeakValueDictionary()
 """Those that live, by ``key``."""
 
 
-def find_dispatcher(key: str) -> TokenDispatcher:
+def find_dispatcher(key: str) -> "TokenDispatcher":
     """The living dispatcher with this ``key``: how ops of a compiled graph, which take no objects, find theirs.
 
     Raises KeyError if it is gone.
@@ -51,7 +49,7 @@ def find_dispatcher(key: str) -> TokenDispatcher:
     return _dispatchers[key]
 
 
-def unused_twin(made: TokenDispatcher) -> TokenDispatcher | None:
+def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
     """A living dispatcher like the one that was `made`, for layers to share, through which nothing was dispatched."""
     for each in _dispatchers.values():
         # Names of groups are used again once a group was destroyed.

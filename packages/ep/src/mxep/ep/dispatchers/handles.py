@@ -1,7 +1,5 @@
 """Handles of exchanges in flight, and of those that are over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 

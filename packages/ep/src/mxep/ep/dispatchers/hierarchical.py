@@ -20,12 +20,10 @@ order, then those of nodes in node order: each in fp32, rounded once to the rows
 rank, that is what the other dispatchers do. Rows of an expert are ordered by (l, n, token) of where they came from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +33,7 @@ from mxep.comms import Capacity, Transport, gather_rows, narrow_ids, sum_slots
 from mxep.quant.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, resolve_group
-from .handles import Handle, Later
+from .handles import Done, Handle, Later
 from .nodes import nodes_of
 from .symmetric import SymmetricDispatcher, most_tokens
 
@@ -210,15 +208,21 @@ class HierarchicalDispatcher(TokenDispatcher):
             raise RuntimeError("dispatcher: got a routing from before it was closed, wanted close() after backward")
         return self._within[num_slots]
 
-    def _cross(self, outgoing: Sequence[Tensor]) -> _Crossing:
+    def _cross(self, outgoing: Sequence[Tensor]) -> Handle[Payload]:
         """(N C, n_i) each, C rows to each node -> as many, C rows from each."""
         if self.nodes.across is None:
-            return _Crossing(tuple(outgoing), [])
+            return Done(tuple(outgoing))
         incoming, works = tuple(map(torch.empty_like, outgoing)), []
         for theirs, ours in zip(incoming, outgoing):
             parts = theirs.view(torch.uint8), ours.view(torch.uint8)
             works.append(dist.all_to_all_single(*parts, group=self.nodes.across, async_op=True))
-        return _Crossing(incoming, works)
+
+        def arrived() -> Payload:
+            for work in works:
+                work.wait()
+            return incoming
+
+        return Later(arrived)
 
     def _share(self, top_k: int) -> float:
         """Of tokens, that need a node if any nodes_per_token nodes, and any experts of theirs, are as likely."""
@@ -258,18 +262,6 @@ class HierarchicalDispatcher(TokenDispatcher):
         enough = math.ceil(100 * most / (max_tokens * self._share(top_k))) / 100
         cure = f"Capacity.factor({enough:g}) has as many, if rows of experts fit it, too"
         return f"rows did not fit {self.capacity}, {num_slots} slots for a node: {lost}; the step is not usable, {cure}"
-
-
-class _Crossing(NamedTuple):
-    """Rows on their way between nodes."""
-
-    rows: Payload
-    works: list[Any]
-
-    def wait(self) -> Payload:
-        for work in self.works:
-            work.wait()
-        return self.rows
 
 
 def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:

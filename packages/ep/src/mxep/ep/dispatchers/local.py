@@ -1,7 +1,5 @@
 """LocalDispatcher: no expert parallelism. Slots are the tokens themselves; only the plan is made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ W = 6 ranks, L = 2 of each node    within   (0 1) (2 3) (4 5)     the ranks of a
                                    across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
 """
 
-from __future__ import annotations
-
 import datetime
 import platform
 from dataclasses import dataclass

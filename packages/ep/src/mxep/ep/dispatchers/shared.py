@@ -4,8 +4,6 @@ Opening one is collective. So it stays open until all who opened it have closed 
 objects are collected differs from rank to rank. A process alone has nobody to agree with: there it goes with its users.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import MutableMapping
 from typing import Any

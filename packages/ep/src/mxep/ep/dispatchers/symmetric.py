@@ -4,11 +4,8 @@ A token travels once per destination rank; each receiver makes its own plan. Wor
 sizes: only then the ranks talk through collectives. All of a group's lie in one pair of buffers (`shared.py`).
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +13,6 @@ from torch import Tensor
 
 from mxep.comms import (
     Capacity,
-    DispatchHandle,
     NvshmemTransport,
     SymmetricBuffer,
     Transport,
@@ -27,26 +23,11 @@ from mxep.comms import (
 )
 
 from .base import Payload, Routing, TokenDispatcher, made_to_stay
-from .handles import Done, Handle
+from .handles import Done, Handle, Later
 from .shared import close_transport, open_transport
 
 OVERLAP_SMS = 32
 """SMs that a dispatch may use while something else computes: it gets 0.92 of the links' bandwidth."""
-
-
-class _Dispatched(NamedTuple):
-    handle: DispatchHandle
-    routing: Routing
-
-    def wait(self) -> tuple[Payload, Routing]:
-        return self.handle.wait().payload, self.routing
-
-
-class _Redispatched(NamedTuple):
-    handle: DispatchHandle
-
-    def wait(self) -> Payload:
-        return self.handle.wait().payload
 
 
 class SymmetricDispatcher(TokenDispatcher):
@@ -113,13 +94,15 @@ class SymmetricDispatcher(TokenDispatcher):
         assert handle.tables is not None
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
-        return _Dispatched(handle, Routing(plan, expert_ids, self.num_local_experts))
+        routing = Routing(plan, expert_ids, self.num_local_experts)
+        return Later(lambda: (handle.wait().payload, routing))
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         workspace, ids = self._workspace_of(routing), routing.expert_ids
         if not overlap:
             return Done(dispatch(workspace, payload, ids).payload)
-        return _Redispatched(dispatch(workspace, payload, ids, async_op=True, num_sms=OVERLAP_SMS))
+        handle = dispatch(workspace, payload, ids, async_op=True, num_sms=OVERLAP_SMS)
+        return Later(lambda: handle.wait().payload)
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False

@@ -80,7 +80,7 @@ class Backend(Protocol):
 
         The result has memory of its own, which the caller may write over and the next call must not.
         """
-        ...
+        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
         """dy (M, N) and a (M, K), both blocked along their rows -> the operands that `wgrad` contracts over rows.
@@ -105,8 +105,13 @@ class Backend(Protocol):
         """
         if accumulate_into is None:
             return self.wgrad_product(operands, offs, out_dtype, scale)
-        accumulate_into.add_(self.wgrad_product(operands, offs, accumulate_into.dtype, 1.0), alpha=scale)
+        if not (accumulate_into.is_contiguous() and self.add_wgrad(accumulate_into, operands, offs, scale)):
+            accumulate_into.add_(self.wgrad_product(operands, offs, accumulate_into.dtype, 1.0), alpha=scale)
         return None
+
+    def add_wgrad(self, total: Tensor, operands: Any, offs: Tensor | None, scale: float) -> bool:
+        """Adds to total (G, N, K) fp32, contiguous, in the product's kernel; False if there is none that does."""
+        return False
 
     def wgrad_product(self, operands: Any, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         """What `wgrad` returns."""

@@ -69,9 +69,6 @@ class Blackwell(Backend):
         out = in_dtype(out, out_dtype)
         return out if bias is None else in_dtype(out + bias[group_of_row(offs, len(out))], out_dtype)
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
-        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
-
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> AlongTokens:
         if not isinstance(dy, MXTensor) and not isinstance(a, MXTensor):
             return AlongTokens(dy, a)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm.backends.base import AlongTokens, Backend
-from mxep.quant import MXTensor
+from mxep.quant import MXTensor, group_of_rows
 
 ALIGNMENT = 8
 """torch's grouped mm wants rows of 16 bytes: N and K in 8 bf16."""
@@ -92,5 +92,4 @@ def _check_alignment(n: int, k: int) -> None:
 
 def group_of_row(offs: Tensor, num_rows: int) -> Tensor:
     """The group of every row, (M,); rows past the last group count as the last group's."""
-    rows = torch.arange(num_rows, dtype=torch.int32, device=offs.device)
-    return torch.searchsorted(offs, rows, right=True).clamp_(max=len(offs) - 1)
+    return group_of_rows(offs, num_rows).clamp_(max=len(offs) - 1)

@@ -17,7 +17,6 @@ nothing for rows past the last group; quantizing plain operands takes all rows t
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,29 +85,22 @@ class Hopper(Backend):
             return fold_for_wgrad(a, dy, ends(offs, a), alignment=HOPPER_BLOCK_K)
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
-    def wgrad(
-        self,
-        operands: WgradOperands | AlongTokens,
-        offs: Tensor | None,
-        *,
-        out_dtype: torch.dtype,
-        scale: float = 1.0,
-        accumulate_into: Tensor | None = None,
-    ) -> Tensor | None:
-        if accumulate_into is None or not accumulate_into.is_contiguous() or isinstance(operands, AlongTokens):
-            options: dict[str, Any] = {"out_dtype": out_dtype, "scale": scale, "accumulate_into": accumulate_into}
-            return super().wgrad(operands, offs, **options)
-        folded = operands.y_t, operands.x_t, operands.exponent, operands.offs
-        fp8_accumulate_wgrad(accumulate_into, *folded, scale)
-        return None
+    def add_wgrad(
+        self, total: Tensor, operands: WgradOperands | AlongTokens, offs: Tensor | None, scale: float
+    ) -> bool:
+        if isinstance(operands, AlongTokens):
+            return False
+        fp8_grouped_wgrad(total, operands.y_t, operands.x_t, operands.exponent, operands.offs, scale, True)
+        return True
 
     def wgrad_product(
         self, operands: WgradOperands | AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float
     ) -> Tensor:
         if isinstance(operands, AlongTokens):
             return Dequant().wgrad_product(operands, offs, out_dtype, scale)
-        folded = operands.y_t, operands.x_t, operands.exponent, operands.offs
-        dw: Tensor = fp8_grouped_wgrad(*folded, out_dtype, scale)
+        y_t, x_t = operands.y_t, operands.x_t
+        dw = y_t.new_empty((operands.offs.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype)
+        fp8_grouped_wgrad(dw, y_t, x_t, operands.exponent, operands.offs, scale, False)
         return dw
 
 
@@ -168,31 +160,19 @@ def fp8_grouped_mm(
 
 @op(
     "mxep::fp8_grouped_wgrad",
-    fake=lambda y_t, x_t, exponent, offs, out_dtype, scale=1.0: y_t.new_empty(
-        (offs.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype
-    ),
-    launcher="mxep.gemm.kernels.hopper:grouped_wgrad",
-)
-def fp8_grouped_wgrad(
-    y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, out_dtype: torch.dtype, scale: float = 1.0
-) -> Tensor:
-    """y_t (N, C), x_t (K, C) fp8, exponent and offs (G,) int32, as a WgradOperands has them -> scale * (G, N, K)."""
-    dw = torch.zeros((offs.shape[0], y_t.shape[0], x_t.shape[0]), dtype=torch.float32, device=y_t.device)
-    fp8_accumulate_wgrad.reference(dw, y_t, x_t, exponent, offs, scale)
-    return dw.to(out_dtype)
-
-
-@op(
-    "mxep::fp8_accumulate_wgrad",
     fake=lambda *_: None,
-    launcher="mxep.gemm.kernels.hopper:accumulate_wgrad",
+    launcher="mxep.gemm.kernels.hopper:grouped_wgrad",
     mutates_args=("out",),
 )
-def fp8_accumulate_wgrad(
-    out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, scale: float = 1.0
+def fp8_grouped_wgrad(
+    out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """The same added to out, (G, N, K) fp32, contiguous. 2^e in two steps, as it may lie outside fp32."""
+    """y_t (N, C), x_t (K, C) fp8, exponent and offs (G,) int32, as a WgradOperands has them: scale * their product goes
+    to out (G, N, K), contiguous, or is added to it if `add`, in fp32. 2^e in two steps, as it may lie outside fp32."""
+    dw = out if add else torch.zeros_like(out, dtype=torch.float32)
     starts = [0, *offs.tolist()]
     for g, (start, end, e) in enumerate(zip(starts, starts[1:], exponent.tolist())):
         product = y_t[:, start:end].float() @ x_t[:, start:end].float().T
-        out[g] += product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)
+        dw[g] += product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)
+    if not add:
+        out.copy_(dw)

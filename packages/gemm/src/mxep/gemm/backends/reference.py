@@ -35,9 +35,6 @@ class Reference(Backend):
         out: Tensor = grouped_mm_reference(*parts_of(a), *parts_of(w)[:2], offs, bias, out_dtype)
         return out
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
-        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
-
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         dw: Tensor = grouped_wgrad_reference(*parts_of(operands.dy), *parts_of(operands.a), offs, out_dtype, scale)
         return dw

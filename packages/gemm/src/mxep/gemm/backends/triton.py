@@ -51,35 +51,25 @@ class Triton(Backend):
         out: Tensor = grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
         return out
 
-    def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
-        return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
-
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> AlongTokens:
         if isinstance(dy, MXTensor) or isinstance(a, MXTensor):
             dy, a = check_mx(self.name, "dy", dy, -1), check_mx(self.name, "a", a, -1)
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
-    def wgrad(
-        self,
-        operands: AlongTokens,
-        offs: Tensor | None,
-        *,
-        out_dtype: torch.dtype,
-        scale: float = 1.0,
-        accumulate_into: Tensor | None = None,
-    ) -> Tensor | None:
+    def add_wgrad(self, total: Tensor, operands: AlongTokens, offs: Tensor | None, scale: float) -> bool:
         y, x = operands
-        in_place = accumulate_into is not None and accumulate_into.is_contiguous()
-        if in_place and isinstance(y, MXTensor) and isinstance(x, MXTensor):
-            accumulate_wgrad_dot_scaled(accumulate_into, y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), scale)
-            return None
-        return super().wgrad(operands, offs, out_dtype=out_dtype, scale=scale, accumulate_into=accumulate_into)
+        if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
+            return False
+        grouped_wgrad_dot_scaled(total, y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), scale, True)
+        return True
 
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         y, x = operands
         if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
             return Dequant().wgrad_product(operands, offs, out_dtype, scale)
-        dw: Tensor = grouped_wgrad_dot_scaled(y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), out_dtype, scale)
+        offs = ends(offs, y)
+        dw = y.qdata.new_empty((offs.shape[0], y.shape[1], x.shape[1]), dtype=out_dtype)
+        grouped_wgrad_dot_scaled(dw, y.qdata, y.scale, x.qdata, x.scale, offs, scale, False)
         return dw
 
 
@@ -122,30 +112,15 @@ def grouped_mm_dot_scaled(
 
 @op(
     "mxep::grouped_wgrad_dot_scaled",
-    fake=lambda y, y_scale, x, x_scale, offs, out_dtype, scale=1.0: y.new_empty(
-        (offs.shape[0], y.shape[1], x.shape[1]), dtype=out_dtype
-    ),
-    launcher="mxep.gemm.kernels.dot_scaled:grouped_wgrad",
-)
-def grouped_wgrad_dot_scaled(
-    y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, out_dtype: torch.dtype, scale: float = 1.0
-) -> Tensor:
-    """y (M, N), x (M, K) blocked along M -> scale * (G, N, K) out_dtype."""
-    from mxep.gemm.kernels import dot_scaled
-
-    return dot_scaled.grouped_wgrad(y, y_scale, x, x_scale, offs, out_dtype, scale)
-
-
-@op(
-    "mxep::accumulate_wgrad_dot_scaled",
     fake=lambda *_: None,
-    launcher="mxep.gemm.kernels.dot_scaled:accumulate_wgrad",
+    launcher="mxep.gemm.kernels.dot_scaled:grouped_wgrad",
     mutates_args=("out",),
 )
-def accumulate_wgrad_dot_scaled(
-    out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float = 1.0
+def grouped_wgrad_dot_scaled(
+    out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """The same added to out (G, N, K) fp32, contiguous."""
+    """y (M, N), x (M, K) blocked along M: scale * their product goes to out (G, N, K), contiguous, or is added to it if
+    `add`, in fp32."""
     from mxep.gemm.kernels import dot_scaled
 
-    dot_scaled.accumulate_wgrad(out, y, y_scale, x, x_scale, offs, scale)
+    dot_scaled.grouped_wgrad(out, y, y_scale, x, x_scale, offs, scale, add)

@@ -211,50 +211,21 @@ def grouped_mm(
 
 
 def grouped_wgrad(
+    out: Tensor,
     y: Tensor,
     y_scale: Tensor,
     x: Tensor,
     x_scale: Tensor,
     offs: Tensor,
-    out_dtype: torch.dtype,
     factor: float = 1.0,
+    add: bool = False,
     **options: int,
-) -> Tensor:
-    """y (M, N), scale (M/32, N); x (M, K), scale (M/32, K) -> (G, N, K): factor * y[rows of g].T @ x[rows of g].
+) -> None:
+    """y (M, N), scale (M/32, N); x (M, K), scale (M/32, K): factor * y[rows of g].T @ x[rows of g] goes to out
+    (G, N, K), contiguous, or is added to it if `add`, in fp32 before the rounding.
 
     Any strides; loads are wide where qdata lie along M. An empty group's product is zero.
     """
-    out = torch.empty((offs.shape[0], y.shape[1], x.shape[1]), dtype=out_dtype, device=x.device)
-    _launch_wgrad(out, y, y_scale, x, x_scale, offs, factor, add=False, **options)
-    return out
-
-
-def accumulate_wgrad(
-    out: Tensor,
-    y: Tensor,
-    y_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    offs: Tensor,
-    factor: float = 1.0,
-    **options: int,
-) -> None:
-    """The same added to out (G, N, K), contiguous, in fp32 before the rounding."""
-    _launch_wgrad(out, y, y_scale, x, x_scale, offs, factor, add=True, **options)
-
-
-def _launch_wgrad(
-    out: Tensor,
-    y: Tensor,
-    y_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    offs: Tensor,
-    factor: float,
-    *,
-    add: bool,
-    **options: int,
-) -> None:
     if not out.numel():
         return
     groups, n, k = out.shape

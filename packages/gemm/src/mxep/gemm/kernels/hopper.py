@@ -49,35 +49,28 @@ def grouped_mm(
 
 
 def grouped_wgrad(
+    out: Tensor,
     y_t: Tensor,
     x_t: Tensor,
     exponent: Tensor,
     offs: Tensor,
-    out_dtype: torch.dtype,
     factor: float = 1.0,
+    add: bool = False,
     **options: Any,
-) -> Tensor:
+) -> None:
     """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K."""
     (N, C), (K, _) = y_t.shape, x_t.shape
-    if not C:
-        return torch.zeros((offs.shape[0], N, K), dtype=out_dtype, device=y_t.device)
     if (parts := parts_of_wgrad(offs.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
-        return _sum_of_parts(y_t, x_t, exponent, offs, factor, parts, **options).to(out_dtype)
-    out = torch.empty((offs.shape[0], N, K), dtype=out_dtype, device=y_t.device)
-    _launch(out, y_t, x_t, exponent, None, None, offs, N, K, C, ragged="contraction", factor=factor, **options)
-    return out
-
-
-def accumulate_wgrad(
-    out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, factor: float = 1.0, **options: Any
-) -> None:
-    """mxep::fp8_accumulate_wgrad: out (G, N, K) fp32, contiguous."""
-    (N, C), (K, _) = y_t.shape, x_t.shape
-    if (parts := parts_of_wgrad(offs.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
-        out += _sum_of_parts(y_t, x_t, exponent, offs, factor, parts, **options)
+        products = _products_of_parts(y_t, x_t, exponent, offs, factor, parts, **options)
+        if add or out.dtype != torch.float32:
+            (out.add_ if add else out.copy_)(products.sum(0, keepdim=True))
+        else:
+            torch.sum(products, 0, keepdim=True, out=out)
     elif C:
-        options |= {"ragged": "contraction", "add": True, "factor": factor}
+        options |= {"ragged": "contraction", "add": add, "factor": factor}
         _launch(out, y_t, x_t, exponent, None, None, offs, N, K, C, **options)
+    elif not add:
+        out.zero_()
 
 
 def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> int:
@@ -91,17 +84,17 @@ def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> i
     return max(1, min(num_sms // tiles, columns // PART_TOKENS, MOST_PARTS))
 
 
-def _sum_of_parts(
+def _products_of_parts(
     y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, factor: float, parts: int, **options: Any
 ) -> Tensor:
-    """(1, N, K) fp32: parts of the only group as groups, added in order."""
+    """(parts, N, K) fp32: parts of the only group as groups."""
     (N, C), (K, _) = y_t.shape, x_t.shape
     part = cdiv(cdiv(C, parts), BLOCK_K) * BLOCK_K
     cuts = torch.arange(part, parts * part + 1, part, dtype=torch.int32, device=offs.device)
     out = torch.empty((parts, N, K), dtype=torch.float32, device=y_t.device)
     exponents, cuts = exponent.expand(parts).contiguous(), torch.minimum(cuts, offs)
     _launch(out, y_t, x_t, exponents, None, None, cuts, N, K, C, ragged="contraction", factor=factor, **options)
-    return out.sum(0, keepdim=True)
+    return out
 
 
 class Descriptor(NamedTuple):

@@ -58,9 +58,7 @@ def quantize_tile_kernel(
     if rows_ptr is not None:
         rows_ptr += first + row0 * K + column0
         rows_scale_ptr += (batch * (K // BLOCK_SIZE) + column0 // BLOCK_SIZE) * N + row0
-        quantize_tile_rows(
-            tile, row, rows_ptr, rows_scale_ptr, K, 1, N, rows_left, columns_left, MODE, BLOCK_SIZE
-        )  # fmt: skip
+        quantize_tile_rows(tile, row, rows_ptr, rows_scale_ptr, K, N, rows_left, columns_left, MODE, BLOCK_SIZE)
     columns_ptr += first + column0.to(tl.int64) * N + row0
     columns_scale_ptr += (batch * N + row0) // BLOCK_SIZE * K + column0
     quantize_tile_columns(tile, columns_ptr, columns_scale_ptr, N, K, rows_left, columns_left, MODE, BLOCK_SIZE)

@@ -25,11 +25,14 @@ from torch import Tensor
 
 from mxep.quant.device import NAN_SCALE, as_bytes, num_sms, rows_of, shifted, valid_rows
 from mxep.quant.launch import cdiv, launch, next_power_of_2
-from mxep.quant.shapes import empty_folded, num_rows
+from mxep.quant.shapes import empty_folded
 
 TILE_ELEMENTS = 2048
+"""That a program takes at a time: several short rows, or a longer one (padded to a power of two)."""
 WARP_ELEMENTS = 8192
+"""Of a tile for each of its warps (half as many of E5M2)."""
 PROGRAMS_PER_SM = 256
+"""As many as start; they take several tiles if there are more."""
 
 
 @triton.jit
@@ -48,9 +51,6 @@ def fold_kernel(
     offs_ptr,
     folded_ptr,
     folded_scale_ptr,
-    changed_ptr,
-    flushed_ptr,
-    spread_ptr,
     stride,
     scale_stride,
     rows,
@@ -66,8 +66,6 @@ def fold_kernel(
     block_mask = block < BLOCKS
     element = block[:, :, None] * SUB + tl.arange(0, SUB)
     valid = valid_rows(offs_ptr, num_groups, rows)
-    changed = tl.full((), 0, tl.int64)
-    flushed = tl.full((), 0, tl.int64)
 
     for tile in range(tl.program_id(0), tl.cdiv(valid, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
@@ -88,65 +86,16 @@ def fold_kernel(
             nonzero = _is_nonzero(qdata)
         max_scale = tl.max(tl.where(nonzero | (scale == NAN_SCALE), scale, 0), axis=1)
         shift = tl.maximum(max_scale[:, None] - scale, 0)[:, :, None]
-        values = shifted(qdata, shift, (max_scale == NAN_SCALE)[:, None, None])
-        folded = values.to(dtype)
+        folded = shifted(qdata, shift, (max_scale == NAN_SCALE)[:, None, None]).to(dtype)
 
         mask = (row_mask[:, None] & block_mask)[:, :, None]
         first = row.to(tl.int64)
         tl.store(folded_ptr + (first * (BLOCKS * SUB))[:, None, None] + element, folded, mask=mask)
         tl.store(folded_scale_ptr + first, max_scale.to(tl.uint8), mask=row_mask)
-        if spread_ptr is not None:
-            after = folded.to(tl.float16)
-            counted = mask & (after == after)
-            flushes = counted & (after == 0) & (qdata.to(tl.float16) != 0)
-            changes = flushes | (counted & (after != values))
-            changed += tl.sum(changes.to(tl.int32))
-            flushed += tl.sum(flushes.to(tl.int32))
-            lowest = tl.min(tl.where(nonzero, scale, NAN_SCALE), axis=1)
-            spread = tl.where(max_scale == NAN_SCALE, 0, tl.maximum(max_scale - lowest, 0))
-            tl.store(spread_ptr + row, spread, mask=row_mask)
-    if spread_ptr is not None:
-        tl.atomic_add(changed_ptr, changed, sem="relaxed")
-        tl.atomic_add(flushed_ptr, flushed, sem="relaxed")
 
 
-def fold(
-    qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None, **tuning: int
-) -> tuple[Tensor, Tensor]:
-    """mxep::fold; tuning as for `_launch`."""
-    return _launch(qdata, scale, row_index, offs, None, None, None, **tuning)
-
-
-def fold_with_stats(
-    qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None, **tuning: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """mxep::fold_with_stats; tuning as for `_launch`."""
-    rows = (*qdata.shape[:-2], num_rows(qdata, row_index))
-    changed, flushed = (torch.zeros((), dtype=torch.int64, device=qdata.device) for _ in range(2))
-    spread = torch.zeros(rows, dtype=torch.int32, device=qdata.device)
-    folded, folded_scale = _launch(qdata, scale, row_index, offs, changed, flushed, spread, **tuning)
-    return folded, folded_scale, changed, flushed, spread
-
-
-def _launch(
-    qdata: Tensor,
-    scale: Tensor,
-    row_index: Tensor | None,
-    offs: Tensor | None,
-    changed: Tensor | None,
-    flushed: Tensor | None,
-    spread: Tensor | None,
-    *,
-    tile_elements: int = TILE_ELEMENTS,
-    warp_elements: int = WARP_ELEMENTS,
-    programs_per_sm: int = PROGRAMS_PER_SM,
-) -> tuple[Tensor, Tensor]:
-    """qdata and scale, and the stats into tensors of zeros.
-
-    tile_elements: elements a program takes at a time: several short rows, or a longer one (padded to a power of two).
-    warp_elements: elements of a tile for each of its warps (less with stats, or of E5M2).
-    programs_per_sm: as many as start; they take several tiles if there are more.
-    """
+def fold(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """mxep::fold."""
     folded, folded_scale = empty_folded(qdata, scale, row_index)
     if folded.numel():
         sub = math.gcd(qdata.shape[-1] // scale.shape[-1], 32)
@@ -154,22 +103,18 @@ def _launch(
         qdata, scale = rows_of(qdata), rows_of(as_bytes(scale))
         blocks = qdata.shape[1] // sub
         padded = next_power_of_2(blocks) * sub
-        rows = max(1, tile_elements // padded)
-        # What takes registers.
-        share = 4 if spread is not None else 1 if qdata.dtype == torch.float8_e4m3fn else 2
+        rows = max(1, TILE_ELEMENTS // padded)
+        share = 1 if qdata.dtype == torch.float8_e4m3fn else 2  # E5M2 takes more registers
         tiles = cdiv(folded_scale.numel(), rows)
         launch(
             fold_kernel,
-            (min(tiles, programs_per_sm * num_sms(qdata.device)),),
+            (min(tiles, PROGRAMS_PER_SM * num_sms(qdata.device)),),
             qdata,
             scale,
             row_index,
             offs,
             folded,
             as_bytes(folded_scale),
-            changed,
-            flushed,
-            spread,
             qdata.stride(0),
             scale.stride(0),
             folded_scale.numel(),
@@ -179,6 +124,6 @@ def _launch(
             PER_SCALE=per_scale,
             WORDS=all(n % 4 == 0 for n in (qdata.data_ptr(), qdata.stride(0), sub)),
             ROWS=rows,
-            num_warps=min(32, max(1, rows * padded * (32 // sub) * share // warp_elements)),
+            num_warps=min(32, max(1, rows * padded * (32 // sub) * share // WARP_ELEMENTS)),
         )
     return folded, folded_scale

@@ -32,11 +32,13 @@ from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import num_rows, padded_rows
 
 SCALE_ELEMENTS = 8192
+"""Scales that a program looks at, at a time; PROGRAMS_PER_SM start and take several such pieces each."""
+PROGRAMS_PER_SM = 16
 SPLIT_ROWS = 512
 TILE = (256, 128)
-NUM_WARPS = 8
+"""Rows x columns that a program transposes, GROUP_M row tiles at a time."""
 GROUP_M = 8
-PROGRAMS_PER_SM = 16
+NUM_WARPS = 8
 MOST_GROUPS = 1 << 15
 
 _NAN_BASE = tl.constexpr(0x7FFF)
@@ -194,18 +196,8 @@ def fold_for_wgrad(
     y_index: Tensor | None,
     offs: Tensor,
     alignment: int,
-    *,
-    scale_elements: int = SCALE_ELEMENTS,
-    tile: tuple[int, int] = TILE,
-    group_m: int = GROUP_M,
-    programs_per_sm: int = PROGRAMS_PER_SM,
-    num_warps: int = NUM_WARPS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mxep::fold_for_wgrad.
-
-    scale_elements: scales a program looks at, at a time; programs_per_sm start and take several such pieces each.
-    tile: rows x columns that a program transposes, group_m row tiles at a time.
-    """
+    """mxep::fold_for_wgrad."""
     capacity, num_groups, device = num_rows(x, x_index), offs.shape[0], x.device
     width = padded_rows(capacity, num_groups, alignment)
     x_t, y_t = x.new_empty((x.shape[1], width)), y.new_empty((y.shape[1], width))
@@ -217,11 +209,11 @@ def fold_for_wgrad(
     unset = torch.full((2 * width + cdiv(num_groups, 2),), -1, dtype=torch.int64, device=device)
     x_record, y_record, most = unset[:width], unset[width : 2 * width], unset[2 * width :].view(torch.int32)
     x, y, x_scale, y_scale = rows_of(x), rows_of(y), rows_of(as_bytes(x_scale)), rows_of(as_bytes(y_scale))
-    programs = programs_per_sm * num_sms(device)
+    programs = PROGRAMS_PER_SM * num_sms(device)
 
     padded_groups = next_power_of_2(num_groups)
     widest = max(padded_groups, *(next_power_of_2(scale.shape[1]) for scale in (x_scale, y_scale)))
-    rows = min(64, max(1, scale_elements // widest))
+    rows = min(64, max(1, SCALE_ELEMENTS // widest))
     launch(max_scales_kernel, (min(programs, cdiv(capacity, rows)),),
         x_scale, x_index, y_scale, y_index, offs, x_record, y_record, most, out_offs, x_scale.stride(0),
         y_scale.stride(0), capacity, num_groups, alignment, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1],
@@ -239,7 +231,7 @@ def fold_for_wgrad(
         GROUPS=padded_groups,
         ROWS=SPLIT_ROWS,
     )
-    block_m, block_n = tile
+    block_m, block_n = TILE
     for qdata, scale, record, out in ((x, x_scale, x_record, x_t), (y, y_scale, y_record, y_t)):
         columns = qdata.shape[1]
         if columns:
@@ -249,6 +241,6 @@ def fold_for_wgrad(
             launch(shift_transpose_kernel, (tiles,),
                 qdata, scale, record, out_offs, out, width, columns, qdata.stride(0), scale.stride(0), num_groups,
                 SUB=sub, PER_SCALE=block_size // sub, PACK=8 if width % 8 == 0 else 1, BLOCK_M=block_m,
-                BLOCK_N=block_n, GROUP_M=group_m, num_warps=num_warps,
+                BLOCK_N=block_n, GROUP_M=GROUP_M, num_warps=NUM_WARPS,
             )  # fmt: skip
     return x_t, y_t, exponent, out_offs

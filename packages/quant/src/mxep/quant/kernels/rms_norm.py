@@ -7,8 +7,6 @@ Programs stride over rows; those of backward are RMS_NORM_PARTS, so that a part 
 weight comes from L2 with every row. Not measured on a GPU yet.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +19,7 @@ from mxep.quant.shapes import RMS_NORM_PARTS, empty_rows
 
 WARP_ELEMENTS, BACKWARD_WARP_ELEMENTS = 1024, 512
 THREAD_ELEMENTS = 8
+"""Of a chunk for each thread."""
 PROGRAMS_PER_SM = 16
 
 
@@ -94,10 +93,9 @@ def rms_norm_backward_kernel(
 
 
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, mode: str, block_size: int, **tuning: Any
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, mode: str, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mxep::rms_norm_quantize. tuning: as for `_shape`. ValueError for blocks that are neither the row nor a power of
-    two."""
+    """mxep::rms_norm_quantize. ValueError for blocks that are neither the row nor a power of two."""
     rows, D = x.shape
     by_row = block_size == D
     if not by_row and block_size & (block_size - 1):
@@ -105,7 +103,7 @@ def rms_norm_quantize(
     qdata, scale = empty_rows(x, dtype, block_size)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        chunk, warps = _shape(D, **tuning)
+        chunk, warps = _shape(D, WARP_ELEMENTS)
         launch(rms_norm_quantize_kernel, (min(rows, PROGRAMS_PER_SM * num_sms(x.device)),),
             x.contiguous(), weight, qdata, as_bytes(scale), rstd, rows, eps, 1.0 / D,
             D=D, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK_SIZE=0 if by_row else block_size,
@@ -114,11 +112,11 @@ def rms_norm_quantize(
     return qdata, scale, rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, **tuning: Any) -> tuple[Tensor, Tensor]:
-    """mxep::rms_norm_backward. tuning: as for `_shape`."""
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """mxep::rms_norm_backward."""
     rows, D = x.shape
     dx, parts = x.new_empty(x.shape), torch.empty((RMS_NORM_PARTS, D), dtype=torch.float32, device=x.device)
-    chunk, warps = _shape(D, **{"warp_elements": BACKWARD_WARP_ELEMENTS} | tuning)
+    chunk, warps = _shape(D, BACKWARD_WARP_ELEMENTS)
     launch(rms_norm_backward_kernel, (RMS_NORM_PARTS,),
         dy.contiguous(), x.contiguous(), weight, rstd, dx, parts, rows, 1.0 / D,
         D=D, CHUNK=chunk, num_warps=warps, enable_fp_fusion=False,
@@ -126,9 +124,8 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, **tun
     return dx, parts
 
 
-def _shape(D: int, *, warp_elements: int = WARP_ELEMENTS, thread_elements: int = THREAD_ELEMENTS) -> tuple[int, int]:
-    """(elements of a chunk, warps). warp_elements: of a row, padded to a power of two, for each warp of its program;
-    thread_elements: of a chunk for each thread."""
+def _shape(D: int, warp_elements: int) -> tuple[int, int]:
+    """(elements of a chunk, warps). warp_elements: of a row, padded to a power of two, for each warp of its program."""
     padded = max(8, next_power_of_2(D))
     warps = min(16, max(1, padded // warp_elements))
-    return min(32 * warps * thread_elements, padded), warps
+    return min(32 * warps * THREAD_ELEMENTS, padded), warps

@@ -23,48 +23,33 @@ BLOCK_N_2D = 256
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def quantize_blocks_kernel(
-    x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr
-):
+    x_ptr, qdata_ptr, scale_ptr, num_blocks, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Blocks of BLOCK_SIZE elements, in chunks of CHUNK: one where they fit it."""
     first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
     block = tl.arange(0, NUM_BLOCKS)
     mask = block < num_blocks - first
-    offsets = block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-    x = tl.load(x_ptr + first * BLOCK_SIZE + offsets, mask=mask[:, None], other=0.0).to(tl.float32)
-    dtype: tl.constexpr = qdata_ptr.dtype.element_ty
-    scale = scale_of_amax(tl.max(abs_bits(x), axis=1), MODE, dtype)
-    qdata = (x * reciprocal(scale)[:, None]).to(dtype)
-    tl.store(qdata_ptr + first * BLOCK_SIZE + offsets, qdata, mask=mask[:, None])
-    tl.store(scale_ptr + first + block, scale.to(tl.uint8), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def quantize_long_blocks_kernel(
-    x_ptr, qdata_ptr, scale_ptr, num_blocks, length, MODE: tl.constexpr, NUM_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Blocks of `length` elements, in chunks of CHUNK; ONE_CHUNK: length <= CHUNK."""
-    first = tl.program_id(0).to(tl.int64) * NUM_BLOCKS
-    block = tl.arange(0, NUM_BLOCKS)
-    mask = (block < num_blocks - first)[:, None]
     element = tl.arange(0, CHUNK)[None, :]
-    start = (first + block)[:, None] * length
+    offsets = block[:, None] * BLOCK_SIZE + element
+    x_ptr += first * BLOCK_SIZE
+    qdata_ptr += first * BLOCK_SIZE
     dtype: tl.constexpr = qdata_ptr.dtype.element_ty
-    x = tl.load(x_ptr + start + element, mask=mask & (element < length), other=0.0).to(tl.float32)
+    inside = mask[:, None] if CHUNK == BLOCK_SIZE else mask[:, None] & (element < BLOCK_SIZE)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     bits = tl.max(abs_bits(x), axis=1)
-    if not ONE_CHUNK:
-        for chunk in range(CHUNK, length, CHUNK):
-            offsets = chunk + element
-            more = tl.load(x_ptr + start + offsets, mask=mask & (offsets < length), other=0.0).to(tl.float32)
-            bits = tl.maximum(bits, tl.max(abs_bits(more), axis=1))
+    for chunk in range(CHUNK, BLOCK_SIZE, CHUNK):
+        more_inside = mask[:, None] & (chunk + element < BLOCK_SIZE)
+        more = tl.load(x_ptr + chunk + offsets, mask=more_inside, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, tl.max(abs_bits(more), axis=1))
     scale = scale_of_amax(bits, MODE, dtype)
     factor = reciprocal(scale)[:, None]
-    tl.store(qdata_ptr + start + element, (x * factor).to(dtype), mask=mask & (element < length))
-    if not ONE_CHUNK:
-        for chunk in range(CHUNK, length, CHUNK):
-            offsets = chunk + element
-            more = tl.load(x_ptr + start + offsets, mask=mask & (offsets < length), other=0.0).to(tl.float32)
-            tl.store(qdata_ptr + start + offsets, (more * factor).to(dtype), mask=mask & (offsets < length))
-    tl.store(scale_ptr + first + block, scale.to(tl.uint8), mask=block < num_blocks - first)
+    tl.store(qdata_ptr + offsets, (x * factor).to(dtype), mask=inside)
+    for chunk in range(CHUNK, BLOCK_SIZE, CHUNK):
+        more_inside = mask[:, None] & (chunk + element < BLOCK_SIZE)
+        more = tl.load(x_ptr + chunk + offsets, mask=more_inside, other=0.0).to(tl.float32)
+        tl.store(qdata_ptr + chunk + offsets, (more * factor).to(dtype), mask=more_inside)
+    tl.store(scale_ptr + first + block, scale.to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -96,18 +81,11 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
     num_blocks = scale.numel()
     if not x.numel():
         return qdata, scale
-    if block_size & (block_size - 1) == 0 and block_size <= TILE_ELEMENTS:
-        tile = TILE_ELEMENTS // block_size
-        launch(quantize_blocks_kernel, (cdiv(num_blocks, tile),),
-            x, qdata, as_bytes(scale), num_blocks, MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=tile,
-            num_warps=4,
-        )  # fmt: skip
-        return qdata, scale
     chunk = min(next_power_of_2(block_size), LONGEST)
-    tile = max(1, LONG_ELEMENTS // chunk)
-    launch(quantize_long_blocks_kernel, (cdiv(num_blocks, tile),),
-        x, qdata, as_bytes(scale), num_blocks, block_size, MODE=mode, NUM_BLOCKS=tile, CHUNK=chunk,
-        ONE_CHUNK=block_size <= chunk, num_warps=max(4, chunk // 2048),
+    tile = max(1, (TILE_ELEMENTS if chunk == block_size <= TILE_ELEMENTS else LONG_ELEMENTS) // chunk)
+    launch(quantize_blocks_kernel, (cdiv(num_blocks, tile),),
+        x, qdata, as_bytes(scale), num_blocks, MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=tile, CHUNK=chunk,
+        num_warps=max(4, chunk // 2048),
     )  # fmt: skip
     return qdata, scale
 

@@ -72,12 +72,12 @@ def quantize_tile_columns(
 
 @triton.jit
 def quantize_tile_rows(
-    tile, row, qdata_ptr, scale_ptr, stride, scale_stride, block_stride, rows_left, columns_left, MODE: tl.constexpr,
+    tile, row, qdata_ptr, scale_ptr, stride, block_stride, rows_left, columns_left, MODE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Quantize tile (tuple of (packs, BLOCK_N)) in blocks of BLOCK_SIZE columns.
 
-    Row r goes to qdata_ptr + r * stride, the scale of its block b to scale_ptr + r * scale_stride + b * block_stride.
+    Row r goes to qdata_ptr + r * stride, the scale of its block b to scale_ptr + r + b * block_stride.
     row (packs, 1): the first row of each pack.
     """
     PACKS: tl.constexpr = tile[0].shape[0]
@@ -97,7 +97,7 @@ def quantize_tile_rows(
     row = tl.arange(0, scale.shape[0])[:, None]
     block = tl.arange(0, NUM_BLOCKS)[None, :]
     mask = (row < rows_left) & (block < columns_left // BLOCK_SIZE)
-    tl.store(scale_ptr + row.to(tl.int64) * scale_stride + block.to(tl.int64) * block_stride, scale, mask=mask)
+    tl.store(scale_ptr + row + block.to(tl.int64) * block_stride, scale, mask=mask)
 
 
 @triton.jit
