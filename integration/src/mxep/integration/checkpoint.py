@@ -96,7 +96,7 @@ def _sync(path: Path) -> None:
 
 
 def _refuse_unless_finite(tensors: dict[str, Tensor], state: State) -> None:
-    largest = torch.stack([local(tensor).abs().max() for tensor in tensors.values()]).float()
+    largest = torch.stack([local(tensor).abs().max().float() for tensor in tensors.values()])
     wrong = [name for name, value in zip(tensors, largest.tolist()) if not math.isfinite(value)]
     if name := next((name for names in all_gather(wrong) for name in names), None):
         raise FloatingPointError(f"{state.run}, step {state.step}: {name} is not finite: not saved")

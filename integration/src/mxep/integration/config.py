@@ -57,13 +57,14 @@ CHOICES = {
     "recipe.weight_block": ("1x32", "32x32"),
     "recipe.wgrad": ("mx", "bf16"),
     "task.name": TASKS,
+    "train.precision": ("bf16-mixed", "bf16-true", "32-true"),
 }
 """Key -> the values it may have, besides null where the schema allows that."""
 
 POSITIVE = (
     *("parallel.ranks", "parallel.ep", "dispatcher.timeout", "dispatcher.factor", "optimizer.lr", "optimizer.clip"),
     *("model.dim", "model.layers", "model.heads", "model.experts", "model.hidden_dim"),
-    *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches"),
+    *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches", "train.micro_batches"),
     *("verify.tokens", "verify.dim", "verify.hidden_dim", "verify.experts", "verify.top_k"),
     *("estimate.tokens", "estimate.gpus_per_node", "estimate.nodes", "estimate.nvlink", "estimate.network"),
     *("estimate.memory", "estimate.imbalance", "estimate.micro_batches"),
@@ -196,12 +197,15 @@ def _complaints(config: Config) -> Iterator[str]:
     elif model.experts % ep:
         cure = f"parallel.ep={math.gcd(ranks, model.experts)} or model.experts={ep * (model.experts // ep + 1)}"
         yield f"model.experts must be a multiple of {ep} (parallel.ep), got {model.experts}: try {cure}"
-    if config.data.batch % ranks:
-        cure = f"data.batch={ranks * (config.data.batch // ranks + 1)}"
-        yield f"data.batch must be a multiple of {ranks} (parallel.ranks), got {config.data.batch}: try {cure}"
+    if config.data.batch % (pieces := ranks * config.train.micro_batches):
+        cure = f"data.batch={pieces * (config.data.batch // pieces + 1)}"
+        of = "parallel.ranks" if pieces == ranks else "parallel.ranks times train.micro_batches"
+        yield f"data.batch must be a multiple of {pieces} ({of}), got {config.data.batch}: try {cure}"
     if model.transformers is not None:
         yield from _of_transformers(config, model.transformers)
-    elif model.dim % (2 * model.heads):
+    else:
+        yield from _of_own_model(config)
+    if model.transformers is None and model.dim % (2 * model.heads):
         yield f"model.dim must be a multiple of {2 * model.heads} (twice model.heads), got {model.dim}"
     if not 1 <= model.top_k <= model.experts:
         yield f"model.top_k must lie in 1..{model.experts} (model.experts), got {model.top_k}"
@@ -249,6 +253,13 @@ def _complaints(config: Config) -> Iterator[str]:
     if config.backend in MX_ONLY and names:
         wanted = "train.compare=false" if config.task.name == "train" and scaled else "another backend"
         yield f"backend={config.backend} multiplies MX operands alone, and {names[0]} has none; wanted {wanted}"
+
+
+def _of_own_model(config: Config) -> Iterator[str]:
+    """What a model of transformers has, and mxep's own decoder has not."""
+    for key, wanted in (("train.precision", "bf16-mixed"),):
+        if (got := attrgetter(key)(config)) != wanted:
+            yield f"{key}: got {got}, wanted {wanted}: only models of transformers have others, as model=qwen3_moe_tiny"
 
 
 def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[str]:

@@ -52,7 +52,7 @@ def share(own: Tensor, like: Tensor) -> Tensor:
 
 
 class Gradients:
-    """The gradients of a model in two flat buffers, one for experts and one for the rest.
+    """The gradients of a model in flat buffers, of each dtype one for experts and one for the rest.
 
     A step clears and reduces each with one call. Every ``p.grad`` is a view: never set it to None.
     """
@@ -65,20 +65,25 @@ class Gradients:
         self.rest = _flat_gradients([p for p in model.parameters() if p not in set(experts)])
 
     def zero(self) -> None:
-        self.experts.zero_()
-        self.rest.zero_()
+        for gradients in (*self.experts, *self.rest):
+            gradients.zero_()
 
     def reduce(self) -> None:
         """Make every gradient that of the mean loss over all ranks."""
-        for gradients, group in ((self.rest, dist.group.WORLD), (self.experts, self.mesh.dp)):
+        for buffers, group in ((self.rest, dist.group.WORLD), (self.experts, self.mesh.dp)):
             if (ranks := dist.get_world_size(group)) > 1:
-                dist.all_reduce(gradients, group=group)
-                gradients /= ranks
+                for gradients in buffers:
+                    dist.all_reduce(gradients, group=group)
+                    gradients /= ranks
 
 
-def _flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
-    own = [local(p) for p in parameters]
-    flat = torch.zeros(sum(p.numel() for p in own), dtype=torch.float32, device=own[0].device)
-    for p, tensor, piece in zip(parameters, own, flat.split([p.numel() for p in own])):
-        p.grad = share(piece.view(tensor.shape), p)
-    return flat
+def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    buffers = []
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        of_dtype = [p for p in parameters if p.dtype == dtype]
+        own = [local(p) for p in of_dtype]
+        sizes = [p.numel() for p in own]
+        buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=own[0].device))
+        for p, tensor, piece in zip(of_dtype, own, buffers[-1].split(sizes)):
+            p.grad = share(piece.view(tensor.shape), p)
+    return buffers

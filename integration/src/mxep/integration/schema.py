@@ -109,13 +109,17 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
-    for one at the end, null for none. valid_batches: batches of held-out text for the final loss. graph: whether on
-    GPUs loss and gradients are computed by CUDA graphs; null: where nothing on the way waits for the host.
-    skip_bad_steps: how many steps in a row may be left out because loss or gradient norm is not finite or rows
-    overflowed the capacity; one more ends the run."""
+    """steps of each run. micro_batches: that a rank cuts its share of data.batch in; their gradients are summed before
+    the optimizer's step. precision: "bf16-mixed": weights, gradients and moments in fp32, products in bf16;
+    "bf16-true": all in bf16; "32-true": all in fp32; experts are multiplied as the recipe says in each. compare: train
+    in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0 for one at the end, null for none.
+    valid_batches: batches of held-out text for the final loss. graph: whether on GPUs loss and gradients are computed
+    by CUDA graphs; null: where nothing on the way waits for the host. skip_bad_steps: how many steps in a row may be
+    left out because loss or gradient norm is not finite or rows overflowed the capacity; one more ends the run."""
 
     steps: int
+    micro_batches: int
+    precision: str
     compare: bool
     checkpoint_every: int | None
     valid_batches: int
@@ -233,7 +237,8 @@ class Config:
 
     @property
     def tokens_per_rank(self) -> int:
-        return self.data.batch // self.ranks * self.data.length
+        """Of a micro-batch."""
+        return self.data.batch // self.ranks // self.train.micro_batches * self.data.length
 
 
 def configs_dir() -> Path:
