@@ -77,6 +77,9 @@ NOT_NEGATIVE = (
     "optimizer.warmup",
 )
 
+OF_TRANSFORMERS = {"train.precision": "bf16-mixed", "train.activation_checkpointing": False}
+"""Keys that only models of transformers have -> what mxep's own decoder has instead."""
+
 MX_ONLY = ("triton", "blackwell")
 """Backends that multiply MX operands alone."""
 
@@ -257,8 +260,9 @@ def _complaints(config: Config) -> Iterator[str]:
 
 def _of_own_model(config: Config) -> Iterator[str]:
     """What a model of transformers has, and mxep's own decoder has not."""
-    for key, wanted in (("train.precision", "bf16-mixed"),):
-        if (got := attrgetter(key)(config)) != wanted:
+    for key, default in OF_TRANSFORMERS.items():
+        if (value := attrgetter(key)(config)) != default:
+            got, wanted = str(value).lower(), str(default).lower()
             yield f"{key}: got {got}, wanted {wanted}: only models of transformers have others, as model=qwen3_moe_tiny"
 
 

@@ -111,7 +111,8 @@ class OptimizerConfig:
 class TrainConfig:
     """steps of each run. micro_batches: that a rank cuts its share of data.batch in; their gradients are summed before
     the optimizer's step. precision: "bf16-mixed": weights, gradients and moments in fp32, products in bf16;
-    "bf16-true": all in bf16; "32-true": all in fp32; experts are multiplied as the recipe says in each. compare: train
+    "bf16-true": all in bf16; "32-true": all in fp32; experts are multiplied as the recipe says in each.
+    activation_checkpointing: each block keeps its input alone, and is computed again in backward. compare: train
     in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0 for one at the end, null for none.
     valid_batches: batches of held-out text for the final loss. graph: whether on GPUs loss and gradients are computed
     by CUDA graphs; null: where nothing on the way waits for the host. skip_bad_steps: how many steps in a row may be
@@ -120,6 +121,7 @@ class TrainConfig:
     steps: int
     micro_batches: int
     precision: str
+    activation_checkpointing: bool
     compare: bool
     checkpoint_every: int | None
     valid_batches: int
