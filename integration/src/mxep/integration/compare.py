@@ -31,14 +31,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mxep.gemm import Recipe
 
 from . import curves, page
 from .config import to_json
 from .data import read_text
-from .mesh import Mesh, local
+from .mesh import Mesh, local, part
 from .named import make_recipe
 from .progress import log_backend
 from .rank import Rank
@@ -173,10 +172,7 @@ def nudge(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         relative = 2 * torch.rand(parameter.shape, generator=generator) - 1
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            relative = relative.chunk(mesh.size())[mesh.get_local_rank()]
-        local(parameter).mul_((1 + NUDGE * relative).to(parameter.device))
+        local(parameter).mul_((1 + NUDGE * relative[part(parameter)]).to(parameter.device))
 
 
 def summarize(trials: Sequence[Trial]) -> dict[str, Any]:

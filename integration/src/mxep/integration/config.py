@@ -77,7 +77,11 @@ NOT_NEGATIVE = (
     "optimizer.warmup",
 )
 
-OF_TRANSFORMERS = {"train.precision": "bf16-mixed", "train.activation_checkpointing": False}
+OF_TRANSFORMERS = {
+    "parallel.fsdp": False,
+    "train.precision": "bf16-mixed",
+    "train.activation_checkpointing": False,
+}
 """Keys that only models of transformers have -> what mxep's own decoder has instead."""
 
 MX_ONLY = ("triton", "blackwell")
@@ -230,6 +234,8 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
     if config.train.graph and sizes_on_host(config):
         yield "train.graph=true: the host must read no sizes, but with all_to_all, exact capacity or reference it does"
+    if config.train.graph and config.parallel.fsdp:
+        yield "train.graph=true: parallel.fsdp must be false, whose memory a graph cannot hold"
     if config.data.source == "text" and path is None:
         yield "data.source=text wants data.path, a file or a folder"
     elif path is not None and not Path(path).exists():

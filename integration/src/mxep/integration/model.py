@@ -16,7 +16,6 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,6 +23,7 @@ from mxep.ep import Experts, MoE, Router, SharedExpert, TokenDispatcher, make_di
 from mxep.gemm import Linear, Recipe
 
 from .data import VOCABULARY
+from .mesh import Mesh
 from .named import linear_recipe, make_capacity
 from .schema import Config, ModelConfig
 
@@ -31,19 +31,17 @@ if TYPE_CHECKING:
     from .transformers.model import CausalLM
 
 
-def make_model(
-    config: Config, recipe: Recipe, group: dist.ProcessGroup, device: torch.device
-) -> Transformer | CausalLM:
-    """What the section `model` names, on ``device``: experts of ``recipe``, spread over ``group``."""
+def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> Transformer | CausalLM:
+    """What the section `model` names, on ``device``: experts of ``recipe``, spread over ``mesh.ep``."""
     if config.model.transformers is not None:
         from .transformers.model import CausalLM
 
-        return CausalLM(config, recipe, group, device)
+        return CausalLM(config, recipe, mesh, device)
     dispatcher = make_dispatcher(
         config.dispatcher.name,
         config.model.experts,
         dim=config.model.dim,
-        group=group,
+        group=mesh.ep,
         capacity=make_capacity(config),
         max_tokens=config.tokens_per_rank,
         timeout=config.dispatcher.timeout,

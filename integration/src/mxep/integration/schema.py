@@ -85,11 +85,13 @@ class DispatcherConfig:
 @dataclass
 class ParallelConfig:
     """ranks: processes (null: one a GPU, 2 on a CPU). ep: ranks that share one set of experts (null: all of them; 1
-    with the local dispatcher); ranks / ep sets work data-parallel. device: "auto", "cpu", "cuda". timeout: seconds for
+    with the local dispatcher); ranks / ep sets work data-parallel. fsdp: shard what is not expert over all ranks, and
+    copies of experts over the sets. device: "auto", "cpu", "cuda". timeout: seconds for
     the whole job, null for no limit."""
 
     ranks: int | None
     ep: int | None
+    fsdp: bool
     device: str
     timeout: float | None
 

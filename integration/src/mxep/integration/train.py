@@ -37,7 +37,7 @@ from .collective import all_gather
 from .config import ConfigError, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed, deterministic, in_graph
-from .mesh import Gradients, Mesh
+from .mesh import Gradients, Mesh, ReducedGradients
 from .model import make_model
 from .named import recipes
 from .optimizer import learning_rate, make_optimizer
@@ -119,8 +119,8 @@ class Trainer:
         self.rank, self.config, self.mesh, self.text, self.folder = rank, config, mesh, text, folder
         self.name = recipe.name
         torch.manual_seed(config.seed)
-        self.model = make_model(config, recipe, mesh.ep, rank.device)
-        self.gradients = Gradients(self.model, mesh)
+        self.model = make_model(config, recipe, mesh, rank.device)
+        self.gradients = ReducedGradients(self.model) if config.parallel.fsdp else Gradients(self.model, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         captured = in_graph(config, rank.device)
         self.graphs = (Graphed(self._backward), Graphed(self._reduce)) if captured else None
@@ -256,7 +256,14 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of the steps done so far. Raises FloatingPointError, on all ranks, if it would hold a NaN."""
         state = State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
-        checkpoint.save(self.folder / self.name, state, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
+        checkpoint.save(
+            self.folder / self.name,
+            state,
+            model=self.model,
+            optimizer=self.optimizer,
+            mesh=self.mesh,
+            sharded=self.config.parallel.fsdp,
+        )
         self.saved = self._checkpoint()
 
     def _checkpoint(self) -> Path:

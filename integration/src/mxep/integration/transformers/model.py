@@ -2,6 +2,7 @@
 
     section `model` -> model on meta -> experts spread over the ep group -> drawn on this rank's device
     model.pretrained -> model on the CPU -> experts spread, one weight after the other -> the rest moved
+    parallel.fsdp    -> FSDP2 over all ranks, of what is not expert, and over copies of experts
 
 Weights are fp32, the master weights, and products bf16 by autocast, those of experts the recipe's; or all is in one
 dtype (train.precision).
@@ -28,28 +29,30 @@ from transformers.utils.logging import disable_progress_bar
 
 from mxep.ep import Routing, TokenDispatcher
 from mxep.ep.recomputation import recomputing
-from mxep.ep.shares import ep_mesh, init_normal_
+from mxep.ep.shares import init_normal_
 from mxep.gemm import Recipe
 
 from ..config import ConfigError
+from ..mesh import Mesh
 from ..named import make_capacity
 from ..schema import Config
 from .implementation import Implementation
 from .layer import KEY, Layer
 from .parallel import expert_parallel, register
+from .sharding import shard
 
 _numbers = itertools.count()
 """Of the names that models register: one each, as two of one recipe may differ in all else."""
 
 
 class CausalLM(nn.Module):
-    """The model that the section `model` names, with experts of ``recipe`` spread over ``group``, on ``device``.
+    """The model that the section `model` names, with experts of ``recipe`` spread over ``mesh.ep``, on ``device``.
 
     Draws from the default generators: after one seed every rank has the same model and its share of the same experts.
     ConfigError for what such a model has not, ValueError of `expert_parallel` and of transformers.
     """
 
-    def __init__(self, config: Config, recipe: Recipe, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
         super().__init__()
         dispatcher, section = config.dispatcher, config.model
         how = Implementation(
@@ -65,7 +68,8 @@ class CausalLM(nn.Module):
         register(how)
         assert section.transformers is not None
         dtype = torch.bfloat16 if config.train.precision == "bf16-true" else torch.float32
-        self.autocast = config.train.precision == "bf16-mixed"
+        mixed = config.train.precision == "bf16-mixed"
+        self.autocast = mixed and not config.parallel.fsdp
         sizes = AutoConfig.for_model(**section.transformers)
         if section.pretrained is None:
             with torch.device("meta"):
@@ -75,7 +79,7 @@ class CausalLM(nn.Module):
             self.model = AutoModelForCausalLM.from_pretrained(
                 section.pretrained, config=sizes, dtype=dtype, local_files_only=True, use_safetensors=True
             )
-        names = expert_parallel(self.model, ep_mesh(group, device), how.name)
+        names = expert_parallel(self.model, mesh.grid["ep"], how.name)
         if section.pretrained is None:
             self.model.to_empty(device=device)
             _draw(self.model)
@@ -84,6 +88,8 @@ class CausalLM(nn.Module):
         if config.train.activation_checkpointing:
             for block in self.blocks:  # named as before, unlike what a wrapper holds
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if config.parallel.fsdp:
+            shard(self.model, self.blocks, map(self.model.get_submodule, names), mesh, mixed)
         self.aux_weight = getattr(sizes, "router_aux_loss_coef", 0.0)
         self.moes = [RoutedExperts(self.model.get_submodule(name)) for name in names]
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
