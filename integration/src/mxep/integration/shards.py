@@ -15,12 +15,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
