@@ -159,7 +159,10 @@ def test_full_sizes_are_those_of_the_models(prepared: Callable[..., Config], nam
     ("given", "message"),
     [
         (["recipe=mxfp8_linear"], "recipe.linear: got mxfp8, wanted null"),
-        (["model.transformers.vocab_size=255"], "vocab_size must be at least 256, one for each byte, got 255"),
+        (
+            ["model.transformers.vocab_size=255"],
+            "must be at least 256, one for each token of the data, got 255",
+        ),
         (["model.transformers.num_experts=6"], "model.experts: got 8, but model.transformers has 6: wanted the same"),
         (["model.shared_experts=1"], "model.shared_experts: got 1, but models of qwen3_moe"),
         (["+model.transformers.tie_word_embeddings=true"], "tie_word_embeddings: got true, wanted false"),

@@ -4,6 +4,7 @@
                                  optimizer.safetensors   AdamW's two moments, "first." and "second." + parameter name
                                  state.json              run, step, config, digest of the text
                                  metrics.jsonl           one line a step so far
+                                 tokenizer.json          of a text that was read as tokens
 
 Expert tensors are whole, (E, ...), whatever number of ranks wrote them; each rank that loads takes its own experts.
 With parallel.fsdp `model` and `optimizer` are folders to which every rank writes its part (`shards.py`). Either kind
@@ -34,15 +35,24 @@ from torch.distributed.tensor import DTensor
 from . import shards
 from .collective import all_gather
 from .mesh import Mesh, local, part
-from .state import FORMAT, State, read_state, step_folder, steps
+from .state import FORMAT, TOKENIZER, State, read_state, step_folder, steps
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 
 def save(
-    folder: Path, state: State, *, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, sharded: bool
+    folder: Path,
+    state: State,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    sharded: bool,
+    tokenizer: str | None,
 ) -> None:
     """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes, or, ``sharded``, all do.
+
+    tokenizer: what tokenizer.json has; None: there is none.
 
     Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
     """
@@ -67,6 +77,8 @@ def save(
         save_file(moments, partial / "optimizer.safetensors")
     about = {"format": FORMAT, **dataclasses.asdict(state)}
     metrics = "".join(json.dumps(row) + "\n" for row in about.pop("metrics"))
+    if tokenizer is not None:
+        (partial / TOKENIZER).write_text(tokenizer)
     (partial / "metrics.jsonl").write_text(metrics)
     (partial / "state.json").write_text(json.dumps(about, indent=1))
     for written in (*sorted(partial.iterdir()), partial):

@@ -143,7 +143,8 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
     """
     log_backend(config.backend, rank)
     text, mesh = read_text(config.data), Mesh.make(config.ep, rank.device)
-    about = {"bytes": len(text.train) + len(text.valid), "sha256": text.digest, "unigram entropy": text.entropy}
+    size = round((len(text.train) + len(text.valid)) * text.bytes_per_token)
+    about = {"bytes": size, "sha256": text.digest, "unigram entropy": text.entropy}
     outcome = Outcome(config, about, [])
     clean_steps_only = dataclasses.replace(config.train, checkpoint_every=None, skip_bad_steps=0)
     for seed in config.compare.seeds:

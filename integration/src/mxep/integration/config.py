@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from . import files
+from . import files, tokenizer
 from .bench import BENCHES
 from .process import count_gpus
 from .schema import Config
@@ -242,6 +242,8 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"data.path: no such file or folder: {path}"
     elif config.task.name in ("train", "compare") and (complaint := files.complaint(config.data)):
         yield complaint
+    if config.task.name in ("train", "compare") and (complaint := tokenizer.complaint(config.data)):
+        yield complaint
     for case in config.verify.cases or ():
         if case not in (*CASES, *LINEAR_CASES):
             yield f"verify.cases: got {case!r}, wanted one of {', '.join((*CASES, *LINEAR_CASES))}"
@@ -293,8 +295,10 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
     if "shared_experts" not in sizes and config.model.shared_experts:
         kind = of_model.get("model_type")
         yield f"model.shared_experts: got {config.model.shared_experts}, but models of {kind} have none here: want 0"
-    if (size := of_model.get("vocab_size", 256)) < 256:
-        yield f"model.transformers.vocab_size must be at least 256, one for each byte, got {size}"
+    wrong = tokenizer.complaint(config.data)
+    least = tokenizer.VOCABULARY if wrong else tokenizer.vocabulary_of(config.data)
+    if (size := of_model.get("vocab_size", least)) < least:
+        yield f"model.transformers.vocab_size must be at least {least}, one for each token of the data, got {size}"
     for key in of_model:
         if key.endswith("implementation"):  # some values name code to download
             yield f"model.transformers.{key}: wanted no such key: the model's own attention and mxep's experts run"

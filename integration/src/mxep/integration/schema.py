@@ -44,13 +44,16 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     """source: "stdlib" or "text". path: a file or folder, for "text". max_bytes: cap on the text, in bytes.
-    batch: sequences a step over all ranks, of `length` bytes each."""
+    batch: sequences a step over all ranks, of `length` tokens each. vocabulary: of a byte-level BPE that is trained on
+    the text; tokenizer: a file with one, a tokenizer.json; neither: a token is a byte."""
 
     source: str
     path: str | None
     max_bytes: int
     batch: int
     length: int
+    vocabulary: int | None = None
+    tokenizer: str | None = None
 
 
 @dataclass

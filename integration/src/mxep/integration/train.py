@@ -44,7 +44,7 @@ from .optimizer import learning_rate, make_optimizer
 from .progress import log_backend, progress
 from .rank import Rank
 from .schema import Config
-from .state import State, read_state, step_folder
+from .state import TOKENIZER, State, read_state, same_text, step_folder
 from .step import backward, cut, measure
 
 
@@ -96,6 +96,8 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
     """
     log_backend(config.backend, rank)
     text = read_text(config.data)
+    if rank.rank == 0 and text.tokenizer is not None:
+        Path(folder, TOKENIZER).write_text(text.tokenizer)
     mesh = Mesh.make(config.ep, rank.device)
     outcome = Outcome([], text.name, text.entropy)
     for recipe in recipes(config):
@@ -132,8 +134,8 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Go on from the checkpoint ``folder``. Raises ValueError if it does not fit, or its text has changed."""
         state = read_state(folder)
-        same_data = state.config.get("data") == dataclasses.asdict(self.config.data)
-        if same_data and state.digest != self.text.digest:
+        same = same_text(state.config.get("data") or {}, dataclasses.asdict(self.config.data))
+        if same and state.digest != self.text.digest:
             raise ConfigError(
                 f"{self.text.name} is not the text that {folder} was trained on (sha256 {self.text.digest[:12]}, "
                 f"wanted {state.digest[:12]}): losses would not continue; name the text with data=..."
@@ -195,7 +197,8 @@ class Trainer:
             router.update_bias(config.model.balance_rate if bad is None else 0.0)
         seconds = time.perf_counter() - begun
         speed = {"seconds": seconds, "tokens_per_s": config.data.batch * config.data.length / seconds}
-        row |= {key: None for key in ("loss", "grad_norm") if not math.isfinite(row[key])}
+        row |= _of_bytes(row["loss"], self.text)
+        row |= {key: None for key in ("loss", "token_loss", "grad_norm") if not math.isfinite(row.get(key, 0))}
         skipped = None if bad is None else str(bad)
         self.metrics.append({"run": self.name, "step": self.step, **row, "lr": lr, "skipped": skipped, **speed})
 
@@ -232,7 +235,7 @@ class Trainer:
         if lost := _of_all_ranks(self._lost_rows()):
             raise CapacityExceeded(f"{self.name}, held-out text: {lost}")
         dist.all_reduce(mean)
-        loss = mean.item() / self.mesh.ranks
+        loss = mean.item() / self.mesh.ranks / self.text.bytes_per_token
         if not math.isfinite(loss):
             raise FloatingPointError(f"{self.name}: the loss on held-out text is {loss}")
         return loss
@@ -263,6 +266,7 @@ class Trainer:
             optimizer=self.optimizer,
             mesh=self.mesh,
             sharded=self.config.parallel.fsdp,
+            tokenizer=self.text.tokenizer,
         )
         self.saved = self._checkpoint()
 
@@ -275,6 +279,12 @@ class Trainer:
         stream = file.open("a", buffering=1)
         stream.writelines(json.dumps(row) + "\n" for row in self.metrics)
         return stream
+
+
+def _of_bytes(loss: float, text: Text) -> dict[str, float]:
+    """A loss in nats a token, as runs on other tokens can be compared with it: in nats a byte."""
+    of_tokens = {} if text.tokenizer is None else {"token_loss": loss}
+    return {"loss": loss / text.bytes_per_token, **of_tokens}
 
 
 def _of_all_ranks(error: Exception | None) -> str:

@@ -7,8 +7,8 @@
 Weights are fp32, the master weights, and products bf16 by autocast, those of experts the recipe's; or all is in one
 dtype (train.precision).
 
-b sequences of S bytes on this rank, V tokens in the model's vocabulary of which bytes are the first 256, E experts, T
-tokens of this rank, K experts a token.
+b sequences of S tokens on this rank, V tokens in the model's vocabulary, of which the data's are the first, E experts,
+T tokens of this rank, K experts a token.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class CausalLM(nn.Module):
             return self.model(input_ids=inputs, use_cache=False)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a byte. In training its gradient is also the auxiliary loss's, by its weight."""
+        """Mean cross-entropy in nats a token. In training its gradient is also the auxiliary loss's, by its weight."""
         out = self(inputs)
         loss = F.cross_entropy(out.logits.float().flatten(0, 1), targets.flatten())
         aux = getattr(out, "aux_loss", None)
