@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import math
 import re
@@ -234,6 +235,8 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
     if config.train.graph and sizes_on_host(config):
         yield "train.graph=true: the host must read no sizes, but with all_to_all, exact capacity or reference it does"
+    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield "train.tensorboard=true wants tensorboard: pip install 'mxep-integration[tensorboard]'"
     if config.train.graph and config.parallel.fsdp:
         yield "train.graph=true: parallel.fsdp must be false, whose memory a graph cannot hold"
     if config.data.source == "text" and path is None:

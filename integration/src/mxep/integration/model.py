@@ -159,6 +159,15 @@ class Transformer(nn.Module):
         return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
 
     @property
+    def experts(self) -> list[Experts]:
+        return [moe.experts for moe in self.moes]
+
+    @property
+    def attention_width(self) -> int:
+        """Of queries and keys, and of values, over all heads."""
+        return 2 * self.norm.normalized_shape[0]
+
+    @property
     def moes(self) -> list[MoE]:
         return [module for module in self.modules() if isinstance(module, MoE)]
 

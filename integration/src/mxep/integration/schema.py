@@ -121,7 +121,8 @@ class TrainConfig:
     in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0 for one at the end, null for none.
     valid_batches: batches of held-out text for the final loss. graph: whether on GPUs loss and gradients are computed
     by CUDA graphs; null: where nothing on the way waits for the host. skip_bad_steps: how many steps in a row may be
-    left out because loss or gradient norm is not finite or rows overflowed the capacity; one more ends the run."""
+    left out because loss or gradient norm is not finite or rows overflowed the capacity; one more ends the run.
+    tensorboard: metrics go into its files, too, in the run folder."""
 
     steps: int
     micro_batches: int
@@ -132,6 +133,7 @@ class TrainConfig:
     valid_batches: int
     graph: bool | None
     skip_bad_steps: int
+    tensorboard: bool
 
 
 @dataclass

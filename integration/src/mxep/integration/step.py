@@ -58,21 +58,24 @@ def _rows(model: Any) -> Tensor:
 
 
 def measure(
-    model: Any, mesh: Mesh, loss: Tensor, norm: Tensor, rows: Tensor, *, overflowed: bool
-) -> tuple[dict[str, Any], bool]:
-    """A step's metrics over all ranks and layers, and whether rows overflowed on any: one reduction, one copy.
+    model: Any, mesh: Mesh, loss: Tensor, norm: Tensor, rows: Tensor, *, overflowed: bool, memory: int
+) -> tuple[dict[str, Any], bool, int]:
+    """A step's metrics over all ranks and layers, whether rows overflowed on any, and the most `memory` that any has.
 
-    The same on all ranks.
+    The same on all ranks: one reduction, one copy.
     """
     counts = rows.double()
     for key in KNOWN_TO_ALL:
         counts[COUNTS.index(key)] /= dist.get_world_size(mesh.ep)
     loads = torch.stack([router.load for router in model.routers])
     means = torch.stack((loss, norm, torch.full_like(norm, overflowed))).double() / mesh.ranks
-    vector = torch.cat((means, counts, loads.double().flatten()))
+    memories = torch.zeros(mesh.ranks, dtype=torch.float64, device=loss.device)
+    memories[mesh.rank] = memory
+    numbers = torch.cat((means, counts, memories))
+    vector = torch.cat((numbers, loads.double().flatten()))
     dist.all_reduce(vector)
-    mean_loss, mean_norm, lost, *values = vector[: len(means) + len(counts)].tolist()
-    load = vector[len(means) + len(counts) :].view(loads.shape)
+    mean_loss, mean_norm, lost, *values = vector[: len(numbers)].tolist()
+    load = vector[len(numbers) :].view(loads.shape)
     busiest = (load.max(1).values / load.mean(1)).tolist()  # over the mean, of each layer
     row = {
         "loss": mean_loss,
@@ -81,4 +84,4 @@ def measure(
         "expert_loads": busiest,
         "grad_norm": mean_norm,
     }
-    return row, bool(lost)
+    return row, bool(lost), round(max(values[len(counts) :]))

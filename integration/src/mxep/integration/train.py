@@ -15,14 +15,12 @@ Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and ch
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +35,7 @@ from .collective import all_gather
 from .config import ConfigError, to_json
 from .data import Text, make_batch, read_text
 from .graph import Graphed, deterministic, in_graph
+from .log import log
 from .mesh import Gradients, Mesh, ReducedGradients
 from .model import make_model
 from .named import recipes
@@ -44,6 +43,7 @@ from .optimizer import learning_rate, make_optimizer
 from .progress import log_backend, progress
 from .rank import Rank
 from .schema import Config
+from .speed import Speed
 from .state import TOKENIZER, State, read_state, same_text, step_folder
 from .step import backward, cut, measure
 
@@ -124,6 +124,7 @@ class Trainer:
         self.model = make_model(config, recipe, mesh, rank.device)
         self.gradients = ReducedGradients(self.model) if config.parallel.fsdp else Gradients(self.model, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.speed = Speed(self.model, config, rank.device)
         captured = in_graph(config, rank.device)
         self.graphs = (Graphed(self._backward), Graphed(self._reduce)) if captured else None
         self.step = 0
@@ -156,12 +157,14 @@ class Trainer:
     def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
-        with shown as advance, self._metrics_file() as file:
+        first, tensorboard = self.rank.rank == 0, self.config.train.tensorboard
+        written = log(self.folder, self.name, self.metrics, shown=first, tensorboard=tensorboard)
+        with shown as advance, written as write:
             if self.metrics:
                 advance(self.step, self.metrics[-1])
             while self.step < steps and not self.rank.stop.agreed():
                 self.train_step()
-                file.write(json.dumps(self.metrics[-1]) + "\n")
+                write(self.metrics[-1])
                 advance(self.step, self.metrics[-1])
                 if every and self.step % every == 0:
                     self.save()
@@ -180,7 +183,10 @@ class Trainer:
         lost = self._lost_rows()  # before collectives, which wait without a limit for a rank that died
         (norm,) = reduce()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
-        row, overflowed = measure(self.model, self.mesh, loss, norm, rows, overflowed=lost is not None)
+        memory = self.speed.memory()
+        row, overflowed, memory = measure(
+            self.model, self.mesh, loss, norm, rows, overflowed=lost is not None, memory=memory
+        )
         bad = self._bad(row, lost, overflowed)
         if bad is None:
             for group in self.optimizer.param_groups:
@@ -195,8 +201,7 @@ class Trainer:
         self.step += 1
         for router in self.model.routers:
             router.update_bias(config.model.balance_rate if bad is None else 0.0)
-        seconds = time.perf_counter() - begun
-        speed = {"seconds": seconds, "tokens_per_s": config.data.batch * config.data.length / seconds}
+        speed = self.speed.of(time.perf_counter() - begun, memory)
         row |= _of_bytes(row["loss"], self.text)
         row |= {key: None for key in ("loss", "token_loss", "grad_norm") if not math.isfinite(row.get(key, 0))}
         skipped = None if bad is None else str(bad)
@@ -272,13 +277,6 @@ class Trainer:
 
     def _checkpoint(self) -> Path:
         return step_folder(self.folder / self.name, self.step)
-
-    def _metrics_file(self) -> TextIO:
-        """metrics.jsonl of the run folder, with what a resumed run did before; no file on ranks above 0."""
-        file = Path(os.devnull) if self.rank.rank else self.folder / "metrics.jsonl"
-        stream = file.open("a", buffering=1)
-        stream.writelines(json.dumps(row) + "\n" for row in self.metrics)
-        return stream
 
 
 def _of_bytes(loss: float, text: Text) -> dict[str, float]:

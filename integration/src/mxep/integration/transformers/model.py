@@ -88,10 +88,11 @@ class CausalLM(nn.Module):
         if config.train.activation_checkpointing:
             for block in self.blocks:  # named as before, unlike what a wrapper holds
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        self.experts = [self.model.get_submodule(name) for name in names]
         if config.parallel.fsdp:
-            shard(self.model, self.blocks, map(self.model.get_submodule, names), mesh, mixed)
+            shard(self.model, self.blocks, self.experts, mesh, mixed)
         self.aux_weight = getattr(sizes, "router_aux_loss_coef", 0.0)
-        self.moes = [RoutedExperts(self.model.get_submodule(name)) for name in names]
+        self.moes = [RoutedExperts(module) for module in self.experts]
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
         self.routers = [RouterOf(moe, block, device) for moe, block in zip(self.moes, blocks)]
         if section.balance_rate and any(router.bias is None for router in self.routers):
@@ -99,6 +100,16 @@ class CausalLM(nn.Module):
                 f"model.balance_rate: got {section.balance_rate}, want 0: routers of {sizes.model_type} have no bias "
                 "(model.transformers.output_router_logits=true trains some to balance)"
             )
+
+    @property
+    def attention_width(self) -> int:
+        """Of queries and keys, and of values, over all heads."""
+        sizes = self.model.config
+        width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+        query_key, value = 2 * (width,)
+        if getattr(sizes, "qk_nope_head_dim", None):  # DeepSeek's
+            query_key, value = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, sizes.v_head_dim
+        return int(sizes.num_attention_heads * (query_key + value))
 
     def forward(self, inputs: Tensor) -> Any:
         """``inputs`` (b, S) int64 -> what the model returns: `logits` (b, S, V), where it has one `aux_loss`."""
