@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from integration.test_micro_batches import SMALL, gradients, whole
 from integration.test_train import losses, losses_and_norms, make_trainer, needs_gpu, train_stop_and_resume
+from integration.tiny_models import tiny
 from mxep.integration import state
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
@@ -124,6 +125,22 @@ def test_checkpoints_load_with_and_without_sharding_and_at_other_degrees(
         for got in run_ranks(load, (configs[loaded], tmp_path / saved), **how):
             assert got.keys() == wanted[saved].keys()
             assert [name for name in got if not torch.equal(got[name], wanted[saved][name])] == [], (saved, loaded)
+
+
+def first_weights(rank: Rank, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    model = make_trainer(rank, config, folder).model.model
+    return {name: whole(weight) for name, weight in model.state_dict().items()}
+
+
+def test_sharded_ranks_start_from_a_folder(make_config: Callable[..., Config], tmp_path: Path):
+    source = tiny(vocab_size=256)
+    source.save_pretrained(tmp_path / "source")
+    sizes = {"dim": 64, "hidden_dim": 32, "experts": 4, "heads": 2}
+    given = *(f"model.{key}={size}" for key, size in sizes.items()), "recipe=bf16", FSDP, "parallel.ranks=2"
+    config = make_config("model=qwen3_moe_tiny", *given, f"model.pretrained={tmp_path / 'source'}")
+    for weights in run_ranks(first_weights, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
+        assert weights.keys() == source.state_dict().keys()
+        assert [name for name, wanted in source.state_dict().items() if not torch.equal(weights[name], wanted)] == []
 
 
 def load_error(rank: Rank, config: Config, folder: Path) -> str:
