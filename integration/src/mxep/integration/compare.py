@@ -20,6 +20,7 @@ results only if all steps of all runs were clean.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import statistics
 import sys
@@ -161,6 +162,8 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
             if name == NUDGED:
                 nudge(trainer.model, seed)
             run = trainer.run()
+            del trainer
+            gc.collect()  # modules and their hooks hold each other: the next model wants the memory
             if run.stopped:
                 return dataclasses.replace(outcome, trials=outcome.trials[:-1], stopped=True)
             outcome.trials[-1].runs[name] = run

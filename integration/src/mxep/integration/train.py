@@ -15,6 +15,7 @@ Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and ch
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import time
 from collections.abc import Mapping
@@ -105,6 +106,8 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
         if recipe.name in resume:
             trainer.load(Path(resume[recipe.name]))
         outcome.runs.append(trainer.run())
+        del trainer
+        gc.collect()  # modules and their hooks hold each other: the next model wants the memory
         if outcome.stopped:
             break
     return outcome

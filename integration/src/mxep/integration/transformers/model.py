@@ -85,6 +85,11 @@ class CausalLM(nn.Module):
             _draw(self.model)
         self.to(device).train()
         self.blocks = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        by_block = {"parallel.fsdp": config.parallel.fsdp}
+        by_block |= {"train.activation_checkpointing": config.train.activation_checkpointing}
+        if not self.blocks and any(by_block.values()):
+            key = next(key for key, wanted in by_block.items() if wanted)
+            raise ConfigError(f"{key}: got true, want false: {sizes.model_type} has no blocks that transformers names")
         if config.train.activation_checkpointing:
             for block in self.blocks:  # named as before, unlike what a wrapper holds
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
