@@ -24,7 +24,10 @@ INTERNAL = ("NotCaptured", "NotCapturedNow", "KeyboardInterrupt")
 TOOLS = ("integration/bench/", "integration/timer.py", "integration/snr.py")
 TELLERS = ("refuse", "report", "tell")
 """Functions that raise what they are given, or let others raise it."""
-MAKERS = ("_complaints", "_of_transformers", "_out_of_range", "complaint", "unsupported_reason", "_what_did_not_fit")
+MAKERS = (
+    *("_complaints", "_of_own_model", "_of_transformers", "_out_of_range", "complaint", "unsupported_reason"),
+    "_what_did_not_fit",
+)
 """Functions that return, or yield, what others raise."""
 VALUE = "…"
 LEAST_WORDS = 3

@@ -7,10 +7,10 @@ import torch
 
 from mxep.ep import make_dispatcher
 from mxep.gemm import Linear, Recipe
-from mxep.integration.data import VOCABULARY
 from mxep.integration.model import Transformer, rotate
 from mxep.integration.named import linear_recipe, make_recipe
 from mxep.integration.schema import Config
+from mxep.integration.tokenizer import VOCABULARY
 
 
 def make_model(config: Config, **changes: int) -> Transformer:

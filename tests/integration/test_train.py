@@ -25,9 +25,10 @@ from mxep.integration.data import read_text
 from mxep.integration.launch import Rank, StopFlag, run_ranks
 from mxep.integration.mesh import Mesh
 from mxep.integration.named import recipes
+from mxep.integration.optimizer import learning_rate
 from mxep.integration.progress import log_backend
 from mxep.integration.schema import Config
-from mxep.integration.train import Outcome, Trainer, learning_rate, train
+from mxep.integration.train import Outcome, Trainer, train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -222,7 +223,7 @@ def break_steps(trainer: Trainer, steps: set[int], how: str) -> None:
     def reduce_to_huge() -> None:
         reduce()
         if now():
-            gradients.experts.fill_(1e30)
+            gradients.experts[0].fill_(1e30)
 
     def check_to_overflow(moe: MoE) -> None:
         check(moe)

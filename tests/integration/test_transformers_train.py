@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -122,10 +123,14 @@ def test_on_gpus_it_learns(prepared: Callable[..., Config], tmp_path: Path, how:
         assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
 
 
-def bias_of_a_step(rank: Rank, config: Config, folder: Path) -> tuple[torch.Tensor, list[float]]:
+def bias_of_a_step(rank: Rank, config: Config, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     trainer = make_trainer(rank, config, folder)
-    trainer.train_step()
-    return trainer.model.routers[0].bias, trainer.model.routers[0].load
+    router, seen = trainer.model.routers[0], []
+    with mock.patch.object(router, "update_bias", side_effect=lambda rate: seen.append(router.load.clone())):
+        trainer.train_step()
+    router.update_bias(config.model.balance_rate)
+    assert not router.load.any()
+    return router.bias, seen[0]
 
 
 def test_a_deepseek_moves_its_routers_biases_towards_balance(prepared: Callable[..., Config], tmp_path: Path):
@@ -154,7 +159,10 @@ def test_full_sizes_are_those_of_the_models(prepared: Callable[..., Config], nam
     ("given", "message"),
     [
         (["recipe=mxfp8_linear"], "recipe.linear: got mxfp8, wanted null"),
-        (["model.transformers.vocab_size=255"], "vocab_size must be at least 256, one for each byte, got 255"),
+        (
+            ["model.transformers.vocab_size=255"],
+            "must be at least 256, one for each token of the data, got 255",
+        ),
         (["model.transformers.num_experts=6"], "model.experts: got 8, but model.transformers has 6: wanted the same"),
         (["model.shared_experts=1"], "model.shared_experts: got 1, but models of qwen3_moe"),
         (["+model.transformers.tie_word_embeddings=true"], "tie_word_embeddings: got true, wanted false"),

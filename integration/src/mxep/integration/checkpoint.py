@@ -4,8 +4,12 @@
                                  optimizer.safetensors   AdamW's two moments, "first." and "second." + parameter name
                                  state.json              run, step, config, digest of the text
                                  metrics.jsonl           one line a step so far
+                                 tokenizer.json          of a text that was read as tokens
 
 Expert tensors are whole, (E, ...), whatever number of ranks wrote them; each rank that loads takes its own experts.
+With parallel.fsdp `model` and `optimizer` are folders to which every rank writes its part (`shards.py`). Either kind
+loads with or without parallel.fsdp.
+
 Rank 0 writes into a hidden folder, waits until the disk has it, renames it, waits for that, too, and then deletes
 older checkpoints. So the newest folder is complete whenever the power fails. What is not finite is not saved.
 
@@ -28,33 +32,53 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from . import shards
 from .collective import all_gather
-from .mesh import Mesh, local
-from .state import FORMAT, State, read_state, step_folder, steps
+from .mesh import Mesh, local, part
+from .state import FORMAT, TOKENIZER, State, read_state, step_folder, steps
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 
-def save(folder: Path, state: State, *, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes.
+def save(
+    folder: Path,
+    state: State,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    sharded: bool,
+    tokenizer: str | None,
+) -> None:
+    """Write ``folder/step-N`` and drop older ones. Collective; only rank 0 writes, or, ``sharded``, all do.
+
+    tokenizer: what tokenizer.json has; None: there is none.
 
     Raises FloatingPointError on every rank, and writes nothing, if a weight or a moment of any rank is not finite.
     """
     weights, moments = model.state_dict(), _moments(model, optimizer)
     _refuse_unless_finite({**weights, **moments}, state)
-    if mesh.rank < dist.get_world_size(mesh.ep):  # the ranks that share experts with rank 0
+    target = step_folder(folder, state.step)
+    partial, replaced = folder / f".{target.name}.partial", folder / f".{target.name}.replaced"
+    if mesh.rank == 0:
+        for left in (partial, replaced):
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True)
+    if sharded:
+        all_gather(None)  # the folder is empty
+        shards.save(partial / "model", weights)
+        shards.save(partial / "optimizer", moments)
+    elif mesh.rank < dist.get_world_size(mesh.ep):  # the ranks that share experts with rank 0
         weights, moments = _whole(weights), _whole(moments)
     if mesh.rank != 0:
         return
+    if not sharded:
+        save_file(weights, partial / "model.safetensors")
+        save_file(moments, partial / "optimizer.safetensors")
     about = {"format": FORMAT, **dataclasses.asdict(state)}
     metrics = "".join(json.dumps(row) + "\n" for row in about.pop("metrics"))
-    target = step_folder(folder, state.step)
-    partial, replaced = folder / f".{target.name}.partial", folder / f".{target.name}.replaced"
-    for left in (partial, replaced):
-        shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(weights, partial / "model.safetensors")
-    save_file(moments, partial / "optimizer.safetensors")
+    if tokenizer is not None:
+        (partial / TOKENIZER).write_text(tokenizer)
     (partial / "metrics.jsonl").write_text(metrics)
     (partial / "state.json").write_text(json.dumps(about, indent=1))
     for written in (*sorted(partial.iterdir()), partial):
@@ -70,13 +94,16 @@ def save(folder: Path, state: State, *, model: nn.Module, optimizer: torch.optim
 
 
 def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model and optimizer in place from ``folder/step-N``. Each rank takes its experts, at any ep degree.
+    """Fill model and optimizer in place from ``folder/step-N``. Each rank takes its part, at any ep degree. Collective.
 
     Raises ValueError naming the tensor, got and wanted, where a file does not fit the model.
     """
     moments = _moments(model, optimizer)
-    _fill(folder / "model.safetensors", model.state_dict())
-    _fill(folder / "optimizer.safetensors", moments)
+    for what, tensors in {"model": model.state_dict(), "optimizer": moments}.items():
+        if (folder / what).is_dir():
+            shards.load(folder / what, tensors)
+        else:
+            _fill(folder / f"{what}.safetensors", tensors)
     # AdamW counts the steps that were taken.
     step = torch.tensor(float(sum(not row.get("skipped") for row in read_state(folder).metrics)))
     for name, parameter in model.named_parameters():
@@ -96,8 +123,9 @@ def _sync(path: Path) -> None:
 
 
 def _refuse_unless_finite(tensors: dict[str, Tensor], state: State) -> None:
-    largest = torch.stack([local(tensor).abs().max() for tensor in tensors.values()]).float()
-    wrong = [name for name, value in zip(tensors, largest.tolist()) if not math.isfinite(value)]
+    own = {name: here for name, tensor in tensors.items() if (here := local(tensor)).numel()}
+    largest = torch.stack([tensor.abs().max().float() for tensor in own.values()])
+    wrong = [name for name, value in zip(own, largest.tolist()) if not math.isfinite(value)]
     if name := next((name for names in all_gather(wrong) for name in names), None):
         raise FloatingPointError(f"{state.run}, step {state.step}: {name} is not finite: not saved")
 
@@ -127,7 +155,7 @@ def _fill(file: Path, tensors: dict[str, Tensor]) -> None:
                 source, own = stored.get_slice(name), local(tensor)
                 if (got := tuple(source.get_shape())) != (wanted := tuple(tensor.shape)):
                     raise ValueError(f"{file}: {name} is {got}, wanted {wanted}")
-                first = tensor.device_mesh.get_local_rank() * len(own) if isinstance(tensor, DTensor) else 0
-                own.copy_(source[first : first + len(own)])
+                if own.numel():
+                    own.copy_(source[part(tensor)])
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: {error}") from None

@@ -20,6 +20,7 @@ results only if all steps of all runs were clean.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import statistics
 import sys
@@ -31,14 +32,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mxep.gemm import Recipe
 
 from . import curves, page
 from .config import to_json
 from .data import read_text
-from .mesh import Mesh, local
+from .mesh import Mesh, local, part
 from .named import make_recipe
 from .progress import log_backend
 from .rank import Rank
@@ -144,7 +144,8 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
     """
     log_backend(config.backend, rank)
     text, mesh = read_text(config.data), Mesh.make(config.ep, rank.device)
-    about = {"bytes": len(text.train) + len(text.valid), "sha256": text.digest, "unigram entropy": text.entropy}
+    size = round((len(text.train) + len(text.valid)) * text.bytes_per_token)
+    about = {"bytes": size, "sha256": text.digest, "unigram entropy": text.entropy}
     outcome = Outcome(config, about, [])
     clean_steps_only = dataclasses.replace(config.train, checkpoint_every=None, skip_bad_steps=0)
     for seed in config.compare.seeds:
@@ -161,6 +162,8 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
             if name == NUDGED:
                 nudge(trainer.model, seed)
             run = trainer.run()
+            del trainer
+            gc.collect()  # modules and their hooks hold each other: the next model wants the memory
             if run.stopped:
                 return dataclasses.replace(outcome, trials=outcome.trials[:-1], stopped=True)
             outcome.trials[-1].runs[name] = run
@@ -173,10 +176,7 @@ def nudge(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         relative = 2 * torch.rand(parameter.shape, generator=generator) - 1
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            relative = relative.chunk(mesh.size())[mesh.get_local_rank()]
-        local(parameter).mul_((1 + NUDGE * relative).to(parameter.device))
+        local(parameter).mul_((1 + NUDGE * relative[part(parameter)]).to(parameter.device))
 
 
 def summarize(trials: Sequence[Trial]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import math
 import re
@@ -24,7 +25,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from . import files
+from . import files, tokenizer
 from .bench import BENCHES
 from .process import count_gpus
 from .schema import Config
@@ -57,13 +58,14 @@ CHOICES = {
     "recipe.weight_block": ("1x32", "32x32"),
     "recipe.wgrad": ("mx", "bf16"),
     "task.name": TASKS,
+    "train.precision": ("bf16-mixed", "bf16-true", "32-true"),
 }
 """Key -> the values it may have, besides null where the schema allows that."""
 
 POSITIVE = (
     *("parallel.ranks", "parallel.ep", "dispatcher.timeout", "dispatcher.factor", "optimizer.lr", "optimizer.clip"),
     *("model.dim", "model.layers", "model.heads", "model.experts", "model.hidden_dim"),
-    *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches"),
+    *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches", "train.micro_batches"),
     *("verify.tokens", "verify.dim", "verify.hidden_dim", "verify.experts", "verify.top_k"),
     *("estimate.tokens", "estimate.gpus_per_node", "estimate.nodes", "estimate.nvlink", "estimate.network"),
     *("estimate.memory", "estimate.imbalance", "estimate.micro_batches"),
@@ -75,6 +77,13 @@ NOT_NEGATIVE = (
     "train.checkpoint_every",
     "optimizer.warmup",
 )
+
+OF_TRANSFORMERS = {
+    "parallel.fsdp": False,
+    "train.precision": "bf16-mixed",
+    "train.activation_checkpointing": False,
+}
+"""Keys that only models of transformers have -> what mxep's own decoder has instead."""
 
 MX_ONLY = ("triton", "blackwell")
 """Backends that multiply MX operands alone."""
@@ -196,12 +205,15 @@ def _complaints(config: Config) -> Iterator[str]:
     elif model.experts % ep:
         cure = f"parallel.ep={math.gcd(ranks, model.experts)} or model.experts={ep * (model.experts // ep + 1)}"
         yield f"model.experts must be a multiple of {ep} (parallel.ep), got {model.experts}: try {cure}"
-    if config.data.batch % ranks:
-        cure = f"data.batch={ranks * (config.data.batch // ranks + 1)}"
-        yield f"data.batch must be a multiple of {ranks} (parallel.ranks), got {config.data.batch}: try {cure}"
+    if config.data.batch % (pieces := ranks * config.train.micro_batches):
+        cure = f"data.batch={pieces * (config.data.batch // pieces + 1)}"
+        of = "parallel.ranks" if pieces == ranks else "parallel.ranks times train.micro_batches"
+        yield f"data.batch must be a multiple of {pieces} ({of}), got {config.data.batch}: try {cure}"
     if model.transformers is not None:
         yield from _of_transformers(config, model.transformers)
-    elif model.dim % (2 * model.heads):
+    else:
+        yield from _of_own_model(config)
+    if model.transformers is None and model.dim % (2 * model.heads):
         yield f"model.dim must be a multiple of {2 * model.heads} (twice model.heads), got {model.dim}"
     if not 1 <= model.top_k <= model.experts:
         yield f"model.top_k must lie in 1..{model.experts} (model.experts), got {model.top_k}"
@@ -223,11 +235,17 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
     if config.train.graph and sizes_on_host(config):
         yield "train.graph=true: the host must read no sizes, but with all_to_all, exact capacity or reference it does"
+    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield "train.tensorboard=true wants tensorboard: pip install 'mxep-integration[tensorboard]'"
+    if config.train.graph and config.parallel.fsdp:
+        yield "train.graph=true: parallel.fsdp must be false, whose memory a graph cannot hold"
     if config.data.source == "text" and path is None:
         yield "data.source=text wants data.path, a file or a folder"
     elif path is not None and not Path(path).exists():
         yield f"data.path: no such file or folder: {path}"
     elif config.task.name in ("train", "compare") and (complaint := files.complaint(config.data)):
+        yield complaint
+    if config.task.name in ("train", "compare") and (complaint := tokenizer.complaint(config.data)):
         yield complaint
     for case in config.verify.cases or ():
         if case not in (*CASES, *LINEAR_CASES):
@@ -251,6 +269,14 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"backend={config.backend} multiplies MX operands alone, and {names[0]} has none; wanted {wanted}"
 
 
+def _of_own_model(config: Config) -> Iterator[str]:
+    """What a model of transformers has, and mxep's own decoder has not."""
+    for key, default in OF_TRANSFORMERS.items():
+        if (value := attrgetter(key)(config)) != default:
+            got, wanted = str(value).lower(), str(default).lower()
+            yield f"{key}: got {got}, wanted {wanted}: only models of transformers have others, as model=qwen3_moe_tiny"
+
+
 def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[str]:
     """What such a model has not. Its package is looked for, not imported."""
     try:
@@ -272,8 +298,10 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
     if "shared_experts" not in sizes and config.model.shared_experts:
         kind = of_model.get("model_type")
         yield f"model.shared_experts: got {config.model.shared_experts}, but models of {kind} have none here: want 0"
-    if (size := of_model.get("vocab_size", 256)) < 256:
-        yield f"model.transformers.vocab_size must be at least 256, one for each byte, got {size}"
+    wrong = tokenizer.complaint(config.data)
+    least = tokenizer.VOCABULARY if wrong else tokenizer.vocabulary_of(config.data)
+    if (size := of_model.get("vocab_size", least)) < least:
+        yield f"model.transformers.vocab_size must be at least {least}, one for each token of the data, got {size}"
     for key in of_model:
         if key.endswith("implementation"):  # some values name code to download
             yield f"model.transformers.{key}: wanted no such key: the model's own attention and mxep's experts run"

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .config import sizes_on_host
+from .schema import Config
+
 WARM_UP = 2
 """Calls that the host launches: buffers are made, kernels loaded, communicators connected."""
 
@@ -76,3 +79,35 @@ class Graphed:
         with capturing(stream=self._stream, capture_error_mode="thread_local") as graph:
             self._results = self._fn(*self._inputs)
         return graph
+
+
+def in_graph(config: Config, device: torch.device) -> bool:
+    """Whether the calls of a step are graphs: as train.graph says, or where nothing waits for the host."""
+    if device.type != "cuda":
+        return False
+    if config.train.graph is not None:
+        return config.train.graph
+    if config.model.transformers is not None:  # their code may read from the device
+        return False
+    # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
+    return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@contextlib.contextmanager
+def deterministic(config: Config, device: torch.device) -> Iterator[None]:
+    """Makes GPUs repeat a run to the last bit, as CPUs do; the backward of attention would add in any order.
+
+    Not of a model of transformers, whose code may have no other way.
+    """
+    if device.type != "cuda" or config.model.transformers is not None:
+        yield
+        return
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    memory.fill_uninitialized_memory = False  # a pass over each new tensor
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        memory.fill_uninitialized_memory = before[1]

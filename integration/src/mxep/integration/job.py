@@ -24,7 +24,7 @@ from .named import recipes
 from .process import STOPPED, reports, under_torchrun
 from .results import write
 from .schema import BenchConfig, CompareConfig, Config, EstimateConfig, VerifyConfig
-from .state import find, read_state
+from .state import find, read_state, same_text
 from .train import Outcome, train
 from .verify import Verification, verify
 
@@ -72,7 +72,7 @@ def _say_what_changed(name: str, folder: Path, config: Config) -> None:
     state, begin = read_state(folder), f"mxep: {name} goes on from {_short(folder)}"
     if state.run != name:
         print(f"{begin}: weights and moments of {state.run}, step {state.step}", file=sys.stderr)
-    if to_json(config)["data"] == state.config.get("data"):
+    if same_text(to_json(config)["data"], state.config.get("data") or {}):
         return  # where a text that has changed under its name is refused
     source, text = files.read(config.data)
     if hashlib.sha256(text).hexdigest() != state.digest:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mxep.ep import Experts
 from mxep.ep.shares import local_tensor
@@ -24,24 +25,34 @@ from mxep.ep.shares import local_tensor
 
 @dataclass(frozen=True)
 class Mesh:
-    """rank of ranks; `ep`: the group that shares experts with this rank; `dp`: the group that holds the same ones."""
+    """rank of ranks; `ep`: the group that shares experts with this rank; `dp`: the group that holds the same ones; both
+    are dimensions of `grid`."""
 
     rank: int
     ranks: int
     ep: dist.ProcessGroup
     dp: dist.ProcessGroup
+    grid: DeviceMesh
 
     @staticmethod
     def make(ep: int, device: torch.device) -> Mesh:
         """Collective over the default group. ``ep`` divides the number of ranks."""
         ranks = dist.get_world_size()
         grid = init_device_mesh(device.type, (ranks // ep, ep), mesh_dim_names=("dp", "ep"))
-        return Mesh(dist.get_rank(), ranks, grid.get_group("ep"), grid.get_group("dp"))
+        return Mesh(dist.get_rank(), ranks, grid.get_group("ep"), grid.get_group("dp"), grid)
 
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``: no copy, no gradient."""
     return local_tensor(tensor).detach()
+
+
+def part(tensor: Tensor) -> tuple[slice, ...]:
+    """Where that lies in the whole of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets))
 
 
 def share(own: Tensor, like: Tensor) -> Tensor:
@@ -52,7 +63,7 @@ def share(own: Tensor, like: Tensor) -> Tensor:
 
 
 class Gradients:
-    """The gradients of a model in two flat buffers, one for experts and one for the rest.
+    """The gradients of a model in flat buffers, of each dtype one for experts and one for the rest.
 
     A step clears and reduces each with one call. Every ``p.grad`` is a view: never set it to None.
     """
@@ -65,20 +76,39 @@ class Gradients:
         self.rest = _flat_gradients([p for p in model.parameters() if p not in set(experts)])
 
     def zero(self) -> None:
-        self.experts.zero_()
-        self.rest.zero_()
+        for gradients in (*self.experts, *self.rest):
+            gradients.zero_()
 
     def reduce(self) -> None:
         """Make every gradient that of the mean loss over all ranks."""
-        for gradients, group in ((self.rest, dist.group.WORLD), (self.experts, self.mesh.dp)):
+        for buffers, group in ((self.rest, dist.group.WORLD), (self.experts, self.mesh.dp)):
             if (ranks := dist.get_world_size(group)) > 1:
-                dist.all_reduce(gradients, group=group)
-                gradients /= ranks
+                for gradients in buffers:
+                    dist.all_reduce(gradients, group=group)
+                    gradients /= ranks
 
 
-def _flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
-    own = [local(p) for p in parameters]
-    flat = torch.zeros(sum(p.numel() for p in own), dtype=torch.float32, device=own[0].device)
-    for p, tensor, piece in zip(parameters, own, flat.split([p.numel() for p in own])):
-        p.grad = share(piece.view(tensor.shape), p)
-    return flat
+class ReducedGradients:
+    """The gradients of a model that FSDP2 shards: backward leaves them reduced, over all micro-batches so far."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+
+    def zero(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def reduce(self) -> None:
+        """Nothing is left to do."""
+
+
+def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    buffers = []
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        of_dtype = [p for p in parameters if p.dtype == dtype]
+        own = [local(p) for p in of_dtype]
+        sizes = [p.numel() for p in own]
+        buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=own[0].device))
+        for p, tensor, piece in zip(of_dtype, own, buffers[-1].split(sizes)):
+            p.grad = share(piece.view(tensor.shape), p)
+    return buffers

@@ -1,13 +1,13 @@
-"""A byte-level language model: a decoder whose feed-forward layers are mixtures of experts.
+"""A language model, of bytes or tokens: a decoder whose feed-forward layers are mixtures of experts.
 
-    bytes (b, S) -> embedding -> [ x + attention(norm(x)) ; x + moe(norm(x)) ] x layers -> norm -> logits (b, S, 256)
+    tokens (b, S) -> embedding -> [ x + attention(norm(x)) ; x + moe(norm(x)) ] x layers -> norm -> logits (b, S, V)
 
 Weights, attention and the residual stream are fp32 and tokens enter each MoE in bf16, whatever the recipe: so both runs
 that are compared differ in the recipe alone. Attention's projections are torch's, or have a recipe. On CPUs without
 bf16 matrix units bf16 attention is also 3 to 6 times slower than fp32 (measured: 2048 x 192 x 576 at 102 against 26
 GFLOPS on one core). Weights in fp32 are the master weights: there is no second copy, and a recipe quantizes from them.
 
-b sequences of S bytes on this rank, D model dim, H heads.
+b sequences of S tokens on this rank, D model dim, H heads.
 """
 
 from __future__ import annotations
@@ -16,41 +16,40 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxep.ep import Experts, MoE, Router, SharedExpert, TokenDispatcher, make_dispatcher
 from mxep.gemm import Linear, Recipe
 
-from .data import VOCABULARY
+from .mesh import Mesh
 from .named import linear_recipe, make_capacity
 from .schema import Config, ModelConfig
+from .tokenizer import VOCABULARY, vocabulary_of
 
 if TYPE_CHECKING:
     from .transformers.model import CausalLM
 
 
-def make_model(
-    config: Config, recipe: Recipe, group: dist.ProcessGroup, device: torch.device
-) -> Transformer | CausalLM:
-    """What the section `model` names, on ``device``: experts of ``recipe``, spread over ``group``."""
+def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> Transformer | CausalLM:
+    """What the section `model` names, on ``device``: experts of ``recipe``, spread over ``mesh.ep``."""
     if config.model.transformers is not None:
         from .transformers.model import CausalLM
 
-        return CausalLM(config, recipe, group, device)
+        return CausalLM(config, recipe, mesh, device)
     dispatcher = make_dispatcher(
         config.dispatcher.name,
         config.model.experts,
         dim=config.model.dim,
-        group=group,
+        group=mesh.ep,
         capacity=make_capacity(config),
         max_tokens=config.tokens_per_rank,
         timeout=config.dispatcher.timeout,
         ranks_per_node=config.dispatcher.ranks_per_node,
     )
     # Drawn on the CPU, so that one seed is one model on every device.
-    return Transformer(config.model, dispatcher, recipe, config.backend, linear_recipe(config, recipe)).to(device)
+    how = config.backend, linear_recipe(config, recipe), vocabulary_of(config.data)
+    return Transformer(config.model, dispatcher, recipe, *how).to(device)
 
 
 class Attention(nn.Module):
@@ -96,7 +95,7 @@ class Transformer(nn.Module):
     """The model of the module's docstring.
 
     config: sizes. dispatcher: how tokens reach the experts, one for all layers. recipe, backend: of the MoE layers.
-    linear: recipe of the attention's projections, or "auto"; None: they are nn.Linear.
+    linear: recipe of the attention's projections, or "auto"; None: they are nn.Linear. vocabulary: V, how many tokens.
 
     Draws from the default generator: after one seed every rank has the same model and its share of the same experts.
     """
@@ -108,11 +107,12 @@ class Transformer(nn.Module):
         recipe: Recipe,
         backend: str = "auto",
         linear: Recipe | str | None = None,
+        vocabulary: int = VOCABULARY,
     ) -> None:
         super().__init__()
         dim, experts, top_k = config.dim, config.experts, config.top_k
         self.head_dim = dim // config.heads
-        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.embedding = nn.Embedding(vocabulary, dim)
         self.blocks = nn.ModuleList()
         for _ in range(config.layers):
             attention = Attention(dim, config.heads, linear, backend)
@@ -130,7 +130,7 @@ class Transformer(nn.Module):
             )
             self.blocks.append(Block(attention, moe, dim))
         self.norm = nn.RMSNorm(dim)
-        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class Transformer(nn.Module):
                 module.down_proj.mul_(small)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """``inputs`` (b, S) int64 -> logits (b, S, 256) fp32."""
+        """``inputs`` (b, S) int64 -> logits (b, S, V) fp32."""
         x = self.embedding(inputs)
         rotation = self._rotation(inputs.shape[1], x.device)
         for block in self.blocks:
@@ -155,8 +155,17 @@ class Transformer(nn.Module):
         return logits
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a byte."""
+        """Mean cross-entropy in nats a token."""
         return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+
+    @property
+    def experts(self) -> list[Experts]:
+        return [moe.experts for moe in self.moes]
+
+    @property
+    def attention_width(self) -> int:
+        """Of queries and keys, and of values, over all heads."""
+        return 2 * self.norm.normalized_shape[0]
 
     @property
     def moes(self) -> list[MoE]:

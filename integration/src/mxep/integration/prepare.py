@@ -5,6 +5,7 @@ Imports nothing heavy: a mistake is answered before torch is there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -16,7 +17,8 @@ from .config import ConfigError, override_key, resolve, restore
 from .process import count_gpus, under_torchrun
 from .schema import Config, RecipeConfig
 from .sizes import sizes_of
-from .state import find, read_state
+from .state import TOKENIZER, find, read_state
+from .tokenizer import vocabulary_of
 
 
 def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
@@ -31,6 +33,7 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
     if raw.model.pretrained is not None:
         _fit_model_to_checkpoint(raw, given)
     if raw.resume is None:
+        _fit_vocabulary(raw, given)
         config = resolve(raw, ranks=ranks)
         checkpoints: dict[str, str] = {}
     else:
@@ -78,13 +81,28 @@ def _fit_model_to_checkpoint(raw: DictConfig, given: set[str]) -> None:
     raw.model.transformers = found
 
 
+def _fit_vocabulary(raw: DictConfig, given: set[str]) -> None:
+    """A new model of transformers has as many tokens as the data, unless the command line says how many."""
+    data, model = raw.data, raw.model
+    named = data.get("tokenizer") is not None or data.get("vocabulary") is not None
+    if not named or model.transformers is None or model.pretrained is not None:
+        return
+    if not {"model.transformers", "model.transformers.vocab_size"} & given:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # which resolve() names
+            model.transformers.vocab_size = vocabulary_of(data)
+
+
 def _resume(raw: DictConfig, overrides: list[str], given: set[str], ranks: int | None) -> tuple[Config, dict[str, str]]:
     path = Path(raw.resume)
     if not path.exists():
         raise ConfigError(f"resume: no such file or folder: {path}")
     checkpoints = find(path)
     state = read_state(next(iter(checkpoints.values())))
+    if named := sorted({"data.tokenizer", "data.vocabulary"} & given):
+        raise ConfigError(f"{named[0]}: the checkpoint that resume names says what tokens are: leave it out")
     raw = restore(raw, state.config, overrides)
+    kept = next(iter(checkpoints.values())) / TOKENIZER
+    raw.data.tokenizer, raw.data.vocabulary = str(kept.resolve()) if kept.exists() else None, None
     if path in checkpoints.values():  # one run alone, no comparison
         raw.train.compare = False
         if state.run == "bf16" and not any(key.partition(".")[0] == "recipe" for key in given):

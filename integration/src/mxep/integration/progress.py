@@ -47,7 +47,9 @@ def describe(row: dict[str, Any]) -> str:
     """A step's metrics in a few words; expert load is the busiest expert over the mean."""
     if row.get("skipped"):
         return f"skipped {row['skipped']}"
-    return f"loss {row['loss']:.3f}  {row['tokens_per_s'] / 1e3:.1f}k tokens/s  expert load {row['expert_load']:.2f}x"
+    mfu = "" if row.get("mfu") is None else f"  MFU {row['mfu']:.1%}"
+    speed = f"{row['tokens_per_s'] / 1e3:.1f}k tokens/s{mfu}"
+    return f"loss {row['loss']:.3f}  {speed}  expert load {row['expert_load']:.2f}x"
 
 
 def log_backend(name: str, rank: Rank) -> None:

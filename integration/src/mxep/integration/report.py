@@ -18,7 +18,14 @@ from .train import Outcome, Run
 
 LAST = 20  # steps that the training loss at the end is averaged over
 ROWS = ("rows_routed", "rows_sent", "rows_valid", "rows_padding", "rows_dropped", "rows_invalid")
-SHORT = {"padding_share": "padding / valid", "expert_load": "expert load", "tokens_per_s": "tokens/s"}
+SHORT = {
+    "padding_share": "padding / valid",
+    "expert_load": "expert load",
+    "tokens_per_s": "tokens/s",
+    "tflops": "TFLOP/s",
+    "mfu": "MFU",
+    "peak_gib": "peak GiB",
+}
 # Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a deviation of 0.025.
 NOTE = "Rounding alone moves the loss of so short a run by a few hundredths, either way."
 
@@ -68,6 +75,7 @@ def details(groups: curves.Groups) -> list[Section]:
     counts = [key.removeprefix("rows_") for key in ROWS]
     routing = dict.fromkeys(counts, ",") | {"padding / valid": ".2%", "expert load": ".3f"}
     speed = {"steps": ",", "skipped": ",", "ms a step": ",.1f", "tokens/s": ",.0f", "seconds": ",.1f"}
+    speed |= {"TFLOP/s": ",.3f", "MFU": ".1%", "peak GiB": ".1f"}
     return [
         Section("Rows routed, over all steps, layers and ranks", ("run",), routing, rows),
         Section(f"Expert load, busiest / mean, last {LAST} steps", ("layer",), dict.fromkeys(runs, ".3f"), by_layer),
@@ -105,6 +113,7 @@ def table(summary: dict[str, Any]) -> Section:
         "padding share of rows": [f"{run['padding_share']:.1%}" for run in runs],
         "expert load, busiest / mean": [f"{run['expert_load']:.2f}" for run in runs],
         "tokens/s": [f"{run['tokens_per_s']:,.0f}" for run in runs],
+        **_on_gpus(runs),
         "seconds": [f"{run['seconds']:.1f}" for run in runs],
     }
     rows: list[dict[str, Any]] = []
@@ -114,6 +123,17 @@ def table(summary: dict[str, Any]) -> Section:
             rows[-1]["difference"] = f"{difference:+.4f}"
     columns = [*(run["name"] for run in runs), *(["difference"] if "valid_loss_difference" in summary else [])]
     return Section("Loss in nats a byte", ("",), dict.fromkeys(columns, ""), rows)
+
+
+def _on_gpus(runs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Lines that there are where a GPU's peak is known."""
+    if any(run["mfu"] is None for run in runs):
+        return {}
+    return {
+        "TFLOP/s of a GPU": [f"{run['tflops']:,.1f}" for run in runs],
+        "of its bf16 peak (MFU)": [f"{run['mfu']:.1%}" for run in runs],
+        "peak memory, GiB": [f"{run['peak_gib']:.1f}" for run in runs],
+    }
 
 
 def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | None = None) -> None:
@@ -156,7 +176,16 @@ def _summarize(run: Run) -> dict[str, Any]:
         "expert_load": sum(row["expert_load"] for row in last) / max(1, len(last)),
         "seconds": run.seconds,
         "tokens_per_s": tokens / max(run.seconds, 1e-9),
+        **{key: _mean(run, key) for key in ("tflops", "mfu")},
+        "peak_gib": max((row.get("peak_gib") or 0.0 for row in run.metrics), default=0.0) or None,
     }
+
+
+def _mean(run: Run, key: str) -> float | None:
+    """Over the time of all steps; None if some have no such number, as a checkpoint's may not."""
+    if not run.metrics or any(row.get(key) is None for row in run.metrics):
+        return None
+    return float(sum(row[key] * row["seconds"] for row in run.metrics) / max(run.seconds, 1e-9))
 
 
 def _loads(run: Run) -> list[float]:

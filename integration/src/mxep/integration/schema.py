@@ -44,13 +44,16 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     """source: "stdlib" or "text". path: a file or folder, for "text". max_bytes: cap on the text, in bytes.
-    batch: sequences a step over all ranks, of `length` bytes each."""
+    batch: sequences a step over all ranks, of `length` tokens each. vocabulary: of a byte-level BPE that is trained on
+    the text; tokenizer: a file with one, a tokenizer.json; neither: a token is a byte."""
 
     source: str
     path: str | None
     max_bytes: int
     batch: int
     length: int
+    vocabulary: int | None = None
+    tokenizer: str | None = None
 
 
 @dataclass
@@ -85,11 +88,13 @@ class DispatcherConfig:
 @dataclass
 class ParallelConfig:
     """ranks: processes (null: one a GPU, 2 on a CPU). ep: ranks that share one set of experts (null: all of them; 1
-    with the local dispatcher); ranks / ep sets work data-parallel. device: "auto", "cpu", "cuda". timeout: seconds for
+    with the local dispatcher); ranks / ep sets work data-parallel. fsdp: shard what is not expert over all ranks, and
+    copies of experts over the sets. device: "auto", "cpu", "cuda". timeout: seconds for
     the whole job, null for no limit."""
 
     ranks: int | None
     ep: int | None
+    fsdp: bool
     device: str
     timeout: float | None
 
@@ -109,18 +114,26 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    """steps of each run. compare: train in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0
-    for one at the end, null for none. valid_batches: batches of held-out text for the final loss. graph: whether on
-    GPUs loss and gradients are computed by CUDA graphs; null: where nothing on the way waits for the host.
-    skip_bad_steps: how many steps in a row may be left out because loss or gradient norm is not finite or rows
-    overflowed the capacity; one more ends the run."""
+    """steps of each run. micro_batches: that a rank cuts its share of data.batch in; their gradients are summed before
+    the optimizer's step. precision: "bf16-mixed": weights, gradients and moments in fp32, products in bf16;
+    "bf16-true": all in bf16; "32-true": all in fp32; experts are multiplied as the recipe says in each.
+    activation_checkpointing: each block keeps its input alone, and is computed again in backward. compare: train
+    in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0 for one at the end, null for none.
+    valid_batches: batches of held-out text for the final loss. graph: whether on GPUs loss and gradients are computed
+    by CUDA graphs; null: where nothing on the way waits for the host. skip_bad_steps: how many steps in a row may be
+    left out because loss or gradient norm is not finite or rows overflowed the capacity; one more ends the run.
+    tensorboard: metrics go into its files, too, in the run folder."""
 
     steps: int
+    micro_batches: int
+    precision: str
+    activation_checkpointing: bool
     compare: bool
     checkpoint_every: int | None
     valid_batches: int
     graph: bool | None
     skip_bad_steps: int
+    tensorboard: bool
 
 
 @dataclass
@@ -233,7 +246,8 @@ class Config:
 
     @property
     def tokens_per_rank(self) -> int:
-        return self.data.batch // self.ranks * self.data.length
+        """Of a micro-batch."""
+        return self.data.batch // self.ranks // self.train.micro_batches * self.data.length
 
 
 def configs_dir() -> Path:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+TOKENIZER = "tokenizer.json"
+"""Of a checkpoint, and of a run folder, if the text was read as tokens."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class State:
     config: dict[str, Any]
     digest: str
     metrics: list[dict[str, Any]]
+
+
+def same_text(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Whether two sections `data` name the same bytes and batches of them, whatever file has their tokenizer."""
+    return all(one.get(key) == two.get(key) for key in {*one, *two} - {"tokenizer", "vocabulary"})
 
 
 def step_folder(folder: Path, step: int) -> Path:

@@ -1,6 +1,7 @@
 """task=train on one rank: the same model trained once per recipe, from one seed on the same bytes.
 
-    for each recipe:   build -> (load) -> [ batch, backward, check, reduce, measure, step, balance ] x steps
+    for each recipe:   build -> (load) -> [ batch, (forward, backward) x micro-batches, check, reduce, measure, step,
+                         balance ] x steps
                        -> save -> loss on held-out text
 
     On GPUs backward (loss and gradients) and reduce (and clip) are a CUDA graph each, if nothing waits for the host.
@@ -13,37 +14,39 @@ Every rank runs this; rank 0 also shows progress and writes metrics.jsonl and ch
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
+import gc
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from mxep.comms import CapacityExceeded
-from mxep.ep import clip_grad_norm_, parameter_groups
+from mxep.ep import clip_grad_norm_
 from mxep.gemm import Recipe
 
 from . import checkpoint
 from .collective import all_gather
-from .config import ConfigError, sizes_on_host, to_json
+from .config import ConfigError, to_json
 from .data import Text, make_batch, read_text
-from .graph import Graphed
-from .mesh import Gradients, Mesh
+from .graph import Graphed, deterministic, in_graph
+from .log import log
+from .mesh import Gradients, Mesh, ReducedGradients
 from .model import make_model
 from .named import recipes
+from .optimizer import learning_rate, make_optimizer
 from .progress import log_backend, progress
 from .rank import Rank
-from .schema import Config, OptimizerConfig
-from .state import State, read_state, step_folder
+from .schema import Config
+from .speed import Speed
+from .state import TOKENIZER, State, read_state, same_text, step_folder
+from .step import backward, cut, measure
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
     """
     log_backend(config.backend, rank)
     text = read_text(config.data)
+    if rank.rank == 0 and text.tokenizer is not None:
+        Path(folder, TOKENIZER).write_text(text.tokenizer)
     mesh = Mesh.make(config.ep, rank.device)
     outcome = Outcome([], text.name, text.entropy)
     for recipe in recipes(config):
@@ -101,6 +106,8 @@ def train(rank: Rank, config: Config, folder: str, resume: Mapping[str, str]) ->
         if recipe.name in resume:
             trainer.load(Path(resume[recipe.name]))
         outcome.runs.append(trainer.run())
+        del trainer
+        gc.collect()  # modules and their hooks hold each other: the next model wants the memory
         if outcome.stopped:
             break
     return outcome
@@ -117,10 +124,11 @@ class Trainer:
         self.rank, self.config, self.mesh, self.text, self.folder = rank, config, mesh, text, folder
         self.name = recipe.name
         torch.manual_seed(config.seed)
-        self.model = make_model(config, recipe, mesh.ep, rank.device)
-        self.gradients = Gradients(self.model, mesh)
+        self.model = make_model(config, recipe, mesh, rank.device)
+        self.gradients = ReducedGradients(self.model) if config.parallel.fsdp else Gradients(self.model, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        captured = _in_graph(config, rank.device)
+        self.speed = Speed(self.model, config, rank.device)
+        captured = in_graph(config, rank.device)
         self.graphs = (Graphed(self._backward), Graphed(self._reduce)) if captured else None
         self.step = 0
         self.bad_steps = 0  # in a row
@@ -130,8 +138,8 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Go on from the checkpoint ``folder``. Raises ValueError if it does not fit, or its text has changed."""
         state = read_state(folder)
-        same_data = state.config.get("data") == dataclasses.asdict(self.config.data)
-        if same_data and state.digest != self.text.digest:
+        same = same_text(state.config.get("data") or {}, dataclasses.asdict(self.config.data))
+        if same and state.digest != self.text.digest:
             raise ConfigError(
                 f"{self.text.name} is not the text that {folder} was trained on (sha256 {self.text.digest[:12]}, "
                 f"wanted {state.digest[:12]}): losses would not continue; name the text with data=..."
@@ -142,7 +150,7 @@ class Trainer:
     def run(self) -> Run:
         """The steps left, or those until a signal; then a checkpoint, and the loss on held-out text if done."""
         try:
-            with _deterministic(self.config, self.rank.device):
+            with deterministic(self.config, self.rank.device):
                 return self._run()
         finally:
             for graph in self.graphs or ():
@@ -152,12 +160,14 @@ class Trainer:
     def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
-        with shown as advance, self._metrics_file() as file:
+        first, tensorboard = self.rank.rank == 0, self.config.train.tensorboard
+        written = log(self.folder, self.name, self.metrics, shown=first, tensorboard=tensorboard)
+        with shown as advance, written as write:
             if self.metrics:
                 advance(self.step, self.metrics[-1])
             while self.step < steps and not self.rank.stop.agreed():
                 self.train_step()
-                file.write(json.dumps(self.metrics[-1]) + "\n")
+                write(self.metrics[-1])
                 advance(self.step, self.metrics[-1])
                 if every and self.step % every == 0:
                     self.save()
@@ -172,11 +182,15 @@ class Trainer:
         config = self.config
         batch = self._batch(self.text.train, config.seed, self.step)
         backward, reduce = self.graphs or (self._backward, self._reduce)
-        (loss,) = backward(*batch)
+        loss, rows = backward(*batch)
         lost = self._lost_rows()  # before collectives, which wait without a limit for a rank that died
         (norm,) = reduce()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
-        row, bad = self._measure(loss, norm, lost)
+        memory = self.speed.memory()
+        row, overflowed, memory = measure(
+            self.model, self.mesh, loss, norm, rows, overflowed=lost is not None, memory=memory
+        )
+        bad = self._bad(row, lost, overflowed)
         if bad is None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -190,67 +204,46 @@ class Trainer:
         self.step += 1
         for router in self.model.routers:
             router.update_bias(config.model.balance_rate if bad is None else 0.0)
-        seconds = time.perf_counter() - begun
-        speed = {"seconds": seconds, "tokens_per_s": config.data.batch * config.data.length / seconds}
+        speed = self.speed.of(time.perf_counter() - begun, memory)
+        row |= _of_bytes(row["loss"], self.text)
+        row |= {key: None for key in ("loss", "token_loss", "grad_norm") if not math.isfinite(row.get(key, 0))}
         skipped = None if bad is None else str(bad)
         self.metrics.append({"run": self.name, "step": self.step, **row, "lr": lr, "skipped": skipped, **speed})
 
-    def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor]:
-        """The loss of this rank's batch, 0-d, whose gradients are left behind."""
+    def _backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of this rank's batch, 0-d, whose gradients are left behind, and its rows, as `step.backward`."""
         self.gradients.zero()
-        loss = self.model.loss(inputs, targets)
-        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own costs the host more
-            loss.backward()
-        return (loss.detach(),)
+        return backward(self.model, inputs, targets, self.config.train.micro_batches)
 
     def _reduce(self) -> tuple[Tensor]:
         """The norm of all ranks' gradients, 0-d, the same on every rank, which are left reduced and clipped."""
         self.gradients.reduce()
         return (clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip),)
 
-    def _measure(self, loss: Tensor, norm: Tensor, lost: Exception | None) -> tuple[dict[str, Any], Exception | None]:
-        """The step's metrics over all ranks and layers, and what is bad about it: one reduction, one copy to the host.
-
-        The same on all ranks. Numbers that are not finite are None.
-        """
-        rows = [moe.last_routing.stats() for moe in self.model.moes if moe.last_routing is not None]
-        keys = list(rows[0])
-        counts = [torch.stack([one[key] for one in rows]).sum().double() for key in keys]
-        for known_to_all in (keys.index("dropped"), keys.index("invalid")):
-            counts[known_to_all] /= dist.get_world_size(self.mesh.ep)
-        loads = torch.stack([router.load for router in self.model.routers if router.load is not None])
-        means = torch.stack((loss, norm, torch.full_like(norm, lost is not None))).double() / self.mesh.ranks
-        vector = torch.cat((means, torch.stack(counts), loads.double().flatten()))
-        dist.all_reduce(vector)
-        mean_loss, mean_norm, overflowed, *values = vector[: len(means) + len(counts)].tolist()
-        load = vector[len(means) + len(counts) :].view(loads.shape)
-        busiest = (load.max(1).values / load.mean(1)).tolist()  # over the mean, of each layer
-        row = {
-            "loss": mean_loss if math.isfinite(mean_loss) else None,
-            **{f"rows_{key}": round(value) for key, value in zip(keys, values)},
-            "expert_load": max(busiest),
-            "expert_loads": busiest,
-            "grad_norm": mean_norm if math.isfinite(mean_norm) else None,
-        }
+    def _bad(self, row: dict[str, Any], lost: Exception | None, overflowed: bool) -> Exception | None:
+        """What is bad about a step, the same on all ranks. overflowed: any rank has `lost` something."""
         step = f"{self.name}, step {self.step + 1}"
         if overflowed:
-            return row, CapacityExceeded(f"{step}: {_of_all_ranks(lost)}")
-        if None in (row["loss"], row["grad_norm"]):
-            return row, FloatingPointError(f"{step}: the loss is {mean_loss:.4g}, the gradient norm {mean_norm:.4g}")
-        return row, None
+            return CapacityExceeded(f"{step}: {_of_all_ranks(lost)}")
+        if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+            return FloatingPointError(
+                f"{step}: the loss is {row['loss']:.4g}, the gradient norm {row['grad_norm']:.4g}"
+            )
+        return None
 
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss on held-out text, the same batches for every run."""
         self.model.eval()
-        batches = self.config.train.valid_batches
+        train = self.config.train
         # Seed 0 whatever config.seed is, so that runs of several seeds are comparable.
-        losses = [self.model.loss(*self._batch(self.text.valid, 0, i)) for i in range(batches)]
+        batches = (self._batch(self.text.valid, 0, i) for i in range(train.valid_batches))
+        losses = [self.model.loss(*one) for batch in batches for one in cut(*batch, train.micro_batches)]
         mean = torch.stack(losses).mean()
         if lost := _of_all_ranks(self._lost_rows()):
             raise CapacityExceeded(f"{self.name}, held-out text: {lost}")
         dist.all_reduce(mean)
-        loss = mean.item() / self.mesh.ranks
+        loss = mean.item() / self.mesh.ranks / self.text.bytes_per_token
         if not math.isfinite(loss):
             raise FloatingPointError(f"{self.name}: the loss on held-out text is {loss}")
         return loss
@@ -274,70 +267,27 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of the steps done so far. Raises FloatingPointError, on all ranks, if it would hold a NaN."""
         state = State(self.name, self.step, to_json(self.config), self.text.digest, self.metrics)
-        checkpoint.save(self.folder / self.name, state, model=self.model, optimizer=self.optimizer, mesh=self.mesh)
+        checkpoint.save(
+            self.folder / self.name,
+            state,
+            model=self.model,
+            optimizer=self.optimizer,
+            mesh=self.mesh,
+            sharded=self.config.parallel.fsdp,
+            tokenizer=self.text.tokenizer,
+        )
         self.saved = self._checkpoint()
 
     def _checkpoint(self) -> Path:
         return step_folder(self.folder / self.name, self.step)
 
-    def _metrics_file(self) -> TextIO:
-        """metrics.jsonl of the run folder, with what a resumed run did before; no file on ranks above 0."""
-        file = Path(os.devnull) if self.rank.rank else self.folder / "metrics.jsonl"
-        stream = file.open("a", buffering=1)
-        stream.writelines(json.dumps(row) + "\n" for row in self.metrics)
-        return stream
 
-
-def _in_graph(config: Config, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    if config.train.graph is not None:
-        return config.train.graph
-    if config.model.transformers is not None:  # their code may read from the device
-        return False
-    # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
-    return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-@contextlib.contextmanager
-def _deterministic(config: Config, device: torch.device) -> Iterator[None]:
-    """Makes GPUs repeat a run to the last bit, as CPUs do; the backward of attention would add in any order.
-
-    Not of a model of transformers, whose code may have no other way.
-    """
-    if device.type != "cuda" or config.model.transformers is not None:
-        yield
-        return
-    memory: Any = torch.utils.deterministic
-    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("error")
-    memory.fill_uninitialized_memory = False  # a pass over each new tensor
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before[0])
-        memory.fill_uninitialized_memory = before[1]
+def _of_bytes(loss: float, text: Text) -> dict[str, float]:
+    """A loss in nats a token, as runs on other tokens can be compared with it: in nats a byte."""
+    of_tokens = {} if text.tokenizer is None else {"token_loss": loss}
+    return {"loss": loss / text.bytes_per_token, **of_tokens}
 
 
 def _of_all_ranks(error: Exception | None) -> str:
     """The messages of all ranks that have one. Collective."""
     return "; ".join(dict.fromkeys(each for each in all_gather(error and str(error)) if each))
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norms and the embedding do not."""
-    constant = {p for name, p in model.named_parameters() if p.dim() <= 1 or "embed" in name}
-    groups = []
-    for group in parameter_groups(model):
-        decaying = [p for p in group["params"] if p not in constant]
-        rest = [p for p in group["params"] if p in constant]
-        groups += [{"params": decaying, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), foreach=True)
-
-
-def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Linear warm-up, then half a cosine from ``lr`` to ``lr * final``."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    share = (step - config.warmup) / max(1, steps - config.warmup)
-    return config.lr * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * share)))

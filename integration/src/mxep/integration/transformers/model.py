@@ -2,15 +2,18 @@
 
     section `model` -> model on meta -> experts spread over the ep group -> drawn on this rank's device
     model.pretrained -> model on the CPU -> experts spread, one weight after the other -> the rest moved
+    parallel.fsdp    -> FSDP2 over all ranks, of what is not expert, and over copies of experts
 
-Weights are fp32: they are the master weights. Products are bf16 by autocast, those of experts the recipe's.
+Weights are fp32, the master weights, and products bf16 by autocast, those of experts the recipe's; or all is in one
+dtype (train.precision).
 
-b sequences of S bytes on this rank, V tokens in the model's vocabulary of which bytes are the first 256, E experts, T
-tokens of this rank, K experts a token.
+b sequences of S tokens on this rank, V tokens in the model's vocabulary, of which the data's are the first, E experts,
+T tokens of this rank, K experts a token.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -19,32 +22,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from mxep.ep import Routing, TokenDispatcher
-from mxep.ep.shares import ep_mesh, init_normal_
+from mxep.ep.recomputation import recomputing
+from mxep.ep.shares import init_normal_
 from mxep.gemm import Recipe
 
 from ..config import ConfigError
+from ..mesh import Mesh
 from ..named import make_capacity
 from ..schema import Config
 from .implementation import Implementation
 from .layer import KEY, Layer
 from .parallel import expert_parallel, register
+from .sharding import shard
 
 _numbers = itertools.count()
 """Of the names that models register: one each, as two of one recipe may differ in all else."""
 
 
 class CausalLM(nn.Module):
-    """The model that the section `model` names, with experts of ``recipe`` spread over ``group``, on ``device``.
+    """The model that the section `model` names, with experts of ``recipe`` spread over ``mesh.ep``, on ``device``.
 
     Draws from the default generators: after one seed every rank has the same model and its share of the same experts.
     ConfigError for what such a model has not, ValueError of `expert_parallel` and of transformers.
     """
 
-    def __init__(self, config: Config, recipe: Recipe, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
         super().__init__()
         dispatcher, section = config.dispatcher, config.model
         how = Implementation(
@@ -59,37 +67,62 @@ class CausalLM(nn.Module):
         )
         register(how)
         assert section.transformers is not None
+        dtype = torch.bfloat16 if config.train.precision == "bf16-true" else torch.float32
+        mixed = config.train.precision == "bf16-mixed"
+        self.autocast = mixed and not config.parallel.fsdp
         sizes = AutoConfig.for_model(**section.transformers)
         if section.pretrained is None:
             with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(sizes, dtype=torch.float32)
+                self.model = AutoModelForCausalLM.from_config(sizes, dtype=dtype)
         else:
             disable_progress_bar()
             self.model = AutoModelForCausalLM.from_pretrained(
-                section.pretrained, config=sizes, dtype=torch.float32, local_files_only=True, use_safetensors=True
+                section.pretrained, config=sizes, dtype=dtype, local_files_only=True, use_safetensors=True
             )
-        names = expert_parallel(self.model, ep_mesh(group, device), how.name)
+        names = expert_parallel(self.model, mesh.grid["ep"], how.name)
         if section.pretrained is None:
             self.model.to_empty(device=device)
             _draw(self.model)
         self.to(device).train()
+        self.blocks = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        by_block = {"parallel.fsdp": config.parallel.fsdp}
+        by_block |= {"train.activation_checkpointing": config.train.activation_checkpointing}
+        if not self.blocks and any(by_block.values()):
+            key = next(key for key, wanted in by_block.items() if wanted)
+            raise ConfigError(f"{key}: got true, want false: {sizes.model_type} has no blocks that transformers names")
+        if config.train.activation_checkpointing:
+            for block in self.blocks:  # named as before, unlike what a wrapper holds
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        self.experts = [self.model.get_submodule(name) for name in names]
+        if config.parallel.fsdp:
+            shard(self.model, self.blocks, self.experts, mesh, mixed)
         self.aux_weight = getattr(sizes, "router_aux_loss_coef", 0.0)
-        self.moes = [RoutedExperts(self.model.get_submodule(name)) for name in names]
+        self.moes = [RoutedExperts(module) for module in self.experts]
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
-        self.routers = [RouterOf(moe, block) for moe, block in zip(self.moes, blocks)]
+        self.routers = [RouterOf(moe, block, device) for moe, block in zip(self.moes, blocks)]
         if section.balance_rate and any(router.bias is None for router in self.routers):
             raise ConfigError(
                 f"model.balance_rate: got {section.balance_rate}, want 0: routers of {sizes.model_type} have no bias "
                 "(model.transformers.output_router_logits=true trains some to balance)"
             )
 
+    @property
+    def attention_width(self) -> int:
+        """Of queries and keys, and of values, over all heads."""
+        sizes = self.model.config
+        width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+        query_key, value = 2 * (width,)
+        if getattr(sizes, "qk_nope_head_dim", None):  # DeepSeek's
+            query_key, value = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, sizes.v_head_dim
+        return int(sizes.num_attention_heads * (query_key + value))
+
     def forward(self, inputs: Tensor) -> Any:
         """``inputs`` (b, S) int64 -> what the model returns: `logits` (b, S, V), where it has one `aux_loss`."""
-        with torch.autocast(inputs.device.type, torch.bfloat16):
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.autocast):
             return self.model(input_ids=inputs, use_cache=False)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a byte. In training its gradient is also the auxiliary loss's, by its weight."""
+        """Mean cross-entropy in nats a token. In training its gradient is also the auxiliary loss's, by its weight."""
         out = self(inputs)
         loss = F.cross_entropy(out.logits.float().flatten(0, 1), targets.flatten())
         aux = getattr(out, "aux_loss", None)
@@ -122,30 +155,38 @@ class RoutedExperts:
 
 
 class RouterOf:
-    """What the trainer asks of an `mxep.ep.Router`, of the router in ``block`` beside the experts ``moe``."""
+    """What the trainer asks of an `mxep.ep.Router`, of the router in ``block`` beside the experts ``moe``.
 
-    def __init__(self, moe: RoutedExperts, block: nn.Module) -> None:
+    load: (E,) fp32, the number of this rank's rows for each expert since the last update, over all micro-batches; what
+    a checkpoint recomputes counts once.
+    """
+
+    def __init__(self, moe: RoutedExperts, block: nn.Module, device: torch.device) -> None:
         self.moe = moe
         biases = [b for name, b in block.named_buffers() if name.endswith("e_score_correction_bias")]
         self.bias = biases[0] if biases else None
+        self.load = torch.zeros(moe.dispatcher.num_experts, device=device)
+        moe.module.register_forward_hook(self._count)
 
-    @property
-    def load(self) -> Tensor | None:
-        """(E,) fp32, the number of this rank's rows for each expert in the last forward; None before."""
-        if self.moe.last_routing is None:
-            return None
-        ids = self.moe.last_routing.expert_ids.flatten().long()
-        rows = torch.zeros(self.moe.dispatcher.num_experts + 1, device=ids.device)
-        return rows.scatter_add_(0, ids.clamp_min(-1) + 1, torch.ones_like(ids, dtype=torch.float32))[1:]
+    @torch.no_grad()
+    def _count(self, experts: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        routing = self.moe.last_routing
+        if not experts.training or routing is None or recomputing():
+            return
+        ids = routing.expert_ids.flatten().long()
+        rows = torch.zeros(len(self.load) + 1, device=ids.device)
+        self.load += rows.scatter_add_(0, ids.clamp_min(-1) + 1, torch.ones_like(ids, dtype=torch.float32))[1:]
 
     @torch.no_grad()
     def update_bias(self, rate: float) -> None:
-        """Move each expert's bias, where there is one, by ``rate`` towards balance over all ranks. Collective."""
-        load = self.load
-        if self.bias is None or not rate or load is None:
-            return
-        dist.all_reduce(load)
-        self.bias += rate * torch.sign(load.mean() - load)
+        """Move each expert's bias, where there is one, by ``rate`` towards balance over all ranks, and forget the load.
+
+        Collective.
+        """
+        if self.bias is not None and rate:
+            dist.all_reduce(self.load)
+            self.bias += rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
 
 
 @torch.no_grad()

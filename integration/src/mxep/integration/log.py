@@ -1,0 +1,51 @@
+"""The metrics of a run's steps, as they come: metrics.jsonl, and TensorBoard's files if they are wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+NOT_METRICS = ("run", "step", "skipped")
+
+
+@contextlib.contextmanager
+def log(
+    folder: Path, name: str, before: Iterable[dict[str, Any]], *, shown: bool, tensorboard: bool
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields write(row) of run ``name``: a line of ``folder/metrics.jsonl``, and its numbers in ``folder/tensorboard``.
+
+    before: rows of a resumed run, which are written first. shown: on rank 0; others write nothing.
+    """
+    if not shown:
+        yield lambda row: None
+        return
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context((folder / "metrics.jsonl").open("a", buffering=1))
+        writer: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard" / name)))
+
+        def write(row: dict[str, Any]) -> None:
+            file.write(json.dumps(row) + "\n")
+            for key, value in scalars(row) if writer is not None else ():
+                writer.add_scalar(key, value, row["step"])
+
+        for row in before:
+            write(row)
+        yield write
+
+
+def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a row by name; of a list each, by its index. What is None has none."""
+    for key, value in row.items():
+        if key in NOT_METRICS or value is None:
+            continue
+        if isinstance(value, list):
+            yield from ((f"{key}/{i}", each) for i, each in enumerate(value))
+        else:
+            yield key, value

@@ -1,0 +1,45 @@
+"""Tensors in a folder of safetensors to which every rank writes its own part: torch's distributed checkpoint.
+
+    model/shard-00001-model-00001-of-00001.safetensors    rank 0's parts; where they lie in the whole is in the header
+          shard-00002-...                                 rank 1's
+
+What several ranks hold alike one of them writes. Any number of ranks loads it, sharded in any way or not at all. Unlike
+torch's own files these have no pickle: reading one executes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+
+def save(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write this rank's parts, and wait until the disk has them. Collective over the default group."""
+    state_dict_saver.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def load(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill this rank's parts of ``tensors`` in place. Collective over the default group.
+
+    Raises ValueError, on all ranks, naming the first tensor that does not fit or that is not there as a whole.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    stored: dict[str, Any] = {}
+    try:
+        stored |= reader.read_metadata().state_dict_metadata
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder}: {error}") from None
+    if missing := set(tensors) ^ set(stored):
+        raise ValueError(f"{folder}: {sorted(missing)[0]} is only in the file or only in the model")
+    for name, tensor in tensors.items():
+        if (got := tuple(stored[name].size)) != (wanted := tuple(tensor.shape)):
+            raise ValueError(f"{folder}: {name} is {got}, wanted {wanted}")
+        if (found := sum(math.prod(chunk.sizes) for chunk in stored[name].chunks)) != (count := tensor.numel()):
+            raise ValueError(f"{folder}: {name} has {found} numbers, wanted {count}: a rank's file is missing")
+    state_dict_loader.load(dict(tensors), storage_reader=reader)

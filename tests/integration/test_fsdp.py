@@ -1,0 +1,187 @@
+"""parallel.fsdp: what is not expert is sharded over all ranks, copies of experts over theirs; nothing else changes."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from integration.test_micro_batches import SMALL, gradients, whole
+from integration.test_train import losses, losses_and_norms, make_trainer, needs_gpu, train_stop_and_resume
+from integration.tiny_models import tiny
+from mxep.integration import state
+from mxep.integration.config import ConfigError
+from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.schema import Config
+
+LAYOUTS = {"ep2": (2, 2), "dp2_ep2": (4, 2), "dp2": (2, 1)}
+FSDP = "parallel.fsdp=true"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_ranks_have_the_gradients_of_one_process(
+    make_config: Callable[..., Config], tmp_path: Path, layout: str
+):
+    """In fp32, with micro-batches and with blocks that are computed again."""
+    ranks, ep = LAYOUTS[layout]
+    given = *SMALL, "recipe=bf16", "train.precision=32-true"
+    alone = make_config(*given, "parallel.ranks=1")
+    ((wanted, _),) = run_ranks(gradients, (alone, tmp_path), world_size=1, timeout=60, device="cpu")
+    more = FSDP, f"parallel.ranks={ranks}", f"parallel.ep={ep}", "train.micro_batches=2"
+    config = make_config(*given, *more, "train.activation_checkpointing=true")
+    for got, _ in run_ranks(gradients, (config, tmp_path), world_size=ranks, timeout=60, device="cpu"):
+        assert got.keys() == wanted.keys()
+        for name in wanted:
+            if name == "loss" or name.startswith("model."):
+                # As one sums a few hundred terms in another order.
+                error = (got[name] - wanted[name]).norm() / wanted[name].norm()
+                assert error < 1e-5, (name, error)
+
+
+def test_sharded_ranks_train_as_one_process(make_config: Callable[..., Config], tmp_path: Path):
+    """Parameters in fp32 or in bf16, computed in bf16: but for roundings."""
+    for precision in ("bf16-mixed", "bf16-true"):
+        given = *SMALL, "recipe=bf16", "train.steps=5", f"train.precision={precision}"
+        curves = []
+        for layout in (("parallel.ranks=1",), (FSDP, "parallel.ranks=2"), (FSDP, "parallel.ranks=4", "parallel.ep=2")):
+            config = make_config(*given, *layout)
+            results = run_ranks(losses_and_norms, (config, tmp_path), world_size=config.ranks, timeout=60, device="cpu")
+            assert all(result == results[0] for result in results)
+            curves.append(torch.tensor(results[0]))
+        for curve in curves[1:]:
+            # A wrong scale of any gradient shows in the norm at once: a factor of 2 or 4.
+            assert curve.sub(curves[0]).abs().div(curves[0]).max() < 2e-2, precision
+
+
+def test_a_sharded_run_resumes_bit_for_bit(make_config: Callable[..., Config], tmp_path: Path):
+    more = "train.steps=6", "train.checkpoint_every=2", "train.micro_batches=2", "train.activation_checkpointing=true"
+    config = make_config(*SMALL, FSDP, "parallel.ranks=4", "parallel.ep=2", *more)
+    whole_run, half, rest = run_ranks(
+        train_stop_and_resume, (config, tmp_path), world_size=4, timeout=120, device="cpu"
+    )[0]
+    assert [run.steps for run in half.runs] == [6, 3]
+    assert losses(rest) == losses(whole_run)
+    assert [run.valid_loss for run in rest.runs] == [run.valid_loss for run in whole_run.runs]
+    saved = state.find(tmp_path / "half")["mxfp8"]
+    assert sorted(path.name for path in saved.iterdir()) == ["metrics.jsonl", "model", "optimizer", "state.json"]
+    assert len(list((saved / "model").iterdir())) == 4
+
+
+def share_of(rank: Rank, config: Config, folder: Path) -> float:
+    """Numbers that a rank holds of weights and moments, of those that there are."""
+    trainer = make_trainer(rank, config, folder)
+    trainer.train_step()
+    tensors = list(trainer.model.parameters())
+    tensors += [value for of in trainer.optimizer.state.values() for value in of.values() if value.dim()]
+    assert all(isinstance(tensor, DTensor) for tensor in tensors)
+    return sum(tensor.to_local().numel() for tensor in tensors) / sum(tensor.numel() for tensor in tensors)
+
+
+def test_a_rank_holds_its_part_alone(make_config: Callable[..., Config], tmp_path: Path):
+    config = make_config(*SMALL, FSDP, "recipe=bf16", "parallel.ranks=4", "parallel.ep=2")
+    shares = run_ranks(share_of, (config, tmp_path), world_size=4, timeout=60, device="cpu")
+    assert shares == pytest.approx([0.25] * 4)
+
+
+def tensors_of(trainer: object) -> dict[str, torch.Tensor]:
+    named = dict(trainer.model.named_parameters())
+    moments = {f"first.{name}": trainer.optimizer.state[p]["exp_avg"] for name, p in named.items()}
+    return {name: whole(tensor) for name, tensor in (named | moments).items()}
+
+
+def train_and_save(rank: Rank, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(rank, config, folder)
+    for _ in range(2):
+        trainer.train_step()
+    trainer.save()
+    return tensors_of(trainer)
+
+
+def load(rank: Rank, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(rank, config, folder)
+    trainer.load(state.find(folder)["bf16"])
+    assert trainer.step == 2
+    return tensors_of(trainer)
+
+
+def test_checkpoints_load_with_and_without_sharding_and_at_other_degrees(
+    make_config: Callable[..., Config], tmp_path: Path
+):
+    layouts = {
+        "fsdp": (FSDP, "parallel.ranks=4", "parallel.ep=2"),
+        "fsdp2": (FSDP, "parallel.ranks=2", "parallel.ep=2"),
+        "whole": ("parallel.ranks=2", "parallel.ep=1"),
+    }
+    configs = {name: make_config(*SMALL, "recipe=bf16", *layout) for name, layout in layouts.items()}
+    wanted = {}
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        how = {"world_size": config.ranks, "timeout": 60, "device": "cpu"}
+        wanted[name] = run_ranks(train_and_save, (config, tmp_path / name), **how)[0]
+    for saved, loaded in itertools.permutations(layouts, 2):
+        how = {"world_size": configs[loaded].ranks, "timeout": 60, "device": "cpu"}
+        for got in run_ranks(load, (configs[loaded], tmp_path / saved), **how):
+            assert got.keys() == wanted[saved].keys()
+            assert [name for name in got if not torch.equal(got[name], wanted[saved][name])] == [], (saved, loaded)
+
+
+def first_weights(rank: Rank, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    model = make_trainer(rank, config, folder).model.model
+    return {name: whole(weight) for name, weight in model.state_dict().items()}
+
+
+def test_sharded_ranks_start_from_a_folder(make_config: Callable[..., Config], tmp_path: Path):
+    source = tiny(vocab_size=256)
+    source.save_pretrained(tmp_path / "source")
+    sizes = {"dim": 64, "hidden_dim": 32, "experts": 4, "heads": 2}
+    given = *(f"model.{key}={size}" for key, size in sizes.items()), "recipe=bf16", FSDP, "parallel.ranks=2"
+    config = make_config("model=qwen3_moe_tiny", *given, f"model.pretrained={tmp_path / 'source'}")
+    for weights in run_ranks(first_weights, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
+        assert weights.keys() == source.state_dict().keys()
+        assert [name for name, wanted in source.state_dict().items() if not torch.equal(weights[name], wanted)] == []
+
+
+def load_error(rank: Rank, config: Config, folder: Path) -> str:
+    with pytest.raises(ValueError, match="wanted") as error:
+        make_trainer(rank, config, folder).load(state.find(folder)["bf16"])
+    return str(error.value)
+
+
+def test_a_checkpoint_that_lacks_a_ranks_file_or_is_of_another_model_is_refused(
+    make_config: Callable[..., Config], tmp_path: Path
+):
+    given = *SMALL, FSDP, "recipe=bf16", "parallel.ranks=2"
+    run_ranks(train_and_save, (make_config(*given), tmp_path), world_size=2, timeout=60, device="cpu")
+    wider = make_config(*given, "model.hidden_dim=64")
+    for message in run_ranks(load_error, (wider, tmp_path), world_size=2, timeout=60, device="cpu"):
+        assert "model: model.model.layers.0.mlp.experts.gate_up_proj is (4, 64, 32), wanted (4, 128, 32)" in message
+    (file,) = (state.find(tmp_path)["bf16"] / "optimizer").glob("shard-00001-*")
+    file.unlink()
+    for message in run_ranks(load_error, (make_config(*given), tmp_path), world_size=2, timeout=60, device="cpu"):
+        assert "numbers, wanted" in message
+        assert message.endswith("a rank's file is missing")
+
+
+def test_what_cannot_be_sharded_is_refused(make_config: Callable[..., Config]):
+    with pytest.raises(ConfigError, match=r"parallel\.fsdp: got true, wanted false: only models of transformers"):
+        make_config(FSDP)
+    with pytest.raises(ConfigError, match=r"train\.graph=true: parallel\.fsdp must be false"):
+        make_config("model=qwen3_moe_tiny", FSDP, "train.graph=true")
+
+
+@needs_gpu
+def test_on_gpus_a_sharded_run_learns_and_resumes(make_config: Callable[..., Config], tmp_path: Path):
+    ranks = min(2, torch.cuda.device_count())
+    more = "train.steps=20", "train.checkpoint_every=5", "train.micro_batches=2", "train.activation_checkpointing=true"
+    config = make_config(
+        *("model=qwen3_moe_tiny", "parallel.device=cuda", f"parallel.ranks={ranks}", "data.batch=8", FSDP), *more
+    )
+    done, half, rest = run_ranks(
+        train_stop_and_resume, (config, tmp_path), world_size=ranks, timeout=200, device="cuda"
+    )[0]
+    assert [run.steps for run in half.runs] == [20, 10]
+    for run, again in zip(done.runs, rest.runs):
+        assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
+        assert run.valid_loss == pytest.approx(again.valid_loss, rel=2e-2)

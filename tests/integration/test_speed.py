@@ -1,0 +1,144 @@
+"""What a line of metrics says of speed: FLOPs by hand, a share of a named peak, memory; and TensorBoard's copy."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from integration.conftest import TINY, Finished
+from integration.test_train import make_trainer, needs_gpu
+from mxep.integration.config import ConfigError
+from mxep.integration.launch import Rank, run_ranks
+from mxep.integration.log import scalars
+from mxep.integration.schema import Config
+from mxep.integration.speed import PEAKS, Speed, flops_per_token, peak_of, weights_met
+
+
+def flops(rank: Rank, config: Config, folder: Path) -> tuple[float, int]:
+    model = make_trainer(rank, config, folder).model
+    return flops_per_token(model, config), model.attention_width
+
+
+OWN = ("model=tiny", "model.shared_experts=1")
+QWEN = ("model=qwen3_moe_tiny", "parallel.ranks=2", "parallel.fsdp=true")
+
+
+@pytest.mark.parametrize("given", [OWN, QWEN])
+def test_a_tokens_flops_are_those_counted_by_hand(make_config: Callable[..., Config], tmp_path: Path, given: list[str]):
+    config = make_config("recipe=bf16", *given)
+    m = config.model
+    experts = (m.top_k + m.shared_experts) * 3 * m.dim * m.hidden_dim
+    if given is OWN:
+        width, attention = m.dim, 4 * m.dim * m.dim
+    else:
+        width, key_values = m.heads * m.transformers["head_dim"], 2 * m.transformers["head_dim"]
+        attention = m.dim * (2 * width + 2 * key_values)
+    weights = m.layers * (attention + m.experts * m.dim + experts) + 256 * m.dim
+    wanted = 6 * weights + m.layers * 6 * config.data.length * 2 * width
+    for found in run_ranks(flops, (config, tmp_path), world_size=config.ranks, timeout=60, device="cpu"):
+        assert found == (wanted, 2 * width)
+
+
+def test_deepseeks_attention_has_two_widths(make_config: Callable[..., Config], tmp_path: Path):
+    sizes = "model.layers=2", "model.dim=32", "model.hidden_dim=32", "model.heads=2", "model.experts=8", "model.top_k=2"
+    more = ("intermediate_size=32", "kv_lora_rank=16", "qk_nope_head_dim=24", "qk_rope_head_dim=16", "v_head_dim=8")
+    given = *sizes, *(f"model.transformers.{one}" for one in more), "model.transformers.vocab_size=256", "recipe=bf16"
+    config = make_config("model=deepseek_v3_proxy", *given, "parallel.ranks=1")
+    ((_, width),) = run_ranks(flops, (config, tmp_path), world_size=1, timeout=60, device="cpu")
+    assert width == 2 * (24 + 16 + 8)
+
+
+def test_qwen3_30b_a3b_is_called_so_for_its_weights_at_work(make_config: Callable[..., Config]):
+    m = make_config("model=qwen3_30b_a3b", "task=estimate").model
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**m.transformers))
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    embedding = m.transformers["vocab_size"] * m.dim
+    assert weights_met(model, experts, m.top_k / m.experts) + embedding == pytest.approx(3.3e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA GB200", 2500.0),
+        ("some accelerator", None),
+    ],
+)
+def test_a_peak_is_that_of_the_first_part_of_its_name(name: str, peak: float | None):
+    assert peak_of(name) == peak
+    assert all(peak_of(f"NVIDIA {part}") == value for part, value in PEAKS.items())
+
+
+def speed_of(
+    rank: Rank, config: Config, folder: Path
+) -> tuple[dict[str, float | None], dict[str, float | None], float]:
+    trainer = make_trainer(rank, config, folder)
+    trainer.train_step()
+    speed: Speed = trainer.speed
+    row, tflop = trainer.metrics[0], speed.tflop
+    speed.peak = 2 * tflop
+    return row, speed.of(0.5, 2**31), tflop
+
+
+def test_a_line_has_tflops_of_a_rank_and_on_gpus_mfu_and_memory(make_config: Callable[..., Config], tmp_path: Path):
+    config = make_config("recipe=bf16", "parallel.ranks=2", "train.micro_batches=2")
+    for row, made_up, tflop in run_ranks(speed_of, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
+        assert row["tflops"] * row["seconds"] == pytest.approx(tflop)
+        assert row["tokens_per_s"] * row["seconds"] == pytest.approx(4 * 32)
+        assert (row["mfu"], row["peak_gib"]) == (None, None)
+        assert made_up["tflops"] == pytest.approx(2 * tflop)
+        assert (made_up["mfu"], made_up["peak_gib"]) == (pytest.approx(1.0), 2.0)
+    half = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=8))
+    (_, _, more), *_ = run_ranks(speed_of, (half, tmp_path), world_size=2, timeout=60, device="cpu")
+    assert more == pytest.approx(2 * tflop)
+
+
+@needs_gpu
+def test_on_gpus_memory_is_counted_and_mfu_is_a_share(make_config: Callable[..., Config], tmp_path: Path):
+    ranks = min(2, torch.cuda.device_count())
+    config = make_config("recipe=bf16", "parallel.device=cuda", f"parallel.ranks={ranks}")
+    for row, *_ in run_ranks(speed_of, (config, tmp_path), world_size=ranks, timeout=100, device="cuda"):
+        assert row["peak_gib"] > 0
+        if peak_of(torch.cuda.get_device_name()):
+            assert 0 < row["mfu"] < 1
+
+
+def test_tensorboard_has_the_numbers_of_metrics_jsonl(mxep: Callable[..., Finished], text: Path, tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    given = "train.steps=3", "train.tensorboard=true", "train.checkpoint_every=2", "parallel.ranks=1"
+    done = mxep(*TINY, f"data.path={text}", *given)
+    assert done.code == 0, done.err
+    again = mxep(f"resume={tmp_path / 'run'}", f"hydra.run.dir={tmp_path / 'more'}", "train.steps=4")
+    assert again.code == 0, again.err
+    for folder, steps in (("run", 3), ("more", 4)):
+        rows = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+        for name in ("bf16", "mxfp8"):
+            events = EventAccumulator(str(tmp_path / folder / "tensorboard" / name))
+            events.Reload()
+            wanted = {row["step"]: dict(scalars(row)) for row in rows if row["run"] == name}
+            assert len(wanted) == steps
+            assert set(events.Tags()["scalars"]) == set(wanted[1])
+            assert {"loss", "lr", "tflops", "expert_loads/0"} <= set(wanted[1])
+            for key in wanted[1]:
+                found = {event.step: event.value for event in events.Scalars(key)}
+                assert found == pytest.approx({step: row[key] for step, row in wanted.items()}, rel=1e-6)
+
+
+def test_without_tensorboard_it_says_what_to_install(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name))
+    make_config()
+    with pytest.raises(ConfigError, match=re.escape("pip install 'mxep-integration[tensorboard]'")):
+        make_config("train.tensorboard=true")
