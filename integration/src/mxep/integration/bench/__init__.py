@@ -8,7 +8,6 @@
     comms     mxep.comms on all ranks beside all-to-alls: comms_cases what is compared, comms_verify that it is right
     layer     mxep.ep's layer on all ranks beside the baseline (standard): layer_cases what is compared, layer_work what
               it must do at least, layer_stages where its time goes, layer_host what it costs the host
-    titan     torchtitan's trainer, by itself under torchrun: not a bench as those are; titan_cases runs all its cases
     model     whole models of transformers on all ranks, with mxep's experts, the baseline's or their own
 
 A bench is a module with
