@@ -3,7 +3,7 @@
     run       from a config to a report
     picture   a report as a picture
     quant     kernels of mxep.quant
-    gemm      mxep.gemm beside its peers: gemm_cases what is compared, gemm_numerics how exact it is
+    gemm      mxep.gemm beside its peers: gemm_cases what is compared
     linear    mxep.gemm's linear beside torch's and torchao's
     comms     mxep.comms on all ranks beside all-to-alls: comms_cases what is compared, comms_verify that it is right
     layer     mxep.ep's layer on all ranks beside the baseline (standard): layer_cases what is compared, layer_work what

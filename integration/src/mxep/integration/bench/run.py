@@ -105,7 +105,7 @@ def table(title: str, labels: str, figures: str) -> Section:
     return Section(title, tuple(labels.split(", ")), {name: FORMATS.get(name, ".2f") for name in figures.split(", ")})
 
 
-FORMATS = {"bias": ".2%", "of sum": ".0%", "of step": ".0%", "tokens/s": ".0f", "loss": ".5f"}
+FORMATS = {"of sum": ".0%", "of step": ".0%", "tokens/s": ".0f", "loss": ".5f"}
 FORMATS |= dict.fromkeys(("us", "empty us", "torch.compile us", "left us", "dB"), ".1f")
 FORMATS |= dict.fromkeys(("TF", "MHz", "W", "wire GB/s", "logical GB/s"), ".0f")
 FORMATS |= dict.fromkeys(("launches", "allocations", "ops", "fwd launches", "fwd allocations", "fwd ops"), ".0f")
