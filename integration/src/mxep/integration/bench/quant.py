@@ -1,4 +1,4 @@
-"""bench=quant: kernels of mxep.quant beside a plain copy, empty kernels, and their plain references compiled.
+"""bench=quant: kernels of mxep.quant beside a plain copy, and their plain references compiled.
 
 A case calls ops by name, from one of two places: `torch.ops.mxep`, whose CUDA kernels are the Triton launchers, or
 `PLAIN`, the references behind them. `moved` is what has to move at least: inputs read once and outputs written once,
@@ -6,7 +6,6 @@ scales, indices and offs included. What a kernel reads twice, or leaves for the 
 
 of copy            bytes a second over those of a plain copy, measured before the cases; measured again after them
 target             the share to reach, if one is set; none for shapes of kind "small", where starting takes the time
-empty us           Triton kernels of the same grids with nothing in them
 torch.compile us   the plain reference under torch.compile, at shapes of bench.compiled
 
 Rows are Gaussian, E4M3, RCEIL, blocks of 32. A gathered case takes every stored row once, in random order, from slots
@@ -31,7 +30,7 @@ from mxep.quant import BLOCK, E4M3, ScaleMode
 from mxep.quant.shapes import padded_rows, round_up
 
 from ..results import Row
-from ..timer import Alternative, Call, Launch, Timer, copy_tb_s, empty, free_memory, recorded, rotations
+from ..timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
 from .run import Bench, table
 
 HOW = (E4M3.dtype, ScaleMode.RCEIL.value)
@@ -40,7 +39,7 @@ SHAPES = {"rows": (BLOCK, 2 * BLOCK), "weights": (1, BLOCK, 2 * BLOCK), "small":
 SHAPE = "sizes"
 DEVICES = ("cuda",)
 PICTURED = ()
-FIGURES = "us, TB/s, of copy, target, empty us, torch.compile us"
+FIGURES = "us, TB/s, of copy, target, torch.compile us"
 SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", FIGURES)}
 
 
@@ -229,35 +228,25 @@ def _figures(timer: Timer, case: Case, inputs: Inputs, compiled: bool) -> Row:
     """RuntimeError if a failure left the device unusable."""
     moved = case.moved(*inputs.shape)
     sets: list[tuple[Any, ...]] = []
-    launches: list[Launch] = []
 
     def calls(fn: Callable[..., Any]) -> list[Call]:
         return [functools.partial(fn, *each) for each in sets]
 
     def ops() -> list[Call]:
-        op = functools.partial(case.call, torch.ops.mxep)
         sets[:] = [case.make(inputs) for _ in range(rotations(moved, timer.device))]
-        with recorded() as seen:
-            op(*sets[0])
-        launches[:] = seen
-        return calls(op)
+        return calls(functools.partial(case.call, torch.ops.mxep))
 
     def reference() -> list[Call]:
         torch._dynamo.reset()
         return calls(torch.compile(lambda *args: case.call(PLAIN, *args), dynamic=False))
 
-    def nothing() -> list[Call]:
-        if not launches:
-            raise NotImplementedError("plain torch")
-        return [empty(launches)]
-
-    alternatives = {"us": Alternative(ops), "empty us": Alternative(nothing)}
+    alternatives = {"us": Alternative(ops)}
     if compiled:
         alternatives["torch.compile us"] = Alternative(reference)
     rows = timer.compare(alternatives)
     torch.cuda.synchronize()
     row: Row = {name: each["us"] for name, each in rows.items() if "us" in each}
-    row |= {"bytes": moved, "kernels": [name for name, *_ in launches]}
+    row["bytes"] = moved
     if "us" in row:
         row["TB/s"] = moved / row["us"] / 1e6
     if "error" in rows["us"]:
