@@ -28,7 +28,7 @@ from ..results import Row
 from ..timer import Alternative, Call, Timer, rotations
 from . import gemm_cases
 from .gemm import At, beside, sweep
-from .layer_host import counts
+from .layer_stages import counts
 from .run import Bench, table
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
