@@ -65,7 +65,7 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     host = {row["what"]: row for row in sections["host"]}
     assert list(host) == [BASELINE, *CASES]
     assert host.pop("baseline fp8").keys() >= {"note"}
-    assert all(row["ms"] > row["fwd ms"] > 0 and row["caller's ms"] > 0 and row["ops"] for row in host.values())
+    assert all(min(row["fwd ms"], row["ms"], row["caller's ms"], row["ops"]) > 0 for row in host.values())
     for what in (MX, BASELINE):
         us = {row["stage"]: row["us"] for row in sections["stages"] if row["what"] == what}
         totals = {total: us.pop(total) for total in layer_stages.TOTALS}
