@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mxep.integration import job
 from mxep.integration.bench import BENCHES, quant, run
-from mxep.integration.bench.quant import CASES, GROUPS, PLAIN, Inputs, padded
+from mxep.integration.bench.quant import CASES, GROUPS, Inputs, padded
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
 from mxep.integration.results import Report, Section
@@ -46,19 +46,9 @@ def unmoved(name: str) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_case_moves_are_the_bytes_of_its_tensors(name: str):
     given = arguments(name)
-    results = CASES[name].call(torch.ops.mxep, *given)
+    results = CASES[name].call(*given)
     size = sum(tensor.nbytes for tensor in tensors(*given, results))
     assert CASES[name].moved(*SHAPES[CASES[name].kind]) == size - unmoved(name)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_torch_compile_gets_computes_the_same_bytes(name: str):
-    given = arguments(name)
-    got, wanted = (tensors(CASES[name].call(ops, *given)) for ops in (PLAIN, torch.ops.mxep))
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted):
-        assert one.dtype == other.dtype
-        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def test_inputs_are_what_the_module_says():
@@ -82,15 +72,14 @@ def test_every_bench_has_a_config_that_fits(make_config: Callable[..., Config], 
         run.check(config.bench)
 
 
-def test_every_case_of_quant_is_measured_at_its_shapes_and_compiled_at_one(make_config):
+def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
     config = make_config("task=bench").bench
     lines = list(quant.lines(run.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
     assert list(dict.fromkeys(name for name, *_ in lines)) == list(CASES)
     for name, case in CASES.items():
         own = [line[1:] for line in lines if line[0] == name]
-        assert sum(compiled for *_, compiled in own) == 1
-        assert {target for (rows, *_), target, _ in own if rows == 128} <= {None}
-        assert {target for (rows, *_), target, _ in own if rows != 128} == {case.target}
+        assert {target for (rows, *_), target in own if rows == 128} <= {None}
+        assert {target for (rows, *_), target in own if rows != 128} == {case.target}
         assert len(own) == (1 if case.kind == "weights" else 10)
 
 
@@ -187,7 +176,7 @@ def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
 @needs_cuda
 def test_small_shapes_are_measured_from_end_to_end(mxep, tmp_path: Path):
     shapes = "bench.shapes={rows:[[1024,1024]],weights:[[2,256,1024]],small:[[128,1024]]}"
-    finished = mxep("task=bench", shapes, "bench.compiled=[[1024,1024]]", "bench.cases=[rows,fold,weights_2d]")
+    finished = mxep("task=bench", shapes, "bench.cases=[rows,fold,weights_2d]")
     assert finished.code == 0, finished.out + finished.err
     results = json.loads((tmp_path / "run" / "bench.json").read_text())
     lines = results["sections"]["kernels"]
@@ -195,4 +184,3 @@ def test_small_shapes_are_measured_from_end_to_end(mxep, tmp_path: Path):
     for line in lines:
         assert 0 < line["of copy"] < 2
         assert 0 < line["us"] < 1000
-        assert isinstance(line.get("torch.compile us", 0.0), float)

@@ -153,9 +153,9 @@ class BenchConfig:
     """name: what task=bench measures, one of mxep.integration.bench.BENCHES. device: "cuda", or "cpu" for a bench that
     can. backend: of mxep.gemm, measured by bench=gemm. sections: of its results, null for all. cases: names of its
     cases, null for all. shapes: kind of shape -> shapes. cpu_shapes: those of device "cpu", unless the command line
-    names others. compiled: shapes at which torch.compile is timed, too. out: a file for the results besides bench.json
-    in the run folder. picture: a file for its picture, null for none. commit: what the results call the code's version;
-    null: ask git. models: names of its models, null for all, of bench=layer.
+    names others. out: a file for the results besides bench.json in the run folder. picture: a file for its picture,
+    null for none. commit: what the results call the code's version; null: ask git. models: names of its models, null
+    for all, of bench=layer.
     """
 
     name: str
@@ -165,7 +165,6 @@ class BenchConfig:
     cases: list[str] | None
     shapes: dict[str, list[list[int]]]
     cpu_shapes: dict[str, list[list[int]]]
-    compiled: list[list[int]]
     out: str | None
     picture: str | None
     commit: str | None
