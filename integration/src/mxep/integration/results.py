@@ -120,22 +120,16 @@ def write(report: Mapping[str, Any], files: Sequence[Path]) -> None:
 
 def provenance(command: str, commit: str | None) -> dict[str, Any]:
     """Device, driver, versions, date, commit and command. commit: what to say instead of git's answer."""
-    return {**environment(), "commit": commit or git_commit(), "command": command}
-
-
-def environment() -> dict[str, Any]:
-    """Device, driver, versions and date."""
     cuda = torch.cuda.is_available()
     versions = {name: version for name in ("torch", "triton", "torchao") if (version := _version(name))}
+    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}
     return {
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
-        "versions": {
-            "python": platform.python_version(),
-            **versions,
-            **({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}),
-        },
+        "versions": {"python": platform.python_version(), **versions, **nccl},
         "date": datetime.date.today().isoformat(),
+        "commit": commit or git_commit(),
+        "command": command,
     }
 
 

@@ -95,11 +95,10 @@ class Timer:
     host: bool = False
     repeats: int = 10
     shared: bool = False
-    metered: bool = True
 
     def __post_init__(self) -> None:
         self.cuda = self.device.type == "cuda"
-        self._read = open_meter(self.device) if self.metered and not self.host else None
+        self._read = None if self.host else open_meter(self.device)
         # Graphs share memory, as they never run side by side. A pool ends with its last graph.
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._pool: Any = None

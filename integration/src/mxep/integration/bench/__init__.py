@@ -26,6 +26,3 @@ ON_RANKS = ("comms", "layer", "model")
 
 ON_CPU = ("gemm", "linear", "comms", "layer", "model")
 """Those that a CPU can try."""
-
-PICTURES = dict.fromkeys(("gemm", "comms", "layer"), "mxep.integration.bench.picture")
-"""Name in the config -> module with `draw(results, file)`."""

@@ -105,7 +105,7 @@ def make_timer(transport: Transport) -> Timer:
         if transport.device.type == "cuda":
             torch.cuda._sleep(PAUSE)
 
-    return Timer(transport.device, seconds=0.02, rounds=7, start=start, shared=True, metered=False)
+    return Timer(transport.device, seconds=0.02, rounds=7, start=start, shared=True)
 
 
 def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]:

@@ -27,6 +27,7 @@ from mxep.quant import BLOCK, MXTensor, WgradOperands, quantize
 
 from ..collective import describe
 from ..timer import Call
+from . import standard
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x32")
@@ -147,10 +148,6 @@ def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
     return lambda: torch.autograd.grad(product(*leaves), leaves, p.dy)
 
 
-def bf16_step(p: Problem) -> Call:
-    return _step(lambda a, w: torch._grouped_mm(a, w.mT, offs=p.offs), p)
-
-
 def import_torchao(name: str, device: torch.device) -> Any:
     """A module of torchao. ImportError, which says why, without it; NotImplementedError but on CUDA."""
     try:
@@ -172,10 +169,6 @@ def torchao_product(device: torch.device) -> Callable[..., Tensor]:
         return out
 
     return call
-
-
-def mxep_step(recipe: str, backend: Backend, p: Problem) -> Call:
-    return _step(lambda a, w: grouped_mm(a, w, p.offs, recipe=recipe, backend=backend), p)
 
 
 def prequantized_step(backend: Backend, p: Problem) -> Call:
@@ -203,9 +196,13 @@ def products(product: str, backend: Backend) -> dict[str, Maker]:
 
 def steps(backend: Backend) -> dict[str, Maker]:
     """By name, the baseline first."""
+
+    def mxep(recipe: str) -> Maker:
+        return lambda p: _step(lambda a, w: grouped_mm(a, w, p.offs, recipe=recipe, backend=backend), p)
+
     return {
-        "bf16": bf16_step,
+        "bf16": lambda p: _step(functools.partial(standard.bf16_product, offs=p.offs), p),
         "torchao fp8 row": lambda p: _step(functools.partial(torchao_product(p.a.device), offs=p.offs), p),
-        **{f"mxep {recipe}": functools.partial(mxep_step, recipe, backend) for recipe in RECIPES},
+        **{f"mxep {recipe}": mxep(recipe) for recipe in RECIPES},
         "mxep mxfp8, pre-quantized": functools.partial(prequantized_step, backend),
     }

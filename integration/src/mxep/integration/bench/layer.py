@@ -82,7 +82,7 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """All sections, model by model. Collective, with the same rows on all ranks."""
     if bench.report.sections.keys() - {HOST}:
         # Of the slowest rank; all measure at the same time, as they work.
-        bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4, metered=False)))
+        bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4)))
     for model in bench.config.models or bench.config.shapes:
         for shape in (Shape(*sizes) for sizes in bench.config.shapes[model]):
             about = {"model": model, "shape": list(shape), "ranks": bench.rank.world_size}
@@ -145,9 +145,10 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
     runs: dict[str, Run] = {}
     reference: list[Tensors] = []
     for name in names:
-        case, row = Case(name), rows.setdefault(name, {"what": name} | _capacity(at.p, name))
+        case, row = Case(name), rows.setdefault(name, {"what": name})
         try:
             layer = at.make(case)
+            row |= {"capacity": at.p.capacity} if case.bounded else {}
             row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device, layer.out))  # type: ignore[misc]
             if at.section == "memory":
                 row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
@@ -236,11 +237,6 @@ def _in_callers_thread(step: Call) -> Call:
 
 MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {"stages": _stages, HOST: _host}
 """Section -> what measures its rows, if that is not `_timed`."""
-
-
-def _capacity(p: Problem, name: str) -> Row:
-    """What is known of a case beforehand."""
-    return {} if name.startswith("baseline") or name.endswith(("worst_case", "exact")) else {"capacity": p.capacity}
 
 
 def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:

@@ -114,6 +114,11 @@ class Case:
         return self.suffix == "kept"
 
     @property
+    def bounded(self) -> bool:
+        """Whether the problem's capacity bounds its rows."""
+        return not self.baseline and self.suffix not in ("worst_case", "exact")
+
+    @property
     def least_snr(self) -> float:
         """dB against the baseline in bf16. Quantized on both sides of every product: about 23."""
         return 40.0 if self.recipe == "bf16" else 20.0
@@ -160,7 +165,6 @@ class Mxep(Layer):
             raise NotImplementedError("one rank's experts alone, all of them: parallel.ranks=1")
         self.p = p
         self.micro_batches = KEPT if case.kept else 1
-        bounded = case.suffix not in ("worst_case", "exact")
         self.router = FixedRouting(p.ids, p.weights)
         self.moe = MoE(
             p.shape.dim,
@@ -170,7 +174,7 @@ class Mxep(Layer):
             group=dist.group.WORLD,
             recipe=case.recipe,
             dispatcher=case.dispatcher,
-            capacity=Capacity.factor(p.capacity) if bounded else Capacity(case.suffix),
+            capacity=Capacity.factor(p.capacity) if case.bounded else Capacity(case.suffix),
             max_tokens=p.shape.tokens,
             router=self.router,
             backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]

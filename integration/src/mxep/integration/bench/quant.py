@@ -196,7 +196,7 @@ CASES = {
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """All cases at all their shapes, case by case."""
-    timer = Timer(bench.device, seconds=0.02, rounds=7, metered=False)
+    timer = Timer(bench.device, seconds=0.02, rounds=7)
     bench.ceilings["copy TB/s"] = copy_tb_s(timer)
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
     for name, shape, target in lines(bench):
