@@ -136,7 +136,7 @@ class CompareConfig:
 @dataclass
 class VerifyConfig:
     """The layer and the linear that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES and of
-    verify_linear.LINEAR_CASES, null for all. out, commit: as of compare, besides verify.json."""
+    verify.LINEAR_CASES, null for all. out, commit: as of compare, besides verify.json."""
 
     tokens: int
     dim: int
