@@ -66,7 +66,7 @@ def test_alternatives_compute_the_same_product(product: str, backend: str):
     wanted = exact(p)[product]
     bf16 = gemm_cases.bf16_product(product, p)()
     assert snr(wanted, bf16) > 50  # a result rounded to 9 bits: 55 dB
-    mxep = gemm_cases.stages(BACKENDS[backend], p)[product][0]()
+    mxep = gemm_cases.mxep_product(product, BACKENDS[backend], p)()
     assert snr(wanted, mxep) > 27  # two operands in E4M3
     assert mxep.dtype == bf16.dtype == torch.bfloat16
 
@@ -93,19 +93,6 @@ def test_the_least_bytes_of_a_bf16_product_are_those_of_its_tensors(product: str
     p = problem()
     used = {"forward": (p.a, p.w, p.dy), "dgrad": (p.dy, p.w, p.a), "wgrad": (p.dy, p.a, p.w)}[product]
     assert p.least_bytes(product, 2) == sum(tensor.nbytes for tensor in used)
-
-
-@pytest.mark.parametrize("backend", ["reference", "hopper"])
-def test_stages_are_those_of_the_backend_and_move_the_bytes_of_their_results(backend: str):
-    p = problem((96, 64, 128, 1))  # of one group, so that a scale a column is one for the weight
-    found = gemm_cases.stages(BACKENDS[backend], p)
-    assert ("fold for wgrad" in found) == (backend == "hopper")
-    if backend == "hopper":
-        qdata = found["quantize a"][0]()
-        assert found["quantize a"][1] == p.a.nbytes + qdata.qdata.nbytes + qdata.scale.nbytes
-        weight = found["quantize w, both ways"][0]()
-        assert found["quantize w, both ways"][1] == p.w.nbytes + weight.nbytes
-    assert {name for name, (_, moved) in found.items() if moved == 0} == set(PRODUCTS)
 
 
 def test_steps_give_both_gradients_pre_quantized_or_not():
@@ -206,11 +193,11 @@ def test_a_shape_that_fails_leaves_the_others(make_config, monkeypatch: pytest.M
 
     monkeypatch.setattr(Problem, "gaussian", fail)
     shapes = "bench.shapes.layers=[[64,32,64,2],[96,64,128,2]]"
-    results = run.run(make_config(*ON_CPU, shapes, "bench.sections=[stages]").bench, 0, Console(quiet=True))
+    results = run.run(make_config(*ON_CPU, shapes, "bench.sections=[steps]").bench, 0, Console(quiet=True))
     assert results.failed == 1
-    ended, *others = results.sections["stages"].rows
+    ended, *others = results.sections["steps"].rows
     assert (ended["shape"], ended["error"]) == ([64, 32, 64, 2], "ended early: RuntimeError: the device is gone")
-    assert {row["stage"] for row in others} >= set(PRODUCTS)
+    assert {"bf16", "mxep mxfp8"} <= {row["what"] for row in others if "us" in row}
 
 
 def test_ratios_are_to_each_of_the_others_whichever_came_first():
@@ -237,7 +224,7 @@ def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
     [
         (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda; cpu"),
         (["bench.backend=abacus"], "bench.backend: got 'abacus', wanted some of reference; dequant; hopper"),
-        (["bench.sections=[products,colors]"], "bench.sections: got 'colors', wanted some of products; steps; stages"),
+        (["bench.sections=[products,colors]"], "bench.sections: got 'colors', wanted some of products; steps"),
         (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of layers"),
         (["bench.shapes.layers=[[64,64,32]]"], "bench.shapes.layers: got [64, 64, 32], wanted 4 rows, N, K, g"),
         (["bench.shapes.layers=[[64,48,32,2]]"], "bench.shapes.layers: got [64, 48, 32, 2], wanted 4 rows, N, K, gro"),

@@ -2,7 +2,8 @@
 
 products   the three products alone, operands ready
 steps      forward and backward, every quantization included
-stages     what a step of mxep consists of
+
+What a step does besides is in bench=quant: rows_per_row, weights_per_row, fold_for_wgrad.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mxep.quant import BLOCK
 from ..collective import describe
 from ..results import Row, Section
 from ..timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
-from .gemm_cases import PRODUCTS, Maker, Problem, products, stages, steps
+from .gemm_cases import PRODUCTS, Problem, products, steps
 from .run import Bench, table
 
 DENSE = 8192  # of the square products that are ceilings
@@ -33,19 +34,17 @@ PICTURED = ("products",)
 SECTIONS = {
     "products": table("Products alone", "product, shape, what", "us, TF, x bf16, x fp8 row, of dense, MHz, W"),
     "steps": table("Steps, from and to bf16", "shape, what", "us, TF, x bf16, x torchao, MHz, W"),
-    "stages": table("Stages of mxfp8; share: of copy or dense product", "shape, stage", "us, TF, TB/s, share, MHz, W"),
 }
 
 
 @dataclass(frozen=True)
 class At:
-    """A shape, and what sections need. ceilings: TB/s of a copy, TF of dense products."""
+    """A shape, and what sections need."""
 
     shape: tuple[int, ...]
     backend: Backend
     generator: torch.Generator
     timer: Timer
-    ceilings: Mapping[str, float]
 
     def problems(self) -> list[Problem]:
         """As many as it takes for none to be in L2 when its turn comes again."""
@@ -89,7 +88,7 @@ def sweep(
         for shape in map(tuple, shapes.get(name, shapes.get("layers", ()))):
             labels = dict.fromkeys(sections[name].labels) | {"shape": list(shape)}
             try:
-                for row in measured[name](At(shape, backend, generator, timer, bench.ceilings)):
+                for row in measured[name](At(shape, backend, generator, timer)):
                     yield name, labels | row
             except Exception as error:
                 yield name, labels | {"error": f"ended early: {describe(error)}"}
@@ -129,20 +128,5 @@ def _steps(at: At) -> Iterator[Row]:
         yield beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})
 
 
-def _stages(at: At) -> Iterator[Row]:
-    problem = Problem.gaussian(at.shape, at.generator)
-    work = stages(at.backend, problem)
-    makers: dict[str, Maker] = {name: lambda _, call=call: call for name, (call, _) in work.items()}  # type: ignore[misc]
-    for name, row in at.compare(makers, [problem], problem.flop).items():
-        moved = work[name][1]
-        rate, ceiling = ("TB/s", "copy TB/s") if moved else ("TF", "dense fp8 TF")
-        if moved:
-            row = {key: value for key, value in row.items() if key not in ("flop", "TF")} | {"bytes": moved}
-        if "us" in row:
-            row[rate] = (moved or problem.flop) / row["us"] / 1e6
-            row["share"] = row[rate] / at.ceilings[ceiling] if ceiling in at.ceilings else None
-        yield row | {"stage": name}
-
-
-MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"products": _products, "steps": _steps, "stages": _stages}
+MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"products": _products, "steps": _steps}
 """Section -> what measures its rows, at a shape."""

@@ -1,4 +1,4 @@
-"""What bench=gemm compares: the three products of ragged groups, whole steps and their stages, of mxep and its peers.
+"""What bench=gemm compares: the three products of groups, and whole steps, of mxep and its peers.
 
     forward  out = a w^T    dgrad  da = dy w    wgrad  dw = dy^T a     2 M N K flop each, of valid rows
     step     all three from bf16 operands, every quantization included, the weights' too
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mxep.gemm import Backend, Recipe, grouped_mm
-from mxep.quant import BLOCK, MXTensor, WgradOperands, quantize
+from mxep.quant import BLOCK, MXTensor, quantize
 
 from ..collective import describe
 from ..timer import Call
@@ -112,34 +112,19 @@ def dense_product(product: str, rows: bool, p: Problem) -> Call:
     return lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def stages(backend: Backend, p: Problem) -> dict[str, tuple[Call, int]]:
-    """What a step of mxep consists of, with the bytes that a stage must move, 0 for products.
-
-    bf16 in, qdata and scales out; a scale a row, and for weights also a column.
-    """
-    recipe, bf16 = Recipe.mxfp8(), torch.bfloat16
-    m, n, k, weights = len(p.a), p.dy.shape[1], p.a.shape[1], p.w.numel()
-    quantize_a = functools.partial(backend.quantize_rows, p.a, recipe.fmt, recipe)
-    quantize_dy = functools.partial(backend.quantize_rows, p.dy, recipe.grad_fmt, recipe)
-    quantize_w = functools.partial(backend.quantize_weight, p.w, recipe)
-    a, dy, w = quantize_a(), quantize_dy(), quantize_w()
-    found: dict[str, tuple[Call, int]] = {
-        "quantize a": (quantize_a, 3 * m * k + m),
-        "quantize dy": (quantize_dy, 3 * m * n + m),
-        "quantize w, both ways": (quantize_w, 4 * weights + len(p.w) * (n + k)),
-    }
-    prepare = functools.partial(backend.prepare_wgrad, dy, a, p.offs, recipe)
-    operands = prepare()
-    fold = isinstance(operands, WgradOperands)
-    if fold:
-        found["fold for wgrad"] = prepare, 2 * m * (k + n) + 2 * m
-    assert w.colwise is not None
-    calls: dict[str, Call] = {
-        "forward": functools.partial(backend.forward, a, w.rowwise, p.offs, bias=None, out_dtype=bf16),
-        "dgrad": functools.partial(backend.dgrad, dy, w.colwise, p.offs, out_dtype=bf16),
-        "wgrad": lambda: backend.wgrad(operands if fold else prepare(), p.offs, out_dtype=bf16),
-    }
-    return found | {product: (call, 0) for product, call in calls.items()}
+def mxep_product(product: str, backend: Backend, p: Problem) -> Call:
+    """Of operands as the backend wants them: on Hopper folded."""
+    recipe, w = Recipe.mxfp8(), backend.quantize_weight(p.w, Recipe.mxfp8())
+    how: dict[str, Any] = {"offs": p.offs, "out_dtype": torch.bfloat16}
+    a = backend.quantize_rows(p.a, recipe.fmt, recipe)
+    if product == "forward":
+        return functools.partial(backend.forward, a, w.rowwise, bias=None, **how)
+    dy = backend.quantize_rows(p.dy, recipe.grad_fmt, recipe)
+    if product == "dgrad":
+        assert w.colwise is not None
+        return functools.partial(backend.dgrad, dy, w.colwise, **how)
+    operands = backend.prepare_wgrad(dy, a, p.offs, recipe)
+    return functools.partial(backend.wgrad, operands, **how)
 
 
 def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
@@ -188,7 +173,7 @@ def products(product: str, backend: Backend) -> dict[str, Maker]:
         "bf16": functools.partial(bf16_product, product),
         "fp8 row, fast": functools.partial(row_product, product, True),
         "fp8 row, slow": functools.partial(row_product, product, False),
-        "mxep": lambda p: stages(backend, p)[product][0],  # operands as the backend wants them, on Hopper folded
+        "mxep": functools.partial(mxep_product, product, backend),
         "dense fp8, row": functools.partial(dense_product, product, True),
         "dense fp8, tensor": functools.partial(dense_product, product, False),
     }
