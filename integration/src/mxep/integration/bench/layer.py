@@ -27,7 +27,6 @@ baseline). On a CPU the operators' own work is in the figures, so they say nothi
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ from . import layer_stages
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape
 from .layer_work import floor_ms, useful_flop
-from .run import Bench, table
+from .run import Bench, models, table
 
 CASES_OF = {
     "layer": (*BASELINES, MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric"),
@@ -83,18 +82,13 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     if bench.report.sections.keys() - {HOST}:
         # Of the slowest rank; all measure at the same time, as they work.
         bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4)))
-    for model in bench.config.models or bench.config.shapes:
-        for shape in (Shape(*sizes) for sizes in bench.config.shapes[model]):
-            about = {"model": model, "shape": list(shape), "ranks": bench.rank.world_size}
-            if bench.device.type == "cuda":
-                # The baseline is compiled for the widths of a shape; another's would make them variables.
-                importlib.import_module("torch._dynamo").reset()
-            for name in bench.report.sections:
-                if (name == HOST) == (model == HOST):
-                    skew = {} if name == HOST else {"skew": float(name == "skew")}
-                    for row in _section(bench, name, shape):
-                        yield name, about | skew | row
-                    free_memory(bench.device)
+    for about, shape in models(bench, Shape):
+        for name in bench.report.sections:
+            if (name == HOST) == (about["model"] == HOST):
+                skew = {} if name == HOST else {"skew": float(name == "skew")}
+                for row in _section(bench, name, shape):
+                    yield name, about | skew | row
+                free_memory(bench.device)
 
 
 def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:

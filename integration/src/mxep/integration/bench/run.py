@@ -5,21 +5,23 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 
 from ..config import ConfigError
 from ..rank import Rank
-from ..results import Report, Section
+from ..results import Report, Row, Section
 from ..schema import BenchConfig
+from ..timer import free_memory
 from . import BENCHES
 
 ANY = "*"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,17 @@ def _measure(rank: Rank, config: BenchConfig, seed: int, console: Console) -> Re
         console.print(f"{time.monotonic() - begin:6.1f} s  {added}", soft_wrap=True, highlight=False, markup=False)
     report.seconds = time.monotonic() - begin
     return report
+
+
+def models(bench: Bench, shape_of: Callable[..., T]) -> Iterator[tuple[Row, T]]:
+    """Each shape of the models that the config names, and what all of its rows say."""
+    for model in bench.config.models or bench.config.shapes:
+        for sizes in bench.config.shapes[model]:
+            if bench.device.type == "cuda":
+                # What is compiled is for the widths of a shape; another's would make them variables.
+                importlib.import_module("torch._dynamo").reset()
+            yield {"model": model, "shape": list(sizes), "ranks": bench.rank.world_size}, shape_of(*sizes)
+            free_memory(bench.device)
 
 
 def table(title: str, labels: str, figures: str) -> Section:
