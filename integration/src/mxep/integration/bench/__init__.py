@@ -13,9 +13,10 @@
 A bench is a module with
     SECTIONS   name -> Section: its tables
     SHAPES     what bench.shapes may name ("*": anything) -> what each size must be a multiple of; SHAPE: what sizes are
-    CASES, DEVICES, BACKENDS   what bench.cases, bench.device and bench.backend may name
-    PICTURED   the sections that its picture shows, one at least; () if it has none
     measure    (Bench) -> (section, row), one after the other
+and may have
+    CASES, BACKENDS   what bench.cases and bench.backend may name
+    PICTURED   the sections that its picture shows, one at least
 """
 
 BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "linear", "comms", "layer", "model")}

@@ -44,8 +44,6 @@ SKEWS = {"headline": 0.0, "skew": 1.0, "sweep": 0.0}
 
 SHAPES = dict.fromkeys(SKEWS, (1, BLOCK, 1, 1))
 SHAPE = "tokens, dim, experts, top-k"
-DEVICES = ("cuda", "cpu")
-CASES = ()
 PICTURED = ("headline", "sweep")
 FIGURES = "us, wire GB/s, logical GB/s, of wire, x bf16, x 8-bit"
 TITLE = "x: how many times as fast as the library's all-to-all, its sizes known, nothing permuted"

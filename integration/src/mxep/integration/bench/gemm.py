@@ -27,8 +27,6 @@ from .run import Bench, table
 DENSE = 8192  # of the square products that are ceilings
 SHAPES = {"layers": (BLOCK, BLOCK, BLOCK, 1)}
 SHAPE = "rows, N, K, groups"
-DEVICES = ("cuda", "cpu")
-CASES = ()
 BACKENDS = tuple(backends.BACKENDS)
 PICTURED = ("products",)
 SECTIONS = {

@@ -59,7 +59,6 @@ HOST = "host"  # the model that section host takes, with the experts of a rank
 FORWARD_SECONDS = 0.5
 GIB = 1 << 30
 
-DEVICES = ("cuda", "cpu")
 CASES = NAMES
 SHAPES = {"*": (1, BLOCK, BLOCK, 1, 1)}
 SHAPE = "tokens, dim, hidden dim, experts, top-k"

@@ -34,10 +34,7 @@ from .run import Bench, table
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
 SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "host": (1, 32, 32, 32)}
 SHAPE = "tokens, K, N (of q), N of k and v"
-DEVICES = ("cuda", "cpu")
-CASES = ()
 BACKENDS = tuple(backends.BACKENDS)
-PICTURED = ()
 STEP = "us, TF, x bf16, MHz, W"
 SECTIONS = {
     "linear": table("Forward and backward of a linear", "shape, what", STEP),

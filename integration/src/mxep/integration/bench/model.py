@@ -58,11 +58,9 @@ VOCABULARY = 32768
 CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
 LEAST_SNR = 6.0  # experts flip between any two kinds of products, the more the more layers; without experts: 1 to 2
 
-DEVICES = ("cuda", "cpu")
 CASES = (BASELINE, "transformers bf16", *(f"mxep {r}{g}" for r in RECIPES for g in ("", ", graph")), PLAIN)
 SHAPES = {"*": (2, 1, 32, 32, 1, 1)}
 SHAPE = "tokens, layers, dim, hidden dim, experts, top-k"
-PICTURED = ()
 FIGURES = "tokens/s, ms, x bf16, of step, peak GiB, loss, dB, MHz, W"
 SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, what", FIGURES)}
 

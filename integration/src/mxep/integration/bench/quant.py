@@ -34,8 +34,6 @@ HOW = (E4M3.dtype, ScaleMode.RCEIL.value)
 GROUPS = 32
 SHAPES = {"rows": (BLOCK, 2 * BLOCK), "weights": (1, BLOCK, 2 * BLOCK), "small": (BLOCK, 2 * BLOCK)}
 SHAPE = "sizes"
-DEVICES = ("cuda",)
-PICTURED = ()
 FIGURES = "us, TB/s, of copy, target"
 SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", FIGURES)}
 

@@ -18,7 +18,7 @@ from ..rank import Rank
 from ..results import Report, Row, Section
 from ..schema import BenchConfig
 from ..timer import free_memory
-from . import BENCHES
+from . import BENCHES, ON_CPU
 
 ANY = "*"
 T = TypeVar("T")
@@ -48,10 +48,10 @@ def check(config: BenchConfig) -> Any:
         module: Any = importlib.import_module(BENCHES[config.name])
     except ImportError as error:
         raise ConfigError(f"bench={config.name}: {error}") from error
-    _known("bench.device", [config.device], module.DEVICES)
+    _known("bench.device", [config.device], ("cuda", "cpu") if config.name in ON_CPU else ("cuda",))
     _known("bench.sections", config.sections or (), module.SECTIONS)
     _known("bench.backend", [config.backend] if config.backend else (), getattr(module, "BACKENDS", ()))
-    _known("bench.cases", config.cases or (), module.CASES)
+    _known("bench.cases", config.cases or (), getattr(module, "CASES", ()))
     _known("bench.models", config.models or (), config.shapes)
     _known("bench.shapes", config.shapes, config.shapes if ANY in module.SHAPES else module.SHAPES)
     for kind, shapes in config.shapes.items():
@@ -62,12 +62,13 @@ def check(config: BenchConfig) -> Any:
                 wanted = f"{len(units)} {module.SHAPE}, multiples of {list(units)}"
                 raise ConfigError(f"bench.shapes.{kind}: got {list(shape)}, wanted {wanted}")
     if config.picture is not None:
-        if not module.PICTURED:
+        pictured = getattr(module, "PICTURED", ())
+        if not pictured:
             raise ConfigError(f"bench.picture: got {config.picture}, wanted null: bench={config.name} draws none")
         if not Path(config.picture).absolute().parent.is_dir():
             raise ConfigError(f"bench.picture: no such folder: {Path(config.picture).parent}")
-        if not set(module.PICTURED) & set(config.sections or module.SECTIONS):
-            raise ConfigError(f"bench.picture: wants section {' or '.join(module.PICTURED)} in bench.sections")
+        if not set(pictured) & set(config.sections or module.SECTIONS):
+            raise ConfigError(f"bench.picture: wants section {' or '.join(pictured)} in bench.sections")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("bench needs a CUDA device, and there is none here")
     return module
