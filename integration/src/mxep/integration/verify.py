@@ -16,13 +16,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from mxep.ep import CASES, Case, MoE, make_dispatcher
@@ -36,7 +34,7 @@ from .mesh import Mesh, local
 from .progress import log_backend
 from .rank import Rank
 from .reference import LinearProblem, LinearResults, Problem, Results, moe_layer, plain_linear, quantizers
-from .results import provenance
+from .results import Row, Section, provenance
 from .schema import Config
 from .snr import snr
 
@@ -119,25 +117,18 @@ class Verification:
         """Tables of all cases, SNR and the least margin of any tensor; then a line for each check that failed."""
         console.print("SNR (dB) against dense fp32, worst rank; margin: least dB over a bound")
         for names, lines in itertools.groupby(self.lines, lambda result: [check.name for check in result.checks]):
-            self._show(console, names, lines)
+            figures = {name.removesuffix("_proj"): ".1f" for name in names} | {"margin": "+.1f"}
+            table = Section("", ("case",), figures)
+            for result in lines:
+                row: Row = {check.name.removesuffix("_proj"): check.snr for check in result.checks}
+                row |= {"case": result.case, "margin": min(check.spare for check in result.checks)}
+                table.rows.append(row | ({"note": "pass"} if result.passed else {"error": "FAIL"}))
+            table.show(console, box=None)
         for result in self.lines:
             for check in result.checks:
                 if not check.passed:
                     got = f"{check.snr:.2f} dB on rank {check.rank}, wanted {check.threshold:.2f}"
                     console.print(f"{result.case}: {check.name}: {got}", highlight=False, soft_wrap=True)
-
-    def _show(self, console: Console, names: Iterable[str], lines: Iterable[Result]) -> None:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("case", no_wrap=True)
-        for name in names:
-            table.add_column(name.removesuffix("_proj"), justify="right", no_wrap=True)
-        table.add_column("margin", justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True)
-        for result in lines:
-            cells = [f"[{'default' if check.passed else 'red'}]{check.snr:.1f}" for check in result.checks]
-            margin = min(check.spare for check in result.checks)
-            table.add_row(result.case, *cells, f"{margin:+.1f}", "[green]pass" if result.passed else "[red]FAIL")
-        console.print(table)
 
 
 def verify(rank: Rank, config: Config) -> list[Result]:
