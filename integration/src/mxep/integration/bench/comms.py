@@ -10,7 +10,7 @@ logical GB/s  the same as if a row left for each (token, expert) pair, as a plai
 of wire       wire GB/s over the wire's ceiling of the same run: the faster of copy engines and of a put of large rows
 x bf16        how many times as fast as the all-to-all of the same pairs in bf16; x 8-bit: in MXFP8
 
-The all-to-all is NCCL's on GPUs, gloo's on CPU ranks. Exchanges are verified before, bit by bit (comms_verify).
+The all-to-all is NCCL's on GPUs, gloo's on CPU ranks. Dispatch and combine are verified before, bit by bit.
 All ranks start together on the device: a barrier, then a pause in which the hosts enqueue what follows, so that none
 waits for its own host. Inputs are not rotated: the smallest shapes find them in the L2 cache, as after the kernel that
 made them.
@@ -29,8 +29,7 @@ from ..config import ConfigError
 from ..rank import Rank
 from ..results import Row
 from ..timer import Alternative, Timer, free_memory
-from . import comms_verify
-from .comms_cases import BLOCK, CALLS, Collective, Exchange, Problem, Shape, is_narrow, leaving
+from .comms_cases import BLOCK, CALLS, Collective, Exchange, Problem, Shape, differences, is_narrow, leaving
 from .run import Bench, table
 
 FEW = 32
@@ -111,7 +110,7 @@ def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]
 
     def exchange(num_sms: int | None) -> Exchange:
         made = Exchange(p, num_sms=num_sms)
-        if wrong := comms_verify.differences(made):
+        if wrong := differences(made):
             raise RuntimeError(f"wrong bits: {', '.join(wrong)}")
         return made
 

@@ -144,6 +144,30 @@ class Exchange:
         return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
 
 
+def differences(e: Exchange) -> list[str]:
+    """Which of a dispatch and a combine is not bit by bit what plain collectives and plain torch bring. Collective.
+
+    slots     slot (s, t) = row t of rank s, for every t that this rank needs
+    combine   sums of rows by hand, then an all-to-all of equal splits, then sums over ranks
+    """
+    p, found = e.problem, []
+    needed = (p.all_ids.div(p.local_experts, rounding_mode="floor") == p.rank).any(2).flatten()
+    for name, payload in (("mxfp8", p.mxfp8), ("bf16", p.bf16)):  # as bytes
+        wanted = [all_gather_tensor(part).flatten(0, 1)[needed] for part in payload]
+        slots, _ = e.dispatch(payload)
+        if not all(got[needed].equal(part) for got, part in zip(slots.payload, wanted)):
+            found.append(f"dispatch {name}")
+    sums = torch.zeros(len(needed), p.shape.dim, device=p.device)
+    for row in e.plan.slot_rows.unbind(1):
+        sums += e.rows[row.clamp_min(0)].float().masked_fill_(row[:, None] < 0, 0)
+    arrived = torch.empty_like(sums, dtype=e.rows.dtype)
+    dist.all_to_all_single(arrived, sums.to(e.rows.dtype))
+    wanted_sums = sum(arrived.view(p.ranks, -1, p.shape.dim).float().unbind(), torch.zeros((), device=p.device))
+    if not e.combine()[0].equal(wanted_sums.to(e.rows.dtype)):
+        found.append("combine bf16")
+    return found
+
+
 class Collective:
     """Rows of `payload`, side by side, of each (token, expert) pair to the expert's rank and back again."""
 
