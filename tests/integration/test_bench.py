@@ -95,7 +95,7 @@ def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
 )
 def test_a_case_or_shape_that_there_is_not_is_named(make_config, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        run.run(make_config("task=bench", *overrides).bench, 0, Console(quiet=True))
+        run.run(None, make_config("task=bench", *overrides).bench, 0, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_is_measured_is_logged_at_once_with_the_seconds_passed(make_config,
 
     config = make_config("task=bench", "bench=comms", "bench.device=cpu", "bench.sections=[skew]").bench
     monkeypatch.setattr("mxep.integration.bench.comms.measure", measure)
-    results = run.run(config, 0, Console(stderr=True))
+    results = run.run(None, config, 0)
     assert (results.ceilings, results.lines) == ({"copy TB/s": 4.0}, [{"shape": [1], "us": 1.2346}])
     line = capsys.readouterr().err
     assert re.fullmatch(r' +\d+\.\d s  {"section": "skew", "shape": \[1\], "us": 1\.2346}\n', line)
@@ -159,7 +159,7 @@ def test_the_table_has_labels_once_figures_and_remarks(capsys):
 def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
     make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
 ):
-    monkeypatch.setattr(run, "run", lambda *_: MADE_UP)
+    monkeypatch.setattr(run, "run", lambda *_, **__: MADE_UP)
     out = tmp_path / "out.json"
     config = make_config("task=bench", f"bench.out={out}", "bench.commit=abc123")
     assert job._bench(config, tmp_path, {}) == 1

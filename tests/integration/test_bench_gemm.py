@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from mxep.gemm import BACKENDS
@@ -193,7 +192,7 @@ def test_a_shape_that_fails_leaves_the_others(make_config, monkeypatch: pytest.M
 
     monkeypatch.setattr(Problem, "gaussian", fail)
     shapes = "bench.shapes.layers=[[64,32,64,2],[96,64,128,2]]"
-    results = run.run(make_config(*ON_CPU, shapes, "bench.sections=[steps]").bench, 0, Console(quiet=True))
+    results = run.run(None, make_config(*ON_CPU, shapes, "bench.sections=[steps]").bench, 0, quiet=True)
     assert results.failed == 1
     ended, *others = results.sections["steps"].rows
     assert (ended["shape"], ended["error"]) == ([64, 32, 64, 2], "ended early: RuntimeError: the device is gone")
@@ -234,12 +233,12 @@ def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        run.run(make_config("task=bench", "bench=gemm", *overrides).bench, 0, Console(quiet=True))
+        run.run(None, make_config("task=bench", "bench=gemm", *overrides).bench, 0, quiet=True)
 
 
 def test_bench_quant_measures_cuda_alone(make_config):
     with pytest.raises(ConfigError, match=r"bench\.device: got 'cpu', wanted some of cuda"):
-        run.run(make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, Console(quiet=True))
+        run.run(None, make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, quiet=True)
 
 
 @needs_cuda

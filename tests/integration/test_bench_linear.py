@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rich.console import Console
 
 from mxep.gemm import BACKENDS
 from mxep.integration.bench import linear as bench
@@ -33,7 +32,7 @@ def test_every_section_has_rows_without_errors(make_config: Callable[..., Config
     config = make_config("task=bench", "bench=linear").bench
     config.device, config.backend = "cpu", "reference"
     config.shapes = {"linear": [[64, 64, 96]], "qkv": [[64, 64, 96, 32]], "host": [[32, 64, 64, 32]]}
-    report = run.run(config, 0, Console(quiet=True))
+    report = run.run(None, config, 0, quiet=True)
     assert set(report.sections) == set(bench.SECTIONS)
     for name, section in report.sections.items():
         assert section.rows, name

@@ -113,9 +113,9 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     if config.bench.name in ON_RANKS:
-        results = _on_ranks(run.run_on_rank, (config.bench, config.seed), config, device=config.bench.device)
+        results = _on_ranks(run.run, (config.bench, config.seed), config, device=config.bench.device)
     else:
-        results = run.run(config.bench, config.seed, Console(stderr=True, quiet=not reports()))
+        results = run.run(None, config.bench, config.seed, quiet=not reports())
     return _finish(results, config.bench, folder / "bench.json")
 
 

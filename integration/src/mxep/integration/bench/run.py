@@ -80,19 +80,14 @@ def _known(key: str, got: Iterable[str], known: Iterable[str]) -> None:
             raise ConfigError(f"{key}: got {name!r}, wanted some of {'; '.join(known)}")
 
 
-def run(config: BenchConfig, seed: int, console: Console) -> Report:
-    """Measure what `config` names in this process; `console` gets each row, as JSON, as soon as it is there."""
-    check(config)
-    return _measure(Rank(0, 1, torch.device(config.device)), config, seed, console)
+def run(rank: Rank | None, config: BenchConfig, seed: int, *, quiet: bool = False) -> Report:
+    """Measure what `config` names; rank None: in this process alone.
 
-
-def run_on_rank(rank: Rank, config: BenchConfig, seed: int) -> Report:
-    """The same on one of several ranks; rank 0 logs. Collective, with the same report on all ranks."""
-    return _measure(rank, config, seed, Console(stderr=True, quiet=rank.rank > 0))
-
-
-def _measure(rank: Rank, config: BenchConfig, seed: int, console: Console) -> Report:
+    Rank 0 logs each row, as JSON, as soon as it is there, unless `quiet`. Collective, with one report for all ranks.
+    """
     module, begin = check(config), time.monotonic()
+    rank = rank or Rank(0, 1, torch.device(config.device))
+    console = Console(stderr=True, quiet=quiet or rank.rank > 0)
     sections = {name: module.SECTIONS[name].empty() for name in config.sections or module.SECTIONS}
     title = f"mxep {config.name}" + (f", {rank.world_size} ranks" if rank.world_size > 1 else "")
     report = Report(title, {}, sections)
