@@ -19,7 +19,7 @@ from mxep.gemm import Backend, backends
 from mxep.quant import BLOCK
 
 from ..collective import describe
-from ..results import Row, Section
+from ..results import Row
 from ..timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
 from .gemm_cases import PRODUCTS, Problem, products, steps
 from .run import Bench, table
@@ -70,12 +70,10 @@ def beside(row: Row, others: Mapping[str, Row]) -> Row:
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    yield from sweep(bench, SECTIONS, MEASURED)
+    yield from sweep(bench, MEASURED)
 
 
-def sweep(
-    bench: Bench, sections: Mapping[str, Section], measured: Mapping[str, Callable[[At], Iterator[Row]]]
-) -> Iterator[tuple[str, Row]]:
+def sweep(bench: Bench, measured: Mapping[str, Callable[[At], Iterator[Row]]]) -> Iterator[tuple[str, Row]]:
     """All sections at the shapes of their name, or of kind "layers". A shape that fails leaves the others."""
     backend = backends.select(bench.config.backend or "auto", bench.device)
     timer = Timer(bench.device, seconds=0.15, rounds=4)
@@ -84,7 +82,7 @@ def sweep(
     shapes = bench.config.shapes
     for name in bench.report.sections:
         for shape in map(tuple, shapes.get(name, shapes.get("layers", ()))):
-            labels = dict.fromkeys(sections[name].labels) | {"shape": list(shape)}
+            labels = dict.fromkeys(bench.report.sections[name].labels) | {"shape": list(shape)}
             try:
                 for row in measured[name](At(shape, backend, generator, timer)):
                     yield name, labels | row

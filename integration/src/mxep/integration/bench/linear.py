@@ -140,7 +140,7 @@ def steps(backend: Backend, several: bool) -> dict[str, Maker]:
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """All sections, one after the other."""
-    yield from sweep(bench, SECTIONS, MEASURED)
+    yield from sweep(bench, MEASURED)
 
 
 def _steps(at: At) -> Iterator[Row]:
