@@ -1,5 +1,6 @@
 """bench=gemm: compares equal things, counts what it says, and reports what could not be measured."""
 
+import itertools
 import json
 import re
 import sys
@@ -7,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from mxep.gemm import BACKENDS
 from mxep.integration import timer
-from mxep.integration.bench import gemm, gemm_cases, gemm_numerics, picture, run
-from mxep.integration.bench.gemm_cases import PRODUCTS, SKEWS, Problem, group_sizes
+from mxep.integration.bench import gemm, gemm_cases, picture, run
+from mxep.integration.bench.gemm_cases import PRODUCTS, Problem
 from mxep.integration.config import ConfigError
 from mxep.integration.snr import snr
 from mxep.integration.timer import Alternative, Timer
@@ -21,9 +21,7 @@ from mxep.integration.timer import Alternative, Timer
 CPU = torch.device("cpu")
 SHAPE = 96, 64, 128, 2
 ON_CPU = ("task=bench", "bench=gemm", "bench.device=cpu", "bench.backend=reference")
-SHAPES = (
-    "bench.shapes={layers:[[96,64,128,2]],skew:[[128,32,64,4]],numerics:[[64,32,64,2]],accumulation:[[32,32,256,1]]}"
-)
+SHAPES = "bench.shapes={layers:[[96,64,128,2]]}"
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a GPU")
 needs_row_scales = pytest.mark.skipif(
@@ -42,29 +40,22 @@ def problem(shape: tuple[int, ...] = SHAPE) -> Problem:
 
 
 def exact(p: Problem) -> dict[str, Tensor]:
-    out, dx, dw = gemm_numerics.products(p, p.a, p.w, p.dy, p.w, p.dy, p.a)
-    return {"forward": out, "dgrad": dx, "wgrad": dw}
+    a, w, dy = p.a.double(), p.w.double(), p.dy.double()
+    rows = [range(start, end) for start, end in itertools.pairwise([0, *p.offs.tolist()])]
+    return {
+        "forward": torch.cat([a[r] @ w[g].mT for g, r in enumerate(rows)]),
+        "dgrad": torch.cat([dy[r] @ w[g] for g, r in enumerate(rows)]),
+        "wgrad": torch.stack([dy[r].mT @ a[r] for r in rows]),
+    }
 
 
-@pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize(("rows", "groups"), [(4096, 32), (65536, 7), (32, 3)])
-def test_group_sizes_are_multiples_that_sum_up(skew: str, rows: int, groups: int):
-    weights = SKEWS[skew](groups)
-    sizes = group_sizes(weights, rows)
-    assert (sum(sizes), len(sizes)) == (rows, groups)
-    assert all(size % 32 == 0 for size in sizes)
-    for size, weight in zip(sizes, weights):
-        assert abs(size - rows * weight / sum(weights)) <= 32 * groups
-        assert size == 0 or weight > 0
-
-
-def test_zipf_gives_the_first_group_most_and_half_empty_leaves_every_other_one():
-    assert group_sizes([1, 1 / 2, 1 / 3], 96) == [64, 32, 0]
-    zipf = group_sizes(SKEWS["Zipf(1)"](32), 65536)
-    assert zipf == sorted(zipf, reverse=True)
-    assert zipf[0] / zipf[31] == pytest.approx(32, rel=0.1)
-    assert group_sizes(SKEWS["half empty"](4), 128) == [64, 0, 64, 0]
-    assert group_sizes(SKEWS["one has all"](3), 96) == [96, 0, 0]
+def test_groups_are_multiples_of_32_that_sum_up_and_differ_by_32_at_most(rows: int, groups: int):
+    offs = problem((rows, 32, 32, groups)).offs
+    sizes = offs.diff(prepend=torch.zeros(1, dtype=torch.int32))
+    assert (offs[-1], len(offs)) == (rows, groups)
+    assert not (sizes % 32).any()
+    assert sizes.max() - sizes.min() <= 32
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -74,7 +65,7 @@ def test_alternatives_compute_the_same_product(product: str, backend: str):
     wanted = exact(p)[product]
     bf16 = gemm_cases.bf16_product(product, p)()
     assert snr(wanted, bf16) > 50  # a result rounded to 9 bits: 55 dB
-    mxep = gemm_cases.stages(BACKENDS[backend], p)[product][0]()
+    mxep = gemm_cases.mxep_product(product, BACKENDS[backend], p)()
     assert snr(wanted, mxep) > 27  # two operands in E4M3
     assert mxep.dtype == bf16.dtype == torch.bfloat16
 
@@ -101,21 +92,6 @@ def test_the_least_bytes_of_a_bf16_product_are_those_of_its_tensors(product: str
     p = problem()
     used = {"forward": (p.a, p.w, p.dy), "dgrad": (p.dy, p.w, p.a), "wgrad": (p.dy, p.a, p.w)}[product]
     assert p.least_bytes(product, 2) == sum(tensor.nbytes for tensor in used)
-    assert p.oversized(4).least_bytes(product, 2) == p.least_bytes(product, 2)
-    assert (p.oversized(4).flop, p.skewed("one has all").flop) == (p.flop, p.flop)
-
-
-@pytest.mark.parametrize("backend", ["reference", "hopper"])
-def test_stages_are_those_of_the_backend_and_move_the_bytes_of_their_results(backend: str):
-    p = problem((96, 64, 128, 1))  # of one group, so that a scale a column is one for the weight
-    found = gemm_cases.stages(BACKENDS[backend], p)
-    assert ("fold for wgrad" in found) == (backend == "hopper")
-    if backend == "hopper":
-        qdata = found["quantize a"][0]()
-        assert found["quantize a"][1] == p.a.nbytes + qdata.qdata.nbytes + qdata.scale.nbytes
-        weight = found["quantize w, both ways"][0]()
-        assert found["quantize w, both ways"][1] == p.w.nbytes + weight.nbytes
-    assert {name for name, (_, moved) in found.items() if moved == 0} == set(PRODUCTS)
 
 
 def test_steps_give_both_gradients_pre_quantized_or_not():
@@ -179,27 +155,6 @@ def test_what_is_inspected_is_the_first_result_after_a_reset():
     assert total == 3  # two rounds more
 
 
-def test_folding_is_near_mx_on_ordinary_data_and_far_from_it_where_magnitudes_are_anti_aligned():
-    random = torch.Generator().manual_seed(0)
-    hopper = BACKENDS["hopper"]
-    for row in gemm_numerics.compare("Gaussian", (128, 64, 256, 2), hopper, random):
-        assert min(row["MX"], row["mxep"], row["wire"], row["dequant"]) > 27
-        assert min(row["mxep / MX"], row["wire / MX"], row["wire / mxep"]) > 60
-    out, *_ = gemm_numerics.compare("anti-aligned x30000", (128, 64, 256, 2), hopper, random)
-    assert out["MX"] > 27
-    assert out["mxep / MX"] < 40
-
-
-def test_sums_that_come_out_small_show_as_bias(monkeypatch: pytest.MonkeyPatch):
-    def shrunk(a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-        return 0.9 * (a.double() @ w.double().mT)
-
-    monkeypatch.setattr(gemm_numerics, "SUMS", {"shrunk": shrunk})
-    for data in ("Gaussian", "same sign"):
-        (row,) = gemm_numerics.accumulation(data, (32, 32, 64, 1), torch.Generator().manual_seed(0))
-        assert (row["bias"], row["dB"]) == (pytest.approx(-0.1), pytest.approx(20))
-
-
 @needs_row_scales
 def test_all_sections_are_measured_on_a_cpu_from_end_to_end(mxep, tmp_path: Path):
     out, picture = tmp_path / "out.json", tmp_path / "roofline.svg"
@@ -228,16 +183,20 @@ def test_all_sections_are_measured_on_a_cpu_from_end_to_end(mxep, tmp_path: Path
 
 
 def test_a_shape_that_fails_leaves_the_others(make_config, monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: object) -> list[object]:
-        raise RuntimeError("the device is gone\nand more")
+    make = Problem.gaussian
 
-    monkeypatch.setattr(gemm_numerics, "compare", fail)
-    config = make_config(*ON_CPU, SHAPES, "bench.sections=[numerics,accumulation]")
-    results = run.run(config.bench, 0, Console(quiet=True))
+    def fail(shape: tuple[int, ...], generator: torch.Generator) -> Problem:
+        if shape[0] == 64:
+            raise RuntimeError("the device is gone\nand more")
+        return make(shape, generator)
+
+    monkeypatch.setattr(Problem, "gaussian", fail)
+    shapes = "bench.shapes.layers=[[64,32,64,2],[96,64,128,2]]"
+    results = run.run(None, make_config(*ON_CPU, shapes, "bench.sections=[steps]").bench, 0, quiet=True)
     assert results.failed == 1
-    (ended,) = results.sections["numerics"].rows
+    ended, *others = results.sections["steps"].rows
     assert (ended["shape"], ended["error"]) == ([64, 32, 64, 2], "ended early: RuntimeError: the device is gone")
-    assert len(results.sections["accumulation"].rows) == 2 * len(gemm_numerics.SUMS)
+    assert {"bf16", "mxep mxfp8"} <= {row["what"] for row in others if "us" in row}
 
 
 def test_ratios_are_to_each_of_the_others_whichever_came_first():
@@ -264,9 +223,9 @@ def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
     [
         (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda; cpu"),
         (["bench.backend=abacus"], "bench.backend: got 'abacus', wanted some of reference; dequant; hopper"),
-        (["bench.sections=[products,colors]"], "bench.sections: got 'colors', wanted some of products; steps; stages"),
-        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of layers; skew"),
-        (["bench.shapes.skew=[[64,64,32]]"], "bench.shapes.skew: got [64, 64, 32], wanted 4 rows, N, K, groups, mul"),
+        (["bench.sections=[products,colors]"], "bench.sections: got 'colors', wanted some of products; steps"),
+        (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of layers"),
+        (["bench.shapes.layers=[[64,64,32]]"], "bench.shapes.layers: got [64, 64, 32], wanted 4 rows, N, K, g"),
         (["bench.shapes.layers=[[64,48,32,2]]"], "bench.shapes.layers: got [64, 48, 32, 2], wanted 4 rows, N, K, gro"),
         (["bench.picture=/no/such/folder/x.svg"], "bench.picture: no such folder: /no/such/folder"),
         (["bench.picture=x.svg", "bench.sections=[steps]"], "bench.picture: wants section products"),
@@ -274,18 +233,17 @@ def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        run.run(make_config("task=bench", "bench=gemm", *overrides).bench, 0, Console(quiet=True))
+        run.run(None, make_config("task=bench", "bench=gemm", *overrides).bench, 0, quiet=True)
 
 
 def test_bench_quant_measures_cuda_alone(make_config):
     with pytest.raises(ConfigError, match=r"bench\.device: got 'cpu', wanted some of cuda"):
-        run.run(make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, Console(quiet=True))
+        run.run(None, make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, quiet=True)
 
 
 @needs_cuda
 def test_on_a_gpu_everything_has_figures(mxep, tmp_path: Path):
-    layer = "[[2048,512,1024,4]]"
-    shapes = f"{{layers:{layer},skew:{layer},numerics:[[512,256,512,2]],accumulation:[[256,256,2048,1]]}}"
+    shapes = "{layers:[[2048,512,1024,4]]}"
     backend = "hopper" if BACKENDS["hopper"].unsupported_reason(torch.device("cuda")) is None else "dequant"
     finished = mxep("task=bench", "bench=gemm", f"bench.backend={backend}", f"bench.shapes={shapes}")
     results = json.loads((tmp_path / "run" / "bench.json").read_text())

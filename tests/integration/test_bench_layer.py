@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ep.memory_table import kept_by_the_standard_layer
 from mxep.integration import snr as snr_module
-from mxep.integration.bench import layer, layer_cases, layer_host, layer_stages, layer_work, run
+from mxep.integration.bench import layer, layer_cases, layer_stages, layer_work, run
 from mxep.integration.bench.comms_cases import Traffic
 from mxep.integration.bench.layer_cases import BASELINE, MX, Case, Problem, Shape
 from mxep.integration.bench.layer_stages import Event, breakdown
@@ -63,9 +63,9 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     assert [row["what"] for row in sections["memory"]] == [BASELINE, *CASES]
     assert all("note" in row for row in sections["memory"])
     host = {row["what"]: row for row in sections["host"]}
-    assert list(host) == [BASELINE, *CASES, layer_host.PRODUCT]
+    assert list(host) == [BASELINE, *CASES]
     assert host.pop("baseline fp8").keys() >= {"note"}
-    assert all(row["fwd ms"] > 0 and row["ms"] > 0 and row["fwd ops"] < row["ops"] for row in host.values())
+    assert all(min(row["fwd ms"], row["ms"], row["caller's ms"], row["ops"]) > 0 for row in host.values())
     for what in (MX, BASELINE):
         us = {row["stage"]: row["us"] for row in sections["stages"] if row["what"] == what}
         totals = {total: us.pop(total) for total in layer_stages.TOTALS}
@@ -277,5 +277,5 @@ def test_on_gpus_ours_is_one_graph_and_what_cannot_be_says_so(mxep, tmp_path: Pa
         assert row["ms"] > row["fwd ms"] > 0
         assert row["peak GiB"] > 0
         assert row.get("note", "").startswith("not in a graph") == (row["what"] == "bf16/all_to_all")
-    assert all(row["in use"] > 0 and row["kept GiB"] > 0 for row in sections["memory"])
+    assert all(row["peak GiB"] > row["kept GiB"] > 0 for row in sections["memory"])
     assert {"GEMMs", "SwiGLU", "whole"} <= {row["stage"] for row in sections["stages"]}

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rich.console import Console
 
 from mxep.gemm import BACKENDS
 from mxep.integration.bench import linear as bench
@@ -29,9 +28,6 @@ def test_alternatives_give_the_gradients_of_x_and_all_weights(shape: tuple[int, 
     for name, make in makers.items():
         if name.startswith(("bf16", "mxep")):
             got = make(p)()
-            if "normed" in name:
-                assert [g.shape for g in got] == [*(w.shape for w in wanted), (64,)]
-                continue
             assert all(snr(want, x) > 23 for want, x in zip(wanted, got, strict=True)), name
 
 
@@ -53,12 +49,12 @@ def test_every_section_has_rows_without_errors(make_config: Callable[..., Config
         "router": [[40, 64, 12]],
         "host": [[32, 64, 64, 32]],
     }
-    report = run.run(config, 0, Console(quiet=True))
+    report = run.run(None, config, 0, quiet=True)
     assert set(report.sections) == set(bench.SECTIONS)
     for name, section in report.sections.items():
         assert section.rows, name
         assert not [row for row in section.rows if "error" in row], name
-        measured = {row.get("what") or row.get("stage"): row for row in section.rows if "us" in row}
+        measured = {row["what"]: row for row in section.rows if "us" in row}
         assert measured, name
         if name in ("linear", "qkv"):
             assert measured["bf16"]["x bf16"] == 1

@@ -19,8 +19,7 @@ from mxep.integration import files, job
 from mxep.integration.prepare import prepare
 from mxep.integration.report import show_sweep
 from mxep.integration.schema import Config, DataConfig, configs_dir, register
-from mxep.integration.verify import Check, Result, Verification
-from mxep.integration.verify_linear import LINEAR_CASES
+from mxep.integration.verify import LINEAR_CASES, Check, Result, Verification
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
 WITHOUT_TORCH = """

@@ -97,7 +97,6 @@ def test_every_run_tells_its_steps_and_the_mean_loss_of_tenths() -> None:
     ]
     assert rows[1]["checked steps"] == 200
     assert rows[1]["train_loss"] == pytest.approx(149.5)  # of the last 100
-    assert rows[1]["train_loss of spans"] == pytest.approx([9.5 + 20 * i for i in range(10)])
     assert rows[1]["ms a step"] == pytest.approx(10)
 
 

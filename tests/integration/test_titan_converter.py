@@ -21,7 +21,7 @@ from ranks import Context, distributed
 @pytest.mark.parametrize("model", ["qwen3-debug", "deepseek-debug"])
 def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
     """In bf16 under FSDP2 and EP, against its own experts."""
-    from mxep.integration.bench import titan
+    import titan_bench as titan
     from titan_on_cpu import reduce_over_gloo
 
     os.environ |= {"LOCAL_RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.world_size)}

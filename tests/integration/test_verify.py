@@ -13,11 +13,18 @@ from torch.nn import functional as F
 from mxep.ep import CASES
 from mxep.gemm import Recipe
 from mxep.integration import job
-from mxep.integration.reference import Problem, Results, moe_layer, quantizers
+from mxep.integration.reference import (
+    LinearProblem,
+    LinearResults,
+    Problem,
+    Results,
+    moe_layer,
+    plain_linear,
+    quantizers,
+)
 from mxep.integration.schema import Config
 from mxep.integration.snr import snr
-from mxep.integration.verify import Check, Result, compare, make_problem
-from mxep.integration.verify_linear import LINEAR_CASES, LinearProblem, LinearResults, plain_linear
+from mxep.integration.verify import LINEAR_CASES, Check, Result, compare, make_problem
 
 TAMPERED = 3  # a token whose experts are all routed; an expert
 SMALL = ("verify.tokens=48", "verify.dim=64", "verify.hidden_dim=64", "verify.experts=4", "verify.top_k=2")

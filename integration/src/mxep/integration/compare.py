@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -52,8 +51,6 @@ NUDGE = 2.0**-9
 """Of a weight, at most: half the distance of two bf16 numbers, where that is widest."""
 LAST = 100
 """Steps that the training loss is averaged over."""
-SPANS = 10
-"""Equal parts of a run, of which each has its mean training loss in the results."""
 LOSSES = {"held-out": "valid_loss", "training": "train_loss"}
 
 
@@ -226,11 +223,9 @@ def sentences(report: dict[str, Any]) -> Iterator[str]:
 
 def _summarize(run: Run) -> dict[str, Any]:
     losses = [row["loss"] for row in run.metrics]
-    cuts = [len(losses) * i // SPANS for i in range(SPANS + 1)]
     return {
         "valid_loss": run.valid_loss,
         "train_loss": statistics.fmean(losses[-LAST:]),
-        "train_loss of spans": [statistics.fmean(losses[a:b]) for a, b in itertools.pairwise(cuts) if a < b],
         "checked steps": len(losses),
         "ms a step": 1e3 * statistics.median(row["seconds"] for row in run.metrics),
         "seconds": run.seconds,

@@ -29,10 +29,10 @@ from typing import Any
 from mxep.comms import Capacity
 from mxep.ep import CASES
 
-from .bench.layer_cases import BASELINE, Shape
+from .bench.layer_cases import BASELINE, Case, Shape
 from .bench.layer_work import WIRE
 from .config import ESTIMATES, ConfigError
-from .estimate_costs import Rates, dispatcher_of, fit, legs, memory, read, slots_of
+from .estimate_costs import Rates, fit, legs, memory, read, slots_of
 from .named import make_capacity
 from .results import Report, Row, Section
 from .schema import Config
@@ -182,7 +182,7 @@ def errors(section: str, rows: list[Row]) -> Iterator[Row]:
         if section == "time_errors" and "ms" in row:
             if model not in fitted:
                 fitted[model] = fit(rows, without=model)
-            sent = legs(shape, ranks, ranks, what)[0] if dispatcher_of(what) == "all_to_all" else 0.0
+            sent = legs(shape, ranks, ranks, what)[0] if Case(what).dispatcher == "all_to_all" else 0.0
             ms = sum(fitted[model].stages(shape, ranks, name, imbalance, sent=sent).values()) / 1e3
             yield out | {"ms": row["ms"], "est.": ms, "off": ms / row["ms"] - 1}
         held_more = row["commit"].startswith(HELD_MORE)

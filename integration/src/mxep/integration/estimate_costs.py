@@ -95,11 +95,6 @@ def terms(p: Problem, what: str, slower: float = 1.0) -> Terms:
     return todo
 
 
-def dispatcher_of(what: str) -> str:
-    """Of a case; "" for the baseline."""
-    return what.partition(",")[0].partition("/")[2]
-
-
 def _as_mx(case: Case) -> Case:
     return Case(f"{MX}, kept" if case.kept else MX)
 
@@ -148,7 +143,7 @@ class Rates:
         nodes, slots: of the hierarchical dispatcher (`slots_of`), none of whose overlap is counted.
         """
         p, case = problem(shape, ranks, imbalance), Case(what)
-        dispatcher, todo = dispatcher_of(what), terms(p, what, slower)
+        dispatcher, todo = case.dispatcher, terms(p, what, slower)
         if dispatcher == "all_to_all":
             del todo["dispatch"], todo["combine"]
             todo |= {"NCCL": (sent, 1.0), "permute + pointwise": (moved(shape, ranks, case.recipe),), "gap": (1.0,)}
@@ -247,7 +242,7 @@ def memory(
     """
     tokens, dim, hidden, experts, top_k = shape
     case, own = Case(what), experts // ranks
-    recipe, dispatcher = Recipe.named(case.recipe), dispatcher_of(what)
+    recipe, dispatcher = Recipe.named(case.recipe), case.dispatcher
     quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
     sources = 1 if dispatcher == "local" else ranks
     crossing = slots_of(shape, nodes, capacity) if dispatcher == "hierarchical" else 0

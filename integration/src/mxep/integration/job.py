@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 import shlex
 import sys
@@ -17,7 +16,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from . import compare, estimate, files, report
-from .bench import ON_RANKS, PICTURES, run
+from .bench import ON_RANKS, picture, run
 from .config import RESTORED, ConfigError, override_key, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
 from .named import recipes
@@ -114,9 +113,9 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     if config.bench.name in ON_RANKS:
-        results = _on_ranks(run.run_on_rank, (config.bench, config.seed), config, device=config.bench.device)
+        results = _on_ranks(run.run, (config.bench, config.seed), config, device=config.bench.device)
     else:
-        results = run.run(config.bench, config.seed, Console(stderr=True, quiet=not reports()))
+        results = run.run(None, config.bench, config.seed, quiet=not reports())
     return _finish(results, config.bench, folder / "bench.json")
 
 
@@ -157,7 +156,7 @@ def _finish(
         results.show(Console())
         if isinstance(section, BenchConfig | EstimateConfig) and section.picture:
             written.append(Path(section.picture))
-            drawn = importlib.import_module(PICTURES[section.name]) if isinstance(section, BenchConfig) else estimate
+            drawn = picture if isinstance(section, BenchConfig) else estimate
             drawn.draw(json.loads(file.read_text()), written[-1])
         print(f"results: {', '.join(map(_short, written))}")
         if results.failed:

@@ -28,22 +28,20 @@ pre { background: #f5f5f5; padding: 1rem; overflow-x: auto }
 """
 
 
-def write(folder: Path, title: str, picture: bytes, **shown: Any) -> None:
-    """loss.png, and report.html with it, into ``folder``. shown: what else `html` takes."""
-    (folder / "loss.png").write_bytes(picture)
-    (folder / "report.html").write_text(html(title, picture=picture, **shown))
-
-
-def html(
+def write(
+    folder: Path,
     title: str,
+    picture: bytes,
+    *,
     remarks: Sequence[str],
     losses: Sequence[Section],
-    picture: bytes,
     tables: Sequence[Section],
     config: Config,
     provenance: Mapping[str, Any],
-) -> str:
-    """The page. picture: a PNG. tables: what comes below it. provenance: as of `results.provenance`."""
+) -> None:
+    """loss.png, and report.html with it, into ``folder``. picture: a PNG. tables: what comes below it. provenance: as
+    of `results.provenance`."""
+    (folder / "loss.png").write_bytes(picture)
     image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
     versions = {"mxep": __version__, **provenance["versions"]}
     facts = {**provenance, "versions": ", ".join(f"{name} {one}" for name, one in versions.items())}
@@ -52,20 +50,19 @@ def html(
         for name, one in facts.items()
         if one is not None
     )
-    return "\n".join(
-        (
-            f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
-            '<meta name="viewport" content="width=device-width">\n<link rel="icon" href="data:,">',
-            f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
-            f"<ul>{''.join(f'<li>{escape(remark)}</li>' for remark in remarks)}</ul>",
-            *map(_table, losses),
-            f'<h2>Curves and expert loads</h2>\n<img alt="Losses, their differences, expert loads" src="{image}">',
-            *map(_table, tables),
-            f'<h2>Where it ran</h2>\n<div><table class="facts">{shown}</table></div>',
-            f"<h2>Config</h2>\n<pre>{escape(OmegaConf.to_yaml(OmegaConf.create(to_json(config))))}</pre>",
-            "</body>\n</html>\n",
-        )
+    page = (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
+        '<meta name="viewport" content="width=device-width">\n<link rel="icon" href="data:,">',
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
+        f"<ul>{''.join(f'<li>{escape(remark)}</li>' for remark in remarks)}</ul>",
+        *map(_table, losses),
+        f'<h2>Curves and expert loads</h2>\n<img alt="Losses, their differences, expert loads" src="{image}">',
+        *map(_table, tables),
+        f'<h2>Where it ran</h2>\n<div><table class="facts">{shown}</table></div>',
+        f"<h2>Config</h2>\n<pre>{escape(OmegaConf.to_yaml(OmegaConf.create(to_json(config))))}</pre>",
+        "</body>\n</html>\n",
     )
+    (folder / "report.html").write_text("\n".join(page))
 
 
 def _table(section: Section) -> str:

@@ -9,6 +9,7 @@
 
 With `EXACT` quantizers this is the dense layer that results are compared with. With `quantizers(recipe)` it is the best
 that a layer of that recipe can do: it has no other error than the recipe's. It shares no code with mxep.ep.
+`plain_linear` is a linear's: rows are as many as a rank has tokens, no multiple of anything.
 
 T tokens, K experts a token, D model dim, F hidden dim, E experts.
 """
@@ -127,3 +128,38 @@ def moe_layer(problem: Problem, q: Quantizers = EXACT) -> Results:
         d_down_proj[expert] = q.gradient_tokens(d_y).T @ q.activation_tokens(h)
         d_gate_up_proj[expert] = q.gradient_tokens(d_gate_up).T @ q.activation_tokens(rows)
     return Results(out, dx, d_weights, d_gate_up_proj, d_down_proj)
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """x (T, D), w (N, D), bias (N,), d_out (T, N), fp32 with values that bf16 has."""
+
+    x: Tensor
+    w: Tensor
+    bias: Tensor
+    d_out: Tensor
+
+    @staticmethod
+    def gaussian(tokens: int, dim: int, width: int, seed: int) -> LinearProblem:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [torch.randn(s, generator=generator) for s in ((tokens, dim), (width, dim), (width,), (tokens, width))]
+        drawn[1] *= dim**-0.5
+        return LinearProblem(*(each.bfloat16().float() for each in drawn))
+
+
+@dataclass(frozen=True)
+class LinearResults:
+    """out (T, N), dx (T, D), dw (N, D), d_bias (N,)."""
+
+    out: Tensor
+    dx: Tensor
+    dw: Tensor
+    d_bias: Tensor
+
+
+def plain_linear(problem: LinearProblem, q: Quantizers = EXACT) -> LinearResults:
+    """Forward and backward of a linear, with what `q` rounds."""
+    x, d_out = q.activation(problem.x), q.gradient(problem.d_out)
+    out = x @ q.rows(problem.w).T + problem.bias
+    dw = q.gradient_tokens(d_out).T @ q.activation_tokens(x)
+    return LinearResults(out, d_out @ q.cols(problem.w), dw, problem.d_out.sum(0))

@@ -26,6 +26,24 @@ SHORT = {
     "mfu": "MFU",
     "peak_gib": "peak GiB",
 }
+LINES = {
+    "held-out text": ("valid_loss", ".4f"),
+    f"training, last {LAST} steps": ("train_loss", ".4f"),
+    "unigram entropy of the text": ("unigram_entropy", ".4f"),
+    "steps": ("steps", ""),
+    "of them skipped": ("skipped", ""),
+    "rows routed (token, expert)": ("rows_routed", ","),
+    "rows sent (token, rank)": ("rows_sent", ","),
+    "rows dropped": ("rows_dropped", ","),
+    "padding share of rows": ("padding_share", ".1%"),
+    "expert load, busiest / mean": ("expert_load", ".2f"),
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "TFLOP/s of a rank": ("tflops", ".3g"),
+    "of its bf16 peak (MFU)": ("mfu", ".1%"),
+    "peak memory, GiB": ("peak_gib", ".1f"),
+    "seconds": ("seconds", ".1f"),
+}
+"""Line of the table at the end -> key of the summary, format. On CPUs some have no figure, and no line."""
 # Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a deviation of 0.025.
 NOTE = "Rounding alone moves the loss of so short a run by a few hundredths, either way."
 
@@ -92,48 +110,16 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 def table(summary: dict[str, Any]) -> Section:
     """Losses, rows and speed, a column for each run."""
-    runs = summary["runs"]
-    differences = {
-        "held-out text": summary.get("valid_loss_difference"),
-        f"training, last {LAST} steps": summary.get("train_loss_difference"),
-    }
-    lines = {
-        "held-out text": [_number(run["valid_loss"]) for run in runs],
-        f"training, last {LAST} steps": [f"{run['train_loss']:.4f}" for run in runs],
-        "unigram entropy of the text": [f"{summary['unigram_entropy']:.4f}" for _ in runs],
-        "steps": [str(run["steps"]) for run in runs],
-        **({"of them skipped": [str(run["skipped"]) for run in runs]} if any(run["skipped"] for run in runs) else {}),
-        "rows routed (token, expert)": [f"{run['rows_routed']:,}" for run in runs],
-        "rows sent (token, rank)": [f"{run['rows_sent']:,}" for run in runs],
-        **(
-            {"rows dropped": [f"{run['rows_dropped']:,}" for run in runs]}
-            if any(run["rows_dropped"] for run in runs)
-            else {}
-        ),
-        "padding share of rows": [f"{run['padding_share']:.1%}" for run in runs],
-        "expert load, busiest / mean": [f"{run['expert_load']:.2f}" for run in runs],
-        "tokens/s": [f"{run['tokens_per_s']:,.0f}" for run in runs],
-        **_on_gpus(runs),
-        "seconds": [f"{run['seconds']:.1f}" for run in runs],
-    }
+    runs = [{**run, "unigram_entropy": summary["unigram_entropy"]} for run in summary["runs"]]
     rows: list[dict[str, Any]] = []
-    for line, cells in lines.items():
-        rows.append({"": line, **{run["name"]: cell for run, cell in zip(runs, cells)}})
-        if (difference := differences.get(line)) is not None:
+    for line, (key, spec) in LINES.items():
+        if all(run.get(key) is None for run in runs):
+            continue
+        rows.append({"": line, **{run["name"]: "-" if run[key] is None else format(run[key], spec) for run in runs}})
+        if (difference := summary.get(f"{key}_difference")) is not None:
             rows[-1]["difference"] = f"{difference:+.4f}"
     columns = [*(run["name"] for run in runs), *(["difference"] if "valid_loss_difference" in summary else [])]
     return Section("Loss in nats a byte", ("",), dict.fromkeys(columns, ""), rows)
-
-
-def _on_gpus(runs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """Lines that there are where a GPU's peak is known."""
-    if any(run["mfu"] is None for run in runs):
-        return {}
-    return {
-        "TFLOP/s of a GPU": [f"{run['tflops']:,.1f}" for run in runs],
-        "of its bf16 peak (MFU)": [f"{run['mfu']:.1%}" for run in runs],
-        "peak memory, GiB": [f"{run['peak_gib']:.1f}" for run in runs],
-    }
 
 
 def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | None = None) -> None:
@@ -151,9 +137,9 @@ def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | No
         label = f"{folder.name}: {' '.join(each for each in overrides if each not in common)}"
         file = folder / "summary.json"
         for run in json.loads(file.read_text())["runs"] if file.exists() else [None]:
-            losses = [] if run is None else [_number(run["valid_loss"]), f"{run['train_loss']:.4f}"]
-            cells = ["done"] if run is None else [run["name"], *losses, f"{run['tokens_per_s']:,.0f}"]
-            table.add_row(label, *cells)
+            keys = ("valid_loss", ".4f"), ("train_loss", ".4f"), ("tokens_per_s", ",.0f")
+            cells = ["-" if run[key] is None else format(run[key], spec) for key, spec in keys] if run else []
+            table.add_row(label, run["name"] if run else "done", *cells)
             label = ""
     console = console or Console()
     console.print(table, markup=False)
@@ -192,7 +178,3 @@ def _loads(run: Run) -> list[float]:
     """Each layer's mean over the last steps; none of a run without, as a checkpoint's may be."""
     rows = [row["expert_loads"] for row in run.taken[-LAST:] if "expert_loads" in row]
     return [statistics.fmean(layer) for layer in zip(*rows)]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

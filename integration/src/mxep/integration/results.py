@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
+from rich.box import SIMPLE_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
@@ -42,9 +42,9 @@ class Section:
         """The same without rows."""
         return Section(self.title, self.labels, self.figures)
 
-    def show(self, console: Console) -> None:
+    def show(self, console: Console, box: Box | None = SIMPLE_HEAD) -> None:
         """Print the table, a rule between rows that differ in more than the last label."""
-        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=self.title, title_justify="left", box=box, pad_edge=False)
         for name in self.labels:
             table.add_column(name, no_wrap=True)
         for name in self.figures:
@@ -56,8 +56,8 @@ class Section:
             if previous not in (None, first):
                 table.add_section()
             figures = ["" if row.get(name) is None else format(row[name], spec) for name, spec in self.figures.items()]
-            remark = row.get("note") or row.get("error") or ""
-            table.add_row(*(["" for _ in first] if previous == first else first), last, *figures, f"[red]{remark}")
+            remark = row.get("note") or f"[red]{row.get('error', '')}"
+            table.add_row(*(["" for _ in first] if previous == first else first), last, *figures, remark)
             previous = first
         console.print(table)
 
@@ -120,22 +120,16 @@ def write(report: Mapping[str, Any], files: Sequence[Path]) -> None:
 
 def provenance(command: str, commit: str | None) -> dict[str, Any]:
     """Device, driver, versions, date, commit and command. commit: what to say instead of git's answer."""
-    return {**environment(), "commit": commit or git_commit(), "command": command}
-
-
-def environment() -> dict[str, Any]:
-    """Device, driver, versions and date."""
     cuda = torch.cuda.is_available()
     versions = {name: version for name in ("torch", "triton", "torchao") if (version := _version(name))}
+    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}
     return {
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
-        "versions": {
-            "python": platform.python_version(),
-            **versions,
-            **({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}),
-        },
+        "versions": {"python": platform.python_version(), **versions, **nccl},
         "date": datetime.date.today().isoformat(),
+        "commit": commit or git_commit(),
+        "command": command,
     }
 
 

@@ -149,7 +149,7 @@ class CompareConfig:
 @dataclass
 class VerifyConfig:
     """The layer and the linear that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES and of
-    verify_linear.LINEAR_CASES, null for all. out, commit: as of compare, besides verify.json."""
+    verify.LINEAR_CASES, null for all. out, commit: as of compare, besides verify.json."""
 
     tokens: int
     dim: int
@@ -166,9 +166,9 @@ class BenchConfig:
     """name: what task=bench measures, one of mxep.integration.bench.BENCHES. device: "cuda", or "cpu" for a bench that
     can. backend: of mxep.gemm, measured by bench=gemm. sections: of its results, null for all. cases: names of its
     cases, null for all. shapes: kind of shape -> shapes. cpu_shapes: those of device "cpu", unless the command line
-    names others. compiled: shapes at which torch.compile is timed, too. out: a file for the results besides bench.json
-    in the run folder. picture: a file for its picture, null for none. commit: what the results call the code's version;
-    null: ask git. models: names of its models, null for all, of bench=layer.
+    names others. out: a file for the results besides bench.json in the run folder. picture: a file for its picture,
+    null for none. commit: what the results call the code's version; null: ask git. models: names of its models, null
+    for all, of bench=layer.
     """
 
     name: str
@@ -178,7 +178,6 @@ class BenchConfig:
     cases: list[str] | None
     shapes: dict[str, list[list[int]]]
     cpu_shapes: dict[str, list[list[int]]]
-    compiled: list[list[int]]
     out: str | None
     picture: str | None
     commit: str | None

@@ -10,7 +10,7 @@ read meanwhile. CPU ranks make each call once a stretch, by the host's clock.
 
 Inputs that would fit the L2 cache come in several sets (`rotations`), each with outputs of its own: a call finds
 nothing there, as in a model, where others ran in between. A small shape's time holds what a graph needs between two
-kernels, as the time of empty kernels of the same grids does.
+kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 
 from .collective import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
 from .graph import capturing
@@ -96,11 +95,10 @@ class Timer:
     host: bool = False
     repeats: int = 10
     shared: bool = False
-    metered: bool = True
 
     def __post_init__(self) -> None:
         self.cuda = self.device.type == "cuda"
-        self._read = open_meter(self.device) if self.metered and not self.host else None
+        self._read = None if self.host else open_meter(self.device)
         # Graphs share memory, as they never run side by side. A pool ends with its last graph.
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._pool: Any = None
@@ -301,44 +299,3 @@ def rotations(nbytes: int, device: torch.device) -> int:
         return 1
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
     return max(1, -(-L2_SIZES * cache // nbytes))
-
-
-Launch = tuple[str, tuple[int, ...], int]
-"""A Triton kernel as it was launched: name, grid, warps."""
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Every Triton kernel launched inside the block, in order."""
-    from triton.runtime.jit import JITFunction
-
-    launches: list[Launch] = []
-    run, hook = JITFunction.run, triton.knobs.runtime.launch_enter_hook
-
-    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=warmup, **kwargs)
-        launches.append((kernel.metadata.name, tuple(grid), kernel.metadata.num_warps))
-        return kernel
-
-    JITFunction.run = record
-    hook.add(nothing)  # with a hook, mxep launches what it has launched before by JITFunction.run, too
-    try:
-        yield launches
-    finally:
-        hook.remove(nothing)
-        JITFunction.run = run
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def empty_kernel() -> None:
-    pass
-
-
-def empty(launches: Sequence[Launch]) -> Call:
-    """Empty kernels of the grids and warps of `launches`, one after the other: what starting them costs."""
-
-    def call() -> None:
-        for _, grid, num_warps in launches:
-            empty_kernel[grid](num_warps=num_warps)
-
-    return call

@@ -3,7 +3,7 @@
     problem from (seed, rank) -> MoE(recipe, dispatcher), forward and backward
                               -> reference.moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
     signal to noise of the MoE against the exact layer  >=  that of the quantized reference - 0.3 dB
-    linear(recipe), forward and backward, in the same way against `verify_linear.plain_linear`
+    linear(recipe), forward and backward, in the same way against `reference.plain_linear`
 
 Where a recipe does not quantize, the bound is bf16 itself: about 55.5 dB a rounding of Gaussian data. Rounded are
 gate_up, h, a row, a slot's sum, a node's where there are several, and the owner's sum. The first enters through a
@@ -16,17 +16,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from mxep.ep import CASES, Case, MoE, make_dispatcher
-from mxep.gemm import Recipe
+from mxep.gemm import Recipe, linear
 from mxep.gemm.backends import select
 
 from .collective import all_gather
@@ -35,15 +33,16 @@ from .launch import resolve_device
 from .mesh import Mesh, local
 from .progress import log_backend
 from .rank import Rank
-from .reference import Problem, Results, moe_layer, quantizers
-from .results import provenance
+from .reference import LinearProblem, LinearResults, Problem, Results, moe_layer, plain_linear, quantizers
+from .results import Row, Section, provenance
 from .schema import Config
 from .snr import snr
-from .verify_linear import LINEAR_CASES, LinearProblem, LinearResults, plain_linear, run_linear
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
 Outputs = Results | LinearResults
+LINEAR_CASES = {f"{recipe}/linear": recipe for recipe in ("bf16", "fp8", "mxfp8")}
+"""Name of a case -> name of its recipe."""
 DROPPED = 3  # tokens of each rank without a first expert
 
 
@@ -118,25 +117,18 @@ class Verification:
         """Tables of all cases, SNR and the least margin of any tensor; then a line for each check that failed."""
         console.print("SNR (dB) against dense fp32, worst rank; margin: least dB over a bound")
         for names, lines in itertools.groupby(self.lines, lambda result: [check.name for check in result.checks]):
-            self._show(console, names, lines)
+            figures = {name.removesuffix("_proj"): ".1f" for name in names} | {"margin": "+.1f"}
+            table = Section("", ("case",), figures)
+            for result in lines:
+                row: Row = {check.name.removesuffix("_proj"): check.snr for check in result.checks}
+                row |= {"case": result.case, "margin": min(check.spare for check in result.checks)}
+                table.rows.append(row | ({"note": "pass"} if result.passed else {"error": "FAIL"}))
+            table.show(console, box=None)
         for result in self.lines:
             for check in result.checks:
                 if not check.passed:
                     got = f"{check.snr:.2f} dB on rank {check.rank}, wanted {check.threshold:.2f}"
                     console.print(f"{result.case}: {check.name}: {got}", highlight=False, soft_wrap=True)
-
-    def _show(self, console: Console, names: Iterable[str], lines: Iterable[Result]) -> None:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("case", no_wrap=True)
-        for name in names:
-            table.add_column(name.removesuffix("_proj"), justify="right", no_wrap=True)
-        table.add_column("margin", justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True)
-        for result in lines:
-            cells = [f"[{'default' if check.passed else 'red'}]{check.snr:.1f}" for check in result.checks]
-            margin = min(check.spare for check in result.checks)
-            table.add_row(result.case, *cells, f"{margin:+.1f}", "[green]pass" if result.passed else "[red]FAIL")
-        console.print(table)
 
 
 def verify(rank: Rank, config: Config) -> list[Result]:
@@ -201,6 +193,15 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device, co
     leaves = (x, routing.weights, moe.experts.gate_up_proj, moe.experts.down_proj)
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     return Results(*(local(tensor).float().cpu() for tensor in (out, *gradients)))
+
+
+def run_linear(problem: LinearProblem, recipe: Recipe, device: torch.device, backend: str) -> LinearResults:
+    """linear in bf16, forward and backward."""
+    tensors = (problem.x, problem.w, problem.bias)
+    leaves = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in tensors]
+    out = linear(*leaves, recipe=recipe, backend=backend)
+    gradients = torch.autograd.grad(out, leaves, problem.d_out.to(out))
+    return LinearResults(*(tensor.detach().float().cpu() for tensor in (out, *gradients)))
 
 
 def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:

@@ -3,20 +3,20 @@
     run       from a config to a report
     picture   a report as a picture
     quant     kernels of mxep.quant
-    gemm      mxep.gemm beside its peers: gemm_cases what is compared, gemm_numerics how exact it is
+    gemm      mxep.gemm beside its peers: gemm_cases what is compared
     linear    mxep.gemm's linear beside torch's and torchao's
-    comms     mxep.comms on all ranks beside all-to-alls: comms_cases what is compared, comms_verify that it is right
+    comms     mxep.comms on all ranks beside all-to-alls: comms_cases what is compared
     layer     mxep.ep's layer on all ranks beside the baseline (standard): layer_cases what is compared, layer_work what
-              it must do at least, layer_stages where its time goes, layer_host what it costs the host
-    titan     torchtitan's trainer, by itself under torchrun: not a bench as those are; titan_cases runs all its cases
+              it must do at least, layer_stages where its time goes
     model     whole models of transformers on all ranks, with mxep's experts, the baseline's or their own
 
 A bench is a module with
     SECTIONS   name -> Section: its tables
     SHAPES     what bench.shapes may name ("*": anything) -> what each size must be a multiple of; SHAPE: what sizes are
-    CASES, DEVICES, BACKENDS   what bench.cases, bench.device and bench.backend may name
-    PICTURED   the sections that its picture shows, one at least; () if it has none
     measure    (Bench) -> (section, row), one after the other
+and may have
+    CASES, BACKENDS   what bench.cases and bench.backend may name
+    PICTURED   the sections that its picture shows, one at least
 """
 
 BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "linear", "comms", "layer", "model")}
@@ -27,6 +27,3 @@ ON_RANKS = ("comms", "layer", "model")
 
 ON_CPU = ("gemm", "linear", "comms", "layer", "model")
 """Those that a CPU can try."""
-
-PICTURES = dict.fromkeys(("gemm", "comms", "layer"), "mxep.integration.bench.picture")
-"""Name in the config -> module with `draw(results, file)`."""

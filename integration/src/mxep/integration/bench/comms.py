@@ -1,8 +1,8 @@
 """bench=comms: the exchange of mxep.comms on all ranks, beside the library's all-to-all, in one run.
 
-    headline   everything at a few shapes, with all multiprocessors and with FEW
-    skew       the exchanges where expert i is as likely as 1 / (i + 1)
-    sweep      the exchanges over tokens, dim and top-k
+    headline   a few shapes, with all multiprocessors and with FEW
+    skew       where expert i is as likely as 1 / (i + 1)
+    sweep      over tokens, dim and top-k
 
 us            median over rounds of the slowest rank, barriers included; dispatch includes tables and plan
 wire GB/s     payload that leaves the rank which sends most, over that time; ids, tables and signals do not count
@@ -10,7 +10,7 @@ logical GB/s  the same as if a row left for each (token, expert) pair, as a plai
 of wire       wire GB/s over the wire's ceiling of the same run: the faster of copy engines and of a put of large rows
 x bf16        how many times as fast as the all-to-all of the same pairs in bf16; x 8-bit: in MXFP8
 
-The all-to-all is NCCL's on GPUs, gloo's on CPU ranks. What is timed is verified before, bit by bit (comms_verify).
+The all-to-all is NCCL's on GPUs, gloo's on CPU ranks. Dispatch and combine are verified before, bit by bit.
 All ranks start together on the device: a barrier, then a pause in which the hosts enqueue what follows, so that none
 waits for its own host. Inputs are not rotated: the smallest shapes find them in the L2 cache, as after the kernel that
 made them.
@@ -29,8 +29,7 @@ from ..config import ConfigError
 from ..rank import Rank
 from ..results import Row
 from ..timer import Alternative, Timer, free_memory
-from . import comms_verify
-from .comms_cases import BLOCK, Collective, Exchange, Problem, Shape, calls, is_narrow, leaving
+from .comms_cases import BLOCK, CALLS, Collective, Exchange, Problem, Shape, differences, is_narrow, leaving
 from .run import Bench, table
 
 FEW = 32
@@ -44,8 +43,6 @@ SKEWS = {"headline": 0.0, "skew": 1.0, "sweep": 0.0}
 
 SHAPES = dict.fromkeys(SKEWS, (1, BLOCK, 1, 1))
 SHAPE = "tokens, dim, experts, top-k"
-DEVICES = ("cuda", "cpu")
-CASES = ()
 PICTURED = ("headline", "sweep")
 FIGURES = "us, wire GB/s, logical GB/s, of wire, x bf16, x 8-bit"
 TITLE = "x: how many times as fast as the library's all-to-all, its sizes known, nothing permuted"
@@ -105,40 +102,30 @@ def make_timer(transport: Transport) -> Timer:
         if transport.device.type == "cuda":
             torch.cuda._sleep(PAUSE)
 
-    return Timer(transport.device, seconds=0.02, rounds=7, start=start, shared=True, metered=False)
+    return Timer(transport.device, seconds=0.02, rounds=7, start=start, shared=True)
 
 
 def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]:
     """Ready and verified. Raises FailedOnRanks."""
-    wrong: list[str] = []
 
     def exchange(num_sms: int | None) -> Exchange:
         made = Exchange(p, num_sms=num_sms)
-        wrong.extend(comms_verify.differences(comms_verify.exchange(made)))
+        if wrong := differences(made):
+            raise RuntimeError(f"wrong bits: {', '.join(wrong)}")
         return made
 
-    def collective(payload: list[torch.Tensor], dtype: torch.dtype) -> Collective:
-        made = Collective(p, payload, dtype)
-        wrong.extend(comms_verify.differences(comms_verify.collective(made, p, payload)))
-        return made
-
-    def close() -> None:
-        if wrong:
-            raise RuntimeError("; ".join(wrong))
-
-    whole = on_all_ranks(lambda: exchange(None))
-    elsewhere = () if section == "sweep" else ("few", "plan")
-    made = calls(whole, "sweep", *elsewhere)
+    exchanges = {"": on_all_ranks(lambda: exchange(None))}
     if section == "headline":
-        made |= calls(on_all_ranks(lambda: exchange(FEW)), "sweep", "few", suffix=f", {FEW} SMs")
-    bf16 = on_all_ranks(lambda: collective(p.bf16, torch.bfloat16))
-    mx = on_all_ranks(lambda: collective(p.mxfp8, torch.uint8))
-    on_all_ranks(close)
+        exchanges[f", {FEW} SMs"] = on_all_ranks(lambda: exchange(FEW))
+    bf16, mx = Collective(p, p.bf16, torch.bfloat16), Collective(p, p.mxfp8, torch.uint8)
     peers = {f"{peer} bf16": bf16.dispatch, f"{peer} 8-bit": mx.dispatch, f"{peer} bf16, combine": bf16.combine}
-    return {
-        name: Alternative(lambda call=call: [call], "may" if name in peers else "must", check=p.transport.check)  # type: ignore[misc]
-        for name, call in {**made, **peers}.items()
+    alternatives = {
+        name + suffix: Alternative(lambda call=call, made=made: [lambda: call(made)], check=p.transport.check)  # type: ignore[misc]
+        for suffix, made in exchanges.items()
+        for name, call in CALLS.items()
+        if not (name == "plan" and suffix)
     }
+    return alternatives | {name: Alternative(lambda call=call: [call], "may") for name, call in peers.items()}  # type: ignore[misc]
 
 
 def ceilings(rank: Rank) -> dict[str, float]:

@@ -18,16 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import (
-    Capacity,
-    RoutingPlan,
-    Slots,
-    Transport,
-    Workspace,
-    combine,
-    dispatch,
-    make_plan,
-)
+from mxep.comms import Capacity, RoutingPlan, Slots, Transport, Workspace, combine, dispatch, make_plan
 
 from ..collective import all_gather_tensor
 
@@ -149,11 +140,32 @@ class Exchange:
         """A dispatch whose plan is there."""
         return dispatch(self.workspace, payload, self.problem.ids)
 
-    def make_plan(self) -> RoutingPlan:
-        return self.problem.plan_of(self.problem.tables)
-
     def combine(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
+
+
+def differences(e: Exchange) -> list[str]:
+    """Which of a dispatch and a combine is not bit by bit what plain collectives and plain torch bring. Collective.
+
+    slots     slot (s, t) = row t of rank s, for every t that this rank needs
+    combine   sums of rows by hand, then an all-to-all of equal splits, then sums over ranks
+    """
+    p, found = e.problem, []
+    needed = (p.all_ids.div(p.local_experts, rounding_mode="floor") == p.rank).any(2).flatten()
+    for name, payload in (("mxfp8", p.mxfp8), ("bf16", p.bf16)):  # as bytes
+        wanted = [all_gather_tensor(part).flatten(0, 1)[needed] for part in payload]
+        slots, _ = e.dispatch(payload)
+        if not all(got[needed].equal(part) for got, part in zip(slots.payload, wanted)):
+            found.append(f"dispatch {name}")
+    sums = torch.zeros(len(needed), p.shape.dim, device=p.device)
+    for row in e.plan.slot_rows.unbind(1):
+        sums += e.rows[row.clamp_min(0)].float().masked_fill_(row[:, None] < 0, 0)
+    arrived = torch.empty_like(sums, dtype=e.rows.dtype)
+    dist.all_to_all_single(arrived, sums.to(e.rows.dtype))
+    wanted_sums = sum(arrived.view(p.ranks, -1, p.shape.dim).float().unbind(), torch.zeros((), device=p.device))
+    if not e.combine()[0].equal(wanted_sums.to(e.rows.dtype)):
+        found.append("combine bf16")
+    return found
 
 
 class Collective:
@@ -162,7 +174,9 @@ class Collective:
     def __init__(self, problem: Problem, payload: Sequence[Tensor], dtype: torch.dtype) -> None:
         p = problem
         self.sizes = [row[p.rank] for row in p.traffic.pairs], p.traffic.pairs[p.rank]  # that come, that go
-        self.sent = torch.cat([part[pairs_by_owner(p.ids, p.local_experts)] for part in payload], 1).view(dtype)
+        owner = p.ids.flatten().div(p.local_experts, rounding_mode="floor")
+        tokens = owner.argsort(stable=True) // p.shape.top_k  # of all pairs, by the rank that owns the expert
+        self.sent = torch.cat([part[tokens] for part in payload], 1).view(dtype)
         self.received = self.sent.new_empty(sum(self.sizes[0]), self.sent.shape[1])
 
     def dispatch(self) -> Tensor:
@@ -175,33 +189,19 @@ class Collective:
         return self.sent
 
 
-def pairs_by_owner(ids: Tensor, experts_per_rank: int) -> Tensor:
-    """(T * K,) int64: the tokens of all pairs, ordered by the rank that owns the expert."""
-    owner = ids.flatten().div(experts_per_rank, rounding_mode="floor")
-    return owner.argsort(stable=True) // ids.shape[1]
-
-
-CALLS: dict[str, tuple[str, Callable[[Exchange], object]]] = {
-    "dispatch mxfp8": ("sweep", lambda e: e.dispatch(e.problem.mxfp8)),
-    "dispatch bf16": ("sweep", lambda e: e.dispatch(e.problem.bf16)),
-    "combine bf16": ("sweep", lambda e: e.combine()),
-    "dispatch mxfp8, again": ("few", lambda e: e.again(e.problem.mxfp8)),
-    "combine bf16, values": ("few", lambda e: e.combine(e.values)),
-    "plan": ("plan", lambda e: e.make_plan()),
+CALLS: dict[str, Callable[[Exchange], object]] = {
+    "dispatch mxfp8": lambda e: e.dispatch(e.problem.mxfp8),
+    "dispatch bf16": lambda e: e.dispatch(e.problem.bf16),
+    "combine bf16": lambda e: e.combine(),
+    "dispatch mxfp8, again": lambda e: e.again(e.problem.mxfp8),
+    "combine bf16, values": lambda e: e.combine(e.values),
+    "plan": lambda e: e.problem.plan_of(e.problem.tables),
 }
-"""What is timed of an exchange: name -> where (sweep: everywhere; few: on few multiprocessors, too), and how."""
-
-
-def calls(exchange: Exchange, *groups: str, suffix: str = "") -> dict[str, Callable[[], object]]:
-    """Those of CALLS that are of `groups`."""
-    chosen = {name: call for name, (group, call) in CALLS.items() if group in groups}
-    return {name + suffix: functools.partial(call, exchange) for name, call in chosen.items()}
+"""What is timed of an exchange."""
 
 
 def leaving(name: str, p: Problem) -> tuple[int, int]:
     """Bytes that leave the rank which sends most: as what is called `name` sends them, and by a row for each pair."""
-    if name == "plan":
-        return 0, 0
     tokens, pairs = p.traffic.leaving(combine="combine" in name)
     row_bytes = p.shape.dim + p.shape.dim // BLOCK if is_narrow(name) else 2 * p.shape.dim
     return (tokens if name.startswith(tuple(CALLS)) else pairs) * row_bytes, pairs * row_bytes

@@ -1,11 +1,9 @@
-"""bench=gemm: mxep.gemm beside its peers and ceilings, in one run, and how exact it is.
+"""bench=gemm: mxep.gemm beside its peers and ceilings, in one run.
 
-products      the three products alone, operands ready               shapes "layers"
-steps         forward and backward, every quantization included      shapes "layers"
-stages        what a step of mxep consists of                        shapes "layers"
-skew          mxep and bf16 where groups differ in size              shapes "skew"
-numerics      SNR on kind and unkind data                            shapes "numerics"
-accumulation  SNR and bias of FP8 sums                               shapes "accumulation"
+products   the three products alone, operands ready
+steps      forward and backward, every quantization included
+
+What a step does besides is in bench=quant: rows_per_row, weights_per_row, fold_for_wgrad.
 """
 
 from __future__ import annotations
@@ -21,43 +19,30 @@ from mxep.gemm import Backend, backends
 from mxep.quant import BLOCK
 
 from ..collective import describe
-from ..results import Row, Section
+from ..results import Row
 from ..timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
-from . import gemm_numerics as numerics
-from .gemm_cases import PRODUCTS, SKEWS, Maker, Problem, products, stages, steps
+from .gemm_cases import PRODUCTS, Problem, products, steps
 from .run import Bench, table
 
 DENSE = 8192  # of the square products that are ceilings
-CAPACITY = 4  # rows of the buffer over valid rows, in section skew
-SHAPES = dict.fromkeys(("layers", "skew", "numerics", "accumulation"), (BLOCK, BLOCK, BLOCK, 1))
+SHAPES = {"layers": (BLOCK, BLOCK, BLOCK, 1)}
 SHAPE = "rows, N, K, groups"
-DEVICES = ("cuda", "cpu")
-CASES = ()
 BACKENDS = tuple(backends.BACKENDS)
 PICTURED = ("products",)
 SECTIONS = {
     "products": table("Products alone", "product, shape, what", "us, TF, x bf16, x fp8 row, of dense, MHz, W"),
     "steps": table("Steps, from and to bf16", "shape, what", "us, TF, x bf16, x torchao, MHz, W"),
-    "stages": table("Stages of mxfp8; share: of copy or dense product", "shape, stage", "us, TF, TB/s, share, MHz, W"),
-    "skew": table("Groups of unequal size", "product, shape, what", "us, TF, x balanced, MHz, W"),
-    "numerics": table(
-        "SNR of mxfp8 against float64, and x / y: of x against y, dB; wire: operands came as MX",
-        "shape, data, result",
-        "MX, dequant, mxep, wire, mxep / MX, wire / MX, wire / mxep",
-    ),
-    "accumulation": table("FP8 sums against float64", "shape, data, what", "dB, bias"),
 }
 
 
 @dataclass(frozen=True)
 class At:
-    """A shape, and what sections need. ceilings: TB/s of a copy, TF of dense products."""
+    """A shape, and what sections need."""
 
     shape: tuple[int, ...]
     backend: Backend
     generator: torch.Generator
     timer: Timer
-    ceilings: Mapping[str, float]
 
     def problems(self) -> list[Problem]:
         """As many as it takes for none to be in L2 when its turn comes again."""
@@ -85,25 +70,21 @@ def beside(row: Row, others: Mapping[str, Row]) -> Row:
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    yield from sweep(bench, SECTIONS, MEASURED, lambda name: name if name in SHAPES else "layers")
+    yield from sweep(bench, MEASURED)
 
 
-def sweep(
-    bench: Bench,
-    sections: Mapping[str, Section],
-    measured: Mapping[str, Callable[[At], Iterator[Row]]],
-    kind_of: Callable[[str], str],
-) -> Iterator[tuple[str, Row]]:
-    """All sections, one after the other, at the shapes of their kind. A shape that fails leaves the others."""
+def sweep(bench: Bench, measured: Mapping[str, Callable[[At], Iterator[Row]]]) -> Iterator[tuple[str, Row]]:
+    """All sections at the shapes of their name, or of kind "layers". A shape that fails leaves the others."""
     backend = backends.select(bench.config.backend or "auto", bench.device)
     timer = Timer(bench.device, seconds=0.15, rounds=4)
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
     bench.ceilings.update(ceilings(timer))
+    shapes = bench.config.shapes
     for name in bench.report.sections:
-        for shape in map(tuple, bench.config.shapes.get(kind_of(name), ())):
-            labels = dict.fromkeys(sections[name].labels) | {"shape": list(shape)}
+        for shape in map(tuple, shapes.get(name, shapes.get("layers", ()))):
+            labels = dict.fromkeys(bench.report.sections[name].labels) | {"shape": list(shape)}
             try:
-                for row in measured[name](At(shape, backend, generator, timer, bench.ceilings)):
+                for row in measured[name](At(shape, backend, generator, timer)):
                     yield name, labels | row
             except Exception as error:
                 yield name, labels | {"error": f"ended early: {describe(error)}"}
@@ -143,57 +124,5 @@ def _steps(at: At) -> Iterator[Row]:
         yield beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})
 
 
-def stage_rows(at: At, problem: Problem) -> Iterator[Row]:
-    """Of the stages that a forward and backward of mxfp8 consist of."""
-    work = stages(at.backend, problem)
-    makers: dict[str, Maker] = {name: lambda _, call=call: call for name, (call, _) in work.items()}  # type: ignore[misc]
-    for name, row in at.compare(makers, [problem], problem.flop).items():
-        moved = work[name][1]
-        rate, ceiling = ("TB/s", "copy TB/s") if moved else ("TF", "dense fp8 TF")
-        if moved:
-            row = {key: value for key, value in row.items() if key not in ("flop", "TF")} | {"bytes": moved}
-        if "us" in row:
-            row[rate] = (moved or problem.flop) / row["us"] / 1e6
-            row["share"] = row[rate] / at.ceilings[ceiling] if ceiling in at.ceilings else None
-        yield row | {"stage": name}
-
-
-def _stages(at: At) -> Iterator[Row]:
-    yield from stage_rows(at, Problem.gaussian(at.shape, at.generator))
-
-
-def _skew(at: At) -> Iterator[Row]:
-    balanced = Problem.gaussian(at.shape, at.generator)
-    cases = {name: balanced.skewed(name) for name in SKEWS}
-    cases[f"capacity x{CAPACITY}"] = balanced.oversized(CAPACITY)
-    for product in (*PRODUCTS, "step"):
-        every = steps(at.backend) if product == "step" else products(product, at.backend)
-        makers: dict[str, Maker] = {
-            f"{who}: {case}": lambda _, p=p, make=every[name]: make(p)  # type: ignore[misc]
-            for who, name in (("bf16", "bf16"), ("mxep", "mxep mxfp8" if product == "step" else "mxep"))
-            for case, p in cases.items()
-        }
-        rows = at.compare(makers, [balanced], balanced.flop * (3 if product == "step" else 1))
-        for what, row in rows.items():
-            yield beside(row | {"product": product}, {"x balanced": rows[f"{what.split(':')[0]}: balanced"]})
-
-
-def _numerics(at: At) -> Iterator[Row]:
-    for data in numerics.DATA:
-        yield from numerics.compare(data, at.shape, at.backend, at.generator)
-
-
-def _accumulation(at: At) -> Iterator[Row]:
-    for data in ("Gaussian", "same sign"):
-        yield from numerics.accumulation(data, at.shape, at.generator)
-
-
-MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {
-    "products": _products,
-    "steps": _steps,
-    "stages": _stages,
-    "skew": _skew,
-    "numerics": _numerics,
-    "accumulation": _accumulation,
-}
+MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"products": _products, "steps": _steps}
 """Section -> what measures its rows, at a shape."""

@@ -1,4 +1,4 @@
-"""What bench=gemm compares: the three products of ragged groups, whole steps and their stages, of mxep and its peers.
+"""What bench=gemm compares: the three products of groups, and whole steps, of mxep and its peers.
 
     forward  out = a w^T    dgrad  da = dy w    wgrad  dw = dy^T a     2 M N K flop each, of valid rows
     step     all three from bf16 operands, every quantization included, the weights' too
@@ -15,80 +15,54 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxep.gemm import Backend, QuantizedWeight, Recipe, grouped_mm
-from mxep.quant import BLOCK, MXTensor, WgradOperands, quantize
+from mxep.gemm import Backend, Recipe, grouped_mm
+from mxep.quant import BLOCK, MXTensor, quantize
 
 from ..collective import describe
 from ..timer import Call
+from . import standard
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x32")
-SKEWS: Mapping[str, Callable[[int], list[float]]] = {
-    "balanced": lambda groups: [1.0] * groups,
-    "one has all": lambda groups: [1.0] + [0.0] * (groups - 1),
-    "Zipf(1)": lambda groups: [1 / (g + 1) for g in range(groups)],
-    "half empty": lambda groups: [float(g % 2 == 0) for g in range(groups)],
-}
-"""How groups share the rows: their weights."""
-
-
-def group_sizes(weights: Sequence[float], rows: int, alignment: int = BLOCK) -> list[int]:
-    """Multiples of `alignment` that sum up to `rows`, shared out by weight; what rounding leaves, from the first group
-    on. Example: weights 1, 1/2, 1/3 and 96 rows: 64, 32, 0."""
-    units = rows // alignment
-    sizes = [int(units * weight / sum(weights)) for weight in weights]
-    some = [g for g, weight in enumerate(weights) if weight]
-    for i in range(units - sum(sizes)):
-        sizes[some[i % len(some)]] += 1
-    return [size * alignment for size in sizes]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """a (M, K), w (G, N, K), dy (M, N) bf16; sizes of the groups, and offs (G,). M may exceed what they sum up to."""
+    """a (M, K), w (G, N, K), dy (M, N) bf16; offs (G,): ends of groups of as equal multiples of 32 rows as can be."""
 
     a: Tensor
     w: Tensor
     dy: Tensor
-    sizes: tuple[int, ...]
     offs: Tensor
 
     @staticmethod
-    def of(a: Tensor, w: Tensor, dy: Tensor, skew: str = "balanced") -> Problem:
-        sizes = tuple(group_sizes(SKEWS[skew](len(w)), len(a)))
-        return Problem(a, w, dy, sizes, torch.tensor(sizes, device=a.device).cumsum(0, dtype=torch.int32))
+    def of(a: Tensor, w: Tensor, dy: Tensor) -> Problem:
+        units, groups = len(a) // BLOCK, len(w)
+        sizes = [BLOCK * (units // groups + (g < units % groups)) for g in range(groups)]
+        return Problem(a, w, dy, torch.tensor(sizes, device=a.device).cumsum(0, dtype=torch.int32))
 
     @staticmethod
     def gaussian(shape: Sequence[int], generator: torch.Generator) -> Problem:
-        """M, N, K, G of balanced groups."""
+        """M, N, K, G."""
         m, n, k, g = shape
         draw = functools.partial(torch.randn, dtype=torch.bfloat16, generator=generator, device=generator.device)
         return Problem.of(draw(m, k), draw(g, n, k), draw(m, n))
 
-    def skewed(self, skew: str) -> Problem:
-        """The same rows in groups of other sizes."""
-        return Problem.of(self.a, self.w, self.dy, skew)
-
-    def oversized(self, times: int) -> Problem:
-        """The same groups in `times` as many rows."""
-        return Problem(self.a.repeat(times, 1), self.w, self.dy.repeat(times, 1), self.sizes, self.offs)
-
     @property
     def flop(self) -> int:
         """Of one product."""
-        return 2 * sum(self.sizes) * self.w[0].numel()
+        return 2 * len(self.a) * self.w[0].numel()
 
     def least_bytes(self, product: str, element: int) -> int:
         """That a product must move: operands of `element` bytes read once, bf16 results written once."""
-        valid = sum(self.sizes)
-        a, dy, w = valid * self.a.shape[1], valid * self.dy.shape[1], self.w.numel()
+        a, dy, w = self.a.numel(), self.dy.numel(), self.w.numel()
         read, written = {"forward": (a + w, dy), "dgrad": (dy + w, a), "wgrad": (dy + a, w)}[product]
         return element * read + 2 * written
 
@@ -121,7 +95,7 @@ def row_product(product: str, fast: bool, p: Problem) -> Call:
     need_cuda(p.a.device)
     left, right, left_scale, right_scale = _row_scaled(product, p)
     if product == "wgrad":  # one scale for all groups, but an entry for each
-        left_scale, right_scale = left_scale.repeat(len(p.sizes)), right_scale.repeat(len(p.sizes))
+        left_scale, right_scale = left_scale.repeat(len(p.w)), right_scale.repeat(len(p.w))
     scales = left_scale.contiguous(), right_scale.contiguous()
     return lambda: torch._scaled_grouped_mm(
         left, right, *scales, offs=p.offs, out_dtype=torch.bfloat16, use_fast_accum=fast
@@ -138,45 +112,19 @@ def dense_product(product: str, rows: bool, p: Problem) -> Call:
     return lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def backend_products(
-    backend: Backend, p: Problem, a: Any, dy: Any, w: QuantizedWeight, out_dtype: torch.dtype
-) -> dict[str, Call]:
-    """The three of operands that are as the backend wants them."""
-    assert w.colwise is not None
-    recipe = Recipe.mxfp8()
-
-    def wgrad() -> Tensor | None:
-        return backend.wgrad(backend.prepare_wgrad(dy, a, p.offs, recipe), p.offs, out_dtype=out_dtype)
-
-    return {
-        "forward": functools.partial(backend.forward, a, w.rowwise, p.offs, bias=None, out_dtype=out_dtype),
-        "dgrad": functools.partial(backend.dgrad, dy, w.colwise, p.offs, out_dtype=out_dtype),
-        "wgrad": wgrad,
-    }
-
-
-def stages(backend: Backend, p: Problem) -> dict[str, tuple[Call, int]]:
-    """What a step of mxep consists of, with the bytes that a stage must move, 0 for products.
-
-    bf16 in, qdata and scales out; a scale a row, and for weights also a column.
-    """
-    recipe, bf16 = Recipe.mxfp8(), torch.bfloat16
-    m, n, k, weights = sum(p.sizes), p.dy.shape[1], p.a.shape[1], p.w.numel()
-    quantize_a = functools.partial(backend.quantize_rows, p.a, recipe.fmt, recipe)
-    quantize_dy = functools.partial(backend.quantize_rows, p.dy, recipe.grad_fmt, recipe)
-    quantize_w = functools.partial(backend.quantize_weight, p.w, recipe)
-    a, dy, w = quantize_a(), quantize_dy(), quantize_w()
-    found: dict[str, tuple[Call, int]] = {
-        "quantize a": (quantize_a, 3 * m * k + m),
-        "quantize dy": (quantize_dy, 3 * m * n + m),
-        "quantize w, both ways": (quantize_w, 4 * weights + len(p.sizes) * (n + k)),
-    }
-    calls = backend_products(backend, p, a, dy, w, bf16)
-    prepare = functools.partial(backend.prepare_wgrad, dy, a, p.offs, recipe)
-    if isinstance(operands := prepare(), WgradOperands):
-        found["fold for wgrad"] = prepare, 2 * m * (k + n) + 2 * m
-        calls["wgrad"] = functools.partial(backend.wgrad, operands, p.offs, out_dtype=bf16)
-    return found | {product: (call, 0) for product, call in calls.items()}
+def mxep_product(product: str, backend: Backend, p: Problem) -> Call:
+    """Of operands as the backend wants them: on Hopper folded."""
+    recipe, w = Recipe.mxfp8(), backend.quantize_weight(p.w, Recipe.mxfp8())
+    how: dict[str, Any] = {"offs": p.offs, "out_dtype": torch.bfloat16}
+    a = backend.quantize_rows(p.a, recipe.fmt, recipe)
+    if product == "forward":
+        return functools.partial(backend.forward, a, w.rowwise, bias=None, **how)
+    dy = backend.quantize_rows(p.dy, recipe.grad_fmt, recipe)
+    if product == "dgrad":
+        assert w.colwise is not None
+        return functools.partial(backend.dgrad, dy, w.colwise, **how)
+    operands = backend.prepare_wgrad(dy, a, p.offs, recipe)
+    return functools.partial(backend.wgrad, operands, **how)
 
 
 def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
@@ -185,30 +133,27 @@ def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
     return lambda: torch.autograd.grad(product(*leaves), leaves, p.dy)
 
 
-def bf16_step(p: Problem) -> Call:
-    return _step(lambda a, w: torch._grouped_mm(a, w.mT, offs=p.offs), p)
-
-
-def torchao_product(device: torch.device) -> Callable[..., Tensor]:
-    """(a, w, offs) -> torchao's fp8 rowwise grouped mm, differentiable. ImportError, which says why, without it."""
+def import_torchao(name: str, device: torch.device) -> Any:
+    """A module of torchao. ImportError, which says why, without it; NotImplementedError but on CUDA."""
     try:
-        module: Any = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
-        product = module._to_fp8_rowwise_then_scaled_grouped_mm
+        module = importlib.import_module(f"torchao.{name}")
     except ModuleNotFoundError as error:
         raise ImportError(f"not installed: {error}") from None
     except Exception as error:
         raise ImportError(f"does not import: {describe(error)}") from None
     need_cuda(device)
+    return module
+
+
+def torchao_product(device: torch.device) -> Callable[..., Tensor]:
+    """(a, w, offs) -> torchao's fp8 rowwise grouped mm, differentiable. Raises as `import_torchao`."""
+    product = import_torchao("prototype.moe_training.fp8_grouped_mm", device)._to_fp8_rowwise_then_scaled_grouped_mm
 
     def call(a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         out: Tensor = product(a, w.mT, offs, pad_token_groups_for_grouped_mm=False)
         return out
 
     return call
-
-
-def mxep_step(recipe: str, backend: Backend, p: Problem) -> Call:
-    return _step(lambda a, w: grouped_mm(a, w, p.offs, recipe=recipe, backend=backend), p)
 
 
 def prequantized_step(backend: Backend, p: Problem) -> Call:
@@ -228,7 +173,7 @@ def products(product: str, backend: Backend) -> dict[str, Maker]:
         "bf16": functools.partial(bf16_product, product),
         "fp8 row, fast": functools.partial(row_product, product, True),
         "fp8 row, slow": functools.partial(row_product, product, False),
-        "mxep": lambda p: stages(backend, p)[product][0],  # operands as the backend wants them, on Hopper folded
+        "mxep": functools.partial(mxep_product, product, backend),
         "dense fp8, row": functools.partial(dense_product, product, True),
         "dense fp8, tensor": functools.partial(dense_product, product, False),
     }
@@ -236,9 +181,13 @@ def products(product: str, backend: Backend) -> dict[str, Maker]:
 
 def steps(backend: Backend) -> dict[str, Maker]:
     """By name, the baseline first."""
+
+    def mxep(recipe: str) -> Maker:
+        return lambda p: _step(lambda a, w: grouped_mm(a, w, p.offs, recipe=recipe, backend=backend), p)
+
     return {
-        "bf16": bf16_step,
+        "bf16": lambda p: _step(functools.partial(standard.bf16_product, offs=p.offs), p),
         "torchao fp8 row": lambda p: _step(functools.partial(torchao_product(p.a.device), offs=p.offs), p),
-        **{f"mxep {recipe}": functools.partial(mxep_step, recipe, backend) for recipe in RECIPES},
+        **{f"mxep {recipe}": mxep(recipe) for recipe in RECIPES},
         "mxep mxfp8, pre-quantized": functools.partial(prequantized_step, backend),
     }

@@ -4,8 +4,8 @@
     eager    some of them, launched by the host as a user's own loop does, not as graphs
     stages   kernels of mxep and of the baseline, by stage (layer_stages)
     skew     some cases, where expert i is as likely as 1 / (i + 1)
-    memory   peak memory, and what backward finds, by capacity; in use, kept: over the baseline's
-    host     what calls cost the host, at shapes "host" (layer_host)
+    memory   peak memory, and what backward finds, by capacity
+    host     what calls cost the host that launches them, at a small shape, "host"
 
 ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's. mxep's are
                replays of one CUDA graph a step, but in eager
@@ -13,15 +13,20 @@ x bf16         how many times as fast as the baseline in bf16; in JSON also x fw
 TF             flops of valid rows over ms (layer_work)
 peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
 kept GiB       in the allocator between forward and backward, above operands, parameters and the output
+caller's ms    of section host: forward and backward, with backward in the caller's thread instead of autograd's
+launches, ...  of forward and backward (layer_stages.counts)
 floor ms       least time, of which the formula is in layer_work; of floor: floor over ms
 dB             of the output and the gradients against the baseline's, the least of all tensors and ranks, checked on
                what is timed and before that; a case below its bound fails
+
+In section host ms are the host's clock around calls back to back, which wait for the device only between stretches.
+The GPU is nearly idle, so that is what launching costs, but where sizes are read from the device (all_to_all, the
+baseline). On a CPU the operators' own work is in the figures, so they say nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,11 +40,11 @@ from ..reference import Results as Tensors
 from ..results import Row
 from ..snr import snr
 from ..timer import Alternative, Call, Run, Timer, failure, free_memory
-from . import layer_host, layer_stages
+from . import layer_stages
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape
 from .layer_work import floor_ms, useful_flop
-from .run import Bench, table
+from .run import Bench, models, table
 
 CASES_OF = {
     "layer": (*BASELINES, MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric"),
@@ -47,14 +52,13 @@ CASES_OF = {
     "stages": (BASELINE, MX),
     "memory": (BASELINE, MX, f"{MX}, worst_case", f"{MX}, exact"),
     "skew": (BASELINE, MX, "bf16/symmetric"),
-    "host": layer_host.NAMES,
+    "host": (BASELINE, "bf16/symmetric", "fp8/symmetric", MX, "mxfp8/all_to_all", "mxfp8/local"),
 }
 """Section -> its cases where the config names none."""
-HOST = "host"  # the kind of shapes that section host takes, experts of a rank
+HOST = "host"  # the model that section host takes, with the experts of a rank
 FORWARD_SECONDS = 0.5
 GIB = 1 << 30
 
-DEVICES = ("cuda", "cpu")
 CASES = NAMES
 SHAPES = {"*": (1, BLOCK, BLOCK, 1, 1)}
 SHAPE = "tokens, dim, hidden dim, experts, top-k"
@@ -64,9 +68,7 @@ SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
-    "memory": table(
-        f"memory; in use, kept: over {BASELINE}", "model, what", "peak GiB, outside GiB, in use, kept GiB, kept"
-    ),
+    "memory": table("memory", "model, what", "peak GiB, outside GiB, kept GiB"),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "host": table(
         "host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, caller's ms, launches, allocations, ops"
@@ -78,19 +80,14 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """All sections, model by model. Collective, with the same rows on all ranks."""
     if bench.report.sections.keys() - {HOST}:
         # Of the slowest rank; all measure at the same time, as they work.
-        bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4, metered=False)))
-    for model in bench.config.models or bench.config.shapes:
-        for shape in (Shape(*sizes) for sizes in bench.config.shapes[model]):
-            about = {"model": model, "shape": list(shape), "ranks": bench.rank.world_size}
-            if bench.device.type == "cuda":
-                # The baseline is compiled for the widths of a shape; another's would make them variables.
-                importlib.import_module("torch._dynamo").reset()
-            for name in bench.report.sections:
-                if (name == HOST) == (model == HOST):
-                    skew = {} if name == HOST else {"skew": float(name == "skew")}
-                    for row in _section(bench, name, shape):
-                        yield name, about | skew | row
-                    free_memory(bench.device)
+        bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4)))
+    for about, shape in models(bench, Shape):
+        for name in bench.report.sections:
+            if (name == HOST) == (about["model"] == HOST):
+                skew = {} if name == HOST else {"skew": float(name == "skew")}
+                for row in _section(bench, name, shape):
+                    yield name, about | skew | row
+                free_memory(bench.device)
 
 
 def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
@@ -99,27 +96,27 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
     with ExitStack() as opened:
         try:
             if section == HOST:
-                yield from layer_host.rows(bench, shape, names, opened)
-            elif shape.experts % bench.rank.world_size:
+                shape = shape._replace(experts=shape.experts * bench.rank.world_size)
+            if shape.experts % bench.rank.world_size:
                 yield {"what": "all", "note": f"{shape.experts} experts are not the same number on each rank"}
             else:
                 skew = float(section == "skew")
                 p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed))
                 timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)  # main_grad adds up
-                yield from MEASURED[section](At(bench, p, timer, opened, in_graph=section != "eager"), names)
+                yield from MEASURED.get(section, _timed)(At(bench, p, timer, opened, section), names)
         except FailedOnRanks as error:
             yield {"what": "all", **failure(error)}
 
 
 @dataclass(frozen=True)
 class At:
-    """A problem, and what sections need. opened: closes what is made. in_graph: whether graphs are replayed."""
+    """A problem, and what sections need. opened: closes what is made."""
 
     bench: Bench
     p: Problem
     timer: Timer
     opened: ExitStack
-    in_graph: bool
+    section: str
 
     def make(self, case: Case) -> Layer:
         """Collective. Raises FailedOnRanks."""
@@ -131,7 +128,7 @@ class At:
         self, layer: Layer, call: Call, inspect: Callable[[Tensors], None] | None = None, seconds: float | None = None
     ) -> Run:
         """A graph, or launched by the host where the layer is not made for one. Collective. Raises FailedOnRanks."""
-        graph = "may" if layer.in_graph and self.in_graph else "never"
+        graph = "may" if layer.in_graph and self.section != "eager" else "never"
         return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, layer.reset, inspect))
 
 
@@ -141,10 +138,14 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
     runs: dict[str, Run] = {}
     reference: list[Tensors] = []
     for name in names:
-        case, row = Case(name), rows.setdefault(name, {"what": name} | _capacity(at.p, name))
+        case, row = Case(name), rows.setdefault(name, {"what": name})
         try:
             layer = at.make(case)
-            row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device))  # type: ignore[misc]
+            row |= {"capacity": at.p.capacity} if case.bounded else {}
+            row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device, layer.out))  # type: ignore[misc]
+            if at.section == "memory":
+                row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
+                continue
             step = at.prepare(layer, layer.step, lambda got, case=case, row=row: _compare(case, reference, got, row))  # type: ignore[misc]
             runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
             layers[name] = layer
@@ -187,24 +188,6 @@ def _compare(case: Case, reference: list[Tensors], got: Tensors, row: Row) -> No
         raise FailedOnRanks(f"wanted {case.least_snr:g} dB at least against {BASELINE}, got {row['snr dB']}")
 
 
-def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
-    base: tuple[float, float] | None = None
-    for name in names:
-        row: Row = {"what": name} | _capacity(at.p, name)
-        try:
-            layer = at.make(Case(name))
-            row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device))  # type: ignore[misc]
-            if "peak GiB" in row:
-                row |= on_all_ranks(lambda layer=layer: {"kept GiB": kept_gib(layer.out)})  # type: ignore[misc]
-                base = base or (row["peak GiB"], row["kept GiB"])
-                row["in use"], row["kept"] = row["peak GiB"] / base[0], row["kept GiB"] / base[1]
-            else:
-                row["note"] = "memory is measured on GPUs"
-        except FailedOnRanks as error:
-            row |= failure(error)
-        yield row
-
-
 def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
     for name in names:
         try:
@@ -217,32 +200,43 @@ def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             yield {"what": name, "stage": "all", **failure(error)}
 
 
-MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {
-    "layer": _timed,
-    "eager": _timed,
-    "stages": _stages,
-    "memory": _memory,
-    "skew": _timed,
-}
-"""Section -> what measures its rows."""
+def _host(at: At, names: tuple[str, ...]) -> Iterator[Row]:
+    rows: dict[str, Row] = {name: {"what": name} for name in names}
+    layers: dict[str, Layer] = {}
+    calls: dict[str, Alternative] = {}
+    for name in names:
+        try:
+            layer = layers[name] = at.make(Case(name))
+            kinds = {"fwd ms": layer.forward, "ms": layer.step, "caller's ms": _in_callers_thread(layer.step)}
+            calls |= {f"{name}: {kind}": Alternative(lambda c=c: [c], check=layer.check) for kind, c in kinds.items()}  # type: ignore[misc]
+        except FailedOnRanks as error:
+            rows[name] |= failure(error)
+    for key, timed in Timer(at.bench.device, seconds=0.0, rounds=7, host=True).compare(calls).items():
+        name, _, kind = key.partition(": ")
+        rows[name] |= {kind: timed["us"] / 1e3} if "us" in timed else timed
+    for name, row in rows.items():
+        if "ms" in row:  # counted after all have been called often: the first calls are captured
+            row |= from_all_ranks(lambda name=name: layer_stages.counts(layers[name].step, at.bench.device))[0]  # type: ignore[misc]
+        yield row
 
 
-def _capacity(p: Problem, name: str) -> Row:
-    """What is known of a case beforehand."""
-    return {} if name.startswith("baseline") or name.endswith(("worst_case", "exact")) else {"capacity": p.capacity}
+def _in_callers_thread(step: Call) -> Call:
+    def call() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return step()
+
+    return call
 
 
-def kept_gib(forward: Callable[[], torch.Tensor]) -> float:
-    """In CUDA's allocator while the output is held, above what was there and the output: of a forward, warmed up."""
-    before = torch.cuda.memory_allocated()
-    out = forward()
-    return (torch.cuda.memory_allocated() - before - out.nbytes) / GIB
+MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {"stages": _stages, HOST: _host}
+"""Section -> what measures its rows, if that is not `_timed`."""
 
 
-def memory_of(step: Callable[[], object], device: torch.device) -> Row:
+def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
     """Of a step launched by the host, once warmed up, in GiB above what was there before it; nothing on a CPU.
 
-    peak GiB: in the allocator and outside. outside GiB: peers' memory, libraries' buffers.
+    peak GiB: in the allocator and outside. outside GiB: peers' memory, libraries' buffers. kept GiB, if `forward` is
+    given: in the allocator while the output of it is held, above the output.
     """
     if device.type != "cuda":
         return {}
@@ -259,4 +253,9 @@ def memory_of(step: Callable[[], object], device: torch.device) -> Row:
     step()
     torch.cuda.synchronize()
     apart = max(0, outside() - outside_before) / GIB
-    return {"peak GiB": (torch.cuda.max_memory_allocated() - before) / GIB + apart, "outside GiB": apart}
+    row: Row = {"peak GiB": (torch.cuda.max_memory_allocated() - before) / GIB + apart, "outside GiB": apart}
+    if forward is not None:
+        before = torch.cuda.memory_allocated()
+        out = forward()
+        row["kept GiB"] = (torch.cuda.memory_allocated() - before - out.nbytes) / GIB
+    return row

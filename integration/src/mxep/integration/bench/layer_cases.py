@@ -87,6 +87,46 @@ class Problem:
         self.capacity = self.traffic.capacity(self.ids.numel())
 
 
+@dataclass(frozen=True)
+class Case:
+    """name: one of NAMES. recipe: what its products and its rows on the wire are. dispatcher: "" of a baseline."""
+
+    name: str
+
+    @property
+    def baseline(self) -> bool:
+        return self.name.startswith("baseline ")
+
+    @property
+    def recipe(self) -> str:
+        return self.name.split()[1] if self.baseline else self.name.split("/")[0]
+
+    @property
+    def dispatcher(self) -> str:
+        return self.name.partition(",")[0].partition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return self.name.partition(", ")[2]
+
+    @property
+    def kept(self) -> bool:
+        return self.suffix == "kept"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the problem's capacity bounds its rows."""
+        return not self.baseline and self.suffix not in ("worst_case", "exact")
+
+    @property
+    def least_snr(self) -> float:
+        """dB against the baseline in bf16. Quantized on both sides of every product: about 23."""
+        return 40.0 if self.recipe == "bf16" else 20.0
+
+    def make(self, p: Problem) -> Layer:
+        return Baseline(p, self) if self.baseline else Mxep(p, self)
+
+
 class Layer:
     """A layer on a problem. in_graph: whether it is made for a CUDA graph. leaves: x, weights, w13, w2."""
 
@@ -120,14 +160,11 @@ class Mxep(Layer):
 
     in_graph = True
 
-    def __init__(self, p: Problem, name: str) -> None:
-        case, _, suffix = name.partition(", ")
-        recipe, dispatcher = CASES[case].recipe, CASES[case].dispatcher
-        if dispatcher == "local" and p.ranks > 1:
+    def __init__(self, p: Problem, case: Case) -> None:
+        if case.dispatcher == "local" and p.ranks > 1:
             raise NotImplementedError("one rank's experts alone, all of them: parallel.ranks=1")
         self.p = p
-        self.micro_batches = KEPT if suffix == "kept" else 1
-        capacities = {"worst_case": Capacity.worst_case(), "exact": Capacity.exact()}
+        self.micro_batches = KEPT if case.kept else 1
         self.router = FixedRouting(p.ids, p.weights)
         self.moe = MoE(
             p.shape.dim,
@@ -135,9 +172,9 @@ class Mxep(Layer):
             p.shape.experts,
             p.shape.top_k,
             group=dist.group.WORLD,
-            recipe=recipe,
-            dispatcher=dispatcher,
-            capacity=capacities.get(suffix, Capacity.factor(p.capacity)),
+            recipe=case.recipe,
+            dispatcher=case.dispatcher,
+            capacity=Capacity.factor(p.capacity) if case.bounded else Capacity(case.suffix),
             max_tokens=p.shape.tokens,
             router=self.router,
             backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]
@@ -150,7 +187,7 @@ class Mxep(Layer):
         self.x = p.x.detach().requires_grad_()
         self.leaves = (self.x, self.router.weights, experts.gate_up_proj, experts.down_proj)
         self.main_grads: tuple[Tensor, ...] = ()
-        if suffix == "main_grad":
+        if case.suffix == "main_grad":
             self.main_grads = tuple(torch.zeros(w.shape, device=p.device) for w in (p.w13, p.w2))
             for weight, main_grad in zip(self.leaves[2:], self.main_grads):
                 weight.main_grad = main_grad  # type: ignore[attr-defined]
@@ -184,17 +221,17 @@ class Mxep(Layer):
 class Baseline(Layer):
     """The standard layer, launched by the host, which reads sizes in every step. Raises ImportError without torchao."""
 
-    def __init__(self, p: Problem, name: str) -> None:
+    def __init__(self, p: Problem, case: Case) -> None:
         product: Product = bf16_product
-        if name == "baseline fp8":
+        if case.recipe == "fp8":
             product = torchao_product(p.device)
-        elif name == "baseline mxfp8":
+        elif case.recipe == "mxfp8":
             product = functools.partial(grouped_mm, recipe="mxfp8")
         self.p = p
         self.leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))
         # A group of its own, or the first layer of a run alone would be charged for what NCCL allocates.
         self.group = dist.new_group()
-        pad = BLOCK if name == "baseline mxfp8" else PAD
+        pad = BLOCK if case.recipe == "mxfp8" else PAD
         self.layer = StandardLayer(*self.leaves[2:], group=self.group, product=product, pad=pad)
 
     def out(self) -> Tensor:
@@ -202,30 +239,3 @@ class Baseline(Layer):
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)
-
-
-@dataclass(frozen=True)
-class Case:
-    """name: one of NAMES. recipe: what its products and its rows on the wire are."""
-
-    name: str
-
-    @property
-    def baseline(self) -> bool:
-        return self.name.startswith("baseline ")
-
-    @property
-    def recipe(self) -> str:
-        return self.name.split()[1] if self.baseline else self.name.split("/")[0]
-
-    @property
-    def kept(self) -> bool:
-        return self.name.endswith(", kept")
-
-    @property
-    def least_snr(self) -> float:
-        """dB against the baseline in bf16. Quantized on both sides of every product: about 23."""
-        return 40.0 if self.recipe == "bf16" else 20.0
-
-    def make(self, p: Problem) -> Layer:
-        return Baseline(p, self.name) if self.baseline else Mxep(p, self.name)

@@ -140,3 +140,19 @@ def rows(p: Problem, case: Case, seen: Sequence[Breakdown], ceilings: Mapping[st
         if stage == "other":
             row["note"] = ", ".join(dict.fromkeys(name for each in seen for name in each.others))[:200]
         yield row
+
+
+def counts(call: Call, device: torch.device) -> Row:
+    """Of one call: launches (kernels, copies and fills), allocations by torch's allocator, and ops, those within others
+    included. Launches and allocations on a GPU only. Collective, if the call is."""
+    cuda = device.type == "cuda"
+    events = profiled(call, 1, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
+    kernels = [each for each in events if each.device_type == DeviceType.CUDA]
+    names = [each.name for each in events if each.device_type == DeviceType.CPU]
+    row: Row = {"launches": sum(not getattr(each, "is_user_annotation", False) for each in kernels)}
+    row["ops"] = sum("::" in name and not name.startswith("autograd::") for name in names)
+    if cuda:
+        before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+        call()
+        row["allocations"] = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
+    return row

@@ -2,15 +2,13 @@
 
 linear   x (T, K) -> (T, N): both gradients of one weight                                  shapes "linear"
 qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
-stages   what a forward and backward of mxep's mxfp8 consist of                            shapes "linear"
 router   `fp32_linear` of x bf16 and w fp32, `top_k`, and their backward, beside torch's    shapes "router"
 host     what a linear costs the host, and what q, k and v do, with the GPU idle           shapes "host"
 
 A weight is quantized at each call, once along K and once along N: once a step of one micro-batch. Operands are bf16.
-`together` is `linear_together`, `auto` what `auto_recipe` picks, which promises to be no slower than bf16. `normed` has
-an RMSNorm of x before, forward and backward. `scaled_mm row` is torch's three dense FP8 products with a scale a row,
-operands ready: what is left if quantizing were free and sums stayed in the tensor cores. `torchao rowwise` is its
-float8 training linear, compiled.
+`together` is `linear_together`, `auto` what `auto_recipe` picks, which promises to be no slower than bf16. `scaled_mm
+row` is torch's three dense FP8 products with a scale a row, operands ready: what is left if quantizing were free and
+sums stayed in the tensor cores. `torchao rowwise` is its float8 training linear, compiled.
 
 T tokens, K in features, N out features.
 """
@@ -18,42 +16,34 @@ T tokens, K in features, N out features.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.gemm import Backend, Recipe, backends, linear, linear_together, quantize_input, rms_norm_input
+from mxep.gemm import Backend, Recipe, backends, linear, linear_together, quantize_input
 from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
 from mxep.gemm.top_k import top_k_backward_op, top_k_op
 
-from ..collective import describe
 from ..results import Row
 from ..timer import Alternative, Call, Timer, rotations
 from . import gemm_cases
-from .gemm import At, beside, stage_rows, sweep
-from .layer_host import counts
+from .gemm import At, beside, sweep
+from .layer_stages import counts
 from .run import Bench, table
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
 SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "router": (1, 1, 1), "host": (1, 32, 32, 32)}
 SHAPE = "tokens, K, N (of q), N of k and v"
-DEVICES = ("cuda", "cpu")
-CASES = ()
 BACKENDS = tuple(backends.BACKENDS)
-PICTURED = ()
-EPS = 1e-6
 TOP_K = 8
 STEP = "us, TF, x bf16, MHz, W"
 SECTIONS = {
     "linear": table("Forward and backward of a linear", "shape, what", STEP),
     "qkv": table("Forward and backward of q, k and v", "shape, what", STEP),
-    "stages": table("Stages of mxfp8; share: of copy or dense product", "shape, stage", "us, TF, TB/s, share"),
-    "router": table("Router; share: of copy, of bytes that exist", "product, shape, what", "us, TF, x torch, share"),
+    "router": table("Router; TB/s of the bytes that exist", "product, shape, what", "us, TF, x torch, TB/s"),
     "host": table("Host, a forward and backward", "shape, what", "us, launches, allocations, ops"),
 }
 
@@ -84,9 +74,9 @@ class Problem:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.x, *self.weights, *self.gradients))
 
-    def step(self, product: Callable[..., Sequence[Tensor]], *before: Tensor) -> Call:
-        """Forward and backward of product(x, *weights, *before), an output a weight; the result is all gradients."""
-        leaves = [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights, *before)]
+    def step(self, product: Callable[..., Sequence[Tensor]]) -> Call:
+        """Forward and backward of product(x, *weights), an output a weight; the result is all gradients."""
+        leaves = [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights)]
         return lambda: torch.autograd.grad(product(*leaves), leaves, self.gradients)
 
 
@@ -97,51 +87,23 @@ def bf16(p: Problem) -> Call:
     return p.step(lambda x, *weights: [F.linear(x, w) for w in weights])
 
 
-def mxep(recipe: str, backend: Backend, p: Problem) -> Call:
-    r = Recipe.named(recipe)
-    return p.step(lambda x, *weights: [linear(x, w, recipe=r, backend=backend) for w in weights])
+def mxep(recipe: Recipe, backend: Backend, p: Problem) -> Call:
+    return p.step(lambda x, *weights: [linear(x, w, recipe=recipe, backend=backend) for w in weights])
 
 
-def mxep_shared(recipe: str, backend: Backend, p: Problem) -> Call:
+def mxep_shared(recipe: Recipe, backend: Backend, p: Problem) -> Call:
     """x is quantized once for all weights."""
-    r = Recipe.named(recipe)
 
     def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
-        qdata = quantize_input(x, recipe=r, backend=backend)
-        return [linear(qdata, w, recipe=r, backend=backend) for w in weights]
+        qdata = quantize_input(x, recipe=recipe, backend=backend)
+        return [linear(qdata, w, recipe=recipe, backend=backend) for w in weights]
 
     return p.step(product)
 
 
-def mxep_together(recipe: str, backend: Backend, p: Problem) -> Call:
+def mxep_together(recipe: Recipe | str, backend: Backend, p: Problem) -> Call:
     """One product each way."""
-    r = Recipe.named(recipe)
-    return p.step(lambda x, *weights: linear_together(x, weights, recipe=r, backend=backend))
-
-
-def mxep_auto(backend: Backend, p: Problem) -> Call:
-    return p.step(lambda x, *weights: linear_together(x, weights, recipe="auto", backend=backend))
-
-
-def bf16_normed(p: Problem) -> Call:
-    def product(x: Tensor, *given: Tensor) -> list[Tensor]:
-        *weights, norm = given
-        h = F.rms_norm(x, norm.shape, norm, EPS)
-        return [F.linear(h, w) for w in weights]
-
-    return p.step(product, torch.ones_like(p.x[0]))
-
-
-def mxep_normed(recipe: str, backend: Backend, p: Problem) -> Call:
-    """RMSNorm and quantization in one pass, once for all weights."""
-    r = Recipe.named(recipe)
-
-    def product(x: Tensor, *given: Tensor) -> list[Tensor]:
-        *weights, norm = given
-        qdata = rms_norm_input(x, norm, eps=EPS, recipe=r, backend=backend)
-        return [linear(qdata, w, recipe=r, backend=backend) for w in weights]
-
-    return p.step(product, torch.ones_like(p.x[0]))
+    return p.step(lambda x, *weights: linear_together(x, weights, recipe=recipe, backend=backend))
 
 
 def scaled_mm(p: Problem) -> Call:
@@ -157,39 +119,34 @@ def scaled_mm(p: Problem) -> Call:
 
 def torchao(p: Problem) -> Call:
     """torchao's float8 linears, rowwise, compiled. ImportError, which says why, without it."""
-    gemm_cases.need_cuda(p.x.device)
-    try:
-        module: Any = importlib.import_module("torchao.float8")
-        config = module.Float8LinearConfig.from_recipe_name("rowwise")
-    except ModuleNotFoundError as error:
-        raise ImportError(f"not installed: {error}") from None
-    except Exception as error:
-        raise ImportError(f"does not import: {describe(error)}") from None
+    module = gemm_cases.import_torchao("float8", p.x.device)
+    config = module.Float8LinearConfig.from_recipe_name("rowwise")
     layers = nn.ModuleList(nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta") for w in p.weights)
     for layer, w in zip(layers, p.weights):
         layer.weight = nn.Parameter(w.detach())
     layers = module.convert_to_float8_training(layers, config=config)
     x = p.x.detach().requires_grad_()
     leaves = [x, *(layer.weight for layer in layers)]
-    forward = torch.compile(lambda x: [layer(x) for layer in layers])
+    torch.compiler.reset()  # else it makes one program of this shape and those before, for any
+    forward = torch.compile(lambda x: [layer(x) for layer in layers], dynamic=False)
     return lambda: torch.autograd.grad(forward(x), leaves, p.gradients)
 
 
 def steps(backend: Backend, several: bool) -> dict[str, Maker]:
     """By name, the baseline first."""
     makers: dict[str, Maker] = {"bf16": bf16}
-    makers |= {f"mxep {recipe}": functools.partial(mxep, recipe, backend) for recipe in RECIPES}
-    makers["mxep auto"] = functools.partial(mxep_auto, backend)
+    makers |= {f"mxep {name}": functools.partial(mxep, Recipe.named(name), backend) for name in RECIPES}
+    makers["mxep auto"] = functools.partial(mxep_together, "auto", backend)
     if several:
-        makers["mxep mxfp8, x quantized once"] = functools.partial(mxep_shared, "mxfp8", backend)
-        makers |= {f"mxep {r}, together": functools.partial(mxep_together, r, backend) for r in ("mxfp8", "fp8")}
-        makers |= {"bf16, normed": bf16_normed, "mxep mxfp8, normed": functools.partial(mxep_normed, "mxfp8", backend)}
+        makers["mxep mxfp8, x quantized once"] = functools.partial(mxep_shared, Recipe.mxfp8(), backend)
+        both = Recipe.mxfp8(), Recipe.fp8()
+        makers |= {f"mxep {r.name}, together": functools.partial(mxep_together, r, backend) for r in both}
     return makers | {"torchao rowwise": torchao, "scaled_mm row, products": scaled_mm}
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """All sections, one after the other."""
-    yield from sweep(bench, SECTIONS, MEASURED, lambda name: "linear" if name == "stages" else name)
+    yield from sweep(bench, MEASURED)
 
 
 def _steps(at: At) -> Iterator[Row]:
@@ -199,11 +156,6 @@ def _steps(at: At) -> Iterator[Row]:
     rows = at.compare(steps(at.backend, several=len(first.weights) > 1), problems, first.flop)
     for row in rows.values():
         yield beside(row, {"x bf16": rows["bf16"]})
-
-
-def _stages(at: At) -> Iterator[Row]:
-    p = Problem.gaussian(at.shape, at.generator)
-    yield from stage_rows(at, gemm_cases.Problem.of(p.x, p.weights[0][None], p.gradients[0]))
 
 
 def router_calls(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, tuple[Call, Call]]:
@@ -232,8 +184,7 @@ def _router(at: At) -> Iterator[Row]:
         rows = at.compare(makers, problems, 0 if is_top_k else 2 * T * D * E)
         for row in rows.values():
             row |= {"product": product, "bytes": top_k_bytes if is_top_k else product_bytes}
-            if "us" in row and "copy TB/s" in at.ceilings:
-                row["share"] = row["bytes"] / row["us"] / 1e6 / at.ceilings["copy TB/s"]
+            row |= {"TB/s": row["bytes"] / row["us"] / 1e6} if "us" in row else {}
             yield beside(row, {"x torch": rows["torch fp32"]})
 
 
@@ -242,8 +193,7 @@ def _host(at: At) -> Iterator[Row]:
     one = Problem(several.x, several.weights[:1], several.gradients[:1])
     makers = {name: functools.partial(make, one) for name, make in steps(at.backend, several=False).items()}
     for name, make in steps(at.backend, several=True).items():
-        if "normed" not in name:
-            makers[f"q, k, v: {name}"] = functools.partial(make, several)
+        makers[f"q, k, v: {name}"] = functools.partial(make, several)
     made: dict[str, Call] = {}
 
     def calls(name: str) -> list[Call]:
@@ -256,11 +206,5 @@ def _host(at: At) -> Iterator[Row]:
         yield row | {"what": name} | (counts(made[name], at.timer.device) if "us" in row else {})
 
 
-MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {
-    "linear": _steps,
-    "qkv": _steps,
-    "stages": _stages,
-    "router": _router,
-    "host": _host,
-}
+MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "router": _router, "host": _host}
 """Section -> what measures its rows, at a shape."""

@@ -44,12 +44,12 @@ from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from ..rank import Rank
 from ..results import Row
 from ..snr import snr
-from ..timer import Alternative, Timer, failure, free_memory
+from ..timer import Alternative, Timer, failure
 from ..transformers import Implementation, check, expert_parallel, register
 from ..transformers.layer import layers
 from ..transformers.versions import ALL_EXPERTS_FUNCTIONS
 from .layer import memory_of
-from .run import Bench, table
+from .run import Bench, models, table
 from .standard import StandardLayer
 
 BASELINE, PLAIN = "baseline bf16", "no experts"
@@ -58,11 +58,9 @@ VOCABULARY = 32768
 CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
 LEAST_SNR = 6.0  # experts flip between any two kinds of products, the more the more layers; without experts: 1 to 2
 
-DEVICES = ("cuda", "cpu")
 CASES = (BASELINE, "transformers bf16", *(f"mxep {r}{g}" for r in RECIPES for g in ("", ", graph")), PLAIN)
 SHAPES = {"*": (2, 1, 32, 32, 1, 1)}
 SHAPE = "tokens, layers, dim, hidden dim, experts, top-k"
-PICTURED = ()
 FIGURES = "tokens/s, ms, x bf16, of step, peak GiB, loss, dB, MHz, W"
 SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, what", FIGURES)}
 
@@ -80,20 +78,15 @@ class Shape(NamedTuple):
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """Model by model. Collective, with the same rows on all ranks."""
-    for model in bench.config.models or bench.config.shapes:
-        for shape in (Shape(*sizes) for sizes in bench.config.shapes[model]):
-            if bench.device.type == "cuda":
-                importlib.import_module("torch._dynamo").reset()
-            with ExitStack() as opened:
-                try:
-                    subject = on_all_ranks(lambda shape=shape: Subject.make(bench.rank, shape, bench.seed))  # type: ignore[misc]
-                    opened.callback(subject.close)
-                    rows = list(_rows(bench, subject))
-                except FailedOnRanks as error:
-                    rows = [{"what": "all", **failure(error)}]
-            for row in rows:
-                yield "model", {"model": model, "shape": list(shape), "ranks": bench.rank.world_size} | row
-            free_memory(bench.device)
+    for about, shape in models(bench, Shape):
+        with ExitStack() as opened:
+            try:
+                subject = on_all_ranks(lambda shape=shape: Subject.make(bench.rank, shape, bench.seed))  # type: ignore[misc]
+                opened.callback(subject.close)
+                rows = list(_rows(bench, subject))
+            except FailedOnRanks as error:
+                rows = [{"what": "all", **failure(error)}]
+        yield from (("model", about | row) for row in rows)
 
 
 def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:

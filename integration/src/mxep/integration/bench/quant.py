@@ -1,13 +1,11 @@
-"""bench=quant: kernels of mxep.quant beside a plain copy, empty kernels, and their plain references compiled.
+"""bench=quant: kernels of mxep.quant beside a plain copy.
 
-A case calls ops by name, from one of two places: `torch.ops.mxep`, whose CUDA kernels are the Triton launchers, or
-`PLAIN`, the references behind them. `moved` is what has to move at least: inputs read once and outputs written once,
-scales, indices and offs included. What a kernel reads twice, or leaves for the next one to read, does not count.
+A case calls ops of `torch.ops.mxep`, whose CUDA kernels are the Triton launchers. `moved` is what has to move at least:
+inputs read once and outputs written once, scales, indices and offs included. What a kernel reads twice, or leaves for
+the next one to read, does not count.
 
-of copy            bytes a second over those of a plain copy, measured before the cases; measured again after them
-target             the share to reach, if one is set; none for shapes of kind "small", where starting takes the time
-empty us           Triton kernels of the same grids with nothing in them
-torch.compile us   the plain reference under torch.compile, at shapes of bench.compiled
+of copy    bytes a second over those of a plain copy, measured before the cases; measured again after them
+target     the share to reach, if one is set; none for shapes of kind "small", where starting takes the time
 
 Rows are Gaussian, E4M3, RCEIL, blocks of 32. A gathered case takes every stored row once, in random order, from slots
 where qdata and scales lie side by side. Groups are of random size, some empty; all rows are valid.
@@ -20,32 +18,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 
 from mxep.quant import BLOCK, E4M3, ScaleMode
 from mxep.quant.shapes import padded_rows, round_up
 
 from ..results import Row
-from ..timer import Alternative, Call, Launch, Timer, copy_tb_s, empty, free_memory, recorded, rotations
+from ..timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
 from .run import Bench, table
 
 HOW = (E4M3.dtype, ScaleMode.RCEIL.value)
 GROUPS = 32
 SHAPES = {"rows": (BLOCK, 2 * BLOCK), "weights": (1, BLOCK, 2 * BLOCK), "small": (BLOCK, 2 * BLOCK)}
 SHAPE = "sizes"
-DEVICES = ("cuda",)
-PICTURED = ()
-FIGURES = "us, TB/s, of copy, target, empty us, torch.compile us"
+FIGURES = "us, TB/s, of copy, target"
 SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", FIGURES)}
 
-
-PLAIN = SimpleNamespace(**{name.removeprefix("mxep::"): op._init_fn for name, op in OPDEFS.items()})
-"""The plain-torch functions behind the ops, under the ops' names."""
+ops = torch.ops.mxep
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ class Inputs:
 
     def mx(self) -> tuple[Tensor, Tensor]:
         """Qdata and scales of values, blocked along rows."""
-        qdata, scale = torch.ops.mxep.quantize_rows(self.values(), *HOW, BLOCK)
+        qdata, scale = ops.quantize_rows(self.values(), *HOW, BLOCK)
         return qdata, scale
 
     def slots(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +87,7 @@ class Inputs:
     def padding(self) -> Tensor:
         """The row index of groups padded to 32."""
         sizes = torch.diff(self.offs(1), prepend=torch.zeros(1, dtype=torch.int32, device=self.generator.device))
-        index: Tensor = torch.ops.mxep.pad_index(sizes, self.rows, BLOCK)[1]
+        index: Tensor = ops.pad_index(sizes, self.rows, BLOCK)[1]
         return index
 
 
@@ -114,7 +106,7 @@ def swizzled(rows: int, width: int) -> int:
     return round_up(rows, 128) * round_up(width // BLOCK, 4)
 
 
-def _both_per_row(ops: Any, x: Tensor) -> tuple[Tensor, ...]:
+def _both_per_row(x: Tensor) -> tuple[Tensor, ...]:
     *rows, amax = ops.quantize_per_row(x, *HOW)
     return *rows, *ops.quantize_per_column(x, amax, *HOW)
 
@@ -122,7 +114,7 @@ def _both_per_row(ops: Any, x: Tensor) -> tuple[Tensor, ...]:
 @dataclass(frozen=True)
 class Case:
     """kind: of its shapes. target: share of the copy to reach. moved(*shape): bytes. make(Inputs): arguments.
-    call(ops, *arguments): what is measured; ops is torch.ops.mxep or PLAIN."""
+    call(*arguments): what is measured."""
 
     kind: str
     target: float | None
@@ -152,36 +144,36 @@ def _d_h(i: Inputs, with_h: bool = False) -> tuple[Tensor, ...]:
 
 
 def _swiglu_backward(folded: bool) -> Callable[..., Any]:
-    return lambda ops, *args: ops.swiglu_backward_quantize(*args[:5], HOW[1], BLOCK, folded, *args[5:])
+    return lambda *args: ops.swiglu_backward_quantize(*args[:5], HOW[1], BLOCK, folded, *args[5:])
 
 
 CASES = {
     "rows": Case("rows", 0.95, lambda r, k: 2 * r * k + mx(r * k), _values,
-                 lambda ops, x: ops.quantize_rows(x, *HOW, BLOCK)),
+                 lambda x: ops.quantize_rows(x, *HOW, BLOCK)),
     "rows_per_row": Case("rows", 0.95, lambda r, k: 3 * r * k + r, _values,  # row-scaled FP8
-                       lambda ops, x: ops.quantize_rows(x, *HOW, x.shape[1])),
+                       lambda x: ops.quantize_rows(x, *HOW, x.shape[1])),
     "columns": Case("rows", 0.90, lambda r, k: 2 * r * k + mx(r * k), _values,
-                    lambda ops, x: ops.quantize_columns(x, *HOW, BLOCK)),
+                    lambda x: ops.quantize_columns(x, *HOW, BLOCK)),
     "both": Case("rows", 0.90, lambda r, k: 2 * r * k + 2 * mx(r * k), _values,
-                 lambda ops, x: ops.quantize_both(x, *HOW, BLOCK)),
+                 lambda x: ops.quantize_both(x, *HOW, BLOCK)),
     "weights_both": Case("weights", 0.90, lambda e, n, k: 2 * e * n * k + 2 * mx(e * n * k), _values,
-                         lambda ops, x: ops.quantize_both(x, *HOW, BLOCK)),
+                         lambda x: ops.quantize_both(x, *HOW, BLOCK)),
     # A column's scale needs every row before its first element: x is read twice, 0.67 is all.
     "weights_per_row": Case("weights", None, lambda e, n, k: 4 * e * n * k + e * (n + k), _values, _both_per_row),
     "weights_2d": Case("weights", 0.90, lambda e, n, k: 3 * e * n * k + e * n * k // BLOCK**2, _values,
-                          lambda ops, x: ops.quantize_2d(x, *HOW, BLOCK)),
+                          lambda x: ops.quantize_2d(x, *HOW, BLOCK)),
     "requantize": Case("rows", 0.85, lambda r, k: 2 * mx(r * k), Inputs.mx,
-                       lambda ops, qdata, scale: ops.requantize(qdata, scale, 1, BLOCK, None, None, *HOW)),
+                       lambda qdata, scale: ops.requantize(qdata, scale, 1, BLOCK, None, None, *HOW)),
     "requantize_gathered": Case("rows", 0.85, lambda r, k: 2 * mx(r * k) + 4 * (r + GROUPS), _gathered,
-                                lambda ops, qdata, scale, *rows: ops.requantize(qdata, scale, 1, BLOCK, *rows, *HOW)),
+                                lambda qdata, scale, *rows: ops.requantize(qdata, scale, 1, BLOCK, *rows, *HOW)),
     "fold": Case("rows", 0.93, lambda r, k: mx(r * k) + 4 * (r + GROUPS) + r * k + r, _gathered,
-                 lambda ops, qdata, *rest: ops.fold(qdata, *rest)),
+                 lambda qdata, *rest: ops.fold(qdata, *rest)),
     "fold_for_wgrad": Case("rows", 0.85, lambda r, k: 2 * (mx(r * k) + 4 * r + r * k) + 8 * GROUPS,
-                       lambda i: (*i.slots(), *_gathered(i)), lambda ops, *args: ops.fold_for_wgrad(*args, 128)),
+                       lambda i: (*i.slots(), *_gathered(i)), lambda *args: ops.fold_for_wgrad(*args, 128)),
     "swiglu": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + mx(r * k // 2), _gate_up,
-                   lambda ops, *args: ops.swiglu_quantize(*args, *HOW, BLOCK, False)),
+                   lambda *args: ops.swiglu_quantize(*args, *HOW, BLOCK, False)),
     "swiglu_folded": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + r * k // 2 + r, _gate_up,
-                          lambda ops, *args: ops.swiglu_quantize(*args, *HOW, BLOCK, True)),
+                          lambda *args: ops.swiglu_quantize(*args, *HOW, BLOCK, True)),
     "swiglu_backward": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + mx(r * k), _d_h,
                             _swiglu_backward(False)),
     "swiglu_backward_folded": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + r * k + r, _d_h,
@@ -189,79 +181,45 @@ CASES = {
     "swiglu_backward_and_h": Case("rows", 0.88, lambda r, k: 9 * r * k // 2 + 4 * (2 * r + GROUPS) + 2 * r,
                                   lambda i: _d_h(i, True), _swiglu_backward(True)),
     "pad": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * padded(r) + 2 * padded(r) * k,
-                lambda i: (i.values(), i.padding()), lambda ops, *args: ops.pad_rows(*args)),
+                lambda i: (i.values(), i.padding()), lambda *args: ops.pad_rows(*args)),
     "unpad": Case("rows", 0.90, lambda r, k: 4 * r * k + 4 * padded(r),  # rows of padding are not read
                   lambda i: (i.values(padded(i.rows), i.shape[1]), i.padding(), i.rows),
-                  lambda ops, *args: ops.unpad_rows(*args)),
+                  lambda *args: ops.unpad_rows(*args)),
     "gather_swizzled": Case("rows", 0.90, lambda r, k: mx(r * k) + 4 * r + r * k + swizzled(r, k), Inputs.slots,
-                            lambda ops, *args: ops.gather_swizzled(*args, None)),
+                            lambda *args: ops.gather_swizzled(*args, None)),
     # torch's own cast, without a scale: what a small shape takes at least.
-    "cast": Case("rows", None, lambda r, k: 3 * r * k, _values, lambda ops, x: (x.to(E4M3.dtype),)),
+    "cast": Case("rows", None, lambda r, k: 3 * r * k, _values, lambda x: (x.to(E4M3.dtype),)),
 }  # fmt: skip
 
 
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """All cases at all their shapes, case by case."""
-    timer = Timer(bench.device, seconds=0.02, rounds=7, metered=False)
+    timer = Timer(bench.device, seconds=0.02, rounds=7)
     bench.ceilings["copy TB/s"] = copy_tb_s(timer)
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
-    for name, shape, target, compiled in lines(bench):
-        figures = _figures(timer, CASES[name], Inputs(shape, generator), compiled)
-        row: Row = {"case": name, "shape": list(shape), **figures, "target": target}
-        if "TB/s" in row:
+    for name, shape, target in lines(bench):
+        moved = CASES[name].moved(*shape)
+        sets = rotations(moved, bench.device)
+        timed = timer.compare({name: Alternative(functools.partial(_calls, name, Inputs(shape, generator), sets))})[
+            name
+        ]
+        torch.cuda.synchronize()  # raises if a failure left the device unusable
+        row: Row = {"case": name, "shape": list(shape), **timed, "bytes": moved, "target": target}
+        if "us" in row:
+            row["TB/s"] = moved / row["us"] / 1e6
             row["of copy"] = row["TB/s"] / bench.ceilings["copy TB/s"]
         yield "kernels", row
         free_memory(bench.device)
     bench.ceilings["copy TB/s, after"] = copy_tb_s(timer)
 
 
-def lines(bench: Bench) -> Iterator[tuple[str, tuple[int, ...], float | None, bool]]:
-    """(case, shape, target, whether torch.compile is timed, too) of every row."""
-    config = bench.config
-    for name in config.cases or CASES:
-        for kind, shapes in config.shapes.items():
+def _calls(name: str, inputs: Inputs, sets: int) -> list[Call]:
+    return [functools.partial(CASES[name].call, *CASES[name].make(inputs)) for _ in range(sets)]
+
+
+def lines(bench: Bench) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
+    """(case, shape, target) of every row."""
+    for name in bench.config.cases or CASES:
+        for kind, shapes in bench.config.shapes.items():
             if CASES[name].kind == ("weights" if kind == "weights" else "rows"):
-                for shape in map(tuple, shapes):
-                    yield name, shape, None if kind == "small" else CASES[name].target, list(shape) in config.compiled
-
-
-def _figures(timer: Timer, case: Case, inputs: Inputs, compiled: bool) -> Row:
-    """RuntimeError if a failure left the device unusable."""
-    moved = case.moved(*inputs.shape)
-    sets: list[tuple[Any, ...]] = []
-    launches: list[Launch] = []
-
-    def calls(fn: Callable[..., Any]) -> list[Call]:
-        return [functools.partial(fn, *each) for each in sets]
-
-    def ops() -> list[Call]:
-        op = functools.partial(case.call, torch.ops.mxep)
-        sets[:] = [case.make(inputs) for _ in range(rotations(moved, timer.device))]
-        with recorded() as seen:
-            op(*sets[0])
-        launches[:] = seen
-        return calls(op)
-
-    def reference() -> list[Call]:
-        torch._dynamo.reset()
-        return calls(torch.compile(lambda *args: case.call(PLAIN, *args), dynamic=False))
-
-    def nothing() -> list[Call]:
-        if not launches:
-            raise NotImplementedError("plain torch")
-        return [empty(launches)]
-
-    alternatives = {"us": Alternative(ops), "empty us": Alternative(nothing)}
-    if compiled:
-        alternatives["torch.compile us"] = Alternative(reference)
-    rows = timer.compare(alternatives)
-    torch.cuda.synchronize()
-    row: Row = {name: each["us"] for name, each in rows.items() if "us" in each}
-    row |= {"bytes": moved, "kernels": [name for name, *_ in launches]}
-    if "us" in row:
-        row["TB/s"] = moved / row["us"] / 1e6
-    if "error" in rows["us"]:
-        row["error"] = rows["us"]["error"]
-    elif compiled and "us" not in rows["torch.compile us"]:
-        row["note"] = "torch.compile: " + next(iter(rows["torch.compile us"].values()))
-    return row
+                yield from ((name, tuple(shape), None if kind == "small" else CASES[name].target) for shape in shapes)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 
 from ..config import ConfigError
 from ..rank import Rank
-from ..results import Report, Section
+from ..results import Report, Row, Section
 from ..schema import BenchConfig
-from . import BENCHES
+from ..timer import free_memory
+from . import BENCHES, ON_CPU
 
 ANY = "*"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ def check(config: BenchConfig) -> Any:
         module: Any = importlib.import_module(BENCHES[config.name])
     except ImportError as error:
         raise ConfigError(f"bench={config.name}: {error}") from error
-    _known("bench.device", [config.device], module.DEVICES)
+    _known("bench.device", [config.device], ("cuda", "cpu") if config.name in ON_CPU else ("cuda",))
     _known("bench.sections", config.sections or (), module.SECTIONS)
     _known("bench.backend", [config.backend] if config.backend else (), getattr(module, "BACKENDS", ()))
-    _known("bench.cases", config.cases or (), module.CASES)
+    _known("bench.cases", config.cases or (), getattr(module, "CASES", ()))
     _known("bench.models", config.models or (), config.shapes)
     _known("bench.shapes", config.shapes, config.shapes if ANY in module.SHAPES else module.SHAPES)
     for kind, shapes in config.shapes.items():
@@ -60,12 +62,13 @@ def check(config: BenchConfig) -> Any:
                 wanted = f"{len(units)} {module.SHAPE}, multiples of {list(units)}"
                 raise ConfigError(f"bench.shapes.{kind}: got {list(shape)}, wanted {wanted}")
     if config.picture is not None:
-        if not module.PICTURED:
+        pictured = getattr(module, "PICTURED", ())
+        if not pictured:
             raise ConfigError(f"bench.picture: got {config.picture}, wanted null: bench={config.name} draws none")
         if not Path(config.picture).absolute().parent.is_dir():
             raise ConfigError(f"bench.picture: no such folder: {Path(config.picture).parent}")
-        if not set(module.PICTURED) & set(config.sections or module.SECTIONS):
-            raise ConfigError(f"bench.picture: wants section {' or '.join(module.PICTURED)} in bench.sections")
+        if not set(pictured) & set(config.sections or module.SECTIONS):
+            raise ConfigError(f"bench.picture: wants section {' or '.join(pictured)} in bench.sections")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("bench needs a CUDA device, and there is none here")
     return module
@@ -77,19 +80,14 @@ def _known(key: str, got: Iterable[str], known: Iterable[str]) -> None:
             raise ConfigError(f"{key}: got {name!r}, wanted some of {'; '.join(known)}")
 
 
-def run(config: BenchConfig, seed: int, console: Console) -> Report:
-    """Measure what `config` names in this process; `console` gets each row, as JSON, as soon as it is there."""
-    check(config)
-    return _measure(Rank(0, 1, torch.device(config.device)), config, seed, console)
+def run(rank: Rank | None, config: BenchConfig, seed: int, *, quiet: bool = False) -> Report:
+    """Measure what `config` names; rank None: in this process alone.
 
-
-def run_on_rank(rank: Rank, config: BenchConfig, seed: int) -> Report:
-    """The same on one of several ranks; rank 0 logs. Collective, with the same report on all ranks."""
-    return _measure(rank, config, seed, Console(stderr=True, quiet=rank.rank > 0))
-
-
-def _measure(rank: Rank, config: BenchConfig, seed: int, console: Console) -> Report:
+    Rank 0 logs each row, as JSON, as soon as it is there, unless `quiet`. Collective, with one report for all ranks.
+    """
     module, begin = check(config), time.monotonic()
+    rank = rank or Rank(0, 1, torch.device(config.device))
+    console = Console(stderr=True, quiet=quiet or rank.rank > 0)
     sections = {name: module.SECTIONS[name].empty() for name in config.sections or module.SECTIONS}
     title = f"mxep {config.name}" + (f", {rank.world_size} ranks" if rank.world_size > 1 else "")
     report = Report(title, {}, sections)
@@ -100,12 +98,23 @@ def _measure(rank: Rank, config: BenchConfig, seed: int, console: Console) -> Re
     return report
 
 
+def models(bench: Bench, shape_of: Callable[..., T]) -> Iterator[tuple[Row, T]]:
+    """Each shape of the models that the config names, and what all of its rows say."""
+    for model in bench.config.models or bench.config.shapes:
+        for sizes in bench.config.shapes[model]:
+            if bench.device.type == "cuda":
+                # What is compiled is for the widths of a shape; another's would make them variables.
+                importlib.import_module("torch._dynamo").reset()
+            yield {"model": model, "shape": list(sizes), "ranks": bench.rank.world_size}, shape_of(*sizes)
+            free_memory(bench.device)
+
+
 def table(title: str, labels: str, figures: str) -> Section:
     """A section of columns whose names have a comma between them."""
     return Section(title, tuple(labels.split(", ")), {name: FORMATS.get(name, ".2f") for name in figures.split(", ")})
 
 
-FORMATS = {"bias": ".2%", "of sum": ".0%", "of step": ".0%", "tokens/s": ".0f", "loss": ".5f"}
-FORMATS |= dict.fromkeys(("us", "empty us", "torch.compile us", "left us", "dB"), ".1f")
+FORMATS = {"of sum": ".0%", "of step": ".0%", "tokens/s": ".0f", "loss": ".5f"}
+FORMATS |= dict.fromkeys(("us", "left us", "dB"), ".1f")
 FORMATS |= dict.fromkeys(("TF", "MHz", "W", "wire GB/s", "logical GB/s"), ".0f")
-FORMATS |= dict.fromkeys(("launches", "allocations", "ops", "fwd launches", "fwd allocations", "fwd ops"), ".0f")
+FORMATS |= dict.fromkeys(("launches", "allocations", "ops"), ".0f")

@@ -1,12 +1,11 @@
 """torchtitan 0.2's own trainer on GPUs, with its experts and with mxep's: tokens/s and losses, one case a launch.
 
-    torchrun --nproc-per-node 4 -m mxep.integration.bench.titan --model qwen3-30b --case mxfp8 --out titan.jsonl
-    python -m mxep.integration.bench.titan --table titan.jsonl
-
-`titan_cases.py` launches all cases.
+    torchrun --nproc-per-node 4 tests/titan_bench.py --model qwen3-30b --case mxfp8 --out titan.jsonl
+    python tests/titan_bench.py --table titan.jsonl
 
 The model is torchtitan's with fewer layers, the text Python's standard library in words, so that losses fall. What is
-measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/torchtitan.md says what to install.
+measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/torchtitan.md says what to install and
+runs all cases.
 """
 
 import argparse
@@ -18,13 +17,14 @@ import re
 import statistics
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mxep.integration.rank import NO_MULTICAST
 
 MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 16), "deepseek-16b": ("deepseek_v3", "16B", 16)}
 """Name -> torchtitan's model, its flavor, layers unless given."""
@@ -139,10 +139,6 @@ def print_table(file: Path) -> None:
     print("| model | layers | case | compile | checkpoint | tokens/s | x torchtitan | GiB | losses |")
     print("|---|---|---|---|---|---|---|---|---|")
     for run in runs:
-        if "error" in run:
-            last = run["error"].strip().splitlines()
-            print(f"| {run['model']} | | {run['case']} | {run['compile']} | | | | | {last[0]}: {last[-1]} |")
-            continue
         speed = run["tokens_per_second"]
         alike = ("model", "layers", "compile", "checkpoint", "batch", "length", "ranks")
         own = [r for r in runs if r["case"] == "torchtitan" and all(r.get(key) == run[key] for key in alike)]
@@ -165,7 +161,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="none", help="of activations")
     parser.add_argument("--dispatcher", choices=("symmetric", "all_to_all"), default="symmetric")
     parser.add_argument("--capacity", type=float, help="rows that fit, in balanced loads; default: the worst case")
-    parser.add_argument("--after", type=Path, help="begin, once all is imported, when there is this file")
     parser.add_argument("--out", type=Path, default=Path("titan.jsonl"))
     return parser.parse_args(arguments)
 
@@ -175,12 +170,10 @@ def main() -> None:
     if args.table:
         print_table(args.table)
         return
-    import torchtitan.train  # noqa: F401  takes seconds
     from torchtitan.tools.logging import init_logger
 
+    os.environ.update(NO_MULTICAST)
     init_logger()
-    while args.after and not args.after.exists():
-        time.sleep(0.1)
     trainer = make_trainer(args)
     result = measure(trainer, args)
     trainer.close()
