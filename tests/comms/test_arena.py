@@ -142,7 +142,7 @@ def test_a_graph_holds_for_the_buffer_that_is_next_and_for_whether_users_have_ca
     for _ in range(4):
         states.append(played.transport.graph_state())
         played.exchanges(1)
-    one, other = played.workspace.buffers
+    one, other = played.workspace.arena.buffers
     assert [(state[0] is one, state[0] is other, state[1]) for state in states] == [
         (True, False, False),
         (False, True, False),
