@@ -21,8 +21,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -161,8 +161,7 @@ def checked_passes() -> Iterator[None]:
             assert all(alike), f"{self.__name__}: {alike} after {before} replays"
         return results
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes._Pass, "__call__", call)
+    with mock.patch.object(passes._Pass, "__call__", call):
         yield
 
 

@@ -1,6 +1,8 @@
 """parallel.fsdp: what is not expert is sharded over all ranks, copies of experts over theirs; nothing else changes."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,3 +187,15 @@ def test_on_gpus_a_sharded_run_learns_and_resumes(make_config: Callable[..., Con
     for run, again in zip(done.runs, rest.runs):
         assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
         assert run.valid_loss == pytest.approx(again.valid_loss, rel=2e-2)
+
+
+@pytest.mark.slow
+def test_under_torchrun_every_rank_writes_its_part_into_the_folder_of_rank_0(text: Path, tmp_path: Path):
+    """Where the others have folders of their own."""
+    given = [*SMALL, FSDP, f"data.path={text}", "recipe=bf16", "train.compare=false", f"hydra.run.dir={tmp_path}/run"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "mxep.integration.app"]
+    finished = subprocess.run([*torchrun, *given, "train.steps=2"], capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0, finished.stderr
+    saved = state.find(tmp_path / "run")["bf16"]
+    for part in ("model", "optimizer"):
+        assert sorted(path.name[:11] for path in (saved / part).iterdir()) == ["shard-00001", "shard-00002"]

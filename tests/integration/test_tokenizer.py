@@ -57,6 +57,13 @@ def test_all_ranks_read_the_tokens_of_one_bpe_which_are_the_text(prepared: Calla
     assert first.bytes_per_token == len(raw) / (len(first.train) + len(first.valid)) > 1.5
 
 
+def test_a_sixteenth_is_held_out_of_letters_of_several_bytes_too(prepared: Callable[..., Config], tmp_path: Path):
+    file = tmp_path / "letters.txt"
+    file.write_text("".join(f"\u0441\u043b\u043e\u0432\u043e {i * i % 97} " for i in range(4000)))
+    found = read_text(prepared(f"data.path={file}", "data.vocabulary=300").data)
+    assert 0.05 < len(found.valid) / (len(found.train) + len(found.valid)) < 0.075
+
+
 def test_entropy_is_of_tokens_in_nats_a_byte(prepared: Callable[..., Config]):
     found = read_text(prepared("data.vocabulary=300").data)
     share = torch.bincount(torch.cat((found.train, found.valid))).double()
@@ -120,6 +127,11 @@ def test_a_tokenizer_of_a_file_is_read(prepared: Callable[..., Config], tmp_path
     assert config.model.transformers["vocab_size"] == 290
     again = read_text(config.data)
     assert torch.equal(again.train, made.train)
+    cutting = Tokenizer.from_file(str(file))
+    cutting.enable_truncation(16)
+    cutting.enable_padding(length=16)
+    cutting.save(str(file))
+    assert torch.equal(read_text(prepared(f"data.tokenizer={file}").data).train, made.train)
     larger = prepared("model=qwen3_moe_tiny", f"data.tokenizer={file}", "model.transformers.vocab_size=512")
     assert larger.model.transformers["vocab_size"] == 512
 

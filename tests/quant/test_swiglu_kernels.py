@@ -261,3 +261,11 @@ def test_the_sigmoid_at_every_gate_of_16_bits() -> None:
     s, _ = sigmoid_pair(gate)
     got = kernels.swiglu(torch.cat([gate, torch.ones_like(gate)], dim=1).to(DEVICE), None, None, thread_elements=64)
     same(got, gate.clamp(min=-86.0) * s)
+
+
+def test_a_program_has_the_registers_that_it_is_limited_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any width: an SM has 65536."""
+    monkeypatch.setattr(kernels, "on_hopper", lambda **options: options)
+    for num_warps in (1, 2, 4, 8, 16, 32):
+        for elements in (8, 24, 40, 48, 64):
+            assert 32 * num_warps * (kernels._max_registers(elements, num_warps) or 255) <= 65536

@@ -59,6 +59,7 @@ def read_text(config: DataConfig) -> Text:
         train, valid = _split(torch.frombuffer(bytearray(raw), dtype=torch.uint8).split(size))
         return Text(name, torch.cat(train), torch.cat(valid), digest, _entropy(torch.cat((*train, *valid))))
     whole = raw.decode(errors="replace")
+    size = min(CHUNK, len(whole) // HELD_OUT)
     texts = _split([whole[i : i + size] for i in range(0, len(whole), size)])
     first = not dist.is_initialized() or dist.get_rank() == 0
     tokenizer = from_all_ranks(lambda: make(config, texts[0]) if first else "")[0]

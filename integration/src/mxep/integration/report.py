@@ -44,6 +44,7 @@ LINES = {
     "seconds": ("seconds", ".1f"),
 }
 """Line of the table at the end -> key of the summary, format. On CPUs some have no figure, and no line."""
+RARE = ("skipped", "rows_dropped")
 # Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a deviation of 0.025.
 NOTE = "Rounding alone moves the loss of so short a run by a few hundredths, either way."
 
@@ -113,7 +114,7 @@ def table(summary: dict[str, Any]) -> Section:
     runs = [{**run, "unigram_entropy": summary["unigram_entropy"]} for run in summary["runs"]]
     rows: list[dict[str, Any]] = []
     for line, (key, spec) in LINES.items():
-        if all(run.get(key) is None for run in runs):
+        if all(run.get(key) is None for run in runs) or (key in RARE and not any(run[key] for run in runs)):
             continue
         rows.append({"": line, **{run["name"]: "-" if run[key] is None else format(run[key], spec) for run in runs}})
         if (difference := summary.get(f"{key}_difference")) is not None:

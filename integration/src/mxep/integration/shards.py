@@ -9,6 +9,7 @@ torch's own files these have no pickle: reading one executes nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,30 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from .collective import from_all_ranks
 
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write this rank's parts, and wait until the disk has them. Collective over the default group."""
-    state_dict_saver.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    """Write this rank's parts, and wait until the disk has them. Collective over the default group.
+
+    Raises OSError, and FailedOnRanks where parts are not here then: the folder must be one that all nodes see.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        state_dict_saver.save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:
+        raise OSError(f"{folder}: {_first(error)}") from error
+    from_all_ranks(functools.partial(_check_saved, folder, tensors))  # before any of them moves the folder
+
+
+def _check_saved(folder: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        _check(folder, tensors)
+    except ValueError as error:
+        raise OSError(f"not saved: {error}: wanted a run folder that all nodes see") from None
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -29,10 +48,18 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
 
     Raises ValueError, on all ranks, naming the first tensor that does not fit or that is not there as a whole.
     """
-    reader = HuggingFaceStorageReader(str(folder))
+    _check(folder, tensors)
+    try:
+        state_dict_loader.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        raise ValueError(f"{folder}: {_first(error)}") from error
+
+
+def _check(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError naming what of ``tensors``, of which this rank may have parts, is not there as a whole."""
     stored: dict[str, Any] = {}
     try:
-        stored |= reader.read_metadata().state_dict_metadata
+        stored |= HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder}: {error}") from None
     if missing := set(tensors) ^ set(stored):
@@ -42,4 +69,7 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"{folder}: {name} is {got}, wanted {wanted}")
         if (found := sum(math.prod(chunk.sizes) for chunk in stored[name].chunks)) != (count := tensor.numel()):
             raise ValueError(f"{folder}: {name} has {found} numbers, wanted {count}: a rank's file is missing")
-    state_dict_loader.load(dict(tensors), storage_reader=reader)
+
+
+def _first(error: CheckpointException) -> str:
+    return next((f"rank {rank}: {wrapped[0]}" for rank, wrapped in sorted(error.failures.items())), str(error))

@@ -72,4 +72,7 @@ def encode(tokenizer: str, texts: Sequence[str]) -> list[list[int]]:
     """The ids of each text, without special tokens at its ends."""
     from tokenizers import Tokenizer
 
-    return [each.ids for each in Tokenizer.from_str(tokenizer).encode_batch(texts, add_special_tokens=False)]
+    made = Tokenizer.from_str(tokenizer)
+    made.no_truncation()  # a file may have been saved with them
+    made.no_padding()
+    return [each.ids for each in made.encode_batch(texts, add_special_tokens=False)]

@@ -121,7 +121,8 @@ class Trainer:
     """
 
     def __init__(self, rank: Rank, config: Config, recipe: Recipe, mesh: Mesh, text: Text, folder: Path) -> None:
-        self.rank, self.config, self.mesh, self.text, self.folder = rank, config, mesh, text, folder
+        self.rank, self.config, self.mesh, self.text = rank, config, mesh, text
+        self.folder = Path(all_gather(str(folder.resolve()))[0])  # torchrun's other ranks have a scratch folder
         self.name = recipe.name
         torch.manual_seed(config.seed)
         self.model = make_model(config, recipe, mesh, rank.device)

@@ -45,6 +45,10 @@ _numbers = itertools.count()
 """Of the names that models register: one each, as two of one recipe may differ in all else."""
 
 
+BIAS = "e_score_correction_bias"
+"""Of routers that are balanced by one (DeepSeek-V3)."""
+
+
 class CausalLM(nn.Module):
     """The model that the section `model` names, with experts of ``recipe`` spread over ``mesh.ep``, on ``device``.
 
@@ -79,6 +83,9 @@ class CausalLM(nn.Module):
             self.model = AutoModelForCausalLM.from_pretrained(
                 section.pretrained, config=sizes, dtype=dtype, local_files_only=True, use_safetensors=True
             )
+        for module in self.model.modules():
+            if (bias := module._buffers.get(BIAS)) is not None:
+                module._buffers[BIAS] = bias.float()  # in bf16 steps of 1e-3 round away
         names = expert_parallel(self.model, mesh.grid["ep"], how.name)
         if section.pretrained is None:
             self.model.to_empty(device=device)
@@ -163,7 +170,7 @@ class RouterOf:
 
     def __init__(self, moe: RoutedExperts, block: nn.Module, device: torch.device) -> None:
         self.moe = moe
-        biases = [b for name, b in block.named_buffers() if name.endswith("e_score_correction_bias")]
+        biases = [b for name, b in block.named_buffers() if name.endswith(BIAS)]
         self.bias = biases[0] if biases else None
         self.load = torch.zeros(moe.dispatcher.num_experts, device=device)
         moe.module.register_forward_hook(self._count)

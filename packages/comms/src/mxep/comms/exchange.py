@@ -39,7 +39,7 @@ class Slots:
     num_tokens: Tensor | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DispatchHandle:
     """A dispatch in flight. ``tables``: the senders' (expert_ids, weights, num_tokens), already here, or None."""
 
@@ -52,7 +52,7 @@ class DispatchHandle:
         return Slots(self._payload, *(self.tables or (None, None, None)))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CombineHandle:
     """A combine in flight."""
 

@@ -120,7 +120,8 @@ class Router(nn.Module):
             self.load.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32, these differentiable."""
+        """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32, these differentiable, on
+        CUDA once and not by torch.func."""
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere

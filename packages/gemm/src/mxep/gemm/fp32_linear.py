@@ -29,8 +29,8 @@ def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
     x: (T, D) of floating point. w: (E, D) of floating point.
     By tensor cores, on CUDA, for x bf16 and w fp32 or bf16, both plain tensors; then it is differentiable once, out is
     off by less than an fp32 product's bound, and so is an fp32 dw. A bf16 dx or dw is rounded from a sum of two terms
-    an operand, off by 3 * 2^-16 of the sum of |dy| |w|, or 2^-16 of that of |dy| |x|, before that rounding. Inf in w or
-    dy makes NaN. Anything else is torch's own product.
+    an operand, off by 3 * 2^-16 of the sum of |dy| |w|, or 2^-16 of that of |dy| |x|, before that rounding. Inf, or
+    what rounds to Inf in bf16, makes NaN. No torch.func. Anything else is torch's own product.
     ValueError: shapes that do not fit.
     """
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:

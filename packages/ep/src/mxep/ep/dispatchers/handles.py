@@ -11,7 +11,7 @@ class Handle(Protocol[_T_co]):
     """An exchange in flight."""
 
     def wait(self) -> _T_co:
-        """Its result, for the current stream; the host does not wait."""
+        """Its result, for the current stream; the host does not wait. To be called once."""
 
 
 class Done(NamedTuple, Generic[_T]):

@@ -340,4 +340,5 @@ def _max_registers(elements: int, num_warps: int) -> int | None:
         registers = 72 if elements <= 24 else 80
     else:
         registers = 96
+    registers = min(registers, 65536 // (32 * num_warps))  # of an SM
     return on_hopper(maxnreg=registers).get("maxnreg")
