@@ -136,7 +136,7 @@ def bias_of_a_step(rank: Rank, config: Config, folder: Path) -> tuple[torch.Tens
 def test_a_deepseek_moves_its_routers_biases_towards_balance(prepared: Callable[..., Config], tmp_path: Path):
     sizes = "model.layers=2", "model.dim=32", "model.hidden_dim=32", "model.heads=2", "model.experts=8", "model.top_k=2"
     more = ("intermediate_size=32", "kv_lora_rank=16", "vocab_size=256", "qk_nope_head_dim=16", "qk_rope_head_dim=16")
-    given = *sizes, *(f"model.transformers.{one}" for one in more), "recipe=bf16"
+    given = *sizes, *(f"model.transformers.{one}" for one in more), "recipe=bf16", "train.precision=bf16-true"
     config = prepared("model=deepseek_v3_proxy", *given, "parallel.ranks=2", "parallel.device=cpu")
     results = run_ranks(bias_of_a_step, (config, tmp_path), world_size=2, timeout=120, device="cpu")
     load = sum(load for _, load in results)
