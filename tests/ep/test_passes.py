@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphs_on_cpu import MovingGraphOnCPU, assert_alike, assert_replays_are_alike, replays_on_the_cpu
+from graphs_on_cpu import GraphOnCPU, MovingGraphOnCPU, assert_alike, assert_replays_are_alike, replays_on_the_cpu
 from mxep.comms import Capacity
 from mxep.ep import shared_expert
 from mxep.ep.dispatchers import LocalDispatcher
@@ -19,6 +19,7 @@ from mxep.ep.shared_expert import SharedExpert
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.quant.replay import no_replays
+from titan_bench import checked_passes
 
 T, DIM, HIDDEN_DIM, EXPERTS, TOP_K = 6, 32, 32, 4, 2
 
@@ -150,3 +151,17 @@ def test_a_dispatcher_that_is_closed_has_no_graphs_and_a_pickled_one_neither() -
     assert dispatcher.passes
     dispatcher.close()
     assert not dispatcher.passes
+
+
+def test_checked_passes_are_compared_with_their_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher = LocalDispatcher(EXPERTS)
+    with checked_passes():
+        for seed in range(3):
+            run(dispatcher, seed=seed)
+    assert all(each.replays for each in dispatcher.passes.values())
+    stale = LocalDispatcher(EXPERTS)
+    with replays_on_the_cpu(monkeypatch, GraphOnCPU), checked_passes():
+        for seed in range(2):  # the second one is captured, and launched as it was
+            run(stale, seed=seed)
+        with pytest.raises(AssertionError, match="_forward"):
+            run(stale, seed=2)

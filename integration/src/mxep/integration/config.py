@@ -213,8 +213,6 @@ def _complaints(config: Config) -> Iterator[str]:
         yield from _of_transformers(config, model.transformers)
     else:
         yield from _of_own_model(config)
-    if model.transformers is None and model.dim % (2 * model.heads):
-        yield f"model.dim must be a multiple of {2 * model.heads} (twice model.heads), got {model.dim}"
     if not 1 <= model.top_k <= model.experts:
         yield f"model.top_k must lie in 1..{model.experts} (model.experts), got {model.top_k}"
     if scaled and (model.dim % 32 or model.hidden_dim % 32):
@@ -270,11 +268,13 @@ def _complaints(config: Config) -> Iterator[str]:
 
 
 def _of_own_model(config: Config) -> Iterator[str]:
-    """What a model of transformers has, and mxep's own decoder has not."""
+    """What mxep's own decoder has not, and models of transformers have; and its sizes."""
     for key, default in OF_TRANSFORMERS.items():
         if (value := attrgetter(key)(config)) != default:
             got, wanted = str(value).lower(), str(default).lower()
             yield f"{key}: got {got}, wanted {wanted}: only models of transformers have others, as model=qwen3_moe_tiny"
+    if config.model.dim % (width := 2 * config.model.heads):
+        yield f"model.dim must be a multiple of {width} (twice model.heads), got {config.model.dim}"
 
 
 def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,7 +24,7 @@ from .files import CHUNK, HELD_OUT, least_bytes, read
 from .schema import DataConfig
 from .tokenizer import VOCABULARY, encode, make
 
-T = TypeVar("T")
+T = TypeVar("T", Tensor, str)
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,16 @@ class Text:
 def read_text(config: DataConfig) -> Text:
     """The text that ``config`` names. Raises ValueError if it is too short.
 
-    Collective over the default group, if there is one and a tokenizer: rank 0's is everyone's.
+    Collective over the default group, if there is one and a tokenizer: all have rank 0's.
     """
     name, raw = read(config)
     if len(raw) < (least := least_bytes(config.length)):
         raise ValueError(f"{name}: got {len(raw)} bytes, wanted at least {least} for data.length={config.length}")
-    digest, size = hashlib.sha256(raw).hexdigest(), min(CHUNK, len(raw) // HELD_OUT)
+    digest = hashlib.sha256(raw).hexdigest()
     if config.tokenizer is None and config.vocabulary is None:
-        train, valid = _split(torch.frombuffer(bytearray(raw), dtype=torch.uint8).split(size))
+        train, valid = _split(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         return Text(name, torch.cat(train), torch.cat(valid), digest, _entropy(torch.cat((*train, *valid))))
-    whole = raw.decode(errors="replace")
-    size = min(CHUNK, len(whole) // HELD_OUT)
-    texts = _split([whole[i : i + size] for i in range(0, len(whole), size)])
+    texts = _split(raw.decode(errors="replace"))
     first = not dist.is_initialized() or dist.get_rank() == 0
     tokenizer = from_all_ranks(lambda: make(config, texts[0]) if first else "")[0]
     train, valid = ([torch.tensor(ids, dtype=torch.int32) for ids in encode(tokenizer, each)] for each in texts)
@@ -71,10 +68,12 @@ def read_text(config: DataConfig) -> Text:
     return Text(name, torch.cat(train), torch.cat(valid), digest, _entropy(tokens) / ratio, tokenizer, ratio)
 
 
-def _split(chunks: Sequence[T]) -> tuple[list[T], list[T]]:
-    """What is trained on, and what is held out."""
+def _split(whole: T) -> tuple[list[T], list[T]]:
+    """Chunks of bytes, or of letters: what is trained on, and what is held out."""
+    size = min(CHUNK, len(whole) // HELD_OUT)
+    chunks = [whole[i : i + size] for i in range(0, len(whole), size)]
     kept = [chunk for i, chunk in enumerate(chunks) if i % HELD_OUT != HELD_OUT - 1]
-    return kept, list(chunks[HELD_OUT - 1 :: HELD_OUT])
+    return kept, chunks[HELD_OUT - 1 :: HELD_OUT]
 
 
 def _entropy(tokens: Tensor) -> float:

@@ -9,11 +9,11 @@ torch's own files these have no pickle: reading one executes nothing.
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -33,14 +33,14 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
         state_dict_saver.save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
         raise OSError(f"{folder}: {_first(error)}") from error
-    from_all_ranks(functools.partial(_check_saved, folder, tensors))  # before any of them moves the folder
 
+    def check() -> None:
+        try:
+            _check(folder, tensors)
+        except ValueError as error:
+            raise OSError(f"not saved: {error}: wanted a run folder that all nodes see") from None
 
-def _check_saved(folder: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        _check(folder, tensors)
-    except ValueError as error:
-        raise OSError(f"not saved: {error}: wanted a run folder that all nodes see") from None
+    from_all_ranks(lambda: None if dist.get_rank() else check())
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], experts: Iterable[nn.Mo
 
     Call it before the optimizer is made.
     """
-    copies, everyone = mesh.grid["dp"], init_device_mesh(mesh.grid.device_type, (dist.get_world_size(),))
+    copies, world = mesh.grid["dp"], init_device_mesh(mesh.grid.device_type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32)
     alone: set[nn.Parameter] = set()
     for module in experts:
@@ -35,4 +35,4 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], experts: Iterable[nn.Mo
         else:
             alone |= set(module.parameters())
     for module in (*blocks, model):
-        fully_shard(module, mesh=everyone, mp_policy=policy, ignored_params=alone)
+        fully_shard(module, mesh=world, mp_policy=policy, ignored_params=alone)

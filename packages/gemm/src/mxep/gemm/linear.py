@@ -71,9 +71,9 @@ def linear(
     chosen = select(backend, x.device)
     rowwise = chosen.wants_rowwise
     check_linear(x, w, bias, recipe=recipe, out_dtype=out_dtype, main_grad=main_grad, rowwise=rowwise)
-    plain = recipe.scaling == "none" and chosen.name != "reference" and main_grad is None and wgrad_scale == 1
-    plain = plain and quantized_weight is None and not isinstance(x, MXTensor)
-    if plain and x.dtype == w.dtype == out_dtype == torch.bfloat16:
+    plain = recipe.scaling == "none" and not isinstance(x, MXTensor) and x.dtype == w.dtype == out_dtype
+    asks_nothing = quantized_weight is None and main_grad is None and wgrad_scale == 1
+    if plain and asks_nothing and x.dtype == torch.bfloat16 and chosen.name != "reference":
         return nn.functional.linear(x, w, bias)  # the same products, for a third of what they cost the host here
     weight = None if quantized_weight is None else _one_group(quantized_weight)
     if weight is not None:
