@@ -109,6 +109,7 @@ def make_trainer(args: argparse.Namespace) -> Any:
     config.parallelism.expert_parallel_degree = int(os.environ["WORLD_SIZE"])
     config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option = args.checkpoint, "op"
     config.compile.enable = args.compile
+    config.profiling.enable_profiling, config.profiling.profile_freq = args.profile, args.steps
     if args.case == "torchtitan-fp8":
         config.model.converters = ["quantize.grouped_mm.float8"]
         config.quantize.grouped_mm.float8.fqns = ["moe.experts"]
@@ -137,7 +138,23 @@ def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
     dispatchers = {id(each): each for module in modules if (each := getattr(module, "dispatcher", None)) is not None}
     passes = [each for dispatcher in dispatchers.values() for each in dispatcher.passes.values()]
     result["replays"] = {each.__name__: [each.replays, each.refused] for each in passes}
+    if args.profile:
+        result["profile"] = kernels_of(Path(trainer.job_config.job.dump_folder), int(os.environ["RANK"]))
     return result
+
+
+def kernels_of(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank's GPU did in the profiled step: kernels by ms, the ms in which any ran, first to last."""
+    trace = json.loads(next(folder.rglob(f"rank{rank}_trace.json")).read_text())
+    ran = [one for one in trace["traceEvents"] if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    took: collections.Counter[str] = collections.Counter()
+    busy, until, calls = 0.0, 0.0, collections.Counter(one["name"] for one in ran)
+    for one in sorted(ran, key=lambda one: one["ts"]):
+        took[one["name"]] += one["dur"] / 1e3
+        end = one["ts"] + one["dur"]
+        busy, until = busy + max(0.0, end - max(until, one["ts"])) / 1e3, max(until, end)
+    kernels = [[name[:100], calls[name], round(ms, 3)] for name, ms in took.most_common(80)]
+    return {"busy_ms": busy, "ms": (until - min(one["ts"] for one in ran)) / 1e3, "kernels": kernels}
 
 
 @contextlib.contextmanager
@@ -194,6 +211,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dispatcher", choices=("symmetric", "all_to_all"), default="symmetric")
     parser.add_argument("--capacity", type=float, help="rows that fit, in balanced loads; default: the worst case")
     parser.add_argument("--check", action="store_true", help="replayed passes against their functions, bit for bit")
+    parser.add_argument("--profile", action="store_true", help="the last step's kernels, by their time")
     parser.add_argument("--out", type=Path, default=Path("titan.jsonl"))
     return parser.parse_args(arguments)
 

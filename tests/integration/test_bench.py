@@ -123,6 +123,23 @@ def test_what_is_measured_is_logged_at_once_with_the_seconds_passed(make_config,
     assert re.fullmatch(r' +\d+\.\d s  {"section": "skew", "shape": \[1\], "us": 1\.2346}\n', line)
 
 
+def test_a_bench_that_breaks_off_has_written_its_rows(make_config, monkeypatch, tmp_path: Path):
+    def measure(bench: run.Bench):
+        bench.ceilings["copy TB/s"] = 4.0
+        yield "skew", {"shape": [1], "us": 2.0}
+        raise KeyboardInterrupt
+
+    config = make_config("task=bench", "bench=comms", "bench.device=cpu", "bench.commit=abc").bench
+    monkeypatch.setattr("mxep.integration.bench.comms.measure", measure)
+    files = [tmp_path / "bench.json", tmp_path / "out.json"]
+    with pytest.raises(KeyboardInterrupt):
+        run.run(None, config, 0, files, "mxep task=bench", quiet=True)
+    for file in files:
+        kept = json.loads(file.read_text())
+        assert kept["sections"]["skew"] == [{"shape": [1], "us": 2.0}]
+        assert (kept["commit"], kept["command"], kept["ceilings"]) == ("abc", "mxep task=bench", {"copy TB/s": 4.0})
+
+
 def test_without_a_cuda_device_there_is_one_message(mxep):
     finished = mxep("task=bench", "bench=quant")
     assert finished.code == 1

@@ -27,6 +27,8 @@ from .state import find, read_state, same_text
 from .train import Outcome, train
 from .verify import Verification, verify
 
+Reported = BenchConfig | CompareConfig | EstimateConfig | VerifyConfig
+
 
 def run_job(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
     """Run what `prepare` made and return the exit code; what goes wrong ends in one message on stderr.
@@ -112,11 +114,13 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    file = folder / "bench.json"
+    args = (config.bench, config.seed, _written(config.bench, file), _command())
     if config.bench.name in ON_RANKS:
-        results = _on_ranks(run.run, (config.bench, config.seed), config, device=config.bench.device)
+        results = _on_ranks(run.run, args, config, device=config.bench.device)
     else:
-        results = run.run(None, config.bench, config.seed, quiet=not reports())
-    return _finish(results, config.bench, folder / "bench.json")
+        results = run.run(None, *(args if reports() else args[:2]), quiet=not reports())
+    return _finish(results, config.bench, file)
 
 
 def _estimate(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
@@ -140,18 +144,18 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
     return run_ranks(fn, args, world_size=config.ranks, timeout=config.parallel.timeout, device=device)[0]
 
 
-def _finish(
-    results: Any,
-    section: BenchConfig | CompareConfig | EstimateConfig | VerifyConfig,
-    file: Path,
-    things: str = "lines",
-) -> int:
+def _written(section: Reported, file: Path) -> list[Path]:
+    """The files that get the results of a task: `file`, and what its config names as `out`."""
+    return [file, *([Path(section.out)] if section.out else [])]
+
+
+def _finish(results: Any, section: Reported, file: Path, things: str = "lines") -> int:
     """Write and show `results`, such as a `Report`, on the process that reports.
 
     Returns the exit code: 1 if some of them failed.
     """
     if reports():
-        written = [file, *([Path(section.out)] if section.out else [])]
+        written = _written(section, file)
         write(results.to_json(_command(), section.commit), written)
         results.show(Console())
         if isinstance(section, BenchConfig | EstimateConfig) and section.picture:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import json
 import platform
@@ -118,6 +119,7 @@ def write(report: Mapping[str, Any], files: Sequence[Path]) -> None:
         file.write_text(json.dumps(report, indent=1) + "\n")
 
 
+@functools.cache
 def provenance(command: str, commit: str | None) -> dict[str, Any]:
     """Device, driver, versions, date, commit and command. commit: what to say instead of git's answer."""
     cuda = torch.cuda.is_available()

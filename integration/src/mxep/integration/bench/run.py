@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ..config import ConfigError
 from ..rank import Rank
-from ..results import Report, Row, Section
+from ..results import Report, Row, Section, write
 from ..schema import BenchConfig
 from ..timer import free_memory
 from . import BENCHES, ON_CPU
@@ -80,10 +80,19 @@ def _known(key: str, got: Iterable[str], known: Iterable[str]) -> None:
             raise ConfigError(f"{key}: got {name!r}, wanted some of {'; '.join(known)}")
 
 
-def run(rank: Rank | None, config: BenchConfig, seed: int, *, quiet: bool = False) -> Report:
+def run(
+    rank: Rank | None,
+    config: BenchConfig,
+    seed: int,
+    files: Sequence[Path] = (),
+    command: str = "",
+    *,
+    quiet: bool = False,
+) -> Report:
     """Measure what `config` names; rank None: in this process alone.
 
-    Rank 0 logs each row, as JSON, as soon as it is there, unless `quiet`. Collective, with one report for all ranks.
+    Rank 0 logs each row, as JSON, as soon as it is there, unless `quiet`, and writes all rows so far into `files`: a
+    run that is ended loses none. Collective, with one report for all ranks.
     """
     module, begin = check(config), time.monotonic()
     rank = rank or Rank(0, 1, torch.device(config.device))
@@ -93,8 +102,10 @@ def run(rank: Rank | None, config: BenchConfig, seed: int, *, quiet: bool = Fals
     report = Report(title, {}, sections)
     for name, row in module.measure(Bench(rank, config, seed, report)):
         added = json.dumps({"section": name, **report.add(name, row)})
-        console.print(f"{time.monotonic() - begin:6.1f} s  {added}", soft_wrap=True, highlight=False, markup=False)
-    report.seconds = time.monotonic() - begin
+        report.seconds = time.monotonic() - begin
+        console.print(f"{report.seconds:6.1f} s  {added}", soft_wrap=True, highlight=False, markup=False)
+        if rank.rank == 0:
+            write(report.to_json(command, config.commit), files)
     return report
 
 
