@@ -5,6 +5,8 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -121,6 +123,22 @@ def test_on_gpus_it_learns(prepared: Callable[..., Config], tmp_path: Path, how:
     out = run_ranks(train_alone, (prepared(named, *given), tmp_path), world_size=ranks, timeout=200, device="cuda")[0]
     for run in out.runs:
         assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
+
+
+@needs_gpu
+def test_on_gpus_the_command_trains_whatever_its_fork_server_imported(text: Path, tmp_path: Path):
+    given = f"data.path={text}", "data.source=text", "data.batch=4", "train.steps=2", "train.checkpoint_every=null"
+    command = [
+        sys.executable,
+        "-m",
+        "mxep.integration.app",
+        "model=qwen3_moe_tiny",
+        *given,
+        f"hydra.run.dir={tmp_path}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert " on cuda" in done.stderr
 
 
 def bias_of_a_step(rank: Rank, config: Config, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from . import __version__, files
 from .prepare import prepare
-from .process import STOPPED, reports, start_fork_server, under_torchrun
+from .process import STOPPED, count_gpus, reports, start_fork_server, under_torchrun
 from .schema import configs_dir, register
 
 
@@ -67,8 +67,9 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
             for note in files.notes(config.data):
                 print(f"mxep: data=text {note}", file=sys.stderr)
         if not under_torchrun() and config.task.name != "estimate":  # which has no ranks
-            preload = ["mxep.integration.transformers.model"] if config.model.transformers is not None else []
-            server = start_fork_server(*preload)
+            # What transformers imports, torchao for one, may start CUDA, which a rank forked then could not use.
+            early = config.model.transformers is not None and not count_gpus()
+            server = start_fork_server(*["mxep.integration.transformers.model"] * early)
             atexit.register(server._stop)  # waits for its end, so that the command leaves nothing behind
         from .job import run_job
 

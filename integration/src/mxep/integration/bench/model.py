@@ -3,6 +3,7 @@
     baseline bf16        standard.StandardLayer in the experts' place
     transformers bf16    its own grouped_mm; on one rank alone
     mxep RECIPE          mxep.integration.transformers, experts over all ranks by its expert_parallel
+    mxep mxfp8, linear   attention's projections in MXFP8 as well, q, k and v together (convert, join_linears)
     ..., graph           a step is a replay of one CUDA graph
     no experts           experts give back what they get: what is not theirs
 
@@ -23,6 +24,7 @@ T tokens of a rank, in two sequences; D model dim, F hidden dim, E experts, K ex
 
 from __future__ import annotations
 
+import copy
 import importlib
 import statistics
 from collections.abc import Callable, Iterator
@@ -38,7 +40,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mxep.comms import Capacity
 from mxep.ep.shares import local_tensor, local_weight
-from mxep.gemm import Recipe
+from mxep.gemm import Recipe, convert, join_linears
 
 from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from ..rank import Rank
@@ -58,7 +60,10 @@ VOCABULARY = 32768
 CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
 LEAST_SNR = 6.0  # experts flip between any two kinds of products, the more the more layers; without experts: 1 to 2
 
-CASES = (BASELINE, "transformers bf16", *(f"mxep {r}{g}" for r in RECIPES for g in ("", ", graph")), PLAIN)
+LINEAR = ", linear"
+OURS = (*(f"mxep {recipe}" for recipe in RECIPES), f"mxep mxfp8{LINEAR}")
+
+CASES = (BASELINE, "transformers bf16", *(f"{name}{graph}" for name in OURS for graph in ("", ", graph")), PLAIN)
 SHAPES = {"*": (2, 1, 32, 32, 1, 1)}
 SHAPE = "tokens, layers, dim, hidden dim, experts, top-k"
 FIGURES = "tokens/s, ms, x bf16, of step, peak GiB, loss, dB, MHz, W"
@@ -132,9 +137,10 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model, and the batch of this rank."""
+    """The model, and the batch of this rank. attentions: each layer's, and the same weights' in MXFP8."""
 
     model: Any
+    attentions: dict[bool, list[Any]]
     ids: Tensor
     shape: Shape
     rank: Rank
@@ -179,11 +185,15 @@ class Subject:
                 else:
                     drawn = own if ".experts." in name else generator
                     local_tensor(weight).normal_(std=weight.shape[-1] ** -0.5, generator=drawn)
-        for layer in model.model.layers if rank.device.type == "cuda" else ():
-            for module in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
+        model.train()
+        plain = [layer.self_attn for layer in model.model.layers]
+        shared = {id(weight): weight for weight in model.parameters()}
+        attentions = {False: plain, True: [_in_mxfp8(copy.deepcopy(one, shared)) for one in plain]}
+        for layer, *both in zip(model.model.layers, *attentions.values()) if rank.device.type == "cuda" else ():
+            for module in (*both, layer.input_layernorm, layer.post_attention_layernorm):
                 module.compile()
         sequences = torch.randint(VOCABULARY, (2, shape.tokens // 2), device=rank.device, generator=own)
-        return cls(model.train(), sequences, shape, rank)
+        return cls(model, attentions, sequences, shape, rank)
 
     def step(self, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
         """A call: forward and backward with these experts, to the loss and the head's gradient.
@@ -192,11 +202,14 @@ class Subject:
         """
         if name.startswith("transformers") and self.rank.world_size > 1:
             raise NotImplementedError("on one rank alone")
-        case = name.removesuffix(", graph")
+        attentions = self.attentions[LINEAR in name]
+        case = name.removesuffix(", graph").removesuffix(LINEAR)
         implementation = "grouped_mm" if case.startswith("transformers") else f"bench {case}"
 
         def step() -> tuple[Tensor, Tensor]:
             self.model.config._experts_implementation = implementation
+            for layer, attention in zip(self.model.model.layers, attentions):
+                layer.self_attn = attention
             self.model.zero_grad(set_to_none=True)
             loss: Tensor = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
             loss.backward()
@@ -208,6 +221,10 @@ class Subject:
         """Collective."""
         for _, layer in layers(self.model):
             layer.dispatcher.close()
+
+
+def _in_mxfp8(attention: Any) -> Any:
+    return join_linears(convert(attention, "mxfp8"))
 
 
 def _standard(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
