@@ -287,17 +287,6 @@ def test_nobody_listens_to_optimizers_afterwards() -> None:
     assert len(hooks) == before
 
 
-def test_what_torch_compile_traces_quantizes_at_each_call() -> None:
-    p = problem(unused=0)
-    w = weight(p)
-    compiled = torch.compile(lambda a, w: grouped_mm(a, w, p.offs, recipe=MX), fullgraph=True, backend="aot_eager")
-    with quantize_weights_once() as once:
-        for value in (p.w, -p.w):
-            w.data = value
-            assert torch.equal(compiled(p.a, w), grouped_mm(p.a, value, p.offs, recipe=MX))
-        assert once.quantizations == 2
-
-
 @distributed(1, device="cpu")
 def test_local_parts_of_dtensors_share_and_may_move(ctx: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh

@@ -82,6 +82,7 @@ OF_TRANSFORMERS = {
     "parallel.fsdp": False,
     "train.precision": "bf16-mixed",
     "train.activation_checkpointing": False,
+    "train.compile": False,
 }
 """Keys that only models of transformers have -> what mxep's own decoder has instead."""
 
@@ -307,8 +308,6 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
             yield f"model.transformers.{key}: wanted no such key: the model's own attention and mxep's experts run"
     if of_model.get("tie_word_embeddings"):
         yield "model.transformers.tie_word_embeddings: got true, wanted false: checkpoints hold each weight once"
-    if config.recipe.linear is not None:
-        yield f"recipe.linear: got {config.recipe.linear}, wanted null: linears of a transformers model stay torch's"
 
 
 def _of_estimate(config: Config) -> Iterator[str]:

@@ -59,8 +59,8 @@ class DataConfig:
 @dataclass
 class RecipeConfig:
     """name: of a mxep.gemm.Recipe, for the experts. mode, weight_block, wgrad: replace the recipe's own where not null.
-    linear: name of the attention projections' recipe, as "mxfp8", or "auto", by their shapes; null: they stay torch's.
-    Embedding, routers and head always do."""
+    linear: name of the recipe of linears, as "mxfp8", or "auto", by their shapes; null: they stay torch's. They are
+    attention's projections, of transformers models dense MLPs', too; embedding, routers and head stay torch's."""
 
     name: str
     mode: str | None
@@ -117,8 +117,9 @@ class TrainConfig:
     """steps of each run. micro_batches: that a rank cuts its share of data.batch in; their gradients are summed before
     the optimizer's step. precision: "bf16-mixed": weights, gradients and moments in fp32, products in bf16;
     "bf16-true": all in bf16; "32-true": all in fp32; experts are multiplied as the recipe says in each.
-    activation_checkpointing: each block keeps its input alone, and is computed again in backward. compare: train
-    in bf16 first, for comparison. checkpoint_every: steps between checkpoints, 0 for one at the end, null for none.
+    activation_checkpointing: each block keeps its input alone, and is computed again in backward. compile: by
+    torch.compile, in each block, attention, norms and dense MLPs, each by itself. compare: train in bf16 first, for
+    comparison. checkpoint_every: steps between checkpoints, 0 for one at the end, null for none.
     valid_batches: batches of held-out text for the final loss. graph: whether on GPUs loss and gradients are computed
     by CUDA graphs; null: where nothing on the way waits for the host. skip_bad_steps: how many steps in a row may be
     left out because loss or gradient norm is not finite or rows overflowed the capacity; one more ends the run.
@@ -128,6 +129,7 @@ class TrainConfig:
     micro_batches: int
     precision: str
     activation_checkpointing: bool
+    compile: bool
     compare: bool
     checkpoint_every: int | None
     valid_batches: int

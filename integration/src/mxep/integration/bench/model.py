@@ -191,7 +191,7 @@ class Subject:
         attentions = {False: plain, True: [_in_mxfp8(copy.deepcopy(one, shared)) for one in plain]}
         for layer, *both in zip(model.model.layers, *attentions.values()) if rank.device.type == "cuda" else ():
             for module in (*both, layer.input_layernorm, layer.post_attention_layernorm):
-                module.compile()
+                module.forward = torch.compile(module.forward)  # without transformers' hooks, which break a graph
         sequences = torch.randint(VOCABULARY, (2, shape.tokens // 2), device=rank.device, generator=own)
         return cls(model, attentions, sequences, shape, rank)
 

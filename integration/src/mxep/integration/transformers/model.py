@@ -13,6 +13,7 @@ T tokens of this rank, K experts a token.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from dataclasses import dataclass
@@ -30,11 +31,11 @@ from transformers.utils.logging import disable_progress_bar
 from mxep.ep import Routing, TokenDispatcher
 from mxep.ep.recomputation import recomputing
 from mxep.ep.shares import init_normal_
-from mxep.gemm import Recipe
+from mxep.gemm import Recipe, convert, join_linears
 
 from ..config import ConfigError
 from ..mesh import Mesh
-from ..named import make_capacity
+from ..named import linear_recipe, make_capacity
 from ..schema import Config
 from .implementation import Implementation
 from .layer import KEY, Layer
@@ -94,13 +95,18 @@ class CausalLM(nn.Module):
         self.blocks = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         by_block = {"parallel.fsdp": config.parallel.fsdp}
         by_block |= {"train.activation_checkpointing": config.train.activation_checkpointing}
+        by_block |= {"train.compile": config.train.compile, "recipe.linear": config.recipe.linear is not None}
         if not self.blocks and any(by_block.values()):
             key = next(key for key, wanted in by_block.items() if wanted)
-            raise ConfigError(f"{key}: got true, want false: {sizes.model_type} has no blocks that transformers names")
+            raise ConfigError(f"{key}: leave it out: {sizes.model_type} has no blocks that transformers names")
+        self.experts = [self.model.get_submodule(name) for name in names]
+        for part in self._beside_experts():
+            _multiply_by(linear_recipe(config, recipe), part, config.backend)
+            if config.train.compile:
+                part.forward = torch.compile(part.forward)  # without transformers' hooks, which break a graph
         if config.train.activation_checkpointing:
             for block in self.blocks:  # named as before, unlike what a wrapper holds
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        self.experts = [self.model.get_submodule(name) for name in names]
         if config.parallel.fsdp:
             shard(self.model, self.blocks, self.experts, mesh, mixed)
         self.aux_weight = getattr(sizes, "router_aux_loss_coef", 0.0)
@@ -122,6 +128,11 @@ class CausalLM(nn.Module):
         if getattr(sizes, "qk_nope_head_dim", None):  # DeepSeek's
             query_key, value = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, sizes.v_head_dim
         return int(sizes.num_attention_heads * (query_key + value))
+
+    def _beside_experts(self) -> list[nn.Module]:
+        """The parts of the blocks without experts: attention, norms, dense MLPs."""
+        parts = (part for block in self.blocks for part in block.children())
+        return [part for part in parts if not set(self.experts).intersection(part.modules())]
 
     def forward(self, inputs: Tensor) -> Any:
         """``inputs`` (b, S) int64 -> what the model returns: `logits` (b, S, V), where it has one `aux_loss`."""
@@ -194,6 +205,15 @@ class RouterOf:
             dist.all_reduce(self.load)
             self.bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+
+
+def _multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:
+    """Convert the linears of a part that has any; those that read one tensor become one product."""
+    if recipe is None or not any(isinstance(module, nn.Linear) for module in part.modules()):
+        return
+    convert(part, recipe, backend=backend)
+    with contextlib.suppress(ValueError):  # there are none of the names that are known
+        join_linears(part)
 
 
 @torch.no_grad()

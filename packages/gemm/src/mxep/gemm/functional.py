@@ -21,15 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+import mxep.gemm.compiled as compiled
 import mxep.gemm.steps as steps
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
-from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import tensors_of, weight_of
 from mxep.gemm.weights import QuantizedWeight
-from mxep.quant import MXTensor, group_sums
+from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts
 
 
@@ -106,6 +105,11 @@ def multiply(
     more: further weights, then their main_grads. They are one weight, w's rows first, as bias is for all of them. Then
     what is returned are the results of each, views of one.
     """
+    given: Any = quantized_weight, main_grad, *more[len(more) // 2 :]
+    plain = torch.compiler.is_compiling() and all(x is None for x in given)
+    if plain and compiled.is_known_by_name(a, recipe, backend):
+        ws: Any = w, *more[: len(more) // 2]
+        return compiled.product(a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale)
     how = quantized_weight, recipe, backend, out_dtype, main_grad, wgrad_scale
     return _GroupedMM.apply(a, w, bias, offs, *how, *more)  # type: ignore[no-untyped-call]
 
@@ -138,17 +142,8 @@ class _GroupedMM(torch.autograd.Function):
     ) -> Any:
         ws: Any = (w, *more[: len(more) // 2])
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
-        found, saved = ws if weight is None else (weight.rowwise,), None
-        if weight is None and is_held(whole := weight_of(ws), recipe):
-            rowwise, saved = rowwise_and_saved(whole, recipe, backend, dgrad=needs[0])
-            found = (rowwise,)
-        tensors = [_parts(a), bias, offs, *map(_parts, found)]
-        out, a_saved, blocks, amax = steps.forward(tensors, recipe, backend, out_dtype, needs)
-        first, *others = ws if blocks is None else (blocks,)
-        if saved is not None:
-            (first, *others), amax = tensors_of(saved.weight), saved.amax
-        if weight is not None and weight.colwise is not None:
-            first = weight.colwise
+        how = recipe, backend, out_dtype, needs
+        out, a_saved, (first, *others), amax = steps.run_forward(steps.forward, a, ws, weight, bias, offs, *how)
         a_parts, ctx.a_rest = taken_apart(a_saved)
         w_parts, ctx.w_rest = taken_apart(first if needs[0] else None)
         ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *(others if needs[0] else ()))
@@ -171,19 +166,19 @@ class _GroupedMM(torch.autograd.Function):
         ]
         need_w = any(needs)
         *dtypes, bias_dtype = ctx.dtypes
-        w, amax, gradients = None, None, [*map(_parts, dys)]
-        others: list[Any] = []
+        w: list[Any] = []
+        amax, gradients = None, [*map(steps.parts_of, dys)]
         quantized = kept is not None and not need_a and kept.fits(*dys)
         if quantized:
             offs, gradients, a = kept.operands
         else:
             offs, *parts = ctx.saved_tensors
             amax, *others = parts[6:]
-            a, w = _joined(parts[:3], ctx.a_rest), _joined(parts[3:6], ctx.w_rest)
-        if need_a and isinstance(w, Tensor) and is_held(whole := weight_of((w, *others)), recipe):
-            w, amax, others = _parts(SavedWeight(whole, amax).colwise(recipe, backend)), None, []
+            a, w = _joined(parts[:3], ctx.a_rest), [_joined(parts[3:6], ctx.w_rest), *others]
+        if need_a:
+            w, amax = steps.colwise_if_held(w, amax, recipe, backend)
         main_grads = [main_grad if need else None for main_grad, need in zip(ctx.main_grads, needs)]
-        tensors = [a if need_w else None, amax, offs, *main_grads, *gradients, *((w, *others) if need_a else [None])]
+        tensors = [a if need_w else None, amax, offs, *main_grads, *gradients, *(w if need_a else [None])]
         da = dw = qdata = None
         if need_a or need_w:
             how = recipe, backend, (need_a, need_w), tuple(dtypes), ctx.wgrad_scale, quantized and recipe.wgrad == "mx"
@@ -191,9 +186,9 @@ class _GroupedMM(torch.autograd.Function):
         if not graph_is_retained():
             ctx.kept = None
         elif need_a and any(ctx.needs_input_grad[i] for i in _places(len(widths))) and not need_w:
-            left = [qdata, *[None] * (len(widths) - 1)] if recipe.wgrad == "mx" else [*map(_parts, dys)]
+            left = [qdata, *[None] * (len(widths) - 1)] if recipe.wgrad == "mx" else [*map(steps.parts_of, dys)]
             ctx.kept = Kept.of((offs, left, a), *dys)
-        dbias = _joined_sums(dys, offs).to(bias_dtype) if need_bias else None
+        dbias = steps.joined_sums(dys, offs).to(bias_dtype) if need_bias else None
         if len(widths) == 1:
             return da, dw, dbias, *[None] * 7
         dws = [None] * len(widths) if dw is None else dw.split(widths, 1)
@@ -208,10 +203,6 @@ def _places(weights: int) -> tuple[int, ...]:
 
 _Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
 _Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def _parts(x: Any) -> Any:
-    return MXParts.of(x) if isinstance(x, MXTensor) else x
 
 
 def taken_apart(x: Any) -> tuple[_Parts, _Rest]:
@@ -235,13 +226,3 @@ def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
         return qdata
     qdata, scale = (qdata, scale) if rest[0] != -2 else (qdata.mT, scale.mT)
     return MXParts(qdata, scale, row_index, *rest)
-
-
-def _joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
-    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of dys (M, N) side by side; no host sync."""
-    if offs is not None:
-        sums = [group_sums(dy, offs) for dy in dys]
-    else:
-        plain = map(steps.plain, dys)
-        sums = [dy.sum(0, keepdim=True, dtype=torch.promote_types(dy.dtype, torch.float32)) for dy in plain]
-    return sums[0] if len(sums) == 1 else torch.cat(sums, 1)

@@ -86,9 +86,9 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
     What is held: a byte for each element and way, and scales. Under FSDP2 that is of gathered weights, and of all of
     them. A weight is the memory it lies in: views share, other memory under the same parameter (`.data =`, `.to()`)
     is another weight, and so is the new tensor that a cast in the forward makes at each call, which therefore is
-    quantized at each call. So are weights where torch.compile traces `grouped_mm` itself, under its
-    mode="reduce-overhead", and tensor subclasses; compiled MoE layers share as others do. Open it outside of what is
-    compiled.
+    quantized at each call. So are tensor subclasses, weights under torch.compile's mode="reduce-overhead", and those
+    of products that it traces (recipes with bf16 weight gradients, `main_grad`, backends of one's own); other compiled
+    products and MoE layers share as eager ones do. Open it outside of what is compiled.
 
     CUDA graphs: qdata made in a capture are for captures alone, and made again by each replay. Open it within a
     capture, or around captures of first and further micro-batches: then the memory of the qdata belongs to the pool

@@ -4,17 +4,19 @@
 M rows, N out features, K in features, G groups.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxep.gemm.backends.base import Backend
-from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
+from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.several import weight_of
-from mxep.quant import MXTensor
-from mxep.quant.replay import Tensors, replayed
+from mxep.gemm.several import tensors_of, weight_of
+from mxep.gemm.weights import QuantizedWeight
+from mxep.quant import MXTensor, group_sums
+from mxep.quant.replay import MXParts, Tensors, replayed
 
 
 @replayed
@@ -105,3 +107,50 @@ def quantized_gradient(dys: Tensors, recipe: Recipe, backend: Backend) -> Tensor
     if isinstance(dy, MXTensor) and recipe.fits(dy):
         return dy
     return backend.quantize_rows(plain(dy), recipe.grad_fmt, recipe)
+
+
+def joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
+    """(G, N) fp32 (fp64 of fp64): the sum of each group's rows of dys (M, N) side by side; no host sync."""
+    if offs is not None:
+        sums = [group_sums(dy, offs) for dy in dys]
+    else:
+        sums = [dy.sum(0, keepdim=True, dtype=torch.promote_types(dy.dtype, torch.float32)) for dy in map(plain, dys)]
+    return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+
+
+def run_forward(
+    run: Callable[..., Tensors],
+    a: Any,
+    ws: Sequence[Tensor],
+    weight: QuantizedWeight | None,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    recipe: Recipe,
+    backend: Backend,
+    out_dtype: torch.dtype,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor, Any, tuple[Any, ...], Tensor | None]:
+    """`forward` by `run`, with the weight that is given or held, if one is: out, a for wgrad, w for dgrad, its amax."""
+    found, saved = ws if weight is None else (weight.rowwise,), None
+    if weight is None and is_held(whole := weight_of(ws), recipe):
+        rowwise, saved = rowwise_and_saved(whole, recipe, backend, dgrad=needs[0])
+        found = (rowwise,)
+    tensors = [parts_of(a), bias, offs, *map(parts_of, found)]
+    out, kept, blocks, amax = run(tensors, recipe, backend, out_dtype, needs)
+    if weight is not None:
+        return out, kept, (ws[0] if weight.colwise is None else weight.colwise,), amax
+    if saved is not None:
+        return out, kept, tensors_of(saved.weight), saved.amax
+    return out, kept, tuple(ws) if blocks is None else (blocks,), amax
+
+
+def colwise_if_held(ws: Sequence[Any], amax: Tensor | None, recipe: Recipe, backend: Backend) -> tuple[list[Any], Any]:
+    """A saved weight and its amax as `backward` takes them: what is held of it, if anything is."""
+    if isinstance(ws[0], Tensor) and is_held(whole := weight_of(ws), recipe):
+        return [parts_of(SavedWeight(whole, amax).colwise(recipe, backend))], None
+    return [*ws], amax
+
+
+def parts_of(x: Any) -> Any:
+    """An MXTensor as a replayed function takes it."""
+    return MXParts.of(x) if isinstance(x, MXTensor) else x

@@ -1,0 +1,155 @@
+"""A product for torch.compile: two ops that a graph calls and does not look into.
+
+    mxep::product_forward     a, weights, bias, offs -> out, what backward needs
+    mxep::product_backward    dy and these -> da and dw, of those that need one
+
+Both run what an eager call runs, replays and held weights included (`steps.py`), so that a compiled product costs the
+host what an eager one does. The compiler gets the shapes. Recipe and backend are in the graph by their names.
+
+M rows, N out features of all weights, K in features, G groups.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mxep.gemm.steps as steps
+from mxep.gemm.backends import BACKENDS, Backend, select
+from mxep.gemm.quantize_once import weights_are_held
+from mxep.gemm.recipe import Recipe
+from mxep.quant import BLOCK, E4M3, MXTensor
+from mxep.quant.replay import MXParts
+
+
+def is_known_by_name(a: Tensor, recipe: Recipe, backend: Backend) -> bool:
+    """Whether `product` can: a is plain, backward needs no plain a, recipe and backend are what their names give."""
+    named = recipe.fmt == E4M3 and BACKENDS.get(backend.name) is backend
+    return named and recipe.scaling != "none" and recipe.wgrad == "mx" and not isinstance(a, MXTensor)
+
+
+def product(
+    a: Tensor,
+    ws: Sequence[Tensor],
+    bias: Tensor | None,
+    offs: Tensor | None,
+    recipe: Recipe,
+    backend: Backend,
+    out_dtype: torch.dtype,
+    wgrad_scale: float,
+) -> Any:
+    """What `multiply` gives, of operands that `is_known_by_name` finds."""
+    needs = [a.requires_grad, any(w.requires_grad for w in ws), bias is not None and bias.requires_grad]
+    needs = [need and torch.is_grad_enabled() for need in needs]
+    out = forward_op(a, [*ws], bias, offs, recipe.name, backend.name, out_dtype, wgrad_scale, needs)[0]
+    return out if len(ws) == 1 else out.split([w.shape[1] for w in ws], 1)
+
+
+def _forward(
+    run: Any,
+    a: Tensor,
+    ws: list[Tensor],
+    bias: Tensor | None,
+    offs: Tensor | None,
+    recipe: str,
+    backend: str,
+    out_dtype: torch.dtype,
+    wgrad_scale: float,
+    needs: list[bool],
+) -> list[Tensor]:
+    how = Recipe.named(recipe), select(backend, a.device)
+    with torch.no_grad():
+        out, rows, w, amax = steps.run_forward(run, a, ws, None, bias, offs, *how, out_dtype, (needs[0], needs[1]))
+    saved = [*_parts(rows), *_parts(w[0]), amax]
+    if weights_are_held():  # an output is the graph's to write over
+        saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
+    return [out, *(_nothing(a) if x is None else x for x in saved)]
+
+
+@torch.library.custom_op("mxep::product_forward", mutates_args=())
+def forward_op(
+    a: Tensor,
+    ws: list[Tensor],
+    bias: Tensor | None,
+    offs: Tensor | None,
+    recipe: str,
+    backend: str,
+    out_dtype: torch.dtype,
+    wgrad_scale: float,
+    needs: list[bool],
+) -> list[Tensor]:
+    """[out (M, N), a's qdata and scales, w's in 2-D blocks, the amax of w's columns]: what there is not has no axes."""
+    return _forward(steps.forward, a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale, needs)
+
+
+@forward_op.register_fake
+def _(a: Tensor, *args: Any) -> list[Tensor]:
+    return _forward(steps.forward.direct, a, *args)
+
+
+@torch.library.custom_op("mxep::product_backward", mutates_args=())
+def backward_op(
+    dy: Tensor,
+    saved: list[Tensor],
+    ws: list[Tensor],
+    offs: Tensor | None,
+    recipe: str,
+    backend: str,
+    dtype: torch.dtype,
+    wgrad_scale: float,
+    needs: list[bool],
+) -> list[Tensor]:
+    """[da (M, K) in dtype, dw (G, N, K)]."""
+    qdata, scale, w_qdata, w_scale, amax = (x if x.dim() else None for x in saved)
+    rows = None
+    if qdata is not None and scale is not None:
+        rows = MXParts(qdata, scale, None, -1, qdata.shape[-1] // scale.shape[-1], dtype)
+    found: list[Any] = ws
+    if w_qdata is not None and w_scale is not None:
+        found = [MXParts(w_qdata, w_scale, None, (-2, -1), BLOCK, ws[0].dtype)]
+    how, want = (Recipe.named(recipe), select(backend, dy.device)), (needs[0], needs[1])
+    with torch.no_grad():
+        w, amax = steps.colwise_if_held(found, amax, *how) if needs[0] else ([None], None)
+        tensors = [rows, amax, offs, None, dy, *w]
+        grads = steps.backward(tensors, *how, want, (dtype, ws[0].dtype), wgrad_scale, False, (dy.shape[1],))
+    return [grad for grad in grads[:2] if grad is not None]
+
+
+@backward_op.register_fake
+def _(dy: Tensor, saved: list[Tensor], ws: list[Tensor], offs: Tensor | None, *how: Any) -> list[Tensor]:
+    *_, dtype, _, needs = how
+    groups, _, width = ws[0].shape
+    da = dy.new_empty(dy.shape[0], width, dtype=dtype)
+    grads = da, ws[0].new_empty(groups, dy.shape[1], width)
+    return [grad for grad, need in zip(grads, needs) if need]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    a, ws, bias, offs, *names, _, wgrad_scale, needs = inputs
+    ctx.weights, ctx.how, ctx.needs = len(ws), (*names, a.dtype, wgrad_scale, needs[:2]), needs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(offs, *ws, *output[1:])
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    offs, *rest = ctx.saved_tensors
+    dy, ws, saved = grads[0], rest[: ctx.weights], rest[ctx.weights :]
+    assert dy is not None
+    found = backward_op(dy, saved, ws, offs, *ctx.how) if any(ctx.needs[:2]) else []
+    da = found.pop(0) if ctx.needs[0] else None
+    dws = found.pop(0).split([w.shape[1] for w in ws], 1) if ctx.needs[1] else [None] * len(ws)
+    dbias = steps.joined_sums([dy], offs).to(ctx.bias_dtype) if ctx.needs[2] else None
+    return da, [*dws], dbias, *[None] * 6
+
+
+forward_op.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _parts(x: Any) -> tuple[Tensor | None, Tensor | None]:
+    """qdata and scales; of a plain tensor, which is an argument, neither."""
+    return (x.qdata, x.scale) if isinstance(x, MXTensor | MXParts) else (None, None)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(())

@@ -1,0 +1,128 @@
+"""Products under torch.compile: two ops of what an eager call runs, to the last bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from gemm.problem import problem
+from mxep.gemm import Recipe, grouped_mm, linear, linear_together, quantize_weights_once
+from mxep.gemm.backends import BACKENDS
+from mxep.gemm.compiled import backward_op, forward_op
+
+RECIPES = ("fp8", "mxfp8", "mxfp8_e5m2", "mxfp8_32x32")
+MX = Recipe.mxfp8()
+TESTS = ("test_autograd_registration", "test_faketensor")  # the others compare by allclose, which fp8 has not
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def ops_of(function: Callable[..., Any], *tensors: Tensor) -> list[str]:
+    """mxep's ops in the graphs of forward and backward, in their order."""
+    seen: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(node.target._schema.name for node in graph.graph.nodes if str(node.target).startswith("mxep."))
+        return graph.forward
+
+    out = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=look))(*tensors)
+    sum(each.float().sum() for each in ([out] if isinstance(out, Tensor) else out)).backward()
+    return seen
+
+
+def step(function: Callable[..., Tensor], *tensors: Tensor | None, wanted: tuple[bool, ...]) -> list[Tensor]:
+    given = [x if x is None else x.detach().clone().requires_grad_(want) for x, want in zip(tensors, wanted)]
+    out = function(*given)
+    if any(x is not None and x.requires_grad for x in given):
+        out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape))
+    return [out.detach(), *(x.grad for x in given if x is not None and x.grad is not None)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "dequant"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("wanted", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 0)], ids=str)
+def test_a_grouped_product_has_the_bits_of_an_eager_one(wanted: tuple[bool, ...], recipe: str, backend: str) -> None:
+    p, how = problem(unused=0), Recipe.named(recipe)
+    bias = torch.randn(p.w.shape[:2])
+
+    def product(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return grouped_mm(a, w, p.offs, bias=bias, recipe=how, backend=backend, wgrad_scale=0.5)
+
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    results = [step(each, p.a, p.w, bias, wanted=tuple(map(bool, wanted))) for each in (product, compiled)]
+    assert len(results[0]) == 1 + sum(wanted)
+    if backend == "reference":
+        assert all(torch.equal(eager, other) for eager, other in zip(*results))
+    else:
+        assert all(torch.allclose(eager, other, rtol=2**-7, atol=1e-4) for eager, other in zip(*results))
+
+
+def test_a_product_is_two_ops_whatever_it_is_made_of() -> None:
+    p, x = problem(unused=0), torch.randn(5, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    a, w = p.a.clone().requires_grad_(), p.w.clone().requires_grad_()
+    two = ["mxep::product_forward", "mxep::product_backward"]
+    assert ops_of(lambda a, w: grouped_mm(a, w, p.offs, recipe=MX), a, w) == two
+    weights = [torch.randn(n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (96, 32, 32)]
+    assert ops_of(lambda x, w: linear(x, w, recipe=MX), x, weights[0]) == two
+    assert ops_of(lambda x, *ws: linear_together(x, ws, recipe=MX), x, *weights) == two
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_number_of_rows_is_one_graph(recipe: str) -> None:
+    how, graphs = Recipe.named(recipe), []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    w = torch.randn(96, 64, dtype=torch.bfloat16)
+    compiled = torch.compile(lambda x, w: linear(x, w, recipe=how), fullgraph=True, dynamic=True, backend=look)
+    for rows in (40, 33, 64):
+        x = torch.randn(rows, 64, dtype=torch.bfloat16)
+        wanted = step(lambda x, w: linear(x, w, recipe=how), x, w, wanted=(True, True))
+        assert all(torch.equal(a, b) for a, b in zip(step(compiled, x, w, wanted=(True, True)), wanted))
+    assert len(graphs) == 1
+
+
+def test_what_has_no_name_or_keeps_plain_rows_is_traced() -> None:
+    p = problem(unused=0)
+    a, w = p.a.clone().requires_grad_(), p.w.clone().requires_grad_()
+    own = type(BACKENDS["reference"])()
+    for how in ({"recipe": Recipe.mxfp8(wgrad="bf16")}, {"recipe": MX, "backend": own}):
+        ops = ops_of(lambda a, w, how=how: grouped_mm(a, w, p.offs, **how), a, w)
+        assert ops
+        assert not any("product" in op for op in ops)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_32x32"])
+def test_compiled_products_share_the_weights_that_are_held(recipe: str) -> None:
+    p, how = problem(unused=0), Recipe.named(recipe)
+    product = torch.compile(
+        lambda a, w: grouped_mm(a, w, p.offs, recipe=how, backend="reference"), fullgraph=True, backend="aot_eager"
+    )
+    w = p.w.clone().requires_grad_()
+    wanted = step(lambda a: product(a, w), p.a, wanted=(True,))
+    with quantize_weights_once() as once:
+        first = step(lambda a: product(a, w), p.a, wanted=(True,))
+        made = once.quantizations
+        again = step(lambda a: product(a, w), p.a, wanted=(True,))
+        eager = step(lambda a: grouped_mm(a, w, p.offs, recipe=how, backend="reference"), p.a, wanted=(True,))
+        assert once.quantizations == made == (1 if recipe == "mxfp8_32x32" else 2)
+    for found in (first, again, eager):
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_32x32"])
+def test_the_ops_pass_opcheck(recipe: str) -> None:
+    p = problem(unused=0)
+    given = p.a, [p.w], None, p.offs, recipe, "reference"
+    torch.library.opcheck(forward_op, (*given, torch.bfloat16, 1.0, [True, True, False]), test_utils=TESTS)
+    _, *saved = forward_op(*given, torch.bfloat16, 1.0, [True, True, False])
+    args = p.dy, saved, [p.w], p.offs, recipe, "reference", torch.bfloat16, 1.0, [True, True]
+    torch.library.opcheck(backward_op, args, test_utils=TESTS)
