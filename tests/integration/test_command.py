@@ -67,7 +67,7 @@ def test_help_names_every_group_and_choice(tmp_path: Path):
     groups = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in configs_dir().glob("*/")}
     assert len(groups) == 8
     for group, choices in groups.items():
-        (lines,) = re.findall(rf"^ +{group} +(.*(?:\n {{15,}}.*)*)$", said, re.MULTILINE)
+        (lines,) = re.findall(rf"^ +{group} +(.*(?:\n {{6,}}.*)*)$", said, re.MULTILINE)
         assert all(re.search(rf"\b{choice}\b", lines) for choice in choices), lines
     assert all(len(line) <= 120 for line in said.splitlines())
 
