@@ -9,7 +9,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from gemm.problem import problem
-from mxep.gemm import Recipe, grouped_mm, linear, linear_together, quantize_weights_once
+from gemm.test_hopper import needs_hopper
+from mxep.gemm import Recipe, grouped_mm, linear, linear_together, quantize_weights_once, steps
 from mxep.gemm.backends import BACKENDS
 from mxep.gemm.compiled import backward_op, forward_op
 
@@ -116,6 +117,25 @@ def test_compiled_products_share_the_weights_that_are_held(recipe: str) -> None:
         assert once.quantizations == made == (1 if recipe == "mxfp8_32x32" else 2)
     for found in (first, again, eager):
         assert all(torch.equal(x, y) for x, y in zip(found, wanted))
+
+
+@needs_hopper
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_hopper_replays_in_a_compiled_graph_have_the_bits_of_eager_calls(recipe: str) -> None:
+    how = Recipe.named(recipe)
+
+    def block(x: Tensor, wq: Tensor, wk: Tensor, wo: Tensor) -> Tensor:
+        q, k = linear_together(x, [wq, wk], recipe=how, backend="hopper")
+        return linear(q + k.repeat(1, 2), wo, recipe=how, backend="hopper")
+
+    compiled, before = torch.compile(block, fullgraph=True), steps.forward.replays
+    for seed in range(5):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        sizes = (1000, 256), (512, 256), (256, 256), (128, 512)
+        given = [torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator) for size in sizes]
+        wanted, found = (step(each, *given, wanted=(True,) * 4) for each in (block, compiled))
+        assert all(torch.equal(x, y) for x, y in zip(wanted, found))
+    assert steps.forward.replays - before >= 12, "2 products in 5 calls of each, but the first of a kind or two"
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_32x32"])
