@@ -22,9 +22,12 @@ def linear(rows: int, bias: torch.dtype | None = None) -> None:
     hopper.grouped_mm(a, scales[0], w, scales[1], None, given, torch.bfloat16)
 
 
-def wgrad(dtype: torch.dtype = E4M3, out_dtype: torch.dtype = torch.bfloat16, *, add: bool = False) -> None:
+def wgrad(
+    dtype: torch.dtype = E4M3, out_dtype: torch.dtype = torch.bfloat16, *, add: bool = False, halves: bool = False
+) -> None:
     y_t, x_t = torch.empty(N, M, dtype=dtype), torch.empty(K, M, dtype=E4M3)
-    hopper.grouped_wgrad(torch.empty(G, N, K, dtype=out_dtype), y_t, x_t, ends(), ends(), add=add)
+    out = torch.empty((2, G, N // 2, K) if halves else (G, N, K), dtype=out_dtype)
+    hopper.grouped_wgrad(out, y_t, x_t, ends(), ends(), add=add)
 
 
 def ends() -> torch.Tensor:
@@ -39,5 +42,7 @@ LAUNCHES = {
     "linear of one row, bias": lambda: linear(1, torch.float32),
     "wgrad E5M2": lambda: wgrad(E5M2),
     "wgrad fp32": lambda: wgrad(out_dtype=torch.float32),
+    "wgrad halves": lambda: wgrad(halves=True),
+    "wgrad halves fp32": lambda: wgrad(out_dtype=torch.float32, halves=True),
     "wgrad add": lambda: wgrad(out_dtype=torch.float32, add=True),
 }

@@ -58,8 +58,9 @@ def transposed(operand: Operand) -> Operand:
     return operand[0].mT, operand[1].mT
 
 
-def wgrad(dy_dtype: torch.dtype = E4M3, *, add: bool = False) -> None:
-    out = torch.empty(G, N, K, dtype=torch.float32 if add else torch.bfloat16)
+def wgrad(dy_dtype: torch.dtype = E4M3, *, add: bool = False, halves: bool = False) -> None:
+    shape = (2, G, N // 2, K) if halves else (G, N, K)
+    out = torch.empty(shape, dtype=torch.float32 if add else torch.bfloat16)
     dot_scaled.grouped_wgrad(out, *tokens(N, dy_dtype), *tokens(K), ends(), add=add)
 
 
@@ -88,6 +89,7 @@ LAUNCHES = {
     "wgrad": wgrad,
     "wgrad add": lambda: wgrad(add=True),
     "wgrad E5M2": lambda: wgrad(E5M2),
+    "wgrad halves": lambda: wgrad(halves=True),
     "fp32": lambda: fp32(8192, 2048, 128),
     "fp32 of bf16": lambda: fp32(8192, 2048, 128, torch.bfloat16),
     "fp32 60 experts": lambda: fp32(8192, 2880, 60),

@@ -61,6 +61,7 @@ QDATA = {
     "wgrad E5M2": "E5M2.E4M3",
     "wgrad fp32": "E4M3.E4M3",
     "wgrad add": "E4M3.E4M3",
+    "wgrad halves": "E4M3.E4M3",
 }
 
 

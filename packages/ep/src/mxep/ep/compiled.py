@@ -145,7 +145,8 @@ def _(
     d_weights = d_out.new_empty(ids.shape, dtype=torch.float32)
     e, dim, hidden_dim = down_proj.shape
     bias = d_weights.new_empty(e, 2 * hidden_dim)
-    grads = down_proj.new_empty(e, 2 * hidden_dim, dim), down_proj.new_empty(down_proj.shape), bias
+    of_proj = (2, e, hidden_dim, dim) if len(gate_up_proj) == 2 else (e, 2 * hidden_dim, dim)
+    grads = down_proj.new_empty(of_proj), down_proj.new_empty(down_proj.shape), bias
     return [d_out.new_empty(d_out.shape), d_weights, *(grad for grad, need in zip(grads, how[-1]) if need)]
 
 
@@ -163,7 +164,9 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     del found
     dx, d_weights, *rest = backward_op(grads[0], saved, proj, down_proj, expert_ids, *ctx.names)
     *_, needs = ctx.names
-    d_proj = list(rest.pop(0).chunk(ctx.halves, 1)) if needs[0] else [None] * ctx.halves
+    d_proj = [None] * ctx.halves
+    if needs[0]:
+        d_proj = list(rest.pop(0)) if ctx.halves == 2 else [rest.pop(0)]
     d_down = rest.pop(0) if needs[1] else None
     d_bias = rest.pop(0).to(ctx.bias_dtype) if needs[2] else None
     return dx, d_weights, d_proj, d_down, None, d_bias, *[None] * 7

@@ -141,7 +141,8 @@ class _Layer(torch.autograd.Function):
                     (grads[2],) = bias_gradient([pending[0][0], offs], config.wgrad_scale)
                 for i, operands in pending.items():
                     if wanted[i]:
-                        grads[i] = weight_gradient(i, ctx.dtypes[i], list(operands), offs, config)
+                        halves = i == 0 and ctx.halves == 2
+                        grads[i] = weight_gradient(i, ctx.dtypes[i], list(operands), offs, config, halves=halves)
                 return None, None, *_gradients_of_weights(ctx, grads)
         found = ctx.saved_tensors  # to be asked for once
         proj, (down_proj, *saved) = found[: ctx.halves], found[ctx.halves :]
@@ -180,7 +181,7 @@ def _gradients_of_weights(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor 
         bias = share.gradient(bias.to(dtype))
     if ctx.up_share is None or proj is None:
         gate, up = proj, None
-    else:  # FSDP2 and optimizers want them contiguous
-        gate, up = (half.contiguous() for half in proj.chunk(2, 1))
+    else:
+        gate, up = proj
         up = ctx.up_share.gradient(up)
     return ctx.shares[0].gradient(gate), ctx.shares[1].gradient(down), up, bias, None, None, None

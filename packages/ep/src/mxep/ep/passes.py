@@ -105,7 +105,7 @@ def layer_backward(
     wanted: Needs = (True, True, True),
     left: Pending | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weights, gate_up_proj, down_proj and, fp32, gate_up's bias.
+    """Gradients of x, weights, gate_up_proj (of its halves: (2, e, F, D)), down_proj and, fp32, gate_up's bias.
 
     saved: emptied, so that its memory serves the gradients of weights. needs: whether these parameters have any.
     wanted: whether those are computed now. left: takes the operands of weights' that are not, which nobody else holds.
@@ -253,7 +253,7 @@ def _run_backward(
     if rows is not None and wanted[0]:
         operands = [d_gate_up, rows]
         del d_gate_up, rows
-        d_gate_up_proj = weight_gradient(0, gate.dtype, operands, plan.offs, config)
+        d_gate_up_proj = weight_gradient(0, gate.dtype, operands, plan.offs, config, halves=up is not None)
     elif rows is not None and left is not None:
         left[0] = d_gate_up, rows
     dx, d_weights = home.wait()
@@ -277,13 +277,13 @@ def _routing(plan: list[Tensor], expert_ids: Tensor, config: LayerConfig) -> Rou
 
 
 def weight_gradient(
-    i: int, dtype: torch.dtype, operands: list[Any], offs: Tensor, config: LayerConfig
+    i: int, dtype: torch.dtype, operands: list[Any], offs: Tensor, config: LayerConfig, *, halves: bool
 ) -> Tensor | None:
     """Of gate_up_proj (0) or down_proj (1): the gradient, or None where it was added to main_grad.
 
-    operands: the gradient of the product's rows, and its rows; the list is emptied.
+    operands: the gradient of the product's rows, and its rows; the list is emptied. halves: as for `wgrad`.
     """
     tensors = [*operands, offs, config.main_grads[i]]
     operands.clear()
-    gradient: Tensor | None = wgrad(tensors, config.recipe, config.backend, config.wgrad_scale, dtype)[0]
+    gradient: Tensor | None = wgrad(tensors, config.recipe, config.backend, config.wgrad_scale, dtype, halves)[0]
     return gradient

@@ -112,14 +112,22 @@ def mlp_backward(
 
 
 @replayed
-def wgrad(tensors: Tensors, recipe: Recipe, backend: Backend, scale: float, dtype: torch.dtype) -> Tensors:
-    """[dy, a, offs, main_grad] -> [the gradient, or None where it was added to main_grad]."""
+def wgrad(
+    tensors: Tensors, recipe: Recipe, backend: Backend, scale: float, dtype: torch.dtype, halves: bool = False
+) -> Tensors:
+    """[dy, a, offs, main_grad] -> [the gradient, or None where it was added to main_grad].
+
+    halves: it is (2, e, F, D), both halves' gradients, and there is no main_grad.
+    """
     dy, a, offs, main_grad = tensors
     tensors.clear()
+    shape = 2, len(offs), dy.shape[1] // 2, a.shape[1]
     operands = backend.prepare_wgrad(dy, a, offs, recipe)
     del dy, a
-    gradient: Tensor | None = backend.wgrad(operands, offs, out_dtype=dtype, scale=scale, accumulate_into=main_grad)
-    return [gradient]
+    both = offs.new_empty(shape, dtype=dtype) if halves else None
+    how: dict[str, Any] = {"out_dtype": dtype, "scale": scale, "accumulate_into": main_grad, "halves": both}
+    gradient: Tensor | None = backend.wgrad(operands, offs, **how)
+    return [gradient if both is None else both]
 
 
 @replayed

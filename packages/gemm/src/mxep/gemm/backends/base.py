@@ -98,19 +98,28 @@ class Backend(Protocol):
         out_dtype: torch.dtype,
         scale: float = 1.0,
         accumulate_into: Tensor | None = None,
+        halves: Tensor | None = None,
     ) -> Tensor | None:
         """scale * dy[rows of g].T @ a[rows of g], 0 if empty: (G, N, K) in out_dtype.
 
         accumulate_into: (G, N, K) fp32, takes the sum of itself and the product; then nothing is returned.
+        halves: (2, G, N / 2, K) in out_dtype, contiguous, takes the product, as the gradients of two weights whose rows
+            follow each other, each dense; then nothing is returned.
         """
+        if halves is not None:
+            if not self.wgrad_into(halves, operands, offs, scale, add=False):
+                dw = self.wgrad_product(operands, offs, out_dtype, scale)
+                halves.copy_(dw.unflatten(1, (2, -1)).transpose(0, 1))
+            return None
         if accumulate_into is None:
             return self.wgrad_product(operands, offs, out_dtype, scale)
-        if not (accumulate_into.is_contiguous() and self.add_wgrad(accumulate_into, operands, offs, scale)):
+        if not (accumulate_into.is_contiguous() and self.wgrad_into(accumulate_into, operands, offs, scale, add=True)):
             accumulate_into.add_(self.wgrad_product(operands, offs, accumulate_into.dtype, 1.0), alpha=scale)
         return None
 
-    def add_wgrad(self, total: Tensor, operands: Any, offs: Tensor | None, scale: float) -> bool:
-        """Adds to total (G, N, K) fp32, contiguous, in the product's kernel; False if there is none that does."""
+    def wgrad_into(self, out: Tensor, operands: Any, offs: Tensor | None, scale: float, *, add: bool) -> bool:
+        """The product's kernel writes to out, contiguous, (G, N, K) or halves (2, G, N / 2, K), or adds to it, fp32, if
+        `add`; False if there is none that does."""
         return False
 
     def wgrad_product(self, operands: Any, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:

@@ -85,12 +85,12 @@ class Hopper(Backend):
             return fold_for_wgrad(a, dy, ends(offs, a), alignment=HOPPER_BLOCK_K)
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
-    def add_wgrad(
-        self, total: Tensor, operands: WgradOperands | AlongTokens, offs: Tensor | None, scale: float
+    def wgrad_into(
+        self, out: Tensor, operands: WgradOperands | AlongTokens, offs: Tensor | None, scale: float, *, add: bool
     ) -> bool:
         if isinstance(operands, AlongTokens):
             return False
-        fp8_grouped_wgrad(total, operands.y_t, operands.x_t, operands.exponent, operands.offs, scale, True)
+        fp8_grouped_wgrad(out, operands.y_t, operands.x_t, operands.exponent, operands.offs, scale, add)
         return True
 
     def wgrad_product(
@@ -168,11 +168,13 @@ def fp8_grouped_wgrad(
     out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
     """y_t (N, C), x_t (K, C) fp8, exponent and offs (G,) int32, as a WgradOperands has them: scale * their product goes
-    to out (G, N, K), contiguous, or is added to it if `add`, in fp32. 2^e in two steps, as it may lie outside fp32."""
+    to out, contiguous, (G, N, K) or the halves of N (2, G, N / 2, K), or is added to it if `add`, in fp32. 2^e in two
+    steps, as it may lie outside fp32."""
     dw = out if add else torch.zeros_like(out, dtype=torch.float32)
     starts = [0, *offs.tolist()]
     for g, (start, end, e) in enumerate(zip(starts, starts[1:], exponent.tolist())):
         product = y_t[:, start:end].float() @ x_t[:, start:end].float().T
-        dw[g] += product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)
+        of_group = dw[..., g, :, :]
+        of_group += (product * (2.0 ** (e // 2) * scale) * 2.0 ** (e - e // 2)).view(of_group.shape)
     if not add:
         out.copy_(dw)

@@ -56,11 +56,11 @@ class Triton(Backend):
             dy, a = check_mx(self.name, "dy", dy, -1), check_mx(self.name, "a", a, -1)
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
-    def add_wgrad(self, total: Tensor, operands: AlongTokens, offs: Tensor | None, scale: float) -> bool:
+    def wgrad_into(self, out: Tensor, operands: AlongTokens, offs: Tensor | None, scale: float, *, add: bool) -> bool:
         y, x = operands
         if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
             return False
-        grouped_wgrad_dot_scaled(total, y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), scale, True)
+        grouped_wgrad_dot_scaled(out, y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), scale, add)
         return True
 
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
@@ -119,8 +119,8 @@ def grouped_mm_dot_scaled(
 def grouped_wgrad_dot_scaled(
     out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """y (M, N), x (M, K) blocked along M: scale * their product goes to out (G, N, K), contiguous, or is added to it if
-    `add`, in fp32."""
+    """y (M, N), x (M, K) blocked along M: scale * their product goes to out, contiguous, (G, N, K) or the halves of N
+    (2, G, N / 2, K), or is added to it if `add`, in fp32."""
     from mxep.gemm.kernels import dot_scaled
 
     dot_scaled.grouped_wgrad(out, y, y_scale, x, x_scale, offs, scale, add)

@@ -134,12 +134,12 @@ def grouped_mm_kernel(
 def grouped_wgrad_kernel(
     y_ptr, y_scale_ptr, x_ptr, x_scale_ptr, offs_ptr, out_ptr, M, N, K, groups, y_stride, y_stride_m,
     y_scale_stride, y_scale_stride_m, x_stride, x_stride_m, x_scale_stride, x_scale_stride_m, factor,
-    ADD: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ADD: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """y (N, M), x (K, M) in blocks along M. factor: fp32, of the product.
 
-    ADD: to what out (groups, N, K) holds, and empty groups have no tiles.
+    ADD: to what out (groups, N, K) holds, and empty groups have no tiles. HALVES: out is (2, groups, N / 2, K).
     """
     group = tl.arange(0, GROUPS)
     start, end = group_bounds(group, offs_ptr, groups, M)
@@ -166,7 +166,10 @@ def grouped_wgrad_kernel(
             x_scale_ptr + n.to(tl.int64) * x_scale_stride + block * x_scale_stride_m,
             n < K, x_stride_m, x_scale_stride_m, length, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        out = out_ptr + (g.to(tl.int64) * N + row) * K
+        out_row = g.to(tl.int64) * N + row
+        if HALVES:
+            out_row = (g + tl.where(row < N // 2, 0, groups - 1)).to(tl.int64) * (N // 2) + row
+        out = out_ptr + out_row * K
         quarters = _quarters(sums)
         for i in tl.static_range(4):
             column = column_tile * BLOCK_N + i * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
@@ -222,13 +225,13 @@ def grouped_wgrad(
     **options: int,
 ) -> None:
     """y (M, N), scale (M/32, N); x (M, K), scale (M/32, K): factor * y[rows of g].T @ x[rows of g] goes to out
-    (G, N, K), contiguous, or is added to it if `add`, in fp32 before the rounding.
+    (G, N, K), or its halves to out (2, G, N / 2, K), contiguous, or is added to it if `add`, in fp32 before the rounding.
 
     Any strides; loads are wide where qdata lie along M. An empty group's product is zero.
     """
     if not out.numel():
         return
-    groups, n, k = out.shape
+    groups, n, k = out.shape[-3], y.shape[1], x.shape[1]
     how = launch_options() | options
     tiles = groups * cdiv(n, how["BLOCK_M"]) * cdiv(k, how["BLOCK_N"])
     y, y_scale, x, x_scale = y.mT, as_bytes(y_scale).mT, x.mT, as_bytes(x_scale).mT
@@ -236,7 +239,7 @@ def grouped_wgrad(
         grouped_wgrad_kernel, (_programs(tiles, x.device),),
         y, y_scale, x, x_scale, offs.contiguous(), out, y.shape[1], n, k, groups,
         *y.stride(), *y_scale.stride(), *x.stride(), *x_scale.stride(), factor,
-        ADD=add, GROUPS=next_power_of_2(groups), **how,
+        ADD=add, HALVES=out.dim() == 4, GROUPS=next_power_of_2(groups), **how,
     )  # fmt: skip
 
 

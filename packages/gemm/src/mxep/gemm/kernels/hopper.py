@@ -15,6 +15,8 @@ from mxep.quant.device import num_sms as num_sms_of
 from mxep.quant.launch import cdiv, launch
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, HOPPER_BLOCK_K
+HALF_ROWS = BLOCK_M // 2
+"""Of a tile, that a warpgroup multiplies."""
 STAGES = 4
 INTERVAL = 2
 """Stages between promotions: 256 products. Fewer cost additions, more leave loads no slack (all 4 stages held)."""
@@ -58,8 +60,15 @@ def grouped_wgrad(
     add: bool = False,
     **options: Any,
 ) -> None:
-    """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K."""
+    """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. Halves whose ends cut through what a warpgroup
+    multiplies are products of their own."""
     (N, C), (K, _) = y_t.shape, x_t.shape
+    if len(offs) == 1:
+        out = out.view(1, N, K)  # where halves lie one behind the other anyway
+    if (halves := out.dim() == 4) and N // 2 % HALF_ROWS:
+        for half, y in zip(out, y_t.chunk(2)):
+            grouped_wgrad(half, y, x_t, exponent, offs, factor, add, **options)
+        return
     if (parts := parts_of_wgrad(offs.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
         products = _products_of_parts(y_t, x_t, exponent, offs, factor, parts, **options)
         if add or out.dtype != torch.float32:
@@ -67,7 +76,7 @@ def grouped_wgrad(
         else:
             torch.sum(products, 0, keepdim=True, out=out)
     elif C:
-        options |= {"ragged": "contraction", "add": add, "factor": factor}
+        options |= {"ragged": "contraction", "add": add, "factor": factor, "halves": halves}
         _launch(out, y_t, x_t, exponent, None, None, offs, N, K, C, **options)
     elif not add:
         out.zero_()
@@ -143,6 +152,7 @@ def _launch(
     *,
     ragged: str,
     add: bool = False,
+    halves: bool = False,
     factor: float = 1.0,
     num_sms: int = 0,
     interval: int = INTERVAL,
@@ -152,11 +162,11 @@ def _launch(
     b_desc = Descriptor(b, b.shape, b.stride(), (BLOCK_N, BLOCK_K), _QDATA)
     out_desc = None
     if out.dtype == torch.bfloat16:
-        out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (BLOCK_M // 2, BLOCK_N // 2), _BF16)
+        out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (HALF_ROWS, BLOCK_N // 2), _BF16)
     tile_counter, groups = _zero(out.device), 1 if offs is None else offs.shape[0]
     launch(
         grouped_mm_kernel, (num_sms or num_sms_of(a.device),),
         a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, groups, M, N, K, factor,
-        RAGGED=ragged, STAGES=STAGES, INTERVAL=interval, GROUP_M=group_m, ADD=add,
+        RAGGED=ragged, STAGES=STAGES, INTERVAL=interval, GROUP_M=group_m, ADD=add, HALVES=halves,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

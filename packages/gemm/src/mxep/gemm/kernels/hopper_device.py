@@ -15,6 +15,7 @@ the same stages. One warpgroup adds while the other multiplies. Stages that are 
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
+    HALVES                  the halves of m are matrices of their own: all groups' first, then all groups' second
 
 Along a ragged contraction groups begin at multiples of BLOCK_K, with zeros behind their last column (fold_for_wgrad's
 align). Stages past the end of K, or of a group, are read past the tensor's end, which loads zeros without traffic.
@@ -58,17 +59,14 @@ def _sizes(
         return end, gl.cdiv(end - start, BLOCK_M), gl.maximum(gl.cdiv(K, BLOCK_K), INTERVAL)
     else:
         end = gl.maximum(gl.minimum(gl.load(offs_ptr + g), K), start)
-        m_tiles = gl.cdiv(M, BLOCK_M)
-        if ADD:
-            m_tiles = gl.where(end > start, m_tiles, 0)
+        m_tiles = gl.where(end > start, gl.cdiv(M, BLOCK_M), 0) if ADD else gl.cdiv(M, BLOCK_M)
         return end, m_tiles, gl.maximum(gl.cdiv(end - start, BLOCK_K), INTERVAL)
 
 
 @gluon.jit
 def _load(
-    a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty,
-    a_desc, b_desc, tile_counter_ptr, offs_ptr, G, M, N, K,
-    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr,
+    a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, a_desc, b_desc, tile_counter_ptr, offs_ptr,
+    G, M, N, K, RAGGED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: which tile is next, and both operands of every stage as the multiplying warps release them."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
@@ -218,8 +216,8 @@ def _columns(ptr, g, column, N, WIDTH: gl.constexpr):
 def _tile(
     a_tiles, b_tiles, full, empty, staging,
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
-    g, start, end, tile, m_tiles, n_tiles, step, stages, M, N, factor,
-    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
+    g, start, end, tile, m_tiles, n_tiles, step, stages, G, M, N, factor, RAGGED: gl.constexpr, INTERVAL: gl.constexpr,
+    GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
     BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
@@ -251,8 +249,10 @@ def _tile(
             bias0 = _columns(bias_ptr, g, column, N, WIDTH)
             bias1 = _columns(bias_ptr, g, column + WIDTH, N, WIDTH)
     else:
-        row += g * M
-        row_end = (g + 1) * M
+        height = M // 2 if HALVES else M
+        second = (row >= height).to(gl.int32) if HALVES else 0
+        row += (g + second * (G - 1)) * height
+        row_end = (g + second * G + 1) * height
         e = gl.load(a_scale_ptr + g)
         row_scale = _power(127 + (e >> 1)) * factor, _power(127 + (e - (e >> 1)))
     sum0 += wgmma_wait(0, deps=[part])
@@ -266,8 +266,8 @@ def _tile(
 @gluon.jit
 def _multiply(
     a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging,
-    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
-    RAGGED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr, WHO: gl.constexpr,
+    out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor, RAGGED: gl.constexpr,
+    INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: 64 rows of every tile, if any of them are in the group."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
@@ -294,8 +294,8 @@ def _multiply(
                 step = _tile(
                     a_tiles, b_tiles, full, empty, staging.index(WHO),
                     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr,
-                    g, start, end, tile - first, m_tiles, n_tiles, step, stages, M, N, factor,
-                    RAGGED, INTERVAL, GROUP_M, ADD, WHO,
+                    g, start, end, tile - first, m_tiles, n_tiles, step, stages, G, M, N, factor,
+                    RAGGED, INTERVAL, GROUP_M, ADD, HALVES, WHO,
                 )  # fmt: skip
             else:
                 for _ in range(stages):
@@ -316,7 +316,7 @@ def _multiply(
 def grouped_mm_kernel(
     a_desc, b_desc, out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, tile_counter_ptr, G, M, N, K,
     factor, RAGGED: gl.constexpr, STAGES: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr,
-    ADD: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ADD: gl.constexpr, HALVES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
@@ -338,10 +338,10 @@ def grouped_mm_kernel(
         [
             (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
-                         RAGGED, INTERVAL, GROUP_M, ADD, 0)),
+                         RAGGED, INTERVAL, GROUP_M, ADD, HALVES, 0)),
             (_multiply, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, staging, out_ptr, out_desc,
                          a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor,
-                         RAGGED, INTERVAL, GROUP_M, ADD, 1)),
+                         RAGGED, INTERVAL, GROUP_M, ADD, HALVES, 1)),
             (_load, (a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, a_desc, b_desc,
                      tile_counter_ptr, offs_ptr, G, M, N, K, RAGGED, INTERVAL, GROUP_M, ADD)),
         ],
