@@ -5,6 +5,7 @@ import torch
 
 from mxep.ep import LocalDispatcher, run_experts
 from mxep.gemm import Recipe, quantize_weights_once
+from mxep.gemm.backends import Backend, select
 
 E, K, D, F, T = 4, 2, 64, 32, 20
 
@@ -31,6 +32,32 @@ def test_halves_give_the_bits_of_the_whole(recipe: str) -> None:
 
     for reference, got in zip(run(False), run(True)):
         assert torch.equal(reference, got)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("compiled", [None, "aot_eager", "inductor"])
+def test_gradients_of_halves_are_taken_as_they_are_written(
+    recipe: str, compiled: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd copies a gradient that is not dense, or that others hold."""
+    written, backend = [], select("reference", torch.device("cpu"))
+    monkeypatch.setattr(type(backend), "wgrad", lambda self, *args, halves=None, **how: (
+        written.append(None if halves is None else (halves[0].data_ptr(), halves[1].data_ptr())),
+        Backend.wgrad(self, *args, halves=halves, **how),
+    )[1])  # fmt: skip
+    gate, up, down = (torch.randn(E, *shape, requires_grad=True) for shape in ((F, D), (F, D), (D, F)))
+    ids, how = torch.rand(T, E).topk(K).indices, {"dispatcher": LocalDispatcher(E), "recipe": Recipe.named(recipe)}
+
+    def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return run_experts(x, ids, weights, (gate, up), down, **how)[0] * 1
+
+    run = layer if compiled is None else torch.compile(layer, fullgraph=True, backend=compiled)
+    run(torch.randn(T, D), torch.rand(T, K)).sum().backward()
+    assert gate.grad is not None
+    assert up.grad is not None
+    assert written == [None, (gate.grad.data_ptr(), up.grad.data_ptr())]
+    assert gate.grad.is_contiguous()
+    assert up.grad.is_contiguous()
 
 
 def test_halves_are_quantized_once() -> None:
