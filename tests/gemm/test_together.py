@@ -13,11 +13,11 @@ from gemm.test_grouped_mm import Counting
 from gemm.test_hopper import BACKEND as HOPPER
 from gemm.test_hopper import needs_hopper
 from gemm.test_linear import draw
-from mxep.gemm import Recipe, linear, linear_together, quantize_input, quantize_weights_once
+from mxep.gemm import Recipe, linear, linear_together, quantize_input, quantize_weights_once, several
 from mxep.gemm.backends import BACKENDS as ALL
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import rowwise_and_saved
-from mxep.quant import MXTensor
+from mxep.quant import MXTensor, ops
 
 K, WIDTHS = 64, (96, 32, 32)
 every_backend = pytest.mark.parametrize("backend", [*BACKENDS, HOPPER], ids=[*BACKENDS, "hopper"])
@@ -85,9 +85,13 @@ def test_the_gradient_of_x_is_closer_to_exact_than_that_of_three_products(recipe
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("backend", [ALL["reference"], HOPPER], ids=["reference", "hopper"])
-@pytest.mark.parametrize("groups", [1, 3])
-def test_qdata_of_parts_are_those_of_the_joined_weight_both_ways(recipe: str, backend: Backend, groups: int) -> None:
-    r, parts = Recipe.named(recipe), tuple(draw(groups, n, K, seed=n + i) * 2**i for i, n in enumerate(WIDTHS))
+@pytest.mark.parametrize(
+    ("groups", "widths"), [(1, WIDTHS), (3, WIDTHS), (2, (32, 96)), (2, (32, 64, 32, 96))], ids=str
+)
+def test_qdata_of_parts_are_those_of_the_joined_weight_both_ways(
+    recipe: str, backend: Backend, groups: int, widths: tuple[int, ...]
+) -> None:
+    r, parts = Recipe.named(recipe), tuple(draw(groups, n, K, seed=n + i) * 2**i for i, n in enumerate(widths))
     for stored in (parts, tuple(part.mT.contiguous().mT for part in parts)):
         found = []
         for w in (stored, torch.cat(stored, 1)):
@@ -113,9 +117,22 @@ def test_it_is_one_product_each_way_and_one_quantization_of_x() -> None:
 def test_no_bf16_copy_of_weights_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     case, joined, cat = Case(), [], torch.cat
     monkeypatch.setattr(torch, "cat", lambda parts, dim=0: joined.append([*parts]) or cat(parts, dim))  # type: ignore[func-returns-value]
-    outs = linear_together(case.x, case.weights, recipe="mxfp8", backend=HOPPER)
+    outs = linear_together(case.x, case.weights, recipe="mxfp8", backend="reference")
     torch.autograd.backward(outs, case.gradients)
     assert {part.dtype for parts in joined for part in parts if part.dim() == 3} == {torch.int64, torch.uint8}
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_parts_of_one_scale_a_row_are_not_joined_at_all(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, given = Case(), []
+    for name in ("joined", "_join"):
+        monkeypatch.setattr(several, name, None)  # not to be called
+    for name in ("quantize_per_row", "quantize_per_column"):
+        op = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *args, op=op: given.append(args[:3]) or op(*args))
+    outs = linear_together(case.x, case.weights, recipe=recipe, backend=HOPPER)
+    torch.autograd.backward(outs, case.gradients)
+    assert [[part.data_ptr() for part in parts] for parts in given] == 2 * [[w.data_ptr() for w in case.weights]]
 
 
 @every_backend

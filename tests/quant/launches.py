@@ -103,13 +103,26 @@ LAUNCHES = {
     "quantize_both fp32": lambda: columns.quantize_both(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_columns per column": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
     **{
-        f"quantize_per_row {k}": lambda k=k: per_row.quantize_per_row(x(8, T, k), E4M3, MODE)  # type: ignore[misc]
+        f"quantize_per_row {k}": lambda k=k: per_row.quantize_per_row(x(8, T, k), None, None, E4M3, MODE)  # type: ignore[misc]
         for k in (768, 2048, 4096, 5120, 7168, 8192, 14336)
     },
-    "quantize_per_row fp32 E5M2": lambda: per_row.quantize_per_row(x(T, 7168, dtype=torch.float32), E5M2, MODE),
-    "quantize_per_row fp32 2048": lambda: per_row.quantize_per_row(x(T, 2048, dtype=torch.float32), E4M3, MODE),
-    "quantize_per_row fp32 14336": lambda: per_row.quantize_per_row(x(T, 14336, dtype=torch.float32), E4M3, MODE),
-    "quantize_per_column": lambda: per_row.quantize_per_column(x(), torch.zeros(D), E4M3, MODE),
+    "quantize_per_row fp32 E5M2": lambda: per_row.quantize_per_row(
+        x(T, 7168, dtype=torch.float32), None, None, E5M2, MODE
+    ),
+    "quantize_per_row fp32 2048": lambda: per_row.quantize_per_row(
+        x(T, 2048, dtype=torch.float32), None, None, E4M3, MODE
+    ),
+    "quantize_per_row fp32 14336": lambda: per_row.quantize_per_row(
+        x(T, 14336, dtype=torch.float32), None, None, E4M3, MODE
+    ),
+    **{
+        f"quantize_per_row {k} of parts": lambda k=k: per_row.quantize_per_row(x(8, T, k), x(8, T, k), None, E4M3, MODE)  # type: ignore[misc]
+        for k in (2048, 7168)
+    },
+    "quantize_per_column of parts": lambda: per_row.quantize_per_column(
+        x(8, T, D), x(8, T, D), None, torch.zeros(8, D), E4M3, MODE
+    ),
+    "quantize_per_column": lambda: per_row.quantize_per_column(x(), None, None, torch.zeros(D), E4M3, MODE),
     "requantize plain": lambda: requantize.requantize(*mx(), 1, 32, None, None, E4M3, MODE),
     "requantize gathered": lambda: requantize.requantize(*mx(), 1, 32, index(), ends(), E4M3, MODE),
     **{

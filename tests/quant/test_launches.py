@@ -20,6 +20,8 @@ TESTED = (
     "quantize_both fp32",
     "quantize_per_row 7168",
     "quantize_per_row fp32 14336",
+    "quantize_per_row 2048 of parts",
+    "quantize_per_column of parts",
     "requantize gathered",
     "fold 16384",
     "fold rows of one scale",

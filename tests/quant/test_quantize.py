@@ -367,10 +367,10 @@ def test_opcheck_quantize(op: str, fmt: MXFormat) -> None:
 
 def test_opcheck_whole_rows_and_columns() -> None:
     x = gaussian(2, 48, 40)
-    torch.library.opcheck(OPS.quantize_per_row.default, (x, E4M3.dtype, "rceil"))
+    torch.library.opcheck(OPS.quantize_per_row.default, (x, None, None, E4M3.dtype, "rceil"))
     for z in (None, x[0]):
         torch.library.opcheck(OPS.quantize_joined_rows.default, (x[0], x[1, :, :24], z, E4M3.dtype, "rceil"))
-    torch.library.opcheck(OPS.quantize_per_column.default, (x, x.abs().amax(-2), E4M3.dtype, "rceil"))
+    torch.library.opcheck(OPS.quantize_per_column.default, (x, None, None, x.abs().amax(-2), E4M3.dtype, "rceil"))
 
 
 @pytest.mark.parametrize("index", [None, torch.tensor([1, -1, 0], dtype=torch.int32)])

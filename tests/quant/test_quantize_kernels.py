@@ -79,13 +79,43 @@ def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
 
 def assert_per_row(moved: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, mode: str) -> None:
     """Rows with magnitudes, and columns of these, of x and of what lies on DEVICE."""
-    *want, amax = ops.quantize_per_row(x, dtype, mode)
-    *got, found = per_row.quantize_per_row(moved, dtype, mode)
+    *want, amax = ops.quantize_per_row(x, None, None, dtype, mode)
+    *got, found = per_row.quantize_per_row(moved, None, None, dtype, mode)
     assert_same(got, want)
     torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0, equal_nan=True)
-    want = ops.quantize_per_column(x, amax, dtype, mode)
+    want = ops.quantize_per_column(x, None, None, amax, dtype, mode)
     assert_same(want, ops.quantize_columns(x, dtype, mode, x.shape[-2]) if x.numel() else want)
-    assert_same(per_row.quantize_per_column(moved, found, dtype, mode), want)
+    assert_same(per_row.quantize_per_column(moved, None, None, found, dtype, mode), want)
+
+
+@pytest.mark.parametrize("rows", [(40, 24), (3, 17, 136), (64, 8, 5), (96, 0), (0, 32)], ids=str)
+@pytest.mark.parametrize("batch", [(), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parts_below_each_other_are_quantized_as_one(
+    rows: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part may hold the largest of a column; results are poisoned."""
+    monkeypatch.setattr(per_row, "ROWS_PER_PROGRAM", 8)
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(*batch, n, 96, generator=generator).to(dtype) * 2.0 ** (4 * i) for i, n in enumerate(rows)]
+    parts[-1].view(-1, 96)[-1:, -1:] = -float("inf")
+    x, y, z = (*parts, None)[:3]
+    moved = [part if part is None else part.to(DEVICE) for part in (x, y, z)]
+    how = E4M3.dtype, "rceil"
+    *want, amax = ops.quantize_per_row(torch.cat(parts, -2), None, None, *how)
+    *got, found = per_row.quantize_per_row(*moved, *how)
+    assert_same(got, want)
+    torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0)
+    want = ops.quantize_per_column(torch.cat(parts, -2), None, None, amax, *how)
+    assert_same(per_row.quantize_per_column(*moved, found, *how), want)
+
+
+def test_parts_with_rows_longer_than_registers_hold_are_joined() -> None:
+    x, y = numbers(9, rows.LONGEST + 100, seed=1), numbers(11, rows.LONGEST + 100, seed=2)
+    *want, amax = ops.quantize_per_row(torch.cat((x, y)), None, None, E4M3.dtype, "rceil")
+    *got, found = per_row.quantize_per_row(x.to(DEVICE), y.to(DEVICE), None, E4M3.dtype, "rceil")
+    assert_same(got, want)
+    torch.testing.assert_close(found.cpu(), amax, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)

@@ -50,7 +50,7 @@ CASES: dict[str, Any] = {
     "requantize": lambda: (*mx(), 1, 32, index(), ends(), *HOW),
     "swizzle_scales": lambda: (mx()[1], ends()),
     "gather_swizzled": lambda: (*mx(), index(), ends()),
-    "quantize_per_column": lambda: (values(), values().abs().amax(0), *HOW),
+    "quantize_per_column": lambda: (values(), None, None, values().abs().amax(0), *HOW),
     "pad_index": lambda: (torch.tensor([3, 0, 40], dtype=torch.int32, device=DEVICE), R, 32),
     "pad_rows": lambda: (values(), index()),
     "unpad_rows": lambda: (values(), torch.arange(-1, R - 1, device=DEVICE).int(), R),

@@ -1,10 +1,11 @@
 """A weight that several parameters are: gate and up, or q, k and v. Their rows, out features, follow each other.
 
-    (G, N1, K) --quantize--> qdata, scales \\
-    (G, N2, K) --quantize--> qdata, scales --> joined, a byte an element: (G, N1 + N2, K), rowwise or colwise
+    (G, N1, K) --quantize--> qdata, scales of (G, N1 + N2, K), rowwise or colwise
+    (G, N2, K) ------^
 
-The bits are those of the joined weight: a scale of one row or of 32 elements does not see where a part ends, and parts
-share the scale of a column by the largest of their amax. Unquantized weights are joined as they are.
+The bits are those of the joined weight. Two or three parts with one scale a row, or a column, are read where they lie
+and written where they belong. Blocks of 32, whose scales do not see where a part ends, are joined when they are
+quantized, a byte an element. Unquantized weights are joined as they are.
 
 G groups, N out features, K in features.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor
+from mxep.quant import MXTensor, ops
 
 Weight = Tensor | tuple[Tensor, ...]
 """(G, N, K), or its parts, (G, N of each, K), which are joined where they are quantized and nowhere else."""
@@ -42,19 +43,33 @@ def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: 
     """What `Backend.quantize_weight_rowwise` makes of the whole weight."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe):
         return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)
-    made = [backend.quantize_weight_rowwise(part, recipe, with_amax=with_amax) for part in w]
-    amaxes = [amax for _, amax in made if amax is not None]
-    return _join([x for x, _ in made], False), torch.stack(amaxes).amax(0) if amaxes else None
+    if not with_amax or not _has_one_scale(recipe, backend):
+        return _join([backend.quantize_weight_rowwise(part, recipe)[0] for part in w]), None
+    if len(w) > 3:
+        return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=True)
+    qdata, scale, amax = ops.quantize_per_row(*_three(w), recipe.fmt.dtype, str(recipe.mode))
+    return MXTensor(qdata, scale, None, -1, qdata.shape[-1], w[0].dtype, trusted=True), amax
 
 
 def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None) -> Tensor:
     """What `Backend.quantize_weight_colwise` makes of the whole weight. amax: of the columns of all parts."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe):
         return backend.quantize_weight_colwise(joined(w), recipe, amax)
-    one_scale = recipe.block_size is None or backend.wants_rowwise
-    if one_scale and amax is None:
+    if not _has_one_scale(recipe, backend):
+        return _join([backend.quantize_weight_colwise(part, recipe) for part in w])
+    if amax is None or len(w) > 3:
         return backend.quantize_weight_colwise(joined(w), recipe, amax)
-    return _join([backend.quantize_weight_colwise(part, recipe, amax) for part in w], one_scale)
+    qdata, scale = ops.quantize_per_column(*_three(w), amax, recipe.fmt.dtype, str(recipe.mode))
+    return MXTensor(qdata.mT, scale, None, -2, qdata.shape[-1], w[0].dtype, trusted=True)
+
+
+def _has_one_scale(recipe: Recipe, backend: Backend) -> bool:
+    """Of a weight's row, or column."""
+    return recipe.block_size is None or backend.wants_rowwise
+
+
+def _three(parts: Sequence[Tensor]) -> list[Tensor | None]:
+    return [*(part.detach() for part in parts), None][:3]
 
 
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe) -> bool:
@@ -62,18 +77,13 @@ def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe) -> bool:
     return recipe.scaling != "none" and all(part.is_contiguous() for part in parts)
 
 
-def _join(parts: Sequence[Any], one_scale: bool) -> MXTensor:
-    """Quantized parts one after another along N, qdata as they lie: (G, K, N) if blocked along N.
-
-    one_scale: all parts have the same scale a column.
-    """
+def _join(parts: Sequence[Any]) -> MXTensor:
+    """Quantized parts one after another along N, qdata as they lie: (G, K, N) if blocked along N."""
     first: MXTensor = parts[0]
     if first.axis == -2:
         qdata = _cat([part.qdata.mT for part in parts], -1).mT
     else:
         qdata = _cat([part.qdata for part in parts], -2)
-    if one_scale and first.axis == -2:
-        return MXTensor(qdata, first.scale, None, -2, qdata.shape[-2], first.dtype, trusted=True)
     return first.with_parts(qdata, _cat([part.scale for part in parts], -2))
 
 

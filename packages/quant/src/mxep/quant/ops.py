@@ -29,7 +29,16 @@ from torch import Tensor
 from mxep.quant.formats import SCALE_DTYPE, ScaleMode, format_of
 from mxep.quant.op import op
 from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
-from mxep.quant.shapes import empty_2d, empty_both, empty_columns, empty_joined, empty_picked, empty_rows, num_rows
+from mxep.quant.shapes import (
+    empty_2d,
+    empty_both,
+    empty_columns,
+    empty_joined,
+    empty_picked,
+    empty_rows,
+    num_rows,
+    stacked_shape,
+)
 
 NAN_ELEMENT = 0x7F
 
@@ -110,25 +119,32 @@ def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
 
 @op(
     "mxep::quantize_per_row",
-    fake=lambda x, dtype, mode: (
-        *empty_rows(x, dtype, x.shape[-1]),
+    fake=lambda x, y, z, dtype, mode: (
+        *empty_rows(x, dtype, x.shape[-1], stacked_shape(x, y, z)),
         x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=torch.float32),
     ),
     launcher="mxep.quant.kernels.per_row:quantize_per_row",
 )
-def quantize_per_row(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., N, K) -> what quantize_rows gives for blocks of K; the amax of each column, (..., K) fp32."""
+def quantize_per_row(
+    x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (..., N, K), or two or three `stacked` -> what quantize_rows gives for blocks of K; the amax of each column,
+    (..., K) fp32."""
+    x = stacked(x, y, z)
     return *encode_rows(x, dtype, mode, x.shape[-1]), x.float().abs().amax(-2)
 
 
 @op(
     "mxep::quantize_per_column",
-    fake=lambda x, amax, dtype, mode: empty_columns(x, dtype, x.shape[-2]),
+    fake=lambda x, y, z, amax, dtype, mode: empty_columns(x, dtype, (shape := stacked_shape(x, y, z))[-2], shape),
     launcher="mxep.quant.kernels.per_row:quantize_per_column",
 )
-def quantize_per_column(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """x (..., N, K), its columns' amax (..., K) fp32 -> what quantize_columns gives for blocks of N."""
-    qdata, scale = encode_known(x.float(), amax.unsqueeze(-2), dtype, mode)
+def quantize_per_column(
+    x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor]:
+    """x (..., N, K), or two or three `stacked`, the columns' amax (..., K) fp32 -> what quantize_columns gives for
+    blocks of N."""
+    qdata, scale = encode_known(stacked(x, y, z).float(), amax.unsqueeze(-2), dtype, mode)
     return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 
 
@@ -144,6 +160,12 @@ def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tu
     blocks = torch.unflatten(by_column, -3, (n // block_size, block_size))
     qdata, scale = encode(blocks, (-3, -1), dtype, mode)
     return qdata.view(x.shape), scale.squeeze((-3, -1)).view(SCALE_DTYPE)
+
+
+def stacked(*parts: Tensor | None) -> Tensor:
+    """Parts (..., N of each, K), one's rows below another's; None is none."""
+    given = [part for part in parts if part is not None]
+    return given[0] if len(given) == 1 else torch.cat(given, -2)
 
 
 def bytewise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def quantize(
         if amax is None or transposed:
             qdata, scale = ops.quantize_columns(source, *how)
         else:
-            qdata, scale = ops.quantize_per_column(source, amax, *how[:2])
+            qdata, scale = ops.quantize_per_column(source, None, None, amax, *how[:2])
         qdata = qdata.mT
     if transposed:
         qdata, scale = qdata.mT, scale.mT
@@ -82,8 +82,8 @@ def quantize_both(
     source, transposed = _as_stored(x)
     if block_size is None:
         n, k = check_block(None, -2, x), check_block(None, -1, x)
-        rows, row_scale, amax = ops.quantize_per_row(source, *how)
-        columns, column_scale = ops.quantize_per_column(source, amax, *how)
+        rows, row_scale, amax = ops.quantize_per_row(source, None, None, *how)
+        columns, column_scale = ops.quantize_per_column(source, None, None, amax, *how)
     elif block_size == BLOCK:
         n = k = check_block(block_size, BLOCKS_2D, x)
         rows, row_scale, columns, column_scale = ops.quantize_both(source, *how, block_size)
@@ -114,7 +114,7 @@ def quantize_with_amax(
         rows, scale = ops.quantize_columns(source, *how, block_size)
         amax = torch.linalg.vector_norm(source, torch.inf, -1, dtype=torch.float32)
         return wrap(x, rows, scale.mT, None, -1, block_size, x.dtype), amax
-    rows, scale, amax = ops.quantize_per_row(source, *how)
+    rows, scale, amax = ops.quantize_per_row(source, None, None, *how)
     return wrap(x, rows, scale, None, -1, block_size, x.dtype), amax
 
 

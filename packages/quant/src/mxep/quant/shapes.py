@@ -43,10 +43,18 @@ def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
     return stored.shape[-2] if row_index is None else row_index.shape[0]
 
 
-def empty_rows(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor]:
-    """qdata (..., K) and scale (..., K/block_size) of x (..., K) quantized along rows."""
-    *rest, k = x.shape
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*rest, k // block_size), dtype=SCALE_DTYPE)
+def stacked_shape(*parts: Tensor | None) -> tuple[int, ...]:
+    """(..., N of all, K) of parts (..., N of each, K), one's rows below another's; None is none."""
+    first, *others = (part.shape for part in parts if part is not None)
+    return *first[:-2], first[-2] + sum(shape[-2] for shape in others), first[-1]
+
+
+def empty_rows(
+    x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """qdata (..., K) and scale (..., K/block_size) of x (..., K), or of what has this shape, quantized along rows."""
+    *rest, k = shape or x.shape
+    return x.new_empty((*rest, k), dtype=dtype), x.new_empty((*rest, k // block_size), dtype=SCALE_DTYPE)
 
 
 def empty_joined(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -56,9 +64,12 @@ def empty_joined(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, T
     return first.new_empty((first.shape[0], width), dtype=dtype), first.new_empty((len(first), 1), dtype=SCALE_DTYPE)
 
 
-def empty_columns(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor]:
-    """qdata (..., K, N) and scale (..., N/block_size, K) of x (..., N, K) quantized along columns."""
-    *rest, n, k = x.shape
+def empty_columns(
+    x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """qdata (..., K, N) and scale (..., N/block_size, K) of x (..., N, K), or of what has this shape, quantized along
+    columns."""
+    *rest, n, k = shape or x.shape
     return x.new_empty((*rest, k, n), dtype=dtype), x.new_empty((*rest, n // block_size, k), dtype=SCALE_DTYPE)
 
 

@@ -224,8 +224,8 @@ def grouped_wgrad(
     add: bool = False,
     **options: int,
 ) -> None:
-    """y (M, N), scale (M/32, N); x (M, K), scale (M/32, K): factor * y[rows of g].T @ x[rows of g] goes to out
-    (G, N, K), or its halves to out (2, G, N / 2, K), contiguous, or is added to it if `add`, in fp32 before the rounding.
+    """y (M, N), scale (M/32, N); x (M, K), scale (M/32, K): factor * y[rows of g].T @ x[rows of g] goes to out,
+    contiguous, (G, N, K) or the halves of N (2, G, N / 2, K), or is added to it if `add`, in fp32 before the rounding.
 
     Any strides; loads are wide where qdata lie along M. An empty group's product is zero.
     """

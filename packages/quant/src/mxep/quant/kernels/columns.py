@@ -78,10 +78,13 @@ def column_amax_kernel(x_ptr, bits_ptr, length, K, BLOCK_M: tl.constexpr, BLOCK_
 
 @triton.jit
 def quantize_long_columns_kernel(
-    x_ptr, bits_ptr, qdata_ptr, scale_ptr, length, N, K, MODE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    x_ptr, bits_ptr, qdata_ptr, scale_ptr, length, N, K, all_rows, MODE: tl.constexpr, PACK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x (segments, length, K), bits (segments, K) -> qdata (batch, K, N), scale (segments, K)."""
+    """x (segments, length, K), bits (segments, K) -> qdata (batch, K, N), scale (segments, K).
+
+    all_rows: a column of qdata has so many, others' too, or None.
+    """
     segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), True)
     batch = segment // (N // length)
     within = segment % (N // length)
@@ -97,8 +100,9 @@ def quantize_long_columns_kernel(
     scaled = ()
     for i in tl.static_range(PACK):
         scaled = scaled + (tile[i].to(tl.float32) * reciprocal(scale),)
-    qdata_ptr += (batch * K + column0) * N + within * length + row0
-    store_transposed(scaled, qdata_ptr, N, length - row0, K - column0)
+    stride = N if all_rows is None else all_rows
+    qdata_ptr += (batch * K + column0) * stride + within * length + row0
+    store_transposed(scaled, qdata_ptr, stride, length - row0, K - column0)
     if row_tile == 0:
         tl.store(scale_ptr + segment * K + column0 + column, scale.to(tl.uint8), mask=mask)
 
@@ -129,13 +133,18 @@ def column_amax(x: Tensor, bits: Tensor, block_size: int) -> None:
 
 
 def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor, mode: str, block_size: int) -> None:
-    """qdata, scale of quantize_columns, of x (..., N, K) contiguous and its columns' amax bits (segments, K)."""
+    """qdata, scale of quantize_columns, of x (..., N, K) contiguous and its columns' amax bits (segments, K).
+
+    qdata: (..., K, N), maybe some columns of a wider one.
+    """
     n, k = x.shape[-2:]
     block_m, block_n = LONG_TILE
+    width = qdata.stride(-2)
+    packed = block_size % 8 == width % 8 == qdata.storage_offset() % 8 == 0
     grid = (bits.shape[0] * cdiv(block_size, block_m) * cdiv(k, block_n),)
     launch(quantize_long_columns_kernel, grid,
-        x, bits, qdata, as_bytes(scale), block_size, n, k, MODE=mode,
-        PACK=8 if block_size % 8 == 0 else 1, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
+        x, bits, qdata, as_bytes(scale), block_size, n, k, None if width == n else width, MODE=mode,
+        PACK=8 if packed else 1, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 

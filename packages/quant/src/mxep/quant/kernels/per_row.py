@@ -13,6 +13,8 @@ A thread stores the 8 elements that it has loaded together. Triton would rather 
 through shared memory, and where a thread has no more than 8 columns it moves the maxima, too: an eighth of the speed.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,8 @@ from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_
 from mxep.quant.kernels.columns import column_amax, quantize_long_columns
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
 from mxep.quant.launch import cdiv, launch, next_power_of_2
-from mxep.quant.shapes import empty_columns, empty_rows
+from mxep.quant.ops import stacked
+from mxep.quant.shapes import empty_columns, empty_rows, stacked_shape
 
 ROWS_PER_PROGRAM = 192
 """About. Few: many atomics, one for each column of a program. Many: few programs."""
@@ -32,11 +35,12 @@ LEAST_ROWS = 16
 
 @triton.jit(do_not_specialize=["steps"])
 def quantize_rows_with_amax_kernel(
-    x_ptr, qdata_ptr, scale_ptr, bits_ptr, N, steps, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr
-):
-    """x (batch, N, K) -> qdata, scale (batch, N); bits (batch, K), the columns' amax bits, start at 0.
+    x_ptr, qdata_ptr, scale_ptr, bits_ptr, N, all_rows, steps, K: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """x (batch, N, K) -> qdata, scale (batch, N); bits (batch, K), the columns' amax bits, start at 0 or at others'.
 
-    A program takes ROWS rows in each of its steps.
+    A program takes ROWS rows in each of its steps. all_rows: of a matrix of the results, which has others', too, or
+    None.
     """
     programs = tl.cdiv(N, ROWS * steps)
     batch = (tl.program_id(0) // programs).to(tl.int64)
@@ -44,6 +48,9 @@ def quantize_rows_with_amax_kernel(
     row = tl.arange(0, ROWS)
     column = tl.arange(0, triton.next_power_of_2(K))
     column_mask = column < K
+    if all_rows is not None:
+        qdata_ptr += batch * (all_rows - N) * K
+        scale_ptr += batch * (all_rows - N)
     amax = tl.zeros(column.shape, tl.int32)
     dtype: tl.constexpr = qdata_ptr.dtype.element_ty
     first = batch * N + row0
@@ -68,24 +75,40 @@ def quantize_rows_with_amax_kernel(
     tl.atomic_max(bits_ptr + batch * K + column, amax, mask=column_mask, sem="relaxed")
 
 
-def quantize_per_row(x: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor, Tensor]:
-    """mxep::quantize_per_row. Rows longer than registers hold are read once more."""
-    x = x.contiguous()
-    *rest, n, k = x.shape
+def quantize_per_row(
+    x: Tensor, y: Tensor | None, z: Tensor | None, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mxep::quantize_per_row. Rows longer than registers hold are read once more, joined."""
+    *rest, n, k = shape = stacked_shape(x, y, z)
     amax = torch.zeros((*rest, k), dtype=torch.float32, device=x.device)
     bits = amax.view(torch.int32)
     if k > LONGEST or not x.numel():
+        x = stacked(x, y, z).contiguous()
         column_amax(x, bits, n)
         return *quantize_rows(x, dtype, mode, k), amax
-    qdata, scale = empty_rows(x, dtype, k)
+    qdata, scale = empty_rows(x, dtype, k, shape)
     wide = next_power_of_2(k) > 2048
     rows = 8 // x.element_size() if k <= LONGEST // 2 else 1
-    batch = x.numel() // (n * k)
-    steps = _steps(batch, n, rows, num_sms(x.device) * (1 if wide else 3))
-    launch(quantize_rows_with_amax_kernel, (batch * cdiv(n, rows * steps),),
-        x, qdata, as_bytes(scale), bits, n, steps, K=k, MODE=mode, ROWS=rows, num_warps=16 if wide else 4,
-    )  # fmt: skip
+    batch, all_rows = amax.numel() // k, None if y is None else n
+    for part, (to, scale_to) in _places((qdata, as_bytes(scale)), -2, x, y, z):
+        n = part.shape[-2]
+        steps = _steps(batch, n, rows, num_sms(x.device) * (1 if wide else 3))
+        launch(quantize_rows_with_amax_kernel, (batch * cdiv(n, rows * steps),),
+            part, to, scale_to, bits, n, all_rows, steps, K=k, MODE=mode, ROWS=rows, num_warps=16 if wide else 4,
+        )  # fmt: skip
     return qdata, scale, amax
+
+
+def _places(
+    results: tuple[Tensor, ...], dim: int, *parts: Tensor | None
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Each part, contiguous, and where in `results` it goes, which along `dim` have all parts."""
+    start = 0
+    for part in parts:
+        if part is not None and (n := part.shape[-2]):
+            whole = results[0].shape[dim] == n
+            yield part.contiguous(), results if whole else tuple(to.narrow(dim, start, n) for to in results)
+            start += n
 
 
 def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
@@ -94,11 +117,14 @@ def _steps(batch: int, n: int, rows: int, at_once: int) -> int:
     return cdiv(max(LEAST_ROWS, cdiv(n, max(1, at_once * waves // batch))), rows)
 
 
-def quantize_per_column(x: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+def quantize_per_column(
+    x: Tensor, y: Tensor | None, z: Tensor | None, amax: Tensor, dtype: torch.dtype, mode: str
+) -> tuple[Tensor, Tensor]:
     """mxep::quantize_per_column."""
-    x = x.contiguous()
-    n, k = x.shape[-2:]
-    qdata, scale = empty_columns(x, dtype, n)
-    if x.numel():
-        quantize_long_columns(x, amax.contiguous().view(-1, k).view(torch.int32), qdata, scale, mode, n)
+    *_, n, k = shape = stacked_shape(x, y, z)
+    qdata, scale = empty_columns(x, dtype, n, shape)
+    if qdata.numel():
+        bits = amax.contiguous().view(-1, k).view(torch.int32)
+        for part, (to,) in _places((qdata,), -1, x, y, z):
+            quantize_long_columns(part, bits, to, scale, mode, part.shape[-2])
     return qdata, scale
