@@ -60,8 +60,8 @@ def grouped_wgrad(
     add: bool = False,
     **options: Any,
 ) -> None:
-    """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. Halves whose ends cut through what a warpgroup
-    multiplies are products of their own."""
+    """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. Halves are products of their own where a
+    warpgroup's rows would be of both."""
     (N, C), (K, _) = y_t.shape, x_t.shape
     if len(offs) == 1:
         out = out.view(1, N, K)  # where halves lie one behind the other anyway
