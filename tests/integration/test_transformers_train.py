@@ -187,6 +187,7 @@ def test_full_sizes_are_those_of_the_models(prepared: Callable[..., Config], nam
         (["+model.transformers.attn_implementation=a/b"], "model.transformers.attn_implementation: wanted no such key"),
         (["model.transformers.model_type=null"], "model.transformers: got no model_type"),
         (["model.experts=7"], "model.experts must be a multiple of 2"),
+        (["train.graph=true"], "train.graph: got true, wanted null: a transformers model's own code may read"),
         (["model.pretrained=/no/such"], "model.pretrained: /no/such/config.json: FileNotFoundError"),
     ],
 )
