@@ -302,6 +302,18 @@ def test_nodes_are_hosts_unless_said_otherwise(ctx: Context) -> None:
         hierarchical(ctx, 2, nodes_per_token=3)
 
 
+@distributed(2, device="cpu")
+def test_groups_of_nodes_are_not_split_from_the_whole_job(ctx: Context) -> None:
+    """init_process_group(device_id=...) would have it so, and a rank of the job without such layers may not come."""
+    bound, dist.group.WORLD.bound_device_id = dist.group.WORLD.bound_device_id, torch.device("cuda", 0)
+    try:
+        with mock.patch("torch.distributed.distributed_c10d._get_split_source", side_effect=AssertionError):
+            assert hierarchical(ctx, 1).nodes.count == 2
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
+    finally:
+        dist.group.WORLD.bound_device_id = bound
+
+
 @distributed(1, 2, device="cpu")
 def test_what_does_not_fit_is_said_and_close_ends_it(ctx: Context) -> None:
     dispatcher = hierarchical(ctx, 1)

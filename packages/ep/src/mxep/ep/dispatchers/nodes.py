@@ -7,6 +7,7 @@ W = 6 ranks, L = 2 of each node    within   (0 1) (2 3) (4 5)     the ranks of a
 import datetime
 import platform
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -78,5 +79,11 @@ def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
     if ranks != sorted(ranks):
         raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    world: Any = dist.group.WORLD
+    # With a bound device torch would split the default communicator, for which NCCL waits for all of the job's ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
     return made
