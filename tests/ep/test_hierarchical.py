@@ -13,6 +13,7 @@ from mxep.comms import Capacity, CapacityExceeded, PeerTimeout
 from mxep.ep import HierarchicalDispatcher, LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher
 from mxep.ep.dispatchers.base import Routing
 from mxep.ep.dispatchers.handles import Done, Handle
+from mxep.ep.dispatchers.nodes import silence
 from mxep.gemm import Recipe
 from mxep.integration.reference import Results
 from mxep.integration.verify import FixedRouting
@@ -302,6 +303,18 @@ def test_nodes_are_hosts_unless_said_otherwise(ctx: Context) -> None:
         hierarchical(ctx, 2, nodes_per_token=3)
 
 
+@distributed(2, device="cpu")
+def test_groups_of_nodes_are_not_split_from_the_whole_job(ctx: Context) -> None:
+    """init_process_group(device_id=...) would have it so, and a rank of the job without such layers may not come."""
+    bound, dist.group.WORLD.bound_device_id = dist.group.WORLD.bound_device_id, torch.device("cuda", 0)
+    try:
+        with mock.patch("torch.distributed.distributed_c10d._get_split_source", side_effect=AssertionError):
+            assert hierarchical(ctx, 1).nodes.count == 2
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
+    finally:
+        dist.group.WORLD.bound_device_id = bound
+
+
 @distributed(1, 2, device="cpu")
 def test_what_does_not_fit_is_said_and_close_ends_it(ctx: Context) -> None:
     dispatcher = hierarchical(ctx, 1)
@@ -324,7 +337,7 @@ def test_what_does_not_fit_is_said_and_close_ends_it(ctx: Context) -> None:
 
 @distributed(4, device="cpu")
 def test_a_rank_that_does_not_come_ends_all_others_within_the_limit(ctx: Context) -> None:
-    """Rank 3: its node's other rank names it by its index there, its peer on the other node times out in gloo."""
+    """Rank 3: its node's other rank names it by its index there, its peer on the other node as it does not answer."""
     dispatcher = hierarchical(ctx, 2, max_tokens=4, timeout=3.0)
     send(dispatcher, ctx, [[0], [9]])
     dist.barrier(ctx.group)
@@ -334,8 +347,17 @@ def test_a_rank_that_does_not_come_ends_all_others_within_the_limit(ctx: Context
             send(dispatcher, ctx, [[0], [9]])
         assert (ctx.rank == 1) != isinstance(caught.value, PeerTimeout)
         assert ctx.rank == 1 or caught.value.missing == (1,)
+        assert ctx.rank != 1 or str(caught.value).endswith(": nothing was heard of rank 3 in 1 s")
     assert time.monotonic() - started < 15
     dist.barrier(ctx.group)
+
+
+@distributed(2, device="cpu")
+def test_ranks_that_answer_and_a_store_that_does_not_are_told(ctx: Context) -> None:
+    assert silence(ctx.group) == "all ranks are there, one came too late"
+    gone = mock.Mock(set=mock.Mock(side_effect=dist.DistNetworkError))
+    with mock.patch.dict(dist.distributed_c10d._world.pg_map, {ctx.group: ("gloo", gone)}):
+        assert silence(ctx.group) == "nor does the job's store answer, on the node of rank 0"
 
 
 def test_without_processes_it_is_one_node_of_one_rank() -> None:

@@ -1,6 +1,10 @@
 """fold_report: what it counts is what folding does, under autograd, for converted modules, and it leaves no trace."""
 
 import contextlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from gemm.problem import Problem, problem
 from gemm.test_hopper import BACKEND as HOPPER
 from mxep.gemm import BACKENDS, Backend, convert, fold_report, grouped_mm, quantize_weights_once
 from mxep.gemm.backends.hopper import Hopper
+from mxep.gemm.diagnostics import FoldedProduct
 from mxep.quant import fold_with_stats, quantize
 
 SHAPE = (2, 64, 128)
@@ -110,3 +115,43 @@ def test_nothing_stays_behind_and_unquantized_products_are_not_recorded() -> Non
         raise ZeroDivisionError
     assert not report
     assert before == {name: vars(Hopper)[name] for name in before}
+
+
+class Idle(Backend):
+    """Multiplies nothing: all memory that is taken while it is watched is the report's."""
+
+    name = "idle"
+
+    def unsupported_reason(self, device: torch.device) -> str | None:
+        return None
+
+    def forward(self, a: Tensor, w: Tensor, *_: Any, **options: Any) -> Tensor:
+        return a
+
+    def prepare_wgrad(self, dy: Tensor, a: Tensor, *_: Any) -> None:
+        pass
+
+
+def report_of(groups: int, trace: Path) -> tuple[list[FoldedProduct], int]:
+    """Of groups that are alike: forward and wgrad, and the most bytes held at a time."""
+    p = problem([64], n=96, unused=0)
+    a, dy = (quantize(x.repeat(groups, 1)) for x in (p.a * torch.logspace(-6, 6, 128), p.dy))
+    w, offs = quantize(p.w.repeat(groups, 1, 1)), 64 * torch.arange(1, groups + 1, dtype=torch.int32)
+    with fold_report() as report, torch.profiler.profile(profile_memory=True) as profiler:
+        Idle().forward(a, w, offs)
+        Idle().prepare_wgrad(dy, a, offs)
+    profiler.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    sizes = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]
+    return list(report.values()), max(itertools.accumulate(sizes))
+
+
+def test_it_takes_memory_for_one_group_at_a_time(tmp_path: Path) -> None:
+    one, of_one = report_of(1, tmp_path / "1.json")
+    four, of_four = report_of(4, tmp_path / "4.json")
+    for single, several in zip(one, four, strict=True):
+        counts = {"elements", "rounded", "flushed"}
+        assert {name: 4 * getattr(single, name) for name in counts} == {name: getattr(several, name) for name in counts}
+        assert (single.spread, single.snr_db) == (several.spread, several.snr_db)
+        assert single.flushed
+    assert of_four < 1.1 * of_one

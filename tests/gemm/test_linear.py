@@ -25,6 +25,7 @@ from mxep.gemm import (
     rms_norm_input,
 )
 from mxep.gemm.backends import Backend
+from mxep.gemm.backends.reference import Reference
 from mxep.quant import MXTensor
 
 N, K = 96, 64
@@ -369,3 +370,15 @@ def test_in_bf16_it_is_torchs_linear() -> None:
     linear(x, w.requires_grad_(), recipe="bf16", backend="dequant", main_grad=summed).sum().backward()
     assert w.grad is None
     assert summed.any()
+
+
+def test_in_bf16_a_backend_that_derives_from_reference_multiplies_itself() -> None:
+    class Doubling(Reference):
+        name = "doubling"
+
+        def forward(self, *args: Any, **options: Any) -> Tensor:
+            return 2 * super().forward(*args, **options)
+
+    x, w = draw(5, 64), draw(96, 64, seed=1)
+    want = 2 * linear(x, w, recipe="bf16", backend="reference")
+    assert torch.equal(linear(x, w, recipe="bf16", backend=Doubling()), want)

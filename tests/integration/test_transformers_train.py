@@ -20,12 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from integration.test_train import losses, make_trainer, needs_gpu, train_stop_and_resume
 from integration.tiny_models import tiny
+from mxep.gemm import Recipe
 from mxep.integration import state
 from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.prepare import prepare
 from mxep.integration.schema import Config, configs_dir, register
 from mxep.integration.train import Outcome, train
+from mxep.integration.transformers.model import CausalLM
 
 MODELS = {
     "qwen3_moe_tiny": 0.6e6,
@@ -192,6 +194,7 @@ def test_full_sizes_are_those_of_the_models(prepared: Callable[..., Config], nam
         (["+model.transformers.attn_implementation=a/b"], "model.transformers.attn_implementation: wanted no such key"),
         (["model.transformers.model_type=null"], "model.transformers: got no model_type"),
         (["model.experts=7"], "model.experts must be a multiple of 2"),
+        (["train.graph=true"], "train.graph: got true, wanted null: a transformers model's own code may read"),
         (["model.pretrained=/no/such"], "model.pretrained: /no/such/config.json: FileNotFoundError"),
     ],
 )
@@ -220,6 +223,14 @@ def test_routers_without_a_bias_refuse_a_rate(prepared: Callable[..., Config], t
     config = prepared("model=qwen3_moe_tiny", "model.balance_rate=0.1", "parallel.ranks=1", "parallel.device=cpu")
     (message,) = run_ranks(refusal, (config, tmp_path), world_size=1, timeout=120, device="cpu")
     assert message.startswith("model.balance_rate: got 0.1, want 0: routers of qwen3_moe have no bias")
+
+
+def test_on_gpus_fp32_wants_the_reference_backend(prepared: Callable[..., Config]):
+    given = "model=qwen3_moe_tiny", "parallel.device=cuda", "parallel.ranks=1", "train.precision=32-true"
+    for backend in ("auto", "dequant"):
+        config = prepared(*given, f"backend={backend}")
+        with pytest.raises(ConfigError, match=f"32-true: got backend={backend}, want backend=reference"):
+            CausalLM(config, Recipe.named("bf16"), None, torch.device("cuda"))
 
 
 def refusal(rank: Rank, config: Config, folder: Path) -> str:

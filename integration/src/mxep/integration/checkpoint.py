@@ -98,14 +98,14 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     Raises ValueError naming the tensor, got and wanted, where a file does not fit the model.
     """
-    moments = _moments(model, optimizer)
+    state, moments = read_state(folder), _moments(model, optimizer)
     for what, tensors in {"model": model.state_dict(), "optimizer": moments}.items():
         if (folder / what).is_dir():
-            shards.load(folder / what, tensors)
+            shards.load(folder / what, tensors, ranks=state.config["parallel"]["ranks"])
         else:
             _fill(folder / f"{what}.safetensors", tensors)
     # AdamW counts the steps that were taken.
-    step = torch.tensor(float(sum(not row.get("skipped") for row in read_state(folder).metrics)))
+    step = torch.tensor(float(sum(not row.get("skipped") for row in state.metrics)))
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
             "step": step.clone(),

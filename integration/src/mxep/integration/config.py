@@ -236,8 +236,6 @@ def _complaints(config: Config) -> Iterator[str]:
         yield "train.graph=true: the host must read no sizes, but with all_to_all, exact capacity or reference it does"
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield "train.tensorboard=true wants tensorboard: pip install 'mxep-integration[tensorboard]'"
-    if config.train.graph and config.parallel.fsdp:
-        yield "train.graph=true: parallel.fsdp must be false, whose memory a graph cannot hold"
     if config.data.source == "text" and path is None:
         yield "data.source=text wants data.path, a file or a folder"
     elif path is not None and not Path(path).exists():
@@ -308,6 +306,8 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
             yield f"model.transformers.{key}: wanted no such key: the model's own attention and mxep's experts run"
     if of_model.get("tie_word_embeddings"):
         yield "model.transformers.tie_word_embeddings: got true, wanted false: checkpoints hold each weight once"
+    if config.train.graph:
+        yield "train.graph: got true, wanted null: a transformers model's own code may read from the device"
 
 
 def _of_estimate(config: Config) -> Iterator[str]:

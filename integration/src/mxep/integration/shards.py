@@ -36,27 +36,37 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
 
     def check() -> None:
         try:
-            _check(folder, tensors)
+            _check(folder, tensors, dist.get_world_size())
         except ValueError as error:
             raise OSError(f"not saved: {error}: wanted a run folder that all nodes see") from None
 
     from_all_ranks(lambda: None if dist.get_rank() else check())
 
 
-def load(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill this rank's parts of ``tensors`` in place. Collective over the default group.
+def load(folder: Path, tensors: dict[str, Tensor], *, ranks: int) -> None:
+    """Fill this rank's parts of ``tensors`` in place. Collective over the default group. ranks: how many wrote.
 
-    Raises ValueError, on all ranks, naming the first tensor that does not fit or that is not there as a whole.
+    Raises ValueError, on all ranks, naming the files that are missing or the first tensor that does not fit.
     """
-    _check(folder, tensors)
+    _check(folder, tensors, ranks)
     try:
         state_dict_loader.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
         raise ValueError(f"{folder}: {_first(error)}") from error
 
 
-def _check(folder: Path, tensors: dict[str, Tensor]) -> None:
+def _check(folder: Path, tensors: dict[str, Tensor], ranks: int) -> None:
     """Raises ValueError naming what of ``tensors``, of which this rank may have parts, is not there as a whole."""
+    try:
+        _compare(folder, tensors)
+    except ValueError:  # or all is there: a rank that has no part of anything writes no file
+        names = (f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, ranks + 1))
+        if missing := ", ".join(name for name in names if not (folder / name).is_file()):
+            raise ValueError(f"{folder}: no {missing}: wanted the files of all {ranks} ranks that saved") from None
+        raise
+
+
+def _compare(folder: Path, tensors: dict[str, Tensor]) -> None:
     stored: dict[str, Any] = {}
     try:
         stored |= HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -68,7 +78,7 @@ def _check(folder: Path, tensors: dict[str, Tensor]) -> None:
         if (got := tuple(stored[name].size)) != (wanted := tuple(tensor.shape)):
             raise ValueError(f"{folder}: {name} is {got}, wanted {wanted}")
         if (found := sum(math.prod(chunk.sizes) for chunk in stored[name].chunks)) != (count := tensor.numel()):
-            raise ValueError(f"{folder}: {name} has {found} numbers, wanted {count}: a rank's file is missing")
+            raise ValueError(f"{folder}: {name} has {found} numbers, wanted {count}")
 
 
 def _first(error: CheckpointException) -> str:

@@ -9,6 +9,7 @@ A tokenizer is the text of its tokenizer.json here. The library is imported wher
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -43,7 +44,14 @@ def vocabulary_of(config: DataConfig) -> int:
     """How many token ids there may be."""
     if config.tokenizer is None:
         return config.vocabulary or VOCABULARY
-    found: dict[str, Any] = json.loads(Path(config.tokenizer).read_text())
+    about = Path(config.tokenizer).stat()
+    return _tokens_of(config.tokenizer, (about.st_ino, about.st_mtime_ns, about.st_size))
+
+
+@functools.cache
+def _tokens_of(file: str, version: tuple[int, ...]) -> int:
+    """Of a tokenizer.json. version: of what ``file`` names, which may be written again."""
+    found: dict[str, Any] = json.loads(Path(file).read_text())
     model = found["model"]["vocab"]  # of Unigram a list
     ids: list[int] = [len(model) - 1] if isinstance(model, list) else list(model.values())
     return 1 + max([*ids, *(int(each["id"]) for each in found["added_tokens"])])

@@ -60,6 +60,11 @@ class CausalLM(nn.Module):
     def __init__(self, config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
         super().__init__()
         dispatcher, section = config.dispatcher, config.model
+        if config.train.precision == "32-true" and device.type != "cpu" and config.backend != "reference":
+            raise ConfigError(
+                f"train.precision=32-true: got backend={config.backend}, want backend=reference: on GPUs "
+                "the others round what is not quantized to bf16"
+            )
         how = Implementation(
             f"mxep_train_{recipe.name}_{next(_numbers)}",
             recipe,

@@ -13,6 +13,7 @@ and weights that `quantize_weights_once` has held since before are not seen.
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 import threading
@@ -27,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from mxep.gemm.backends import Backend
 from mxep.gemm.backends.base import ends
 from mxep.gemm.backends.hopper import fp8_grouped_wgrad
-from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference, parts_of, values_of_rows
+from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference, parts_of
 from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
 from mxep.quant.replay import no_replays
 
@@ -74,16 +75,19 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
     owner: dict[Any, str] = {}  # the module of what was multiplied in forward, by address
 
     def record(product: str, x: MXTensor, y: MXTensor, offs: Tensor | None) -> None:
-        offs = ends(offs, x)
-        shape = (len(offs), x.shape[1], y.shape[1]) if product == "wgrad" else tuple(y.shape)
+        rows = list(itertools.pairwise([0, *ends(offs, x).tolist()]))
+        shape = (len(rows), x.shape[1], y.shape[1]) if product == "wgrad" else tuple(y.shape)
         if product == "forward":
             owner[_address(x), shape] = owner[_address(y)] = modules[-1] if modules else ""
         module = owner.get((_address(y), shape) if product == "wgrad" else _address(y), "")
         p = report.setdefault((module, shape, product), FoldedProduct(module, shape, product))
         p.calls += 1
-        (_add_wgrad if product == "wgrad" else _add_product)(
-            p, x, cast(MXTensor, y.mT) if product == "dgrad" else y, offs
-        )
+        for g, (start, end) in enumerate(rows):  # one by one: it takes much memory an element
+            if product == "wgrad":
+                _add_wgrad(p, cast(MXTensor, x[start:end]), cast(MXTensor, y[start:end]))
+            else:
+                w = cast(MXTensor, y[g])
+                _add_product(p, cast(MXTensor, x[start:end]), cast(MXTensor, w.mT) if product == "dgrad" else w)
 
     def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -130,41 +134,44 @@ def _subclasses(cls: type) -> set[type]:
     return {cls}.union(*map(_subclasses, cls.__subclasses__()))
 
 
-def _add_product(p: FoldedProduct, a: MXTensor, w: Any, offs: Tensor) -> None:
-    """a (M, K) x w (G, N, K), contracted along K."""
-    valid, w = int(offs[-1]), w if w.axis == -1 else w.along(-1)
-    (a_folded, of_a), (w_folded, of_w) = fold_with_stats(a, offs=offs), fold_with_stats(w)
-    p.elements += valid * a.shape[1] + w.numel()
+def _add_product(p: FoldedProduct, a: MXTensor, w: MXTensor) -> None:
+    """a (M, K) x w (N, K), contracted along K."""
+    w = w if w.axis == -1 else w.along(-1)
+    (a_folded, of_a), (w_folded, of_w) = fold_with_stats(a), fold_with_stats(w)
+    p.elements += a.numel() + w.numel()
     p.rounded += int(of_a.changed + of_w.changed)
     p.flushed += int(of_a.flushed + of_w.flushed)
-    p.spread = max([p.spread, *of_a.spread[:valid].tolist(), *of_w.spread.flatten().tolist()])
-    exact = grouped_mm_reference(*parts_of(a), *parts_of(w)[:2], offs, None, torch.float32)
-    folded = grouped_mm_reference(*parts_of(a_folded), *parts_of(w_folded)[:2], offs, None, torch.float32)
-    _add_snr(p, exact[:valid], folded[:valid])
+    p.spread = max([p.spread, *of_a.spread.tolist(), *of_w.spread.tolist()])
+    _add_snr(p, _product(a, w), _product(a_folded, w_folded))
 
 
-def _add_wgrad(p: FoldedProduct, dy: MXTensor, a: MXTensor, offs: Tensor) -> None:
-    """dy (M, N) and a (M, K), contracted along the tokens of each group."""
-    valid, folded = int(offs[-1]), fold_for_wgrad(a, dy, offs)
-    y, x = (values_of_rows(parts_of(v), valid) for v in (dy, a))
-    (y_rows, of_y), (x_rows, of_x) = (fold_with_stats(v, offs=offs) for v in (dy, a))
-    y_scale, x_scale = (rows.scale.view(torch.uint8)[:valid, 0].int() - 127 for rows in (y_rows, x_rows))
-    token = torch.arange(valid, dtype=torch.int32, device=offs.device)
-    behind = folded.exponent[torch.searchsorted(offs, token, right=True)] - y_scale - x_scale
+def _add_wgrad(p: FoldedProduct, dy: MXTensor, a: MXTensor) -> None:
+    """dy (M, N) and a (M, K), contracted along their rows."""
+    offs = ends(None, a)
+    folded = fold_for_wgrad(a, dy, offs)
+    y, x = (v.dequantize(torch.float32) for v in (dy, a))
+    (y_rows, of_y), (x_rows, of_x) = (fold_with_stats(v) for v in (dy, a))
+    y_scale, x_scale = (rows.scale.view(torch.uint8)[:, 0].int() - 127 for rows in (y_rows, x_rows))
+    behind = folded.exponent - y_scale - x_scale
     x_exponent, y_exponent = x_scale + behind // 2, y_scale + behind - behind // 2
     for values, qdata, exponent in ((x, folded.x_t, x_exponent), (y, folded.y_t, y_exponent)):
-        after = torch.ldexp(qdata[:, :valid].T.double(), exponent.unsqueeze(1))
+        after = torch.ldexp(qdata.T.double(), exponent.unsqueeze(1))
         p.elements += values.numel()
         p.rounded += int(((after != values) & after.isfinite()).sum())
         p.flushed += int(((after == 0) & (values != 0)).sum())
-    spreads = behind[x.any(1) & y.any(1)], of_y.spread[:valid], of_x.spread[:valid]
+    spreads = behind[x.any(1) & y.any(1)], of_y.spread, of_x.spread
     p.spread = max([p.spread, *torch.cat(spreads).tolist()])
     exact = grouped_wgrad_reference(y, None, None, x, None, None, offs, torch.float32)
-    parts = folded.y_t, folded.x_t, folded.exponent, folded.offs
     product = torch.empty_like(exact)
-    fp8_grouped_wgrad.reference(product, *parts, 1.0, False)
+    fp8_grouped_wgrad.reference(product, folded.y_t, folded.x_t, folded.exponent, folded.offs, 1.0, False)
     _add_snr(p, exact, product)
     _add_snr(p, exact.mT, product.mT)
+
+
+def _product(a: MXTensor, w: MXTensor) -> Tensor:
+    """(M, N) fp32."""
+    out: Tensor = grouped_mm_reference(*parts_of(a), w.qdata[None], w.scale[None], None, None, torch.float32)
+    return out
 
 
 def _add_snr(p: FoldedProduct, exact: Tensor, folded: Tensor) -> None:

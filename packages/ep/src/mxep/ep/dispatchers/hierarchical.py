@@ -34,7 +34,7 @@ from mxep.quant.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, resolve_group
 from .handles import Done, Handle, Later
-from .nodes import nodes_of
+from .nodes import nodes_of, silence
 from .symmetric import SymmetricDispatcher, most_tokens
 
 
@@ -210,16 +210,19 @@ class HierarchicalDispatcher(TokenDispatcher):
 
     def _cross(self, outgoing: Sequence[Tensor]) -> Handle[Payload]:
         """(N C, n_i) each, C rows to each node -> as many, C rows from each."""
-        if self.nodes.across is None:
+        if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
         incoming, works = tuple(map(torch.empty_like, outgoing)), []
         for theirs, ours in zip(incoming, outgoing):
             parts = theirs.view(torch.uint8), ours.view(torch.uint8)
-            works.append(dist.all_to_all_single(*parts, group=self.nodes.across, async_op=True))
+            works.append(dist.all_to_all_single(*parts, group=across, async_op=True))
 
         def arrived() -> Payload:
-            for work in works:
-                work.wait()
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process instead
+                raise RuntimeError(f"{error}: {silence(across)}") from error
             return incoming
 
         return Later(arrived)

@@ -4,13 +4,20 @@ W = 6 ranks, L = 2 of each node    within   (0 1) (2 3) (4 5)     the ranks of a
                                    across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
 """
 
+import contextlib
 import datetime
 import platform
+import threading
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
 from .shared import lives
+
+GRACE = 1.0
+"""Seconds that ranks have to say that they are there, once an exchange of theirs has failed."""
 
 
 @dataclass(frozen=True)
@@ -78,5 +85,32 @@ def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
     if ranks != sorted(ranks):
         raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    world: Any = dist.group.WORLD
+    # With a bound device torch would split the default communicator, for which NCCL waits for all of the job's ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
     return made
+
+
+def silence(group: dist.ProcessGroup) -> str:
+    """Which ranks say nothing after an exchange of the group failed: all others ask, too."""
+    ranks, heard = dist.get_process_group_ranks(group), set[int]()
+
+    def listen() -> None:
+        store = dist.distributed_c10d._world.pg_map[group][1]
+        with contextlib.suppress(RuntimeError):  # rank 0 may have the store, and end first
+            store.set(f"mxep/{dist.get_rank()}", "")
+            for _ in range(10):
+                heard.update(rank for rank in ranks if store.check([f"mxep/{rank}"]))
+                time.sleep(GRACE / 10)
+
+    thread = threading.Thread(target=listen, daemon=True)  # a store on a silent node keeps it for ever
+    thread.start()
+    thread.join(2 * GRACE)
+    if not heard:
+        return "nor does the job's store answer, on the node of rank 0"
+    silent = ", ".join(str(rank) for rank in ranks if rank not in heard)
+    return f"nothing was heard of rank {silent} in {GRACE:g} s" if silent else "all ranks are there, one came too late"

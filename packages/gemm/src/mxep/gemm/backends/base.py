@@ -29,10 +29,12 @@ class Backend(Protocol):
 
     name: what users pick it by.
     wants_rowwise: whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once.
+    bf16_is_torchs: whether a linear's plain product in bf16 is torch's, and the backend is not asked.
     """
 
     name: str
     wants_rowwise: bool = False
+    bf16_is_torchs: bool = True
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         """None if it runs on `device`, else the reason why not, as the end of a sentence."""
