@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
+from transformers.utils.output_capturing import OutputRecorder
 
-from mxep.ep import Routing, TokenDispatcher
+from mxep.ep import Routing, TokenDispatcher, load_balancing_loss
 from mxep.ep.recomputation import recomputing
 from mxep.ep.shares import init_normal_
 from mxep.gemm import Recipe, convert, join_linears
@@ -114,10 +115,21 @@ class CausalLM(nn.Module):
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if config.parallel.fsdp:
             shard(self.model, self.blocks, self.experts, mesh, mixed)
-        self.aux_weight = getattr(sizes, "router_aux_loss_coef", 0.0)
         self.moes = [RoutedExperts(module) for module in self.experts]
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
         self.routers = [RouterOf(moe, block, device) for moe, block in zip(self.moes, blocks)]
+        self.options = {"use_cache": False}
+        self.aux_weight = 0.0
+        if getattr(sizes, "output_router_logits", False):
+            self.options["output_router_logits"] = False  # else the model computes a loss of its own
+            self.aux_weight = getattr(sizes, "router_aux_loss_coef", None) or 0.0
+        if self.aux_weight:
+            recorders = _recorders(self.model)
+            if not all(router.keep_logits(block, recorders) for router, block in zip(self.routers, blocks)):
+                raise ConfigError(
+                    f"model.transformers.output_router_logits: got true, want false: models of {sizes.model_type} do "
+                    "not say what their routers' logits are"
+                )
         if section.balance_rate and any(router.bias is None for router in self.routers):
             raise ConfigError(
                 f"model.balance_rate: got {section.balance_rate}, want 0: routers of {sizes.model_type} have no bias "
@@ -140,16 +152,20 @@ class CausalLM(nn.Module):
         return [part for part in parts if not set(self.experts).intersection(part.modules())]
 
     def forward(self, inputs: Tensor) -> Any:
-        """``inputs`` (b, S) int64 -> what the model returns: `logits` (b, S, V), where it has one `aux_loss`."""
+        """``inputs`` (b, S) int64 -> what the model returns: `logits` (b, S, V)."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.model(input_ids=inputs, use_cache=False)
+            return self.model(input_ids=inputs, **self.options)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a token. In training its gradient is also the auxiliary loss's, by its weight."""
+        """Mean cross-entropy in nats a token. In training its gradient is also the auxiliary loss's, by its weight.
+
+        That is the mean over layers of K * `load_balancing_loss`, K at balance. transformers' own adds up the layers'
+        loads and scores first, and those of layers that each use a few experts of their own are balanced.
+        """
         out = self(inputs)
         loss = F.cross_entropy(out.logits.float().flatten(0, 1), targets.flatten())
-        aux = getattr(out, "aux_loss", None)
-        if aux is not None and self.training:
+        if self.aux_weight and self.training:
+            aux = torch.stack([router.balancing_loss() for router in self.routers]).mean()
             loss = loss + self.aux_weight * (aux - aux.detach())
         return loss
 
@@ -189,7 +205,27 @@ class RouterOf:
         biases = [b for name, b in block.named_buffers() if name.endswith(BIAS)]
         self.bias = biases[0] if biases else None
         self.load = torch.zeros(moe.dispatcher.num_experts, device=device)
+        self.logits: Tensor | None = None
         moe.module.register_forward_hook(self._count)
+
+    def keep_logits(self, block: nn.Module, recorders: list[OutputRecorder]) -> bool:
+        """Keep the logits of forwards in training, for `balancing_loss`. False: no recorder finds them in ``block``."""
+        for router, one in itertools.product(block.modules(), recorders):
+            if isinstance(router, one.target_class):
+                router.register_forward_hook(functools.partial(self._keep, one.index))
+                return True
+        return False
+
+    def _keep(self, index: int, router: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
+        if router.training and not recomputing():
+            self.logits = out[index] if isinstance(out, tuple) else out
+
+    def balancing_loss(self) -> Tensor:
+        """K * `load_balancing_loss` of the last forward in training, 0-d, by softmax. Its logits are forgotten."""
+        routing, logits, self.logits = self.moe.last_routing, self.logits, None
+        assert routing is not None
+        assert logits is not None
+        return routing.expert_ids.shape[1] * load_balancing_loss(logits.flatten(0, -2), routing.expert_ids)
 
     @torch.no_grad()
     def _count(self, experts: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
@@ -219,6 +255,13 @@ def _multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> 
     convert(part, recipe, backend=backend)
     with contextlib.suppress(ValueError):  # there are none of the names that are known
         join_linears(part)
+
+
+def _recorders(model: Any) -> list[OutputRecorder]:
+    """Where transformers finds the logits of a model's routers: a class of modules, and which of what they return."""
+    found = model.can_record_outputs.get("router_logits", [])
+    every = found if isinstance(found, list) else [found]
+    return [one for one in every if isinstance(one, OutputRecorder) and one.target_class is not None]
 
 
 @torch.no_grad()

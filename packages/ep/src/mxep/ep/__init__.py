@@ -20,6 +20,7 @@ from .dispatchers import (
 from .experts import Experts, run_experts
 from .functional import combine, dispatch, expert_mlp, swiglu
 from .layer import route_through_experts
+from .losses import load_balancing_loss, router_z_loss
 from .moe import MoE
 from .parallel import ExpertParallel, data_parallel, parameter_groups
 from .passes import LayerConfig
@@ -53,9 +54,11 @@ __all__ = [
     "data_parallel",
     "dispatch",
     "expert_mlp",
+    "load_balancing_loss",
     "make_dispatcher",
     "parameter_groups",
     "route_through_experts",
+    "router_z_loss",
     "run_experts",
     "swiglu",
 ]

@@ -39,6 +39,11 @@ class Router(nn.Module):
         num_groups, top_groups: experts come in ``num_groups`` equal groups, and a token picks inside its best
             ``top_groups`` (a group's score is the sum of its two best experts). 1 and None: no limit.
         balance: keep a bias per expert that steers the choice towards idle experts; see :meth:`update_bias`.
+        keep_logits: after a forward ``last_logits`` (T, E) fp32, differentiable, and ``last_expert_ids`` (T, K) int32
+            are there for :func:`load_balancing_loss` and :func:`router_z_loss`, until the next forward. They are not of
+            what a checkpoint recomputes, unless it recomputes a compiled router. A reentrant checkpoint leaves logits
+            without a gradient, and torch.compile cannot keep them of a checkpoint within its graph. Copies, pickles and
+            state dicts of the router have none.
 
     Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32. Then, too, the attribute
     ``load`` (E,) fp32, the number of rows each expert got on this rank since the last update, over all micro-batches;
@@ -47,6 +52,8 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
     load: Tensor | None
+    last_logits: Tensor | None
+    last_expert_ids: Tensor | None
 
     def __init__(
         self,
@@ -60,6 +67,7 @@ class Router(nn.Module):
         num_groups: int = 1,
         top_groups: int | None = None,
         balance: bool = False,
+        keep_logits: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -81,6 +89,8 @@ class Router(nn.Module):
         self.scale = scale
         self.num_groups = num_groups
         self.top_groups = top_groups
+        self.keep_logits = keep_logits
+        self.last_logits = self.last_expert_ids = None
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         zeros = torch.zeros(num_experts, device=device, dtype=torch.float32) if balance else None
         self.register_buffer("expert_bias", zeros)
@@ -99,6 +109,9 @@ class Router(nn.Module):
             )
         return self
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "last_logits": None, "last_expert_ids": None}
+
     @property
     def num_experts(self) -> int:
         return self.weight.shape[0]
@@ -110,6 +123,7 @@ class Router(nn.Module):
         facts |= {} if self.scale == 1.0 else {"scale": self.scale}
         facts |= {} if self.num_groups == 1 else {"num_groups": self.num_groups, "top_groups": self.top_groups}
         facts |= {} if self.expert_bias is None else {"balance": True}
+        facts |= {"keep_logits": True} if self.keep_logits else {}
         return ", ".join(f"{name}={value}" for name, value in facts.items())
 
     def reset_parameters(self) -> None:
@@ -139,7 +153,10 @@ class Router(nn.Module):
             if self.load.device != x.device:  # FSDP2 moves parameters and buffers by itself
                 self.load = self.load.to(x.device)
             _count_load(self.load, expert_ids)
-        return expert_ids.int(), weights if self.scale == 1 else weights * self.scale
+        expert_ids = expert_ids.int()
+        if self.keep_logits and (torch.compiler.is_compiling() or not recomputing()):
+            self.last_logits, self.last_expert_ids = logits, expert_ids
+        return expert_ids, weights if self.scale == 1 else weights * self.scale
 
     def _choice(self, scores: Tensor) -> Tensor:
         """(T, E), of which the largest are chosen."""

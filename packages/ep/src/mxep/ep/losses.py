@@ -1,0 +1,54 @@
+"""Auxiliary losses of one layer's router, to be added to a model's loss.
+
+    load_balancing_loss = E * sum over e of f_e P_e             keeps experts equally busy (Fedus et al., "Switch
+                                                                Transformers", 2021)
+    router_z_loss = mean over tokens of logsumexp(logits)^2     keeps logits small (Zoph et al., "ST-MoE", 2022)
+
+f_e: expert e's share of the rows. P_e: its mean score, which alone has a gradient. A model averages the losses of its
+layers. It does not add up their f_e and P_e first: of layers that each use a few experts of their own, the sums are
+balanced.
+
+T tokens, E experts in all, K experts a token.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import wait_tensor
+from torch.nn import functional as F
+
+
+def load_balancing_loss(
+    logits: Tensor, expert_ids: Tensor, *, score: str = "softmax", group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """0-d fp32: 1 at perfect balance, up to E / K where all tokens choose the same experts. No host sync.
+
+    logits: (T, E), differentiable, such as `Router.last_logits`. expert_ids: (T, K) int32 or int64. Ids outside
+    0 .. E-1 are not counted, nor are tokens that have no others. score: "softmax", or "sigmoid", whose scores are
+    divided by a token's sum. group: f_e is of the rows of all its ranks, by one all-reduce of E counts, that all call,
+    also those without tokens. The mean of the ranks' losses is then the whole batch's, if all have as many tokens.
+
+    ValueError: another score, or sizes that do not fit.
+    """
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
+    if logits.dim() != 2 or expert_ids.dim() != 2 or len(logits) != len(expert_ids):
+        shapes = f"{tuple(logits.shape)} and {tuple(expert_ids.shape)}"
+        raise ValueError(f"logits and expert_ids must be (T, E) and (T, K), got {shapes}")
+    num_experts = logits.shape[1]
+    valid = (expert_ids >= 0) & (expert_ids < num_experts)
+    ids = expert_ids.clamp(0, num_experts - 1).flatten().long()
+    counts = torch.zeros(num_experts, device=logits.device).scatter_add_(0, ids, valid.flatten().float())
+    if group is not None:
+        counts = wait_tensor(torch.ops._c10d_functional.all_reduce(counts, "sum", group.group_name))
+    routed = valid.any(1, keepdim=True).float()
+    logits = logits.float()
+    scores = (logits if score == "softmax" else F.logsigmoid(logits)).softmax(-1)
+    products = counts * (scores * routed).sum(0)
+    return products.sum() * (num_experts / (counts.sum() * routed.sum()).clamp_min(1))
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    """0-d fp32: the mean over tokens of the squared logsumexp. logits: (T, E), differentiable."""
+    z = logits.float().logsumexp(-1)
+    return z.square().sum() / max(z.numel(), 1)
