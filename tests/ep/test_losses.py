@@ -59,7 +59,7 @@ def test_the_balancing_loss_has_the_value_and_gradient_of_the_plain_formula(scor
     got, wanted = load_balancing_loss(logits, ids, score=score), plain(logits, ids, score)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=0)
-    # Rounded twice to bf16: the gradient, after a float64 of each logit.
+    # A gradient in bf16 is rounded to it, on both sides.
     close = {"rtol": 2**-7, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-8}
     torch.testing.assert_close(gradient(got, logits), gradient(wanted, logits), **close)
 

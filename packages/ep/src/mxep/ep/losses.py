@@ -32,7 +32,7 @@ def load_balancing_loss(
     """
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
-    if logits.dim() != 2 or expert_ids.dim() != 2 or len(logits) != len(expert_ids):
+    if logits.dim() != 2 or expert_ids.dim() != 2 or logits.shape[0] != expert_ids.shape[0]:
         shapes = f"{tuple(logits.shape)} and {tuple(expert_ids.shape)}"
         raise ValueError(f"logits and expert_ids must be (T, E) and (T, K), got {shapes}")
     num_experts = logits.shape[1]
