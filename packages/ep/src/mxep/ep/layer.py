@@ -52,8 +52,8 @@ def route_through_experts(
     Args:
         x: (T, D) bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
         gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are quantized into one, each
-            way, and have gradients of their own. down_proj: (e, D, F). Or DTensors of which this rank holds that, as `Experts` has
-            them; then their gradients are DTensors, too.
+            way, and have gradients of their own. down_proj: (e, D, F). Or DTensors of which this rank holds that, as
+            `Experts` has them; then their gradients are DTensors, too.
         gate_up_bias: (e, 2F), likewise, or None.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, and for a recipe with wgrad "bf16", which keeps unquantized
