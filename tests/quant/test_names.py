@@ -20,6 +20,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "quantize": lambda **how: quant.quantize(x(), **how),
     "quantize_both": lambda **how: quant.quantize_both(x(), **how),
     "quantize_with_amax": lambda **how: quant.quantize_with_amax(x(), **how),
+    "quantize_stacked": lambda **how: quant.quantize_stacked((x(), x()), **how),
+    "quantize_stacked_columns": lambda **how: quant.quantize_stacked_columns((x(), x()), torch.ones(64), **how),
     "requantize": lambda **how: quant.requantize(quant.quantize(x()), **how),
     "swiglu_quantize": lambda **how: quant.swiglu_quantize(x(), **how),
     "swiglu_backward_quantize": lambda **how: quant.swiglu_backward_quantize(x(32), x(), h_fmt=how.get("fmt"), **how),

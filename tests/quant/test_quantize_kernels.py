@@ -4,7 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, ops, quantize, quantize_joined
+from mxep.quant import (
+    BLOCK,
+    E4M3,
+    E5M2,
+    MXFormat,
+    ScaleMode,
+    ops,
+    quantize,
+    quantize_joined,
+    quantize_stacked,
+    quantize_stacked_columns,
+    quantize_with_amax,
+)
 from mxep.quant.kernels import columns, joined, per_row, requantize, rows
 from mxep.quant.requantize import _requantize
 from quant import exact
@@ -161,6 +173,29 @@ def test_any_number_of_matrices_side_by_side() -> None:
         assert_same((got.qdata, got.scale), (want.qdata, want.scale))
     with pytest.raises(ValueError, match=r"quantize_joined: got parts \(1, 2, 3\), want \(N, K\) each"):
         quantize_joined([torch.zeros(1, 2, 3)])
+
+
+def test_any_number_of_matrices_below_each_other() -> None:
+    whole = torch.randn(2, 96, 40)
+    rows, amax = quantize_with_amax(whole)
+    columns = quantize(whole, axis=-2, block_size=None)
+    for heights in ((96,), (64, 32), (32, 32, 32), (24, 24, 24, 24)):
+        stacked, found = quantize_stacked(whole.split(heights, 1))
+        assert torch.equal(found, amax)
+        for got, want in ((stacked, rows), (quantize_stacked_columns(whole.split(heights, 1), amax), columns)):
+            assert (got.axis, got.block_size, got.dtype) == (want.axis, want.block_size, torch.float32)
+            assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+            assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
+    for parts in (
+        [],
+        [torch.zeros(3)],
+        [torch.zeros(2, 3), torch.zeros(2, 4)],
+        [torch.zeros(2, 3), torch.zeros(1, 2, 3)],
+    ):
+        with pytest.raises(ValueError, match=r"quantize_stacked: got parts .*, want \(..., N of each, K\)"):
+            quantize_stacked(parts)
+    with pytest.raises(ValueError, match=r"amax: got torch.float32 \(2, 41\)"):
+        quantize_stacked_columns([whole, whole], torch.zeros(2, 41))
 
 
 def test_programs_of_a_weight_are_busy_to_the_end() -> None:

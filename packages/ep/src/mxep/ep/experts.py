@@ -96,7 +96,8 @@ def run_experts(
         expert_ids: (T, K) int32 or int64. weights: (T, K) fp32.
         gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are quantized into one, each
             way, and have gradients of their own. down_proj: (e, D, F). Or DTensors. A whole weight with an attribute
-            ``main_grad``, fp32 of its shape or of its share here, gets its gradient added there, and none itself.
+            ``main_grad``, fp32 of its shape or of this rank's share of it, gets its gradient added there, and none
+            itself.
         wgrad_scale: factor of weights' and biases' gradients.
         activation: of gate and up, as `mxep.quant.SwiGLU` says. gate_up_bias: (e, 2F). down_bias: (e, D), which
             the routing weight multiplies; ranks gather it. Or DTensors. They have ordinary gradients.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, ops
+from mxep.quant import MXTensor, quantize_stacked, quantize_stacked_columns
 
 Weight = Tensor | tuple[Tensor, ...]
 """(G, N, K), or its parts, (G, N of each, K), which are joined where they are quantized and nowhere else."""
@@ -45,10 +45,7 @@ def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: 
         return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)
     if not with_amax or not _has_one_scale(recipe, backend):
         return _join([backend.quantize_weight_rowwise(part, recipe)[0] for part in w]), None
-    if len(w) > 3:
-        return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=True)
-    qdata, scale, amax = ops.quantize_per_row(*_three(w), recipe.fmt.dtype, str(recipe.mode))
-    return MXTensor(qdata, scale, None, -1, qdata.shape[-1], w[0].dtype, trusted=True), amax
+    return quantize_stacked(w, fmt=recipe.fmt, mode=recipe.mode)
 
 
 def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None) -> Tensor:
@@ -57,19 +54,14 @@ def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor |
         return backend.quantize_weight_colwise(joined(w), recipe, amax)
     if not _has_one_scale(recipe, backend):
         return _join([backend.quantize_weight_colwise(part, recipe) for part in w])
-    if amax is None or len(w) > 3:
-        return backend.quantize_weight_colwise(joined(w), recipe, amax)
-    qdata, scale = ops.quantize_per_column(*_three(w), amax, recipe.fmt.dtype, str(recipe.mode))
-    return MXTensor(qdata.mT, scale, None, -2, qdata.shape[-1], w[0].dtype, trusted=True)
+    if amax is None:
+        return backend.quantize_weight_colwise(joined(w), recipe)
+    return quantize_stacked_columns(w, amax, fmt=recipe.fmt, mode=recipe.mode)
 
 
 def _has_one_scale(recipe: Recipe, backend: Backend) -> bool:
     """Of a weight's row, or column."""
     return recipe.block_size is None or backend.wants_rowwise
-
-
-def _three(parts: Sequence[Tensor]) -> list[Tensor | None]:
-    return [*(part.detach() for part in parts), None][:3]
 
 
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe) -> bool:

@@ -37,6 +37,7 @@ from mxep.quant.shapes import (
     empty_picked,
     empty_rows,
     num_rows,
+    stacked,
     stacked_shape,
 )
 
@@ -160,12 +161,6 @@ def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tu
     blocks = torch.unflatten(by_column, -3, (n // block_size, block_size))
     qdata, scale = encode(blocks, (-3, -1), dtype, mode)
     return qdata.view(x.shape), scale.squeeze((-3, -1)).view(SCALE_DTYPE)
-
-
-def stacked(*parts: Tensor | None) -> Tensor:
-    """Parts (..., N of each, K), one's rows below another's; None is none."""
-    given = [part for part in parts if part is not None]
-    return given[0] if len(given) == 1 else torch.cat(given, -2)
 
 
 def bytewise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

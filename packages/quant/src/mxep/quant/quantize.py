@@ -4,6 +4,7 @@
     quantize_both       x -> blocks along rows and blocks along columns, of fewer reads
     quantize_joined     several x -> one scale a row of all side by side
     quantize_with_amax  x -> one scale a row, and what makes one scale a column cheaper, later
+    quantize_stacked    the same of several x, one's rows below another's; quantize_stacked_columns comes later
 
 The numerics (element rule, scales) are those of `mxep.quant.ops` and `mxep.quant.scales`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
@@ -49,10 +50,7 @@ def quantize(
     if amax is not None:
         if axis != -2 or block_size != x.shape[-2]:
             raise ValueError(f"amax: got axis {axis}, block {block_size}, want axis -2 and block None, whose they are")
-        wanted = (*x.shape[:-2], x.shape[-1])
-        if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, x.device):
-            got = f"{amax.dtype} {tuple(amax.shape)} on {amax.device}"
-            raise ValueError(f"amax: got {got}, want torch.float32 {wanted} on {x.device}")
+        _check_amax(amax, x)
     if axis == BLOCKS_2D:
         qdata, scale = ops.quantize_2d(source, *how)
     elif (axis == -1) != transposed:
@@ -139,6 +137,45 @@ def quantize_joined(
     assert y is not None
     qdata, scale = ops.quantize_joined_rows(x, y, z, check_format(fmt), check_mode(mode))
     return MXTensor(qdata, scale, None, -1, qdata.shape[1], x.dtype, trusted=True)
+
+
+def quantize_stacked(
+    parts: Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
+) -> tuple[MXTensor, Tensor]:
+    """`quantize_with_amax(torch.cat(parts, -2))` of parts (..., N of each, K), bit for bit; up to three of one dtype
+    are joined as qdata alone. No gradient.
+
+    ValueError as for `quantize`, and for parts that do not fit.
+    """
+    qdata, scale, amax = ops.quantize_per_row(*_three("quantize_stacked", parts), check_format(fmt), check_mode(mode))
+    return MXTensor(qdata, scale, None, -1, qdata.shape[-1], parts[0].dtype, trusted=True), amax
+
+
+def quantize_stacked_columns(
+    parts: Sequence[Tensor], amax: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
+) -> MXTensor:
+    """`quantize(torch.cat(parts, -2), axis=-2, block_size=None, amax=amax)`, likewise. amax: of `quantize_stacked`."""
+    three = _three("quantize_stacked_columns", parts)
+    _check_amax(amax, parts[0])
+    qdata, scale = ops.quantize_per_column(*three, amax, check_format(fmt), check_mode(mode))
+    return MXTensor(qdata.mT, scale, None, -2, qdata.shape[-1], parts[0].dtype, trusted=True)
+
+
+def _three(name: str, parts: Sequence[Tensor]) -> list[Tensor | None]:
+    for part in parts:
+        check_values(name, part)
+    if any(part.dim() < 2 for part in parts) or len({(*part.shape[:-2], 0, part.shape[-1]) for part in parts}) != 1:
+        raise ValueError(f"{name}: got parts {[tuple(part.shape) for part in parts]}, want (..., N of each, K)")
+    if len(parts) > 3 or len({part.dtype for part in parts}) > 1:
+        parts = [torch.cat([*parts], -2)]
+    return [*(part.detach() for part in parts), None, None][:3]
+
+
+def _check_amax(amax: Tensor, x: Tensor) -> None:
+    wanted = (*x.shape[:-2], x.shape[-1])
+    if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, x.device):
+        got = f"{amax.dtype} {tuple(amax.shape)} on {amax.device}"
+        raise ValueError(f"amax: got {got}, want torch.float32 {wanted} on {x.device}")
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:

@@ -43,8 +43,14 @@ def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
     return stored.shape[-2] if row_index is None else row_index.shape[0]
 
 
+def stacked(*parts: Tensor | None) -> Tensor:
+    """Parts (..., N of each, K), one's rows below another's; None is none."""
+    given = [part for part in parts if part is not None]
+    return given[0] if len(given) == 1 else torch.cat(given, -2)
+
+
 def stacked_shape(*parts: Tensor | None) -> tuple[int, ...]:
-    """(..., N of all, K) of parts (..., N of each, K), one's rows below another's; None is none."""
+    """What `stacked` makes of them."""
     first, *others = (part.shape for part in parts if part is not None)
     return *first[:-2], first[-2] + sum(shape[-2] for shape in others), first[-1]
 
