@@ -347,7 +347,7 @@ def test_a_rank_that_does_not_come_ends_all_others_within_the_limit(ctx: Context
             send(dispatcher, ctx, [[0], [9]])
         assert (ctx.rank == 1) != isinstance(caught.value, PeerTimeout)
         assert ctx.rank == 1 or caught.value.missing == (1,)
-        assert ctx.rank != 1 or str(caught.value).endswith(": nothing was heard of rank 3 in 1 s")
+        assert ctx.rank != 1 or str(caught.value).endswith(": nothing was heard of rank 3 in 1 s, gone or late")
     assert time.monotonic() - started < 15
     dist.barrier(ctx.group)
 

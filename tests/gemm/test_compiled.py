@@ -58,10 +58,7 @@ def test_a_grouped_product_has_the_bits_of_an_eager_one(wanted: tuple[bool, ...]
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     results = [step(each, p.a, p.w, bias, wanted=tuple(map(bool, wanted))) for each in (product, compiled)]
     assert len(results[0]) == 1 + sum(wanted)
-    if backend == "reference":
-        assert all(torch.equal(eager, other) for eager, other in zip(*results))
-    else:
-        assert all(torch.allclose(eager, other, rtol=2**-7, atol=1e-4) for eager, other in zip(*results))
+    assert all(torch.equal(eager, other) for eager, other in zip(*results))
 
 
 def test_a_product_is_two_ops_whatever_it_is_made_of() -> None:
@@ -101,22 +98,46 @@ def test_what_has_no_name_or_keeps_plain_rows_is_traced() -> None:
         assert not any("product" in op for op in ops)
 
 
+def product_of(kind: str, recipe: Recipe, offs: Tensor) -> Callable[..., Tensor]:
+    if kind == "grouped":
+        return lambda a, w: grouped_mm(a, w, offs, recipe=recipe, backend="reference")
+    if kind == "linear":
+        return lambda a, w: linear(a, w[0], recipe=recipe, backend="reference")
+    return lambda a, w: sum(linear_together(a, [w[0], w[1]], recipe=recipe, backend="reference"))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", ["grouped", "linear", "together"])
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_32x32"])
-def test_compiled_products_share_the_weights_that_are_held(recipe: str) -> None:
-    p, how = problem(unused=0), Recipe.named(recipe)
-    product = torch.compile(
-        lambda a, w: grouped_mm(a, w, p.offs, recipe=how, backend="reference"), fullgraph=True, backend="aot_eager"
-    )
-    w = p.w.clone().requires_grad_()
-    wanted = step(lambda a: product(a, w), p.a, wanted=(True,))
-    with quantize_weights_once() as once:
-        first = step(lambda a: product(a, w), p.a, wanted=(True,))
-        made = once.quantizations
-        again = step(lambda a: product(a, w), p.a, wanted=(True,))
-        eager = step(lambda a: grouped_mm(a, w, p.offs, recipe=how, backend="reference"), p.a, wanted=(True,))
-        assert once.quantizations == made == (1 if recipe == "mxfp8_32x32" else 2)
-    for found in (first, again, eager):
-        assert all(torch.equal(x, y) for x, y in zip(found, wanted))
+def test_compiled_products_share_the_weights_that_are_held(recipe: str, kind: str, compiler: str) -> None:
+    p = problem(unused=0)
+    product = product_of(kind, Recipe.named(recipe), p.offs)
+    compiled = torch.compile(product, fullgraph=True, backend=compiler)
+    w = [x.clone().mul_(2) for x in p.w] if kind != "grouped" else p.w.clone().mul_(2)  # written to before
+    for wanted in ((True,), (False,)):
+        found = step(lambda a: product(a, w), p.a, wanted=wanted)
+        with quantize_weights_once() as once:
+            for each in (compiled, compiled, product):
+                again = step(lambda a, each=each: each(a, w), p.a, wanted=wanted)
+                assert all(torch.equal(x, y) for x, y in zip(again, found))
+            assert once.quantizations == (2 if wanted[0] and recipe != "mxfp8_32x32" else 1)
+            (w[0] if kind != "grouped" else w).mul_(2)
+            with pytest.raises(RuntimeError, match="was written to within quantize_weights_once"):
+                compiled(p.a, w)
+
+
+def test_a_backend_of_ones_own_quantizes_parts_of_a_weight_itself() -> None:
+    class Own(type(BACKENDS["reference"])):  # type: ignore[misc]
+        calls = 0
+
+        def quantize_weight_rowwise(self, w: Tensor, recipe: Recipe, *, with_amax: bool = False) -> Any:
+            Own.calls += 1
+            return super().quantize_weight_rowwise(2 * w, recipe, with_amax=with_amax)
+
+    x, w = torch.randn(40, 64), [torch.randn(32, 64), torch.randn(96, 64)]
+    twice = linear_together(x, [2 * each for each in w], recipe="fp8", backend="reference")
+    assert all(torch.equal(a, b) for a, b in zip(linear_together(x, w, recipe="fp8", backend=Own()), twice))
+    assert Own.calls
 
 
 @needs_hopper

@@ -115,7 +115,7 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     file = folder / "bench.json"
-    args = (config.bench, config.seed, _written(config.bench, file), _command())
+    args = (config.bench, config.seed, [file], _command())
     if config.bench.name in ON_RANKS:
         results = _on_ranks(run.run, args, config, device=config.bench.device)
     else:
@@ -144,18 +144,13 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
     return run_ranks(fn, args, world_size=config.ranks, timeout=config.parallel.timeout, device=device)[0]
 
 
-def _written(section: Reported, file: Path) -> list[Path]:
-    """The files that get the results of a task: `file`, and what its config names as `out`."""
-    return [file, *([Path(section.out)] if section.out else [])]
-
-
 def _finish(results: Any, section: Reported, file: Path, things: str = "lines") -> int:
     """Write and show `results`, such as a `Report`, on the process that reports.
 
     Returns the exit code: 1 if some of them failed.
     """
     if reports():
-        written = _written(section, file)
+        written = [file, *([Path(section.out)] if section.out else [])]
         write(results.to_json(_command(), section.commit), written)
         results.show(Console())
         if isinstance(section, BenchConfig | EstimateConfig) and section.picture:

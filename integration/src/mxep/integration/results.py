@@ -119,7 +119,6 @@ def write(report: Mapping[str, Any], files: Sequence[Path]) -> None:
         file.write_text(json.dumps(report, indent=1) + "\n")
 
 
-@functools.cache
 def provenance(command: str, commit: str | None) -> dict[str, Any]:
     """Device, driver, versions, date, commit and command. commit: what to say instead of git's answer."""
     cuda = torch.cuda.is_available()
@@ -148,6 +147,7 @@ def git_commit() -> str | None:
     return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
 
 
+@functools.cache
 def _output(*command: str) -> str | None:
     """The first line that a command prints, None if it fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):

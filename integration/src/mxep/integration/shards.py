@@ -59,10 +59,11 @@ def _check(folder: Path, tensors: dict[str, Tensor], ranks: int) -> None:
     """Raises ValueError naming what of ``tensors``, of which this rank may have parts, is not there as a whole."""
     try:
         _compare(folder, tensors)
-    except ValueError:  # or all is there: a rank that has no part of anything writes no file
+    except ValueError as error:  # or all is there: a rank that has no part of anything writes no file
         names = (f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, ranks + 1))
         if missing := ", ".join(name for name in names if not (folder / name).is_file()):
-            raise ValueError(f"{folder}: no {missing}: wanted the files of all {ranks} ranks that saved") from None
+            wanted = f"wanted the files of all {ranks} ranks that saved"
+            raise ValueError(f"{folder}: no {missing}: {wanted} ({str(error).removeprefix(f'{folder}: ')})") from None
         raise
 
 

@@ -217,7 +217,7 @@ class RouterOf:
         return False
 
     def _keep(self, index: int, router: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
-        if router.training and not recomputing():
+        if router.training and torch.is_grad_enabled() and not recomputing():
             self.logits = out[index] if isinstance(out, tuple) else out
 
     def balancing_loss(self) -> Tensor:

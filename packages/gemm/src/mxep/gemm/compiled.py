@@ -1,6 +1,6 @@
 """A product for torch.compile: two ops that a graph calls and does not look into.
 
-    mxep::product_forward     a, weights, bias, offs -> out, what backward needs
+    mxep::product_forward     a, weights (G, N, K) or (N, K), bias, offs -> out, what backward needs
     mxep::product_backward    dy and these -> da and dw, of those that need one
 
 Both run what an eager call runs, replays and held weights included (`steps.py`), so that a compiled product costs the
@@ -17,8 +17,9 @@ from torch import Tensor
 
 import mxep.gemm.steps as steps
 from mxep.gemm.backends import BACKENDS, Backend, select
-from mxep.gemm.quantize_once import weights_are_held
+from mxep.gemm.quantize_once import is_held, weights_are_held
 from mxep.gemm.recipe import Recipe
+from mxep.gemm.several import weight_of
 from mxep.quant import BLOCK, E4M3, MXTensor
 from mxep.quant.replay import MXParts
 
@@ -43,7 +44,7 @@ def product(
     needs = [a.requires_grad, any(w.requires_grad for w in ws), bias is not None and bias.requires_grad]
     needs = [need and torch.is_grad_enabled() for need in needs]
     out = forward_op(a, [*ws], bias, offs, recipe.name, backend.name, out_dtype, wgrad_scale, needs)[0]
-    return out if len(ws) == 1 else out.split([w.shape[1] for w in ws], 1)
+    return out if len(ws) == 1 else out.split([w.shape[-2] for w in ws], 1)
 
 
 def _forward(
@@ -60,10 +61,11 @@ def _forward(
 ) -> list[Tensor]:
     how = Recipe.named(recipe), select(backend, a.device)
     with torch.no_grad():
+        ws = _grouped(ws)
         out, rows, w, amax = steps.run_forward(run, a, ws, None, bias, offs, *how, out_dtype, (needs[0], needs[1]))
-    saved = [*_parts(rows), *_parts(w[0]), amax]
-    if weights_are_held():  # an output is the graph's to write over
-        saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
+        saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
+        if is_held(weight_of(ws), how[0]):  # an output is the graph's to write over
+            saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
     return [out, *(_nothing(a) if x is None else x for x in saved)]
 
 
@@ -100,7 +102,8 @@ def backward_op(
     wgrad_scale: float,
     needs: list[bool],
 ) -> list[Tensor]:
-    """[da (M, K) in dtype, dw (G, N, K)]."""
+    """[da (M, K) in dtype, dw (G, N, K)], of those that `needs` has."""
+    ws = _grouped(ws)
     qdata, scale, w_qdata, w_scale, amax = (x if x.dim() else None for x in saved)
     rows = None
     if qdata is not None and scale is not None:
@@ -119,7 +122,7 @@ def backward_op(
 @backward_op.register_fake
 def _(dy: Tensor, saved: list[Tensor], ws: list[Tensor], offs: Tensor | None, *how: Any) -> list[Tensor]:
     *_, dtype, _, needs = how
-    groups, _, width = ws[0].shape
+    groups, _, width = _grouped(ws)[0].shape
     da = dy.new_empty(dy.shape[0], width, dtype=dtype)
     grads = da, ws[0].new_empty(groups, dy.shape[1], width)
     return [grad for grad, need in zip(grads, needs) if need]
@@ -138,7 +141,10 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     assert dy is not None
     found = backward_op(dy, saved, ws, offs, *ctx.how) if any(ctx.needs[:2]) else []
     da = found.pop(0) if ctx.needs[0] else None
-    dws = found.pop(0).split([w.shape[1] for w in ws], 1) if ctx.needs[1] else [None] * len(ws)
+    dws: Any = [None] * len(ws)
+    if ctx.needs[1]:
+        dw = found.pop(0) if ws[0].dim() == 3 else found.pop(0).squeeze(0)
+        dws = dw.split([w.shape[-2] for w in ws], -2)
     dbias = steps.joined_sums([dy], offs).to(ctx.bias_dtype) if ctx.needs[2] else None
     return da, [*dws], dbias, *[None] * 6
 
@@ -149,6 +155,15 @@ forward_op.register_autograd(_differentiate, setup_context=_setup_context)
 def _parts(x: Any) -> tuple[Tensor | None, Tensor | None]:
     """qdata and scales; of a plain tensor, which is an argument, neither."""
     return (x.qdata, x.scale) if isinstance(x, MXTensor | MXParts) else (None, None)
+
+
+def _grouped(ws: list[Tensor]) -> list[Tensor]:
+    """Weights of one group, (N, K), as those of groups, of the same version, by which one that is held is known: views
+    within an op have a counter of their own, as those that a compiler makes."""
+    grouped = [w if w.dim() == 3 else w.unsqueeze(0) for w in ws]
+    if weights_are_held():
+        torch._C._autograd._unsafe_set_version_counter((*grouped,), tuple(w._version for w in ws))
+    return grouped
 
 
 def _nothing(x: Tensor) -> Tensor:

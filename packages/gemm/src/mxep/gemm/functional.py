@@ -100,7 +100,8 @@ def multiply(
     wgrad_scale: float,
     *more: Tensor | None,
 ) -> Any:
-    """`grouped_mm` without its checks. offs None: one group of all rows, any number of them.
+    """`grouped_mm` without its checks. offs None: one group of all rows, any number of them; then weights and
+    main_grads are (N, K).
 
     more: further weights, then their main_grads. They are one weight, w's rows first, as bias is for all of them. Then
     what is returned are the results of each, views of one.
@@ -110,6 +111,8 @@ def multiply(
     if plain and compiled.is_known_by_name(a, recipe, backend):
         ws: Any = w, *more[: len(more) // 2]
         return compiled.product(a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale)
+    if offs is None:
+        w, main_grad, *more = (x if x is None else x.unsqueeze(0) for x in (w, main_grad, *more))  # type: ignore[assignment]
     how = quantized_weight, recipe, backend, out_dtype, main_grad, wgrad_scale
     return _GroupedMM.apply(a, w, bias, offs, *how, *more)  # type: ignore[no-untyped-call]
 

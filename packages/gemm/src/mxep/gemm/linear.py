@@ -79,8 +79,8 @@ def linear(
     if weight is not None:
         check_quantized_weight(weight, w.unsqueeze(0), recipe)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    bias, main_grad = (part if part is None else part.unsqueeze(0) for part in (bias, main_grad))
-    out: Tensor = multiply(rows, w.unsqueeze(0), bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+    bias = None if bias is None else bias.unsqueeze(0)
+    out: Tensor = multiply(rows, w, bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
 
 

@@ -41,7 +41,7 @@ def weight_of(parts: Sequence[Any]) -> Any:
 
 def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: bool) -> tuple[Tensor, Tensor | None]:
     """What `Backend.quantize_weight_rowwise` makes of the whole weight."""
-    if isinstance(w, Tensor) or not _as_they_lie(w, recipe):
+    if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)
     if not with_amax or not _has_one_scale(recipe, backend):
         return _join([backend.quantize_weight_rowwise(part, recipe)[0] for part in w]), None
@@ -50,7 +50,7 @@ def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: 
 
 def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None) -> Tensor:
     """What `Backend.quantize_weight_colwise` makes of the whole weight. amax: of the columns of all parts."""
-    if isinstance(w, Tensor) or not _as_they_lie(w, recipe):
+    if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_colwise(joined(w), recipe, amax)
     if not _has_one_scale(recipe, backend):
         return _join([backend.quantize_weight_colwise(part, recipe) for part in w])
@@ -64,9 +64,16 @@ def _has_one_scale(recipe: Recipe, backend: Backend) -> bool:
     return recipe.block_size is None or backend.wants_rowwise
 
 
-def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe) -> bool:
-    """Whether parts are quantized one by one; not if they are stored (G, K, N), where a column is a row."""
-    return recipe.scaling != "none" and all(part.is_contiguous() for part in parts)
+def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:
+    """Whether parts are quantized before they are joined. Not if they are stored (G, K, N), where a column is a row,
+    nor by a backend of one's own that quantizes otherwise."""
+    from mxep.gemm.backends import BACKENDS  # which imports this
+
+    if recipe.scaling == "none" or not all(part.is_contiguous() for part in parts):
+        return False
+    methods = backend.quantize_weight_rowwise.__func__, backend.quantize_weight_colwise.__func__  # type: ignore[attr-defined]
+    kinds: Any = map(type, BACKENDS.values())
+    return any(methods == (kind.quantize_weight_rowwise, kind.quantize_weight_colwise) for kind in kinds)
 
 
 def _join(parts: Sequence[Any]) -> MXTensor:

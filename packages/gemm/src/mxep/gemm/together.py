@@ -72,8 +72,7 @@ def linear_together(
         how: dict[str, Any] = {"out_dtype": out_dtype, "main_grad": main_grad, "rowwise": chosen.wants_rowwise}
         check_linear(x, w, bias, recipe=recipe, **how)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    first, *more = (w.unsqueeze(0) for w in weights)
-    held, *more_held = (part if part is None else part.unsqueeze(0) for part in main_grads)
+    (first, *more), (held, *more_held) = weights, main_grads
     bias = _joined_bias(weights, biases)
     outs = multiply(rows, first, bias, None, None, recipe, chosen, out_dtype, held, 1.0, *more, *more_held)
     outs = outs if more else (outs,)

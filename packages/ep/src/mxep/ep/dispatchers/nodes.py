@@ -106,6 +106,7 @@ def silence(group: dist.ProcessGroup) -> str:
             for _ in range(10):
                 heard.update(rank for rank in ranks if store.check([f"mxep/{rank}"]))
                 time.sleep(GRACE / 10)
+            store.delete_key(f"mxep/{dist.get_rank()}")  # another failure asks anew
 
     thread = threading.Thread(target=listen, daemon=True)  # a store on a silent node keeps it for ever
     thread.start()
@@ -113,4 +114,8 @@ def silence(group: dist.ProcessGroup) -> str:
     if not heard:
         return "nor does the job's store answer, on the node of rank 0"
     silent = ", ".join(str(rank) for rank in ranks if rank not in heard)
-    return f"nothing was heard of rank {silent} in {GRACE:g} s" if silent else "all ranks are there, one came too late"
+    return (
+        f"nothing was heard of rank {silent} in {GRACE:g} s, gone or late"
+        if silent
+        else "all ranks are there, one came too late"
+    )
