@@ -8,15 +8,17 @@ from mxep.gemm import Recipe, quantize_weights_once
 from mxep.gemm.backends import Backend, select
 
 E, K, D, F, T = 4, 2, 64, 32, 20
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
-def test_halves_give_the_bits_of_the_whole(recipe: str) -> None:
+@pytest.mark.parametrize("hidden_dim", [32, 64, 192])
+def test_halves_give_the_bits_of_the_whole(recipe: str, hidden_dim: int) -> None:
     torch.manual_seed(0)
-    whole, down = torch.randn(E, 2 * F, D), torch.randn(E, D, F)
-    x, ids, weights = torch.randn(T, D), torch.rand(T, E).topk(K).indices, torch.rand(T, K)
+    whole, down = torch.randn(E, 2 * hidden_dim, D, device=DEVICE), torch.randn(E, D, hidden_dim, device=DEVICE)
+    x, ids, weights = (x.to(DEVICE) for x in (torch.randn(T, D), torch.rand(T, E).topk(K).indices, torch.rand(T, K)))
     how = {"dispatcher": LocalDispatcher(E), "recipe": Recipe.named(recipe)}
-    d_out = torch.randn(T, D)
+    d_out = torch.randn(T, D, device=DEVICE)
 
     def run(apart: bool) -> tuple[torch.Tensor, ...]:
         proj, w2 = whole.clone().requires_grad_(), down.clone().requires_grad_()
@@ -40,19 +42,21 @@ def test_gradients_of_halves_are_taken_as_they_are_written(
     recipe: str, compiled: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Autograd copies a gradient that is not dense, or that others hold."""
-    written, backend = [], select("reference", torch.device("cpu"))
+    written, backend = [], select("auto", DEVICE)
     monkeypatch.setattr(type(backend), "wgrad", lambda self, *args, halves=None, **how: (
         written.append(None if halves is None else (halves[0].data_ptr(), halves[1].data_ptr())),
         Backend.wgrad(self, *args, halves=halves, **how),
     )[1])  # fmt: skip
-    gate, up, down = (torch.randn(E, *shape, requires_grad=True) for shape in ((F, D), (F, D), (D, F)))
-    ids, how = torch.rand(T, E).topk(K).indices, {"dispatcher": LocalDispatcher(E), "recipe": Recipe.named(recipe)}
+    shapes = (F, D), (F, D), (D, F)
+    gate, up, down = (torch.randn(E, *shape, device=DEVICE, requires_grad=True) for shape in shapes)
+    ids = torch.rand(T, E, device=DEVICE).topk(K).indices
+    how = {"dispatcher": LocalDispatcher(E), "recipe": Recipe.named(recipe)}
 
     def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return run_experts(x, ids, weights, (gate, up), down, **how)[0] * 1
 
     run = layer if compiled is None else torch.compile(layer, fullgraph=True, backend=compiled)
-    run(torch.randn(T, D), torch.rand(T, K)).sum().backward()
+    run(torch.randn(T, D, device=DEVICE), torch.rand(T, K, device=DEVICE)).sum().backward()
     assert gate.grad is not None
     assert up.grad is not None
     assert written == [None, (gate.grad.data_ptr(), up.grad.data_ptr())]
