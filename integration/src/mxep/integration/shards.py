@@ -62,8 +62,10 @@ def _check(folder: Path, tensors: dict[str, Tensor], ranks: int) -> None:
     except ValueError as error:  # or all is there: a rank that has no part of anything writes no file
         names = (f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, ranks + 1))
         if missing := ", ".join(name for name in names if not (folder / name).is_file()):
-            wanted = f"wanted the files of all {ranks} ranks that saved"
-            raise ValueError(f"{folder}: no {missing}: {wanted} ({str(error).removeprefix(f'{folder}: ')})") from None
+            why = str(error).removeprefix(f"{folder}: ")
+            raise ValueError(
+                f"{folder}: no {missing}: wanted the files of all {ranks} ranks that saved ({why})"
+            ) from None
         raise
 
 

@@ -107,8 +107,8 @@ def swizzled(rows: int, width: int) -> int:
 
 
 def _both_per_row(x: Tensor) -> tuple[Tensor, ...]:
-    *rows, amax = ops.quantize_per_row(x, *HOW)
-    return *rows, *ops.quantize_per_column(x, amax, *HOW)
+    *rows, amax = ops.quantize_per_row(x, None, None, *HOW)
+    return *rows, *ops.quantize_per_column(x, None, None, amax, *HOW)
 
 
 @dataclass(frozen=True)

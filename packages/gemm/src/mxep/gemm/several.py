@@ -67,13 +67,10 @@ def _has_one_scale(recipe: Recipe, backend: Backend) -> bool:
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:
     """Whether parts are quantized before they are joined. Not if they are stored (G, K, N), where a column is a row,
     nor by a backend of one's own that quantizes otherwise."""
-    from mxep.gemm.backends import BACKENDS  # which imports this
-
     if recipe.scaling == "none" or not all(part.is_contiguous() for part in parts):
         return False
-    methods = backend.quantize_weight_rowwise.__func__, backend.quantize_weight_colwise.__func__  # type: ignore[attr-defined]
-    kinds: Any = map(type, BACKENDS.values())
-    return any(methods == (kind.quantize_weight_rowwise, kind.quantize_weight_colwise) for kind in kinds)
+    methods = backend.quantize_weight_rowwise, backend.quantize_weight_colwise
+    return all(method.__module__.startswith("mxep.gemm.backends.") for method in methods)
 
 
 def _join(parts: Sequence[Any]) -> MXTensor:
