@@ -234,10 +234,14 @@ def test_a_router_that_sends_all_to_a_few_learns_to_balance() -> None:
 def test_a_cuda_graph_replays_a_router_and_its_losses() -> None:
     router, x = make_router(device="cuda")
     x = x.detach().to("cuda", torch.bfloat16)
-    loss_of(router, x).backward()  # compiles what there is to compile
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # the logits that are kept keep the weight's node of autograd, and that its stream
+        loss_of(router, x).backward()
+    stream.synchronize()
     router.weight.grad.zero_()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         captured = loss_of(router, x)
         captured.backward()
     for seed in range(2):
