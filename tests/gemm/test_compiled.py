@@ -160,6 +160,23 @@ def test_on_hopper_replays_in_a_compiled_graph_have_the_bits_of_eager_calls(reci
     assert steps.forward.replays - before >= 12, "2 products in 5 calls of each, but the first of a kind or two"
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_wgrad_bf16_e5m2", "auto"])
+def test_a_graph_finds_a_recipe_by_its_name(recipe: str) -> None:
+    x, w, offs, how = (
+        torch.randn(32, 64),
+        torch.randn(32, 64),
+        torch.tensor([32], dtype=torch.int32),
+        {"recipe": recipe},
+    )
+
+    def products(x: Tensor) -> tuple[Tensor, ...]:
+        grouped = () if recipe == "auto" else (grouped_mm(x, w[None], offs, **how),)
+        return linear(x, w, **how), *linear_together(x, [w, w], **how), *grouped
+
+    compiled = torch.compile(products, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(products(x), compiled(x), strict=True))
+
+
 @needs_hopper
 @pytest.mark.parametrize("held", [False, True])
 def test_on_hopper_graph_trees_of_torch_compile_have_the_bits_of_eager_calls(held: bool) -> None:

@@ -129,20 +129,8 @@ def between_graphs(function: Callable[..., _T], *tensors: Any, **options: Any) -
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        a: Tensor,
-        w: Tensor,
-        bias: Tensor | None,
-        offs: Tensor | None,
-        weight: QuantizedWeight | None,
-        recipe: Recipe,
-        backend: Backend,
-        out_dtype: torch.dtype,
-        main_grad: Tensor | None,
-        wgrad_scale: float,
-        *more: Tensor | None,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:  # by name, and *more, torch.compile would miscount those of two weights
+        a, w, bias, offs, weight, recipe, backend, out_dtype, main_grad, wgrad_scale, *more = given
         ws: Any = (w, *more[: len(more) // 2])
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
         how = recipe, backend, out_dtype, needs

@@ -10,7 +10,8 @@ scaling "none" multiplies what it is given ("bf16"), "row" has one power-of-two 
 M rows, N out features, K in features, G groups.
 """
 
-import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
@@ -79,25 +80,19 @@ class Recipe:
         """MXFP8, E4M3 everywhere; `changes` are fields, such as grad_fmt=E5M2."""
         return cls("mx", **changes)
 
-    @classmethod
-    @functools.cache
-    def named(cls, name: str) -> Self:
+    @staticmethod
+    def named(name: str) -> "Recipe":
         """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16".
 
-        Changes: e5m2 (gradients), 32x32 (weight tiles), wgrad_bf16, floor, ceil, even (scale mode).
-        ValueError, listing these, for any other name.
+        Changes, in any order: e5m2 (gradients), 32x32 (weight tiles, of mxfp8), wgrad_bf16, one of floor, ceil, even
+        (scale mode). ValueError, listing these, for any other name.
         """
-        base, _, rest = name.partition("_")
-        changes: dict[str, Any] = {}
-        while rest and (change := next((c for c in _CHANGES if f"{rest}_".startswith(f"{c}_")), None)):
-            changes |= _CHANGES[change]
-            rest = rest[len(change) + 1 :]
-        if rest or name.endswith("_") or base not in _BASES or (changes and base == "bf16"):
+        if name not in _NAMED:
             raise ValueError(
-                f"recipe: got {name!r}, want {', '.join(_BASES)}; "
-                f"after fp8 and mxfp8 also {', '.join(f'_{c}' for c in _CHANGES)}, as in 'mxfp8_e5m2'"
+                f"recipe: got {name!r}, want {', '.join(_BASES)}; after fp8 and mxfp8 also "
+                f"{', '.join(f'_{c}' for c in _CHANGES)} (32x32 after mxfp8 alone), as in 'mxfp8_e5m2'"
             )
-        return cls(_BASES[base], **changes)
+        return _NAMED[name]
 
     @property
     def name(self) -> str:
@@ -148,6 +143,18 @@ class Recipe:
         if self.scaling == "none":
             return x
         return quantize(x, fmt=fmt, mode=self.mode, block_size=self.block_size)
+
+
+def _named() -> Iterator[tuple[str, Recipe]]:
+    yield "bf16", Recipe.bf16()
+    for base, count in itertools.product(("fp8", "mxfp8"), range(5)):
+        for changes in itertools.permutations(_CHANGES, count):
+            fields = [field for change in changes for field in _CHANGES[change].items()]
+            if len(dict(fields)) == len(fields) and not (base == "fp8" and "32x32" in changes):
+                yield "_".join((base, *changes)), Recipe(_BASES[base], **dict(fields))
+
+
+_NAMED: Final = dict(_named())  # all of them: torch.compile finds a recipe and makes none
 
 
 def _with_zero_rows(x: MXTensor, rows: int) -> MXTensor:
