@@ -20,7 +20,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         decaying = [p for p in group["params"] if p not in constant]
         rest = [p for p in group["params"] if p in constant]
         groups += [{"params": decaying, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), foreach=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

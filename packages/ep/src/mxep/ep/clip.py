@@ -47,8 +47,8 @@ def clip_grad_norm_(
     device = parameters[0].device
     powers: list[Tensor] = []
     for groups, share in shares.items():
-        norms = [norm.to(device, torch.float64) for norm in _norms(share, norm_type)]
-        own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+        norms = [norms.to(device, torch.float64) for norms in _norms(share, norm_type)]
+        own = torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.zeros((), device=device)
         powers.append(own.double() ** power)
         for group in groups:
             dist.all_reduce(powers[-1], reduction, group=group)
@@ -57,7 +57,9 @@ def clip_grad_norm_(
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}: nothing was clipped")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for of_a_kind in _by_kind(grads):
-        torch._foreach_mul_(of_a_kind, factor.to(of_a_kind[0].device))
+        first = of_a_kind[0]
+        exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # of its own dtype, it is one launch for all
+        torch._foreach_mul_(of_a_kind, factor.to(first.device, exact))
     return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
 
 
@@ -72,11 +74,11 @@ def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
-    """In fp32 at least, of those that have elements."""
+    """In fp32 at least, of those that have elements: a tensor for those of a kind."""
     norms: list[Tensor] = []
     for of_a_kind in _by_kind([grad for grad in grads if grad.numel()]):
         wide = None if of_a_kind[0].dtype == torch.float64 else torch.float32
-        norms += torch._foreach_norm(of_a_kind, norm_type, dtype=wide)
+        norms.append(torch.stack(torch._foreach_norm(of_a_kind, norm_type, dtype=wide)))
     return norms
 
 
