@@ -23,6 +23,7 @@ from integration.tiny_models import tiny
 from mxep.gemm import Recipe
 from mxep.integration import state
 from mxep.integration.config import ConfigError, resolve, restore, to_json
+from mxep.integration.graph import CAPTURED
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.prepare import prepare
 from mxep.integration.schema import Config, configs_dir, register
@@ -37,6 +38,18 @@ MODELS = {
     "mixtral_8x7b": 46.7e9,
 }
 SMALL = ("model=qwen3_moe_tiny", "model.dim=32", "model.hidden_dim=32", "model.experts=4", "optimizer.warmup=2")
+
+
+DEEPSEEK = (
+    *("model.layers=2", "model.dim=32", "model.hidden_dim=32", "model.heads=2", "model.experts=8", "model.top_k=2"),
+    *("model.transformers.intermediate_size=32", "model.transformers.kv_lora_rank=16"),
+    *("model.transformers.qk_nope_head_dim=16", "model.transformers.qk_rope_head_dim=16"),
+    "model.transformers.vocab_size=256",
+)
+MIXTRAL = (
+    *("model.layers=2", "model.dim=64", "model.hidden_dim=64", "model.heads=4"),
+    *("model.transformers.num_key_value_heads=2", "model.transformers.vocab_size=256"),
+)
 
 
 @pytest.fixture
@@ -117,6 +130,24 @@ def test_training_starts_from_a_folder_and_goes_on_without_it(prepared: Callable
     assert [row["loss"] for row in rest.runs[0].metrics][1:] == [second]
 
 
+def logits_of(rank: Rank, config: Config, folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    return make_trainer(rank, config, folder).model(ids).logits.detach()
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_logits_are_those_of_transformers_with_a_mask_and_without(
+    prepared: Callable[..., Config], tmp_path: Path, kind: str, window: int | None
+):
+    source = tiny(kind, vocab_size=256, sliding_window=window, use_sliding_window=window is not None)
+    ids = torch.arange(48).view(2, 24)
+    source.save_pretrained(tmp_path / "source")
+    given = "recipe=bf16", "train.precision=32-true", "parallel.ranks=1", "parallel.device=cpu"
+    config = prepared(*given, f"model.pretrained={tmp_path / 'source'}")
+    (got,) = run_ranks(logits_of, (config, tmp_path, ids), world_size=1, timeout=120, device="cpu")
+    torch.testing.assert_close(got, source(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def go_on(rank: Rank, config: Config, folder: Path, checkpoint: str) -> Outcome:
     return train(rank, config, str(folder), {"bf16": checkpoint})
 
@@ -131,6 +162,41 @@ def test_on_gpus_it_learns(prepared: Callable[..., Config], tmp_path: Path, how:
     out = run_ranks(train_alone, (prepared(named, *given), tmp_path), world_size=ranks, timeout=200, device="cuda")[0]
     for run in out.runs:
         assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
+
+
+def curve(rank: Rank, config: Config, folder: Path) -> tuple[bool, list[tuple[float, float]]]:
+    """Whether steps are graphs, their losses and norms."""
+    trainer = make_trainer(rank, config, folder)
+    graphed = trainer.graphs is not None
+    return graphed, [(row["loss"], row["grad_norm"]) for row in trainer.run().metrics]
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("model=qwen3_moe_tiny", "train.compile=true"),
+        ("model=qwen3_moe_tiny", "train.micro_batches=2", "recipe.linear=mxfp8"),
+        ("model=qwen3_moe_tiny", "train.activation_checkpointing=true", "train.precision=bf16-true"),
+        ("model=deepseek_v3_proxy", *DEEPSEEK),
+        ("model=mixtral_8x7b", *MIXTRAL),
+    ],
+    ids=lambda how: how[-1],
+)
+def test_on_gpus_a_graph_trains_as_calls_from_the_host_do(
+    prepared: Callable[..., Config], tmp_path: Path, how: tuple[str, ...]
+):
+    ranks, curves = min(2, torch.cuda.device_count()), []
+    given = "parallel.device=cuda", f"parallel.ranks={ranks}", "train.steps=8", "train.checkpoint_every=null", *how
+    for graph in ("null", "false"):
+        config = prepared(*given, "recipe=mxfp8", "train.compare=false", f"train.graph={graph}")
+        results = run_ranks(curve, (config, tmp_path), world_size=ranks, timeout=200, device="cuda")
+        assert {graphed for graphed, _ in results} == {graph == "null"}
+        curves.append(torch.tensor(results[0][1]))
+    graphed, host = curves
+    assert len(set(graphed[:, 0].tolist())) == 8  # replays see new batches and new weights
+    torch.testing.assert_close(graphed[:, 0], host[:, 0], rtol=2e-2, atol=0)  # no two runs have the same bits
+    torch.testing.assert_close(graphed[:, 1], host[:, 1], rtol=2e-1, atol=0)
 
 
 @needs_gpu
@@ -160,10 +226,8 @@ def bias_of_a_step(rank: Rank, config: Config, folder: Path) -> tuple[torch.Tens
 
 
 def test_a_deepseek_moves_its_routers_biases_towards_balance(prepared: Callable[..., Config], tmp_path: Path):
-    sizes = "model.layers=2", "model.dim=32", "model.hidden_dim=32", "model.heads=2", "model.experts=8", "model.top_k=2"
-    more = ("intermediate_size=32", "kv_lora_rank=16", "vocab_size=256", "qk_nope_head_dim=16", "qk_rope_head_dim=16")
-    given = *sizes, *(f"model.transformers.{one}" for one in more), "recipe=bf16", "train.precision=bf16-true"
-    config = prepared("model=deepseek_v3_proxy", *given, "parallel.ranks=2", "parallel.device=cpu")
+    given = "model=deepseek_v3_proxy", *DEEPSEEK, "recipe=bf16", "train.precision=bf16-true"
+    config = prepared(*given, "parallel.ranks=2", "parallel.device=cpu")
     results = run_ranks(bias_of_a_step, (config, tmp_path), world_size=2, timeout=120, device="cpu")
     load = sum(load for _, load in results)
     for bias, _ in results:
@@ -194,7 +258,10 @@ def test_full_sizes_are_those_of_the_models(prepared: Callable[..., Config], nam
         (["+model.transformers.attn_implementation=a/b"], "model.transformers.attn_implementation: wanted no such key"),
         (["model.transformers.model_type=null"], "model.transformers: got no model_type"),
         (["model.experts=7"], "model.experts must be a multiple of 2"),
-        (["train.graph=true"], "train.graph: got true, wanted null: a transformers model's own code may read"),
+        (
+            ["train.graph=true", "parallel.fsdp=true"],
+            "train.graph=true: got parallel.fsdp=true, whose gathers were tried",
+        ),
         (["model.pretrained=/no/such"], "model.pretrained: /no/such/config.json: FileNotFoundError"),
     ],
 )

@@ -13,6 +13,9 @@ from torch import Tensor
 from .config import sizes_on_host
 from .schema import Config
 
+CAPTURED = "deepseek_v3", "mixtral", "qwen3_moe"
+"""Models of transformers whose steps a GPU has captured (the code of others may read from the device)."""
+
 WARM_UP = 2
 """Calls that the host launches: buffers are made, kernels loaded, communicators connected."""
 
@@ -40,7 +43,7 @@ class Graphed:
     """fn(*inputs) -> results; from the call after WARM_UP others on a CUDA graph, whose replay costs one launch.
 
     Inputs have the same shapes at each call. Results, and all else that fn keeps on the device, are the graph's memory,
-    which the next call overwrites. RuntimeError, from CUDA, if fn waits for the device. Collective if fn is.
+    which the next call overwrites. RuntimeError if fn waits for the device. Collective if fn is.
     """
 
     def __init__(self, fn: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -76,8 +79,14 @@ class Graphed:
     def _captured(self) -> torch.cuda.CUDAGraph:
         gc.collect()  # or garbage may be freed within the capture, by calls that wait for the device
         # Other threads, NCCL's among them, may go on asking for events.
-        with capturing(stream=self._stream, capture_error_mode="thread_local") as graph:
-            self._results = self._fn(*self._inputs)
+        try:
+            with capturing(stream=self._stream, capture_error_mode="thread_local") as graph:
+                self._results = self._fn(*self._inputs)
+        except torch.AcceleratorError as error:
+            why = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"train.graph: a step was not captured ({why}): if its code waits for the device, train.graph=false"
+            ) from error
         return graph
 
 
@@ -87,7 +96,8 @@ def in_graph(config: Config, device: torch.device) -> bool:
         return False
     if config.train.graph is not None:
         return config.train.graph
-    if config.model.transformers is not None:  # their code may read from the device
+    of_model = config.model.transformers
+    if of_model is not None and (config.parallel.fsdp or of_model["model_type"] not in CAPTURED):
         return False
     # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
     return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)

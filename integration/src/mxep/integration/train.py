@@ -154,9 +154,12 @@ class Trainer:
             with deterministic(self.config, self.rank.device):
                 return self._run()
         finally:
-            for graph in self.graphs or ():
-                graph.close()
-            self.graphs = None  # they refer to this object
+            self._close_graphs()
+
+    def _close_graphs(self) -> None:
+        for graph in self.graphs or ():
+            graph.close()
+        self.graphs = None  # they refer to this object
 
     def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
@@ -174,6 +177,7 @@ class Trainer:
                     self.save()
             if every is not None and self.step and self.saved != self._checkpoint():
                 self.save()
+            self._close_graphs()  # held-out text wants their memory
             stopped = self.step < steps
             return Run(self.name, self.step, stopped, self.metrics, None if stopped else self.validate())
 

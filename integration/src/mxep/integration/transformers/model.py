@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -35,6 +37,7 @@ from mxep.ep.shares import init_normal_
 from mxep.gemm import Recipe, convert, join_linears
 
 from ..config import ConfigError
+from ..graph import CAPTURED
 from ..mesh import Mesh
 from ..named import linear_recipe, make_capacity
 from ..schema import Config
@@ -45,6 +48,10 @@ from .sharding import shard
 
 _numbers = itertools.count()
 """Of the names that models register: one each, as two of one recipe may differ in all else."""
+
+
+_CAUSAL = "mxep_causal"
+ALL_ATTENTION_FUNCTIONS.register(_CAUSAL, sdpa_attention_forward)  # without a mask, of which transformers knows none
 
 
 BIAS = "e_score_correction_bias"
@@ -82,13 +89,16 @@ class CausalLM(nn.Module):
         mixed = config.train.precision == "bf16-mixed"
         self.autocast = mixed and not config.parallel.fsdp
         sizes = AutoConfig.for_model(**section.transformers)
+        made: dict[str, Any] = {"dtype": dtype}
+        if _is_causal_alone(sizes):
+            made["attn_implementation"] = _CAUSAL
         if section.pretrained is None:
             with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(sizes, dtype=dtype)
+                self.model = AutoModelForCausalLM.from_config(sizes, **made)
         else:
             disable_progress_bar()
             self.model = AutoModelForCausalLM.from_pretrained(
-                section.pretrained, config=sizes, dtype=dtype, local_files_only=True, use_safetensors=True
+                section.pretrained, config=sizes, local_files_only=True, use_safetensors=True, **made
             )
         for module in self.model.modules():
             if (bias := module._buffers.get(BIAS)) is not None:
@@ -246,6 +256,13 @@ class RouterOf:
             dist.all_reduce(self.load)
             self.bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+
+
+def _is_causal_alone(sizes: Any) -> bool:
+    """Whether a token attends to all before it, in every layer. SDPA is told so and needs no mask; transformers before
+    5.23 makes one within a CUDA graph."""
+    kinds = set(getattr(sizes, "layer_types", None) or ["full_attention"])
+    return sizes.model_type in CAPTURED and not getattr(sizes, "sliding_window", None) and kinds == {"full_attention"}
 
 
 def _multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:
