@@ -65,9 +65,9 @@ def test_mxfp8_was_faster_wherever_it_is_picked(of: str) -> None:
 
 
 def test_it_pays_from_a_size_on_whichever_side_grows() -> None:
-    assert auto_recipe(8192, 4096, 2048) == MXFP8
-    assert auto_recipe(4096, 4096, 2048) == BF16
-    assert auto_recipe(8192, 2048, 2048) == BF16
+    assert auto_recipe(4096, 4096, 2048) == MXFP8
+    assert auto_recipe(1024, 4096, 2048) == BF16
+    assert auto_recipe(4096, 4096, 1024) == BF16
     assert auto_recipe(8192, 2048, 512) == BF16
     assert auto_recipe(8192, 2048, 4096 + 512 + 512) == MXFP8
     assert auto_recipe(0, 4096, 4096) == BF16

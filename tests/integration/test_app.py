@@ -64,6 +64,7 @@ def test_a_run_leaves_curves_numbers_config_and_checkpoints_and_the_loss_falls(m
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["run"], row["step"]) for row in rows] == [(r, s) for r in ("bf16", "mxfp8") for s in range(1, 31)]
     summary = json.loads((run / "summary.json").read_text())
+    assert summary["provenance"]["versions"].keys() >= {"python", "torch"}
     bf16, mxfp8 = summary["runs"]
     tokens = 30 * 4 * 32
     for run_summary in (bf16, mxfp8):

@@ -62,7 +62,8 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
 def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[str, Any]:
     """summary.json, loss.png and report.html into ``folder``; returns the summary."""
     summary, text, last = summarize(outcome), Path(outcome.text).name, outcome.runs[-1]
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    made_by = provenance(command, None)
+    (folder / "summary.json").write_text(json.dumps(summary | {"provenance": made_by}, indent=1))
     groups = {"": {run.name: run for run in outcome.runs}}
     remarks = [NOTE] if len(outcome.runs) > 1 else []
     if outcome.stopped:
@@ -75,7 +76,7 @@ def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[
         losses=[table(summary)],
         tables=details(groups),
         config=config,
-        provenance=provenance(command, None),
+        provenance=made_by,
     )
     return summary
 
