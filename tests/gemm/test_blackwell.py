@@ -153,6 +153,12 @@ def test_operands_read_as_published_give_the_products_of_the_reference(sizes: tu
 
 
 @pytest.mark.usefixtures("decoded")
+def test_products_of_unquantized_operands_are_those_of_dequant() -> None:
+    p = problem()
+    assert p.run("bf16", backend="blackwell").same_as(p.run("bf16", backend="dequant"))
+
+
+@pytest.mark.usefixtures("decoded")
 def test_operands_under_an_index_too() -> None:
     p = problem((64, 0, 160, 32), n=96, k=160)
     a, dy = (indexed(quantize(x), valid=p.valid, poison=2**30) for x in (p.a, p.dy))
@@ -203,8 +209,8 @@ def test_what_torchs_kernel_cannot_do_is_refused_with_a_way_out(monkeypatch: pyt
     how: dict[str, Any] = {"bias": None, "out_dtype": torch.bfloat16}
     with pytest.raises(ValueError, match=r"'blackwell': a: got MXTensor\(.*E5M2.*want E4M3.*backend 'triton'"):
         BACKEND.forward(quantize(p.a, fmt=E5M2), w, p.offs, **how)
-    with pytest.raises(ValueError, match=r"'blackwell': a: got a plain tensor .*backend 'dequant'"):
-        BACKEND.forward(p.a, w, p.offs, **how)
+    with pytest.raises(ValueError, match=r"'blackwell': a: got MXTensor\(.*block_size=.*backend 'dequant'"):
+        BACKEND.forward(quantize(p.a, block_size=None), w, p.offs, **how)
 
 
 @pytest.mark.skipif(not IS_BLACKWELL, reason="no GPU of compute capability 10.x")

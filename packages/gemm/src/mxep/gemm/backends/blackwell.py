@@ -61,6 +61,8 @@ class Blackwell(Backend):
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
+        if not isinstance(a, MXTensor):
+            return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
         a, w = self._e4m3("a", a), self._e4m3("w", w)
         offs = ends(offs, a)
         if not len(a):

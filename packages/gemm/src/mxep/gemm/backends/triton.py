@@ -8,7 +8,7 @@ The exact MX product: qdata and scales as the recipe defines them, nothing folde
 the tensor cores apply the scales; on other GPUs Triton upcasts to bf16, which is slow. On a CPU it runs
 under Triton's interpreter, for tests. Not run on Blackwell or CDNA4 hardware.
 
-Recipes with MX scales only. wgrad of unquantized operands (wgrad "bf16") is torch's grouped mm, as in `dequant`.
+Products of unquantized operands (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`. Not for "fp8".
 """
 
 import os
@@ -46,6 +46,8 @@ class Triton(Backend):
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
+        if not isinstance(a, MXTensor):
+            return Dequant().forward(a, w, offs, bias=bias, out_dtype=out_dtype)
         a, w = check_mx(self.name, "a", a, -1), check_mx(self.name, "w", w, -1, (-2, -1))
         parts = a.qdata, a.scale, a.row_index, w.qdata, w.scale
         out: Tensor = grouped_mm_dot_scaled(*parts, ends(offs, a), bias, out_dtype)
@@ -80,7 +82,7 @@ def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -
     got = repr(x) if isinstance(x, MXTensor) else f"a plain tensor of {x.dtype}"
     raise ValueError(
         f"backend {backend!r}: {name}: got {got}, want an MXTensor in blocks of {BLOCK}: "
-        "use a recipe 'mxfp8...', or for recipes 'bf16' and 'fp8' backend 'dequant' or 'reference'"
+        "use a recipe 'mxfp8...', or for recipe 'fp8' backend 'dequant' or 'reference'"
     )
 
 
