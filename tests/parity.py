@@ -16,7 +16,7 @@ import yaml
 
 LAST, EVERY = 100, 50
 SAME = "model", "data", "optimizer", "train"
-"""Sections of the configuration that all runs share, but for train.compare."""
+"""Sections of the configuration that all runs share, but for train.compare. The text's entropy is the same, too."""
 
 
 def runs_of(folder: Path, commit: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -28,21 +28,23 @@ def runs_of(folder: Path, commit: str | None) -> tuple[dict[str, Any], list[dict
     for run in summary["runs"]:
         if run["stopped"]:
             raise SystemExit(f"{folder}: {run['name']} stopped at step {run['steps']}: resume it first")
-        losses = [row["loss"] for row in rows if row["run"] == run["name"]]
+        of_run = [row for row in rows if row["run"] == run["name"]]
+        losses = [row["loss"] for row in of_run if row["loss"] is not None]  # others were left out
+        linear = config["recipe"].get("linear") if run["name"] != "bf16" else None
         found.append(
             {
-                "recipe": run["name"],
+                "recipe": run["name"] + (f", linear {linear}" if linear else ""),
                 "seed": config["seed"],
                 "valid_loss": run["valid_loss"],
                 "train_loss": statistics.fmean(losses[-LAST:]),
-                "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows if row["run"] == run["name"]),
+                "tokens_per_s": statistics.median(row["tokens_per_s"] for row in of_run),
                 "peak_gib": run["peak_gib"],
                 "provenance": summary["provenance"] | ({"commit": commit} if commit else {}),
                 "curve": [round(statistics.fmean(losses[i : i + EVERY]), 4) for i in range(0, len(losses), EVERY)],
             }
         )
     config["train"].pop("compare")
-    return {key: config[key] for key in SAME}, found
+    return {key: config[key] for key in SAME} | {"unigram_entropy": summary["unigram_entropy"]}, found
 
 
 def add(known: dict[str, Any], shared: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:

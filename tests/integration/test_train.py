@@ -1,6 +1,7 @@
 """Training: what a run leaves behind, that it resumes exactly, and that ranks add nothing but speed."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import json
@@ -25,7 +26,7 @@ from mxep.integration.data import read_text
 from mxep.integration.launch import Rank, StopFlag, run_ranks
 from mxep.integration.mesh import Mesh
 from mxep.integration.named import recipes
-from mxep.integration.optimizer import learning_rate
+from mxep.integration.optimizer import learning_rate, make_optimizer
 from mxep.integration.progress import log_backend
 from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Trainer, train
@@ -166,6 +167,10 @@ def save_then_load_elsewhere(rank: Rank, config: Config, folder: Path) -> tuple[
     moments = [second.optimizer.state[p]["exp_avg"].abs().sum().item() for p in second.model.parameters()]
     assert second.step == 2
     assert min(moments) > 0
+    elsewhere = copy.deepcopy(second.model).to("meta")  # as a GPU is, somewhere else than files are read to
+    optimizer = make_optimizer(elsewhere, config.optimizer)
+    checkpoint.load(state.find(folder)["bf16"], model=elsewhere, optimizer=optimizer)
+    assert {tensor.device.type for of in optimizer.state.values() for tensor in of.values()} == {"meta"}
     return first.validate(), second.validate()
 
 

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gemm.test_hopper import needs_hopper
 from integration.test_train import losses, make_trainer, needs_gpu, train_stop_and_resume
 from integration.tiny_models import tiny
 from mxep.gemm import Recipe
@@ -130,13 +131,20 @@ def test_training_starts_from_a_folder_and_goes_on_without_it(prepared: Callable
     assert [row["loss"] for row in rest.runs[0].metrics][1:] == [second]
 
 
-def logits_of(rank: Rank, config: Config, folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    return make_trainer(rank, config, folder).model(ids).logits.detach()
+def logits_of(rank: Rank, config: Config, folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, list[bool]]:
+    """Logits, and whether a layer's attention got a mask where a graph is captured."""
+    model, masked = make_trainer(rank, config, folder).model, []
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            look = lambda _, args, given: masked.append(given["attention_mask"] is not None)  # noqa: E731
+            module.register_forward_pre_hook(look, with_kwargs=True)
+    with mock.patch("transformers.utils.import_utils.is_cuda_stream_capturing", return_value=True):
+        return model(ids).logits.detach(), masked
 
 
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("kind", CAPTURED)
-def test_logits_are_those_of_transformers_with_a_mask_and_without(
+def test_a_graph_needs_a_mask_for_windows_alone_and_has_the_logits_of_transformers(
     prepared: Callable[..., Config], tmp_path: Path, kind: str, window: int | None
 ):
     source = tiny(kind, vocab_size=256, sliding_window=window, use_sliding_window=window is not None)
@@ -144,7 +152,8 @@ def test_logits_are_those_of_transformers_with_a_mask_and_without(
     source.save_pretrained(tmp_path / "source")
     given = "recipe=bf16", "train.precision=32-true", "parallel.ranks=1", "parallel.device=cpu"
     config = prepared(*given, f"model.pretrained={tmp_path / 'source'}")
-    (got,) = run_ranks(logits_of, (config, tmp_path, ids), world_size=1, timeout=120, device="cpu")
+    ((got, masked),) = run_ranks(logits_of, (config, tmp_path, ids), world_size=1, timeout=120, device="cpu")
+    assert masked == 2 * [window is not None]
     torch.testing.assert_close(got, source(ids).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -171,7 +180,7 @@ def curve(rank: Rank, config: Config, folder: Path) -> tuple[bool, list[tuple[fl
     return graphed, [(row["loss"], row["grad_norm"]) for row in trainer.run().metrics]
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize(
     "how",
     [

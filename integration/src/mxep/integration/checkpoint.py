@@ -104,11 +104,10 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
             shards.load(folder / what, tensors, ranks=state.config["parallel"]["ranks"])
         else:
             _fill(folder / f"{what}.safetensors", tensors)
-    # AdamW counts the steps that were taken.
-    step = torch.tensor(float(sum(not row.get("skipped") for row in state.metrics)))
+    taken = float(sum(not row.get("skipped") for row in state.metrics))
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
-            "step": step.clone(),
+            "step": torch.full((), taken, device=parameter.device),  # where the fused AdamW wants it
             **{key: moments[f"{moment}.{name}"] for moment, key in MOMENTS.items()},
         }
 

@@ -86,8 +86,8 @@ OF_TRANSFORMERS = {
 }
 """Keys that only models of transformers have -> what mxep's own decoder has instead."""
 
-MX_ONLY = ("triton", "blackwell")
-"""Backends that multiply MX operands alone."""
+NOT_OF_ROWS = ("triton", "blackwell")
+"""Backends that multiply no operands of one scale a row."""
 
 
 class ConfigError(ValueError):
@@ -260,10 +260,9 @@ def _complaints(config: Config) -> Iterator[str]:
             yield f"compare.seeds: got {seeds}, wanted two or more that differ: noise is what lies between them"
         if config.resume is not None:
             yield "task=compare starts anew: resume must be null"
-    names = [name for name in _multiplied(config) if not name.startswith("mx")]
-    if config.backend in MX_ONLY and names:
-        wanted = "train.compare=false" if config.task.name == "train" and scaled else "another backend"
-        yield f"backend={config.backend} multiplies MX operands alone, and {names[0]} has none; wanted {wanted}"
+    names = [name for name in _multiplied(config) if name.startswith("fp8")]
+    if config.backend in NOT_OF_ROWS and names:
+        yield f"backend={config.backend} multiplies MX and plain operands, not {names[0]}'s; wanted another backend"
 
 
 def _of_own_model(config: Config) -> Iterator[str]:

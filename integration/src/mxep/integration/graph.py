@@ -14,7 +14,8 @@ from .config import sizes_on_host
 from .schema import Config
 
 CAPTURED = "deepseek_v3", "mixtral", "qwen3_moe"
-"""Models of transformers whose steps a GPU has captured (the code of others may read from the device)."""
+"""Models of transformers whose steps a GPU has captured, without windows of attention. The code of others may read from
+the device."""
 
 WARM_UP = 2
 """Calls that the host launches: buffers are made, kernels loaded, communicators connected."""
@@ -82,7 +83,9 @@ class Graphed:
         try:
             with capturing(stream=self._stream, capture_error_mode="thread_local") as graph:
                 self._results = self._fn(*self._inputs)
-        except torch.AcceleratorError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
             why = str(error).partition("\n")[0]
             raise RuntimeError(
                 f"train.graph: a step was not captured ({why}): if its code waits for the device, train.graph=false"
@@ -97,8 +100,10 @@ def in_graph(config: Config, device: torch.device) -> bool:
     if config.train.graph is not None:
         return config.train.graph
     of_model = config.model.transformers
-    if of_model is not None and (config.parallel.fsdp or of_model["model_type"] not in CAPTURED):
-        return False
+    if of_model is not None:
+        known = of_model["model_type"] in CAPTURED and not of_model.get("sliding_window")
+        if config.parallel.fsdp or not known:
+            return False
     # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
     return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
 

@@ -119,10 +119,14 @@ def write(report: Mapping[str, Any], files: Sequence[Path]) -> None:
         file.write_text(json.dumps(report, indent=1) + "\n")
 
 
+PACKAGES = "torch", "triton", "torchao", "transformers", "tokenizers"
+"""Whose versions results name, where they are installed."""
+
+
 def provenance(command: str, commit: str | None) -> dict[str, Any]:
     """Device, driver, versions, date, commit and command. commit: what to say instead of git's answer."""
     cuda = torch.cuda.is_available()
-    versions = {name: version for name in ("torch", "triton", "torchao") if (version := _version(name))}
+    versions = {name: version for name in PACKAGES if (version := _version(name))}
     nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}
     return {
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),

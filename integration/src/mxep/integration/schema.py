@@ -121,7 +121,7 @@ class TrainConfig:
     torch.compile, in each block, attention, norms and dense MLPs, each by itself. compare: train in bf16 first, for
     comparison. checkpoint_every: steps between checkpoints, 0 for one at the end, null for none.
     valid_batches: batches of held-out text for the final loss. graph: whether on GPUs loss and gradients are computed
-    by CUDA graphs; null: where nothing on the way waits for the host, as is known of some transformers models.
+    by CUDA graphs; null: where nothing on the way waits for the host (of transformers models: `graph.CAPTURED`).
     skip_bad_steps: how many steps in a row may be left out because loss or gradient norm is not finite or rows
     overflowed the capacity; one more ends the run.
     tensorboard: metrics go into its files, too, in the run folder."""

@@ -51,7 +51,7 @@ _numbers = itertools.count()
 
 
 _CAUSAL = "mxep_causal"
-ALL_ATTENTION_FUNCTIONS.register(_CAUSAL, sdpa_attention_forward)  # without a mask, of which transformers knows none
+ALL_ATTENTION_FUNCTIONS.register(_CAUSAL, sdpa_attention_forward)  # for a name of others transformers makes no mask
 
 
 BIAS = "e_score_correction_bias"
@@ -259,8 +259,8 @@ class RouterOf:
 
 
 def _is_causal_alone(sizes: Any) -> bool:
-    """Whether a token attends to all before it, in every layer. SDPA is told so and needs no mask; transformers before
-    5.23 makes one within a CUDA graph."""
+    """Whether a token attends to all before it, in every layer. SDPA is told so and needs no mask; transformers (5.17
+    to 5.23) makes one while a graph is captured, and attention takes longer with it."""
     kinds = set(getattr(sizes, "layer_types", None) or ["full_attention"])
     return sizes.model_type in CAPTURED and not getattr(sizes, "sliding_window", None) and kinds == {"full_attention"}
 

@@ -58,7 +58,7 @@ def clip_grad_norm_(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for of_a_kind in _by_kind(grads):
         first = of_a_kind[0]
-        exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # of its own dtype, it is one launch for all
+        exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # of theirs, it is one launch
         torch._foreach_mul_(of_a_kind, factor.to(first.device, exact))
     return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
 

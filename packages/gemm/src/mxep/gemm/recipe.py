@@ -90,7 +90,8 @@ class Recipe:
         if name not in _NAMED:
             raise ValueError(
                 f"recipe: got {name!r}, want {', '.join(_BASES)}; after fp8 and mxfp8 also "
-                f"{', '.join(f'_{c}' for c in _CHANGES)} (32x32 after mxfp8 alone), as in 'mxfp8_e5m2'"
+                f"{', '.join(f'_{c}' for c in _CHANGES)} (each once, one of the last three, 32x32 after mxfp8 alone), "
+                "as in 'mxfp8_e5m2'"
             )
         return _NAMED[name]
 

@@ -69,8 +69,9 @@ def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> b
     nor by a backend of one's own that quantizes otherwise."""
     if recipe.scaling == "none" or not all(part.is_contiguous() for part in parts):
         return False
-    methods: Any = backend.quantize_weight_rowwise, backend.quantize_weight_colwise
-    return all(method.__func__.__module__.startswith("mxep.gemm.backends.") for method in methods)
+    kind = type(backend)  # torch.compile knows the modules of functions, not of methods
+    methods = (getattr(kind, name, None) for name in ("quantize_weight_rowwise", "quantize_weight_colwise"))
+    return all(method is not None and method.__module__.startswith("mxep.gemm.backends.") for method in methods)
 
 
 def _join(parts: Sequence[Any]) -> MXTensor:
