@@ -7,6 +7,7 @@ it again and again. A file by itself, GPUs, which tests take all of, and torchru
 import ctypes
 import os
 import sys
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,5 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.dont_write_bytecode = False
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
         os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+        flags = util._args_from_interpreter_flags()  # of the fork server, too, which would write none for ranks
+        util._args_from_interpreter_flags = lambda: [flag for flag in flags if flag != "-B"]
