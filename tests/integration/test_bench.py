@@ -189,6 +189,21 @@ def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
     assert results["sections"] == {"kernels": ROWS}
 
 
+def test_ctrl_c_leaves_the_rows_so_far_where_they_were_wanted(
+    make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+):
+    def measure(bench: run.Bench):
+        yield "products", {"shape": [1], "us": 2.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mxep.integration.bench.gemm.measure", measure)
+    files = [tmp_path / "bench.json", tmp_path / "out.json"]
+    config = make_config("task=bench", "bench=gemm", "bench.device=cpu", f"bench.out={files[1]}")
+    assert job._bench(config, tmp_path, {}) == 130
+    assert f"mxep: stopped; the rows so far: {files[0]}, {files[1]}\n" in capsys.readouterr().err
+    assert [json.loads(file.read_text())["sections"]["products"][0]["us"] for file in files] == [2.0, 2.0]
+
+
 @needs_cuda
 def test_small_shapes_are_measured_from_end_to_end(mxep, tmp_path: Path):
     shapes = "bench.shapes={rows:[[1024,1024]],weights:[[2,256,1024]],small:[[128,1024]]}"

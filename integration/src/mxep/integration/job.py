@@ -115,11 +115,18 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     file = folder / "bench.json"
-    args = (config.bench, config.seed, [file], _command())
-    if config.bench.name in ON_RANKS:
-        results = _on_ranks(run.run, args, config, device=config.bench.device)
-    else:
-        results = run.run(None, *(args if reports() else args[:2]), quiet=not reports())
+    files = [file, *([Path(config.bench.out)] if config.bench.out else [])]
+    args = (config.bench, config.seed, files, _command())
+    try:
+        if config.bench.name in ON_RANKS:
+            results = _on_ranks(run.run, args, config, device=config.bench.device)
+        else:
+            results = run.run(None, *(args if reports() else args[:2]), quiet=not reports())
+    except KeyboardInterrupt:
+        if reports() and file.exists():
+            print(f"mxep: stopped; the rows so far: {', '.join(map(_short, files))}", file=sys.stderr)
+            return STOPPED
+        raise
     return _finish(results, config.bench, file)
 
 
