@@ -121,10 +121,9 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
     assert own[-1] < own[0] - 0.5
     in_bf16 = losses(override=overridden("bf16"))
     torch.testing.assert_close(in_bf16, own, rtol=0, atol=1e-3)
-    if model == "qwen3":
-        assert losses(override=overridden("bf16"), activation_checkpoint=FullAC.Config()) == in_bf16
-        assert losses(override=overridden("bf16"), activation_checkpoint=None) == in_bf16
-        assert losses(override=overridden("bf16", dispatcher="all_to_all")) == in_bf16
+    assert losses(override=overridden("bf16"), activation_checkpoint=FullAC.Config()) == in_bf16
+    assert losses(override=overridden("bf16"), activation_checkpoint=None) == in_bf16
+    assert losses(override=overridden("bf16", dispatcher="all_to_all")) == in_bf16
     torch.testing.assert_close(losses(override=overridden("mxfp8")), own, rtol=0, atol=1e-2)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,6 +93,12 @@ class Graphed:
         return graph
 
 
+def is_causal_alone(of_model: Mapping[str, Any]) -> bool:
+    """Whether a model of transformers is one of CAPTURED, and a token attends to all before it in every layer."""
+    kinds = set(of_model.get("layer_types") or ["full_attention"])
+    return of_model["model_type"] in CAPTURED and not of_model.get("sliding_window") and kinds == {"full_attention"}
+
+
 def in_graph(config: Config, device: torch.device) -> bool:
     """Whether the calls of a step are graphs: as train.graph says, or where nothing waits for the host."""
     if device.type != "cuda":
@@ -100,10 +106,8 @@ def in_graph(config: Config, device: torch.device) -> bool:
     if config.train.graph is not None:
         return config.train.graph
     of_model = config.model.transformers
-    if of_model is not None:
-        known = of_model["model_type"] in CAPTURED and not of_model.get("sliding_window")
-        if config.parallel.fsdp or not known:
-            return False
+    if of_model is not None and (config.parallel.fsdp or not is_causal_alone(of_model)):
+        return False
     # Elsewhere torch's grouped product, which bf16 and dequant use, is a loop over sizes that the host reads.
     return not sizes_on_host(config) and torch.cuda.get_device_capability(device)[0] in (9, 10)
 

@@ -37,7 +37,7 @@ from mxep.ep.shares import init_normal_
 from mxep.gemm import Recipe, convert, join_linears
 
 from ..config import ConfigError
-from ..graph import CAPTURED
+from ..graph import is_causal_alone
 from ..mesh import Mesh
 from ..named import linear_recipe, make_capacity
 from ..schema import Config
@@ -51,7 +51,9 @@ _numbers = itertools.count()
 
 
 _CAUSAL = "mxep_causal"
-ALL_ATTENTION_FUNCTIONS.register(_CAUSAL, sdpa_attention_forward)  # for a name of others transformers makes no mask
+"""SDPA with is_causal and no mask. transformers (5.17 to 5.23) makes none for a name of others; for "sdpa" it does
+while a graph is captured, and attention takes longer with it."""
+ALL_ATTENTION_FUNCTIONS.register(_CAUSAL, sdpa_attention_forward)
 
 
 BIAS = "e_score_correction_bias"
@@ -90,7 +92,7 @@ class CausalLM(nn.Module):
         self.autocast = mixed and not config.parallel.fsdp
         sizes = AutoConfig.for_model(**section.transformers)
         made: dict[str, Any] = {"dtype": dtype}
-        if _is_causal_alone(sizes):
+        if is_causal_alone(sizes.to_dict()):
             made["attn_implementation"] = _CAUSAL
         if section.pretrained is None:
             with torch.device("meta"):
@@ -256,13 +258,6 @@ class RouterOf:
             dist.all_reduce(self.load)
             self.bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
-
-
-def _is_causal_alone(sizes: Any) -> bool:
-    """Whether a token attends to all before it, in every layer. SDPA is told so and needs no mask; transformers (5.17
-    to 5.23) makes one while a graph is captured, and attention takes longer with it."""
-    kinds = set(getattr(sizes, "layer_types", None) or ["full_attention"])
-    return sizes.model_type in CAPTURED and not getattr(sizes, "sliding_window", None) and kinds == {"full_attention"}
 
 
 def _multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:
