@@ -73,6 +73,11 @@ def main() -> None:
     for run in known["runs"]:
         losses = f"{run['valid_loss']:.4f} held out, {run['train_loss']:.4f} in training"
         print(f"{run['recipe']:12} seed {run['seed']}: {losses}, {run['tokens_per_s']:,.0f} tokens/s")
+    for recipe in dict.fromkeys(run["recipe"] for run in known["runs"]):
+        for loss in ("valid_loss", "train_loss"):
+            of_seeds = [run[loss] for run in known["runs"] if run["recipe"] == recipe]
+            if of_seeds[1:]:
+                print(f"{recipe:12} {loss}: {statistics.fmean(of_seeds):.4f}, deviation {statistics.stdev(of_seeds):.4f}")
 
 
 if __name__ == "__main__":
