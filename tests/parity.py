@@ -77,7 +77,9 @@ def main() -> None:
         for loss in ("valid_loss", "train_loss"):
             of_seeds = [run[loss] for run in known["runs"] if run["recipe"] == recipe]
             if of_seeds[1:]:
-                print(f"{recipe:12} {loss}: {statistics.fmean(of_seeds):.4f}, deviation {statistics.stdev(of_seeds):.4f}")
+                print(
+                    f"{recipe:12} {loss}: {statistics.fmean(of_seeds):.4f}, deviation {statistics.stdev(of_seeds):.4f}"
+                )
 
 
 if __name__ == "__main__":

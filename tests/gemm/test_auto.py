@@ -11,7 +11,7 @@ from torch import nn
 
 from gemm.test_linear import draw
 from mxep.gemm import Linear, Recipe, auto_recipe, convert, converted, linear, linear_together
-from mxep.gemm.auto import LEAST
+from mxep.gemm.auto import FIXED, LEAST
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 BF16, MXFP8 = Recipe.bf16(), Recipe.mxfp8()
@@ -68,6 +68,7 @@ def test_it_pays_from_a_size_on_whichever_side_grows() -> None:
     assert auto_recipe(4096, 4096, 2048) == MXFP8
     assert auto_recipe(1024, 4096, 2048) == BF16
     assert auto_recipe(4096, 4096, 1024) == BF16
+    assert (auto_recipe(1024, 5120, 16384), auto_recipe(2048, 4096, 2048)) == (MXFP8, BF16), "launches cost, too"
     assert auto_recipe(8192, 2048, 512) == BF16
     assert auto_recipe(8192, 2048, 4096 + 512 + 512) == MXFP8
     assert auto_recipe(0, 4096, 4096) == BF16
@@ -81,7 +82,8 @@ def test_it_pays_from_a_size_on_whichever_side_grows() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """LEAST sizes that 32 rows of 64 to 96 features have, but not 31."""
     for of in LEAST:
-        monkeypatch.setitem(LEAST, of, 1 / (1 / 32 + 1 / 64 + 1 / 96))
+        monkeypatch.setitem(FIXED, of, 0)
+        monkeypatch.setitem(LEAST, of, 0.999 / (1 / 32 + 1 / 64 + 1 / 96))
 
 
 @pytest.mark.usefixtures("small")

@@ -1,12 +1,12 @@
 """How long calls take: one round robin of alternatives, of one process or of all ranks.
 
     prepare    warm up; capture a CUDA graph of calls, taken from the sets of inputs in turn; check what it gives
-    measure    `rounds` times, in an order shuffled anew and on all ranks alike, a stretch of each: replays that fill
-               `seconds`, between two events, enqueued without a pause
+    measure    `rounds` times, in an order of its own (`turns`), a stretch of each: replays that fill `seconds`, between
+               two events, enqueued without a pause
     a figure   the median over rounds of the slowest rank's time, a call
 
-A chip at its power limit is as fast as its neighbours in time left it cool, so neighbours change. Clock and power are
-read meanwhile. CPU ranks make each call once a stretch, by the host's clock.
+A chip at its power limit is as fast as its neighbours in time left it cool, so each has another before it in each
+round. Clock and power are read meanwhile. CPU ranks make each call once a stretch, by the host's clock.
 
 Inputs that would fit the L2 cache come in several sets (`rotations`), each with outputs of its own: a call finds
 nothing there, as in a model, where others ran in between. A small shape's time holds what a graph needs between two
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import random
 import statistics
 import threading
 import time
@@ -185,8 +184,8 @@ class Timer:
         """A row for each. One that fails has no more turns. Collective; if `shared`, raises FailedOnRanks."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         rows: dict[str, Row] = {}
-        for turn in range(self.rounds):
-            for name in random.Random(turn).sample(list(runs), len(runs)):
+        for turn in turns(list(runs), self.rounds):
+            for name in turn:
                 if name in rows:
                     continue
                 try:
@@ -226,6 +225,16 @@ class Timer:
             us = start.elapsed_time(end) * 1e3
         run.alternative.check()
         return us / run.repeats / run.calls
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
+    """An order of all names a round. In n rounds each comes once after each other one, if n names are even, and once in
+    each place; odd ones need 2 n. Source: Williams, Australian Journal of Scientific Research A 2 (1949), 149."""
+    n = len(names)
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]
+    for turn in range(rounds):
+        order = [names[(turn + i) % n] for i in zigzag]
+        yield order[::-1] if n % 2 and turn % 2 else order
 
 
 def failure(error: FailedOnRanks) -> Row:

@@ -1,11 +1,11 @@
 """Recipe "auto": MXFP8 where it pays, bf16 elsewhere, by shape alone. Nothing is measured at run time.
 
-Products of T rows, K in and N out features save time in proportion to T K N; what quantizing costs goes with
-T K + T N + K N. So what a product gains depends on
+Products of T rows, K in and N out features save time in proportion to T K N. What that costs goes with the elements
+that are quantized, T K + T N + K N, and with launches, which take as long as FIXED elements more. So the gain goes with
 
-    size = 1 / (1 / T + 1 / K + 1 / N)
+    size = T K N / (T K + T N + K N + FIXED)
 
-alone, to a first order: the measured gains of docs/linear.md rise with it. LEAST has where it begins to pay.
+and the measured gains of docs/linear.md rise with it. LEAST has where it begins to pay.
 """
 
 from typing import Final
@@ -15,13 +15,15 @@ from torch import Tensor
 from mxep.gemm.recipe import Recipe
 
 AUTO: Final = "auto"
-LEAST: Final = {"linear": 800, "grouped_mm": 470, "experts": 240}
+LEAST: Final = {"linear": 470, "grouped_mm": 470, "experts": 240}
 """Sizes from which on MXFP8 pays on an H200, in time of the device, forward and backward, every quantization included.
 
-linear: a product of one weight, of q, k and v together say: 811 is 1.20 times as fast, 585 0.70 times.
+linear: a product of one weight, of q, k and v together say: 535 is 1.23 times as fast, 362 1.04 times, 209 0.70 times.
 grouped_mm: T rows a group; the smallest that was measured has 473 and gains 1.18.
 experts: a layer of mxep.ep, T rows an expert, K its model dim, N its hidden dim: 267 gains 1.14, 176 nothing.
 """
+FIXED: Final = {"linear": 26e6, "grouped_mm": 0.0, "experts": 0.0}
+"""Elements. Groups share their launches; how many groups there are the rule is not told."""
 
 _BF16, _MXFP8 = Recipe.bf16(), Recipe.mxfp8()  # torch.compile makes none
 
@@ -30,15 +32,15 @@ def auto_recipe(rows: float, in_features: int, out_features: int, *, of: str = "
     """mxfp8 if it pays for a shape, else bf16; the same on every device.
 
     rows: T, of an expert or a group on average. in_features: K. out_features: N. of: a key of LEAST.
-    Example: 4096 tokens of 4096 features to 2048 have size 1024, above 800: mxfp8; 1024 tokens have 585: bf16.
+    Example: 4096 tokens of 4096 features to 2048 have size 572, above 470: mxfp8; 2048 tokens have 362: bf16.
     Sizes that are no multiple of MXFP8's blocks get bf16. ValueError for another `of`.
     """
     if of not in LEAST:
         raise ValueError(f"of: got {of!r}, want one of {', '.join(LEAST)}")
-    if not rows or in_features % _MXFP8.group_alignment or out_features % _MXFP8.group_alignment:
+    if in_features % _MXFP8.group_alignment or out_features % _MXFP8.group_alignment:
         return _BF16
-    pays = LEAST[of] * (1 / rows + 1 / in_features + 1 / out_features) <= 1
-    return _MXFP8 if pays else _BF16
+    elements = rows * (in_features + out_features) + in_features * out_features + FIXED[of]
+    return _MXFP8 if rows * in_features * out_features > LEAST[of] * elements else _BF16
 
 
 def recipe_of(recipe: Recipe | str) -> Recipe | str:
