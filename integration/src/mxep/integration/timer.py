@@ -1,12 +1,13 @@
 """How long calls take: one round robin of alternatives, of one process or of all ranks.
 
     prepare    warm up; capture a CUDA graph of calls, taken from the sets of inputs in turn; check what it gives
-    measure    `rounds` times, in an order of its own (`turns`), a stretch of each: replays that fill `seconds`, between
-               two events, enqueued without a pause
+    measure    `rounds` times, in an order shuffled anew and on all ranks alike, a stretch of each: replays that fill
+               `seconds`, between two events, enqueued without a pause after some that are not timed
     a figure   the median over rounds of the slowest rank's time, a call
 
-A chip at its power limit is as fast as its neighbours in time left it cool, so each has another before it in each
-round. Clock and power are read meanwhile. CPU ranks make each call once a stretch, by the host's clock.
+A chip at its power limit is as fast as whatever ran before left it cool. So each stretch warms the chip itself, for
+LEAD_SECONDS, and neighbours change. Clock and power are read meanwhile. CPU ranks make each call once a stretch, by the
+host's clock.
 
 Inputs that would fit the L2 cache come in several sets (`rotations`), each with outputs of its own: a call finds
 nothing there, as in a model, where others ran in between. A small shape's time holds what a graph needs between two
@@ -18,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
+import random
 import statistics
 import threading
 import time
@@ -34,6 +37,7 @@ from .graph import capturing
 from .results import Row
 
 GRAPH_SECONDS = 0.02
+LEAD_SECONDS = 0.2
 GRAPH_CALLS = 200
 COPY_BYTES = 1 << 30
 COPIES = 10
@@ -68,14 +72,15 @@ class Alternative:
 
 @dataclass
 class Run:
-    """An alternative, ready. calls: in a `replay`. repeats: replays in a stretch. kept: the calls, and so the operands,
-    which a graph does not hold. samples: MHz and watts."""
+    """An alternative, ready. calls: in a `replay`. repeats: replays in a stretch, lead: before it. kept: the calls, and
+    so the operands, which a graph does not hold. samples: MHz and watts."""
 
     alternative: Alternative
     replay: Call
     calls: int
     repeats: int
     kept: Sequence[Call]
+    lead: int = 0
     note: str | None = None
     samples: list[tuple[float, float]] = field(default_factory=list)
 
@@ -133,6 +138,7 @@ class Timer:
         if self.cuda and not self.host:
             us = max(from_all_ranks(lambda: self._stretch(run)))
             run.repeats = max(1, round((alternative.seconds or self.seconds) * 1e6 / us / run.calls))
+            run.lead = min(run.repeats, math.ceil(LEAD_SECONDS * 1e6 / us / run.calls))
         return run
 
     def _warm(self, run: Run) -> Any:
@@ -184,8 +190,8 @@ class Timer:
         """A row for each. One that fails has no more turns. Collective; if `shared`, raises FailedOnRanks."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         rows: dict[str, Row] = {}
-        for turn in turns(list(runs), self.rounds):
-            for name in turn:
+        for turn in range(self.rounds):
+            for name in random.Random(turn).sample(list(runs), len(runs)):
                 if name in rows:
                     continue
                 try:
@@ -215,6 +221,8 @@ class Timer:
             synchronize(self.device)
         else:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(run.lead):
+                run.replay()
             with _metered(read, run.samples):
                 self.start()
                 start.record()
@@ -225,16 +233,6 @@ class Timer:
             us = start.elapsed_time(end) * 1e3
         run.alternative.check()
         return us / run.repeats / run.calls
-
-
-def turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """An order of all names a round. In n rounds each comes once after each other one, if n names are even, and once in
-    each place; odd ones need 2 n. Source: Williams, Australian Journal of Scientific Research A 2 (1949), 149."""
-    n = len(names)
-    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]
-    for turn in range(rounds):
-        order = [names[(turn + i) % n] for i in zigzag]
-        yield order[::-1] if n % 2 and turn % 2 else order
 
 
 def failure(error: FailedOnRanks) -> Row:
