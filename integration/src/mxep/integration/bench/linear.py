@@ -6,9 +6,10 @@ router   `fp32_linear` of x bf16 and w fp32, `top_k`, and their backward, beside
 host     what a linear costs the host, and what q, k and v do, with the GPU idle           shapes "host"
 
 A weight is quantized at each call, once along K and once along N: once a step of one micro-batch. Operands are bf16.
-`together` is `linear_together`, `auto` what `auto_recipe` picks, which promises to be no slower than bf16. `scaled_mm
-row` is torch's three dense FP8 products with a scale a row, operands ready: what is left if quantizing were free and
-sums stayed in the tensor cores. `torchao rowwise` is its float8 training linear, compiled.
+On Hopper `mxfp8` has one scale a row, as `fp8` has. `together` is `linear_together`, `auto` what `auto_recipe` picks,
+which promises to be no slower than bf16 in time of the device. `scaled_mm row` is torch's three dense FP8 products
+with a scale a row, operands ready: what is left if quantizing were free and sums stayed in the tensor cores. `torchao
+rowwise` is its float8 training linear, compiled.
 
 T tokens, K in features, N out features.
 """

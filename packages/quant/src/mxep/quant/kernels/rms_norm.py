@@ -4,7 +4,7 @@
     backward   dy, x (R, D)  likewise; a program adds up d_weight over its rows                              4 in, 2 out
 
 Programs stride over rows; those of backward are RMS_NORM_PARTS, so that a part has the same rows on every device. The
-weight comes from L2 with every row. Not measured on a GPU yet.
+weight comes from L2 with every row. Its bits were tested on an H200, its time was not.
 """
 
 import torch
