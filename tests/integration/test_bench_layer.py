@@ -275,7 +275,6 @@ def test_on_gpus_ours_is_one_graph_and_what_cannot_be_says_so(mxep, tmp_path: Pa
     sections = json.loads((tmp_path / "run" / "bench.json").read_text())["sections"]
     for row in sections["layer"]:
         assert row["ms"] > row["fwd ms"] > 0
-        assert row["peak GiB"] > 0
         assert row.get("note", "").startswith("not in a graph") == (row["what"] == "bf16/all_to_all")
     assert all(row["peak GiB"] > row["kept GiB"] > 0 for row in sections["memory"])
     assert {"GEMMs", "SwiGLU", "whole"} <= {row["stage"] for row in sections["stages"]}

@@ -249,6 +249,18 @@ def test_memory_of_a_users_pool_is_not_the_graphs() -> None:
 
 
 @needs_gpu
+def test_what_a_graph_keeps_for_temporaries_is_counted_once_no_tensor_lies_there() -> None:
+    x, before = torch.randn(1024, 1024, device="cuda"), graph.idle_bytes(0)
+    with torch.no_grad():
+        captured = MovingGraph(lambda: [(torch.cat([x] * 64) * 2).sum(0)], [x], nullcontext)
+    assert graph.idle_bytes(0) - before >= 64 * x.nbytes > 0, "a temporary is larger than what was there"
+    captured.launch([x], [x.data_ptr()])
+    allocated = torch.cuda.memory_allocated()
+    captured.launch([x], [x.data_ptr()])
+    assert torch.cuda.memory_allocated() == allocated
+
+
+@needs_gpu
 def test_a_launch_tells_autograd_of_what_it_wrote_to() -> None:
     x, total = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
     with torch.no_grad():

@@ -11,7 +11,8 @@ ms, fwd ms     forward and backward; forward alone: medians of sustained stretch
                replays of one CUDA graph a step, but in eager
 x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
 TF             flops of valid rows over ms (layer_work)
-peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
+peak GiB       most memory of a step above operands and parameters, in the allocator, outside of it and in graphs
+outside GiB    peers' memory, libraries' buffers; graphs GiB: what replayed passes keep for temporaries, all together
 kept GiB       in the allocator between forward and backward, above operands, parameters and the output
 caller's ms    of section host: forward and backward, with backward in the caller's thread instead of autograd's
 launches, ...  of forward and backward (layer_stages.counts)
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 import torch
 
 from mxep.quant import BLOCK
+from mxep.quant.graph import idle_bytes
 
 from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from ..reference import Results as Tensors
@@ -63,12 +65,12 @@ CASES = NAMES
 SHAPES = {"*": (1, BLOCK, BLOCK, 1, 1)}
 SHAPE = "tokens, dim, hidden dim, experts, top-k"
 PICTURED = ("stages",)
-TIMES = "fwd ms, ms, x bf16, TF, peak GiB, floor ms, of floor, MHz, W, dB"
+TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, dB"
 SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
-    "memory": table("memory", "model, what", "peak GiB, outside GiB, kept GiB"),
+    "memory": table("memory", "model, what", "peak GiB, outside GiB, graphs GiB, kept GiB"),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "host": table(
         "host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, caller's ms, launches, allocations, ops"
@@ -142,10 +144,6 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
         try:
             layer = at.make(case)
             row |= {"capacity": at.p.capacity} if case.bounded else {}
-            row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device, layer.out))  # type: ignore[misc]
-            if at.section == "memory":
-                row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
-                continue
             step = at.prepare(layer, layer.step, lambda got, case=case, row=row: _compare(case, reference, got, row))  # type: ignore[misc]
             runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
             layers[name] = layer
@@ -228,15 +226,34 @@ def _in_callers_thread(step: Call) -> Call:
     return call
 
 
-MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {"stages": _stages, HOST: _host}
+def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
+    """Each layer is closed before the next, which else would be spared what both use."""
+    for name in names:
+        row: Row = {"what": name}
+        with ExitStack() as opened:
+            try:
+                layer = dataclasses.replace(at, opened=opened).make(case := Case(name))
+                row |= {"capacity": at.p.capacity} if case.bounded else {}
+                row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device, layer.out))  # type: ignore[misc]
+                row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
+            except FailedOnRanks as error:
+                row |= failure(error)
+        yield row
+
+
+MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {
+    "stages": _stages, "memory": _memory, HOST: _host
+}  # fmt: skip
 """Section -> what measures its rows, if that is not `_timed`."""
 
 
 def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
-    """Of a step launched by the host, once warmed up, in GiB above what was there before it; nothing on a CPU.
+    """Of a step launched by the host, all of whose passes are replays by then, in GiB above what was there before;
+    nothing on a CPU.
 
-    peak GiB: in the allocator and outside. outside GiB: peers' memory, libraries' buffers. kept GiB, if `forward` is
-    given: in the allocator while the output of it is held, above the output.
+    peak GiB: in the allocator, outside and in graphs. outside GiB: peers' memory, libraries' buffers. graphs GiB: what
+    the graphs of all steps so far keep for temporaries, in one pool. kept GiB, if `forward` is given: in the allocator
+    while the output of it is held, above the output.
     """
     if device.type != "cuda":
         return {}
@@ -247,13 +264,14 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
 
     free_memory(device)
     before, outside_before = torch.cuda.memory_allocated(), outside()
-    step()
+    for _ in range(3):  # the second call of a kind is captured
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    apart = max(0, outside() - outside_before) / GIB
-    row: Row = {"peak GiB": (torch.cuda.max_memory_allocated() - before) / GIB + apart, "outside GiB": apart}
+    apart, graphs = max(0, outside() - outside_before), idle_bytes(torch.cuda.current_device())
+    peak = torch.cuda.max_memory_allocated() - before + apart + graphs
+    row: Row = {"peak GiB": peak / GIB, "outside GiB": apart / GIB, "graphs GiB": graphs / GIB}
     if forward is not None:
         before = torch.cuda.memory_allocated()
         out = forward()

@@ -17,7 +17,7 @@ x bf16         how many times as fast as the baseline
 of step        share of the step that `no experts` does not take
 loss           mean over ranks
 dB             of the head's gradient against the baseline's, of the rank where it is least; below LEAST_SNR fails
-peak GiB       most memory of a step above parameters, gradients included
+peak GiB       most memory of a step above parameters, gradients included (memory_of)
 
 T tokens of a rank, in two sequences; D model dim, F hidden dim, E experts, K experts a token.
 """
@@ -63,10 +63,10 @@ LEAST_SNR = 6.0  # experts flip between any two kinds of products, the more the 
 LINEAR = ", linear"
 OURS = (*(f"mxep {recipe}" for recipe in RECIPES), f"mxep mxfp8{LINEAR}")
 
-CASES = (BASELINE, "transformers bf16", *(f"{name}{graph}" for name in OURS for graph in ("", ", graph")), PLAIN)
+CASES = (BASELINE, PLAIN, "transformers bf16", *(f"{name}{graph}" for name in OURS for graph in ("", ", graph")))
 SHAPES = {"*": (2, 1, 32, 32, 1, 1)}
 SHAPE = "tokens, layers, dim, hidden dim, experts, top-k"
-FIGURES = "tokens/s, ms, x bf16, of step, peak GiB, loss, dB, MHz, W"
+FIGURES = "tokens/s, ms, x bf16, of step, peak GiB, outside GiB, graphs GiB, loss, dB, MHz, W"
 SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, what", FIGURES)}
 
 
@@ -96,7 +96,7 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
 
 def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
     timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
-    names = tuple(dict.fromkeys((BASELINE, *(bench.config.cases or CASES), PLAIN)))
+    names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or CASES))))
     rows: dict[str, Row] = {name: {"what": name} for name in names}
     runs, reference = {}, list[Tensor]()
     for name, row in rows.items():

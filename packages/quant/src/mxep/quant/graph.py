@@ -269,5 +269,14 @@ def _takes_from(pool: torch.cuda.MemPool, device: torch.device) -> bool:
     """Whether what is allocated within the pool lies there: a user's pool, or a compiler's, may go before it."""
     with torch.cuda.use_mem_pool(pool):
         place = torch.empty(1, dtype=torch.uint8, device=device).data_ptr()
-    segments = (each for each in torch.cuda.memory_snapshot() if 0 <= place - each["address"] < each["total_size"])
-    return any(tuple(each["segment_pool_id"]) == tuple(pool.id) for each in segments)
+    return any(0 <= place - each["address"] < each["total_size"] for each in _segments(pool))
+
+
+def _segments(pool: torch.cuda.MemPool) -> list[dict[str, Any]]:
+    return [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(pool.id)]
+
+
+def idle_bytes(index: int) -> int:
+    """Of a device: what the graphs of its current stream keep for their temporaries, in which no tensor lies now."""
+    segments = _segments(_pool(index, torch._C._cuda_getCurrentRawStream(index)))
+    return sum(each["total_size"] - each["allocated_size"] for each in segments)
