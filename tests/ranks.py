@@ -35,6 +35,7 @@ PRELOAD = ["pytest"]
 of a whole run, so all ask for all."""
 if not torch.cuda.is_available():  # importing these starts CUDA, and what is forked then cannot use it
     PRELOAD += ["torch._dynamo.testing", "torch._inductor.compile_fx", "mxep.integration.transformers"]
+    PRELOAD += ["datasets"]  # which torchtitan imports
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -121,5 +122,6 @@ def train(config: Any, rank: int) -> tuple[list[float], Any]:
     trainer = config.build()
     reduce_over_gloo(trainer.model_parts[0])
     logged = trainer.metrics_processor.logger = Logged()
-    trainer.train()
+    with mock.patch("time.sleep"):  # 2 s at its end
+        trainer.train()
     return [metrics["loss_metrics/global_avg_loss"] for metrics in logged.steps], trainer

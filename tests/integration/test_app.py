@@ -14,7 +14,6 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file
 
 from mxep.integration import state
@@ -159,14 +158,3 @@ def test_minus_m_runs_one_job_after_the_other(mxep, text: Path, tmp_path: Path):
     table = finished.out.partition("Sweep: ")[2]
     for job, (run,) in enumerate(curves):
         assert re.search(rf"^{job}: seed={job} +bf16 +{run['valid_loss']:.4f} ", table, re.MULTILINE), finished.out
-
-
-@pytest.mark.slow
-def test_under_torchrun_every_process_is_a_rank_and_rank_0_reports(text: Path, tmp_path: Path):
-    arguments = [*TINY, f"data.path={text}", "train.steps=3", "recipe=bf16", f"hydra.run.dir={tmp_path / 'run'}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "mxep.integration.app"]
-    finished = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("held-out text") == 1
-    assert steps_of(tmp_path / "run") == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]

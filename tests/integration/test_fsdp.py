@@ -190,12 +190,15 @@ def test_on_gpus_a_sharded_run_learns_and_resumes(make_config: Callable[..., Con
 
 
 @pytest.mark.slow
-def test_under_torchrun_every_rank_writes_its_part_into_the_folder_of_rank_0(text: Path, tmp_path: Path):
-    """Where the others have folders of their own."""
+def test_under_torchrun_every_process_is_a_rank_and_rank_0_reports_into_the_folder_of_all(text: Path, tmp_path: Path):
     given = [*SMALL, FSDP, f"data.path={text}", "recipe=bf16", "train.compare=false", f"hydra.run.dir={tmp_path}/run"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "mxep.integration.app"]
-    finished = subprocess.run([*torchrun, *given, "train.steps=2"], capture_output=True, text=True, timeout=240)
+    command = [*torchrun, *given, "train.steps=2"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("held-out text") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     saved = state.find(tmp_path / "run")["bf16"]
     for part in ("model", "optimizer"):
         assert sorted(path.name[:11] for path in (saved / part).iterdir()) == ["shard-00001", "shard-00002"]
