@@ -283,10 +283,6 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
             "num_sms: got 0, wanted at least 1",
         ),
         (
-            lambda: combine(workspace, rows, plan, good.ids, num_sms=-1, async_op=True),
-            "num_sms: got -1, wanted at least 1",
-        ),
-        (
             lambda: dispatch(workspace, good.payload, good.ids.float()),
             r"expert_ids: got torch.float32 \(6, 3\), wanted",
         ),
