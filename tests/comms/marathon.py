@@ -32,6 +32,14 @@ from mxep.comms import (
 MULTIPLE = 16
 
 
+def pairs_of_rows(plan: RoutingPlan) -> Tensor:
+    """(R_max,) int64 flat index slot * K + k of each row's pair, -1 on padding."""
+    row = plan.slot_rows.flatten().long()
+    pairs = torch.full((plan.max_rows + 1,), -1, device=row.device)
+    flat = torch.arange(len(row), device=row.device)
+    return pairs.scatter_(0, torch.where(row >= 0, row, plan.max_rows), flat)[: plan.max_rows]
+
+
 class Round:
     """What all ranks bring: ids (W, T, K), drawn alike everywhere; the payload's salt."""
 
@@ -87,8 +95,8 @@ class Lane:
         sizes.scatter_add_(0, torch.where(here, flat, e), torch.ones_like(flat))
         self.wrong += (plan.group_sizes != sizes[:-1]).sum() + plan.overflow.sum() + plan.invalid
         expert = torch.searchsorted(plan.offs, torch.arange(plan.max_rows, device=salt.device), right=True)
-        valid = plan.row_source >= 0
-        pair = plan.row_source.clamp_min(0).long()
+        source = pairs_of_rows(plan)
+        valid, pair = source >= 0, source.clamp_min(0)
         self.wrong += (valid & (flat[pair] != expert)).sum() + (valid.sum() - here.sum()).abs()
         self.wrong += (valid & (plan.row_weight != ids.flatten()[pair] + 0.5)).sum()
         return plan
@@ -111,10 +119,11 @@ class Lane:
         """Rows whose values tell where they belong; NaN wherever nothing may be read."""
         workspace = self.workspace
         tokens, top_k = workspace.max_tokens, workspace.top_k
-        pair = plan.row_source.clamp_min(0)
+        source = pairs_of_rows(plan)
+        pair = source.clamp_min(0)
         rank, token, k = pair // (tokens * top_k), pair // top_k % tokens, pair % top_k
         column = torch.arange(workspace.dim, device=salt.device) % 3
-        nothing = (plan.row_source < 0)[:, None]
+        nothing = (source < 0)[:, None]
         value = self.value_of(rank, token, k, salt)[:, None]
         rows = (value + column).bfloat16().masked_fill(nothing, float("nan"))
         numbers = value.float().masked_fill(nothing, float("nan"))[:, 0]

@@ -44,18 +44,18 @@ def test_rows_over_capacity_are_counted_and_the_rest_comes_home(ctx: Context):
 
 @distributed(2, device="cpu")
 def test_a_bound_on_one_moves_programs_changes_no_bit(ctx: Context):
-    workspace = make_workspace(ctx, InterpretedTransport, num_sms=2)
-    sent = bring_to(workspace, "full", ctx.rank, 0)
+    two = make_workspace(ctx, InterpretedTransport, num_sms=2)
+    one = make_workspace(ctx, transport=two.transport, num_sms=1)
+    sent = bring_to(two, "full", ctx.rank, 0)
     results = []
-    for bound in (None, 1, 5):
+    for workspace, bound in ((two, None), (two, 1), (two, 5), (one, None)):
         slots = dispatch(workspace, sent.payload, sent.ids, sent.weights, num_sms=bound, async_op=True).wait()
         plan = plan_slots(workspace, slots)
         (rows,) = gather_rows(slots.payload[:1], plan.row_slot)
         rows = torch.nn.functional.pad(rows.float(), (0, workspace.dim))[:, : workspace.dim]
-        results.append(combine(workspace, rows, plan, sent.ids, num_sms=bound, async_op=True).wait()[0].clone())
+        results.append(combine(workspace, rows, plan, sent.ids, async_op=True).wait()[0].clone())
     assert results[0].any()
-    assert torch.equal(results[1], results[0])
-    assert torch.equal(results[2], results[0])
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @distributed(2, device="cpu")

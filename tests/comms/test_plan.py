@@ -24,7 +24,7 @@ def check_plan(plan: RoutingPlan, everyone: list[Sent], max_tokens: int, experts
     top_k = everyone[0].ids.shape[1]
     wanted = expected_plan(everyone, experts, plan.alignment, plan.max_rows)
     padding = [None] * (plan.max_rows - len(wanted.pairs))
-    sources, slots, weights = [], [], []
+    slots, weights = [], []
     slot_rows = torch.full((len(everyone) * max_tokens, top_k), -1, dtype=torch.int32)
     for rank, sent in enumerate(everyone):
         for token, row in enumerate(sent.ids.tolist()):
@@ -33,12 +33,10 @@ def check_plan(plan: RoutingPlan, everyone: list[Sent], max_tokens: int, experts
                     slot_rows[rank * max_tokens + token, k] = DROPPED
     for row, pair in enumerate(wanted.pairs + padding):
         slot = -1 if pair is None else pair[0] * max_tokens + pair[1]
-        sources.append(-1 if pair is None else slot * top_k + pair[2])
         slots.append(slot)
         weights.append(0.0 if pair is None else float(everyone[pair[0]].weights[pair[1], pair[2]]))
         if pair is not None:
             slot_rows[slot, pair[2]] = row
-    assert_bitwise(plan.row_source, torch.tensor(sources, dtype=torch.int32), "row_source")
     assert_bitwise(plan.row_slot, torch.tensor(slots, dtype=torch.int32), "row_slot")
     assert_bitwise(plan.row_weight, torch.tensor(weights), "row_weight")
     assert_bitwise(plan.slot_rows, slot_rows, "slot_rows")
@@ -66,7 +64,6 @@ def test_the_example_of_the_docstring():
         alignment=4,
     )
     assert plan.max_rows == 16
-    assert plan.row_source.tolist() == [1, 4, -1, -1, 0, 3, -1, -1] + 8 * [-1]
     assert plan.row_slot.tolist() == [0, 2, -1, -1, 0, 1, -1, -1] + 8 * [-1]
     assert plan.row_weight.tolist() == [1, 4, 0, 0, 0, 3, 0, 0] + 8 * [0]
     assert plan.slot_rows.tolist() == [[4, 0], [-1, 5], [1, -1], [-1, -1]]
@@ -219,5 +216,6 @@ def test_what_lies_past_a_senders_tokens_is_not_looked_at():
         alignment=1,
         num_experts=2,
     )
-    assert plan.row_source.tolist()[:3] == [0, 1, -1]
-    assert not plan.row_weight.isnan().logical_and(plan.row_source < 0).any()
+    assert plan.row_slot.tolist()[:3] == [0, 0, -1]
+    assert plan.slot_rows.tolist() == [[0, 1]] + 5 * [[-1, -1]]
+    assert not plan.row_weight.isnan().logical_and(plan.row_slot < 0).any()

@@ -17,7 +17,7 @@ from mxep.comms import plan
 from mxep.comms.kernels import plan as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FIELDS = ("row_source", "row_slot", "row_weight", "slot_rows", "offs", "group_sizes", "counts", "num_tokens")
+FIELDS = ("row_slot", "row_weight", "slot_rows", "offs", "group_sizes", "counts", "num_tokens")
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 

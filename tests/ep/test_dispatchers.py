@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mxep.comms import Capacity, CapacityExceeded, PeersDisagree, SharedMemoryTransport
+from mxep.comms import Capacity, CapacityExceeded, PeersDisagree
 from mxep.ep import MoE
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
 from mxep.ep.dispatchers.base import Routing, TokenDispatcher
@@ -48,7 +48,7 @@ def test_layers_that_ask_for_the_same_share_a_dispatcher_which_its_key_finds(ctx
 
 
 def test_who_makes_a_dispatcher_has_it_alone() -> None:
-    ours = LocalDispatcher(4), SymmetricDispatcher(4, dim=32, transport=SharedMemoryTransport())
+    ours = LocalDispatcher(4), SymmetricDispatcher(4, dim=32)
     layers = make_dispatcher("local", 4, dim=32), make_dispatcher("symmetric", 4, dim=32)
     assert not set(map(id, ours)) & set(map(id, layers))
     assert make_dispatcher("local", 4, dim=32) is layers[0]

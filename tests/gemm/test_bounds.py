@@ -8,12 +8,12 @@ from torch import Tensor
 
 from fences import fenced
 from fences import fences as fences
+from gemm.test_triton import small_tiles as small_tiles
 from mxep.gemm.kernels import dot_scaled
 from mxep.quant import quantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M, N, K = 64, 32, 64
-SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "GROUP_M": 2, "num_warps": 4}
 Fences = Callable[[], list[tuple[int, ...]]]
 
 bad_ends = pytest.mark.parametrize("ends", [(32, 64, 160), (-64, 160, 32)], ids=str)
@@ -32,20 +32,20 @@ def ones(*shape: int) -> tuple[Tensor, Tensor]:
 @bad_ends
 @pytest.mark.parametrize("indexed", [False, True], ids=["rows", "index"])
 def test_products_of_rows(
-    ends: tuple[int, ...], indexed: bool, fences: Fences, monkeypatch: pytest.MonkeyPatch
+    ends: tuple[int, ...], indexed: bool, small_tiles: None, fences: Fences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = fenced(torch.arange(M, dtype=torch.int32, device=DEVICE)) if indexed else None
     operands = *ones(M, K), index, *ones(3, N, K), here(ends), None
     monkeypatch.setattr(torch, "empty", torch.zeros)  # between fences; what is not written is finite
-    out = dot_scaled.grouped_mm(*operands, torch.float32, **SMALL)
+    out = dot_scaled.grouped_mm(*operands, torch.float32)
     assert fences() == []
     assert out.isfinite().all()
 
 
 @bad_ends
-def test_products_of_columns(ends: tuple[int, ...], fences: Fences) -> None:
+def test_products_of_columns(ends: tuple[int, ...], small_tiles: None, fences: Fences) -> None:
     (x, x_scale), (y, y_scale) = ones(N, M), ones(K, M)
     out = torch.empty((len(ends), N, K), device=x.device)
-    dot_scaled.grouped_wgrad(out, x.mT, x_scale.mT, y.mT, y_scale.mT, here(ends), **SMALL)
+    dot_scaled.grouped_wgrad(out, x.mT, x_scale.mT, y.mT, y_scale.mT, here(ends))
     assert fences() == []
     assert out.isfinite().all()

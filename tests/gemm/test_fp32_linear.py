@@ -34,8 +34,8 @@ def draw(T: int, D: int, E: int, weights: str = "random", seed: int = 0) -> tupl
     return x.bfloat16(), w, dy
 
 
-def on_device(function: Any, *tensors: Tensor, **options: Any) -> Tensor:
-    return function(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in tensors), **options).cpu()
+def on_device(function: Any, *tensors: Tensor) -> Tensor:
+    return function(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in tensors)).cpu()
 
 
 def loss_of_sum(length: int) -> float:
@@ -113,7 +113,7 @@ def test_without_tokens_there_is_a_gradient_of_zeros() -> None:
     assert torch.equal(on_device(kernels.fp32_wgrad, dy, x, FP32), torch.zeros(8, 32))
 
 
-def test_parts_occupy_the_programs_and_give_the_same_bits_each_time() -> None:
+def test_parts_occupy_the_programs_and_give_the_same_bits_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels._parts(8192, (2, 16), 264) == (16, 8)
     assert kernels._parts(0, (2, 16), 264) == (1, 1)
     for length, tiles, programs in itertools.product((1, 64, 1000, 1024, 16384), (1, 5, 300), (1, 132)):
@@ -121,13 +121,17 @@ def test_parts_occupy_the_programs_and_give_the_same_bits_each_time() -> None:
         assert (parts - 1) * steps * kernels.BLOCK_K < length <= parts * steps * kernels.BLOCK_K
         assert parts == 1 or tiles * parts <= programs
     x, w, dy = draw(70, 1040, 8)
-    check_parts(kernels.fp32_linear, x, w, want=(x, w.t()))
+    check_parts(monkeypatch, kernels.fp32_linear, x, w, want=(x, w.t()))
     x, w, dy = draw(1030, 70, 8)
-    check_parts(kernels.fp32_wgrad, dy, x, FP32, want=(dy.t(), x))
+    check_parts(monkeypatch, kernels.fp32_wgrad, dy, x, FP32, want=(dy.t(), x))
 
 
-def check_parts(function: Any, *arguments: Any, want: tuple[Tensor, Tensor]) -> None:
-    first, again, whole = (on_device(function, *arguments, programs=p) for p in (64, 64, 1))
+def check_parts(monkeypatch: pytest.MonkeyPatch, function: Any, *arguments: Any, want: tuple[Tensor, Tensor]) -> None:
+    results = []
+    for sms in (64, 64, 0):
+        monkeypatch.setattr(kernels, "num_sms", lambda device, sms=sms: sms)
+        results.append(on_device(function, *arguments))
+    first, again, whole = results
     check(first, *want, loss_of_sum(want[1].shape[0]), FP32)
     assert torch.equal(first, again)
     assert not torch.equal(first, whole)

@@ -15,10 +15,16 @@ from mxep.quant import E5M2, MXTensor, quantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKEND: Any = BACKENDS["triton"]
-SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "GROUP_M": 2, "num_warps": 4}
-"""Tiles so small that small operands make many."""
 
 needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that small operands make many."""
+    small = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "GROUP_M": 2, "num_warps": 4}
+    options = dot_scaled.launch_options() | small
+    monkeypatch.setattr(dot_scaled, "launch_options", lambda: options)
 
 
 def here(sizes: tuple[int, ...] = (64, 0, 160, 32), **options: Any) -> Problem:
@@ -138,29 +144,31 @@ def wgrad(dy: Tensor, a: Tensor, offs: Tensor, backend: Any = BACKEND, **options
     return backend.wgrad(backend.prepare_wgrad(dy, a, offs, Recipe.mxfp8()), offs, **options)
 
 
-def test_every_tile_of_every_group_is_computed_once_and_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_of_every_group_is_computed_once_and_out_of_order(
+    small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # 13 row tiles in groups of 3, 0, 6, 1, 3 and 4 column tiles; GROUP_M 2 leaves one row tile over in odd groups.
     p = here((96, 0, 192, 32, 96), n=128, k=64)
     a, w = operands(p)
     args = a.qdata, a.scale, None, w.qdata, w.scale, p.offs, None, torch.float32
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(*shape, 7.0, **options))
-    out = dot_scaled.grouped_mm(*args, **SMALL)
+    out = dot_scaled.grouped_mm(*args)
     want = BACKENDS["reference"].forward(a, w, p.offs, bias=None, out_dtype=torch.float32)[: p.valid]
     assert ((out[: p.valid] - want).abs() <= bounds(p)[0]).all()
     assert (out[p.valid :] == 7).all()  # rows past the last group are not written
 
 
-def test_weight_gradients_in_many_tiles() -> None:
+def test_weight_gradients_in_many_tiles(small_tiles: None) -> None:
     p, recipe = here((96, 0, 160), n=96, k=64), Recipe.mxfp8()
     dy, a = quantize(p.dy), quantize(p.a)
     x, y = (recipe.along_tokens(each, p.offs) for each in (dy, a))
     want = wgrad(dy, a, p.offs, BACKENDS["reference"])
     got = torch.full_like(want, torch.nan)
-    dot_scaled.grouped_wgrad(got, x.qdata, x.scale, y.qdata, y.scale, p.offs, **SMALL)
+    dot_scaled.grouped_wgrad(got, x.qdata, x.scale, y.qdata, y.scale, p.offs)
     assert ((got - want).abs() <= bounds(p)[2]).all()
 
 
-def test_operands_may_lie_more_than_2_to_the_31_bytes_apart() -> None:
+def test_operands_may_lie_more_than_2_to_the_31_bytes_apart(small_tiles: None) -> None:
     p = here((32, 32), n=32, k=32, unused=0)
     a, w = operands(p)
     far = 2**31 + 32
@@ -174,12 +182,10 @@ def test_operands_may_lie_more_than_2_to_the_31_bytes_apart() -> None:
         return moved.copy_(x.view(torch.uint8)).view(x.dtype)
 
     args = a.scale, None, w.qdata, w.scale, p.offs, None, torch.float32
-    near = dot_scaled.grouped_mm(a.qdata, *args, **SMALL)
-    assert torch.equal(near, dot_scaled.grouped_mm(apart(a.qdata, 0), *args, **SMALL))
+    near = dot_scaled.grouped_mm(a.qdata, *args)
+    assert torch.equal(near, dot_scaled.grouped_mm(apart(a.qdata, 0), *args))
     w_far = apart(w.qdata, 0)
-    assert torch.equal(
-        near, dot_scaled.grouped_mm(a.qdata, a.scale, None, w_far, w.scale, p.offs, None, near.dtype, **SMALL)
-    )
+    assert torch.equal(near, dot_scaled.grouped_mm(a.qdata, a.scale, None, w_far, w.scale, p.offs, None, near.dtype))
 
 
 @needs_cuda

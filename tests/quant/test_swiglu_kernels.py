@@ -22,7 +22,7 @@ all_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, to
 two_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 FORWARD, BACKWARD, WITH_H = DIRECTIONS = "forward", "backward", "backward and h"
 all_directions = pytest.mark.parametrize("direction", DIRECTIONS)
-WIDTHS = [(32, {}), (96, {}), (96, {"thread_elements": 1}), (768, {}), (1408, {"ahead": 2}), (256, {"ahead": 0})]
+WIDTHS = [(32, {}), (96, {}), (96, {"THREAD_ELEMENTS": 1}), (768, {}), (1408, {"AHEAD": 2}), (256, {"AHEAD": 0})]
 """F, and how: one chunk, a chunk not full, three chunks, a last one not full, all of them loaded one or none ahead."""
 
 
@@ -90,10 +90,17 @@ def check(
         if part is not None:
             part[valid:] = NAN
     moved_out, got_h = ([torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in written] for written in (out, h))
-    got = getattr(kernels, name)(*moved, *moved_out, *quantized, *got_h, activation=packed, **tuning)
+    with pytest.MonkeyPatch.context() as patch:
+        set_constants(patch, tuning)
+        got = getattr(kernels, name)(*moved, *moved_out, *quantized, *got_h, activation=packed)
     for a, b in zip((*moved_out, *as_list(got), *got_h), (*out, *as_list(want), *h), strict=True):
         same(a[:valid], b[:valid])
         assert (a.shape, (a[valid:].view(torch.uint8) == POISON).all()) == (b.shape, True)
+
+
+def set_constants(patch: pytest.MonkeyPatch, tuning: dict[str, int]) -> None:
+    for name, value in tuning.items():
+        patch.setattr(kernels, name, value)
 
 
 def as_list(x: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
@@ -132,7 +139,10 @@ def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[s
 
 @pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (14336 if DEVICE == "cuda" else 4096, {})])
 @pytest.mark.parametrize("folded", [False, True])
-def test_codes_written_over_the_gradient(folded: bool, F: int, tuning: dict[str, int]) -> None:
+def test_codes_written_over_the_gradient(
+    folded: bool, F: int, tuning: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_constants(monkeypatch, tuning | {"PROGRAMS_PER_SM": 3})
     d_h, gate_up, row_weight = problem(40, F)
     how = "rceil", 32 if folded else 2 * F, folded
     qdata, ends = torch.empty(gate_up.shape, dtype=E4M3), ends_of(7, 30)
@@ -140,7 +150,7 @@ def test_codes_written_over_the_gradient(folded: bool, F: int, tuning: dict[str,
     h = torch.ops.mxep.swiglu_quantize(gate_up, row_weight, ends, E4M3, "rceil", min(how[1], F), folded)
     moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends)]
     got_h = [torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in h]
-    got = kernels.swiglu_backward_quantize(*moved, moved[0].view(E4M3), *how, *got_h, programs_per_sm=3, **tuning)
+    got = kernels.swiglu_backward_quantize(*moved, moved[0].view(E4M3), *how, *got_h)
     for a, b in zip((moved[0].view(E4M3), *got, *got_h), (qdata, *want, *h), strict=True):
         same(a[:37], b[:37])
     assert torch.equal(moved[0][37:].cpu().view(torch.int16), d_h[37:].view(torch.int16))
@@ -188,7 +198,7 @@ def test_every_format_and_mode(fmt: MXFormat, mode: ScaleMode, folded: bool) -> 
 @pytest.mark.parametrize("folded", [False, True])
 def test_other_blocks_and_chunks_of_at_least_a_block(block_size: int, folded: bool) -> None:
     for direction in DIRECTIONS:
-        check(problem(3, 768), E4M3, "rceil", block_size, folded, direction=direction, thread_elements=2)
+        check(problem(3, 768), E4M3, "rceil", block_size, folded, direction=direction, THREAD_ELEMENTS=1)
 
 
 @pytest.mark.parametrize("F", [32, 48])
@@ -213,7 +223,7 @@ def test_blocks_across_the_border_of_gate_and_up_are_refused_on_cuda() -> None:
 @pytest.mark.parametrize("quantized", [(), (E4M3, "rceil", 32, True), (E4M3, "rceil", 32, False)], ids=str)
 def test_rows_past_the_last_group_are_neither_read_nor_written(sizes: tuple[int, ...], quantized: Any) -> None:
     for direction in DIRECTIONS:
-        check(problem(40, 64), *quantized, ends=ends_of(*sizes), direction=direction, programs_per_sm=3)
+        check(problem(40, 64), *quantized, ends=ends_of(*sizes), direction=direction, PROGRAMS_PER_SM=3)
 
 
 @pytest.mark.parametrize("quantized", [(), (E5M2, "floor", 32, True)], ids=str)
@@ -252,14 +262,15 @@ def test_inputs_with_strides_or_at_odd_addresses() -> None:
             same(a, b)
 
 
-def test_the_sigmoid_at_every_gate_of_16_bits() -> None:
+def test_the_sigmoid_at_every_gate_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all bf16, and of fp32 numbers where their integers carry: h with up = 1 is gate * sigmoid(gate)."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
     gate = every.float().view(32, 2048)
     rest = torch.randint(-(2**31), 2**31 - 1, (32, 2048), generator=torch.Generator().manual_seed(0)).int()
     gate = torch.cat([gate, rest.view(torch.float32)])
     s, _ = sigmoid_pair(gate)
-    got = kernels.swiglu(torch.cat([gate, torch.ones_like(gate)], dim=1).to(DEVICE), None, None, thread_elements=64)
+    set_constants(monkeypatch, {"THREAD_ELEMENTS": 32})
+    got = kernels.swiglu(torch.cat([gate, torch.ones_like(gate)], dim=1).to(DEVICE), None, None)
     same(got, gate.clamp(min=-86.0) * s)
 
 

@@ -255,7 +255,7 @@ def memory(
     copied = dispatcher in ("symmetric", "hierarchical")
     saved = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
     gate_up, h, d_h = 4 * rows * hidden, rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
-    plan = 12 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
+    plan = 8 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
     plan += 4 * (crossing * (top_k + 1) + tokens * nodes) if crossing else 0
     amax = 4 * own * (dim + hidden) * quantized
     kept = saved + gate_up + plan + amax

@@ -102,7 +102,8 @@ def dispatch(
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
             return dispatch(workspace, payload, expert_ids, weights, async_op=async_op, num_sms=num_sms)  # type: ignore[call-overload,no-any-return]
-    _check_num_sms(num_sms)
+    if num_sms is not None and num_sms < 1:
+        raise ValueError(f"num_sms: got {num_sms}, wanted at least 1, or None")
     expert_ids, weights = _check_tokens(workspace, payload, expert_ids, weights)
     buffer = workspace.begin("dispatch")
     if not async_op and weights is None:
@@ -126,12 +127,12 @@ def dispatch(
 @overload
 def combine(
     workspace: Workspace, rows: Tensor, plan: RoutingPlan, expert_ids: Tensor, row_values: Tensor | None = None, *,
-    async_op: Literal[False] = False, num_sms: int | None = None,
+    async_op: Literal[False] = False,
 ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
 @overload
 def combine(
     workspace: Workspace, rows: Tensor, plan: RoutingPlan, expert_ids: Tensor, row_values: Tensor | None = None, *,
-    async_op: Literal[True], num_sms: int | None = None,
+    async_op: Literal[True],
 ) -> CombineHandle: ...  # fmt: skip
 def combine(
     workspace: Workspace,
@@ -141,7 +142,6 @@ def combine(
     row_values: Tensor | None = None,
     *,
     async_op: bool = False,
-    num_sms: int | None = None,
 ) -> tuple[Tensor, Tensor | None] | CombineHandle:
     """Send rows back to their tokens' ranks and sum them there. Collective.
 
@@ -154,15 +154,13 @@ def combine(
         expert_ids: (T, K) of that dispatch, this rank's own tokens.
         row_values: (R_max,) fp32, one number a row that goes back with it.
         async_op: return a handle; what does not need the sums may be computed before its ``wait``.
-        num_sms: as of :func:`dispatch`, and the same on all ranks.
 
     Returns the sums (T, D), rows.dtype, zero for a token that was routed nowhere; and (T, K) fp32, the value of each
     pair's row, 0 for a pair without one (None without row_values). Raises as dispatch does.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
-            return combine(workspace, rows, plan, expert_ids, row_values, async_op=async_op, num_sms=num_sms)  # type: ignore[call-overload,no-any-return]
-    _check_num_sms(num_sms)
+            return combine(workspace, rows, plan, expert_ids, row_values, async_op=async_op)  # type: ignore[call-overload,no-any-return]
     tokens = expert_ids.shape[0]
     expert_ids = _check_expert_ids(workspace, expert_ids, tokens)
     if expert_ids.is_cpu:
@@ -174,11 +172,11 @@ def combine(
     # Every rank that got one of this rank's tokens puts its sum into slot (that rank, token); then they are summed.
     buffer = workspace.begin("combine")
     if not async_op:
-        workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values, num_sms)
+        workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values)
         return out, values
     workspace.enter_stream((rows, plan, expert_ids, row_values, out, values))
     try:
-        workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values, num_sms)
+        workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values)
     finally:
         workspace.leave_stream()
     return CombineHandle(workspace, (out, values))
@@ -239,11 +237,6 @@ def _check_rows(workspace: Workspace, rows: Tensor, plan: RoutingPlan, row_value
         raise ValueError(f"plan.slot_rows: got {tuple(plan.slot_rows.shape)}, wanted {slots} as the workspace has")
     if row_values is not None:
         _check("row_values", row_values, (max_rows,), _FP32, workspace)
-
-
-def _check_num_sms(num_sms: int | None) -> None:
-    if num_sms is not None and num_sms < 1:
-        raise ValueError(f"num_sms: got {num_sms}, wanted at least 1, or None")
 
 
 _INTS, _ROWS, _FP32 = (torch.int32, torch.int64), (torch.bfloat16, torch.float32), (torch.float32,)

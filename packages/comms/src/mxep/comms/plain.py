@@ -63,7 +63,6 @@ class PlainExchange:
         expert_ids: Tensor,
         out: Tensor,
         values: Tensor | None,
-        num_sms: int | None = None,
     ) -> None:
         layout, local, width = self.layout, buffer.local, rows.shape[1] * rows.itemsize
         packed = _pack([sum_slots(rows, plan.slot_rows).view(torch.uint8)])

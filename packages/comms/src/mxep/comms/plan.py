@@ -7,12 +7,11 @@ Two ranks of T_max = 2 send to this one, which owns experts 0 and 1; K = 2, grou
 
     row          0   1   2   3 | 4   5   6   7
     expert       0   0   .   . | 1   1   .   .
-    row_source   1   4  -1  -1 | 0   3  -1  -1     flat index: slot * K + k, -1 is padding
-    row_slot     0   2  -1  -1 | 0   1  -1  -1     slot = source rank * T_max + token
-    slot_rows    [4, 0]  [-1, 5]  [0, -1]  [-1, -1]
+    row_slot     0   2  -1  -1 | 0   1  -1  -1     slot = source rank * T_max + token, -1 is padding
+    slot_rows    [4, 0]  [-1, 5]  [1, -1]  [-1, -1]
     offs   4   8            group_sizes  2  2
 
-Rows of an expert are ordered by (source rank, token, place in the token's list): the order of the flat index.
+Rows of an expert are ordered by (source rank, token, place in the token's list): by the flat index, slot * K + k.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from .ops import op
 DROPPED = -2
 """In ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
 
-PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class RoutingPlan:
     """A plan; all tensors on the tables' device. R_max rows, S = W * T_max slots, e local experts.
 
     Attributes:
-        row_source: (R_max,) int32 flat index slot * K + k of the row's (token, expert) pair, -1 on padding.
         row_slot: (R_max,) int32 the row's slot, -1 on padding.
         row_weight: (R_max,) fp32 routing weight, 0 on padding.
         slot_rows: (S, K) int32 row of each pair; -1: not for this rank, -2 (DROPPED): for this rank, but did not fit.
@@ -47,7 +45,6 @@ class RoutingPlan:
         alignment: what the groups are padded to.
     """
 
-    row_source: Tensor
     row_slot: Tensor
     row_weight: Tensor
     slot_rows: Tensor
@@ -75,7 +72,7 @@ class RoutingPlan:
     @property
     def max_rows(self) -> int:
         """R_max."""
-        return self.row_source.shape[0]
+        return self.row_slot.shape[0]
 
 
 def make_plan(
@@ -149,7 +146,6 @@ def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: 
     counts = 2 * num_owners(num_experts, num_local_experts) + 1
     return (
         expert_ids.new_empty(max_rows),
-        expert_ids.new_empty(max_rows),
         weights.new_empty(max_rows),
         expert_ids.new_empty(slots, expert_ids.shape[2]),
         expert_ids.new_empty(num_local_experts),
@@ -175,13 +171,12 @@ def plan_rows(
     dropped = row_of_pair >= max_rows
     row_of_pair = torch.where(dropped, DROPPED, row_of_pair)
 
-    # Pairs without a row write into one more row, which is cut off.
-    row_source = local.new_full((max_rows + 1,), -1)
+    # Pairs without a row write into one more row, which is cut off; padding has one more pair, of weight 0.
     flat = torch.arange(pairs, device=expert_ids.device)
-    row_source = row_source.scatter_(0, torch.where(row_of_pair >= 0, row_of_pair, max_rows), flat)[:max_rows]
-    row_slot = torch.where(row_source >= 0, row_source.div(top_k, rounding_mode="floor"), -1)
-    weight_or_zero = torch.cat((weights.flatten(), weights.new_zeros(1)))
-    row_weight = weight_or_zero[torch.where(row_source >= 0, row_source, pairs)]
+    pair_of_row = local.new_full((max_rows + 1,), pairs)
+    pair_of_row = pair_of_row.scatter_(0, torch.where(row_of_pair >= 0, row_of_pair, max_rows), flat)[:max_rows]
+    row_slot = torch.where(pair_of_row < pairs, pair_of_row.div(top_k, rounding_mode="floor"), -1)
+    row_weight = torch.cat((weights.flatten(), weights.new_zeros(1)))[pair_of_row]
 
     wrong = _live(expert_ids, num_tokens) & ((expert_ids < -1) | (expert_ids >= num_experts))
     owners = num_owners(num_experts, num_local_experts)
@@ -194,7 +189,6 @@ def plan_rows(
     if running is not None:
         _count(counts, running)
     return (
-        row_source.int(),
         row_slot.int(),
         row_weight,
         row_of_pair.int().view(-1, top_k),

@@ -75,20 +75,19 @@ class PutExchange:
         expert_ids: Tensor,
         out: Tensor,
         values: Tensor | None,
-        num_sms: int | None = None,
     ) -> None:
-        layout, staging, num_sms = self.layout, buffer.staging, self._bound(num_sms)
+        layout, staging = self.layout, buffer.staging
         width, bases = rows.shape[1] * rows.itemsize, self.transport.bases
         first_slot = bases + layout.rows_start + self.rank * layout.max_tokens * layout.row_bytes
         destinations = stage_sums(rows, row_values, plan, layout, first_slot, staging)
         sums = layout.rows(staging)[: layout.num_slots, : round_up(width, ALIGNMENT)]
         # In turns: else the first rank's slots would be everybody's first destination.
-        self.transport.put(buffer, sums, destinations[:, None], num_sms, groups=layout.world_size)
+        self.transport.put(buffer, sums, destinations[:, None], self.num_sms, groups=layout.world_size)
         if row_values is not None:
             # Whole entries: their receivers look only where a slot was sent.
             source = layout.values(staging).view(layout.world_size, -1).view(torch.uint8)
             entry = layout.values_start + self.rank * source.shape[1]
-            self.transport.put(buffer, source, (bases + entry)[:, None], num_sms)
+            self.transport.put(buffer, source, (bases + entry)[:, None], self.num_sms)
         self._meet(buffer, ROWS, "combine", width)
         sum_arrived_slots(layout, buffer.local, expert_ids, self.experts_per_rank, out, values)
 

@@ -101,9 +101,8 @@ class KernelExchange:
         expert_ids: Tensor,
         out: Tensor,
         values: Tensor | None,
-        num_sms: int | None = None,
     ) -> None:
-        key = rows.dtype, rows.shape[1], min(num_sms or self.max_sms, self.max_sms)
+        key = rows.dtype, rows.shape[1]
         if key not in self._combines:
             self._combines[key] = self._combine_constants(*key)
         programs, scalars, constants = self._combines[key]
@@ -114,10 +113,10 @@ class KernelExchange:
             **constants, **self._clock, num_warps=combine.NUM_WARPS, maxnreg=combine.MAX_REGISTERS,
         )  # fmt: skip
 
-    def _combine_constants(self, dtype: torch.dtype, dim: int, sms: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    def _combine_constants(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
         """(programs, scalars, constexprs)."""
         layout, block = self.layout, next_power_of_2(dim)
-        programs = combine.PER_SM * sms
+        programs = combine.PER_SM * self.max_sms
         most = combine.TILE_BYTES // (block * dtype.itemsize)
         block_t = dispatch.tokens_per_tile(most, layout.max_tokens, programs)
         tiles = max(1, -(-layout.max_tokens // block_t))

@@ -2,7 +2,7 @@
 
     count   a program a chunk of one sender's pairs    ids -> counts (chunks, E); rows filled with -1 and 0
     place   the same programs                          counts -> first row of each expert in this chunk
-                                                       ids, tile by tile -> rows -> row_source, slot_rows, ...
+                                                       ids, tile by tile -> rows -> row_slot, slot_rows, ...
 
 Every `place` program sums all counts of earlier chunks by itself, which saves a launch that scans them: there are at
 most 256 chunks (128 of many experts) unless there are more senders. Only `place` writes valid rows, each program its
@@ -50,7 +50,7 @@ def _live_pairs(num_tokens_ptr, source, max_tokens, TOP_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["max_tokens", "chunk", "first_counted", "counted", "num_experts", "max_rows"])
 def count_kernel(
-    ids_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_source_ptr, row_slot_ptr, row_weight_ptr,
+    ids_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_slot_ptr, row_weight_ptr,
     max_tokens, chunk, first_counted, counted, num_experts, max_rows,
     TOP_K: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,6 @@ def count_kernel(
     tl.store(wrong_ptr + program, tl.sum(wrong, 0))
     for first in range(program * TILE, max_rows, tl.num_programs(0) * tl.num_programs(1) * TILE):
         row = first + lane
-        tl.store(row_source_ptr + row, -1, mask=row < max_rows)
         tl.store(row_slot_ptr + row, -1, mask=row < max_rows)
         tl.store(row_weight_ptr + row, 0.0, mask=row < max_rows)
 
@@ -115,8 +114,8 @@ def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constex
     ]
 )  # fmt: skip
 def place_kernel(
-    ids_ptr, weights_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_source_ptr, row_slot_ptr, row_weight_ptr,
-    slot_rows_ptr, offs_ptr, group_sizes_ptr, totals_ptr, running_ptr, own_tokens_ptr,
+    ids_ptr, weights_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_slot_ptr, row_weight_ptr, slot_rows_ptr, offs_ptr,
+    group_sizes_ptr, totals_ptr, running_ptr, own_tokens_ptr,
     max_tokens, pairs, chunk, chunks, chunks_of_source, first_counted, counted, first_expert, experts, owners,
     alignment, max_rows,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
@@ -180,7 +179,6 @@ def place_kernel(
         pair_row = tl.where(kept, row, tl.where(mask, -2, -1))
         tl.store(slot_rows_ptr + source * pairs + pair, pair_row, mask=pair < pairs)
         flat = flat0 + pair
-        tl.store(row_source_ptr + row, flat, mask=kept)
         tl.store(row_slot_ptr + row, flat // TOP_K, mask=kept)
         tl.store(row_weight_ptr + row, tl.load(weights_ptr + flat, mask=kept, other=0.0), mask=kept)
 
@@ -193,7 +191,7 @@ def make_plan(
     sources, max_tokens, top_k = expert_ids.shape
     expert_ids, weights, num_tokens = expert_ids.contiguous(), weights.contiguous(), num_tokens.contiguous()
     device, pairs = expert_ids.device, max_tokens * top_k
-    row_source, row_slot = (torch.empty(max_rows, dtype=torch.int32, device=device) for _ in range(2))
+    row_slot = torch.empty(max_rows, dtype=torch.int32, device=device)
     row_weight = torch.empty(max_rows, dtype=torch.float32, device=device)
     slot_rows = torch.empty((sources * max_tokens, top_k), dtype=torch.int32, device=device)
     offs, group_sizes = (torch.empty(num_local_experts, dtype=torch.int32, device=device) for _ in range(2))
@@ -204,18 +202,18 @@ def make_plan(
     experts, segments, chunk, chunks = _shape(num_local_experts, sources, pairs)
     counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (counted, 1))
     options = {"TOP_K": max(top_k, 1), "num_warps": NUM_WARPS}
-    rows = row_source, row_slot, row_weight
     launch(count_kernel, (chunks, sources),
-        expert_ids, num_tokens, counts, wrong, *rows, max_tokens, chunk, first_counted, counted, num_experts, max_rows,
+        expert_ids, num_tokens, counts, wrong, row_slot, row_weight,
+        max_tokens, chunk, first_counted, counted, num_experts, max_rows,
         BINS=_bins(counted), TILE=COUNT_TILE, **options,
     )  # fmt: skip
     launch(place_kernel, (chunks, sources),
-        expert_ids, weights, num_tokens, counts, wrong, *rows, slot_rows, offs, group_sizes, totals,
+        expert_ids, weights, num_tokens, counts, wrong, row_slot, row_weight, slot_rows, offs, group_sizes, totals,
         running, own_tokens, max_tokens, pairs, chunk, sources * chunks, chunks, first_counted, counted,
         first_expert, num_local_experts, owners, alignment, max_rows,
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
-    return *rows, slot_rows, offs, group_sizes, totals, own_tokens
+    return row_slot, row_weight, slot_rows, offs, group_sizes, totals, own_tokens
 
 
 @functools.lru_cache(256)

@@ -39,14 +39,12 @@ class SymmetricDispatcher(TokenDispatcher):
             rank brings to the first send with tokens. A rank that brings more later raises ValueError, its peers
             PeersDisagree, which say what to set; all layers of the group have to be made again then.
         timeout: seconds that a wait for a peer takes at most, the same for all of a group; None: as they have, or 60.
-        transport: how ranks reach each other's memory. None: the group's own, over shared memory for CPU tensors and
-            NVLink for CUDA tensors.
     """
 
     borrows = True
     in_graphs = True
     kind: type[Transport] | None = None
-    """Of the group's own transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
+    """Of the group's transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
 
     def __init__(
         self,
@@ -58,17 +56,13 @@ class SymmetricDispatcher(TokenDispatcher):
         capacity: Capacity | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,
-        transport: Transport | None = None,
     ) -> None:
         sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
         super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
-        if transport is not None and transport.world_size != self.world_size:
-            raise ValueError(f"transport: got one of {transport.world_size} ranks, wanted {self.world_size}")
         self.dim = dim
         self.row_dtype: torch.dtype = dtype
         self.max_tokens = max_tokens
         self.timeout = timeout
-        self._given = transport
         self._opened: dict[torch.device, Transport] = {}
         self._most_tokens: dict[torch.device, int] = {}
         """Where max_tokens was not given."""
@@ -134,10 +128,10 @@ class SymmetricDispatcher(TokenDispatcher):
 
     def _transport_here(self) -> Transport | None:
         """Of the current CUDA device."""
-        return self._given or self._opened.get(_device(torch._C._cuda_getDevice()))
+        return self._opened.get(_device(torch._C._cuda_getDevice()))
 
     def _transports(self) -> tuple[Transport, ...]:
-        return tuple(self._opened.values()) if self._given is None else (self._given,)
+        return tuple(self._opened.values())
 
     def _workspace(self, expert_ids: Tensor) -> Workspace:
         """For a dispatch of these ids."""
@@ -159,7 +153,7 @@ class SymmetricDispatcher(TokenDispatcher):
     def _make_workspace(self, device: torch.device, max_tokens: int, top_k: int) -> Workspace:
         if self.uses < 1:
             raise RuntimeError("dispatcher: closed")
-        if self.group is None and self._given is None and dist.is_initialized():
+        if self.group is None and dist.is_initialized():
             raise ValueError(
                 "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
                 "making the layer"
@@ -167,7 +161,7 @@ class SymmetricDispatcher(TokenDispatcher):
         self.used = True  # even if this send fails, so that layers made again get another
 
         def make() -> Workspace:
-            transport = self._given or self._opened.get(device)
+            transport = self._opened.get(device)
             if transport is None:
                 transport = self._opened[device] = open_transport(self.group, device, self.timeout, self.kind)
             return Workspace(

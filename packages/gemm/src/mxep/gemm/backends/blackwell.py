@@ -40,8 +40,6 @@ class Blackwell(Backend):
             return f"want a CUDA device of compute capability 10.x, got {device.type}; use backend 'reference'"
         if (have := torch.cuda.get_device_capability(device))[0] != 10:
             return f"torch's MX grouped mm wants compute capability 10.x, got {have}; use backend 'auto'"
-        if not hasattr(torch, "_scaled_grouped_mm"):
-            return f"torch {torch.__version__} has no scaled grouped mm, want torch >= 2.11; use backend 'triton'"
         return None
 
     def quantize_weight_rowwise(

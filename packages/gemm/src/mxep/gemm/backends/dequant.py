@@ -25,8 +25,6 @@ class Dequant(Backend):
     name = "dequant"
 
     def unsupported_reason(self, device: torch.device) -> str | None:
-        if not (hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm")):
-            return f"torch {torch.__version__} has no grouped mm, want torch >= 2.11; use backend 'reference'"
         if device.type not in ("cpu", "cuda"):
             return f"torch's grouped mm runs on cpu and cuda, not on {device.type}; use backend 'reference'"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
@@ -63,8 +61,7 @@ class Dequant(Backend):
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
-    grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    return in_dtype(grouped_mm(a, b, offs=offs), dtype)
+    return in_dtype(torch.nn.functional.grouped_mm(a, b, offs=offs), dtype)
 
 
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,8 +14,6 @@ Sums leave the tensor cores, which add with 13 fraction bits, every 256 products
 nothing for rows past the last group; quantizing plain operands takes all rows there are.
 """
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -44,8 +42,6 @@ class Hopper(Backend):
             return "got an AMD GPU, want a Hopper GPU; use backend 'auto'"
         if (have := torch.cuda.get_device_capability(device)) != (9, 0):
             return f"got compute capability {have}, want (9, 0), as wgmma is Hopper's alone; use backend 'auto'"
-        if not _has_gluon():
-            return "Triton has no Gluon, want Triton >= 3.6; use backend 'dequant'"
         return None
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
@@ -102,22 +98,6 @@ class Hopper(Backend):
         dw = y_t.new_empty((operands.offs.shape[0], y_t.shape[0], x_t.shape[0]), dtype=out_dtype)
         fp8_grouped_wgrad(dw, y_t, x_t, operands.exponent, operands.offs, scale, False)
         return dw
-
-
-def _has_gluon() -> bool:
-    return _find_gluon()
-
-
-# What torch.compiler.assume_constant_result does, without importing dynamo, for seconds, when this module is imported.
-_has_gluon._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _find_gluon() -> bool:
-    try:
-        return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _transposed(w: Tensor) -> Tensor:

@@ -189,11 +189,10 @@ def grouped_mm(
     offs: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    **options: int,
 ) -> Tensor:
     """a (R, C), scale (R, C/32), index (M,) or None; w (G, N, C), scale (G, N or N/32, C/32) -> out (M, N).
 
-    Any strides, of vectors too. bias: (G, N) or None. Rows past the last group are not written. options: tile sizes.
+    Any strides, of vectors too. bias: (G, N) or None. Rows past the last group are not written.
     """
     groups, n, c = w.shape
     m = a.shape[0] if a_index is None else a_index.shape[0]
@@ -201,7 +200,7 @@ def grouped_mm(
     if not out.numel():
         return out
     a_index, offs, bias = (x if x is None else x.contiguous() for x in (a_index, offs, bias))
-    how = launch_options() | options
+    how = launch_options()
     tiles = (cdiv(m, how["BLOCK_M"]) + groups) * cdiv(n, how["BLOCK_N"])
     launch(
         grouped_mm_kernel, (_programs(tiles, a.device),),
@@ -222,7 +221,6 @@ def grouped_wgrad(
     offs: Tensor,
     factor: float = 1.0,
     add: bool = False,
-    **options: int,
 ) -> None:
     """y (M, N), scale (M/32, N); x (M, K), scale (M/32, K): factor * y[rows of g].T @ x[rows of g] goes to out,
     contiguous, (G, N, K) or the halves of N (2, G, N / 2, K), or is added to it if `add`, in fp32 before the rounding.
@@ -232,7 +230,7 @@ def grouped_wgrad(
     if not out.numel():
         return
     groups, n, k = out.shape[-3], y.shape[1], x.shape[1]
-    how = launch_options() | options
+    how = launch_options()
     tiles = groups * cdiv(n, how["BLOCK_M"]) * cdiv(k, how["BLOCK_N"])
     y, y_scale, x, x_scale = y.mT, as_bytes(y_scale).mT, x.mT, as_bytes(x_scale).mT
     launch(

@@ -136,11 +136,11 @@ def fp32_wgrad_kernel(
     tl.store(dw_ptrs, sums.to(dw_ptr.dtype.element_ty), mask=(e < E) & (d < D))
 
 
-def fp32_linear(x: Tensor, w: Tensor, *, programs: int = 0) -> Tensor:
-    """mxep::fp32_linear. programs: that it is cut into parts for; 0: one an SM, as parts have to be added up."""
+def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
+    """mxep::fp32_linear. In parts for one program an SM, as they have to be added up."""
     (T, D), E = x.shape, w.shape[0]
     tiles = cdiv(E, BLOCK_E), cdiv(T, BLOCK_T)
-    steps, parts = _parts(D, tiles, programs or num_sms(x.device))
+    steps, parts = _parts(D, tiles, num_sms(x.device))
     out = torch.empty((parts, T, E) if parts > 1 else (T, E), dtype=torch.float32, device=x.device)
     if T:
         launch(fp32_linear_kernel, (*tiles, parts), x.contiguous(), w.contiguous(), out, T, steps,
@@ -162,11 +162,11 @@ def fp32_dgrad(dy: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     return dx
 
 
-def fp32_wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype, *, programs: int = 0) -> Tensor:
-    """mxep::fp32_wgrad. programs: that it is cut into parts for; 0: two an SM."""
+def fp32_wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """mxep::fp32_wgrad. In parts for two programs an SM."""
     (T, E), D = dy.shape, x.shape[1]
     tiles = cdiv(E, BLOCK_E), cdiv(D, BLOCK_D)
-    steps, parts = _parts(T, tiles, programs or 2 * num_sms(x.device))
+    steps, parts = _parts(T, tiles, 2 * num_sms(x.device))
     shape, out_dtype = ((parts, E, D), torch.float32) if parts > 1 else ((E, D), dtype)
     dw = torch.empty(shape, dtype=out_dtype, device=x.device)
     launch(fp32_wgrad_kernel, (*tiles, parts), dy.contiguous(), x.contiguous(), dw, T, steps,

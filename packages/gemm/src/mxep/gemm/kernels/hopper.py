@@ -1,7 +1,7 @@
 """Launchers of the FP8 grouped GEMM on Hopper: `hopper_device` has the kernel, and what it computes."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,16 +37,15 @@ def grouped_mm(
     offs: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    **options: Any,
 ) -> Tensor:
-    """mxep::fp8_grouped_mm. qdata: rows 16 bytes apart or multiples of it. options: num_sms, interval, group_m."""
+    """mxep::fp8_grouped_mm. qdata: rows 16 bytes apart or multiples of it."""
     (M, K), (G, N, _) = a.shape, w.shape
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))
     if M:
         a_scale, w_scale = a_scale.view(torch.uint8).reshape(-1), w_scale.view(torch.uint8).reshape(-1)
         bias = None if bias is None else bias.contiguous()
-        _launch(out, a, w.reshape(G * N, K), a_scale, w_scale, bias, offs, M, N, K, ragged="rows", **options)
+        _launch(out, a, w.reshape(G * N, K), a_scale, w_scale, bias, offs, M, N, K, ragged="rows")
     return out
 
 
@@ -58,7 +57,6 @@ def grouped_wgrad(
     offs: Tensor,
     factor: float = 1.0,
     add: bool = False,
-    **options: Any,
 ) -> None:
     """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. Halves are products of their own where a
     warpgroup's rows would be of both."""
@@ -67,17 +65,17 @@ def grouped_wgrad(
         out = out.view(1, N, K)  # where halves lie one behind the other anyway
     if (halves := out.dim() == 4) and N // 2 % HALF_ROWS:
         for half, y in zip(out, y_t.chunk(2)):
-            grouped_wgrad(half, y, x_t, exponent, offs, factor, add, **options)
+            grouped_wgrad(half, y, x_t, exponent, offs, factor, add)
         return
     if (parts := parts_of_wgrad(offs.shape[0], N, K, C, num_sms_of(y_t.device))) > 1:
-        products = _products_of_parts(y_t, x_t, exponent, offs, factor, parts, **options)
+        products = _products_of_parts(y_t, x_t, exponent, offs, factor, parts)
         if add or out.dtype != torch.float32:
             (out.add_ if add else out.copy_)(products.sum(0, keepdim=True))
         else:
             torch.sum(products, 0, keepdim=True, out=out)
     elif C:
-        options |= {"ragged": "contraction", "add": add, "factor": factor, "halves": halves}
-        _launch(out, y_t, x_t, exponent, None, None, offs, N, K, C, **options)
+        product = out, y_t, x_t, exponent, None, None, offs, N, K, C
+        _launch(*product, ragged="contraction", add=add, halves=halves, factor=factor)
     elif not add:
         out.zero_()
 
@@ -93,16 +91,14 @@ def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> i
     return max(1, min(num_sms // tiles, columns // PART_TOKENS, MOST_PARTS))
 
 
-def _products_of_parts(
-    y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, factor: float, parts: int, **options: Any
-) -> Tensor:
+def _products_of_parts(y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, factor: float, parts: int) -> Tensor:
     """(parts, N, K) fp32: parts of the only group as groups."""
     (N, C), (K, _) = y_t.shape, x_t.shape
     part = cdiv(cdiv(C, parts), BLOCK_K) * BLOCK_K
     cuts = torch.arange(part, parts * part + 1, part, dtype=torch.int32, device=offs.device)
     out = torch.empty((parts, N, K), dtype=torch.float32, device=y_t.device)
     exponents, cuts = exponent.expand(parts).contiguous(), torch.minimum(cuts, offs)
-    _launch(out, y_t, x_t, exponents, None, None, cuts, N, K, C, ragged="contraction", factor=factor, **options)
+    _launch(out, y_t, x_t, exponents, None, None, cuts, N, K, C, ragged="contraction", factor=factor)
     return out
 
 
@@ -154,9 +150,6 @@ def _launch(
     add: bool = False,
     halves: bool = False,
     factor: float = 1.0,
-    num_sms: int = 0,
-    interval: int = INTERVAL,
-    group_m: int = GROUP_M,
 ) -> None:
     a_desc = Descriptor(a, a.shape, a.stride(), (BLOCK_M, BLOCK_K), _QDATA)
     b_desc = Descriptor(b, b.shape, b.stride(), (BLOCK_N, BLOCK_K), _QDATA)
@@ -165,8 +158,8 @@ def _launch(
         out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (HALF_ROWS, BLOCK_N // 2), _BF16)
     tile_counter, groups = _zero(out.device), 1 if offs is None else offs.shape[0]
     launch(
-        grouped_mm_kernel, (num_sms or num_sms_of(a.device),),
+        grouped_mm_kernel, (num_sms_of(a.device),),
         a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, groups, M, N, K, factor,
-        RAGGED=ragged, STAGES=STAGES, INTERVAL=interval, GROUP_M=group_m, ADD=add, HALVES=halves,
+        RAGGED=ragged, STAGES=STAGES, INTERVAL=INTERVAL, GROUP_M=GROUP_M, ADD=add, HALVES=halves,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -17,7 +17,6 @@ late.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -42,9 +41,13 @@ from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_swiglu_scale
 
 WARP_ELEMENTS = 2048
+"""Of a row, padded to a power of two, for each warp of its program, at most."""
 THREAD_ELEMENTS = 8
+"""Of a chunk, for each thread: twice as many where that divides F, else these, or half."""
 AHEAD = 1
+"""Chunks loaded ahead of the one computed."""
 PROGRAMS_PER_SM = 256
+"""As many start; they take several rows if there are more."""
 
 
 @triton.jit
@@ -194,11 +197,10 @@ def swiglu(
     row_weight: Tensor | None,
     offs: Tensor | None,
     activation: Sequence[float] | None = None,
-    **tuning: Any,
 ) -> Tensor:
-    """mxep::swiglu; tuning as for `_launch`."""
+    """mxep::swiglu."""
     h = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-    _launch(gate_up, row_weight, offs, h, activation=activation, **tuning)
+    _launch(gate_up, row_weight, offs, h, activation=activation)
     return h
 
 
@@ -211,13 +213,11 @@ def swiglu_quantize(
     block_size: int,
     folded: bool,
     activation: Sequence[float] | None = None,
-    **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu_quantize; tuning as for `_launch`, which says what blocks there may be."""
+    """mxep::swiglu_quantize; `_launch` says what blocks there may be."""
     qdata = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=dtype)
     scale = empty_swiglu_scale(gate_up, qdata.shape[1], block_size, folded)
-    how = None, mode, block_size, folded, activation
-    _launch(gate_up, row_weight, offs, qdata, scale, *how, **tuning)
+    _launch(gate_up, row_weight, offs, qdata, scale, None, mode, block_size, folded, activation)
     return qdata, scale
 
 
@@ -228,13 +228,11 @@ def swiglu_backward(
     offs: Tensor | None,
     h: Tensor | None = None,
     activation: Sequence[float] | None = None,
-    **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu_backward; tuning as for `_launch`."""
+    """mxep::swiglu_backward."""
     d_gate_up, d_row_weight = gate_up.new_empty(gate_up.shape), gate_up.new_empty(len(gate_up), dtype=torch.float32)
     h = h if h is not None and h.numel() else None
-    backward = d_h, d_gate_up, None, d_row_weight
-    _launch(gate_up, row_weight, offs, h, None, backward, activation=activation, **tuning)
+    _launch(gate_up, row_weight, offs, h, None, (d_h, d_gate_up, None, d_row_weight), activation=activation)
     return d_gate_up, d_row_weight
 
 
@@ -250,9 +248,8 @@ def swiglu_backward_quantize(
     h: Tensor | None = None,
     h_scale: Tensor | None = None,
     activation: Sequence[float] | None = None,
-    **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu_backward_quantize; tuning as for `_launch`, which says what blocks there may be.
+    """mxep::swiglu_backward_quantize; `_launch` says what blocks there may be.
 
     out may be d_h's memory if a row has one scale: the row's maximum comes after its loads, before its stores.
     """
@@ -261,7 +258,7 @@ def swiglu_backward_quantize(
     if h is None or not h.numel():
         h = h_scale = None
     how = (d_h, out, scale, d_row_weight), mode, block_size, folded, activation
-    _launch(gate_up, row_weight, offs, h, h_scale, *how, **tuning)
+    _launch(gate_up, row_weight, offs, h, h_scale, *how)
     return scale, d_row_weight
 
 
@@ -276,18 +273,9 @@ def _launch(
     block_size: int = 0,
     folded: bool = False,
     activation: Sequence[float] | None = None,
-    *,
-    warp_elements: int | None = None,
-    thread_elements: int | None = None,
-    ahead: int = AHEAD,
-    programs_per_sm: int = PROGRAMS_PER_SM,
 ) -> None:
     """Into h, if there is one, and of backward = (d_h, out, scale, d_row_weight) into the last three; scales with mode.
 
-    warp_elements: elements of a row, padded to a power of two, for each warp of its program.
-    thread_elements: elements of a chunk for each thread; by default 16 where that divides F, else 8, or 4.
-    ahead: chunks loaded ahead of the one computed.
-    programs_per_sm: as many as start; they take several rows if there are more.
     ValueError for a block that is neither the whole row nor a power of two that divides F.
     """
     rows, F, how = gate_up.shape[0], gate_up.shape[1] // 2, SwiGLU.unpacked(activation)
@@ -302,13 +290,12 @@ def _launch(
 
     padded = max(8, next_power_of_2(F))
     three = backward is not None and h is not None and mode is not None  # results an element to keep: more registers
-    if warp_elements is None:
-        warp_elements = WARP_ELEMENTS if padded > WARP_ELEMENTS and not three else WARP_ELEMENTS // 2
-        if backward is not None and mode is not None and by_row:
-            warp_elements //= 2  # these are fp32
+    warp_elements = WARP_ELEMENTS if padded > WARP_ELEMENTS and not three else WARP_ELEMENTS // 2
+    if backward is not None and mode is not None and by_row:
+        warp_elements //= 2  # these are fp32
     num_warps = min(16 if three else 32, max(1, padded // warp_elements))
-    chunk = 32 * num_warps * (thread_elements or 2 * THREAD_ELEMENTS)
-    if thread_elements is None and F % chunk:
+    chunk = 32 * num_warps * 2 * THREAD_ELEMENTS
+    if F % chunk:
         chunk //= 2
         if cdiv(F, chunk) * chunk > 1.1 * F:
             chunk //= 2
@@ -320,12 +307,12 @@ def _launch(
     if backward is not None and h is None and folded and not by_row and plain:
         max_registers = _max_registers(cdiv(F, chunk) * chunk // (32 * num_warps), num_warps)
     d_h, out, scale, d_row_weight = backward or (None, None, None, None)
-    launch(swiglu_kernel, (min(rows, programs_per_sm * num_sms(gate_up.device)),),
+    launch(swiglu_kernel, (min(rows, PROGRAMS_PER_SM * num_sms(gate_up.device)),),
         gate_up.contiguous(), row_weight, offs, h, None if h_scale is None else as_bytes(h_scale),
         None if d_h is None else d_h.contiguous(), out, None if scale is None else as_bytes(scale), d_row_weight,
         rows, 0 if offs is None else offs.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK=0 if by_row else block_size,
-        FOLDED=folded and not by_row, AHEAD=ahead, ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift,
+        FOLDED=folded and not by_row, AHEAD=AHEAD, ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift,
         INTERLEAVED=how.interleaved, num_warps=num_warps, maxnreg=max_registers, enable_fp_fusion=False,
     )  # fmt: skip
 
