@@ -3,7 +3,8 @@
     prepare    warm up; capture a CUDA graph of calls, taken from the sets of inputs in turn; check what it gives
     measure    `rounds` times, in an order shuffled anew and on all ranks alike, a stretch of each: replays that fill
                `seconds`, between two events, enqueued without a pause after some that are not timed
-    a figure   the median over rounds of the slowest rank's time, a call
+    a figure   the median over rounds of the slowest rank's time, a call; spread: how much longer the longest round took
+               than the shortest
 
 A chip at its power limit is as fast as whatever ran before left it cool. So each stretch warms the chip itself, for
 LEAD_SECONDS, and neighbours change. Clock and power are read meanwhile. CPU ranks make each call once a stretch, by the
@@ -108,7 +109,7 @@ class Timer:
         self._pool: Any = None
 
     def compare(self, alternatives: Mapping[str, Alternative]) -> dict[str, Row]:
-        """A row for each: us, MHz and W, or a note or an error. Collective."""
+        """A row for each: us, spread, MHz and W, or a note or an error. Collective."""
         ready: dict[str, Run] = {}
         rows: dict[str, Row] = {name: {} for name in alternatives}
         for name, alternative in alternatives.items():
@@ -204,7 +205,7 @@ class Timer:
         return {name: rows.get(name) or self._row(run, times[name]) for name, run in runs.items()}
 
     def _row(self, run: Run, times: list[float]) -> Row:
-        row: Row = {"us": statistics.median(times)}
+        row: Row = {"us": statistics.median(times), "spread": max(times) / min(times) - 1}
         samples = [sample for theirs in all_gather(run.samples) for sample in theirs]
         row |= {name: statistics.median(each) for name, each in zip(("MHz", "W"), zip(*samples))}
         return row | ({"note": run.note} if run.note else {})
