@@ -45,6 +45,18 @@ def test_it_is_two_linears_with_a_quantizing_swiglu_between(recipe: str, backend
     assert all(torch.equal(a, b) for a, b in zip(got, wanted))
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8", "mxfp8_wgrad_bf16"])
+def test_inductor_compiles_it(recipe: str) -> None:
+    torch._dynamo.reset()
+    shared, (x, dy) = made(), inputs()
+    compiled = torch.compile(lambda x: shared(x, recipe=Recipe.named(recipe), backend="reference"))
+    got, wanted = (
+        train(run, x, dy, list(shared.parameters()))
+        for run in (compiled, lambda x: shared(x, recipe=Recipe.named(recipe), backend="reference"))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted))
+
+
 @every_recipe
 def test_it_is_close_to_float64(recipe: str) -> None:
     shared, (x, dy) = made(), inputs()

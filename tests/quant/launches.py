@@ -76,7 +76,7 @@ def swiglu_backward_quantize(
 ):
     out, h_scales = x(T, 2 * F, dtype=fmt), 1 if folded or block > F else F // block
     how = x(T, F), *gate_up(F), out, MODE, block, folded
-    h_out = (x(T, F, dtype=E4M3), x(T, h_scales, dtype=torch.float8_e8m0fnu)) if h else (None, None)
+    h_out = (x(T, F, dtype=E4M3), x(T, h_scales, dtype=torch.uint8)) if h else (None, None)
     return lambda: swiglu.swiglu_backward_quantize(*how, *h_out, activation)
 
 

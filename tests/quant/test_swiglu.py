@@ -398,7 +398,7 @@ def test_swiglu_ops_pass_opcheck() -> None:
     for folded in (False, True):
         out = torch.empty(6, 128, dtype=torch.float8_e4m3fn)
         args = d_h, gate_up, w, ends_of(2, 3), out, *how[1:3], folded
-        scale = torch.empty(6, 1 if folded else 2, dtype=torch.float8_e8m0fnu)
+        scale = torch.empty(6, 1 if folded else 2, dtype=torch.uint8)
         for of_h in (tuple(torch.empty(2, 0)), (torch.empty(6, 64, dtype=torch.float8_e5m2), scale)):
             torch.library.opcheck(ops.swiglu_backward_quantize, (*args, *of_h), test_utils=WITHOUT_SCHEMA)
         torch.library.opcheck(ops.swiglu_backward_quantize, (*args, *of_h, clamped), test_utils=WITHOUT_SCHEMA)

@@ -139,7 +139,7 @@ def _d_h(i: Inputs, with_h: bool = False) -> tuple[Tensor, ...]:
     device, (rows, width) = i.generator.device, (i.rows, i.shape[1] // 2)
     qdata = torch.empty(i.shape, dtype=E4M3.dtype, device=device)
     h = torch.empty((rows, width) if with_h else 0, dtype=E4M3.dtype, device=device)
-    h_scale = torch.empty((rows, 1) if with_h else 0, dtype=torch.float8_e8m0fnu, device=device)
+    h_scale = torch.empty((rows, 1) if with_h else 0, dtype=torch.uint8, device=device)
     return i.values(rows, width), *_gate_up(i), qdata, h, h_scale
 
 

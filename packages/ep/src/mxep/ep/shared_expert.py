@@ -8,8 +8,8 @@
     out (T, D) = h w2^T                        dx (T, D) = d_gate_up w13;   dw13 = d_gate_up^T x
 
 x is quantized once for gate and up, which are one product. One autograd function, so that no MXTensor crosses autograd
-and torch.compile has it in one graph; each half is replayed (`mxep.quant.replay`). T is any number: products are
-`mxep.gemm.linear`'s.
+and torch.compile has it in one graph, but where wgrad is "bf16"; each half is replayed (`mxep.quant.replay`). T is any
+number: products are `mxep.gemm.linear`'s.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from mxep.gemm import Recipe, linear
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_linear, check_weight
-from mxep.gemm.functional import joined, taken_apart
+from mxep.gemm.functional import between_graphs, joined, taken_apart
 from mxep.gemm.partial_backward import is_wanted
 from mxep.gemm.quantize_once import SavedWeight, is_held
 from mxep.quant import MXTensor, SwiGLU
@@ -67,15 +67,28 @@ class SharedExpert(nn.Module):
         main_grads = tuple(getattr(weight, "main_grad", None) for weight in weights)
         chosen = select(backend, x.device)
         if recipe.wgrad == "bf16":
-            options: dict[str, Any] = {"recipe": recipe, "backend": chosen}
-            gate_up = linear(x, weights[0], main_grad=main_grads[0], **options)
-            h = swiglu(gate_up, None, None, recipe=recipe, activation=activation)
-            return linear(h, weights[1], main_grad=main_grads[1], **options)
+            return between_graphs(_compose, x, *weights, *main_grads, recipe, chosen, activation)
         check_linear(x, weights[0], None, recipe=recipe, out_dtype=x.dtype, main_grad=main_grads[0])
         grads = None if main_grads[1] is None else main_grads[1].unsqueeze(0)
         check_weight(weights[1].unsqueeze(0), recipe=recipe, device=x.device, main_grad=grads, name="down_proj")
         out: Tensor = _SharedMLP.apply(x, *weights, recipe, chosen, main_grads, activation)  # type: ignore[no-untyped-call]
         return out
+
+
+def _compose(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    main_grad13: Tensor | None,
+    main_grad2: Tensor | None,
+    recipe: Recipe,
+    backend: Backend,
+    activation: SwiGLU,
+) -> Tensor:
+    """Of a recipe whose weight gradients take unquantized operands."""
+    gate_up = linear(x, gate_up_proj, recipe=recipe, backend=backend, main_grad=main_grad13)
+    h = swiglu(gate_up, None, None, recipe=recipe, activation=activation)
+    return linear(h, down_proj, recipe=recipe, backend=backend, main_grad=main_grad2)
 
 
 class _SharedMLP(torch.autograd.Function):

@@ -28,7 +28,7 @@ from torch import Tensor
 from mxep.quant.activation import PLAIN, SwiGLU
 from mxep.quant.checks import VALUE_DTYPES, check_block, check_format, check_mode
 from mxep.quant.fold import fold_op
-from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
+from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.op import op
 from mxep.quant.ops import encode_rows
@@ -142,15 +142,19 @@ def swiglu_backward_quantize(
         qdata = d_h.view(dtype)
     else:
         qdata = gate_up.new_empty(gate_up.shape, dtype=dtype)
-    of_h = (_nothing(gate_up), _nothing(gate_up)) if h is None else (h.qdata, h.scale)
+    of_h = (_nothing(gate_up), _nothing(gate_up)) if h is None else (h.qdata, _bytes(h.scale))
     how = check_mode(mode), block_size, folded, *of_h, activation.packed
     scale, d_row_weight = _swiglu_backward_quantize(d_h, gate_up, row_weight, offs, qdata, *how)
-    block_size = gate_up.shape[1] if folded else block_size
+    block_size, scale = gate_up.shape[1] if folded else block_size, scale.view(SCALE_DTYPE)
     return MXTensor(qdata, scale, None, -1, block_size, gate_up.dtype, trusted=True), d_row_weight, h
 
 
 def _nothing(x: Tensor) -> Tensor:
     return x.new_empty(0)
+
+
+def _bytes(scale: Tensor) -> Tensor:
+    return scale.view(torch.uint8)
 
 
 def _check(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, d_h: Tensor | None = None) -> None:
@@ -289,7 +293,7 @@ def _swiglu_backward(
 @op(
     "mxep::swiglu_backward_quantize",
     fake=lambda d_h, gate_up, row_weight, offs, out, scale_mode, block_size, folded, *_: (
-        empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded),
+        _bytes(empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded)),
         gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
     ),
     launcher="mxep.quant.kernels.swiglu:swiglu_backward_quantize",
@@ -308,10 +312,11 @@ def _swiglu_backward_quantize(
     h_scale: Tensor,
     activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """-> scale (R, 2F/block_size) or, folded, (R, 1) e8m0, d_row_weight (R,); the qdata go to `out` (R, 2F), new memory
-    or, with one scale a row, d_h's.
+    """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,); the qdata go to `out` (R, 2F), new memory or,
+    with one scale a row, d_h's.
 
-    h (R, F), h_scale: are written, unless both are empty; h's scale is of the row where d_gate_up's is.
+    h (R, F), h_scale: are written, unless both are empty; h's scale is of the row where d_gate_up's is. Scales are
+    bytes: inductor compiles no op that writes if a tensor of it is e8m0.
     """
     rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
     d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
@@ -319,7 +324,7 @@ def _swiglu_backward_quantize(
         values = _forward(gate_up, row_weight, valid, activation)
         qdata, scale = _encode(values, rows, h.dtype, scale_mode, min(block_size, h.shape[1]), folded)
         h.copy_(qdata)
-        h_scale.copy_(scale)
+        _bytes(h_scale).copy_(_bytes(scale))
     qdata, scale = _encode(d_gate_up, rows, out.dtype, scale_mode, block_size, folded)
     out.copy_(qdata)
-    return scale, fill_rows(d_row_weight, rows).squeeze(-1)
+    return _bytes(scale), fill_rows(d_row_weight, rows).squeeze(-1)

@@ -62,7 +62,7 @@ class Triton(Backend):
         y, x = operands
         if not isinstance(y, MXTensor) or not isinstance(x, MXTensor):
             return False
-        grouped_wgrad_dot_scaled(out, y.qdata, y.scale, x.qdata, x.scale, ends(offs, y), scale, add)
+        grouped_wgrad_dot_scaled(out, *_in_bytes(y), *_in_bytes(x), ends(offs, y), scale, add)
         return True
 
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
@@ -71,8 +71,13 @@ class Triton(Backend):
             return Dequant().wgrad_product(operands, offs, out_dtype, scale)
         offs = ends(offs, y)
         dw = y.qdata.new_empty((offs.shape[0], y.shape[1], x.shape[1]), dtype=out_dtype)
-        grouped_wgrad_dot_scaled(dw, y.qdata, y.scale, x.qdata, x.scale, offs, scale, False)
+        grouped_wgrad_dot_scaled(dw, *_in_bytes(y), *_in_bytes(x), offs, scale, False)
         return dw
+
+
+def _in_bytes(x: MXTensor) -> tuple[Tensor, Tensor]:
+    """qdata, and the scale in bytes: inductor compiles no op that writes if a tensor of it is e8m0."""
+    return x.qdata, x.scale.view(torch.uint8)
 
 
 def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -> MXTensor:

@@ -253,7 +253,7 @@ def swiglu_backward_quantize(
 
     out may be d_h's memory if a row has one scale: the row's maximum comes after its loads, before its stores.
     """
-    scale = empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded)
+    scale = as_bytes(empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded))
     d_row_weight = gate_up.new_empty(len(gate_up), dtype=torch.float32)
     if h is None or not h.numel():
         h = h_scale = None
