@@ -147,6 +147,15 @@ def test_an_input_that_was_written_to_is_another() -> None:
     assert torch.equal(attention.k_proj(x), convert(copy.deepcopy(revert(attention)), "mxfp8").k_proj(x))
 
 
+def test_weights_that_were_written_to_are_others() -> None:
+    attention, x = convert(Attention(), "mxfp8", backend="reference"), given().detach()
+    join_linears(attention)
+    attention.q_proj(x)
+    with torch.no_grad():
+        attention.k_proj.weight.zero_()
+    assert not attention.k_proj(x).any()
+
+
 def test_revert_takes_siblings_apart_and_others_are_refused() -> None:
     attention = join_linears(convert(Attention(), "mxfp8"))
     revert(attention)

@@ -28,15 +28,21 @@ def clip_grad_norm_(
 
     Returns the norm before, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. One all-reduce of a number for
     each mesh dimension that shards parameters; no host sync, unless ``error_if_nonfinite``, which raises RuntimeError.
-    ValueError for a gradient that is a partial sum. As in torch, the factor is ``max_norm / (norm + 1e-6)``.
+    ValueError for a gradient that is a partial sum, and for a parameter that has both kinds of gradients. As in torch,
+    the factor is ``max_norm / (norm + 1e-6)``.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not parameters:
         return torch.zeros(())
     shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
-        grad = getattr(parameter, "main_grad", None)
-        grad = parameter.grad if grad is None else grad
+        main_grad, grad = getattr(parameter, "main_grad", None), parameter.grad
+        if main_grad is not None and grad is not None and main_grad is not grad:
+            raise ValueError(
+                "a parameter has main_grad and grad: clip before one is copied to the other, and give none a main_grad "
+                "whose gradients autograd accumulates"
+            )
+        grad = grad if main_grad is None else main_grad
         # Also without a gradient here: the others wait in the same all-reduces.
         share = shares.setdefault(_sharded_over(grad if isinstance(grad, DTensor) else parameter), [])
         if grad is not None:

@@ -43,7 +43,7 @@ def unsupported_reason(config: LayerConfig) -> str | None:
         return "main_grad is memory that backward adds to, which a graph does not: leave it out, or compile around"
     if dispatcher.capacity.kind == "exact" or dispatcher.static_tokens(0) is None:
         return "the dispatcher learns its sizes at run time: give max_tokens, and no Capacity.exact()"
-    if recipe.fmt != E4M3 or BACKENDS.get(backend.name) is not backend:
+    if recipe.fmt.name != E4M3.name or BACKENDS.get(backend.name) is not backend:
         return "recipe and backend must be what their names give: Recipe.named, mxep.gemm.backends.BACKENDS"
     return None
 

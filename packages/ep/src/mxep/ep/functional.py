@@ -84,7 +84,8 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
             f"got {tuple(x.shape)}, {tuple(expert_ids.shape)}, {tuple(weights.shape)}"
         )
     if weights.dtype != torch.float32 or expert_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype}")
+        raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype} "
+                         "(of FSDP2's MixedPrecisionPolicy: cast_forward_inputs=False)")  # fmt: skip
     widest = dispatcher.row_dtype
     if widest is not None and x.dtype.itemsize > widest.itemsize:
         raise ValueError(

@@ -38,7 +38,9 @@ def load_balancing_loss(
     num_experts = logits.shape[1]
     valid = (expert_ids >= 0) & (expert_ids < num_experts)
     ids = expert_ids.clamp(0, num_experts - 1).flatten().long()
-    counts = torch.zeros(num_experts, device=logits.device).scatter_add_(0, ids, valid.flatten().float())
+    counts = torch.zeros(num_experts, device=logits.device, dtype=torch.float32).scatter_add_(
+        0, ids, valid.flatten().float()
+    )
     if group is not None:
         counts = wait_tensor(torch.ops._c10d_functional.all_reduce(counts, "sum", group.group_name))
     routed = valid.any(1, keepdim=True).float()

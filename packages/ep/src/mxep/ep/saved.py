@@ -53,7 +53,7 @@ class Saved(NamedTuple):
         """`flat`'s tensors. weights: gate_up_proj, down_proj. copied: as for `keeps_rows`."""
         parts = num_parts(recipe) * needs[0]
         gate_up, *of_weights = flat[parts:]
-        index = None if keeps_rows(plan.max_rows, len(plan.slot_rows), copied=copied) else plan.row_slot
+        index = None if keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied) else plan.row_slot
         half = len(of_weights) // 2
         later = _later(weights[0], of_weights[:half]), _later(weights[1], of_weights[half:])
         return Saved(_joined(flat[:parts], gate_up.dtype, index), gate_up, later)
@@ -71,7 +71,7 @@ class Saved(NamedTuple):
     ) -> list[Tensor]:
         """A list of the shapes and dtypes that forward would leave, from fake tensors."""
         dim, hidden_dim = weights[1].shape[1:]
-        slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, len(plan.slot_rows), copied=copied)
+        slots = recipe.scaling != "none" and not keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied)
         rows, flat = plan.slot_rows.shape[0] if slots else plan.max_rows, []
         if needs[0] and recipe.scaling == "none":
             flat.append(x.new_empty(rows, dim))

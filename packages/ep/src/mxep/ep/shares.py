@@ -118,7 +118,7 @@ def init_normal_(weight: Tensor, std: float, *, per_expert: bool = False) -> Non
     first, offset = (offset[0], offset[1:]) if per_expert else (0, offset)
     for i, piece in enumerate(pieces):
         generator.manual_seed(seed + first + i)
-        drawn = torch.randn(shape, device=local.device, generator=generator) * std
+        drawn = torch.randn(shape, device=local.device, generator=generator, dtype=torch.float32) * std
         for dim, (start, length) in enumerate(zip(offset, piece.shape)):
             drawn = drawn.narrow(dim, min(start, drawn.shape[dim]), length)
         piece.copy_(drawn)

@@ -72,7 +72,7 @@ class Joined:
         weights = [each.weight for each in self.modules]
         if place is None or any(hasattr(w, "device_mesh") for w in weights):  # None: a replica
             return None
-        held, circumstances = self.held, _circumstances(x)
+        held, circumstances = self.held, _circumstances(x, *weights)
         if held is not None and held[0] is x and held[1] == circumstances and place in held[2]:
             out = held[2].pop(place)
             if not held[2]:
@@ -93,13 +93,13 @@ class Joined:
         return out
 
 
-def _circumstances(x: Tensor) -> Any:
+def _circumstances(x: Tensor, *weights: Tensor) -> Any:
     """What must be as it was for a result to be what a call would compute."""
     if torch.compiler.is_compiling():
         return None
-    version = None if x.is_inference() else x._version
+    versions = [None if each.is_inference() else each._version for each in (x, *weights)]
     autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
-    return version, torch.is_grad_enabled(), autocast
+    return versions, torch.is_grad_enabled(), autocast
 
 
 def _alike(modules: Sequence[Any]) -> bool:

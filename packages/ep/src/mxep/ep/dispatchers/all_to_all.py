@@ -91,7 +91,7 @@ class AllToAllDispatcher(TokenDispatcher):
         out = self._sum_home(home.view(rows.dtype), routing)
         if not values:
             return Done((out, None))
-        back = torch.zeros(routing.expert_ids.numel(), device=out.device)
+        back = torch.zeros(routing.expert_ids.numel(), device=out.device, dtype=torch.float32)
         back[routing.order] = values[0].view(torch.float32)[:, 0]
         return Done((out, back.view(routing.expert_ids.shape)))
 

@@ -195,8 +195,13 @@ class TokenDispatcher(ABC):
         self.uses += 1
         return self
 
+    of_this_process: tuple[str, ...] = ("passes",)
+    """Dicts, empty in another process: graphs, and memory that is mapped."""
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "passes": {}}  # graphs are of this process
+        if self.group is not None:
+            raise TypeError(f"{type(self).__name__} of a process group cannot be pickled: save the layer's state_dict")
+        return {**self.__dict__, **{name: {} for name in self.of_this_process}}
 
     def close(self) -> None:
         """One user less. When the last one has gone, memory shared with peers is given back. All ranks call it alike.

@@ -43,6 +43,7 @@ class SymmetricDispatcher(TokenDispatcher):
 
     borrows = True
     in_graphs = True
+    of_this_process = ("passes", "_opened", "_most_tokens", "_workspaces")
     kind: type[Transport] | None = None
     """Of the group's transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
 

@@ -1,0 +1,60 @@
+"""What people do with a layer beside training it as the README shows: each was broken once."""
+
+import pickle
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from mxep.ep import MoE, clip_grad_norm_, load_balancing_loss
+
+
+def made(**options: object) -> MoE:
+    torch.manual_seed(0)
+    return MoE(64, 32, 8, 2, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dispatcher", ["symmetric", "local", "all_to_all"])
+def test_a_pickled_layer_that_has_run_computes_what_it_did(dispatcher: str) -> None:
+    moe = made(dispatcher=dispatcher)
+    moe(torch.randn(24, 64).bfloat16())
+    copied, x = pickle.loads(pickle.dumps(moe)), torch.randn(24, 64).bfloat16()
+    assert torch.equal(copied(x), moe(x))
+
+
+def test_two_kinds_of_gradients_of_a_parameter_are_not_clipped() -> None:
+    moe = made()
+    moe(torch.randn(24, 64).bfloat16()).float().sum().backward()
+    weight = moe.experts.down_proj
+    weight.main_grad = weight.grad  # type: ignore[attr-defined]
+    clip_grad_norm_(moe.parameters(), 1.0)
+    weight.main_grad = weight.grad.float()  # type: ignore[attr-defined, union-attr]
+    with pytest.raises(ValueError, match="has main_grad and grad: clip before one is copied"):
+        clip_grad_norm_(moe.parameters(), 1.0)
+
+
+def test_torchs_default_dtype_changes_nothing() -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            moe, x = made(dispatcher="all_to_all"), torch.ones(24, 64, dtype=torch.bfloat16)
+            logits = torch.arange(48.0, dtype=torch.float32).view(6, 8)
+            loss = load_balancing_loss(logits, logits.topk(2).indices)
+            moe(x).float().sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([loss, *(p.detach() for p in moe.parameters()), *(p.grad for p in moe.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_sizes_of_a_batch_do_not_compile_a_graph_each(recipe: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    moe = made(dispatcher="local", recipe=recipe)
+    compiled = torch.compile(moe, backend=counter, dynamic=True)
+    for tokens in (32, 48, 7, 100, 51):
+        x = torch.randn(tokens, 64).bfloat16()
+        assert torch.equal(compiled(x), moe(x))
+    assert counter.frame_count <= 2
