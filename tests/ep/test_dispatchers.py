@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mxep.comms import Capacity, CapacityExceeded, PeersDisagree
-from mxep.ep import MoE
+from mxep.ep import MoE, __version__
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
 from mxep.ep.dispatchers.base import Routing, TokenDispatcher
 from mxep.integration.verify import FixedRouting
@@ -31,6 +31,7 @@ def test_layers_that_ask_for_the_same_share_a_dispatcher_which_its_key_finds(ctx
     one = symmetric(ctx, max_tokens=8)
     assert symmetric(ctx, max_tokens=8) is one
     assert find_dispatcher(one.key) is one
+    assert f"mxep={__version__}," in one.key, "a graph kept on disk would be served to ops of another version"
     others = (
         symmetric(ctx, max_tokens=9),
         symmetric(ctx, max_tokens=8, timeout=9.0),

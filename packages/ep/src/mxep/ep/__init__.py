@@ -3,8 +3,6 @@
 `MoE` is the layer; `dispatch`, `expert_mlp` and `combine` are its differentiable parts; dispatchers move the tokens.
 """
 
-import importlib.metadata
-
 from .cases import CASES, SEVEN_CASES, Case
 from .clip import clip_grad_norm_
 from .dispatchers import (
@@ -26,11 +24,7 @@ from .parallel import ExpertParallel, data_parallel, parameter_groups
 from .passes import LayerConfig
 from .router import Router
 from .shared_expert import SharedExpert
-
-try:
-    __version__ = importlib.metadata.version("mxep-ep")
-except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
-    __version__ = "0+unknown"
+from .version import __version__ as __version__
 
 __all__ = [
     "CASES",
