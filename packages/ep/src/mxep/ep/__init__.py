@@ -24,7 +24,9 @@ from .parallel import ExpertParallel, data_parallel, parameter_groups
 from .passes import LayerConfig
 from .router import Router
 from .shared_expert import SharedExpert
-from .version import __version__ as __version__
+from .version import installed_version
+
+__version__ = installed_version()
 
 __all__ = [
     "CASES",

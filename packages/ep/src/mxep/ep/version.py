@@ -2,7 +2,10 @@
 
 import importlib.metadata
 
-try:
-    __version__ = importlib.metadata.version("mxep-ep")
-except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
-    __version__ = "0+unknown"
+
+def installed_version() -> str:
+    """Of mxep-ep."""
+    try:
+        return importlib.metadata.version("mxep-ep")
+    except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
+        return "0+unknown"

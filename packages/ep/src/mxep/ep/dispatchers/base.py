@@ -31,7 +31,7 @@ from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_
 from mxep.gemm.quantize_once import in_graph_tree
 from mxep.quant.replay import Replayed, replayed
 
-from ..version import __version__
+from ..version import installed_version
 from .handles import Handle
 
 Payload = tuple[Tensor, ...]
@@ -167,7 +167,7 @@ class TokenDispatcher(ABC):
         """As plans count, since the last check: the most rows needed, sums of the others."""
         self._room = (0, 0, 0, 0)
         """T_max, K, alignment and R_max of the largest plan."""
-        facts: dict[str, object] = {"mxep": __version__}  # what a compiler keeps on disk knows ops by these
+        facts: dict[str, object] = {"mxep": installed_version()}  # what a compiler keeps on disk knows ops by these
         facts |= {"group": self.group and self.group.group_name, "world_size": self.world_size}
         facts |= {"num_experts": num_experts, "capacity": repr(self.capacity)} | (sizes or {})
         self.shapes = f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
