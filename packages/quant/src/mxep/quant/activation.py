@@ -26,8 +26,8 @@ from mxep.quant.sigmoid import LIMIT, sigmoid_pair
 class SwiGLU:
     """(clamp(up, -limit, limit) + shift) * g * sigmoid(alpha * g), with g = min(gate, limit). Plain SwiGLU by default.
 
-    A gradient is zero where its input was beyond limit, as torch's clamp has it. ValueError for an alpha or a limit
-    that is not positive and finite.
+    A gradient is zero where its input was beyond limit; at limit it passes, as torch's clamp had it before 2.15.
+    ValueError for an alpha or a limit that is not positive and finite.
 
     Attributes:
         limit: None: nothing is clamped.
