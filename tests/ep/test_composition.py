@@ -167,8 +167,7 @@ def by_fsdp_beside(ctx: Context, **options) -> tuple[nn.Module, nn.Module]:
     return block, fully_shard(block, mesh=mesh, ignored_params=set(block.moe.experts.parameters()))
 
 
-@distributed(4)
-@pytest.mark.parametrize("how", ["by_hand", "by_ddp", "by_fsdp", "by_fsdp_beside"])
+@distributed(4, how=["by_hand", "by_ddp", "by_fsdp", "by_fsdp_beside"])
 def test_sgd_with_clipping_on_all_ranks_is_that_of_one_process_on_the_whole_batch(ctx: Context, how) -> None:
     def train(block: nn.Module, model: nn.Module, clip, share: slice) -> list[float]:
         optimizer = torch.optim.SGD(parameter_groups(block), lr=0.5)
@@ -217,8 +216,7 @@ def test_a_sum_of_losses_is_there_for_those_who_want_it(ctx: Context) -> None:
 # ── clipping ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@distributed(4)
-@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
+@distributed(4, norm_type=[2.0, 3.0, float("inf")])
 def test_a_norm_counts_each_number_once_however_it_is_sharded(ctx: Context, norm_type: float) -> None:
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "ep"))
     world = DeviceMesh.from_group(ctx.group, ctx.device.type)

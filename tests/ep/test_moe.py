@@ -74,8 +74,7 @@ def test_every_case_equals_a_dense_layer(ctx) -> None:
         assert_as_good_as(ranks, ctx, case.recipe, ranks.run(ctx, recipe=case.recipe, dispatcher=case.dispatcher))
 
 
-@distributed(1, 2, 3, 4)
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+@distributed(1, 2, 3, 4, recipe=["bf16", "fp8", "mxfp8"])
 def test_symmetric_and_all_to_all_agree_bit_for_bit_and_so_do_two_runs(ctx, recipe: str) -> None:
     ranks = make_ranks([16, 40, 1, 33][: ctx.world_size], seed=1)
     symmetric = ranks.run(ctx, recipe=recipe, dispatcher="symmetric")
@@ -148,8 +147,7 @@ def test_layers_share_a_dispatcher_and_micro_batches_may_be_in_flight(ctx) -> No
     torch.testing.assert_close(alone.grad, x.grad)
 
 
-@distributed(1, 2)
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
+@distributed(1, 2, recipe=["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
 def test_weights_with_a_main_grad_get_their_gradients_there(ctx, recipe: str) -> None:
     torch.manual_seed(0)
     moe = MoE(64, 32, 12, 3, group=ctx.group, recipe=recipe, device=ctx.device, max_tokens=24)
@@ -168,8 +166,7 @@ def test_weights_with_a_main_grad_get_their_gradients_there(ctx, recipe: str) ->
         assert (share(weight.main_grad) - 2 * once).norm() <= 2**-8 * 2 * once.norm()
 
 
-@distributed(1, 2)
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
+@distributed(1, 2, recipe=["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
 def test_micro_batches_and_offloaded_activations_change_no_bit(ctx, recipe: str) -> None:
     ranks = make_ranks([16, 24][: ctx.world_size])
     torch.manual_seed(0)
@@ -497,12 +494,33 @@ def test_a_layer_made_in_inference_mode_runs_there() -> None:
         assert torch.equal(moe(x), again(x))
 
 
-def test_autocast_changes_nothing() -> None:
-    moe = local(recipe="bf16", dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_wgrad_bf16"])
+def test_under_autocast_experts_take_its_dtype_and_the_router_what_comes(recipe: str, dtype: torch.dtype) -> None:
+    moe = local(recipe=recipe, dtype=dtype, num_shared_experts=1)
     x = torch.randn(20, 64)
     with torch.autocast("cpu", torch.bfloat16):
         out = moe(x)
-    assert torch.equal(out, moe(x))
+    expert_ids, weights = moe.router(x)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, moe(x.bfloat16(), expert_ids=expert_ids, weights=weights))
+
+
+def test_fp16_and_fp64_are_refused_before_anything_is_sent() -> None:
+    moe, x = local(), torch.randn(20, 64)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(ValueError, match=f"x: got {dtype}, want one of"):
+            moe(x.to(dtype))
+        with pytest.raises(ValueError, match=f"dtype: got {dtype}, want one of"):
+            local(dtype=dtype)
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=r"autocast wants dtype=torch\.bfloat16"):
+        moe(x)
+
+
+def test_no_view_is_returned_which_fsdp2_would_warn_of() -> None:
+    out = local()(torch.randn(2, 10, 64, dtype=torch.bfloat16))
+    assert out.shape == (2, 10, 64)
+    assert not out._is_view()
 
 
 def test_second_derivatives_are_refused_not_wrong() -> None:

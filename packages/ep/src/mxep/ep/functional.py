@@ -39,6 +39,8 @@ from .dispatchers.base import Routing, TokenDispatcher
 from .wire_format import WireFormat, pack
 
 PLAIN = SwiGLU()
+FLOATS = torch.bfloat16, torch.float32
+"""That tokens and parameters of a layer have."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -83,6 +85,8 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
             "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), "
             f"got {tuple(x.shape)}, {tuple(expert_ids.shape)}, {tuple(weights.shape)}"
         )
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x: got {x.dtype}, want one of {FLOATS} (torch.autocast wants dtype=torch.bfloat16)")
     if weights.dtype != torch.float32 or expert_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"weights must be float32 and ids int32 or int64, got {weights.dtype}, {expert_ids.dtype} "
                          "(of FSDP2's MixedPrecisionPolicy: cast_forward_inputs=False)")  # fmt: skip

@@ -16,7 +16,7 @@ from mxep.quant import SwiGLU
 
 from .dispatchers import Routing, TokenDispatcher, make_dispatcher
 from .experts import Experts
-from .functional import PLAIN
+from .functional import FLOATS, PLAIN
 from .router import Router
 from .shared_expert import SharedExpert
 from .shares import ep_mesh, group_of
@@ -86,6 +86,8 @@ class MoE(nn.Module):
         self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
         if self.recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
             raise ValueError(f"recipe {self.recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
+        if dtype not in FLOATS:
+            raise ValueError(f"dtype: got {dtype}, want one of {FLOATS}")
         if gradient_reduction not in ("mean", "sum"):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', got {gradient_reduction!r}")
         mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
@@ -117,7 +119,7 @@ class MoE(nn.Module):
         self.last_routing = None
 
     def forward(self, x: Tensor, *, expert_ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype.
+        """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype, or within torch.autocast its dtype.
 
         expert_ids (T, K) int32 or int64, weights (T, K) fp32: a routing from outside, such as one to replay, instead of
         the router's. T counts the tokens of all B sequences. Both or neither, else ValueError.
@@ -129,6 +131,8 @@ class MoE(nn.Module):
             expert_ids, weights = self.router(tokens)
         if expert_ids is None or weights is None:
             raise ValueError("a routing from outside is expert_ids and weights, got one of them")
+        if torch.is_autocast_enabled(x.device.type):  # as a linear does; the router has seen x as it is
+            tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
         options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
         options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
         out: Tensor
@@ -138,7 +142,8 @@ class MoE(nn.Module):
             self.last_routing = routing
         if self.shared is not None:
             out = out + self.shared(tokens, recipe=self.recipe, backend=self.backend, activation=self.activation)
-        return out.view(x.shape)
+        out = torch.ops.aten._unsafe_view.default(out, x.shape)  # as F.linear's: FSDP2 warns of a module's views
+        return out
 
     def check(self) -> None:
         """Raise what went wrong on the device since the last check; call it once a step, before the optimizer.
