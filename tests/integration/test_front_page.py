@@ -53,6 +53,12 @@ def test_the_text_has_the_figures_of_the_results() -> None:
     assert f"a whole model {model['x bf16']:.2f} times on {model['ranks']}" in TEXT
     gib = {row["what"]: row["peak GiB"] for row in results("model")["sections"]["model"]}
     assert f"{gib['mxep mxfp8']:.1f} GiB in MXFP8, weights not counted, at {gib['baseline bf16']:.1f} with" in TEXT
+    alone = {row["what"]: row for row in results("model-1")["sections"]["model"]}
+    own, *ours = (alone[what]["ms"] for what in ("transformers bf16", "mxep mxfp8", "mxep mxfp8, linear"))
+    assert f"makes {own / ours[0]:.2f} times the tokens/s that" in TEXT
+    assert f"{own / ours[1]:.2f} times with attention's projections" in TEXT
+    assert f"on one GPU {alone['mxep mxfp8']['graphs GiB']:.1f}" in TEXT
+    assert alone["mxep mxfp8"]["peak GiB"] == pytest.approx(alone["baseline bf16"]["peak GiB"], rel=0.03)
 
     deepseek = {row["what"]: row["ms"] for row in results("layer")["runs"][0]["sections"]["layer"]}
     assert f"({deepseek['fp8/symmetric']:.1f} ms on DeepSeek-V3, MXFP8 {deepseek['mxfp8/symmetric']:.1f})" in TEXT

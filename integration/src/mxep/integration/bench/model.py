@@ -29,7 +29,7 @@ import importlib
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -137,13 +137,15 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model, and the batch of this rank. attentions: each layer's, and the same weights' in MXFP8."""
+    """The model, and the batch of this rank. attentions: each layer's, and others of the same weights, which are
+    converted to MXFP8 once a case asks for them: a converted one that never runs warns of it."""
 
     model: Any
     attentions: dict[bool, list[Any]]
     ids: Tensor
     shape: Shape
     rank: Rank
+    converted: list[Any] = field(default_factory=list)
 
     @classmethod
     def make(cls, rank: Rank, shape: Shape, seed: int) -> Subject:
@@ -188,10 +190,10 @@ class Subject:
         model.train()
         plain = [layer.self_attn for layer in model.model.layers]
         shared = {id(weight): weight for weight in model.parameters()}
-        attentions = {False: plain, True: [_in_mxfp8(copy.deepcopy(one, shared)) for one in plain]}
-        for layer, *both in zip(model.model.layers, *attentions.values()) if rank.device.type == "cuda" else ():
-            for module in (*both, layer.input_layernorm, layer.post_attention_layernorm):
-                module.forward = torch.compile(module.forward)  # without transformers' hooks, which break a graph
+        attentions = {False: plain, True: [copy.deepcopy(one, shared) for one in plain]}
+        for layer in model.model.layers:
+            for module in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
+                _compile(module, rank.device)
         sequences = torch.randint(VOCABULARY, (2, shape.tokens // 2), device=rank.device, generator=own)
         return cls(model, attentions, sequences, shape, rank)
 
@@ -203,6 +205,8 @@ class Subject:
         if name.startswith("transformers") and self.rank.world_size > 1:
             raise NotImplementedError("on one rank alone")
         attentions = self.attentions[LINEAR in name]
+        if LINEAR in name and not self.converted:
+            self.converted.extend(_compile(join_linears(convert(x, "mxfp8")), self.rank.device) for x in attentions)
         case = name.removesuffix(", graph").removesuffix(LINEAR)
         implementation = "grouped_mm" if case.startswith("transformers") else f"bench {case}"
 
@@ -223,8 +227,10 @@ class Subject:
             layer.dispatcher.close()
 
 
-def _in_mxfp8(attention: Any) -> Any:
-    return join_linears(convert(attention, "mxfp8"))
+def _compile(module: Any, device: torch.device) -> Any:
+    if device.type == "cuda":
+        module.forward = torch.compile(module.forward)  # without transformers' hooks, which break a graph
+    return module
 
 
 def _standard(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

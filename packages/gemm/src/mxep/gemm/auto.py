@@ -23,7 +23,7 @@ grouped_mm: T rows a group; the smallest that was measured has 473 and gains 1.1
 experts: a layer of mxep.ep, T rows an expert, K its model dim, N its hidden dim: 267 gains 1.14, 176 nothing.
 """
 FIXED: Final = {"linear": 26e6, "grouped_mm": 0.0, "experts": 0.0}
-"""Elements. Groups share their launches; how many groups there are the rule is not told."""
+"""Elements. Groups share their launches; the rule does not know how many they are."""
 
 _BF16, _MXFP8 = Recipe.bf16(), Recipe.mxfp8()  # torch.compile makes none
 
