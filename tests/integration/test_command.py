@@ -191,6 +191,8 @@ def test_a_resumed_run_keeps_its_recipe_and_text_or_says_so(mxep, text: Path, tm
     assert f"mxep: fp8 goes on from {step}: weights and moments of mxfp8, step 2\n" in taken.err
     assert f"mxep: fp8 goes on from {step} with another text: {other}\n" in taken.err
     assert (tmp_path / "taken" / "fp8" / "step-000003").exists()
+    assert "steps are done" not in taken.err
+    assert "mxep: all 2 steps are done: train.steps=N asks for more" in run_in("again", whole).err
 
 
 def test_a_run_that_crashes_after_a_checkpoint_says_how_to_go_on(mxep, text: Path, tmp_path: Path):

@@ -280,6 +280,7 @@ def test_a_faster_network_and_fewer_rows_cost_less():
     ("override", "message"),
     [
         ("estimate.model=nowhere", "estimate.model: no such file: nowhere"),
+        ("estimate.rates=[a.json]", "estimate.rates: no such file: a.json: run it in mxep's repository"),
         ("estimate.rates=[]", "estimate.rates: got none"),
         ("estimate.recipes=[int8]", "estimate.recipes: got 'int8', wanted some of bf16, fp8, mxfp8"),
         ("estimate.sections=[speed]", "estimate.sections: got 'speed', wanted some of layouts"),
@@ -294,6 +295,9 @@ def test_mistakes_are_told(override: str, message: str):
 def test_a_model_without_experts_and_rates_without_stages_are_told(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match="n_routed_experts or num_experts"):
+        task.estimate(prepared(f"estimate.model={tmp_path}"))
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\xe1")
+    with pytest.raises(ConfigError, match=r"estimate\.model: UnicodeDecodeError: .*: wanted JSON"):
         task.estimate(prepared(f"estimate.model={tmp_path}"))
     with pytest.raises(ValueError, match="no section stages"):
         task.estimate(prepared(f"estimate.rates=[{RESULTS / 'host-h200.json'}]"))

@@ -13,16 +13,21 @@ import torch side by side.
 
 import atexit
 import contextlib
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
-from . import __version__, files
+from . import __version__, arguments, files
+from .config import TASKS, ConfigError
 from .prepare import prepare
 from .process import STOPPED, count_gpus, reports, start_fork_server, under_torchrun
 from .schema import configs_dir, register
@@ -41,20 +46,46 @@ def main() -> None:
 
     run = hydra.main(config_path=str(configs_dir()), config_name="config", version_base="1.3")(job)
     try:
-        if reports():
-            run()
-        else:  # every rank of torchrun composes the config, and one run folder is enough
-            with tempfile.TemporaryDirectory(prefix="mxep-") as scratch:
+        if complaint := arguments.complaint(sys.argv[1:], TASKS):
+            raise ConfigError(complaint)
+        with contextlib.ExitStack() as stack:
+            if not reports():  # every rank of torchrun composes the config, and one run folder is enough
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="mxep-"))
                 sys.argv += [f"hydra.run.dir={scratch}", f"hydra.sweep.dir={scratch}"]
-                run()
+            stack.enter_context(_hydra_raises())
+            run()
     except KeyboardInterrupt:
         print("mxep: stopped before there was anything to save", file=sys.stderr)
         sys.exit(STOPPED)
+    except ConfigError as error:
+        if reports():
+            print(f"mxep: {error}", file=sys.stderr)
+        sys.exit(1)
     finally:
         if len(done) > 1 and reports():
             from .report import show_sweep
 
             show_sweep(done)
+
+
+@contextlib.contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """What Hydra would print as a traceback, or with hints that do not help here, is a ConfigError, unless
+    HYDRA_FULL_ERROR asks for all of it."""
+    if "HYDRA_FULL_ERROR" in os.environ:
+        yield
+        return
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # asks Hydra to raise
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        said = str(error).partition("Config search path:")[0].strip()
+        cause = str(error.__cause__ or "").partition("\n")[0]
+        raise ConfigError("\n".join(filter(None, [said, cause if cause not in said else ""]))) from error
+    except OSError as error:  # of the run folder: a job's own are told by _job
+        raise ConfigError(f"no run folder: {error}: hydra.run.dir=FOLDER names another") from error
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
 
 
 def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
@@ -74,7 +105,7 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
         from .job import run_job
 
         code = run_job(config, checkpoints, folder)
-    except ValueError as error:  # a ConfigError, or of a bad checkpoint
+    except (ValueError, OSError) as error:  # a ConfigError, of a bad checkpoint, or of a file that cannot be read
         code = 1
         if reports():
             print(f"mxep: {error}", file=sys.stderr)

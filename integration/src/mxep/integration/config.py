@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from . import files, tokenizer
+from .arguments import override_key
 from .bench import BENCHES
 from .process import count_gpus
 from .schema import Config
@@ -68,10 +69,9 @@ POSITIVE = (
     *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches", "train.micro_batches"),
     *("verify.tokens", "verify.dim", "verify.hidden_dim", "verify.experts", "verify.top_k"),
     *("estimate.tokens", "estimate.gpus_per_node", "estimate.nodes", "estimate.nvlink", "estimate.network"),
-    *("estimate.memory", "estimate.imbalance", "estimate.micro_batches"),
+    *("estimate.memory", "estimate.imbalance", "estimate.micro_batches", "estimate.layers"),
 )
 NOT_NEGATIVE = (
-    "estimate.layers",
     "estimate.optimizer_bytes",
     "train.skip_bad_steps",
     "train.checkpoint_every",
@@ -133,7 +133,8 @@ def restore(raw: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str])
             for suffix, value in nested.items():
                 key = section + suffix
                 _refuse_unless_plain(key, value, nested=key == "model.transformers")
-                if key != "model.pretrained" and not given & {section, key}:
+                by_group = section in given and (section != "data" or suffix in (".source", ".path"))  # all it says
+                if key != "model.pretrained" and key not in given and not by_group:
                     OmegaConf.update(config, key, value, merge=False)
     except (ValueError, KeyError, AttributeError, OmegaConfBaseException) as error:
         raise ConfigError(f"the checkpoint's config does not fit: {str(error).splitlines()[0]}") from None
@@ -148,11 +149,6 @@ def _refuse_unless_plain(key: str, value: Any, *, nested: bool = False) -> None:
         raise ValueError(f"{key}: got {value!r}, wanted plain text")
     elif not isinstance(value, str | int | float | None):
         raise ValueError(f"{key}: got {value!r}, wanted text or a number")
-
-
-def override_key(override: str) -> str:
-    """The key or group that an argument of the command line sets."""
-    return override.lstrip("+~").split("=")[0].split("@")[0]
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -179,7 +175,7 @@ def _fill_parallel(config: Config, ranks: int | None) -> None:
 
 def _out_of_range(config: Config) -> Iterator[str]:
     for key in POSITIVE:
-        if not (value := attrgetter(key)(config)) > 0:
+        if (value := attrgetter(key)(config)) is not None and not value > 0:
             yield f"{key} must be positive, got {value}"
     for key in NOT_NEGATIVE:
         if (value := attrgetter(key)(config)) is not None and value < 0:
@@ -240,6 +236,8 @@ def _complaints(config: Config) -> Iterator[str]:
         yield "data.source=text wants data.path, a file or a folder"
     elif path is not None and not Path(path).exists():
         yield f"data.path: no such file or folder: {path}"
+    elif path is not None and config.data.source != "text":
+        yield f"data.path: got {path}, but data.source={config.data.source} reads none: data=text reads it"
     elif config.task.name in ("train", "compare") and (complaint := files.complaint(config.data)):
         yield complaint
     if config.task.name in ("train", "compare") and (complaint := tokenizer.complaint(config.data)):
@@ -247,6 +245,8 @@ def _complaints(config: Config) -> Iterator[str]:
     for case in config.verify.cases or ():
         if case not in (*CASES, *LINEAR_CASES):
             yield f"verify.cases: got {case!r}, wanted one of {', '.join((*CASES, *LINEAR_CASES))}"
+    if config.task.name == "verify":
+        yield from _of_verify(config)
     if config.task.name == "estimate":
         yield from _of_estimate(config)
     for key in ("bench.out", "compare.out", "estimate.out", "estimate.picture", "verify.out"):
@@ -293,6 +293,10 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
     for key, size in sizes.items():
         if size != (got := getattr(config.model, key)):
             yield f"model.{key}: got {got}, but model.transformers has {size}: wanted the same"
+    dense = of_model.get("first_k_dense_replace") or 0
+    if dense >= config.model.layers and config.task.name in ("train", "compare"):
+        why = f"first_k_dense_replace={dense}, which have no experts"
+        yield f"model.layers must be at least {dense + 1} ({why}), got {config.model.layers}"
     if "shared_experts" not in sizes and config.model.shared_experts:
         kind = of_model.get("model_type")
         yield f"model.shared_experts: got {config.model.shared_experts}, but models of {kind} have none here: want 0"
@@ -309,16 +313,29 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
         yield "train.graph=true: got parallel.fsdp=true, whose gathers were tried in no graph: leave one out"
 
 
+def _of_verify(config: Config) -> Iterator[str]:
+    sizes, ranks = config.verify, config.ranks
+    spread = not all(name.endswith(("/local", "/linear")) for name in sizes.cases or CASES)
+    if not sizes.top_k <= sizes.experts:
+        yield f"verify.top_k must lie in 1..{sizes.experts} (verify.experts), got {sizes.top_k}"
+    if spread and sizes.experts % ranks:
+        cure = f"verify.experts={ranks * (sizes.experts // ranks + 1)}"
+        yield f"verify.experts must be a multiple of {ranks} (parallel.ranks), got {sizes.experts}: try {cure}"
+    if (sizes.dim % 32 or sizes.hidden_dim % 32) and any(name.startswith("mx") for name in _multiplied(config)):
+        yield f"recipe mxfp8 wants verify.dim and verify.hidden_dim in 32s, got {sizes.dim} and {sizes.hidden_dim}"
+
+
 def _of_estimate(config: Config) -> Iterator[str]:
     wanted = config.estimate
     for key, got, known in (("recipes", wanted.recipes, RECIPES), ("sections", wanted.sections or (), ESTIMATES)):
         for name in got:
             if name not in known:
                 yield f"estimate.{key}: got {name!r}, wanted some of {', '.join(known)}"
-    for key, files_ in (("model", [wanted.model] if wanted.model else []), ("rates", wanted.rates)):
-        for file in files_:
-            if not Path(file).exists():
-                yield f"estimate.{key}: no such file: {file}"
+    if wanted.model and not Path(wanted.model).exists():
+        yield f"estimate.model: no such file: {wanted.model}"
+    if missing := [file for file in wanted.rates if not Path(file).exists()]:
+        cure = "run it in mxep's repository, which has those of the default, or name what bench=layer wrote"
+        yield f"estimate.rates: no such file: {', '.join(missing)}: {cure}"
     if not wanted.rates:
         yield "estimate.rates: got none, wanted JSON files that bench=layer wrote"
 

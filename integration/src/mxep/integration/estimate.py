@@ -20,6 +20,7 @@ Costs are of `estimate_costs`. Besides:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -63,12 +64,12 @@ SECTIONS = dict(zip(ESTIMATES, _SECTIONS))
 def estimate(config: Config) -> Report:
     """What `config.estimate` names. ConfigError for a model or rates that cannot be used."""
     begin, wanted = time.monotonic(), config.estimate
-    try:
+    with _json_of("estimate.rates"):
         rows = read(wanted.rates)
-        rates, (shape, layers) = fit(rows), model_of(config)
-        layers = wanted.layers or layers
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"estimate: {type(error).__name__}: {error}: wanted JSON files as the docs say") from error
+        rates = fit(rows)
+    with _json_of("estimate.model"):
+        shape, layers = model_of(config)
+    layers = wanted.layers or layers
     speeds = {"NVLink GB/s": wanted.nvlink, "network GB/s": wanted.network, "GiB": wanted.memory}
     sections = {name: SECTIONS[name].empty() for name in wanted.sections or SECTIONS}
     report = Report(f"mxep estimate, {wanted.nodes} x {wanted.gpus_per_node} GPUs", speeds, sections)
@@ -79,6 +80,14 @@ def estimate(config: Config) -> Report:
             report.add(section, row)
     report.seconds = time.monotonic() - begin
     return report
+
+
+@contextlib.contextmanager
+def _json_of(key: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{key}: {type(error).__name__}: {error}: wanted JSON as docs/scaling.md says") from error
 
 
 def model_of(config: Config) -> tuple[Shape, int]:

@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from . import compare, estimate, files, report
+from .arguments import override_key
 from .bench import ON_RANKS, picture, run
-from .config import RESTORED, ConfigError, override_key, to_json
+from .config import RESTORED, ConfigError, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
 from .named import recipes
 from .process import STOPPED, reports, under_torchrun
@@ -65,6 +66,9 @@ def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
     if reports():
         for name in checkpoints.keys() & set(names):
             _say_what_changed(name, Path(checkpoints[name]), config)
+        done = [read_state(Path(checkpoints[name])).step if name in checkpoints else 0 for name in names]
+        if min(done) >= config.train.steps:
+            print(f"mxep: all {min(done)} steps are done: train.steps=N asks for more", file=sys.stderr)
     return checkpoints
 
 

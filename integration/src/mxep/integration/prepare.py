@@ -12,13 +12,17 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from .arguments import override_key
 from .bench import ON_CPU
-from .config import ConfigError, override_key, resolve, restore
+from .config import ConfigError, resolve, restore
 from .process import count_gpus, under_torchrun
 from .schema import Config, RecipeConfig
 from .sizes import sizes_of
 from .state import TOKENIZER, find, read_state
 from .tokenizer import vocabulary_of
+
+OF_TASKS = ("bench", "compare", "estimate", "verify")
+"""Sections that the task of the same name reads, and no other."""
 
 
 def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, str]]:
@@ -28,6 +32,9 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
     ValueError for a bad checkpoint.
     """
     given = {override_key(override) for override in overrides}
+    for key in sorted(given):
+        if (section := key.partition(".")[0]) in OF_TASKS and section != (task := raw.task.name):
+            raise ConfigError(f"{key}: task={task} does not read it, task={section} does: add that, or leave it out")
     ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     _fit_bench_to_cpu(raw, given)
     if raw.model.pretrained is not None:
