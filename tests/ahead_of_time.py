@@ -1,6 +1,7 @@
 """Compile Triton kernels for GPUs that are not here, as launches would, and read what came out.
 
-    python tests/ahead_of_time.py FILE [NAME ...] [--target 90] [--sass KERNEL] [--ptx KERNEL] [--json]
+    python tests/ahead_of_time.py FILE [NAME ...] [--target 90] [--read [NAME ...]] [--sass KERNEL]
+                                  [--ptx KERNEL] [--json]
 
 FILE (tests/quant/launches.py, say) defines LAUNCHES: {name: function}. Each function calls launchers as usual, with
 empty tensors: they are made on the meta device unless it says otherwise, so that any size costs nothing (they count as
@@ -20,6 +21,7 @@ sm_90 and sm_100, and makes a line:
 program, "ld volatile", and atomics, "atom exch release sys".
 
 NAME: only launches whose name contains it, =NAME: that one, NAME@90: for sm_90 alone.
+--read NAME: `instr` and `memory` of launches whose name contains it alone: to disassemble takes 0.4 s a kernel.
 --sass, --ptx: print kernels whose name contains KERNEL.
 In tests: `report(file)` gives the lines as dicts, from a process of its own, as the test's may have TRITON_INTERPRET.
 """
@@ -36,6 +38,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +63,11 @@ class Compiled:
     shared: int
     warps: int
     ptx: str
-    sass: str
+    cubin: bytes
+
+    @cached_property
+    def sass(self) -> str:
+        return _cuobjdump("-sass", self.cubin)
 
     @property
     def instructions(self) -> list[str]:
@@ -100,9 +107,11 @@ class Compiled:
         registers = -(-max(self.registers, 1) // 8) * 8 * 32 * self.warps
         return min(65536 // registers, 227 * 1024 // (self.shared + 1024), 64 // self.warps, 32)
 
-    def row(self) -> dict[str, Any]:
-        names = ("kernel", "target", "registers", "spills", "shared", "warps", "programs_per_sm", "memory", "order")
-        return {name: getattr(self, name) for name in names} | {"instructions": len(self.instructions)}
+    def row(self, *, read: bool) -> dict[str, Any]:
+        """read: with what the SASS says."""
+        names = ("kernel", "target", "registers", "spills", "shared", "warps", "programs_per_sm", "order")
+        of_sass = {"memory": self.memory, "instructions": len(self.instructions)} if read else {}
+        return {name: getattr(self, name) for name in names} | of_sass
 
 
 def compile_launches(fn: Callable[[], object], target: int = 90) -> list[Compiled]:
@@ -152,25 +161,31 @@ def compile_launches(fn: Callable[[], object], target: int = 90) -> list[Compile
     return [_read(kernel, target) for kernel in kernels.values()]
 
 
-def _read(kernel: Any, target: int) -> Compiled:
+def _cuobjdump(option: str, cubin: bytes) -> str:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
-        sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", sass)
-    assert usage is not None, sass[:1000]
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _read(kernel: Any, target: int) -> Compiled:
+    cubin, metadata = kernel.asm["cubin"], kernel.metadata
+    said = _cuobjdump("-res-usage", cubin)
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
+    assert usage is not None, said
     registers, stack, local = map(int, usage.groups())
-    metadata = kernel.metadata
     size = metadata.shared, metadata.num_warps
-    return Compiled(metadata.name, target, registers, stack + local, *size, kernel.asm["ptx"], sass)
+    return Compiled(metadata.name, target, registers, stack + local, *size, kernel.asm["ptx"], cubin)
 
 
-def report(file: str | Path, names: Sequence[str] = (), targets: Sequence[int] = TARGETS) -> list[dict[str, Any]]:
+def report(
+    file: str | Path, names: Sequence[str] = (), targets: Sequence[int] = TARGETS, *, read: Sequence[str] = ("",)
+) -> list[dict[str, Any]]:
     """The lines of this command as dicts: launch, kernel, target, registers, spills, shared, warps, memory ..."""
-    command = [sys.executable, __file__, str(file), *names, "--json", "--target", *map(str, targets)]
+    command = [sys.executable, __file__, str(file), *names, "--json", "--target", *map(str, targets), "--read", *read]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -183,8 +198,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [("launch", "kernel", "sm", "regs", "spills", "shared", "warps", "ctas/SM", "instr", "memory")]
     for row in rows:
         numbers = (row[name] for name in ("target", "registers", "spills", "shared", "warps", "programs_per_sm"))
-        memory = " ".join(f"{kind}x{count}" for kind, count in row["memory"].items())
-        lines.append((row["launch"], row["kernel"], *map(str, numbers), str(row["instructions"]), memory))
+        memory = " ".join(f"{kind}x{count}" for kind, count in row.get("memory", {}).items())
+        lines.append((row["launch"], row["kernel"], *map(str, numbers), str(row.get("instructions", "-")), memory))
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
     return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]) for line in lines)
 
@@ -192,10 +207,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 _launches: dict[str, Callable[[], object]] = {}
 
 
-def _compile(job: tuple[str, int]) -> list[Compiled]:
-    name, target = job
+def _compile(job: tuple[str, int, bool]) -> list[tuple[dict[str, Any], Compiled]]:
+    name, target, read = job
     try:
-        return compile_launches(_launches[name], target)
+        kernels = compile_launches(_launches[name], target)
+        return [({"launch": name, **kernel.row(read=read)}, kernel) for kernel in kernels]
     except Exception as error:
         raise RuntimeError(f"launch {name!r} for sm_{target}: {type(error).__name__}: {error}") from error
 
@@ -205,6 +221,7 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--target", type=int, nargs="+", default=TARGETS)
+    parser.add_argument("--read", metavar="NAME", nargs="*", default=[""])
     parser.add_argument("--sass", metavar="KERNEL")
     parser.add_argument("--ptx", metavar="KERNEL")
     parser.add_argument("--json", action="store_true")
@@ -213,25 +230,24 @@ def main() -> None:
     launches = runpy.run_path(arguments.file)["LAUNCHES"]
     jobs = list(
         dict.fromkeys(
-            (name, target)
+            (name, target, any(each in name for each in arguments.read))
             for part, _, at in (said.partition("@") for said in arguments.names or [""])
             for name in launches
             if f"={name}" == part or part in name
             for target in ([int(at)] if at else arguments.target)
         )
     )
-    _launches.update({name: launches[name] for name, _ in jobs})
+    _launches.update({name: launches[name] for name, *_ in jobs})
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(_compile, jobs, chunksize=1)
-    compiled = [(name, kernel) for (name, _), kernels in zip(jobs, results) for kernel in kernels]
-    rows = [{"launch": name, **kernel.row()} for name, kernel in compiled]
+        compiled = [each for result in pool.map(_compile, jobs, chunksize=1) for each in result]
+    rows = [row for row, _ in compiled]
     if arguments.json:
         print(json.dumps(rows))
     elif arguments.sass is None and arguments.ptx is None:
         print(table(rows))
-    for name, kernel in compiled:
+    for row, kernel in compiled:
         if arguments.sass is not None and arguments.sass in kernel.kernel:
-            print(f"// {name}\n{kernel.sass}")
+            print(f"// {row['launch']}\n{kernel.sass}")
         if arguments.ptx is not None and arguments.ptx in kernel.kernel:
             print(kernel.ptx)
 

@@ -3,6 +3,9 @@
     @distributed(1, 2, 4)
     def test_something(ctx, dim): ...       # ctx: Context; the rest are ordinary pytest parameters and fixtures
 
+    @distributed(2, recipe=["bf16", "mxfp8"])
+    def test_something(ctx, recipe): ...    # with one after the other, in the same processes
+
 By itself the test starts its ranks as fresh processes (CPU, or CUDA where there are enough devices). Under torchrun the
 same body runs in place on a subgroup of the first n ranks, and is skipped where n is larger than the world. With
 `device="cuda"` it is skipped, too, where there are fewer GPUs than ranks; "cpu" leaves them alone.
@@ -10,9 +13,10 @@ same body runs in place on a subgroup of the first n ranks, and is skipped where
 
 import functools
 import inspect
+import itertools
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -61,30 +65,45 @@ class Context:
         try:
             body(self, **kwargs)
         finally:
-            for transport in reversed(self._opened):
-                transport.close()
+            while self._opened:
+                self._opened.pop().close()
+
+    def run_each(self, body: Callable[..., Any], each: Sequence[dict[str, Any]]) -> None:
+        for kwargs in each:
+            try:
+                self.run(body, kwargs)
+            except Exception as error:
+                if kwargs:
+                    error.add_note(f"with {kwargs}")
+                raise
 
 
 def distributed(
-    *world_sizes: int, timeout: float = 180.0, device: str = "auto"
+    *world_sizes: int, timeout: float = 180.0, device: str = "auto", **values: Sequence[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated body once for each world size, on that many ranks, within `timeout` seconds each."""
+    """Run the decorated body once for each world size, on that many ranks, within `timeout` seconds each.
+
+    values: of arguments of the body, which runs with every combination of them.
+    """
+    combinations = [dict(zip(values, chosen)) for chosen in itertools.product(*values.values())]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(world_size: int, **kwargs: Any) -> None:
+            each = [kwargs | chosen for chosen in combinations]
             if "TORCHELASTIC_RUN_ID" in os.environ:
-                _run_in_place(body, world_size, kwargs, device)
+                _run_in_place(body, world_size, each, device)
                 return
             if device == "cuda" and torch.cuda.device_count() < world_size:
                 pytest.skip(f"fewer than {world_size} GPUs")
-            args = (FunctionName.of(body), kwargs)
+            args = (FunctionName.of(body), each)
             start_fork_server("pytest")
             skipped = run_ranks(_run_body, args, world_size=world_size, timeout=timeout, device=device)
             if skipped[0] is not None:
                 pytest.skip(skipped[0])
 
-        parameters = [p for p in inspect.signature(body).parameters.values() if p.name != "ctx"]
+        given = {"ctx", *values}
+        parameters = [p for p in inspect.signature(body).parameters.values() if p.name not in given]
         by_size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([by_size, *parameters])  # type: ignore[attr-defined]
         return pytest.mark.parametrize("world_size", world_sizes)(test)
@@ -92,17 +111,17 @@ def distributed(
     return decorate
 
 
-def _run_body(rank: Rank, name: FunctionName, kwargs: dict[str, Any]) -> str | None:
+def _run_body(rank: Rank, name: FunctionName, each: list[dict[str, Any]]) -> str | None:
     body = name.load().__wrapped__  # type: ignore[attr-defined]
     context = Context(rank.rank, rank.world_size, dist.group.WORLD, rank.device)
     try:
-        context.run(body, kwargs)
+        context.run_each(body, each)
     except pytest.skip.Exception as reason:
         return str(reason)
     return None
 
 
-def _run_in_place(body: Callable[..., None], world_size: int, kwargs: dict[str, Any], device: str) -> None:
+def _run_in_place(body: Callable[..., None], world_size: int, each: list[dict[str, Any]], device: str) -> None:
     """Under torchrun: the first `world_size` ranks run the body, all ranks share the outcome."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size > world:
@@ -122,7 +141,7 @@ def _run_in_place(body: Callable[..., None], world_size: int, kwargs: dict[str, 
     error = None
     if rank < world_size:
         try:
-            Context(rank, world_size, group, here).run(body, kwargs)
+            Context(rank, world_size, group, here).run_each(body, each)
         except pytest.skip.Exception:
             error = "skip"
         except Exception:

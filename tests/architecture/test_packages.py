@@ -39,7 +39,7 @@ def siblings(name: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each environment takes the place of the one before, so that torch's bytecode is made once for all."""
+    """Where one environment becomes that of each package in turn: what both need stays, torch's bytecode too."""
     return tmp_path_factory.mktemp("alone")
 
 
@@ -54,17 +54,14 @@ def uv(folder: Path, *arguments: object, cwd: Path | None = None) -> None:
 
 
 def install(folder: Path, what: list[Path]) -> None:
-    """A new environment ``folder / "env"`` with these packages, and what they need; the last one, if it is."""
-    installed, wanted = folder / "installed.txt", "\n".join(sorted(map(str, what)))
-    if installed.exists() and installed.read_text() == wanted:
-        return
-    shutil.rmtree(folder / "env", ignore_errors=True)
-    uv(folder, "venv", "-q", "--python", sys.executable, "env")
+    """The environment ``folder / "env"`` gets these packages and what they need, and loses what else it has."""
+    if not (folder / "env").exists():
+        uv(folder, "venv", "-q", "--python", sys.executable, "env")
     # Hard links to uv's cache: the third-party wheels were fetched when the workspace was set up.
     constraints = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
     (folder / "constraints.txt").write_text("\n".join(constraints))
-    uv(folder, "pip", "install", "-q", "--python", folder / "env/bin/python", "-c", "constraints.txt", *what)
-    installed.write_text(wanted)
+    where = "--python", folder / "env/bin/python"
+    uv(folder, "pip", "install", "-q", "--exact", *where, "-c", "constraints.txt", *what)
 
 
 def run(folder: Path, program: str, *arguments: str) -> str:

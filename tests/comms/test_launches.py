@@ -14,7 +14,7 @@ LAUNCHES = Path(__file__).with_name("launches.py")
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    return report(LAUNCHES, targets=[90])
+    return report(LAUNCHES, targets=[90], read=())
 
 
 def test_no_kernel_spills(rows):

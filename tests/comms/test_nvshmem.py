@@ -293,6 +293,6 @@ def test_a_kernel_that_calls_nvshmem_compiles_and_carries_the_version_of_the_hos
     if not symm_mem.is_nvshmem_available():
         pytest.skip("this torch has no NVSHMEM")
     command = [sys.executable, TESTS / "ahead_of_time.py", TESTS / "comms" / "nvshmem_launches.py", "meet"]
-    done = subprocess.run([*command, "--target", "90", "--ptx", "meet"], capture_output=True, text=True)
+    done = subprocess.run([*command, "--read", "--target", "90", "--ptx", "meet"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert device_version(done.stdout) == host_version() is not None

@@ -121,15 +121,12 @@ def check_layers(ctx: Context, ranks_per_node: int, recipe: str) -> None:
         dispatcher.close()
 
 
-@distributed(2, device="cpu")
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+@distributed(2, device="cpu", ranks_per_node=[1, 2], recipe=["bf16", "fp8", "mxfp8"])
 def test_a_layer_on_two_ranks_computes_what_the_definition_does(ctx: Context, ranks_per_node: int, recipe: str) -> None:
     check_layers(ctx, ranks_per_node, recipe)
 
 
-@distributed(4, 6, device="cpu")
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@distributed(4, 6, device="cpu", recipe=["bf16", "mxfp8"])
 def test_a_layer_on_nodes_of_two_ranks_computes_what_the_definition_does(ctx: Context, recipe: str) -> None:
     check_layers(ctx, 2, recipe)
 
@@ -391,14 +388,12 @@ def test_slots_follow_from_the_capacity_and_the_nodes_that_a_token_may_reach() -
     assert slots(Capacity.factor(1.25), 8, 8) == pytest.approx(1.25 * slots(even, 8, 8), abs=2)
 
 
-@distributed(2, 4, 6)
-@pytest.mark.parametrize(
-    ("kind", "parts"), [("hierarchical", 1), ("hierarchical", 2), ("all_to_all", 2), ("symmetric", 2)]
-)
-def test_combine_sums_rows_as_defined_on_any_device(ctx: Context, kind: str, parts: int) -> None:
+@distributed(2, 4, 6, case=[("hierarchical", 1), ("hierarchical", 2), ("all_to_all", 2), ("symmetric", 2)])
+def test_combine_sums_rows_as_defined_on_any_device(ctx: Context, case: tuple[str, int]) -> None:
     """An expert's row is its token times a factor of the expert's, so that every rank knows its tokens' rows: large
     ones that cancel and hide small ones, so that another order of sums is another sum. Flat is one rank a node."""
-    tokens, ranks_per_node = 30 + ctx.rank, max(1, ctx.world_size // 2 if ctx.world_size < 6 else 2)
+    (kind, parts), tokens = case, 30 + ctx.rank
+    ranks_per_node = max(1, ctx.world_size // 2 if ctx.world_size < 6 else 2)
     options = {"dim": DIM, "group": ctx.group, "max_tokens": 40}
     dispatcher = make_dispatcher(kind, EXPERTS, **options, ranks_per_node=ranks_per_node)
     if kind != "hierarchical":

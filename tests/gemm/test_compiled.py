@@ -1,6 +1,7 @@
 """Products under torch.compile: two ops of what an eager call runs, to the last bit."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,9 +47,18 @@ def step(function: Callable[..., Tensor], *tensors: Tensor | None, wanted: tuple
     return [out.detach(), *(x.grad for x in given if x is not None and x.grad is not None)]
 
 
-@pytest.mark.parametrize("backend", ["reference", "dequant"])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("wanted", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("wanted", "backend"),
+    [
+        ((1, 1, 1), "reference"),
+        ((1, 1, 1), "dequant"),
+        ((1, 0, 0), "reference"),
+        ((0, 1, 0), "dequant"),
+        ((0, 0, 0), "reference"),
+    ],
+    ids=str,
+)
 def test_a_grouped_product_has_the_bits_of_an_eager_one(wanted: tuple[bool, ...], recipe: str, backend: str) -> None:
     p, how = problem(unused=0), Recipe.named(recipe)
     bias = torch.randn(p.w.shape[:2])
@@ -107,9 +117,13 @@ def product_of(kind: str, recipe: Recipe, offs: Tensor) -> Callable[..., Tensor]
     return lambda a, w: sum(linear_together(a, [w[0], w[1]], recipe=recipe, backend="reference"))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("kind", ["grouped", "linear", "together"])
-@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_32x32"])
+@pytest.mark.parametrize(
+    ("recipe", "kind", "compiler"),
+    [
+        *itertools.product(("fp8", "mxfp8", "mxfp8_32x32"), ("grouped", "linear", "together"), ("aot_eager",)),
+        *(("fp8", "together", "inductor"), ("mxfp8", "grouped", "inductor"), ("mxfp8_32x32", "linear", "inductor")),
+    ],
+)
 def test_compiled_products_share_the_weights_that_are_held(recipe: str, kind: str, compiler: str) -> None:
     p = problem(unused=0)
     product = product_of(kind, Recipe.named(recipe), p.offs)

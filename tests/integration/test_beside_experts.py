@@ -18,8 +18,10 @@ ATTENTION = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) 
 GIVEN = ("parallel.ranks=2", "parallel.device=cpu", "train.compare=false", "model.transformers.head_dim=32")
 
 
-def gradients_by_eager_compilers(rank: Rank, config: Config, folder: Path) -> tuple[dict[str, Any], int, list[str]]:
-    """`gradients`, and what was compiled, without inductor, which has no part in this."""
+def gradients_by_eager_compilers(
+    rank: Rank, configs: list[Config], folder: Path
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Of each, and what was compiled, without inductor, which has no part in this."""
     seen: list[str] = []
     compile_ = torch.compile
 
@@ -28,20 +30,26 @@ def gradients_by_eager_compilers(rank: Rank, config: Config, folder: Path) -> tu
         return compile_(forward, backend="aot_eager", fullgraph=True)
 
     torch.compile = listed  # type: ignore[assignment]
-    return *gradients(rank, config, folder), seen
+    found = []
+    for config in configs:
+        seen.clear()
+        found.append((gradients(rank, config, folder)[0], seen.copy()))
+    return found
 
 
-def run(make_config: Callable[..., Config], folder: Path, *given: str) -> tuple[dict[str, Any], int, list[str]]:
-    config = make_config(*SMALL, *GIVEN, *given)
-    return run_ranks(gradients_by_eager_compilers, (config, folder), world_size=2, timeout=200, device="cpu")[0]
+def run(
+    make_config: Callable[..., Config], folder: Path, *given: tuple[str, ...]
+) -> list[tuple[dict[str, Any], list[str]]]:
+    configs = [make_config(*SMALL, *GIVEN, *more) for more in given]
+    return run_ranks(gradients_by_eager_compilers, (configs, folder), world_size=2, timeout=200, device="cpu")[0]
 
 
 @pytest.mark.parametrize("more", [(), ("recipe.linear=mxfp8", "parallel.fsdp=true", "train.micro_batches=2")])
 def test_compiled_parts_have_the_gradients_of_others(
     make_config: Callable[..., Config], tmp_path: Path, more: tuple[str, ...]
 ):
-    wanted, _, none = run(make_config, tmp_path, "recipe=mxfp8", *more)
-    got, _, compiled = run(make_config, tmp_path, "recipe=mxfp8", "train.compile=true", *more)
+    given = "recipe=mxfp8", *more
+    (wanted, none), (got, compiled) = run(make_config, tmp_path, given, (*given, "train.compile=true"))
     assert none == []
     assert compiled == 2 * ["Qwen3MoeAttention", "Qwen3MoeRMSNorm", "Qwen3MoeRMSNorm"]
     assert got.keys() == wanted.keys()
@@ -56,6 +64,6 @@ def names_converted(rank: Rank, config: Config, folder: Path) -> list[str]:
 def test_linears_beside_experts_are_multiplied_by_their_own_recipe(make_config: Callable[..., Config], tmp_path: Path):
     config = make_config(*SMALL, *GIVEN, "recipe=mxfp8_linear")
     assert run_ranks(names_converted, (config, tmp_path), world_size=2, timeout=60, device="cpu")[0] == ATTENTION
-    plain, got = (run(make_config, tmp_path, f"recipe={recipe}")[0] for recipe in ("mxfp8", "mxfp8_linear"))
+    (plain, _), (got, _) = run(make_config, tmp_path, ("recipe=mxfp8",), ("recipe=mxfp8_linear",))
     found = {name: snr(plain[f"model.{name}"], got[f"model.{name}"]) for name in ATTENTION}
     assert all(10 < each < 40 for each in found.values()), found

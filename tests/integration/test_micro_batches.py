@@ -49,17 +49,19 @@ def gradients(rank: Rank, config: Config, folder: Path) -> tuple[dict[str, torch
     return found, sum(opened)
 
 
+def gradients_of_each(rank: Rank, configs: list[Config], folder: Path) -> list[tuple[dict[str, torch.Tensor], int]]:
+    return [gradients(rank, config, folder) for config in configs]
+
+
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2)])
 def test_micro_batches_have_the_loss_and_the_gradients_of_one_batch(
     make_config: Callable[..., Config], tmp_path: Path, ranks: int, ep: int
 ):
-    layout = f"parallel.ranks={ranks}", f"parallel.ep={ep}", "parallel.device=cpu"
-    results = {}
-    for number in (1, 2, 4):
-        config = make_config(*SMALL, *layout, "recipe=bf16", "train.precision=32-true", f"train.micro_batches={number}")
-        results[number] = run_ranks(gradients, (config, tmp_path), world_size=ranks, timeout=60, device="cpu")
-    for number in (2, 4):
-        for (got, _), (wanted, _) in zip(results[number], results[1]):
+    given = *SMALL, f"parallel.ranks={ranks}", f"parallel.ep={ep}", "parallel.device=cpu", "recipe=bf16"
+    configs = [make_config(*given, "train.precision=32-true", f"train.micro_batches={number}") for number in (1, 2, 4)]
+    results = run_ranks(gradients_of_each, (configs, tmp_path), world_size=ranks, timeout=60, device="cpu")
+    for (wanted, _), *others in results:
+        for number, (got, _) in zip((2, 4), others):
             assert got.keys() == wanted.keys()
             for name in wanted:
                 # All is fp32, so only sums of a few hundred terms are in another order.
@@ -68,14 +70,12 @@ def test_micro_batches_have_the_loss_and_the_gradients_of_one_batch(
 
 
 def test_micro_batches_share_one_quantization_of_each_weight(make_config: Callable[..., Config], tmp_path: Path):
-    quantizations = []
-    for number in (1, 2, 4):
-        config = make_config(*SMALL, "parallel.ranks=2", "train.compare=false", f"train.micro_batches={number}")
-        results = run_ranks(gradients, (config, tmp_path), world_size=2, timeout=60, device="cpu")
-        quantizations.append(results[0][1])
-        assert results[0][0]["routed"] == 8 * 32 * config.model.top_k * config.model.layers
-    layers = config.model.layers
-    assert quantizations == [0, 4 * layers, 4 * layers]  # two weights, both ways
+    given = *SMALL, "parallel.ranks=2", "train.compare=false"
+    configs = [make_config(*given, f"train.micro_batches={number}") for number in (1, 2, 4)]
+    results = run_ranks(gradients_of_each, (configs, tmp_path), world_size=2, timeout=60, device="cpu")[0]
+    model = configs[0].model
+    assert [found["routed"] for found, _ in results] == 3 * [8 * 32 * model.top_k * model.layers]
+    assert [opened for _, opened in results] == [0, 4 * model.layers, 4 * model.layers]  # two weights, both ways
 
 
 def overflow(rank: Rank, config: Config, folder: Path) -> tuple[str, bool]:

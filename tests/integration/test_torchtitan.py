@@ -121,9 +121,10 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
     assert own[-1] < own[0] - 0.5
     in_bf16 = losses(override=overridden("bf16"))
     torch.testing.assert_close(in_bf16, own, rtol=0, atol=1e-3)
-    assert losses(override=overridden("bf16"), activation_checkpoint=FullAC.Config()) == in_bf16
-    assert losses(override=overridden("bf16"), activation_checkpoint=None) == in_bf16
-    assert losses(override=overridden("bf16", dispatcher="all_to_all")) == in_bf16
+    if model == "deepseek_v3":
+        assert losses(override=overridden("bf16"), activation_checkpoint=FullAC.Config()) == in_bf16
+        plain = overridden("bf16", dispatcher="all_to_all")
+        assert losses(override=plain, activation_checkpoint=None) == in_bf16
     torch.testing.assert_close(losses(override=overridden("mxfp8")), own, rtol=0, atol=1e-2)
 
 
@@ -137,6 +138,7 @@ def test_its_trainer_compiles_blocks(ctx: Context, tmp_path: Path) -> None:
     found = []
     for enable in (False, True):
         how = {"compile": CompileConfig(enable=enable, backend="aot_eager"), "activation_checkpoint": None}
+        how["training"] = {"steps": 2}
         losses, trainer = train(
             make_config("deepseek_v3", str(tmp_path), ep=2, override=overridden("mxfp8"), **how), ctx.rank
         )
@@ -155,7 +157,7 @@ def test_micro_batches_share_quantized_weights(ctx: Context, tmp_path: Path) -> 
     from mxep.gemm import quantize_weights_once_a_step
     from titan_trainer import BATCH, make_config, train
 
-    batches = {"training": {"global_batch_size": 3 * ctx.world_size * BATCH}}
+    batches = {"training": {"global_batch_size": 3 * ctx.world_size * BATCH, "steps": 2}}
     found = []
     for once in (False, True):
         override = overridden("mxfp8", quantize_once=once)
@@ -163,8 +165,8 @@ def test_micro_batches_share_quantized_weights(ctx: Context, tmp_path: Path) -> 
         trainer.close()
         found.append(losses)
     assert found[0] == found[1]
-    # One MoE layer of two weights, two ways, three steps.
-    assert quantize_weights_once_a_step().quantizations == 2 * 2 * 3
+    # One MoE layer of two weights, two ways, two steps.
+    assert quantize_weights_once_a_step().quantizations == 2 * 2 * 2
 
 
 @pytest.mark.slow
@@ -183,8 +185,8 @@ def test_rows_over_capacity_stop_the_step(ctx: Context, tmp_path: Path) -> None:
         trainer.train()
     assert all(map(torch.equal, before, trainer.model_parts[0].parameters()))
     trainer.close()
-    config = make_config("deepseek_v3", str(tmp_path), ep=2, override=overridden("bf16", capacity=0.1, overflow="drop"))
-    train(config, ctx.rank)[1].close()
+    drops = {"override": overridden("bf16", capacity=0.1, overflow="drop"), "training": {"steps": 1}}
+    train(make_config("deepseek_v3", str(tmp_path), ep=2, **drops), ctx.rank)[1].close()
 
 
 @pytest.mark.slow
@@ -194,21 +196,21 @@ def test_checkpoints_and_loads_are_torchtitans(ctx: Context, tmp_path: Path) -> 
     from titan_trainer import make_config, train
 
     def run(folder: str, steps: int, override: Any = None) -> tuple[list[float], Any]:
-        kept = {"enable": True, "interval": 2, "last_save_model_only": False}
+        kept = {"enable": folder != "own", "interval": 2, "last_save_model_only": False}
         given: dict[str, Any] = {"training": {"steps": steps}, "checkpoint": kept}
         if override is not None:
             given["override"] = override
         return train(make_config("deepseek_v3", str(tmp_path / folder), ep=2, **given), ctx.rank)
 
-    own, trainer = run("own", 4)
+    own, trainer = run("own", 3)
     names = list(trainer.model_parts[0].state_dict())
     trainer.close()
-    assert len(own) == 4
+    assert len(own) == 3
     half, trainer = run("mixed", 2, overridden("bf16"))
     loads = [metrics["moe_load/layers.1"] for metrics in trainer.metrics_processor.logger.steps]
     assert all(1 <= load <= 8 for load in loads)  # of 8 experts
     assert list(trainer.model_parts[0].state_dict()) == names
     trainer.close()
-    rest, trainer = run("mixed", 4)
+    rest, trainer = run("mixed", 3)
     trainer.close()
     torch.testing.assert_close([*half, *rest], own, rtol=0, atol=1e-3)
