@@ -38,7 +38,7 @@ ALIASES = {
 }
 """What a case is called in older results, or by the layer's bench -> its series here."""
 SERIES = {
-    BASELINE: ("base", "standard bf16"),
+    BASELINE: ("base", "bf16 baseline"),
     "baseline fp8": ("fp8", "torchao FP8 (measured on DeepSeek-V3 only)"),
     "mxep bf16": ("bf16", "mxep bf16"),
     "mxep mxfp8": ("mxfp8", "mxep MXFP8"),
@@ -153,7 +153,7 @@ def front_page(layer: Row, model: Row) -> str:
     page.title(
         "One MoE layer, forward + backward: ms, shorter is better",
         f"{gpus} {run['device']}s, {run['date']}, sustained; mxep a CUDA graph, room for {capacity:g} x balanced load.",
-        "standard, torchao: grouped products behind NCCL's all-to-all, launched eagerly, as the host reads sizes.",
+        "baseline, torchao: grouped products behind NCCL's all-to-all, launched eagerly, as the host reads sizes.",
     )
     page.legend()
     longest = max(row["ms"] for rows in models.values() for row in rows)
@@ -171,7 +171,7 @@ def front_page(layer: Row, model: Row) -> str:
     bars = [(row["what"], row["tokens/s"], f"{row['tokens/s'] / 1e3:.1f}k{times(row)}") for row in rows]
     name = str(rows[0]["model"])
     page.bars(NAMES.get(name, name), model_shape(rows[0]), bars, longest)
-    return page.svg("Times of MoE layers and speed of a whole model: standard bf16, torchao FP8, mxep bf16, mxep MXFP8")
+    return page.svg("Times of MoE layers and speed of a whole model: bf16 baseline, torchao FP8, mxep bf16, mxep MXFP8")
 
 
 def main(folder: Path) -> None:
