@@ -154,15 +154,6 @@ def test_public_modules_are_in_the_readme(module: str) -> None:
     assert f"| `{module}` |" in (package.parents[2] / "README.md").read_text()
 
 
-@pytest.mark.parametrize("file", ["launch.py", "modes.py"])
-def test_quant_and_comms_launch_kernels_alike(file: str) -> None:
-    quant, comms = (PACKAGES[name] / file for name in ("quant", "comms"))
-    assert quant.read_bytes() == comms.read_bytes(), (
-        f"{quant.relative_to(ROOT)} and {comms.relative_to(ROOT)} are one file twice, as comms may not import quant: "
-        "make the same change in both"
-    )
-
-
 def test_files_are_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES.values()}
     assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
