@@ -163,9 +163,9 @@ def checked_passes() -> Iterator[None]:
 
     All ranks replay the same passes, as the function makes its exchanges.
     """
-    replayed = passes._Pass.__call__
+    replayed = passes._Pass.replay
 
-    def call(self: Any, tensors: list[Any], *static: Any) -> list[Any]:
+    def call(self: Any, tensors: list[Any], *static: Any) -> list[Any] | None:
         before, copies = self.replays, [x if x is None else x.clone() for x in tensors]
         results = replayed(self, tensors, *static)
         if self.replays > before:
@@ -178,7 +178,7 @@ def checked_passes() -> Iterator[None]:
             assert all(alike), f"{self.__name__}: {alike} after {before} replays"
         return results
 
-    with mock.patch.object(passes._Pass, "__call__", call):
+    with mock.patch.object(passes._Pass, "replay", call):
         yield
 
 

@@ -61,26 +61,14 @@ def route_through_experts(
     """
     if config.recipe.wgrad != "mx":
         raise ValueError(f"recipe {config.recipe.name}: got wgrad {config.recipe.wgrad!r}, wanted 'mx'")
-    if not torch.compiler.is_compiling():
-        return _route(x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
-    if (reason := unsupported_reason(config)) is not None:
-        torch._dynamo.graph_break(msg=f"route_through_experts is in no graph: {reason}")
-        return between_graphs(_route, x, expert_ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
-    gate, *up = map(local_weight, tensors_of(gate_up_proj))
-    bias = None if gate_up_bias is None else local_weight(gate_up_bias)
-    proj: Weight = (gate, up[0]) if up else gate
-    return compiled_layer(x, expert_ids, weights, proj, local_weight(down_proj), bias, config), None
-
-
-def _route(
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    gate_up_proj: Weight,
-    down_proj: Tensor,
-    gate_up_bias: Tensor | None,
-    config: LayerConfig,
-) -> tuple[Tensor, Routing]:
+    if torch.compiler.is_compiling():
+        given = x, expert_ids, weights, gate_up_proj, down_proj
+        if (reason := unsupported_reason(config)) is not None:
+            torch._dynamo.graph_break(msg=f"route_through_experts is in no graph: {reason}")
+            return between_graphs(route_through_experts, *given, config=config, gate_up_bias=gate_up_bias)
+        proj = weight_of([local_weight(half) for half in tensors_of(gate_up_proj)])
+        bias = None if gate_up_bias is None else local_weight(gate_up_bias)
+        return compiled_layer(x, expert_ids, weights, proj, local_weight(down_proj), bias, config), None
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
     gate, *up = tensors_of(gate_up_proj)
     bias = None if gate_up_bias is None else local_tensor(gate_up_bias)

@@ -86,11 +86,12 @@ def layer_forward(
         held = rowwise_weights.direct(list(experts), config.recipe, config.backend, backward)
     tensors = [x, weights, expert_ids, bias, *experts, *held]
     how = config.recipe, config.backend, config.swiglu, backward, needs
-    if not config.dispatcher.in_graphs:
-        routing, results = _run_forward(tensors, config.dispatcher, *how)
-        return results[0], routing, results[1 + len(PLAN) :]
-    out, *rest = _Pass.of(config.dispatcher, _forward)(tensors, weakref.ref(config.dispatcher), *how)
-    return out, _routing(rest[: len(PLAN)], expert_ids, config), rest[len(PLAN) :]
+    results = _Pass.of(config.dispatcher, _forward).replay(tensors, *how) if config.dispatcher.in_graphs else None
+    if results is None:
+        routing, results = _forward(tensors, config.dispatcher, *how)
+    else:
+        routing = _routing(results[1 : 1 + len(PLAN)], expert_ids, config)
+    return results[0], routing, results[1 + len(PLAN) :]
 
 
 def layer_backward(
@@ -108,7 +109,7 @@ def layer_backward(
     """Gradients of x, weights, gate_up_proj (of its halves: (2, e, F, D)), down_proj and, fp32, gate_up's bias.
 
     saved: emptied, so that its memory serves the gradients of weights. needs: whether these parameters have any.
-    wanted: whether those are computed now. left: takes the operands of weights' that are not, which nobody else holds.
+    wanted: whether those are computed now. left: receives the operands of weight gradients that are computed later.
     """
     how = config.recipe, config.backend, config.swiglu, config.wgrad_scale, needs
     plan, experts = [getattr(routing.plan, name) for name in PLAN], (gate_up_proj, down_proj)
@@ -120,10 +121,10 @@ def layer_backward(
     tensors = [d_out, routing.expert_ids, *_two(gate_up_proj), down_proj, *config.main_grads, *held, *plan, *saved]
     saved.clear()
     whole = left is None and all(want or not need for want, need in zip(wanted, needs))
-    if whole and config.dispatcher.in_graphs:
-        results = _Pass.of(config.dispatcher, _backward)(tensors, weakref.ref(config.dispatcher), *how)
-    else:
-        results = _run_backward(tensors, config.dispatcher, *how, routing, wanted, left)
+    in_graph = whole and config.dispatcher.in_graphs
+    results = _Pass.of(config.dispatcher, _backward).replay(tensors, *how) if in_graph else None
+    if results is None:
+        _, results = _backward(tensors, config.dispatcher, *how, routing, wanted, left)
     dx, d_weights, d_gate_up_proj, d_down_proj, d_bias = results
     return dx, d_weights, d_gate_up_proj, d_down_proj, d_bias
 
@@ -131,44 +132,35 @@ def layer_backward(
 # ── the two passes, which are graphs where the dispatcher can be in one ──────────────────────────────────────────────
 
 
-_Dispatcher = weakref.ref[TokenDispatcher]
-
-
 class _Pass(Replayed):
-    """Of two exchanges. The dispatcher has the pass's graphs, and is the first of what is no tensor, by a weak
-    reference: it goes with its users, not when garbage is collected."""
+    """Of two exchanges. The dispatcher has the pass's graphs, and a pass knows it by a weak reference: it goes with its
+    users, not when garbage is collected."""
+
+    def __init__(self, function: Callable[..., tuple[Routing, Tensors]], dispatcher: TokenDispatcher) -> None:
+        super().__init__(function)  # type: ignore[arg-type]  # which `direct` calls
+        self.dispatcher: TokenDispatcher = weakref.proxy(dispatcher)
 
     @staticmethod
-    def of(dispatcher: TokenDispatcher, function: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    def of(dispatcher: TokenDispatcher, function: Callable[..., tuple[Routing, Tensors]]) -> Replayed:
         if function not in dispatcher.passes:
-            dispatcher.passes[function] = _Pass(function)
+            dispatcher.passes[function] = _Pass(function, dispatcher)
         return dispatcher.passes[function]
 
-    def state(self, dispatcher: _Dispatcher, *_: Any) -> Hashable | None:
-        return _living(dispatcher).graph_state()
+    def state(self, *_: Any) -> Hashable | None:
+        return self.dispatcher.graph_state()
 
-    def capturing(self, dispatcher: _Dispatcher, *_: Any) -> AbstractContextManager[object]:
-        return _living(dispatcher).capturing()
+    def capturing(self, *_: Any) -> AbstractContextManager[object]:
+        return self.dispatcher.capturing()
 
-    def launched(self, dispatcher: _Dispatcher, *_: Any) -> None:
-        _living(dispatcher).launched(2)
+    def launched(self, *_: Any) -> None:
+        self.dispatcher.launched(2)
 
-
-def _forward(tensors: Tensors, dispatcher: _Dispatcher, *how: Any) -> Tensors:
-    return _run_forward(tensors, _living(dispatcher), *how)[1]
-
-
-def _backward(tensors: Tensors, dispatcher: _Dispatcher, *how: Any) -> Tensors:
-    return _run_backward(tensors, _living(dispatcher), *how)
+    def direct(self, tensors: Tensors, *how: Any) -> Tensors:
+        results: Tensors = self.function(tensors, self.dispatcher, *how)[1]
+        return results
 
 
-def _living(dispatcher: _Dispatcher) -> TokenDispatcher:
-    found = dispatcher()
-    assert found is not None, "its caller has it"
-    return found
-
-
-def _run_forward(
+def _forward(
     tensors: Tensors,
     dispatcher: TokenDispatcher,
     recipe: Recipe,
@@ -202,7 +194,7 @@ def _run_forward(
     return routing, [*made, *Saved(rows, gate_up, later).flat()]
 
 
-def _run_backward(
+def _backward(
     tensors: Tensors,
     dispatcher: TokenDispatcher,
     recipe: Recipe,
@@ -213,10 +205,10 @@ def _run_backward(
     routing: Routing | None = None,
     wanted: Needs = (True, True, True),
     left: Pending | None = None,
-) -> Tensors:
+) -> tuple[Routing, Tensors]:
     """[d_out, expert_ids, gate_up_proj, its other half or None, down_proj, main_grads of both, both colwise or None,
-    *plan, *saved] -> [dx, d_weights, d_gate_up_proj, d_down_proj, d_bias]: the last three None where they are not
-    wanted or are in main_grads.
+    *plan, *saved] -> the routing, [dx, d_weights, d_gate_up_proj, d_down_proj, d_bias]: the last three None where they
+    are not wanted or are in main_grads.
 
     routing: the dispatcher's own, if it is more than the plan.
     """
@@ -257,7 +249,7 @@ def _run_backward(
     elif rows is not None and left is not None:
         left[0] = d_gate_up, rows
     dx, d_weights = home.wait()
-    return [dx, d_weights, d_gate_up_proj, d_down_proj, d_bias]
+    return routing, [dx, d_weights, d_gate_up_proj, d_down_proj, d_bias]
 
 
 def _of_both(later13: SavedWeight, later2: SavedWeight) -> Tensors:

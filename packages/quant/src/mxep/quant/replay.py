@@ -89,12 +89,17 @@ class Replayed:
         """Called after each launch of a graph. For subclasses."""
 
     def __call__(self, tensors: Tensors, *static: Any) -> Tensors:
+        results = self.replay(tensors, *static)
+        return self.direct(tensors, *static) if results is None else results
+
+    def replay(self, tensors: Tensors, *static: Any) -> Tensors | None:
+        """What a launch of the graph gives, which empties `tensors`; None where the function is to be called."""
         if torch.compiler.is_compiling():
-            return self.direct(tensors, *static)
+            return None
         key, flat, addresses = _taken_apart(tensors, static)
         state = None if key is None else self.state(*static)
         if state is None:
-            return self.direct(tensors, *static)
+            return None
         key = key, state
         found = self._kinds.get(key, self)
         if found is None:
@@ -103,8 +108,7 @@ class Replayed:
         elif found is self:
             self._keep(key, None)
         if type(found) is not _Replay:
-            flat.clear()
-            return self.direct(tensors, *static)
+            return None
         tensors.clear()
         self.replays += 1
         results = found.graph.launch(flat, addresses)
