@@ -113,7 +113,7 @@ class Lane:
         rank = self.workspace.transport.rank
         token = torch.arange(ids.shape[1], device=salt.device)[:, None]
         part = self.bytes_of(torch.full_like(token, rank), token, salt)
-        self.check_rows(dispatch(self.workspace, (part,), self.mine(ids)).payload, plan, salt)
+        self.check_rows(dispatch(self.workspace, (part,), self.mine(ids)).wait().payload, plan, salt)
 
     def home(self, ids: Tensor, plan: RoutingPlan, salt: Tensor) -> None:
         """Rows whose values tell where they belong; NaN wherever nothing may be read."""
@@ -127,7 +127,7 @@ class Lane:
         value = self.value_of(rank, token, k, salt)[:, None]
         rows = (value + column).bfloat16().masked_fill(nothing, float("nan"))
         numbers = value.float().masked_fill(nothing, float("nan"))[:, 0]
-        out, values = combine(workspace, rows, plan, self.mine(ids), row_values=numbers)
+        out, values = combine(workspace, rows, plan, self.mine(ids), row_values=numbers).wait()
         routed = self.mine(ids) >= 0
         token = torch.arange(tokens, device=salt.device)[:, None]
         k = torch.arange(top_k, device=salt.device)

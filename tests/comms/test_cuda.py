@@ -33,11 +33,11 @@ def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
 
     def moves(payload, ids, weights):
-        slots = dispatch(workspace, payload, ids, weights)
+        slots = dispatch(workspace, payload, ids, weights).wait()
         plan = plan_slots(workspace, slots)
         rows = gather_rows(slots.payload, plan.row_slot)[0]
         y = rows[:, :20].float() * plan.row_weight[:, None]
-        out, values = combine(workspace, y, plan, ids, row_values=y[:, 0])
+        out, values = combine(workspace, y, plan, ids, row_values=y[:, 0]).wait()
         return out.clone(), values.clone()
 
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_a_graph_of_one_move_may_be_replayed_again_at_once(ctx: Context):
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
 
     def move():
-        arrived = dispatch(workspace, (part,), ids).payload[0][(1 - ctx.rank) * 64 :][:64]
+        arrived = dispatch(workspace, (part,), ids).wait().payload[0][(1 - ctx.rank) * 64 :][:64]
         if ctx.rank == 1:
             torch.cuda._sleep(2_000_000)
         wrong.add_((arrived != part).sum())
@@ -97,10 +97,10 @@ def test_returns_of_two_workspaces_never_keep_each_other_out(ctx: Context):
     streams = [torch.cuda.Stream() for _ in range(2)]
     ids = torch.arange(2048, device=ctx.device)[:, None] % 2
     part, weights = content(ctx.rank, 2048, 16).to(ctx.device), torch.ones(2048, 1, device=ctx.device)
-    plans = [plan_slots(workspace, dispatch(workspace, (part,), ids, weights)) for workspace in workspaces]
+    plans = [plan_slots(workspace, dispatch(workspace, (part,), ids, weights).wait()) for workspace in workspaces]
     rows = torch.ones(plans[0].max_rows, 512, dtype=torch.bfloat16, device=ctx.device)
     for workspace, plan in zip(workspaces, plans):
-        combine(workspace, rows, plan, ids)
+        combine(workspace, rows, plan, ids).wait()
     torch.cuda.synchronize()
     dist.barrier(ctx.group)
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_moves_on_two_streams_take_turns(ctx: Context):
         workspace = workspaces[number % 2]
         with torch.cuda.stream(streams[number // 3 % 2]):
             part = torch.full((48, 64), number, dtype=torch.uint8, device=ctx.device)
-            (arrived,) = dispatch(workspace, (part,), ids).payload
+            (arrived,) = dispatch(workspace, (part,), ids).wait().payload
             torch.cuda._sleep(2_000_000 * (1 + ctx.rank))
             wrong.append((arrived[peer * workspace.max_tokens :][:48] != number).sum())
     torch.cuda.synchronize()
@@ -147,7 +147,7 @@ def test_what_was_waited_for_has_come(ctx: Context):
     peer = 1 - ctx.rank
     ids = torch.full((4, 1), peer, dtype=torch.int32, device=ctx.device)
     part, weights = torch.zeros(4, 32, dtype=torch.uint8, device=ctx.device), torch.ones(4, 1, device=ctx.device)
-    plan = plan_slots(workspace, dispatch(workspace, (part,), ids, weights))
+    plan = plan_slots(workspace, dispatch(workspace, (part,), ids, weights).wait())
     rows = torch.zeros(plan.max_rows, 16, dtype=torch.bfloat16, device=ctx.device)
     torch.cuda.synchronize()
     for number in range(1, 6):
@@ -175,7 +175,7 @@ def test_a_graph_goes_on_with_the_buffers_that_it_was_captured_on(ctx: Context):
     part = torch.zeros(16, 64, dtype=torch.uint8, device=ctx.device)
 
     def move(workspace: Workspace) -> torch.Tensor:
-        return dispatch(workspace, (part,), ids).payload[0][peer * workspace.max_tokens :][:16].clone()
+        return dispatch(workspace, (part,), ids).wait().payload[0][peer * workspace.max_tokens :][:16].clone()
 
     move(small)
     torch.cuda.synchronize()
@@ -208,10 +208,10 @@ def test_one_gpu_alone_needs_no_process_group():
     weights = torch.ones(8, 2, device=transport.device)
 
     def there_and_back() -> torch.Tensor:
-        slots = dispatch(workspace, (x.view(torch.uint8),), ids, weights)
+        slots = dispatch(workspace, (x.view(torch.uint8),), ids, weights).wait()
         plan = plan_slots(workspace, slots)
         (rows,) = gather_rows(slots.payload, plan.row_slot)
-        return combine(workspace, rows.view(torch.float32), plan, ids)[0]
+        return combine(workspace, rows.view(torch.float32), plan, ids).wait()[0]
 
     there_and_back()
     torch.cuda.synchronize()
@@ -230,8 +230,8 @@ def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
 
     def moves():
-        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
-        combine(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
+        combine(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids).wait()
 
     moves()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -247,21 +247,21 @@ def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
 def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
     workspace = make_workspace(ctx, timeout=LIMIT)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    dispatch(workspace, mine.payload, mine.ids, mine.weights)
+    dispatch(workspace, mine.payload, mine.ids, mine.weights).wait()
     torch.cuda.synchronize()
     workspace.transport.check()
     dist.barrier(ctx.group)
     if ctx.rank != 1:
         started = time.monotonic()
-        dispatch(workspace, mine.payload, mine.ids)
-        dispatch(workspace, mine.payload, mine.ids)  # nothing is known yet; its wait ends at once
+        dispatch(workspace, mine.payload, mine.ids).wait()
+        dispatch(workspace, mine.payload, mine.ids).wait()  # nothing is known yet; its wait ends at once
         torch.cuda.synchronize()
         assert LIMIT - 0.2 < time.monotonic() - started < LIMIT + 2
         with pytest.raises(PeerTimeout, match=r"at dispatch, barrier 1, for rank 1 \(last seen at barrier 0\)") as info:
             workspace.transport.check()
         assert info.value.missing == (1,)
         with pytest.raises(PeerTimeout):
-            dispatch(workspace, mine.payload, mine.ids)
+            dispatch(workspace, mine.payload, mine.ids).wait()
     dist.barrier(ctx.group)
 
 
@@ -269,11 +269,11 @@ def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
 def test_ranks_in_other_moves_are_told(ctx: Context):
     workspace = make_workspace(ctx, timeout=LIMIT)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
+    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
     if ctx.rank == 0:
-        dispatch(workspace, mine.payload, mine.ids)
+        dispatch(workspace, mine.payload, mine.ids).wait()
     else:
-        combine(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids)
+        combine(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids).wait()
     torch.cuda.synchronize()
     got = "rank 0 at dispatch with rows of 27 bytes, rank 1 at combine with rows of 80 bytes"
     with pytest.raises(PeersDisagree, match=got):
@@ -289,13 +289,13 @@ def die(rank: int, world_size: int, folder: Path) -> None:
     workspace = Workspace(transport, max_tokens=4, top_k=1, dim=16, num_experts=2 * world_size)
     part = content(rank, 4, 16).to(transport.device)
     ids = torch.arange(4, device=transport.device)[:, None] % (2 * world_size)
-    dispatch(workspace, (part,), ids)
+    dispatch(workspace, (part,), ids).wait()
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    dispatch(workspace, (part,), ids)
+    dispatch(workspace, (part,), ids).wait()
     torch.cuda.synchronize()
     try:
         transport.check()

@@ -115,7 +115,7 @@ def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, alignment:
 def check_return(ctx: Context, workspace: Workspace, plan, everyone, dtype, seed: int, what: str, fits=False) -> None:
     mine = everyone[ctx.rank]
     rows, values = expert_rows(workspace, plan, everyone, dtype, seed)
-    out, back = combine(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values)
+    out, back = combine(workspace, rows, plan, mine.ids.to(ctx.device), row_values=values).wait()
     lost = set() if fits else lost_pairs(workspace, everyone, ctx.rank, plan.alignment, plan.max_rows)
     sizes = {"experts_per_rank": workspace.num_local_experts, "world_size": ctx.world_size}
     outputs = expert_outputs(mine, ctx.rank, workspace.dim, dtype, seed)
@@ -135,7 +135,7 @@ def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> N
         mine = bring_to(workspace, case, ctx.rank, seed)
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
-        slots = dispatch(workspace, here.payload, here.ids, here.weights)
+        slots = dispatch(workspace, here.payload, here.ids, here.weights).wait()
         plan = plan_slots(workspace, slots)
         check_arrived(slots, plan, everyone, experts, case)
         for dtype in (torch.bfloat16, torch.float32):
@@ -143,11 +143,13 @@ def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> N
 
         # Once more along the same plan, other bytes and no tables, as a backward does.
         again = [content(rank, len(sent.ids), 30, salt=50) for rank, sent in enumerate(everyone)]
-        repeat = dispatch(workspace, (again[ctx.rank].to(ctx.device),), here.ids.long())
+        repeat = dispatch(workspace, (again[ctx.rank].to(ctx.device),), here.ids.long()).wait()
         assert repeat.expert_ids is repeat.weights is repeat.num_tokens is None
         sent_again = [dataclasses.replace(sent, payload=(bytes_,)) for sent, bytes_ in zip(everyone, again)]
         check_arrived(repeat, plan, sent_again, experts, f"{case}, again")
-        out, nothing = combine(workspace, torch.zeros(plan.max_rows, workspace.dim, device=ctx.device), plan, here.ids)
+        out, nothing = combine(
+            workspace, torch.zeros(plan.max_rows, workspace.dim, device=ctx.device), plan, here.ids
+        ).wait()
         assert nothing is None
         assert not out.any()
 
@@ -164,7 +166,7 @@ def check_over_capacity(ctx: Context, workspace: Workspace, cases: tuple[str, ..
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
         for capacity in (Capacity.factor(0.2), Capacity.factor(1.0), Capacity.exact()):
-            slots = dispatch(workspace, here.payload, here.ids, here.weights)
+            slots = dispatch(workspace, here.payload, here.ids, here.weights).wait()
             plan = plan_slots(workspace, slots, alignment=2, capacity=capacity)
             what = f"{case}, {capacity}"
             check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), what)
@@ -196,7 +198,7 @@ def check_other_sizes(ctx: Context, kind: type | None, cases: tuple[str, ...]) -
         for workspace in (one, other):
             mine = bring_to(workspace, case, ctx.rank, seed)
             everyone, here = gather(ctx.group, mine), mine.to(ctx.device)
-            slots = dispatch(workspace, here.payload, here.ids, here.weights)
+            slots = dispatch(workspace, here.payload, here.ids, here.weights).wait()
             plan = plan_slots(workspace, slots)
             check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), case)
             sent.append((plan, everyone))
@@ -215,7 +217,7 @@ def check_one_token(ctx: Context, workspace: Workspace) -> None:
     wide = content(ctx.rank, 1, 27).to(ctx.device)
     ids = torch.full((1, TOP_K), -1, device=ctx.device)
     ids[0, 0] = 0
-    slots = dispatch(workspace, (wide[:, :24], wide[:, 24:]), ids)
+    slots = dispatch(workspace, (wide[:, :24], wide[:, 24:]), ids).wait()
     if ctx.rank == 0:
         for rank in range(2):
             for part, wanted in zip(slots.payload, content(rank, 1, 27).split((24, 3), 1)):
@@ -227,10 +229,10 @@ def test_a_nan_stays_in_its_token(ctx: Context):
     workspace = make_workspace(ctx, top_k=2)
     ids = torch.tensor([[0, 3], [3, 0], [1, -1]], device=ctx.device)
     payload = (content(ctx.rank, 3, 8).to(ctx.device),)
-    plan = plan_slots(workspace, dispatch(workspace, payload, ids, torch.ones(3, 2, device=ctx.device)))
+    plan = plan_slots(workspace, dispatch(workspace, payload, ids, torch.ones(3, 2, device=ctx.device)).wait())
     rows = torch.ones(plan.max_rows, DIM, device=ctx.device)
     token_zero_of_rank_one = plan.row_slot == MAX_TOKENS
-    out, _ = combine(workspace, rows.masked_fill(token_zero_of_rank_one[:, None], float("nan")), plan, ids)
+    out, _ = combine(workspace, rows.masked_fill(token_zero_of_rank_one[:, None], float("nan")), plan, ids).wait()
     nan = out.isnan().all(1).tolist()
     assert nan == [ctx.rank == 1, False, False]
     assert out[1:].tolist() == [[2.0] * DIM, [1.0] * DIM]
@@ -244,15 +246,15 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
     payload, weights = (content(ctx.rank, 2, 8).to(ctx.device),), torch.ones(2, 2, device=ctx.device)
     if ctx.device.type == "cpu":
         with pytest.raises(ValueError, match=rf"expert ids: got \[-5, {wrong}, {2**40}\], wanted -1 \(not routed\) to"):
-            dispatch(workspace, payload, ids, weights)
+            dispatch(workspace, payload, ids, weights).wait()
         with pytest.raises(ValueError, match="expert ids: got"):
-            dispatch(workspace, payload, ids)
+            dispatch(workspace, payload, ids).wait()
         assert workspace.arena.exchanges == (0 if ctx.world_size == 1 else 1), "which refused"
         return
-    plan = plan_slots(workspace, dispatch(workspace, payload, ids, weights))
+    plan = plan_slots(workspace, dispatch(workspace, payload, ids, weights).wait())
     assert int(plan.invalid) == 3 * ctx.world_size
     assert int(plan.group_sizes.sum()) == (ctx.world_size if ctx.rank == 0 else 0)
-    out, _ = combine(workspace, torch.ones(plan.max_rows, DIM, device=ctx.device), plan, ids)
+    out, _ = combine(workspace, torch.ones(plan.max_rows, DIM, device=ctx.device), plan, ids).wait()
     assert out[:, 0].tolist() == [1.0, 0.0]
 
 
@@ -260,7 +262,7 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
 def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     workspace = make_workspace(ctx)
     good = bring_to(workspace, "full", 0, 0).to(ctx.device)
-    plan = plan_slots(workspace, dispatch(workspace, good.payload, good.ids, good.weights))
+    plan = plan_slots(workspace, dispatch(workspace, good.payload, good.ids, good.weights).wait())
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     wide, seven = torch.zeros(6, 81, dtype=torch.uint8, device=ctx.device), torch.zeros(7, 3, device=ctx.device)
     refused = [
@@ -314,11 +316,11 @@ def short_plan(plan: RoutingPlan) -> RoutingPlan:
 def test_a_row_too_wide_for_the_workspace_is_refused_on_the_way_home(ctx: Context):
     workspace = make_workspace(ctx, row_bytes=None)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
+    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     with pytest.raises(ValueError, match=r"rows: got 80 bytes a row, wanted at most 48 \(row_bytes\)"):
-        combine(workspace, rows, plan, mine.ids)
-    out, _ = combine(workspace, rows.bfloat16(), plan, mine.ids)
+        combine(workspace, rows, plan, mine.ids).wait()
+    out, _ = combine(workspace, rows.bfloat16(), plan, mine.ids).wait()
     assert not out.any()
 
 
@@ -329,8 +331,8 @@ def test_moves_wait_for_no_device_read(ctx: Context):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
         rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
-        combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
+        combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0]).wait()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -100,9 +100,9 @@ def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
     workspace = make_workspace(ctx, InterpretedTransport, timeout=0.02)
     mine = bring_to(workspace, "full", ctx.rank, 0)
     if ctx.rank != 1:
-        dispatch(workspace, mine.payload, mine.ids, mine.weights)  # ends, whatever it brought
+        dispatch(workspace, mine.payload, mine.ids, mine.weights).wait()  # ends, whatever it brought
         with pytest.raises(PeerTimeout, match=r"waited 0.02 s at dispatch, barrier 1, for rank 1 \(last seen at barr"):
-            dispatch(workspace, mine.payload, mine.ids)
+            dispatch(workspace, mine.payload, mine.ids).wait()
     dist.barrier(ctx.group)
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_never_comes_is_named_on_all_others(ctx: Context):
 def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
     workspace = make_workspace(ctx, InterpretedTransport)
     mine = bring_to(workspace, "full", ctx.rank, 0)
-    dispatch(workspace, mine.payload[: 1 + ctx.rank], mine.ids)
+    dispatch(workspace, mine.payload[: 1 + ctx.rank], mine.ids).wait()
     got = "rank 0 at dispatch with rows of 24 bytes, rank 1 at dispatch with rows of 27 bytes"
     with pytest.raises(PeersDisagree, match=got):
         workspace.transport.check()

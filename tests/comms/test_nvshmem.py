@@ -76,12 +76,12 @@ def test_long_rows_are_put_in_pieces(ctx: Context):
     ids, weights = torch.full((3, 9), -1), torch.rand(3, 9)
     ids[:, 0] = 9 * (1 - ctx.rank)  # to the other rank
     here = [tensor.to(ctx.device) for tensor in (payload, ids, weights)]
-    slots = dispatch(workspace, here[:1], *here[1:])
+    slots = dispatch(workspace, here[:1], *here[1:]).wait()
     other = (1 - ctx.rank) * 1100
     assert_bitwise(slots.payload[0][other : other + 3], payload - ctx.rank + (1 - ctx.rank), "rows")
     assert_bitwise(slots.expert_ids[ctx.rank, :3], ids.int(), "own ids")
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    slots = dispatch(workspace, [part[:, :8] for part in mine.payload], mine.ids, mine.weights)
+    slots = dispatch(workspace, [part[:, :8] for part in mine.payload], mine.ids, mine.weights).wait()
     for rank in range(2):
         theirs = bring_to(workspace, "full", rank, 0)
         assert_bitwise(slots.expert_ids[rank, : len(theirs.ids)], theirs.ids.int(), f"ids of rank {rank}")
@@ -96,9 +96,9 @@ def test_a_captured_graph_replays_with_new_routing(ctx: Context):
 
     def step():
         rows, ids, weights = given
-        slots = dispatch(workspace, (rows,), ids, weights)
+        slots = dispatch(workspace, (rows,), ids, weights).wait()
         plan = plan_slots(workspace, slots)
-        back, _ = combine(workspace, torch.ones(plan.max_rows, workspace.dim, device=ctx.device), plan, ids)
+        back, _ = combine(workspace, torch.ones(plan.max_rows, workspace.dim, device=ctx.device), plan, ids).wait()
         return slots.payload[0].clone(), slots.expert_ids.clone(), back
 
     stream = torch.cuda.Stream()
@@ -138,9 +138,9 @@ def test_moves_wait_for_no_device_read(ctx: Context):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
         rows = torch.zeros(plan.max_rows, workspace.dim, device=ctx.device)
-        combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0])
+        combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0]).wait()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -150,10 +150,10 @@ def test_a_rank_that_never_comes_is_named(ctx: Context):
     workspace = make_workspace(ctx, kind_of(ctx), timeout=0.5)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
     if ctx.rank != 1:
-        dispatch(workspace, mine.payload, mine.ids)
+        dispatch(workspace, mine.payload, mine.ids).wait()
         torch.cuda.synchronize()
         with pytest.raises(PeerTimeout, match=r"waited 0.5 s at dispatch, barrier 1, for rank 1 \(last seen at barr"):
-            dispatch(workspace, mine.payload, mine.ids)
+            dispatch(workspace, mine.payload, mine.ids).wait()
     dist.barrier(ctx.group)
 
 
@@ -161,7 +161,7 @@ def test_a_rank_that_never_comes_is_named(ctx: Context):
 def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
     workspace = make_workspace(ctx, kind_of(ctx))
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    dispatch(workspace, mine.payload[: 1 + ctx.rank], mine.ids)
+    dispatch(workspace, mine.payload[: 1 + ctx.rank], mine.ids).wait()
     torch.cuda.synchronize()
     with pytest.raises(
         PeersDisagree, match="rank 0 at dispatch with rows of 24 bytes, rank 1 at dispatch with rows of"

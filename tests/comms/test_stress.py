@@ -40,7 +40,7 @@ def check_rounds(ctx: Context, kind: type | None, rounds: int) -> None:
         everyone = [bring_to(workspace, case, rank, seed) for rank in range(ctx.world_size)]
         mine = everyone[ctx.rank].to(ctx.device)
         dawdle(ctx, luck)
-        slots = dispatch(workspace, mine.payload, mine.ids, mine.weights)
+        slots = dispatch(workspace, mine.payload, mine.ids, mine.weights).wait()
         dawdle(ctx, luck)
         plan = plan_slots(workspace, slots)
         check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), f"round {seed}")
@@ -50,7 +50,7 @@ def check_rounds(ctx: Context, kind: type | None, rounds: int) -> None:
             mine = everyone[ctx.rank].to(ctx.device)
             if together.random() < 0.3:
                 dawdle(ctx, luck)
-                slots = dispatch(workspace, mine.payload, mine.ids)
+                slots = dispatch(workspace, mine.payload, mine.ids).wait()
                 check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), f"round {brought} again")
             dawdle(ctx, luck)
             check_return(ctx, workspace, plan, everyone, torch.bfloat16, brought, f"round {brought} at {seed}")
@@ -62,7 +62,7 @@ def test_two_runs_are_bitwise_equal(ctx: Context):
     results = []
     for _ in range(2):
         mine = bring_to(workspace, "full", ctx.rank, 3).to(ctx.device)
-        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
         rows = torch.randn(plan.max_rows, workspace.dim, generator=torch.Generator().manual_seed(ctx.rank))
-        results.append(combine(workspace, rows.to(ctx.device), plan, mine.ids)[0])
+        results.append(combine(workspace, rows.to(ctx.device), plan, mine.ids).wait()[0])
     assert torch.equal(*results)

@@ -67,10 +67,10 @@ def test_peers_of_a_rank_with_ids_that_are_none_are_told_so(ctx: Context):
     payload, ids = (torch.zeros(2, 8, dtype=torch.uint8),), torch.tensor([[0], [1 + 7 * (ctx.rank == 1)]])
     if ctx.rank == 1:
         with pytest.raises(ValueError, match=r"expert ids: got \[8\], wanted -1 \(not routed\) to 2"):
-            dispatch(workspace, payload, ids, torch.ones(2, 1))
+            dispatch(workspace, payload, ids, torch.ones(2, 1)).wait()
     else:
         with pytest.raises(PeersDisagree, match="refused to dispatch: rank 1 brought invalid expert ids"):
-            dispatch(workspace, payload, ids, torch.ones(2, 1))
+            dispatch(workspace, payload, ids, torch.ones(2, 1)).wait()
     dist.barrier(ctx.group)
     for buffer in workspace.arena.buffers:
         assert not workspace.layout.num_tokens(buffer.local)[1], "nothing moved from rank 1"
@@ -87,7 +87,7 @@ def check_too_many_tokens(ctx: Context, kind: type | None = None) -> None:
     def send(tokens: int) -> None:
         part = torch.zeros(tokens, 8, dtype=torch.uint8, device=ctx.device)
         ids = torch.zeros(tokens, 1, dtype=torch.int32, device=ctx.device)
-        dispatch(workspace, (part,), ids, torch.ones(tokens, 1, device=ctx.device))
+        dispatch(workspace, (part,), ids, torch.ones(tokens, 1, device=ctx.device)).wait()
         if ctx.device.type == "cuda":
             torch.cuda.synchronize()
         workspace.transport.check()
@@ -119,14 +119,14 @@ def check_other_moves(ctx: Context, said: str, *, home: bool = False, width: int
     transport = ctx.transport(timeout=20)
     one, other = (Workspace(transport, max_tokens=t, top_k=1, dim=16, num_experts=3, row_bytes=64) for t in (2, 3))
     part, ids = torch.zeros(2, width, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
-    slots = dispatch(one, (part[:, :8],), ids, torch.ones(2, 1))
+    slots = dispatch(one, (part[:, :8],), ids, torch.ones(2, 1)).wait()
     tables = slots.expert_ids, slots.weights, slots.num_tokens
     plan = make_plan(*tables, first_expert=ctx.rank, num_local_experts=1, alignment=1)
     rows = torch.zeros(plan.max_rows, 16)
     with pytest.raises(
         PeersDisagree, match=f"rank {ctx.rank} met peers in other exchanges: rank 0 at dispatch .*{said}"
     ):
-        _ = combine(one, rows, plan, ids) if home else dispatch(other if larger else one, (part,), ids)
+        _ = combine(one, rows, plan, ids).wait() if home else dispatch(other if larger else one, (part,), ids).wait()
     with pytest.raises(RuntimeError, match=r"unusable after: rank . met peers in other exchanges"):
         transport.check()
 
@@ -139,14 +139,14 @@ def test_smaller_buffers_make_room_for_larger_ones_and_their_views_stay(ctx: Con
     old = small.arena.buffers
     part = torch.full((2, 16), 7 + ctx.rank, dtype=torch.uint8, device=ctx.device)
     ids = torch.full((2, 1), ctx.world_size - 1, dtype=torch.int32, device=ctx.device)
-    (arrived,) = dispatch(small, (part,), ids).payload
+    (arrived,) = dispatch(small, (part,), ids).wait().payload
     before = arrived.clone()
     larger = Workspace(transport, max_tokens=4, **sizes)
     assert larger.arena.buffers is small.arena.buffers is not old
     assert Workspace(transport, max_tokens=3, **sizes).arena.buffers is larger.arena.buffers
     for _ in range(3):
-        dispatch(larger, (part + 1,), ids)
-        (again,) = dispatch(small, (part,), ids).payload
+        dispatch(larger, (part + 1,), ids).wait()
+        (again,) = dispatch(small, (part,), ids).wait().payload
         assert torch.equal(again, before) or ctx.rank < ctx.world_size - 1
     assert torch.equal(arrived, before)
     assert small.arena.exchanges == larger.arena.exchanges == 7

@@ -144,7 +144,7 @@ def ceilings(rank: Rank) -> dict[str, float]:
             buffer.peers[peer][rank.rank * piece :][:piece].copy_(x.view(-1)[:piece])
 
     def put() -> None:
-        dispatch(workspace, [x], ids)
+        dispatch(workspace, [x], ids).wait()
 
     alternatives = {  # copies are slower in a graph
         "copy engines GB/s": Alternative(lambda: [copies], "never", check=transport.check),

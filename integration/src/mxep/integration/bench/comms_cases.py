@@ -138,10 +138,10 @@ class Exchange:
 
     def again(self, payload: Sequence[Tensor]) -> Slots:
         """A dispatch whose plan is there."""
-        return dispatch(self.workspace, payload, self.problem.ids)
+        return dispatch(self.workspace, payload, self.problem.ids).wait()
 
     def combine(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values)
+        return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values).wait()
 
 
 def differences(e: Exchange) -> list[str]:

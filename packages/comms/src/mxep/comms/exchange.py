@@ -6,13 +6,12 @@
 Dispatch forward and combine backward are `dispatch`; combine forward and dispatch backward are `combine`.
 T tokens here, T_max slots a rank, K experts a token, W ranks, S = W * T_max slots, D elements of a row.
 
-With ``async_op=True`` both return a handle. On CUDA the exchange then runs on the transport's stream, and the handle's
-``wait`` makes the current stream wait, never the host.
+Both return a handle, whose ``wait`` gives what arrived; the host never waits. With ``async_op=True`` the exchange runs
+on CUDA on the transport's stream, for which ``wait`` makes the current stream wait; else it is over for that stream.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -41,39 +40,31 @@ class Slots:
 
 @dataclass(slots=True, eq=False)
 class DispatchHandle:
-    """A dispatch in flight. ``tables``: the senders' (expert_ids, weights, num_tokens), already here, or None."""
+    """A dispatch. ``tables``: the senders' (expert_ids, weights, num_tokens), already here, or None."""
 
-    _workspace: Workspace
+    _in_flight: Workspace | None
     _payload: tuple[Tensor, ...]
     tables: Tables | None
 
     def wait(self) -> Slots:
-        self._workspace.join()
+        if self._in_flight is not None:
+            self._in_flight.join()
         return Slots(self._payload, *(self.tables or (None, None, None)))
 
 
 @dataclass(slots=True, eq=False)
 class CombineHandle:
-    """A combine in flight."""
+    """A combine."""
 
-    _workspace: Workspace
+    _in_flight: Workspace | None
     _result: tuple[Tensor, Tensor | None]
 
     def wait(self) -> tuple[Tensor, Tensor | None]:
-        self._workspace.join()
+        if self._in_flight is not None:
+            self._in_flight.join()
         return self._result
 
 
-@overload
-def dispatch(
-    workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None = None, *,
-    async_op: Literal[False] = False, num_sms: int | None = None,
-) -> Slots: ...  # fmt: skip
-@overload
-def dispatch(
-    workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None = None, *,
-    async_op: Literal[True], num_sms: int | None = None,
-) -> DispatchHandle: ...  # fmt: skip
 def dispatch(
     workspace: Workspace,
     payload: Sequence[Tensor],
@@ -82,14 +73,14 @@ def dispatch(
     *,
     async_op: bool = False,
     num_sms: int | None = None,
-) -> Slots | DispatchHandle:
-    """Send each token once to every rank that owns one of its experts. Collective.
+) -> DispatchHandle:
+    """Dispatch each token once to every rank that owns one of its experts. Collective.
 
     Args:
         payload: uint8 (T, n_i) each; they travel side by side in one row.
         expert_ids: (T, K) int32 or int64, -1 is not routed.
         weights: (T, K) fp32. None: a redispatch along a plan that is made already, with the same ids. No tables travel.
-        async_op: return a handle. Make the plan of its ``tables`` while the rows are in flight, then ``wait``.
+        async_op: something else computes before ``wait``. The plan of the handle's ``tables`` always may.
         num_sms: how many multiprocessors the rows may take, at most the workspace's; None: as many as it has. Limit it
             to leave multiprocessors for kernels that overlap: on H200s no other kernel was seen to start on one that an
             exchange was on.
@@ -101,7 +92,7 @@ def dispatch(
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
-            return dispatch(workspace, payload, expert_ids, weights, async_op=async_op, num_sms=num_sms)  # type: ignore[call-overload,no-any-return]
+            return dispatch(workspace, payload, expert_ids, weights, async_op=async_op, num_sms=num_sms)
     if num_sms is not None and num_sms < 1:
         raise ValueError(f"num_sms: got {num_sms}, wanted at least 1, or None")
     expert_ids, weights = _check_tokens(workspace, payload, expert_ids, weights)
@@ -109,7 +100,7 @@ def dispatch(
     if not async_op and weights is None:
         # After it: every rank's tokens for this rank are in its slots.
         workspace.steps.dispatch(buffer, payload, expert_ids, num_sms)
-        return Slots(workspace.slots(buffer, payload), None, None, None)
+        return DispatchHandle(None, workspace.slots(buffer, payload), None)
     workspace.enter_stream((payload, expert_ids))
     try:
         workspace.steps.dispatch(buffer, payload, expert_ids, num_sms)
@@ -120,20 +111,9 @@ def dispatch(
         # After it: the tables of all W ranks are here.
         workspace.steps.dispatch_tables(buffer, expert_ids, weights)
         tables = workspace.tables(buffer)
-    handle = DispatchHandle(workspace, workspace.slots(buffer, payload), tables)
-    return handle if async_op else handle.wait()
+    return DispatchHandle(workspace, workspace.slots(buffer, payload), tables)
 
 
-@overload
-def combine(
-    workspace: Workspace, rows: Tensor, plan: RoutingPlan, expert_ids: Tensor, row_values: Tensor | None = None, *,
-    async_op: Literal[False] = False,
-) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
-@overload
-def combine(
-    workspace: Workspace, rows: Tensor, plan: RoutingPlan, expert_ids: Tensor, row_values: Tensor | None = None, *,
-    async_op: Literal[True],
-) -> CombineHandle: ...  # fmt: skip
 def combine(
     workspace: Workspace,
     rows: Tensor,
@@ -142,8 +122,8 @@ def combine(
     row_values: Tensor | None = None,
     *,
     async_op: bool = False,
-) -> tuple[Tensor, Tensor | None] | CombineHandle:
-    """Send rows back to their tokens' ranks and sum them there. Collective.
+) -> CombineHandle:
+    """Combine rows at their tokens' ranks, which sum them. Collective.
 
     For each slot its rows are summed in fp32, in the order of the token's list, and rounded to the rows' dtype. The
     token's rank sums the ranks' results in fp32, in rank order, and rounds once.
@@ -153,14 +133,14 @@ def combine(
         plan: of the dispatch that brought them.
         expert_ids: (T, K) of that dispatch, this rank's own tokens.
         row_values: (R_max,) fp32, one number a row that goes back with it.
-        async_op: return a handle; what does not need the sums may be computed before its ``wait``.
+        async_op: something else computes before ``wait``.
 
-    Returns the sums (T, D), rows.dtype, zero for a token that was routed nowhere; and (T, K) fp32, the value of each
-    pair's row, 0 for a pair without one (None without row_values). Raises as dispatch does.
+    ``wait`` returns the sums (T, D), rows.dtype, zero for a token that was routed nowhere; and (T, K) fp32, the value
+    of each pair's row, 0 for a pair without one (None without row_values). Raises as dispatch does.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
-            return combine(workspace, rows, plan, expert_ids, row_values, async_op=async_op)  # type: ignore[call-overload,no-any-return]
+            return combine(workspace, rows, plan, expert_ids, row_values, async_op=async_op)
     tokens = expert_ids.shape[0]
     expert_ids = _check_expert_ids(workspace, expert_ids, tokens)
     if expert_ids.is_cpu:
@@ -173,7 +153,7 @@ def combine(
     buffer = workspace.begin("combine")
     if not async_op:
         workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values)
-        return out, values
+        return CombineHandle(None, (out, values))
     workspace.enter_stream((rows, plan, expert_ids, row_values, out, values))
     try:
         workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values)

@@ -23,7 +23,7 @@ from mxep.comms import (
 )
 
 from .base import Payload, Routing, TokenDispatcher, made_to_stay
-from .handles import Done, Handle, Later
+from .handles import Handle, Later
 from .shared import close_transport, open_transport
 
 OVERLAP_SMS = 32
@@ -83,9 +83,8 @@ class SymmetricDispatcher(TokenDispatcher):
     ) -> Handle[tuple[Payload, Routing]]:
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         workspace = self._workspace(expert_ids)
-        handle = dispatch(
-            workspace, payload, expert_ids, weights, async_op=True, num_sms=OVERLAP_SMS if overlap else None
-        )
+        sms = OVERLAP_SMS if overlap else None
+        handle = dispatch(workspace, payload, expert_ids, weights, async_op=True, num_sms=sms)
         assert handle.tables is not None
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
@@ -94,18 +93,14 @@ class SymmetricDispatcher(TokenDispatcher):
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         workspace, ids = self._workspace_of(routing), routing.expert_ids
-        if not overlap:
-            return Done(dispatch(workspace, payload, ids).payload)
-        handle = dispatch(workspace, payload, ids, async_op=True, num_sms=OVERLAP_SMS)
+        handle = dispatch(workspace, payload, ids, async_op=overlap, num_sms=OVERLAP_SMS if overlap else None)
         return Later(lambda: handle.wait().payload)
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
         workspace, plan, ids = self._workspace_of(routing), routing.plan, routing.expert_ids
-        if not overlap:
-            return Done(combine(workspace, rows, plan, ids, row_values))
-        return combine(workspace, rows, plan, ids, row_values, async_op=True)
+        return combine(workspace, rows, plan, ids, row_values, async_op=overlap)
 
     def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
         transport = self._transport_here()
