@@ -177,6 +177,43 @@ def test_stages_are_summed_by_name_and_overlap_shows():
 
 
 @pytest.mark.parametrize(
+    ("name", "within", "across"),
+    [
+        # Rank 1 sends most within: 5 pairs to rank 0, and home the 8 that came; rank 0 across: 9 + 10, and 9 + 13.
+        ("mxfp8/all_to_all", 2 * (5 * 33 + 8 * 64), 2 * (19 * 33 + 22 * 64)),
+        (BASELINE, 2 * (5 * 64 + 8 * 64), 2 * (19 * 64 + 22 * 64)),
+        ("mxfp8/symmetric", 2 * (2 * 33 + 3 * 64), 2 * (8 * 33 + 7 * 64)),
+        # Rank 1 passes rank 0 its 2 tokens and rank 3's 4, and home go 3 + 4. All 5 slots cross.
+        ("mxfp8/hierarchical", 2 * (6 * 33 + 7 * 64), 2 * (5 * 33 + 5 * 64)),
+    ],
+)
+def test_bytes_of_both_legs_are_those_counted_by_hand(name: str, within: int, across: int):
+    """Two nodes of two ranks, rows of 32 elements."""
+    tokens = [[2, 3, 4, 4], [2, 4, 3, 3], [3, 4, 4, 2], [4, 3, 2, 4]]
+    pairs = [[2, 8, 9, 10], [5, 4, 3, 3], [9, 4, 4, 2], [13, 3, 2, 4]]
+    p = SimpleNamespace(shape=Shape(5, 32, 64, 8, 4), ranks=4, ranks_per_node=2, traffic=Traffic(tokens, pairs))
+    found = layer_work.legs(p, Case(name), num_slots=5)
+    assert found["within MB"] == pytest.approx(within / 1e6)
+    assert found["across MB"] == pytest.approx(across / 1e6)
+
+
+def test_rows_say_what_each_leg_carries_where_two_ranks_are_two_nodes(mxep, tmp_path: Path):
+    cases = "mxfp8/hierarchical", "mxfp8/all_to_all", MX
+    wanted = f"bench.cases=[{','.join(json.dumps(case) for case in cases)}]", "bench.sections=[eager]"
+    finished = mxep(*ON_CPU, "parallel.ranks=2", "bench.models=[tiny]", *wanted, "dispatcher.ranks_per_node=1")
+    assert finished.code == 0, finished.out + finished.err
+    rows = json.loads((tmp_path / "run" / "bench.json").read_text())["sections"]["eager"]
+    found = {row["what"]: row for row in rows}
+    assert list(found) == [BASELINE, *cases]
+    assert all(row["ranks per node"] == 1 and row["within MB"] == 0 < row["across MB"] for row in rows)
+    # As many slots as tokens, each once, where pairs go one by one otherwise.
+    assert found["mxfp8/hierarchical"]["across MB"] == pytest.approx(2 * 24 * (66 + 128) / 1e6)
+    for row in rows:
+        if row["what"] != MX:  # whose peers' memory is mapped
+            assert row["sockets MB"] > row["across MB"]
+
+
+@pytest.mark.parametrize(
     ("kernel", "stage"),
     [
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),

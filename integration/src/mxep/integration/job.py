@@ -120,7 +120,7 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     file = folder / "bench.json"
     files = [file, *([Path(config.bench.out)] if config.bench.out else [])]
-    args = (config.bench, config.seed, files, _command())
+    args = (config.bench, config.seed, files, _command(), config.dispatcher.ranks_per_node)
     try:
         if config.bench.name in ON_RANKS:
             results = _on_ranks(run.run, args, config, device=config.bench.device)

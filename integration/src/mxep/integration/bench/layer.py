@@ -17,6 +17,10 @@ kept GiB       in the allocator between forward and backward, above operands, pa
 caller's ms    of section host: forward and backward, with backward in the caller's thread instead of autograd's
 launches, ...  of forward and backward (layer_stages.counts)
 floor ms       least time, of which the formula is in layer_work; of floor: floor over ms
+within MB      of rows that a rank sends to its node in a step, at most, as the plan counts; across MB: to other nodes,
+               which are `dispatcher.ranks_per_node` ranks each, else hosts
+sockets MB     of section eager: what the host's network interfaces sent in a step, of a rank on average, loopback's
+               included; nothing of NVLink, shared memory and InfiniBand is in it
 dB             of the output and the gradients against the baseline's, the least of all tensors and ranks, checked on
                what is timed and before that; a case below its bound fails
 
@@ -28,9 +32,11 @@ baseline). On a CPU the operators' own work is in the figures, so they say nothi
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -41,11 +47,11 @@ from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from ..reference import Results as Tensors
 from ..results import Row
 from ..snr import snr
-from ..timer import Alternative, Call, Run, Timer, failure, free_memory
+from ..timer import Alternative, Call, Run, Timer, failure, free_memory, synchronize
 from . import layer_stages
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape
-from .layer_work import floor_ms, useful_flop
+from .layer_work import floor_ms, legs, useful_flop
 from .run import Bench, models, table
 
 CASES_OF = {
@@ -59,16 +65,17 @@ CASES_OF = {
 """Section -> its cases where the config names none."""
 HOST = "host"  # the model that section host takes, with the experts of a rank
 FORWARD_SECONDS = 0.5
+STEPS = 4  # in which bytes are counted
 GIB = 1 << 30
 
 CASES = NAMES
 SHAPES = {"*": (1, BLOCK, BLOCK, 1, 1)}
 SHAPE = "tokens, dim, hidden dim, experts, top-k"
 PICTURED = ("stages",)
-TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, dB"
+TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, within MB, across MB, dB"
 SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
-    "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", TIMES),
+    "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", f"{TIMES}, sockets MB"),
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
     "memory": table("memory", "model, what", "peak GiB, outside GiB, graphs GiB, kept GiB"),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
@@ -103,7 +110,7 @@ def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
                 yield {"what": "all", "note": f"{shape.experts} experts are not the same number on each rank"}
             else:
                 skew = float(section == "skew")
-                p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed))
+                p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
                 timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)  # main_grad adds up
                 yield from MEASURED.get(section, _timed)(At(bench, p, timer, opened, section), names)
         except FailedOnRanks as error:
@@ -147,6 +154,8 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             step = at.prepare(layer, layer.step, lambda got, case=case, row=row: _compare(case, reference, got, row))  # type: ignore[misc]
             runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
             layers[name] = layer
+            row |= legs(at.p, case, layer.num_slots)
+            row |= _through_sockets(at, layer, step) if at.section == "eager" else {}
             row |= {"note": step.note} if step.note else {}
         except FailedOnRanks as error:
             if name == BASELINE:
@@ -168,6 +177,27 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             if (floor := floor_ms(at.p, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
         yield row
+
+
+def _through_sockets(at: At, layer: Layer, run: Run) -> Row:
+    """A few KiB of what tells ranks when to begin and to end are in it. Collective."""
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            run.replay()
+        synchronize(at.bench.device)
+
+    before = on_all_ranks(_transmitted)
+    on_all_ranks(steps)
+    sent = max(from_all_ranks(lambda: _transmitted() - before))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", at.p.ranks))
+    return {"sockets MB": sent / 1e6 / ranks / STEPS / run.calls / layer.micro_batches}
+
+
+def _transmitted() -> int:
+    """Bytes that the host's network interfaces have sent, as Linux counts them."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
 def _compare(case: Case, reference: list[Tensors], got: Tensors, row: Row) -> None:

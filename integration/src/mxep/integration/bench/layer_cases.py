@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mxep.comms import Capacity
-from mxep.ep import CASES, MoE
+from mxep.ep import CASES, HierarchicalDispatcher, MoE
 from mxep.gemm import grouped_mm, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.quant import BLOCK
@@ -65,10 +66,11 @@ class Problem:
     """Operands on this rank. Collective, but with a rank of one.
 
     x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D), w2: (e, D, F).
-    traffic: of all ranks. capacity: of a plan, as a multiple of the balanced load.
+    traffic: of all ranks. capacity: of a plan, times the balanced load. ranks_per_node: a host's unless given.
     """
 
-    def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int) -> None:
+    def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int, ranks_per_node: int | None = None) -> None:
+        self.ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
         self.shape, self.rank, self.ranks, self.device = shape, rank.rank, rank.world_size, rank.device
         tokens, dim, hidden, experts, top_k = shape
         generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
@@ -128,10 +130,14 @@ class Case:
 
 
 class Layer:
-    """A layer on a problem. in_graph: whether it is made for a CUDA graph. leaves: x, weights, w13, w2."""
+    """A layer on a problem. in_graph: whether it is made for a CUDA graph. leaves: x, weights, w13, w2.
+
+    num_slots: that the hierarchical dispatcher sends to each node.
+    """
 
     micro_batches = 1  # in a step
     in_graph = False
+    num_slots = 0
     p: Problem
     leaves: tuple[Tensor, ...]
 
@@ -176,11 +182,14 @@ class Mxep(Layer):
             dispatcher=case.dispatcher,
             capacity=Capacity.factor(p.capacity) if case.bounded else Capacity(case.suffix),
             max_tokens=p.shape.tokens,
+            ranks_per_node=p.ranks_per_node,
             router=self.router,
             backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]
             gradient_reduction="sum",  # as the baseline's
             device=p.device,
         )
+        if isinstance(self.moe.dispatcher, HierarchicalDispatcher):
+            self.num_slots = self.moe.dispatcher.slots_per_node(p.shape.tokens, p.shape.top_k)
         experts = self.moe.experts
         experts.gate_up_proj = nn.Parameter(share(p.w13, experts.gate_up_proj))
         experts.down_proj = nn.Parameter(share(p.w2, experts.down_proj))

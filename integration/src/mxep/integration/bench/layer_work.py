@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from .comms_cases import BLOCK
 from .layer_cases import MX, Case, Problem
 
@@ -47,6 +49,24 @@ def wire_bytes(p: Problem, recipe: str, *, pairs: bool = False) -> tuple[int, in
     """(dispatched, combined) by the rank that sends most, forward and backward together; pairs: a row for each."""
     out, back = (p.traffic.leaving(combine=combine)[pairs] for combine in (False, True))
     return 2 * out * row_bytes(recipe, p.shape.dim), 2 * back * row_bytes("bf16", p.shape.dim)
+
+
+def legs(p: Problem, case: Case, num_slots: int = 0) -> dict[str, float]:
+    """MB of rows that a rank sends in a step, at most, within its node and across to others.
+
+    num_slots: that the hierarchical dispatcher has for a node. All of them cross, used or not.
+    """
+    of_pairs, rank, size = case.baseline or case.dispatcher == "all_to_all", torch.arange(p.ranks), p.ranks_per_node
+    rows = torch.tensor(p.traffic.pairs if of_pairs else p.traffic.tokens, dtype=torch.float64)
+    near = rank[:, None] // size == rank // size
+    if case.dispatcher == "hierarchical":  # a rank passes on what came to it from those of its index
+        alike = (rank[:, None] % size == rank % size).double()
+        rows = near * (alike @ rows) + ~near * alike * num_slots
+    rows.fill_diagonal_(0)
+    dispatched = "bf16" if case.baseline else case.recipe
+    sent = 2 * (rows * row_bytes(dispatched, p.shape.dim) + rows.T * row_bytes("bf16", p.shape.dim)) / 1e6
+    within, across = (float((sent * leg).sum(1).max()) for leg in (near, ~near))
+    return {"ranks per node": size, "within MB": within, "across MB": across}
 
 
 def memory_bytes(p: Problem, *, kept: bool) -> int:

@@ -26,12 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bench:
-    """What a bench measures with. report: it adds its ceilings there; rows it yields."""
+    """What a bench measures with. report: it adds its ceilings there; rows it yields. ranks_per_node: of layers."""
 
     rank: Rank
     config: BenchConfig
     seed: int
     report: Report
+    ranks_per_node: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +87,7 @@ def run(
     seed: int,
     files: Sequence[Path] = (),
     command: str = "",
+    ranks_per_node: int | None = None,
     *,
     quiet: bool = False,
 ) -> Report:
@@ -100,7 +102,7 @@ def run(
     sections = {name: module.SECTIONS[name].empty() for name in config.sections or module.SECTIONS}
     title = f"mxep {config.name}" + (f", {rank.world_size} ranks" if rank.world_size > 1 else "")
     report = Report(title, {}, sections)
-    for name, row in module.measure(Bench(rank, config, seed, report)):
+    for name, row in module.measure(Bench(rank, config, seed, report, ranks_per_node)):
         added = json.dumps({"section": name, **report.add(name, row)})
         report.seconds = time.monotonic() - begin
         console.print(f"{report.seconds:6.1f} s  {added}", soft_wrap=True, highlight=False, markup=False)

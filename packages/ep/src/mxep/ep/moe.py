@@ -40,6 +40,7 @@ class MoE(nn.Module):
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
         timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. all_to_all has
             its process group's.
+        ranks_per_node: of :class:`HierarchicalDispatcher`; other dispatchers have none.
         backend: of the grouped GEMM.
         activation: of gate and up, of shared experts too: :class:`mxep.quant.SwiGLU`, clamped or not.
         bias: routed experts have biases.
@@ -75,6 +76,7 @@ class MoE(nn.Module):
         router: nn.Module | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,
+        ranks_per_node: int | None = None,
         backend: str = "auto",
         activation: SwiGLU = PLAIN,
         bias: bool = False,
@@ -92,10 +94,14 @@ class MoE(nn.Module):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', got {gradient_reduction!r}")
         mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
         limits: dict[str, Any] = {"capacity": capacity, "max_tokens": max_tokens, "timeout": timeout}
+        limits["ranks_per_node"] = ranks_per_node
         if isinstance(dispatcher, str):
             dispatcher = make_dispatcher(dispatcher, num_experts, dim=dim, dtype=dtype, group=ranks, **limits)
         elif any(limit is not None for limit in limits.values()):
-            raise ValueError("capacity, max_tokens and timeout belong to the dispatcher: set them there, not beside it")
+            raise ValueError(
+                "capacity, max_tokens, timeout and ranks_per_node belong to the dispatcher: "
+                "set them there, not beside it"
+            )
         elif dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {dispatcher.num_experts} experts, the layer has {num_experts}")
         else:
