@@ -1,6 +1,7 @@
 """Recipe "auto": it follows what was measured, and everything that takes a recipe for linears takes it."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from gemm.test_linear import draw
 from mxep.gemm import Linear, Recipe, auto_recipe, convert, converted, linear, linear_together
-from mxep.gemm.auto import FIXED, LEAST
+from mxep.gemm.auto import FIXED, LEAST, least_rows, recipe_of_experts
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 BF16, MXFP8 = Recipe.bf16(), Recipe.mxfp8()
@@ -76,6 +77,16 @@ def test_it_pays_from_a_size_on_whichever_side_grows() -> None:
     assert [auto_recipe(rows, 2048, 768, of="experts") for rows in (256, 512)] == [BF16, MXFP8]
     with pytest.raises(ValueError, match="of: got 'lines', want one of linear, grouped_mm, experts"):
         auto_recipe(1, 32, 32, of="lines")
+
+
+def test_it_pays_from_the_row_after_the_least_ones() -> None:
+    for of, k, n in (("linear", 4096, 2048), ("grouped_mm", 2048, 1536), ("experts", 2048, 768)):
+        least = math.floor(least_rows(k, n, of=of))
+        assert [auto_recipe(rows, k, n, of=of) for rows in (least, least + 1)] == [BF16, MXFP8]
+    assert least == 420
+    assert least_rows(2048, 256, of="experts") == math.inf
+    recipe, why = recipe_of_experts(1e9, 2048, 256)
+    assert (recipe, why) == (BF16, "bf16, as an expert gets 1000000000 rows: with D 2048 and F 256 MXFP8 never pays")
 
 
 @pytest.fixture

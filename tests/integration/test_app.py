@@ -52,6 +52,16 @@ def command(*arguments: str, folder: Path) -> list[str]:
     return [str(Path(sys.executable).with_name("mxep")), *arguments, f"hydra.run.dir={folder}"]
 
 
+def test_recipe_auto_says_once_what_it_is_and_trains_that(mxep, text: Path, tmp_path: Path):
+    finished = mxep(*TINY, f"data.path={text}", "recipe=auto", "train.steps=1", "parallel.ranks=1")
+    assert finished.code == 0, finished.err
+    # dim 32, of which no number of rows is enough
+    said = "mxep: recipe=auto is bf16, as an expert gets 64 rows: with D 32 and F 32 MXFP8 never pays\n"
+    assert finished.err.count(said) == 1, finished.err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["run"] for row in rows] == ["bf16"], "no baseline beside itself"
+
+
 def test_a_run_leaves_curves_numbers_config_and_checkpoints_and_the_loss_falls(mxep, text: Path, tmp_path: Path):
     finished = mxep(*TINY, f"data.path={text}", "train.steps=30", "seed=5")
     assert finished.code == 0, finished.err

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
 from mxep.integration.config import ConfigError, resolve, restore, to_json
-from mxep.integration.named import make_recipe
+from mxep.integration.named import auto, make_recipe, recipes
 from mxep.integration.schema import Config, configs_dir, register
 from mxep.quant import E5M2, ScaleMode
 
@@ -40,6 +40,19 @@ def test_the_recipe_section_changes_the_named_recipe(make_config: Callable[..., 
     assert make_recipe(changed) == Recipe.mxfp8(grad_fmt=E5M2, mode=ScaleMode.FLOOR, weight_block="32x32")
 
 
+@pytest.mark.parametrize(("length", "picked"), [(512, "bf16"), (4096, "mxfp8")])
+def test_recipe_auto_is_picked_by_the_rows_of_an_expert(make_config: Callable[..., Config], length: int, picked: str):
+    sizes = "model=qwen3_30b_a3b", "parallel.ranks=2", "data.batch=4", "train.micro_batches=2", "task=bench"
+    config = make_config("recipe=auto", f"data.length={length}", *sizes)
+    assert make_recipe(config) == Recipe.named(picked)
+    assert auto(config)[1] == (
+        f"{picked}, as an expert gets {length // 8} rows: with D 2048 and F 768 MXFP8 pays from 421 on"
+    )
+    assert [recipe.name for recipe in recipes(config)] == ["bf16", "mxfp8"][: 1 + (picked == "mxfp8")]
+    config.recipe.wgrad = "bf16"
+    assert make_recipe(config) == Recipe.named({"bf16": "bf16", "mxfp8": "mxfp8_wgrad_bf16"}[picked])
+
+
 def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[..., Config]):
     config = make_config(ranks=4)
     assert (config.ranks, config.ep) == (4, 4)
@@ -60,7 +73,8 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["model.top_k=9"], "model.top_k must lie in 1..4"),
         (["model.dim=40"], "recipe mxfp8 wants model.dim and model.hidden_dim in 32s"),
         (["recipe.linear=mx4"], "recipe.linear: got 'mx4', want bf16, fp8, mxfp8, auto;"),
-        (["recipe.name=auto"], "recipe: got 'auto', want bf16, fp8, mxfp8;"),
+        (["recipe.name=int3"], "want bf16, fp8, mxfp8, auto;"),
+        (["task=compare", "recipe=auto"], "task=compare compares a recipe with bf16: recipe must be another one"),
         (["recipe=bf16", "recipe.linear=mxfp8", "model.dim=40"], "recipe.linear=mxfp8 wants model.dim in 32s, got 40"),
         (["verify.cases=[int3/linear]"], "verify.cases: got 'int3/linear', wanted one of bf16/local"),
         (["train.steps=0"], "train.steps must be positive, got 0"),

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("titan_on_cpu", reason="wants torchtitan", exc_type=ImportError)
 pytest.importorskip("torchtitan.config.override", reason="wants torchtitan 0.3", exc_type=ImportError)
 
+from mxep.gemm.auto import LEAST
 from mxep.integration.snr import snr
 from ranks import Context, distributed
 
@@ -74,6 +75,22 @@ def test_layer_equals_torchtitans(
     assert torch.equal(ours.inner_experts.load_E, counts)
 
 
+@pytest.mark.parametrize(("max_tokens", "picked"), [(T, "bf16"), (T + 3, "mxfp8")])
+def test_recipe_auto_goes_by_max_tokens(max_tokens: int, picked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (T + 2) * K / E  # of an expert: one more token of each rank, and it pays
+    monkeypatch.setitem(LEAST, "experts", 1 / (1 / rows + 1 / D + 1 / F))
+    ids = torch.rand(1, T, E).topk(K).indices
+    inputs = torch.randn(1, T, D), torch.rand(1, T, K), ids, torch.bincount(ids.flatten(), minlength=E)
+    found = []
+    for recipe in ("auto", picked):
+        torch.manual_seed(0)
+        layer = configs(recipe=recipe, max_tokens=max_tokens)[1].build()
+        for name in NAMES:
+            torch.nn.init.normal_(getattr(layer.inner_experts, name), std=D**-0.5)
+        found.append(layer(*inputs))
+    assert torch.equal(*found)
+
+
 def test_errors_name_what_is_wrong() -> None:
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
@@ -83,6 +100,8 @@ def test_errors_name_what_is_wrong() -> None:
         configs()[1].inner_experts.options.__class__(dtype="half").check(D, F)
     with pytest.raises(ValueError, match="needs a capacity"):
         configs(overflow="drop")
+    with pytest.raises(ValueError, match="recipe: got 'auto' without max_tokens"):
+        configs(recipe="auto")
     with pytest.raises(TypeError, match="recipes"):
         configs(recipes="mxfp8")
     own, _ = configs()

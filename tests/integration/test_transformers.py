@@ -20,6 +20,7 @@ import mxep.integration.transformers as mxep_transformers
 from integration.tiny_models import CONFIGS, force_routing, step, tiny, token_ids, worst
 from mxep.ep import LocalDispatcher
 from mxep.gemm import Recipe, quantize_once
+from mxep.gemm.auto import LEAST
 from mxep.integration.snr import snr
 from mxep.integration.transformers import Implementation, check, load_report, register, route_llama4, versions
 from mxep.integration.transformers.layer import layers
@@ -195,6 +196,30 @@ def test_another_recipe_gets_a_name_of_its_own() -> None:
     register(Implementation("mxep_test", Recipe.mxfp8(), backend="reference"))
     model(input_ids=token_ids())
     assert {layer.backend for _, layer in layers(model)} == {"reference"}
+
+
+@pytest.mark.parametrize(("least", "picked"), [(32, "mxfp8"), (33, "bf16")])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_mxep_auto_is_picked_once_by_the_first_batch_that_trains(
+    kind: str, least: int, picked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MXEP_MAX_TOKENS", raising=False)
+    model = tiny(kind)
+    routed, wanted = with_experts(model, "mxep_auto"), step(with_experts(model, f"mxep_{picked}"))
+    experts = next(m for m in model.modules() if hasattr(m, "has_gate"))
+    dim, hidden = model.config.hidden_size, experts.down_proj.shape[1 if experts.is_transposed else 2]
+    rows = token_ids().numel() * model.config.num_experts_per_tok / experts.down_proj.shape[0]
+    monkeypatch.setitem(LEAST, "experts", 0.999 / (32 / (rows * least) + 1 / dim + 1 / hidden))
+    with torch.no_grad():
+        routed.eval()(input_ids=token_ids())
+    assert [layer.recipe for _, layer in layers(routed)] == ["auto", "auto"], "an evaluation picks nothing"
+    got = step(routed)
+    assert all(torch.equal(got[name], each) for name, each in wanted.items())
+    step(routed, token_ids(1))
+    assert {layer.recipe for _, layer in layers(routed)} == {Recipe.named(picked)}
+    monkeypatch.setenv("MXEP_MAX_TOKENS", "1")  # is what counts where it is set
+    step(few := with_experts(model, "mxep_auto"))
+    assert {layer.recipe for _, layer in layers(few)} == {Recipe.bf16()}
 
 
 def test_every_name_is_registered() -> None:

@@ -183,13 +183,12 @@ def _out_of_range(config: Config) -> Iterator[str]:
     for key, name in (("recipe", config.recipe.name), ("recipe.linear", config.recipe.linear)):
         if (
             name is None
-            or (name == "auto" and key != "recipe")
+            or name == "auto"
             or re.fullmatch(rf"bf16|({'|'.join(RECIPES[1:])})(_({'|'.join(CHANGES)}))*", name)
         ):
             continue
         changes = ", ".join(f"_{change}" for change in CHANGES)
-        names = ", ".join(RECIPES if key == "recipe" else (*RECIPES, "auto"))
-        yield f"{key}: got {name!r}, want {names}; after fp8 and mxfp8 also {changes}"
+        yield f"{key}: got {name!r}, want {', '.join(RECIPES)}, auto; after fp8 and mxfp8 also {changes}"
 
 
 def _complaints(config: Config) -> Iterator[str]:
@@ -254,7 +253,7 @@ def _complaints(config: Config) -> Iterator[str]:
             yield f"{key}: no such folder: {Path(file).parent}"
     if config.task.name == "compare":
         seeds = config.compare.seeds
-        if config.recipe.name == "bf16":
+        if config.recipe.name in ("bf16", "auto"):  # which may be bf16
             yield "task=compare compares a recipe with bf16: recipe must be another one"
         if len(set(seeds)) < max(2, len(seeds)):
             yield f"compare.seeds: got {seeds}, wanted two or more that differ: noise is what lies between them"

@@ -20,7 +20,7 @@ from .arguments import override_key
 from .bench import ON_RANKS, picture, run
 from .config import RESTORED, ConfigError, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
-from .named import recipes
+from .named import auto, recipes
 from .process import STOPPED, reports, under_torchrun
 from .results import write
 from .schema import BenchConfig, CompareConfig, Config, EstimateConfig, VerifyConfig
@@ -85,6 +85,8 @@ def _say_what_changed(name: str, folder: Path, config: Config) -> None:
 
 
 def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    if reports() and config.recipe.name == "auto":
+        print(f"mxep: recipe=auto is {auto(config)[1]}", file=sys.stderr)
     outcome: Outcome = _on_ranks(train, (config, str(folder), checkpoints), config)
     code = STOPPED if outcome.stopped else 0
     if not reports():

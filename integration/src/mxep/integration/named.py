@@ -6,19 +6,33 @@ import dataclasses
 
 from mxep.comms import Capacity
 from mxep.gemm import Recipe
+from mxep.gemm.auto import AUTO, recipe_of_experts
 from mxep.quant import ScaleMode
 
 from .schema import Config
 
 
 def make_recipe(config: Config) -> Recipe:
-    """The recipe that the config names, with its changes. Raises ValueError if there is none."""
+    """The recipe that the config names, with its changes. Raises ValueError if there is none.
+
+    "auto" has the changes where it is mxfp8.
+    """
     changes = {key: value for key, value in dataclasses.asdict(config.recipe).items() if value is not None}
-    recipe = Recipe.named(changes.pop("name"))
+    name = changes.pop("name")
+    recipe = auto(config)[0] if name == AUTO else Recipe.named(name)
     changes.pop("linear", None)
+    if name == AUTO and recipe.scaling == "none":
+        return recipe
     if "mode" in changes:
         changes["mode"] = ScaleMode(changes["mode"])
     return dataclasses.replace(recipe, **changes)
+
+
+def auto(config: Config) -> tuple[Recipe, str]:
+    """What recipe "auto" is for the experts of this run, the same on every rank, and why."""
+    model = config.model
+    rows = config.tokens_per_rank * model.top_k * config.ep / model.experts
+    return recipe_of_experts(rows, model.dim, model.hidden_dim)
 
 
 def linear_recipe(config: Config, recipe: Recipe) -> Recipe | str | None:

@@ -58,7 +58,8 @@ class DataConfig:
 
 @dataclass
 class RecipeConfig:
-    """name: of a mxep.gemm.Recipe, for the experts. mode, weight_block, wgrad: replace the recipe's own where not null.
+    """name: of a mxep.gemm.Recipe, for the experts, or "auto": mxfp8 where it pays for their sizes and rows, else bf16,
+    the same for the whole run. mode, weight_block, wgrad: replace the recipe's own where not null.
     linear: name of the recipe of linears, as "mxfp8", or "auto", by their shapes; null: they stay torch's. They are
     attention's projections, of transformers models dense MLPs', too; embedding, routers and head stay torch's."""
 

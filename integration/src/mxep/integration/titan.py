@@ -17,7 +17,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from mxep.comms import Capacity
 from mxep.ep import TokenDispatcher, make_dispatcher, run_experts
+from mxep.ep.auto import pick_recipe
 from mxep.gemm import Recipe, quantize_weights_once_a_step
+from mxep.gemm.auto import recipe_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,8 @@ class Options:
     """How routed experts run.
 
     Attributes:
-        recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`.
+        recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`; "auto": MXFP8 where it pays, by
+            max_tokens, else bf16.
         dispatcher: "symmetric", "hierarchical", "all_to_all" or "nvshmem", between the ranks of the ep mesh. Without EP
             it is "local".
         capacity: rows that fit on a rank, in balanced loads, or None for the worst case.
@@ -50,8 +53,11 @@ class Options:
 
     def check(self, dim: int, hidden_dim: int) -> None:
         """ValueError for values that are none, and for sizes that the recipe can not quantize."""
-        recipe = Recipe.named(self.recipe)
-        if recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
+        recipe = recipe_of(self.recipe)
+        if not isinstance(recipe, Recipe):
+            if self.max_tokens is None:
+                raise ValueError("recipe: got 'auto' without max_tokens, want both, as it is picked by that")
+        elif recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
             raise ValueError(f"recipe {recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype: got {self.dtype!r}, wanted 'bfloat16' or 'float32'")
@@ -75,7 +81,7 @@ class Options:
 
     def run(
         self,
-        recipe: Recipe,
+        recipe: Recipe | str,
         x: Tensor,
         expert_ids: Tensor,
         scores: Tensor,
@@ -84,14 +90,19 @@ class Options:
     ) -> Tensor:
         """x (T, D) -> (T, D).
 
-        recipe: of that name. expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D), or
-        DTensors of them.
+        recipe: of that name, or "auto". expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D),
+        or DTensors of them.
 
         Gradients of weights are sums over the tokens of all ranks, as torchtitan divides the loss by all tokens.
         """
         if torch.compiler.is_compiling() and self.max_tokens is None and dispatcher.world_size > 1:
             raise ValueError("torch.compile with expert parallelism needs mxep's max_tokens")
         w1, w2, w3 = weights
+        if not isinstance(recipe, Recipe):
+            sizes = w2.shape[1], w2.shape[2], expert_ids.shape[1]
+            picked = pick_recipe(None, *sizes, dispatcher, max_tokens=self.max_tokens)
+            assert picked is not None
+            recipe = picked
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": self.backend}
         return run_experts(x, expert_ids, scores.float(), (w1, w3), w2, **how)[0]
 

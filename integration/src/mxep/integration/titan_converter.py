@@ -17,6 +17,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 
 from mxep.ep import TokenDispatcher
 from mxep.gemm import Recipe
+from mxep.gemm.auto import recipe_of
 
 from .titan import Options
 
@@ -39,7 +40,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
     """torchtitan's parameters w1, w2, w3, computed by mxep."""
 
     options: Options
-    recipe: Recipe
+    recipe: Recipe | str
     dispatcher: TokenDispatcher
 
     def routed(self, x: Tensor, expert_ids: Tensor, scores: Scores) -> Tensor:
@@ -94,7 +95,7 @@ class Converter:
             num_experts, hidden_dim, dim = experts.w1.shape
             self.options.check(dim, hidden_dim)
             moe.__class__, experts.__class__ = RoutedMoE, Experts
-            experts.options, experts.recipe = self.options, Recipe.named(self.options.recipe)
+            experts.options, experts.recipe = self.options, recipe_of(self.options.recipe)
             experts.dispatcher = self.options.make_dispatcher(num_experts, dim, self.group)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:

@@ -28,7 +28,7 @@ from torchtitan.config import Configurable, derive, override
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from mxep.ep import TokenDispatcher
-from mxep.gemm import Recipe
+from mxep.gemm.auto import recipe_of
 
 from .titan import Options
 
@@ -77,7 +77,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.options, self.recipe = config.options, Recipe.named(config.options.recipe)
+        self.options, self.recipe = config.options, recipe_of(config.options.recipe)
         # No buffer: these need a place in torchtitan's sharding config.
         self.load_E = torch.zeros(config.num_experts, dtype=torch.int64)
 

@@ -3,14 +3,16 @@
     import mxep.integration.transformers
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="mxep_mxfp8")
 
-Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8` and others with transformers, as implementations of experts
-and, where transformers has expert parallelism of its own, of that. docs/transformers.md is the page to paste from.
+Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and others with transformers, as
+implementations of experts and, where transformers has expert parallelism of its own, of that. docs/transformers.md is
+the page to paste from.
 
 `implementation` has what runs, `parallel` expert parallelism, `callback` what a Trainer calls, `llama4` models whose
 code transformers' registry does not reach.
 """
 
 from mxep.gemm import Recipe
+from mxep.gemm.auto import AUTO
 
 from .callback import MxepCallback
 from .implementation import Implementation
@@ -34,5 +36,7 @@ _RECIPES = ("bf16", "fp8", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "mx
 for _recipe in _RECIPES:
     register(Implementation(f"mxep_{_recipe}", Recipe.named(_recipe)))
 
-NAMES = tuple(f"mxep_{recipe}" for recipe in _RECIPES)
+register(Implementation("mxep_auto", AUTO))
+
+NAMES = (*(f"mxep_{recipe}" for recipe in _RECIPES), "mxep_auto")
 """What importing this module registers."""

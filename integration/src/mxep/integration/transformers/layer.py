@@ -17,7 +17,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from mxep.comms import PeersDisagree
 from mxep.ep import LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
+from mxep.ep.auto import pick_recipe
 from mxep.ep.bias import scaled_gradient
 from mxep.ep.shares import local_weight
 from mxep.gemm import Recipe, grouped_mm
+from mxep.gemm.functional import between_graphs
 from mxep.quant import SwiGLU
 
 KEY = "_mxep_layer"
@@ -46,6 +48,7 @@ class Layer:
 
     Attributes:
         made_for: the implementation.
+        recipe: of it; "auto" until it is picked, by max_tokens or the first call that trains (`mxep.ep.auto`).
         activation: of mxep.ep's layer, where that is what the module computes; else None.
         cleans: whether it has parameters of its own between products, whose gradients sum over rows: those that hold
             nothing are zeroed for these.
@@ -55,13 +58,14 @@ class Layer:
     """
 
     made_for: object
-    recipe: Recipe
+    recipe: Recipe | Literal["auto"]
     backend: str
     dispatcher: TokenDispatcher
     activation: SwiGLU | None
     cleans: bool
     masks: bool
     wgrad_scale: float = 1.0
+    max_tokens: int | None = None
     routing: Routing | None = field(default=None, repr=False)
 
     @classmethod
@@ -69,11 +73,12 @@ class Layer:
         cls,
         experts: Any,
         made_for: object,
-        recipe: Recipe,
+        recipe: Recipe | Literal["auto"],
         backend: str,
         *,
         dispatcher: TokenDispatcher | None = None,
         wgrad_scale: float = 1.0,
+        max_tokens: int | None = None,
     ) -> Self:
         """The layer of a module that was checked; dispatcher: where its experts are spread over ranks."""
         masks = dispatcher is None and getattr(experts, "_is_expert_parallel", True)
@@ -83,7 +88,8 @@ class Layer:
             if dispatcher is None:
                 dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
         cleans = any(name not in WEIGHTS for name, _ in experts.named_parameters())
-        return cls(made_for, recipe, backend, dispatcher, activation_of(experts), cleans, masks, wgrad_scale)
+        how = activation_of(experts), cleans, masks, wgrad_scale, max_tokens
+        return cls(made_for, recipe, backend, dispatcher, *how)
 
     @property
     def parallel(self) -> bool:
@@ -117,9 +123,13 @@ class Layer:
             expert_ids = expert_ids.masked_fill(expert_ids >= self.dispatcher.num_experts, -1)
         if weights.dtype != torch.float32:
             weights = weights.float()
+        if not isinstance(self.recipe, Recipe):
+            picked: Recipe | None = between_graphs(self._pick, experts, x, expert_ids)
+            self.recipe = picked or self.recipe
+        recipe = self.recipe if isinstance(self.recipe, Recipe) else UNQUANTIZED
         routing: Routing | None
         if self.activation is None:
-            out, routing = self._composed(experts, x, expert_ids, weights)
+            out, routing = self._composed(experts, x, expert_ids, weights, recipe)
         else:
             gate_up = experts.gate_up_proj
             if experts.is_transposed:
@@ -127,7 +137,7 @@ class Layer:
             out, routing = run_experts(
                 *(x, expert_ids, weights, gate_up, down),
                 dispatcher=self.dispatcher,
-                recipe=self.recipe,
+                recipe=recipe,
                 backend=self.backend,
                 wgrad_scale=self.wgrad_scale,
                 activation=self.activation,
@@ -138,8 +148,16 @@ class Layer:
             self.routing = routing
         return out
 
-    def _composed(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Routing]:
-        dispatcher, recipe = self.dispatcher, self.recipe
+    def _pick(self, experts: Any, x: Tensor, expert_ids: Tensor) -> Recipe | None:
+        sizes = experts.down_proj.shape[1:]
+        dim, hidden_dim = reversed(sizes) if experts.is_transposed else sizes
+        how: dict[str, Any] = {"max_tokens": self.max_tokens, "training": experts.training}
+        return pick_recipe(x, dim, hidden_dim, expert_ids.shape[1], self.dispatcher, **how)
+
+    def _composed(
+        self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor, recipe: Recipe
+    ) -> tuple[Tensor, Routing]:
+        dispatcher = self.dispatcher
         rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
         row_weight = row_weight.to(x.dtype)[:, None]
         unused = (routing.plan.row_slot < 0)[:, None] if self.cleans else None
@@ -149,18 +167,18 @@ class Layer:
                 return apply(rows)  # type: ignore[no-any-return]
             return apply(rows.masked_fill(unused, 0)).masked_fill(unused, 0)  # type: ignore[no-any-return]
 
-        gate_up = self._linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing)
+        gate_up = self._linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing, recipe)
         h = between(experts._apply_gate if experts.has_gate else experts.act_fn, gate_up)
         normed = getattr(experts, "has_post_expert_norm", False)
         if not normed and not experts.has_bias:  # what follows is linear
-            y = self._linear(experts, "down_proj", h * row_weight, routing)
+            y = self._linear(experts, "down_proj", h * row_weight, routing, recipe)
             return combine(y, routing, dispatcher=dispatcher, recipe=recipe), routing
-        y = self._linear(experts, "down_proj", h, routing)
+        y = self._linear(experts, "down_proj", h, routing, recipe)
         y = (between(experts.post_expert_norm, y) if normed else y) * row_weight
         # The gradient comes as it is: only products can use a quantized one.
         return combine(y, routing, dispatcher=dispatcher, recipe=UNQUANTIZED), routing
 
-    def _linear(self, experts: Any, name: str, rows: Tensor, routing: Routing) -> Tensor:
+    def _linear(self, experts: Any, name: str, rows: Tensor, routing: Routing, recipe: Recipe) -> Tensor:
         """rows (R_max, in) -> (R_max, out), each by its expert's weight and bias."""
         w = local_weight(getattr(experts, name))
         bias = None
@@ -170,7 +188,7 @@ class Layer:
             rows,
             w.mT if experts.is_transposed else w,
             routing.plan.offs,
-            recipe=self.recipe,
+            recipe=recipe,
             backend=self.backend,
             bias=bias,
             wgrad_scale=self.wgrad_scale,
@@ -210,8 +228,9 @@ def activation_of(experts: Any) -> SwiGLU | None:
     return None
 
 
-def check_experts(experts: Any, name: str, recipe: Recipe, *, spread: bool) -> None:
-    """ValueError, with a cure, for a module of experts that `recipe` cannot serve."""
+def check_experts(experts: Any, name: str, recipe: Recipe | Literal["auto"], *, spread: bool) -> None:
+    """ValueError, with a cure, for a module of experts that `recipe` cannot serve. "auto" serves what bf16 does."""
+    recipe = recipe if isinstance(recipe, Recipe) else UNQUANTIZED
     who = f"{type(experts).__name__}, {name}"
     if not hasattr(experts, "has_gate"):
         raise ValueError(f"{who}: got a module without @use_experts_implementation of transformers, want one with it")

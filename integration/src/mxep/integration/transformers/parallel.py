@@ -8,7 +8,6 @@ E experts in all, W ranks of the mesh.
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from mxep.ep import TokenDispatcher, make_dispatcher
 from mxep.ep.shares import group_of
 
 from .implementation import Implementation
-from .layer import KEY, MAX_TOKENS, check_experts
+from .layer import KEY, check_experts
 from .versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
 
 
@@ -68,20 +67,10 @@ def _dispatcher(experts: Any, num_experts: int, mesh: DeviceMesh, how: Implement
         dtype=weight.dtype,
         group=group_of(mesh),
         capacity=how.capacity,
-        max_tokens=_max_tokens(how),
+        max_tokens=how.most_tokens(),
         timeout=how.timeout,
         ranks_per_node=how.ranks_per_node,
     )
-
-
-def _max_tokens(how: Implementation) -> int | None:
-    """What was registered, else what the environment says."""
-    said = os.environ.get(MAX_TOKENS)
-    if how.max_tokens is not None or not said:
-        return how.max_tokens
-    if not said.isdecimal() or int(said) < 1:
-        raise ValueError(f"{MAX_TOKENS}: got {said!r}, want the most tokens (batch times length) that a rank brings")
-    return int(said)
 
 
 def expert_parallel(

@@ -12,8 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mxep.comms import Capacity
 from mxep.gemm import Recipe
+from mxep.gemm.auto import recipe_name, recipe_of
+from mxep.gemm.functional import between_graphs
 from mxep.quant import SwiGLU
 
+from .auto import pick_recipe
 from .dispatchers import Routing, TokenDispatcher, make_dispatcher
 from .experts import Experts
 from .functional import FLOATS, PLAIN
@@ -32,6 +35,8 @@ class MoE(nn.Module):
             dimension of. Every rank of it must call forward and backward together, with any number of tokens each.
             None: the default group if one is initialised, else this process alone.
         recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ...
+            ``"auto"``: MXFP8 where it pays, else bf16, by max_tokens, or where that is None by the first call that
+            trains (:func:`mxep.gemm.auto_recipe`). It is picked once; ``recipe`` is a Recipe from then on.
         dispatcher: one of :data:`DISPATCHERS`, as ``"symmetric"``, or a dispatcher to share between layers.
         capacity: bound on rows per rank; default ``Capacity.worst_case()``. Belongs to the dispatcher made here.
         num_shared_experts: width, in units of F, of the dense expert that every token takes, in the layer's recipe.
@@ -85,9 +90,9 @@ class MoE(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
-        if self.recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
-            raise ValueError(f"recipe {self.recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
+        recipe = recipe_of(recipe)
+        if isinstance(recipe, Recipe) and recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
+            raise ValueError(f"recipe {recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
         if dtype not in FLOATS:
             raise ValueError(f"dtype: got {dtype}, want one of {FLOATS}")
         if gradient_reduction not in ("mean", "sum"):
@@ -115,6 +120,9 @@ class MoE(nn.Module):
         self.hidden_dim = hidden_dim
         self.top_k = top_k
         self.dispatcher = dispatcher
+        self.max_tokens = max_tokens if max_tokens is not None else getattr(dispatcher, "max_tokens", None)
+        self.auto = not isinstance(recipe, Recipe)
+        self.recipe = self._pick(None) or recipe if self.auto else recipe
         self.backend = backend
         self.activation = activation
         self.gradient_reduction = gradient_reduction
@@ -139,7 +147,11 @@ class MoE(nn.Module):
             raise ValueError("a routing from outside is expert_ids and weights, got one of them")
         if torch.is_autocast_enabled(x.device.type):  # as a linear does; the router has seen x as it is
             tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
-        options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": self.recipe, "backend": self.backend}
+        if not isinstance(self.recipe, Recipe):
+            picked: Recipe | None = between_graphs(self._pick, tokens)
+            self.recipe = picked or self.recipe
+        recipe = self.recipe if isinstance(self.recipe, Recipe) else Recipe.named("bf16")
+        options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": recipe, "backend": self.backend}
         options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
         out: Tensor
         options["activation"] = self.activation
@@ -147,9 +159,14 @@ class MoE(nn.Module):
         if not torch.compiler.is_compiling():
             self.last_routing = routing
         if self.shared is not None:
-            out = out + self.shared(tokens, recipe=self.recipe, backend=self.backend, activation=self.activation)
+            out = out + self.shared(tokens, recipe=recipe, backend=self.backend, activation=self.activation)
         out = torch.ops.aten._unsafe_view.default(out, x.shape)  # as F.linear's: FSDP2 warns of a module's views
         return out
+
+    def _pick(self, x: Tensor | None) -> Recipe | None:
+        """What "auto" is, if that is known."""
+        sizes = self.dim, self.hidden_dim, self.top_k
+        return pick_recipe(x, *sizes, self.dispatcher, max_tokens=self.max_tokens, training=self.training)
 
     def check(self) -> None:
         """Raise what went wrong on the device since the last check; call it once a step, before the optimizer.
@@ -170,4 +187,6 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.experts.num_experts}"
         backend = "" if self.backend == "auto" else f", backend={getattr(self.backend, 'name', self.backend)}"
-        return f"{sizes}, top_k={self.top_k}, recipe={self.recipe.name}, dispatcher={self.dispatcher!r}{backend}"
+        return (
+            f"{sizes}, top_k={self.top_k}, recipe={recipe_name(self.recipe)}, dispatcher={self.dispatcher!r}{backend}"
+        )

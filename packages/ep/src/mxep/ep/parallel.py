@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from mxep.comms import Capacity
+from mxep.gemm.auto import AUTO
 
 from .dispatchers import make_dispatcher
 from .moe import MoE
@@ -63,6 +64,9 @@ class ExpertParallel(ParallelStyle):
             group=group_of(device_mesh),
             **self.limits,
         )
+        if module.auto:
+            module.max_tokens = self.limits["max_tokens"] or module.max_tokens
+            module.recipe = module._pick(None) or AUTO
         for name, weight in list(experts.named_parameters(recurse=False)):
             sharded = nn.Parameter(
                 distribute_tensor(weight.detach(), device_mesh, [Shard(0)]), requires_grad=weight.requires_grad

@@ -8,6 +8,7 @@ that are quantized, T K + T N + K N, and with launches, which take as long as FI
 and the measured gains of docs/linear.md rise with it. LEAST has where it begins to pay.
 """
 
+import math
 from typing import Final
 
 from torch import Tensor
@@ -35,12 +36,27 @@ def auto_recipe(rows: float, in_features: int, out_features: int, *, of: str = "
     Example: 4096 tokens of 4096 features to 2048 have size 572, above 470: mxfp8; 2048 tokens have 362: bf16.
     Sizes that are no multiple of MXFP8's blocks get bf16. ValueError for another `of`.
     """
+    return _MXFP8 if rows > least_rows(in_features, out_features, of=of) else _BF16
+
+
+def least_rows(in_features: int, out_features: int, *, of: str) -> float:
+    """T that has LEAST's size: above it MXFP8 pays. inf: it never does.
+
+    Example: of experts with 2048 and 768 features, 240 * 2048 * 768 / (2048 * 768 - 240 * (2048 + 768)) = 420.9.
+    """
     if of not in LEAST:
         raise ValueError(f"of: got {of!r}, want one of {', '.join(LEAST)}")
-    if in_features % _MXFP8.group_alignment or out_features % _MXFP8.group_alignment:
-        return _BF16
-    elements = rows * (in_features + out_features) + in_features * out_features + FIXED[of]
-    return _MXFP8 if rows * in_features * out_features > LEAST[of] * elements else _BF16
+    saved = in_features * out_features - LEAST[of] * (in_features + out_features)  # a row more
+    if saved <= 0 or in_features % _MXFP8.group_alignment or out_features % _MXFP8.group_alignment:
+        return math.inf
+    return LEAST[of] * (in_features * out_features + FIXED[of]) / saved
+
+
+def recipe_of_experts(rows: float, dim: int, hidden_dim: int) -> tuple[Recipe, str]:
+    """`auto_recipe` of a layer's experts, of which one gets so many rows on average, and what it is and why."""
+    recipe, least = auto_recipe(rows, dim, hidden_dim, of="experts"), least_rows(dim, hidden_dim, of="experts")
+    pays = "never pays" if least == math.inf else f"pays from {math.floor(least) + 1} on"
+    return recipe, f"{recipe.name}, as an expert gets {rows:.0f} rows: with D {dim} and F {hidden_dim} MXFP8 {pays}"
 
 
 def recipe_of(recipe: Recipe | str) -> Recipe | str:

@@ -1,0 +1,60 @@
+"""Recipe "auto" of a layer: MXFP8 where it pays, else bf16. It is picked once, and alike on all ranks.
+
+    rows of an expert = tokens of a rank * top_k * ranks / experts    -> `mxep.gemm.auto_recipe`, of="experts"
+
+tokens: ``max_tokens`` where it is given; else the most that a rank of the group brings to the first call that trains,
+for which ranks talk once. Until then, as in an evaluation before training, the layer computes in bf16.
+"""
+
+import functools
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mxep.gemm import Recipe
+from mxep.gemm.auto import recipe_of_experts
+
+from .dispatchers import TokenDispatcher
+from .dispatchers.symmetric import most_tokens
+
+
+def pick_recipe(
+    x: Tensor | None,
+    dim: int,
+    hidden_dim: int,
+    top_k: int,
+    dispatcher: TokenDispatcher,
+    *,
+    max_tokens: int | None,
+    training: bool = True,
+) -> Recipe | None:
+    """What "auto" is for a layer from now on; None: not known yet, take bf16.
+
+    x: (T, D), the tokens of a first call; None: before it. training: whether the layer is in training mode.
+    Without max_tokens it is collective over the dispatcher's group, and raises ValueError if there are more ranks than
+    these, as ranks with other experts, or other copies of them, would pick by batches of their own.
+    """
+    if max_tokens is None:
+        if x is None or not (training or torch.is_grad_enabled()):  # a reentrant checkpoint's forward has no grad
+            return None
+        if dist.is_initialized() and dist.get_world_size() > dispatcher.world_size:
+            raise ValueError(
+                f'recipe "auto": got {dist.get_world_size()} ranks, {dispatcher.world_size} of which share experts, '
+                f"want the same pick on all of them: set max_tokens={len(x)} or more, or name a recipe"
+            )
+        max_tokens = most_tokens(len(x), x.device, dispatcher.group)
+        if not max_tokens:
+            return None
+    rows = max_tokens * top_k * dispatcher.world_size / dispatcher.num_experts
+    recipe, why = recipe_of_experts(rows, dim, hidden_dim)
+    if not torch.compiler.is_compiling():
+        _log(why)
+    return recipe
+
+
+@functools.cache
+def _log(why: str) -> None:
+    """Once a process: layers are alike."""
+    logging.getLogger("mxep.ep").info("recipe auto: %s", why)
