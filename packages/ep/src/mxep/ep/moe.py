@@ -40,6 +40,7 @@ class MoE(nn.Module):
         dispatcher: one of :data:`DISPATCHERS`, as ``"symmetric"``, or a dispatcher to share between layers.
         capacity: bound on rows per rank; default ``Capacity.worst_case()``. Belongs to the dispatcher made here.
         num_shared_experts: width, in units of F, of the dense expert that every token takes, in the layer's recipe.
+        shared_expert_gate: multiply that expert's output by sigmoid(x gate^T), one number a token (Qwen2-MoE).
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
@@ -55,10 +56,10 @@ class MoE(nn.Module):
 
     Parameters: ``router.weight`` (E, D), ``experts.gate_up_proj`` (E, 2F, D), ``experts.down_proj`` (E, D, F), with
     ``bias`` ``experts.gate_up_bias`` (E, 2F), ``experts.down_bias`` (E, D), and with shared experts
-    ``shared.gate_up_proj``, ``shared.down_proj``. Given a mesh or a group of several ranks, expert weights are
-    DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad`` (fp32) get their
-    gradients added there and have none themselves (biases have their own). After forward, ``last_routing`` tells where
-    rows went. Weights are quantized at each call; micro-batches share that within
+    ``shared.gate_up_proj``, ``shared.down_proj``, ``shared.gate`` (1, D). Given a mesh or a group of several ranks,
+    expert weights are DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad``
+    (fp32) get their gradients added there and have none themselves (biases, and the gate, have their own). After
+    forward, ``last_routing`` tells where rows went. Weights are quantized at each call; micro-batches share that within
     ``mxep.gemm.quantize_weights_once()``.
 
     Raises ValueError on sizes that do not fit.
@@ -78,6 +79,7 @@ class MoE(nn.Module):
         dispatcher: str | TokenDispatcher = "symmetric",
         capacity: Capacity | None = None,
         num_shared_experts: int = 0,
+        shared_expert_gate: bool = False,
         router: nn.Module | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,
@@ -97,6 +99,8 @@ class MoE(nn.Module):
             raise ValueError(f"dtype: got {dtype}, want one of {FLOATS}")
         if gradient_reduction not in ("mean", "sum"):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', got {gradient_reduction!r}")
+        if shared_expert_gate and not num_shared_experts:
+            raise ValueError("shared_expert_gate: got num_shared_experts 0, want at least 1")
         mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
         limits: dict[str, Any] = {"capacity": capacity, "max_tokens": max_tokens, "timeout": timeout}
         limits["ranks_per_node"] = ranks_per_node
@@ -128,8 +132,10 @@ class MoE(nn.Module):
         self.gradient_reduction = gradient_reduction
         self.router = Router(dim, num_experts, top_k, device=device) if router is None else router
         self.experts = Experts(dim, hidden_dim, num_experts, bias=bias, mesh=mesh, device=device, dtype=dtype)
-        shared_dim = num_shared_experts * hidden_dim
-        self.shared = SharedExpert(dim, shared_dim, device=device, dtype=dtype) if num_shared_experts else None
+        self.shared = None
+        if num_shared_experts:
+            shared_dim = num_shared_experts * hidden_dim
+            self.shared = SharedExpert(dim, shared_dim, gate=shared_expert_gate, device=device, dtype=dtype)
         self.last_routing = None
 
     def forward(self, x: Tensor, *, expert_ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:

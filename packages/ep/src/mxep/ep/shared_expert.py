@@ -10,6 +10,8 @@
 x is quantized once for gate and up, which are one product. One autograd function, so that no MXTensor crosses autograd
 and torch.compile has it in one graph, but where wgrad is "bf16"; each half is replayed (`mxep.quant.replay`). T is any
 number: products are `mxep.gemm.linear`'s.
+
+With a gate (Qwen2-MoE) a token's out is multiplied by sigmoid(x gate^T), a number, in torch's own operations.
 """
 
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from mxep.gemm import Recipe, linear
 from mxep.gemm.backends import Backend, select
@@ -35,7 +38,10 @@ from .steps import colwise_weights, rowwise_weights
 class SharedExpert(nn.Module):
     """A dense gated MLP that every token takes: ``gate_up_proj`` (2F, D), ``down_proj`` (D, F).
 
-    A weight with an attribute ``main_grad`` gets its gradient added there, and none itself.
+    gate: what it returns is multiplied by the sigmoid of ``x`` times the parameter ``gate`` (1, D), which is None
+    without. The product is in x's dtype, whatever the recipe.
+
+    A weight with an attribute ``main_grad`` gets its gradient added there, and none itself; the gate's is ordinary.
     """
 
     def __init__(
@@ -43,26 +49,34 @@ class SharedExpert(nn.Module):
         dim: int,
         hidden_dim: int,
         *,
+        gate: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(2 * hidden_dim, dim, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(dim, hidden_dim, device=device, dtype=dtype))
+        self.gate = nn.Parameter(torch.empty(1, dim, device=device, dtype=dtype)) if gate else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for weight in (self.gate_up_proj, self.down_proj):
-            init_normal_(weight, weight.shape[1] ** -0.5)
+        for weight in (self.gate_up_proj, self.down_proj, self.gate):
+            if weight is not None:
+                init_normal_(weight, weight.shape[1] ** -0.5)
 
     def extra_repr(self) -> str:
         dim, hidden_dim = self.down_proj.shape
-        return f"dim={dim}, hidden_dim={hidden_dim}, dtype={self.down_proj.dtype}"
+        gate = "" if self.gate is None else ", gate=True"
+        return f"dim={dim}, hidden_dim={hidden_dim}{gate}, dtype={self.down_proj.dtype}"
 
     def forward(
         self, x: Tensor, *, recipe: Recipe, backend: str | Backend = "auto", activation: SwiGLU = PLAIN
     ) -> Tensor:
         """``x`` (T, D) bf16 or fp32 -> (T, D). ValueError for sizes that the recipe does not take."""
+        out = self._mlp(x, recipe, backend, activation)
+        return out if self.gate is None else out * torch.sigmoid(F.linear(x, self.gate.to(x.dtype)))
+
+    def _mlp(self, x: Tensor, recipe: Recipe, backend: str | Backend, activation: SwiGLU) -> Tensor:
         weights = self.gate_up_proj, self.down_proj
         main_grads = tuple(getattr(weight, "main_grad", None) for weight in weights)
         chosen = select(backend, x.device)
