@@ -32,8 +32,9 @@ from mxep.integration.rank import NO_MULTICAST
 MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 16), "deepseek-16b": ("deepseek_v3", "16B", 16)}
 """Name -> torchtitan's model, its flavor, layers unless given."""
 DEBUG = {"qwen3-debug": ("qwen3", "debugmodel_moe", 2), "deepseek-debug": ("deepseek_v3", "debugmodel", 2)}
-CASES = ("torchtitan", "torchtitan-fp8", "bf16", "mxfp8", "fp8")
-"""Its own experts and dispatcher, these with torchao's FP8 products, and mxep's recipes."""
+LINEAR = "-linear"
+CASES = ("torchtitan", "torchtitan-fp8", "bf16", "mxfp8", "fp8", f"mxfp8{LINEAR}", f"fp8{LINEAR}")
+"""Its own experts and dispatcher, these with torchao's FP8 products, and mxep's recipes, of experts, of linears too."""
 LOG_EVERY, WARM_UP = 10, 20
 
 
@@ -87,7 +88,7 @@ def make_trainer(args: argparse.Namespace) -> Any:
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
     from torchtitan.train import Trainer
 
-    from mxep.integration.titan import Options
+    from mxep.integration.titan_converter import ConverterOptions
     from mxep.integration.titan_converter import JobConfig as WithOptions
 
     name, flavor, layers = (MODELS | DEBUG)[args.model]
@@ -115,10 +116,10 @@ def make_trainer(args: argparse.Namespace) -> Any:
         config.quantize.grouped_mm.float8.fqns = ["moe.experts"]
     elif args.case != "torchtitan":
         config.model.converters = ["mxep"]
-        limits = {"max_tokens": args.batch * args.length, "capacity": args.capacity}
-        config.mxep = Options(
-            recipe=args.case, dispatcher=args.dispatcher, dtype=config.training.mixed_precision_param, **limits
-        )
+        recipe = args.case.removesuffix(LINEAR)
+        how: dict[str, Any] = {"recipe": recipe, "linear": recipe if args.case.endswith(LINEAR) else None}
+        how |= {"dispatcher": args.dispatcher, "dtype": config.training.mixed_precision_param}
+        config.mxep = ConverterOptions(max_tokens=args.batch * args.length, capacity=args.capacity, **how)
     return Trainer(config)
 
 

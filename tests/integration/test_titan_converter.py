@@ -28,6 +28,8 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
     titan.LOG_EVERY = 1
     sizes = ["--model", model, "--steps", "3", "--length", "32", "--batch", "2"]
 
+    names = []
+
     def losses(*arguments: str) -> list[float]:
         from torchtitan.protocols import train_spec
 
@@ -36,6 +38,7 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
         trainer = titan.make_trainer(args)
         reduce_over_gloo(trainer.model_parts[0])
         found = titan.measure(trainer, args)["losses"]
+        names.append(list(trainer.model_parts[0].state_dict()))
         trainer.close()
         return list(found.values())
 
@@ -44,4 +47,31 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
     in_bf16 = losses("--case", "bf16")
     torch.testing.assert_close(in_bf16, own, rtol=0, atol=5e-3)
     assert losses("--case", "bf16", "--checkpoint", "full") == in_bf16
-    torch.testing.assert_close(losses("--case", "mxfp8"), own, rtol=0, atol=2e-2)
+    in_mxfp8 = losses("--case", "mxfp8")
+    torch.testing.assert_close(in_mxfp8, own, rtol=0, atol=2e-2)
+    linears_too = losses("--case", "mxfp8-linear")
+    assert linears_too != in_mxfp8
+    torch.testing.assert_close(linears_too, own, rtol=0, atol=2e-2)
+    assert names == names[:1] * len(names)
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_compiled_attention_multiplies_in_mxfp8(ctx: Context) -> None:
+    import titan_bench as titan
+    from titan_on_cpu import reduce_over_gloo
+
+    os.environ |= {"LOCAL_RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.world_size)}
+    titan.LOG_EVERY = 1
+    found = []
+    for compiled in ([], ["--compile"]):
+        from torchtitan.protocols import train_spec
+
+        train_spec._extra_train_specs.clear()
+        sizes = ["--model", "qwen3-debug", "--steps", "2", "--length", "32", "--batch", "2"]
+        args = titan.parse([*sizes, "--case", "mxfp8-linear", *compiled])
+        trainer = titan.make_trainer(args)
+        reduce_over_gloo(trainer.model_parts[0])
+        found.append(list(titan.measure(trainer, args)["losses"].values()))
+        trainer.close()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=5e-3)  # bf16, rounded elsewhere

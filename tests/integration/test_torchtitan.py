@@ -113,13 +113,68 @@ def test_errors_name_what_is_wrong() -> None:
         routed_experts(own)
 
 
-def overridden(recipe: str, **options: Any) -> Any:
+def overridden(recipe: str, *, linear: str | None = None, **options: Any) -> Any:
     """As `--override.imports` reads them."""
     from torchtitan.config.override import OverrideConfig, parse_cli_imports
 
     given = {"recipe": recipe, "dtype": "float32", "max_tokens": 64, **options}
     tokens = [f"mxep.integration.torchtitan.routed_experts={json.dumps(given)}", "mxep.integration.torchtitan.metrics"]
+    if linear is not None:
+        tokens.append(f"mxep.integration.torchtitan.linears={json.dumps({'recipe': linear})}")
     return OverrideConfig(imports=parse_cli_imports(tokens))
+
+
+def test_linears_multiply_by_the_recipe() -> None:
+    from torchtitan.models.common.linear import Linear
+
+    from mxep.gemm import linear
+    from mxep.integration.torchtitan import linears
+
+    config = Linear.Config(in_features=D, out_features=F)
+    own, ours = config.build(), linears(config, "mxfp8").build()
+    ours.load_state_dict(own.state_dict())
+    x = torch.randn(T, D)
+    assert torch.equal(ours(x), linear(x, own.weight, recipe="mxfp8"))
+    assert not torch.equal(ours(x), own(x))
+    narrow = Linear.Config(in_features=D, out_features=F + 8)
+    assert linears(narrow, "mxfp8") is narrow
+    with pytest.raises(ValueError, match="mxfp9"):
+        linears(config, "mxfp9")
+
+
+@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
+def test_hugging_faces_names_and_tensors_stay(model: str, tmp_path: Path) -> None:
+    """Of a model on one process, to Hugging Face's state dict and back."""
+    from torchtitan.config.override import apply_overrides
+    from torchtitan.models.common.linear import Linear
+
+    from mxep.integration.torchtitan import Experts, QuantizedLinear
+    from titan_trainer import make_config
+
+    found, weights = [], None
+    for override in (None, overridden("mxfp8", linear="mxfp8")):
+        config = make_config(model, str(tmp_path))
+        if override is not None:
+            apply_overrides(override, config)
+        built = config.model_spec.model.build()
+        if weights is None:
+            weights = {name: torch.randn_like(x) for name, x in built.state_dict().items()}
+        built.load_state_dict(weights)
+        adapter = config.model_spec.state_dict_adapter(config.model_spec.model, None)
+        hf = adapter.to_hf(built.state_dict())
+        back = adapter.from_hf(dict(hf))
+        found.append((hf, back))
+        kinds = {type(module) for module in built.modules()}
+        assert {Experts, QuantizedLinear} <= kinds or override is None
+    left = {name for name, module in built.named_modules() if type(module) is Linear}
+    assert left == {"lm_head", *(name for name, _ in built.named_modules() if name.endswith(".router.gate"))}
+    for own, ours in zip(*found):
+        assert list(own) == list(ours)
+        assert all(torch.equal(own[name], ours[name]) for name in own)
+    hf, back = found[1]
+    assert any("experts.7." in name for name in hf)  # one tensor an expert
+    assert {name for name in weights if "expert_bias" not in name} <= set(back)  # Hugging Face's Qwen3 has none
+    assert all(torch.equal(back[name], weights[name]) for name in back)
 
 
 @pytest.mark.slow
@@ -131,8 +186,11 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
 
     from titan_trainer import make_config, train
 
+    names = []
+
     def losses(**options: Any) -> list[float]:
         found, trainer = train(make_config(model, str(tmp_path), ep=2, **options), ctx.rank)
+        names.append(list(trainer.model_parts[0].state_dict()))
         trainer.close()
         return found
 
@@ -144,7 +202,12 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
         assert losses(override=overridden("bf16"), activation_checkpoint=FullAC.Config()) == in_bf16
         plain = overridden("bf16", dispatcher="all_to_all")
         assert losses(override=plain, activation_checkpoint=None) == in_bf16
-    torch.testing.assert_close(losses(override=overridden("mxfp8")), own, rtol=0, atol=1e-2)
+    in_mxfp8 = losses(override=overridden("mxfp8"))
+    torch.testing.assert_close(in_mxfp8, own, rtol=0, atol=1e-2)
+    linears_too = losses(override=overridden("mxfp8", linear="mxfp8"))
+    assert linears_too != in_mxfp8
+    torch.testing.assert_close(linears_too, own, rtol=0, atol=2e-2)  # as much again as of experts
+    assert names == names[:1] * len(names)
 
 
 @pytest.mark.slow

@@ -16,17 +16,31 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_converter import register_model_converter
 
 from mxep.ep import TokenDispatcher
-from mxep.gemm import Recipe
+from mxep.gemm import Recipe, convert, join_linears
 from mxep.gemm.auto import recipe_of
+from mxep.gemm.convert_linear import is_linear, reason_to_leave
 
 from .titan import Options
+
+TOGETHER = ("wq", "wk", "wv"), ("wq", "wkv_a"), ("wq_a", "wkv_a"), ("w1", "w3")
+"""Linears of torchtitan's models that read one input: of attention, latent attention and gated MLPs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConverterOptions(Options):
+    """Of routed experts, and
+
+    linear: the recipe of attention, dense MLPs and shared experts: a name, or "auto". None: they stay torchtitan's.
+    """
+
+    linear: str | None = None
 
 
 @dataclass
 class JobConfig:
     """What `--job.custom_config_module` adds to torchtitan's config."""
 
-    mxep: Options = field(default_factory=Options)
+    mxep: ConverterOptions = field(default_factory=ConverterOptions)
 
 
 class Scores:
@@ -75,7 +89,7 @@ class Converter:
             raise ValueError(
                 "mxep's converter for torchtitan 0.2 does not support tensor parallelism: set its degree to 1"
             )
-        self.options: Options = job_config.mxep
+        self.options: ConverterOptions = job_config.mxep
         mesh = parallel_dims.get_optional_mesh("ep")
         self.group = None if mesh is None else mesh.get_group()
 
@@ -97,9 +111,21 @@ class Converter:
             moe.__class__, experts.__class__ = RoutedMoE, Experts
             experts.options, experts.recipe = self.options, recipe_of(self.options.recipe)
             experts.dispatcher = self.options.make_dispatcher(num_experts, dim, self.group)
+        if self.options.linear is not None:
+            convert_linears(model, self.options.linear, self.options.backend)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         pass
+
+
+def convert_linears(model: nn.Module, recipe: str, backend: str) -> None:
+    """All of the layers but routers and what MXFP8 cannot take, those of TOGETHER as one product.
+
+    torchtitan calls converters before it checkpoints activations, compiles and shards.
+    """
+    linears = ((name, x) for name, x in model.named_modules() if name.startswith("layers.") and is_linear(x))
+    chosen = {f"{name}.weight" for name, x in linears if not reason_to_leave(name, x, 0, Recipe.mxfp8())}
+    join_linears(convert(model, recipe, lambda name, _: name in chosen, backend=backend), TOGETHER)
 
 
 register_model_converter(Converter, "mxep")

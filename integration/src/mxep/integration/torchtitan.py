@@ -8,7 +8,8 @@ replaces both children of each `RoutedExperts`. Parameters, their names, shardin
     inner_experts               dispatches, computes and combines, in one call of mxep
     token_dispatcher.combine    moves nothing
 
-`metrics` is a second override, which logs the experts' loads.
+`linears` is a second override, of the linears of attention, dense MLPs and shared experts, and `metrics` a third, which
+logs the experts' loads.
 
 B batch, L length, T tokens, K experts a token, E experts, D model dim, F hidden dim.
 """
@@ -25,10 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import Configurable, derive, override
+from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from mxep.ep import TokenDispatcher
+from mxep.gemm import Recipe
 from mxep.gemm.auto import recipe_of
+from mxep.gemm.linear import module_forward
 
 from .titan import Options
 
@@ -105,6 +109,36 @@ def routed_experts(config: Any, **options: Any) -> Any:
     dispatcher = Dispatcher.Config(num_experts=experts.num_experts, dim=experts.dim, options=chosen)
     inner = derive(experts, Experts.Config, options=chosen)
     return derive(config, RoutedExperts.Config, inner_experts=inner, token_dispatcher=dispatcher)
+
+
+class QuantizedLinear(Linear):  # type: ignore[misc]
+    """torchtitan's parameters, multiplied by a recipe."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):  # type: ignore[misc]
+        recipe: Recipe
+        backend: str
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.recipe, self.backend = config.recipe, config.backend
+
+    def forward(self, input: Tensor) -> Tensor:
+        return module_forward(self, input, self.recipe, self.backend)
+
+
+@override(  # type: ignore[untyped-decorator]
+    target=Linear.Config,
+    fqns=[f"*layers.*.{part}.*" for part in ("attention", "feed_forward", "shared_experts")],
+    description="linears by mxep",
+    exact=True,
+)
+def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
+    """Those whose sizes the recipe can not take stay as they are. ValueError for a recipe that is none."""
+    chosen = Recipe.named(recipe)
+    if config.in_features % chosen.group_alignment or config.out_features % chosen.group_alignment:
+        return config
+    return derive(config, QuantizedLinear.Config, recipe=chosen, backend=backend)
 
 
 class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
