@@ -274,25 +274,22 @@ def test_rows_over_capacity_stop_the_step(ctx: Context, tmp_path: Path) -> None:
 @pytest.mark.slow
 @distributed(2, device="cpu", timeout=280)
 def test_checkpoints_and_loads_are_torchtitans(ctx: Context, tmp_path: Path) -> None:
-    """Its checkpoint continues with mxep's experts, and mxep's with its own; names for Hugging Face stay."""
+    """From its checkpoint mxep's experts go on as its own would have, and from mxep's its own do."""
     from titan_trainer import make_config, train
 
-    def run(folder: str, steps: int, override: Any = None) -> tuple[list[float], Any]:
-        kept = {"enable": folder != "own", "interval": 2, "last_save_model_only": False}
-        given: dict[str, Any] = {"training": {"steps": steps}, "checkpoint": kept}
+    def run(folder: str, override: Any, load_step: int = -1) -> tuple[list[float], Any]:
+        kept = {"enable": True, "interval": 2, "last_save_model_only": False, "load_step": load_step}
+        given: dict[str, Any] = {"training": {"steps": 4}, "checkpoint": kept}
         if override is not None:
             given["override"] = override
-        return train(make_config("deepseek_v3", str(tmp_path / folder), ep=2, **given), ctx.rank)
+        losses, trainer = train(make_config("deepseek_v3", str(tmp_path / folder), ep=2, **given), ctx.rank)
+        trainer.close()
+        return losses, trainer
 
-    own, trainer = run("own", 3)
-    names = list(trainer.model_parts[0].state_dict())
-    trainer.close()
-    assert len(own) == 3
-    half, trainer = run("mixed", 2, overridden("bf16"))
+    mxep = overridden("bf16", linear="bf16")
+    (own, _), (ours, trainer) = run("own", None), run("mxep", mxep)
     loads = [metrics["moe_load/layers.1"] for metrics in trainer.metrics_processor.logger.steps]
     assert all(1 <= load <= 8 for load in loads)  # of 8 experts
-    assert list(trainer.model_parts[0].state_dict()) == names
-    trainer.close()
-    rest, trainer = run("mixed", 3)
-    trainer.close()
-    torch.testing.assert_close([*half, *rest], own, rtol=0, atol=1e-3)
+    # The fourth loss is behind a step of the optimizer, whose state is in the checkpoint, too.
+    for rest, whole in ((run("own", mxep, 2)[0], own), (run("mxep", None, 2)[0], ours)):
+        torch.testing.assert_close(rest, whole[2:], rtol=0, atol=1e-3)
