@@ -172,7 +172,8 @@ class BenchConfig:
     cases, null for all. shapes: kind of shape -> shapes. cpu_shapes: those of device "cpu", unless the command line
     names others. out: a file for the results besides bench.json in the run folder. picture: a file for its picture,
     null for none. commit: what the results call the code's version; null: ask git. models: names of its models, null
-    for all, of bench=layer.
+    for all, of bench=layer and bench=model. optimizer: whose step is part of bench=model's, "adamw" or null.
+    activation_checkpointing: whether its layers are computed again in backward.
     """
 
     name: str
@@ -186,6 +187,8 @@ class BenchConfig:
     picture: str | None
     commit: str | None
     models: list[str] | None = None
+    optimizer: str | None = None
+    activation_checkpointing: bool = False
 
 
 @dataclass

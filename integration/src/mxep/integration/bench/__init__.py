@@ -17,6 +17,7 @@ A bench is a module with
 and may have
     CASES, BACKENDS   what bench.cases and bench.backend may name
     PICTURED   the sections that its picture shows, one at least
+    OPTIMIZERS what bench.optimizer may name besides null; a bench without has no bench.activation_checkpointing either
 """
 
 BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "linear", "comms", "layer", "model")}

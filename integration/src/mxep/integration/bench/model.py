@@ -1,4 +1,4 @@
-"""bench=model: a whole Qwen3-MoE of transformers on all ranks, forward and backward, with several kinds of experts.
+"""bench=model: a whole model of transformers on all ranks, steps of training with several kinds of experts.
 
     baseline bf16        standard.StandardLayer in the experts' place
     transformers bf16    its own grouped_mm; on one rank alone
@@ -7,17 +7,26 @@
     ..., graph           a step is a replay of one CUDA graph
     no experts           experts give back what they get: what is not theirs
 
+Models whose name starts with DEEPSEEK are of DeepSeek-V3's kind: sigmoid routers, two shared experts, a dense first
+layer, latent attention with whole queries. All others are of Qwen3-MoE's.
+
 One model serves all, of random weights, in bf16. What is not expert is on every rank, attention and norms are compiled
-on GPUs. There is no optimizer, and nothing is reduced over ranks but what experts exchange. Sequences are causal and
-not packed; transformers' mask, which would ask the device for that, is left out.
+on GPUs. Nothing is reduced over ranks but what experts exchange. Sequences are causal and not packed; transformers'
+mask, which would ask the device for that, is left out.
+
+A step is forward and backward, with bench.optimizer=adamw AdamW's step as well: torch's fused one, its moments in the
+parameters' dtype. One optimizer serves all cases. Its learning rate is 0, which takes as long as any other, so that all
+have the same weights and can be compared. bench.activation_checkpointing: each layer of the decoder keeps its input
+alone and is computed again in backward.
 
 tokens/s       of all ranks together
-ms             forward and backward: median of sustained stretches, the slowest rank's
+ms             a step: median of sustained stretches, the slowest rank's
 x bf16         how many times as fast as the baseline
-of step        share of the step that `no experts` does not take
+of step        share of the step that `no experts` does not take, whose experts get no gradients
 loss           mean over ranks
 dB             of the head's gradient against the baseline's, of the rank where it is least; below LEAST_SNR fails
-peak GiB       most memory of a step above parameters, gradients included (memory_of)
+held GiB       parameters and the optimizer's moments, of a rank; they are there between steps, and in no peak
+peak GiB       most memory of a step above that, gradients included (memory_of; JSON has what of it is where)
 
 T tokens of a rank, in two sequences; D model dim, F hidden dim, E experts, K experts a token.
 """
@@ -25,6 +34,7 @@ T tokens of a rank, in two sequences; D model dim, F hidden dim, E experts, K ex
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import statistics
 from collections.abc import Callable, Iterator
@@ -36,11 +46,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from mxep.comms import Capacity
+from mxep.ep import parameter_groups
 from mxep.ep.shares import local_tensor, local_weight
-from mxep.gemm import Recipe, convert, join_linears
+from mxep.gemm import Recipe
 
 from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from ..rank import Rank
@@ -49,12 +61,15 @@ from ..snr import snr
 from ..timer import Alternative, Timer, failure
 from ..transformers import Implementation, check, expert_parallel, register
 from ..transformers.layer import layers
+from ..transformers.model import multiply_by
 from ..transformers.versions import ALL_EXPERTS_FUNCTIONS
-from .layer import memory_of
+from .layer import GIB, memory_of
 from .run import Bench, models, table
 from .standard import StandardLayer
 
-BASELINE, PLAIN = "baseline bf16", "no experts"
+BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
+DEEPSEEK = "deepseek"
+OPTIMIZERS = ("adamw",)
 RECIPES = ("bf16", "fp8", "mxfp8")
 VOCABULARY = 32768
 CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
@@ -63,11 +78,11 @@ LEAST_SNR = 6.0  # experts flip between any two kinds of products, the more the 
 LINEAR = ", linear"
 OURS = (*(f"mxep {recipe}" for recipe in RECIPES), f"mxep mxfp8{LINEAR}")
 
-CASES = (BASELINE, PLAIN, "transformers bf16", *(f"{name}{graph}" for name in OURS for graph in ("", ", graph")))
+CASES = (BASELINE, PLAIN, TRANSFORMERS, *(f"{name}{graph}" for name in OURS for graph in ("", ", graph")))
 SHAPES = {"*": (2, 1, 32, 32, 1, 1)}
 SHAPE = "tokens, layers, dim, hidden dim, experts, top-k"
-FIGURES = "tokens/s, ms, x bf16, of step, peak GiB, outside GiB, graphs GiB, loss, dB, MHz, W"
-SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, what", FIGURES)}
+FIGURES = "tokens/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB, MHz, W"
+SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, tokens, what", FIGURES)}
 
 
 class Shape(NamedTuple):
@@ -86,18 +101,18 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     for about, shape in models(bench, Shape):
         with ExitStack() as opened:
             try:
-                subject = on_all_ranks(lambda shape=shape: Subject.make(bench.rank, shape, bench.seed))  # type: ignore[misc]
+                subject = on_all_ranks(lambda about=about, shape=shape: Subject.make(bench, about["model"], shape))  # type: ignore[misc]
                 opened.callback(subject.close)
                 rows = list(_rows(bench, subject))
             except FailedOnRanks as error:
                 rows = [{"what": "all", **failure(error)}]
-        yield from (("model", about | row) for row in rows)
+        yield from (("model", about | {"tokens": shape.tokens} | row) for row in rows)
 
 
 def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
     timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
     names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or CASES))))
-    rows: dict[str, Row] = {name: {"what": name} for name in names}
+    rows: dict[str, Row] = {name: {"what": name, "held GiB": subject.held / GIB} for name in names}
     runs, reference = {}, list[Tensor]()
     for name, row in rows.items():
 
@@ -111,7 +126,7 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
 
         try:
             step = on_all_ranks(lambda name=name: subject.step(name))  # type: ignore[misc]
-            subject.model.zero_grad(set_to_none=True)  # which memory_of would count as there before
+            subject.model.zero_grad(set_to_none=True)  # of a case that failed
             row |= on_all_ranks(lambda step=step: memory_of(step, bench.device))  # type: ignore[misc]
             graph = "must" if name.endswith(", graph") else "never"
             runs[name] = timer.prepare(
@@ -137,10 +152,11 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model, and the batch of this rank. attentions: each layer's, and others of the same weights, which are
-    converted to MXFP8 once a case asks for them: a converted one that never runs warns of it."""
+    """The model, its optimizer, and the batch of this rank. attentions: each layer's, and others of the same weights,
+    which are converted to MXFP8 once a case asks for them: a converted one that never runs warns of it."""
 
     model: Any
+    optimizer: torch.optim.Optimizer | None
     attentions: dict[bool, list[Any]]
     ids: Tensor
     shape: Shape
@@ -148,38 +164,29 @@ class Subject:
     converted: list[Any] = field(default_factory=list)
 
     @classmethod
-    def make(cls, rank: Rank, shape: Shape, seed: int) -> Subject:
+    def make(cls, bench: Bench, name: str, shape: Shape) -> Subject:
         """Collective."""
-        modeling: Any = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+        rank = bench.rank
+        config = _config(name, shape)
+        kind = config.model_type
+        modeling: Any = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
         modeling.create_causal_mask = lambda *_, **__: None
         limits: dict[str, Any] = {"max_tokens": shape.tokens, "capacity": Capacity.factor(CAPACITY)}
         for recipe in RECIPES:
             register(Implementation(f"bench mxep {recipe}", Recipe.named(recipe), **limits))
         ALL_EXPERTS_FUNCTIONS.register(f"bench {BASELINE}", _standard)
         ALL_EXPERTS_FUNCTIONS.register(f"bench {PLAIN}", lambda experts, hidden_states, *_: hidden_states)
-        heads = max(2, shape.dim // 64)
-        config = Qwen3MoeConfig(
-            hidden_size=shape.dim,
-            num_hidden_layers=shape.layers,
-            moe_intermediate_size=shape.hidden,
-            num_experts=shape.experts,
-            num_experts_per_tok=shape.top_k,
-            norm_topk_prob=True,
-            num_attention_heads=heads,
-            num_key_value_heads=max(1, heads // 8),
-            head_dim=128,
-            vocab_size=VOCABULARY,
-            tie_word_embeddings=False,
-        )
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if rank.world_size > 1:
             mesh = init_device_mesh(rank.device.type, (rank.world_size,))
             expert_parallel(model, mesh, "bench mxep bf16")
         model.to_empty(device=rank.device)
+        for buffer in model.buffers():
+            buffer.zero_()
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(rank.device)
-        generator = torch.Generator(rank.device).manual_seed(seed)
-        own = torch.Generator(rank.device).manual_seed(1000 * (seed + 1) + rank.rank)
+        generator = torch.Generator(rank.device).manual_seed(bench.seed)
+        own = torch.Generator(rank.device).manual_seed(1000 * (bench.seed + 1) + rank.rank)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.dim() == 1:
@@ -194,30 +201,48 @@ class Subject:
         for layer in model.model.layers:
             for module in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
                 _compile(module, rank.device)
+        if bench.config.activation_checkpointing:
+            for layer in model.model.layers:  # nothing is drawn, and a graph cannot read the generators' state
+                layer.forward = functools.partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+                )
+        optimizer = _adamw(model, rank.device) if bench.config.optimizer else None
         sequences = torch.randint(VOCABULARY, (2, shape.tokens // 2), device=rank.device, generator=own)
-        return cls(model, attentions, sequences, shape, rank)
+        return cls(model, optimizer, attentions, sequences, shape, rank)
+
+    @property
+    def held(self) -> int:
+        """Bytes of this rank's parameters and of the optimizer's moments."""
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        moments = [tensor for state in states for tensor in state.values()]
+        return sum(local_tensor(tensor).nbytes for tensor in (*self.model.parameters(), *moments))
 
     def step(self, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
-        """A call: forward and backward with these experts, to the loss and the head's gradient.
+        """A call: a step with these experts, to the loss and the head's gradient. It leaves no gradients behind.
 
         NotImplementedError for what there is not on these ranks.
         """
-        if name.startswith("transformers") and self.rank.world_size > 1:
+        if name == TRANSFORMERS and self.rank.world_size > 1:
             raise NotImplementedError("on one rank alone")
         attentions = self.attentions[LINEAR in name]
         if LINEAR in name and not self.converted:
-            self.converted.extend(_compile(join_linears(convert(x, "mxfp8")), self.rank.device) for x in attentions)
+            for attention in attentions:
+                multiply_by("mxfp8", attention, "auto")
+                self.converted.append(_compile(attention, self.rank.device))
         case = name.removesuffix(", graph").removesuffix(LINEAR)
-        implementation = "grouped_mm" if case.startswith("transformers") else f"bench {case}"
+        implementation = "grouped_mm" if case == TRANSFORMERS else f"bench {case}"
 
         def step() -> tuple[Tensor, Tensor]:
             self.model.config._experts_implementation = implementation
             for layer, attention in zip(self.model.model.layers, attentions):
                 layer.self_attn = attention
-            self.model.zero_grad(set_to_none=True)
             loss: Tensor = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
             loss.backward()
-            return loss.detach(), self.model.lm_head.weight.grad
+            gradient: Tensor = self.model.lm_head.weight.grad
+            if self.optimizer is not None:
+                self.optimizer.step()
+            self.model.zero_grad(set_to_none=True)
+            return loss.detach(), gradient
 
         return step
 
@@ -225,6 +250,38 @@ class Subject:
         """Collective."""
         for _, layer in layers(self.model):
             layer.dispatcher.close()
+
+
+def _config(name: str, shape: Shape) -> Any:
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.dim,
+        "num_hidden_layers": shape.layers,
+        "moe_intermediate_size": shape.hidden,
+        "num_experts_per_tok": shape.top_k,
+        "norm_topk_prob": True,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+    }
+    if name.startswith(DEEPSEEK):
+        heads, shared = max(2, shape.dim // 128), 2
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": None}
+        sizes |= {"n_routed_experts": shape.experts, "n_shared_experts": shared, "n_group": 1, "topk_group": 1}
+        sizes |= {"first_k_dense_replace": 1, "intermediate_size": (shape.top_k + shared) * shape.hidden}
+        return DeepseekV3Config(**sizes)
+    heads = max(2, shape.dim // 64)
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 8), "head_dim": 128}
+    return Qwen3MoeConfig(**sizes, num_experts=shape.experts)
+
+
+def _adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:
+    """With its moments, which else the first case would be charged for."""
+    graphs = device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.0, weight_decay=0.0, fused=True, capturable=graphs)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
 
 
 def _compile(module: Any, device: torch.device) -> Any:

@@ -53,6 +53,10 @@ def check(config: BenchConfig) -> Any:
     _known("bench.sections", config.sections or (), module.SECTIONS)
     _known("bench.backend", [config.backend] if config.backend else (), getattr(module, "BACKENDS", ()))
     _known("bench.cases", config.cases or (), getattr(module, "CASES", ()))
+    optimizers = getattr(module, "OPTIMIZERS", ())
+    _known("bench.optimizer", [config.optimizer or "null"], ("null", *optimizers))
+    checkpointing = str(config.activation_checkpointing).lower()
+    _known("bench.activation_checkpointing", [checkpointing], ("false", "true") if optimizers else ("false",))
     _known("bench.models", config.models or (), config.shapes)
     _known("bench.shapes", config.shapes, config.shapes if ANY in module.SHAPES else module.SHAPES)
     for kind, shapes in config.shapes.items():

@@ -119,7 +119,7 @@ class CausalLM(nn.Module):
             raise ConfigError(f"{key}: leave it out: {sizes.model_type} has no blocks that transformers names")
         self.experts = [self.model.get_submodule(name) for name in names]
         for part in self._beside_experts():
-            _multiply_by(linear_recipe(config, recipe), part, config.backend)
+            multiply_by(linear_recipe(config, recipe), part, config.backend)
             if config.train.compile:
                 part.forward = torch.compile(part.forward)  # without transformers' hooks, which break a graph
         if config.train.activation_checkpointing:
@@ -260,7 +260,7 @@ class RouterOf:
         self.load.zero_()
 
 
-def _multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:
+def multiply_by(recipe: Recipe | str | None, part: nn.Module, backend: str) -> None:
     """Convert the linears of a part that has any; those that read one tensor become one product."""
     if recipe is None or not any(isinstance(module, nn.Linear) for module in part.modules()):
         return
