@@ -1,7 +1,7 @@
 """bench=model: a whole model of transformers on all ranks, steps of training with several kinds of experts.
 
     baseline bf16        standard.StandardLayer in the experts' place
-    transformers bf16    its own grouped_mm; on one rank alone
+    transformers bf16    its own grouped_mm, on several ranks between its own all-to-alls (5.23 and newer)
     mxep RECIPE          mxep.integration.transformers, experts over all ranks by its expert_parallel
     mxep mxfp8, linear   attention's projections in MXFP8 as well, q, k and v together (convert, join_linears)
     ..., graph           a step is a replay of one CUDA graph
@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
@@ -62,7 +62,7 @@ from ..timer import Alternative, Timer, failure
 from ..transformers import Implementation, check, expert_parallel, register
 from ..transformers.layer import layers
 from ..transformers.model import multiply_by
-from ..transformers.versions import ALL_EXPERTS_FUNCTIONS
+from ..transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
 from .layer import GIB, memory_of
 from .run import Bench, models, table
 from .standard import StandardLayer
@@ -181,6 +181,9 @@ class Subject:
         if rank.world_size > 1:
             mesh = init_device_mesh(rank.device.type, (rank.world_size,))
             expert_parallel(model, mesh, "bench mxep bf16")
+            if own_expert_parallel is not None:
+                alone = init_device_mesh(rank.device.type, (rank.world_size, 1), mesh_dim_names=("ep", "tp"))["tp"]
+                ALL_EXPERTS_FUNCTIONS.register(f"bench {TRANSFORMERS}", functools.partial(_all_to_all, mesh, alone))
         model.to_empty(device=rank.device)
         for buffer in model.buffers():
             buffer.zero_()
@@ -222,15 +225,16 @@ class Subject:
 
         NotImplementedError for what there is not on these ranks.
         """
-        if name == TRANSFORMERS and self.rank.world_size > 1:
-            raise NotImplementedError("on one rank alone")
+        parallel = self.rank.world_size > 1
+        if name == TRANSFORMERS and parallel and own_expert_parallel is None:
+            raise NotImplementedError("wants transformers 5.23")
         attentions = self.attentions[LINEAR in name]
         if LINEAR in name and not self.converted:
             for attention in attentions:
                 multiply_by("mxfp8", attention, "auto")
                 self.converted.append(_compile(attention, self.rank.device))
         case = name.removesuffix(", graph").removesuffix(LINEAR)
-        implementation = "grouped_mm" if case == TRANSFORMERS else f"bench {case}"
+        implementation = "grouped_mm" if case == TRANSFORMERS and not parallel else f"bench {case}"
 
         def step() -> tuple[Tensor, Tensor]:
             self.model.config._experts_implementation = implementation
@@ -301,3 +305,16 @@ def _standard(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     out: Tensor = layer(hidden_states, top_k_index.int(), top_k_weights.float())
     layer.w13 = layer.w2 = None  # which would keep a graph
     return out
+
+
+def _all_to_all(
+    ep: DeviceMesh, tp: DeviceMesh, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' own expert parallelism, on the experts that are here. tp: of this rank alone."""
+    here = copy.copy(experts)
+    here.__dict__["_parameters"] = {name: local_weight(weight) for name, weight in experts.named_parameters()}
+    here.num_experts = len(here.down_proj)
+    exchange = own_expert_parallel.AllToAllEP(here, ep, tp)
+    exchange.experts_forward = functools.partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], here)
+    out: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
+    return out.to(hidden_states.dtype)
