@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from mxep.integration.bench import run
-from mxep.integration.bench.model import BASELINE, CASES, LEAST_SNR, PLAIN, Shape, Subject
+from mxep.integration.bench.model import BASELINE, CASES, LEAST_SNR, PLAIN, Shape, Subject, measure
 from mxep.integration.config import ConfigError
 from mxep.integration.rank import Rank
 from mxep.integration.results import Report
@@ -74,19 +75,44 @@ def test_what_a_bench_has_not_is_refused(make_config, bench: str, override: str,
 
 
 @pytest.fixture
-def make_subject(make_config, one_thread: None) -> Iterator[Any]:
+def make_bench(make_config, one_thread: None) -> Callable[..., run.Bench]:
+    """make_bench(*overrides) -> a Bench of one CPU rank."""
+
+    def make(*overrides: str) -> run.Bench:
+        return run.Bench(Rank(0, 1, torch.device("cpu")), make_config(*ON_CPU, *overrides).bench, 0, Report("", {}, {}))
+
+    return make
+
+
+@pytest.fixture
+def make_subject(make_bench) -> Iterator[Any]:
     """make_subject(*overrides, model=QWEN3) -> a Subject of two layers."""
     made = []
 
     def make(*overrides: str, model: str = QWEN3) -> Subject:
-        config = make_config(*ON_CPU, *overrides).bench
-        bench = run.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))
-        made.append(Subject.make(bench, model, Shape(32, 2, 64, 32, 8, 2)))
+        made.append(Subject.make(make_bench(*overrides), model, Shape(32, 2, 64, 32, 8, 2)))
         return made[-1]
 
     yield make
     for subject in made:
         subject.close()
+
+
+def test_a_model_is_gone_before_the_next_is_made(make_bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    make = Subject.make
+
+    def recording(*args: Any) -> Subject:
+        assert all(ref() is None for ref in made)
+        subject = make(*args)
+        made.append(weakref.ref(subject.model))
+        return subject
+
+    monkeypatch.setattr(Subject, "make", recording)
+    shapes = f"bench.shapes.{QWEN3}={json.dumps([SHAPE, SHAPE])}"
+    keys = "bench.optimizer=adamw", "bench.activation_checkpointing=true", 'bench.cases=["mxep mxfp8, linear"]'
+    assert all("ms" in row for _, row in measure(make_bench(shapes, *keys)))
+    assert len(made) == 2
 
 
 def test_adamw_holds_moments_of_all_parameters_and_changes_none(make_subject) -> None:

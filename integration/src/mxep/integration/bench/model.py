@@ -99,14 +99,19 @@ class Shape(NamedTuple):
 def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
     """Model by model. Collective, with the same rows on all ranks."""
     for about, shape in models(bench, Shape):
-        with ExitStack() as opened:
-            try:
-                subject = on_all_ranks(lambda about=about, shape=shape: Subject.make(bench, about["model"], shape))  # type: ignore[misc]
-                opened.callback(subject.close)
-                rows = list(_rows(bench, subject))
-            except FailedOnRanks as error:
-                rows = [{"what": "all", **failure(error)}]
-        yield from (("model", about | {"tokens": shape.tokens} | row) for row in rows)
+        for row in _measured(bench, about["model"], shape):
+            yield "model", about | {"tokens": shape.tokens} | row
+
+
+def _measured(bench: Bench, name: str, shape: Shape) -> list[Row]:
+    """Rows of one model, which is gone before the next is made."""
+    with ExitStack() as opened:
+        try:
+            subject = on_all_ranks(lambda: Subject.make(bench, name, shape))
+            opened.callback(subject.close)
+            return list(_rows(bench, subject))
+        except FailedOnRanks as error:
+            return [{"what": "all", **failure(error)}]
 
 
 def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
