@@ -68,6 +68,8 @@ class Logged:
         names = {"tokens": "throughput(tps)", "loss": "loss_metrics/global_avg_loss"}
         names |= {"gib": "memory/max_reserved(GiB)", "active_gib": "memory/max_active(GiB)"}
         self.steps[step] = {short: float(metrics[name]) for short, name in names.items()}
+        loads = [load for name, load in metrics.items() if name.startswith("moe_load/")]
+        self.steps[step]["load"] = max(loads, default=0.0)
 
     def close(self) -> None:
         pass
@@ -82,13 +84,12 @@ def read_words(vocabulary: int) -> Tensor:
     return torch.tensor([number.get(word, 0) for word in words])
 
 
-def make_trainer(args: argparse.Namespace) -> Any:
-    """torchtitan's trainer for a case. torchrun has set the environment."""
+def make_config(args: argparse.Namespace) -> Any:
+    """torchtitan's config for a case. torchrun has set the environment."""
     from torchtitan.config import ConfigManager, JobConfig
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
-    from torchtitan.train import Trainer
 
-    from mxep.integration.titan_converter import ConverterOptions
+    from mxep.integration.titan_converter import ConverterOptions, build_metrics_processor
     from mxep.integration.titan_converter import JobConfig as WithOptions
 
     name, flavor, layers = (MODELS | DEBUG)[args.model]
@@ -100,6 +101,7 @@ def make_trainer(args: argparse.Namespace) -> Any:
         return Words(read_words(sizes.vocab_size), args.batch, args.length, dp_rank)
 
     ours = {"model_args": {"bench": sizes}, "build_dataloader_fn": make_words, "build_tokenizer_fn": None}
+    ours["build_metrics_processor_fn"] = build_metrics_processor
     register_train_spec("bench", dataclasses.replace(spec, **ours))
     config: Any = ConfigManager._merge_configs(JobConfig, WithOptions)()
     config.model.name, config.model.flavor = "bench", "bench"
@@ -120,7 +122,14 @@ def make_trainer(args: argparse.Namespace) -> Any:
         how: dict[str, Any] = {"recipe": recipe, "linear": recipe if args.case.endswith(LINEAR) else None}
         how |= {"dispatcher": args.dispatcher, "dtype": config.training.mixed_precision_param}
         config.mxep = ConverterOptions(max_tokens=args.batch * args.length, capacity=args.capacity, **how)
-    return Trainer(config)
+    return config
+
+
+def make_trainer(args: argparse.Namespace) -> Any:
+    """torchtitan's trainer for a case."""
+    from torchtitan.train import Trainer
+
+    return Trainer(make_config(args))
 
 
 def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -135,6 +144,7 @@ def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
     result["spread"] = [world * min(speeds), world * max(speeds)] if speeds else None
     result |= {name: max(found[name] for found in logged.steps.values()) for name in ("gib", "active_gib")}
     result["losses"] = {step: found["loss"] for step, found in logged.steps.items()}
+    result["loads"] = {step: found["load"] for step, found in logged.steps.items()}
     modules = [module for part in trainer.model_parts for module in part.modules()]
     dispatchers = {id(each): each for module in modules if (each := getattr(module, "dispatcher", None)) is not None}
     passes = [each for dispatcher in dispatchers.values() for each in dispatcher.passes.values()]

@@ -4,8 +4,10 @@ One environment has one torchtitan, usually 0.3. To run this: `pip download torc
 a folder, and put that in front of PYTHONPATH.
 """
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,26 @@ pytest.importorskip("titan_on_cpu", reason="wants torchtitan", exc_type=ImportEr
 pytest.importorskip("torchtitan.protocols.model_converter", reason="wants torchtitan 0.2", exc_type=ImportError)
 
 from ranks import Context, distributed
+
+
+def make_trainer(ctx: Context, *arguments: str, change: Any = None) -> tuple[Any, Any]:
+    """(trainer, arguments) of titan_bench. change(config) is called before."""
+    from torchtitan.protocols import train_spec
+    from torchtitan.train import Trainer
+
+    import titan_bench as titan
+    from titan_on_cpu import reduce_over_gloo
+
+    os.environ |= {"LOCAL_RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.world_size)}
+    titan.LOG_EVERY = 1
+    train_spec._extra_train_specs.clear()
+    args = titan.parse(["--length", "32", "--batch", "2", *arguments])
+    config = titan.make_config(args)
+    if change is not None:
+        change(config)
+    trainer = Trainer(config)
+    reduce_over_gloo(trainer.model_parts[0])
+    return trainer, args
 
 
 @pytest.mark.slow
@@ -59,19 +81,49 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
 @distributed(2, device="cpu", timeout=280)
 def test_compiled_attention_multiplies_in_mxfp8(ctx: Context) -> None:
     import titan_bench as titan
-    from titan_on_cpu import reduce_over_gloo
 
-    os.environ |= {"LOCAL_RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.world_size)}
-    titan.LOG_EVERY = 1
     found = []
     for compiled in ([], ["--compile"]):
-        from torchtitan.protocols import train_spec
-
-        train_spec._extra_train_specs.clear()
-        sizes = ["--model", "qwen3-debug", "--steps", "2", "--length", "32", "--batch", "2"]
-        args = titan.parse([*sizes, "--case", "mxfp8-linear", *compiled])
-        trainer = titan.make_trainer(args)
-        reduce_over_gloo(trainer.model_parts[0])
+        how = ["--model", "qwen3-debug", "--steps", "2", "--case", "mxfp8-linear"]
+        trainer, args = make_trainer(ctx, *how, *compiled)
         found.append(list(titan.measure(trainer, args)["losses"].values()))
         trainer.close()
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=5e-3)  # bf16, rounded elsewhere
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_micro_batches_share_quantized_weights_and_loads_are_logged(ctx: Context) -> None:
+    import titan_bench as titan
+    from mxep.gemm import quantize_weights_once_a_step
+
+    found = []
+    for once in (False, True):
+
+        def change(config: Any, once: bool = once) -> None:
+            config.training.global_batch_size = 3 * ctx.world_size * config.training.local_batch_size
+            config.mxep = dataclasses.replace(config.mxep, quantize_once=once)
+
+        trainer, args = make_trainer(ctx, "--model", "deepseek-debug", "--steps", "2", change=change)
+        result = titan.measure(trainer, args)
+        found.append(list(result["losses"].values()))
+        assert all(1 <= load <= 8 for load in result["loads"].values()), result["loads"]  # of 8 experts
+        counted = [module.load_E for module in trainer.model_parts[0].modules() if hasattr(module, "load_E")]
+        assert [float(load_E.sum()) for load_E in counted] == [0.0], "cleared by each log"
+        trainer.close()
+    assert found[0] == found[1]
+    # One MoE layer of two weights, two ways, two steps.
+    assert quantize_weights_once_a_step().quantizations == 2 * 2 * 2
+
+
+@pytest.mark.slow
+@distributed(2, device="cpu", timeout=280)
+def test_rows_over_capacity_stop_the_step(ctx: Context) -> None:
+    from mxep.comms import CapacityExceeded
+
+    trainer, _ = make_trainer(ctx, "--model", "deepseek-debug", "--steps", "1", "--capacity", "0.1")
+    before = [p.detach().clone() for p in trainer.model_parts[0].parameters()]
+    with pytest.raises(CapacityExceeded, match="would have been enough"):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.model_parts[0].parameters()))
+    trainer.close()

@@ -1,4 +1,4 @@
-"""What both adapters of torchtitan share: the options, the routed experts' computation, and the hook before steps.
+"""What both adapters of torchtitan share: options, the routed experts' computation, the hook before steps, their loads.
 
 `torchtitan.py` has the override for torchtitan 0.3, `titan_converter.py` the model converter for 0.2.
 """
@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from mxep.comms import Capacity
@@ -123,3 +124,31 @@ def check_before_steps(dispatcher: TokenDispatcher) -> None:
             alive.check()
 
     weakref.finalize(dispatcher, register_optimizer_step_pre_hook(check).remove)
+
+
+class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
+    """Also logs each layer's largest load since the last log, in mean loads, over the ranks of its ep mesh."""
+
+    def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        mesh = self.parallel_dims.get_optional_mesh("ep")
+        found = loads(self.model_parts or [], None if mesh is None else mesh.get_group())
+        super().log(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
+
+
+def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
+    """Of each layer the busiest expert's tokens since the last call, over the mean. A collective of the group.
+
+    Experts count in their attribute load_E, which this clears.
+    """
+    modules = [named for part in model_parts for named in part.named_modules()]
+    layers = {name: module.load_E for name, module in modules if isinstance(getattr(module, "load_E", None), Tensor)}
+    if not layers:
+        return {}
+    counts = torch.stack(list(layers.values()))
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    for load_E in layers.values():
+        load_E.zero_()
+    largest = counts.amax(1) / counts.double().mean(1).clamp_min(1e-9)
+    names = (name.replace("._checkpoint_wrapped_module", "").partition(".moe.")[0] for name in layers)
+    return {f"moe_load/{name}": load for name, load in zip(names, largest.tolist())}

@@ -16,13 +16,11 @@ B batch, L length, T tokens, K experts a token, E experts, D model dim, F hidden
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import Configurable, derive, override
@@ -34,6 +32,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.auto import recipe_of
 from mxep.gemm.linear import module_forward
 
+from . import titan
 from .titan import Options
 
 
@@ -141,43 +140,12 @@ def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
     return derive(config, QuantizedLinear.Config, recipe=chosen, backend=backend)
 
 
-class LoadMetrics(MetricsProcessor):  # type: ignore[misc]
-    """Also logs each layer's largest load since the last log, in mean loads, over the ranks of its ep mesh."""
-
+class LoadMetrics(titan.LoadMetrics):
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
         pass
-
-    def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        mesh = self.parallel_dims.get_optional_mesh("ep")
-        found = loads(self.model_parts or [], None if mesh is None else mesh.get_group())
-        super().log(*args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
 
 
 @override(target=MetricsProcessor.Config, exact=True, description="loads of the experts that mxep runs")  # type: ignore[untyped-decorator]
 def metrics(config: Any) -> Any:
     return derive(config, LoadMetrics.Config)
-
-
-def loads(model_parts: list[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
-    """Of each layer the busiest expert's tokens since the last call, over the mean. A collective of the group."""
-    layers = dict(_layers(model_parts))
-    if not layers:
-        return {}
-    counts = torch.stack([layer.load_E for layer in layers.values()])
-    if group is not None:
-        dist.all_reduce(counts, group=group)
-    for layer in layers.values():
-        layer.load_E.zero_()
-    largest = counts.amax(1) / counts.double().mean(1).clamp_min(1e-9)
-    return {f"moe_load/{name}": load for name, load in zip(layers, largest.tolist())}
-
-
-def _layers(model_parts: list[nn.Module]) -> Iterator[tuple[str, Experts]]:
-    for part in model_parts:
-        for name, module in part.named_modules():
-            if isinstance(module, Experts):
-                yield (
-                    name.replace("._checkpoint_wrapped_module", "").removesuffix(".moe.routed_experts.inner_experts"),
-                    module,
-                )
