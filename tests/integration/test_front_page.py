@@ -78,16 +78,18 @@ def test_the_text_has_the_figures_of_the_results() -> None:
     eager = {(row["shape"][0], row["what"]): row.get("ms", 0) for row in runs[1]}
     hosts = [eager[4096, what] for what in ("mxfp8/all_to_all", "baseline bf16")]
     assert "{:.2f} ms in MXFP8, eager, where the bf16 baseline takes {:.2f}".format(*hosts) in TEXT
-    titan = {
-        row["case"]: row["tokens_per_second"]
-        for row in results("titan")["rows"]
-        if row["compile"] and row["layers"] == 12
-    }
-    times = [titan[case] / titan["torchtitan"] for case in ("mxfp8", "torchtitan-fp8")]
-    pattern = (
-        "makes {:.2f} times its own tokens/s with mxep's MXFP8 (Qwen3-30B-A3B cut to 12 layers, compiled), {:.2f} times"
-    )
-    assert pattern.format(*times) in TEXT
+    rows = [row for row in results("titan")["rows"] if row["compile"]]
+    speed = {(row["model"], row["layers"], row["case"]): row["tokens_per_second"] for row in rows}
+
+    def times(model: str, layers: int, case: str) -> float:
+        return speed[model, layers, case] / speed[model, layers, "torchtitan"]
+
+    many, too = times("qwen3-30b", 10, "mxfp8"), times("qwen3-30b", 10, "mxfp8-linear")
+    assert f"makes {many:.2f} times its own bf16 tokens/s with mxep's MXFP8 (Qwen3-30B-A3B cut to 10 layers" in TEXT
+    assert f"{too:.2f} with linears, too" in TEXT
+    few, fp8 = times("qwen3-30b", 12, "mxfp8"), times("qwen3-30b", 12, "torchtitan-fp8")
+    deepseek = times("deepseek-16b", 13, "mxfp8")
+    assert f"it is {few:.2f} (12 layers; torchao 0.16's FP8: {fp8:.2f}) and {deepseek:.2f} on DeepSeek-V3 16B" in TEXT
 
 
 def test_the_layer_prints_losses_that_fall(capsys: pytest.CaptureFixture[str]) -> None:
