@@ -89,6 +89,7 @@ def run_experts(
     activation: SwiGLU = PLAIN,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    score_before_experts: bool = False,
 ) -> tuple[Tensor, Routing | None]:
     """``x`` (T, D) -> (T, D), summed over each token's experts, and the routing.
 
@@ -101,10 +102,15 @@ def run_experts(
         wgrad_scale: factor of weights' and biases' gradients.
         activation: of gate and up, as `mxep.quant.SwiGLU` says. gate_up_bias: (e, 2F). down_bias: (e, D), which
             the routing weight multiplies; ranks gather it. Or DTensors. They have ordinary gradients.
+        score_before_experts: the routing weight multiplies what an expert is given, not what it returns (Llama 4). Each
+            of the T K products is a token to the dispatcher, whose ``max_tokens`` counts them, and to the routing.
 
     Under torch.compile it is an op of one graph where :func:`route_through_experts` is, which it calls; with wgrad
     "bf16" it is a break.
     """
+    if score_before_experts:
+        x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # weights are fp32: rounded once
+        shape, expert_ids, weights = expert_ids.shape, expert_ids.reshape(-1, 1), torch.ones_like(weights).view(-1, 1)
     how = dispatcher, recipe, select(backend, x.device), (_main_grad(gate_up_proj), _main_grad(down_proj))
     config = LayerConfig(*how, wgrad_scale, activation)
     bias = None if down_bias is None else local_weight(down_bias)
@@ -118,6 +124,8 @@ def run_experts(
     if bias is not None:
         group = dispatcher.group if dispatcher.spans_ranks else None
         out = add_down_bias(out, expert_ids, weights, bias, scale=wgrad_scale, group=group)
+    if score_before_experts and shape[1] > 1:
+        out = out.unflatten(0, shape).sum(1)
     return out, routing
 
 

@@ -50,6 +50,9 @@ class MoE(nn.Module):
         backend: of the grouped GEMM.
         activation: of gate and up, of shared experts too: :class:`mxep.quant.SwiGLU`, clamped or not.
         bias: routed experts have biases.
+        score_before_experts: the routing weight multiplies what a routed expert is given, not what it returns
+            (Llama 4). With top_k > 1 each of a token's top_k products travels by itself, also to one rank; of a
+            dispatcher to share ``max_tokens`` counts them.
         gradient_reduction: what expert gradients are, which hold the tokens of all W ranks of the group. ``"mean"``: of
             the mean of the ranks' losses, as data parallelism makes all other gradients, so that everything is averaged
             over ranks and nothing else. ``"sum"``: of the sum of the ranks' losses.
@@ -87,6 +90,7 @@ class MoE(nn.Module):
         backend: str = "auto",
         activation: SwiGLU = PLAIN,
         bias: bool = False,
+        score_before_experts: bool = False,
         gradient_reduction: Literal["mean", "sum"] = "mean",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -102,7 +106,10 @@ class MoE(nn.Module):
         if shared_expert_gate and not num_shared_experts:
             raise ValueError("shared_expert_gate: got num_shared_experts 0, want at least 1")
         mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
-        limits: dict[str, Any] = {"capacity": capacity, "max_tokens": max_tokens, "timeout": timeout}
+        self.score_before_experts = score_before_experts
+        self.rows_per_token = top_k if score_before_experts else 1
+        sent = None if max_tokens is None else max_tokens * self.rows_per_token
+        limits: dict[str, Any] = {"capacity": capacity, "max_tokens": sent, "timeout": timeout}
         limits["ranks_per_node"] = ranks_per_node
         if isinstance(dispatcher, str):
             dispatcher = make_dispatcher(dispatcher, num_experts, dim=dim, dtype=dtype, group=ranks, **limits)
@@ -124,7 +131,8 @@ class MoE(nn.Module):
         self.hidden_dim = hidden_dim
         self.top_k = top_k
         self.dispatcher = dispatcher
-        self.max_tokens = max_tokens if max_tokens is not None else getattr(dispatcher, "max_tokens", None)
+        sent = getattr(dispatcher, "max_tokens", sent)
+        self.max_tokens = sent and sent // self.rows_per_token
         self.auto = not isinstance(recipe, Recipe)
         self.recipe = self._pick(None) or recipe if self.auto else recipe
         self.backend = backend
@@ -160,7 +168,7 @@ class MoE(nn.Module):
         options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": recipe, "backend": self.backend}
         options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
         out: Tensor
-        options["activation"] = self.activation
+        options |= {"activation": self.activation, "score_before_experts": self.score_before_experts}
         out, routing = self.experts(tokens, expert_ids, weights, **options)
         if not torch.compiler.is_compiling():
             self.last_routing = routing

@@ -55,14 +55,16 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MoE) or isinstance(module.experts.gate_up_proj, DTensor):
             raise ValueError(f"ExpertParallel wants an MoE that holds all its experts, got {type(module).__name__}")
-        experts = module.experts
+        experts, limits = module.experts, dict(self.limits)
+        if limits["max_tokens"] is not None:
+            limits["max_tokens"] *= module.rows_per_token
         module.dispatcher = make_dispatcher(
             self.dispatcher,
             experts.num_experts,
             dim=module.dim,
             dtype=experts.gate_up_proj.dtype,
             group=group_of(device_mesh),
-            **self.limits,
+            **limits,
         )
         if module.auto:
             module.max_tokens = self.limits["max_tokens"] or module.max_tokens
