@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -11,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
+from mxep.integration import job
 from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.named import auto, make_recipe, recipes
 from mxep.integration.schema import Config, configs_dir, register
@@ -185,9 +187,17 @@ def test_a_checkpoint_says_nothing_of_tasks_places_and_files_to_write(make_confi
         section: saved[section] | {"out": "/etc/passwd", "picture": "/etc/passwd"} for section in ("bench", "compare")
     }
     saved |= {"task": {"name": "bench"}, "parallel": {"ranks": 10_000}, "dispatcher": {"name": "local"}, "resume": "/"}
+    saved["train"]["wandb"] = True
     saved |= {"hydra": {"run": {"dir": "/etc"}}, "backend": "triton"}
     restored = to_json(resolve(restore(composed(), saved, [])))
     assert {key for key in here if restored[key] != here[key]} == {"model", "data", "optimizer", "train"}
+    assert (saved["train"]["wandb"], restored["train"]["wandb"]) == (True, False)
+    said = ["train.wandb=true", "train.steps=9", "parallel.ranks=1", "resume=x"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "HydraConfig", Mock(get=lambda: Mock(overrides=Mock(task=said))))
+        assert job._resume_command(Path("y")) == "mxep resume=y train.wandb=true parallel.ranks=1", (
+            "what it does not keep"
+        )
 
 
 @pytest.mark.parametrize(

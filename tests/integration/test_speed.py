@@ -2,18 +2,26 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import re
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from io import StringIO
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from integration.conftest import TINY, Finished
 from integration.test_train import make_trainer, needs_gpu
-from mxep.integration.config import ConfigError
+from mxep.integration import progress
+from mxep.integration.config import ConfigError, to_json
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.log import scalars
 from mxep.integration.schema import Config
@@ -132,6 +140,85 @@ def test_tensorboard_has_the_numbers_of_metrics_jsonl(mxep: Callable[..., Finish
             for key in wanted[1]:
                 found = {event.step: event.value for event in events.Scalars(key)}
                 assert found == pytest.approx({step: row[key] for step, row in wanted.items()}, rel=1e-6)
+
+
+class Wandb(ModuleType):
+    """W&B as far as it is called."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.ended = 0
+
+    def init(self, **given: Any) -> "Wandb":
+        self.begun.append(given)
+        return self
+
+    def log(self, row: dict[str, float], *, step: int) -> None:
+        self.rows.append((step, row))
+
+    def __enter__(self) -> "Wandb":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.ended += 1
+
+
+def told(rank: Rank, config: Config, folder: Path) -> tuple[list[Any], list[Any], int]:
+    sys.modules["wandb"] = wandb = Wandb()
+    make_trainer(rank, config, folder).run()
+    return wandb.begun, wandb.rows, wandb.ended
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_wandb_gets_the_numbers_of_metrics_jsonl(
+    make_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
+):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", stub := Wandb())
+    stub.__spec__ = ModuleSpec("wandb", None)
+    given = "recipe=bf16", "train.steps=2", "parallel.ranks=2", "train.checkpoint_every=null"
+    config = make_config(*given, f"train.wandb={str(wanted).lower()}")
+    (begun, rows, ended), of_others = run_ranks(told, (config, tmp_path), world_size=2, timeout=100, device="cpu")
+    assert of_others == ([], [], 0), "rank 0 alone"
+    if not wanted:
+        assert (begun, rows, ended) == ([], [], 0)
+        return
+    ((project, group, name),) = [(one["project"], one["group"], one["name"]) for one in begun]
+    assert (project, group, name) == ("mxep", tmp_path.name, "bf16")
+    assert begun[0]["config"] == to_json(config)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [(line["step"], dict(scalars(line))) for line in lines]
+    assert (len(rows), ended) == (2, 1)
+
+
+def test_without_wandb_it_says_what_to_install(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
+    make_config()
+    with pytest.raises(ConfigError, match=r"train\.wandb=true wants wandb: pip install wandb"):
+        make_config("train.wandb=true")
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8_e5m2"])
+@pytest.mark.parametrize("kind", ["gpu", "cpu", "unknown gpu"])
+def test_the_progress_line_has_speed_and_memory_in_100_columns(name: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+    row = {"loss": 10.901, "tokens_per_s": 1_174_321.0, "tflops": 412.34, "expert_load": 31.25}
+    row |= {"mfu": 0.4172 if kind == "gpu" else None, "peak_gib": None if kind == "cpu" else 115.26}
+    rate = "MFU 41.7%" if kind == "gpu" else "412 TFLOP/s"
+    memory = "" if kind == "cpu" else "  115.3 GiB"
+    said = f"loss 10.901  1174.3k tokens/s  {rate}{memory}  load 31.25x"
+    assert progress.describe(row) == said
+    monkeypatch.setattr(
+        progress, "Console", lambda **_: Console(file=StringIO(), width=100, force_terminal=True, color_system=None)
+    )
+    with progress.progress(name, 3000, 3.26, shown=True) as advance:
+        bar = inspect.getclosurevars(advance).nonlocals["bar"]
+        advance(1234, row)
+        bar.refresh()
+    shown = bar.console.file.getvalue()
+    assert "unigram entropy 3.26" in shown
+    assert said in shown, "on one line"
 
 
 def test_without_tensorboard_it_says_what_to_install(

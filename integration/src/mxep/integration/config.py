@@ -45,7 +45,10 @@ ESTIMATES = ("layouts", "stages", "memory", "time_errors", "memory_errors")
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
 """What `resume` takes from a checkpoint: names, numbers, and one path that is read, `data.path`. The command line says
-everything else, above all what is written and where; and `model.pretrained`, as the checkpoint has the weights."""
+everything else, above all what is written and where: what is in NOT_RESTORED, too."""
+
+NOT_RESTORED = ("model.pretrained", "train.wandb")
+"""The checkpoint has the weights; and where it came from does not say what is sent away."""
 
 CHOICES = {
     "backend": ("auto", *BACKENDS),
@@ -134,7 +137,7 @@ def restore(raw: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str])
                 key = section + suffix
                 _refuse_unless_plain(key, value, nested=key == "model.transformers")
                 by_group = section in given and (section != "data" or suffix in (".source", ".path"))  # all it says
-                if key != "model.pretrained" and key not in given and not by_group:
+                if key not in NOT_RESTORED and key not in given and not by_group:
                     OmegaConf.update(config, key, value, merge=False)
     except (ValueError, KeyError, AttributeError, OmegaConfBaseException) as error:
         raise ConfigError(f"the checkpoint's config does not fit: {str(error).splitlines()[0]}") from None
@@ -180,15 +183,11 @@ def _out_of_range(config: Config) -> Iterator[str]:
     for key in NOT_NEGATIVE:
         if (value := attrgetter(key)(config)) is not None and value < 0:
             yield f"{key} must be at least 0, got {value}"
+    named = rf"auto|bf16|({'|'.join(RECIPES[1:])})(_({'|'.join(CHANGES)}))*"
     for key, name in (("recipe", config.recipe.name), ("recipe.linear", config.recipe.linear)):
-        if (
-            name is None
-            or name == "auto"
-            or re.fullmatch(rf"bf16|({'|'.join(RECIPES[1:])})(_({'|'.join(CHANGES)}))*", name)
-        ):
-            continue
-        changes = ", ".join(f"_{change}" for change in CHANGES)
-        yield f"{key}: got {name!r}, want {', '.join(RECIPES)}, auto; after fp8 and mxfp8 also {changes}"
+        if name is not None and not re.fullmatch(named, name):
+            changes = ", ".join(f"_{change}" for change in CHANGES)
+            yield f"{key}: got {name!r}, want {', '.join(RECIPES)}, auto; after fp8 and mxfp8 also {changes}"
 
 
 def _complaints(config: Config) -> Iterator[str]:
@@ -231,6 +230,8 @@ def _complaints(config: Config) -> Iterator[str]:
         yield "train.graph=true: the host must read no sizes, but with all_to_all, exact capacity or reference it does"
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield "train.tensorboard=true wants tensorboard: pip install 'mxep-integration[tensorboard]'"
+    if config.train.wandb and importlib.util.find_spec("wandb") is None:
+        yield "train.wandb=true wants wandb: pip install wandb"
     if config.data.source == "text" and path is None:
         yield "data.source=text wants data.path, a file or a folder"
     elif path is not None and not Path(path).exists():

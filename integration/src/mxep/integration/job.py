@@ -183,7 +183,10 @@ def _command() -> str:
 def _resume_command(folder: Path) -> str:
     """The command that resumes this run as it ran: it repeats the arguments that a checkpoint does not keep."""
     overrides = HydraConfig.get().overrides.task
-    repeated = [one for one in overrides if override_key(one).split(".")[0] not in (*RESTORED, "resume")]
+    keys = {one: override_key(one) for one in overrides}
+    repeated = [
+        one for one, key in keys.items() if key == "train.wandb" or key.split(".")[0] not in (*RESTORED, "resume")
+    ]
     return shlex.join(["mxep", f"resume={_short(folder)}", *repeated])
 
 

@@ -1,9 +1,11 @@
-"""The metrics of a run's steps, as they come: metrics.jsonl, and TensorBoard's files if they are wanted."""
+"""The metrics of a run's steps, as they come: metrics.jsonl, and TensorBoard's files and W&B if they are wanted."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,18 @@ NOT_METRICS = ("run", "step", "skipped")
 
 @contextlib.contextmanager
 def log(
-    folder: Path, name: str, before: Iterable[dict[str, Any]], *, shown: bool, tensorboard: bool
+    folder: Path,
+    name: str,
+    before: Iterable[dict[str, Any]],
+    *,
+    shown: bool,
+    tensorboard: bool,
+    wandb: dict[str, Any] | None = None,
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields write(row) of run ``name``: a line of ``folder/metrics.jsonl``, and its numbers in ``folder/tensorboard``.
 
-    before: rows of a resumed run, which are written first. shown: on rank 0; others write nothing.
+    before: rows of a resumed run, which are written first. shown: on rank 0; others write nothing. wandb: the job's
+    config, for a run of W&B in the project WANDB_PROJECT or "mxep", in a group named after ``folder``; None: no W&B.
     """
     if not shown:
         yield lambda row: None
@@ -30,10 +39,20 @@ def log(
 
             writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard" / name)))
 
+        run: Any = None
+        if wandb is not None:
+            project, group = os.environ.get("WANDB_PROJECT", "mxep"), folder.resolve().name
+            made = importlib.import_module("wandb").init(
+                project=project, group=group, name=name, dir=str(folder), config=wandb
+            )
+            run = stack.enter_context(made)
+
         def write(row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
             for key, value in scalars(row) if writer is not None else ():
                 writer.add_scalar(key, value, row["step"])
+            if run is not None:
+                run.log(dict(scalars(row)), step=row["step"])
 
         for row in before:
             write(row)

@@ -24,10 +24,10 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
     console = Console(stderr=True, quiet=not shown)
     bar = Progress(
         TextColumn(f"[bold]{name:>6}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=8),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True),
-        TextColumn(f"{{task.fields[values]}} [dim](unigram {entropy:.2f})"),
+        TextColumn("{task.fields[values]}"),
         console=console,
         disable=not console.is_terminal,
     )
@@ -39,17 +39,23 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
         elif step % max(1, steps // 10) == 0:
             console.print(f"{name:>6}  step {step}/{steps}  {describe(row)}", soft_wrap=True, highlight=False)
 
+    if console.is_terminal:
+        console.print(f"{name:>6}  unigram entropy {entropy:.2f}", highlight=False)
     with bar:
         yield advance
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A step's metrics in a few words; expert load is the busiest expert over the mean."""
+    """A step's metrics in a few words, with the bar in 100 columns; load is the busiest expert over the mean.
+
+    MFU where the GPU's peak is known, else TFLOP/s of a rank; the peak of memory where it is counted, on GPUs.
+    """
     if row.get("skipped"):
         return f"skipped {row['skipped']}"
-    mfu = "" if row.get("mfu") is None else f"  MFU {row['mfu']:.1%}"
-    speed = f"{row['tokens_per_s'] / 1e3:.1f}k tokens/s{mfu}"
-    return f"loss {row['loss']:.3f}  {speed}  expert load {row['expert_load']:.2f}x"
+    rate = f"{row['tflops']:.3g} TFLOP/s" if row.get("mfu") is None else f"MFU {row['mfu']:.1%}"
+    memory = "" if row.get("peak_gib") is None else f"  {row['peak_gib']:.1f} GiB"
+    speed = f"{row['tokens_per_s'] / 1e3:.1f}k tokens/s  {rate}{memory}"
+    return f"loss {row['loss']:.3f}  {speed}  load {row['expert_load']:.2f}x"
 
 
 def log_backend(name: str, rank: Rank) -> None:

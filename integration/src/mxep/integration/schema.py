@@ -125,7 +125,7 @@ class TrainConfig:
     by CUDA graphs; null: where nothing on the way waits for the host (of transformers models: `graph.CAPTURED`).
     skip_bad_steps: how many steps in a row may be left out because loss or gradient norm is not finite or rows
     overflowed the capacity; one more ends the run.
-    tensorboard: metrics go into its files, too, in the run folder."""
+    tensorboard: metrics go into its files, too, in the run folder. wandb: and to W&B, with the config."""
 
     steps: int
     micro_batches: int
@@ -138,6 +138,7 @@ class TrainConfig:
     graph: bool | None
     skip_bad_steps: int
     tensorboard: bool
+    wandb: bool = False
 
 
 @dataclass

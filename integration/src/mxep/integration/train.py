@@ -164,8 +164,9 @@ class Trainer:
     def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
-        first, tensorboard = self.rank.rank == 0, self.config.train.tensorboard
-        written = log(self.folder, self.name, self.metrics, shown=first, tensorboard=tensorboard)
+        to: dict[str, Any] = {"tensorboard": self.config.train.tensorboard}
+        to["wandb"] = to_json(self.config) if self.config.train.wandb else None
+        written = log(self.folder, self.name, self.metrics, shown=self.rank.rank == 0, **to)
         with shown as advance, written as write:
             if self.metrics:
                 advance(self.step, self.metrics[-1])
