@@ -1,4 +1,4 @@
-"""What ranks tell each other through the host: everybody's values, and failures that all of them must know of.
+"""Collectives of the host: every rank's values, and failures that all ranks must raise.
 
 Without a process group a process is the only rank.
 """

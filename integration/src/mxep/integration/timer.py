@@ -188,7 +188,7 @@ class Timer:
         return results[-1] if alternative.inspect else None
 
     def measure(self, runs: Mapping[str, Run]) -> dict[str, Row]:
-        """A row for each. One that fails has no more turns. Collective; if `shared`, raises FailedOnRanks."""
+        """A row for each. One that fails is not timed again. Collective; if `shared`, raises FailedOnRanks."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         rows: dict[str, Row] = {}
         for turn in range(self.rounds):

@@ -106,7 +106,7 @@ class NvshmemTransport(CudaTransport):
         groups: the rows are so many runs of equal length, to be taken in turns.
         """
         programs = min(num_sms or self.max_sms, self.max_sms)
-        # A program takes every so-manieth put: it should not always be to the same rank.
+        # Program i makes puts i, i + programs, ...: they should not all be to one rank.
         while math.gcd(programs, max(destinations.shape[1], groups)) > 1:
             programs -= 1
         self._kernels.put(self._put_kernel, programs, source, buffer.local, destinations, groups)

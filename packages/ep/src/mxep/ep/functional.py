@@ -8,7 +8,7 @@
                    swiglu * row_weight, quantize                    swiglu backward, quantize; d_row_weight
                    grouped_mm w2                                    grouped_mm w13 dgrad, wgrad
     y (R_max, D)                                     d_rows (R_max, D), d_row_weight (R_max,)
-      combine      sum rows home                       dispatch'    sum rows home
+      combine      sum each token's rows               dispatch'    sum each token's rows
     out (T, D)                                       dx (T, D), d_weights (T, K)
 
 The routing weight multiplies inside SwiGLU (the down-projection is linear), so combine is a plain sum and its backward
@@ -60,7 +60,7 @@ def _between_graphs(function: _Function) -> _Function:
 def dispatch(
     x: Tensor, expert_ids: Tensor, weights: Tensor, *, dispatcher: TokenDispatcher, recipe: Recipe
 ) -> tuple[Tensor, Tensor, Routing]:
-    """Send tokens to their experts.
+    """Dispatch tokens to their experts.
 
     Args:
         x: (T, D) bf16 or fp32. Quantized here, before the wire, if the recipe says so.
@@ -69,7 +69,7 @@ def dispatch(
 
     Returns:
         rows (R_max, D) in expert-major order (MXTensor under an index, or plain), row_weight (R_max,) fp32, and the
-        routing that :func:`expert_mlp` reads its ``offs`` from and :func:`combine` goes home by.
+        routing, of which :func:`expert_mlp` reads ``offs``, and which :func:`combine` takes.
 
     Raises ValueError on wrong shapes or dtypes, and on the CPU for expert ids outside -1 .. E-1.
     """
@@ -103,7 +103,7 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
 
 @_between_graphs
 def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
-    """Sum the experts' rows home: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums."""
+    """Combine the experts' rows: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums."""
     out: Tensor = _Combine.apply(y, routing, dispatcher, recipe)  # type: ignore[no-untyped-call]
     return out
 
@@ -228,7 +228,7 @@ def swiglu_forward(
     *,
     folded: bool = False,
 ) -> Tensor:
-    """:func:`swiglu` without autograd. folded: MX rows with one scale each, for a backend that `folds`."""
+    """:func:`swiglu` without autograd. folded: MX rows with one scale each, for a backend that `wants_rowwise`."""
     if recipe.scaling == "none":
         return quant.swiglu(gate_up, row_weight, offs=offs, activation=activation)
     options: dict[str, Any] = {"fmt": recipe.fmt, "mode": recipe.mode, "block_size": recipe.block_size}

@@ -1,4 +1,4 @@
-"""Expert weights as DTensors: each rank of the ep mesh holds ``E / W`` of them, and everyone knows which.
+"""Expert weights as DTensors, sharded by experts over the ep mesh: each rank holds ``E / W`` of them.
 
 E experts in all, W ranks.
 """

@@ -43,8 +43,8 @@ class WireFormat:
     def rows(self, slots: Sequence[Tensor], row_slot: Tensor, offs: Tensor, *, copy: bool) -> Tensor:
         """Slot parts (S, ...) -> the plan's expert-major rows (R_max, D).
 
-        row_slot, offs: the plan's. Codes stay where they lie, under an index (the GEMM gathers them). With ``copy``,
-        for who keeps them beyond the next exchange, they are copied: the slots, or the rows, as `keeps_rows` says.
+        row_slot, offs: the plan's. qdata are not copied; the row index says where each row lies. With ``copy``, for who
+        keeps them beyond the next exchange, they are copied: the slots, or the rows, as `keeps_rows` says.
         Plain rows are gathered here, which copies them anyway. Padding is zero.
         """
         if self.qdata is None:

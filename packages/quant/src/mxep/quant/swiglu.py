@@ -94,8 +94,8 @@ def swiglu_backward(
     """The gradients of `swiglu`: (d_gate_up (R, 2F) in gate_up's dtype, d_row_weight (R,) fp32, h).
 
     d_h: (R, F) bf16 | fp32 | fp16, the gradient of h. Without row_weight, d_row_weight is that of a weight of 1.
-    h: bitwise what `swiglu` made of these arguments, if `with_h`, else None: who does not keep it for the gradient of
-    the weight that it is multiplied with gets it for the bytes that it is written with.
+    h: bitwise what `swiglu` made of these arguments, if `with_h`, else None.
+    `with_h` writes h again, so forward need not save it; the cost is one write of h.
     Other arguments and errors as for `swiglu`.
     """
     _check(gate_up, row_weight, offs, d_h)

@@ -1,10 +1,10 @@
-"""What the differentiable functions ask of a token dispatcher, and the routing by which rows go home.
+"""What the differentiable functions ask of a token dispatcher, and the routing that `combine` takes.
 
 A dispatcher transports bytes and plans rows. All it knows of formats is the alignment of groups. Three exchanges:
 
     dispatch    tokens to their experts, with their ids and weights; makes the plan   (forward)
     redispatch  other bytes of the same tokens, by that plan                          (backward of combine)
-    combine     rows home, summed                                                     (forward; backward of dispatch)
+    combine     rows back to their tokens' ranks, summed                              (forward; backward of dispatch)
 
 Each returns a handle. Where the dispatcher can, the exchange runs on a communication stream until `wait()`.
 
@@ -87,7 +87,7 @@ def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
 
 @dataclass(frozen=True)
 class Routing:
-    """One dispatch, remembered: enough to go the way again and to go home.
+    """Metadata of a dispatch, for `redispatch` and `combine`.
 
     Attributes:
         plan: which slot feeds which expert-major row on this rank.
@@ -242,7 +242,7 @@ class TokenDispatcher(ABC):
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
-        """Rows home: ``rows`` (R_max, D) -> (T, D), each token's rows summed in fp32 in a fixed order.
+        """Rows to their tokens' ranks: ``rows`` (R_max, D) -> (T, D), summed for each token in fp32 in a fixed order.
 
         Per destination rank a token's rows are summed in its list's order and rounded to the rows' dtype, then the
         ranks' sums in rank order. Dispatchers over the same ranks agree bit for bit, but for the hierarchical one,

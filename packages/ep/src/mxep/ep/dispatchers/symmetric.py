@@ -35,8 +35,8 @@ class SymmetricDispatcher(TokenDispatcher):
 
     Args:
         dim: D. dtype: the widest dtype that rows travel in, there (unquantized) or back.
-        max_tokens: T_max, the most tokens a rank will ever send at once; slots are sized for it. None: the most any
-            rank brings to the first send with tokens. A rank that brings more later raises ValueError, its peers
+        max_tokens: T_max, the most tokens a rank will ever dispatch at once; slots are sized for it. None: the most any
+            rank brings to the first dispatch with tokens. A rank that brings more later raises ValueError, its peers
             PeersDisagree, which say what to set; all layers of the group have to be made again then.
         timeout: seconds that a wait for a peer takes at most, the same for all of a group; None: as they have, or 60.
     """
@@ -154,7 +154,7 @@ class SymmetricDispatcher(TokenDispatcher):
                 "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
                 "making the layer"
             )
-        self.used = True  # even if this send fails, so that layers made again get another
+        self.used = True  # even if this dispatch fails, so that layers made again get another
 
         def make() -> Workspace:
             transport = self._opened.get(device)
