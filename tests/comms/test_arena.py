@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mxep.comms import transport as transports
+from mxep.comms import arena as arenas
 from mxep.comms import workspace as workspaces
-from mxep.comms.transport import Arena, SymmetricBuffer, Transport
+from mxep.comms.arena import Arena
+from mxep.comms.transport import SymmetricBuffer, Transport
 from mxep.comms.workspace import Workspace
 
 
@@ -49,7 +50,7 @@ class Played:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.capture = Stream(), 0
-        monkeypatch.setattr(transports, "current_stream", lambda index: self.stream)
+        monkeypatch.setattr(arenas, "current_stream", lambda index: self.stream)
         monkeypatch.setattr(workspaces, "current_stream", lambda index: self.stream)
         monkeypatch.setattr(workspaces, "capture_of", lambda stream: self.capture)
         monkeypatch.setattr(workspaces, "_make_exchange", lambda *_: SimpleNamespace())
@@ -82,7 +83,7 @@ class Played:
     def counted(self, count: int) -> int:
         """As `exchanges`, of a graph within `capturing`."""
         outside, self.stream, self.capture = self.stream, Stream(), 9
-        with self.transport.capturing():
+        with self.arena.capturing():
             barriers = self.exchanges(count)
         self.stream, self.capture = outside, 0
         return barriers
@@ -115,17 +116,17 @@ def test_a_capture_makes_no_exchange_and_launches_are_counted(played: Played) ->
     arena = played.arena
     assert (arena.exchanges, arena.stream, arena.done, arena.in_flight) == (3, stream, None, None)
     for launches in (1, 2, 3):
-        played.transport.launched(2)
+        played.arena.launched(2)
         assert (arena.exchanges, arena.stream) == (3 + 2 * launches, stream)
     played.stream = Stream()
-    played.transport.launched(1)
+    played.arena.launched(1)
     assert (arena.exchanges, arena.stream) == (10, played.stream)
 
 
 def test_what_a_capture_leaves_is_put_right_if_it_fails(played: Played) -> None:
     played.exchanges(1)
     arena, stream = played.arena, played.stream
-    capturing = played.transport.capturing()
+    capturing = played.arena.capturing()
     capturing.__enter__()
     assert arena.launches_are_counted
     assert arena.stream is None
@@ -140,7 +141,7 @@ def test_what_a_capture_leaves_is_put_right_if_it_fails(played: Played) -> None:
 def test_a_graph_holds_for_the_buffer_that_is_next_and_for_whether_users_have_captured(played: Played) -> None:
     states = []
     for _ in range(4):
-        states.append(played.transport.graph_state())
+        states.append(played.arena.graph_state(played.transport))
         played.exchanges(1)
     one, other = played.workspace.arena.buffers
     assert [(state[0] is one, state[0] is other, state[1]) for state in states] == [
@@ -148,38 +149,38 @@ def test_a_graph_holds_for_the_buffer_that_is_next_and_for_whether_users_have_ca
         (False, True, False),
     ] * 2
     played.make(max_tokens=64)  # brings other buffers
-    assert played.transport.graph_state()[0] is played.arena.buffers[0]
-    assert played.transport.graph_state() not in states
+    assert played.arena.graph_state(played.transport)[0] is played.arena.buffers[0]
+    assert played.arena.graph_state(played.transport) not in states
     with played.users_capture():
         played.exchanges(1)
     played.exchanges(1)
-    assert played.transport.graph_state() == (played.arena.buffers[0], True)
+    assert played.arena.graph_state(played.transport) == (played.arena.buffers[0], True)
 
 
 def test_there_is_no_graph_of_exchanges_that_others_may_be_in_the_way_of(played: Played) -> None:
     transport, arena = played.transport, played.arena
-    assert transport.graph_state() is not None
+    assert arena.graph_state(transport) is not None
     played.exchanges(1)
-    assert transport.graph_state() is not None
+    assert arena.graph_state(transport) is not None
     stream, played.stream = played.stream, Stream()
-    assert transport.graph_state() is None, "the last was on another stream"
+    assert arena.graph_state(transport) is None, "the last was on another stream"
     played.stream = stream
     arena.in_flight = object()
-    assert transport.graph_state() is None
+    assert arena.graph_state(transport) is None
     arena.in_flight = None
     arena.refused = "too many tokens"
-    assert transport.graph_state() is None
+    assert arena.graph_state(transport) is None
     arena.refused = None
     transport.access = "puts"
-    assert transport.graph_state() is None
+    assert arena.graph_state(transport) is None
     del transport.access
     buffers, arena.buffers = arena.buffers, ()
-    assert transport.graph_state() is None
+    assert arena.graph_state(transport) is None
     arena.buffers = buffers
-    assert transport.graph_state() is not None
+    assert arena.graph_state(transport) is not None
     transport.close()
     with pytest.raises(RuntimeError, match="closed"):
-        transport.graph_state()
+        arena.graph_state(transport)
 
 
 def test_an_exchange_comes_after_the_last_on_another_stream_and_not_after_a_captures(played: Played) -> None:

@@ -5,10 +5,8 @@ barrier(step)   no rank leaves before all have entered; what was stored before i
 check()         raises what is known of barriers that failed
 """
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .arena import Arena
 from .layout import step_of
 
 T = TypeVar("T")
@@ -57,36 +56,6 @@ class StagedBuffer(SymmetricBuffer):
     staging: Tensor = field(kw_only=True)
 
 
-@dataclass(eq=False)
-class Arena:
-    """What all workspaces of a transport share; `workspace.py` says how.
-
-    Attributes:
-        buffers: two, of one size, that exchanges alternate between; none before the first workspace.
-        exchanges: how many began.
-        signal_pad: of a barrier that moves no rows, where exchanges run on a stream.
-        stream: that the last exchange began on. in_flight: tensors that it uses, until it is over. done: when it is.
-        capture: the CUDA graph's that the last exchange is part of, 0 if none. was_captured: whether any was.
-        replaced: smaller buffers that graphs store to.
-        refused: why this rank refused an exchange, after which there are no more.
-        users: who opened the transport together and have not closed it, counted by whoever shares it.
-        launches_are_counted: within `capturing`.
-    """
-
-    buffers: tuple[SymmetricBuffer, ...] = ()
-    exchanges: int = 0
-    signal_pad: SymmetricBuffer | None = None
-    stream: torch.cuda.Stream | None = None
-    in_flight: object = None
-    done: torch.cuda.Event | None = None
-    capture: int = 0
-    was_captured: bool = False
-    replaced: tuple[SymmetricBuffer, ...] = ()
-    refused: str | None = None
-    users: int = 0
-    launches_are_counted: bool = False
-
-
 class Transport(ABC):
     """Base of the transports. allocate and barrier are collective: all ranks call them, in one order.
 
@@ -107,7 +76,7 @@ class Transport(ABC):
         self.device = device
         self.stream: torch.cuda.Stream | None = None
         self.timeout = timeout
-        self.arena = Arena()
+        self.arena = Arena(device)
         self._buffers: list[SymmetricBuffer] = []
         self._unusable: str | None = None
 
@@ -137,39 +106,6 @@ class Transport(ABC):
         """Raise PeerTimeout or PeersDisagree if that is known of a barrier that is past. Waits for nothing."""
         if self._unusable:
             raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
-
-    def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
-        """What a graph of the next exchanges holds for, whose launches the host counts: what the first stores to, and
-        whether there are graphs whose launches nobody counts, so that each exchange begins with a barrier.
-
-        None where exchanges are no kernels, one is in flight, or the last was on another stream. Raises as
-        :meth:`check`.
-        """
-        arena = self.arena
-        if self.access != "kernels" or arena.refused is not None or not arena.buffers:
-            return None
-        self.check()
-        if arena.in_flight is not None or arena.stream not in (None, current_stream(self.device.index)):
-            return None
-        return arena.buffers[arena.exchanges % 2], arena.was_captured
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Exchanges within are captured, not made: `launched` counts those of each launch."""
-        arena = self.arena
-        exchanges, stream = arena.exchanges, arena.stream
-        arena.stream = arena.done = None  # of before the capture
-        arena.launches_are_counted = True
-        try:
-            yield
-        finally:
-            arena.launches_are_counted = False
-            arena.exchanges, arena.stream, arena.done, arena.in_flight = exchanges, stream, None, None
-
-    def launched(self, exchanges: int) -> None:
-        """A graph of so many exchanges was launched on the current stream."""
-        self.arena.exchanges += exchanges
-        self.arena.stream = current_stream(self.device.index)
 
     def close(self) -> None:
         """Let go of all buffers. Local; views that are still held stay valid."""
@@ -214,16 +150,6 @@ class PeersDisagree(RuntimeError):
             for peer, op_id in enumerate(op_ids)
         )
         return cls(f"rank {rank} met peers in other exchanges: {', '.join(found)}")
-
-
-def current_stream(device_index: int) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, which makes a new object at every call."""
-    return _stream(*torch._C._cuda_getCurrentStream(device_index))
-
-
-@functools.lru_cache(256)
-def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 def signal_pad_bytes(world_size: int) -> int:

@@ -32,7 +32,7 @@ sums a chunk that all ranks have stored, and has left B_i when it has left the l
 **A captured graph** may be replayed by its owner at any time, twice in a row with an odd number of exchanges, too: then
 a buffer is used twice in a row. So its first exchange begins with a barrier that moves no rows, after the reads of all
 that ran before; and so does every exchange outside of a graph once there has been a capture, as nobody tells the host
-of a replay. A graph within `Transport.capturing` has none unless there has been another: whoever launches it says so,
+of a replay. A graph within `Arena.capturing` has none unless there has been another: whoever launches it says so,
 and does it in the order of all exchanges. Then each of its exchanges begins with one: a peer may make the same
 exchanges outside of a graph, and ranks meet in the same barriers.
 """
@@ -45,9 +45,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arena import current_stream
 from .layout import ALIGNMENT, Layout, round_up
 from .plain import PlainExchange
-from .transport import SymmetricBuffer, Transport, check_agreement, current_stream, signal_pad_bytes
+from .transport import SymmetricBuffer, Transport, check_agreement, signal_pad_bytes
 
 Tables = tuple[Tensor, Tensor, Tensor]
 

@@ -104,15 +104,15 @@ class SymmetricDispatcher(TokenDispatcher):
 
     def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
         transport = self._transport_here()
-        return None if transport is None else transport.graph_state()
+        return None if transport is None else transport.arena.graph_state(transport)
 
     def capturing(self) -> AbstractContextManager[object]:
         transport = self._transport_here()
-        return nullcontext() if transport is None else transport.capturing()
+        return nullcontext() if transport is None else transport.arena.capturing()
 
     def launched(self, exchanges: int) -> None:
         if (transport := self._transport_here()) is not None:
-            transport.launched(exchanges)
+            transport.arena.launched(exchanges)
 
     def close(self) -> None:
         super().close()

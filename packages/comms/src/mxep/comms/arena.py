@@ -1,0 +1,87 @@
+"""What the exchanges of a transport share: two buffers, the last one's stream, graphs. `workspace.py` says how."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .transport import SymmetricBuffer, Transport
+
+
+@dataclass(eq=False)
+class Arena:
+    """What all workspaces of a transport share.
+
+    Attributes:
+        device: the transport's.
+        buffers: two, of one size, that exchanges alternate between; none before the first workspace.
+        exchanges: how many began.
+        signal_pad: of a barrier that moves no rows, where exchanges run on a stream.
+        stream: that the last exchange began on. in_flight: tensors that it uses, until it is over. done: when it is.
+        capture: the CUDA graph's that the last exchange is part of, 0 if none. was_captured: whether any was.
+        replaced: smaller buffers that graphs store to.
+        refused: why this rank refused an exchange, after which there are no more.
+        users: who opened the transport together and have not closed it, counted by whoever shares it.
+        launches_are_counted: within `capturing`.
+    """
+
+    device: torch.device
+    buffers: tuple[SymmetricBuffer, ...] = ()
+    exchanges: int = 0
+    signal_pad: SymmetricBuffer | None = None
+    stream: torch.cuda.Stream | None = None
+    in_flight: object = None
+    done: torch.cuda.Event | None = None
+    capture: int = 0
+    was_captured: bool = False
+    replaced: tuple[SymmetricBuffer, ...] = ()
+    refused: str | None = None
+    users: int = 0
+    launches_are_counted: bool = False
+
+    def graph_state(self, transport: Transport) -> tuple[SymmetricBuffer, bool] | None:
+        """What a graph of the next exchanges holds for, whose launches the host counts: what the first stores to, and
+        whether there are graphs whose launches nobody counts, so that each exchange begins with a barrier.
+
+        None where exchanges are no kernels, one is in flight, or the last was on another stream. Raises as
+        ``transport.check()``.
+        """
+        if transport.access != "kernels" or self.refused is not None or not self.buffers:
+            return None
+        transport.check()
+        if self.in_flight is not None or self.stream not in (None, current_stream(self.device.index)):
+            return None
+        return self.buffers[self.exchanges % 2], self.was_captured
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Exchanges within are captured, not made: `launched` counts those of each launch."""
+        exchanges, stream = self.exchanges, self.stream
+        self.stream = self.done = None  # of before the capture
+        self.launches_are_counted = True
+        try:
+            yield
+        finally:
+            self.launches_are_counted = False
+            self.exchanges, self.stream, self.done, self.in_flight = exchanges, stream, None, None
+
+    def launched(self, exchanges: int) -> None:
+        """A graph of so many exchanges was launched on the current stream."""
+        self.exchanges += exchanges
+        self.stream = current_stream(self.device.index)
+
+
+def current_stream(device_index: int) -> torch.cuda.Stream:
+    """As `torch.cuda.current_stream`, which makes a new object at every call."""
+    return _stream(*torch._C._cuda_getCurrentStream(device_index))
+
+
+@functools.lru_cache(256)
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
