@@ -11,7 +11,7 @@ Costs are of `estimate_costs`. Besides:
                 all-to-all takes as long as the slower leg, and a leg has the share of its speed that NCCL had on NVLink
     gradients   of experts are reduced over their replicas, in a ring, beside micro-batches: the longer counts
     memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
-                besides, exchange buffers, which all share. No attention, embedding, router, shared expert, library
+                besides; exchange buffers and the graphs' pool, which all share. Nothing but experts, no library's
     ~           no measurement covers it. a: all_to_all, e: EP over 4, n: between nodes, r: fewer than 2048 rows an
                 expert, f: fp8, measured on one model, g: the reduction of gradients takes longer than the step, h:
                 hierarchical, whose copies have the baseline's speed and whose exchange within a node symmetric's
@@ -197,8 +197,14 @@ def errors(section: str, rows: list[Row]) -> Iterator[Row]:
         held_more = row["commit"].startswith(HELD_MORE)
         if section == "memory_errors" and "peak GiB" in row and what in CASES and suffix != "kept" and not held_more:
             fits = Capacity(suffix) if suffix else Capacity.factor(capacity or 1.0)
-            sizes = memory(shape, ranks, what, fits, imbalance, replayed=row["section"] == "eager")
-            gib, found = row["peak GiB"] - row["outside GiB"], (sizes["kept"] + sizes["work"]) / GIB
+            # Before the pool was measured, the peak was that of the step in which passes are captured. Their steps had
+            # been by then in section memory, after section eager.
+            how = "passes captured" if row["section"] == "memory" else "captured"
+            how = "replayed" if "graphs GiB" in row else how
+            sizes = memory(shape, ranks, what, fits, imbalance, how=how)
+            gib = row["peak GiB"] - row["outside GiB"] - row.get("graphs GiB", 0.0)
+            here = sizes["buffers"] if ranks == 1 else 0.0  # which are no peers' then, and torch's
+            found = (sizes["kept"] + sizes["work"] + here) / GIB
             yield out | {"GiB": gib, "est.": found, "off": found / gib - 1}
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -32,6 +33,7 @@ from mxep.ep.dispatchers.hierarchical import slots_per_node
 from mxep.ep.saved import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
+from mxep.quant.graph import MOST_BYTES
 from mxep.quant.shapes import padded_rows
 
 from .bench.layer_cases import BASELINE, MX, Case, Problem, Shape
@@ -232,12 +234,15 @@ def _least_squares(amounts: Sequence[tuple[float, ...]], us: Sequence[float]) ->
 
 
 def memory(
-    shape: Shape, ranks: int, what: str, capacity: Capacity, imbalance: float = 1.0, *, replayed: bool = True,
+    shape: Shape, ranks: int, what: str, capacity: Capacity, imbalance: float = 1.0, *, how: str = "replayed",
     nodes: int = 1,
 ) -> dict[str, float]:  # fmt: skip
-    """Bytes of a layer of bf16 weights on Hopper: "kept" until its backward, "work" besides at its peak, "buffers".
+    """Bytes of a layer of bf16 weights on Hopper: "kept" until its backward, "work" besides at its peak, "buffers", and
+    "graphs", the pool of replays, at least. work has the layer's gradients and its output.
 
-    work has the layer's gradients and its output. replayed: passes are replayed, so what is kept stays to their end.
+    how: passes are "replayed": what they do not return lies in the pool, and arguments stay to their end. Or they are
+    "called"; or "captured" in this step, with temporaries beside the rest; "passes captured": their steps were before.
+    What would allocate more than MOST_BYTES is refused: of a pass its steps are replayed.
     nodes: of the hierarchical dispatcher.
     """
     tokens, dim, hidden, experts, top_k = shape
@@ -260,30 +265,48 @@ def memory(
     amax = 4 * own * (dim + hidden) * quantized
     kept = saved + gate_up + plan + amax
     folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
-    # Backward, in order: what is left of what is kept, and what there is besides. out is the caller's all the while.
-    w, d_rows = own * dim * hidden, 2 * rows * dim
+    # Backward, in order: what is left of what is kept, what there is besides, and what was allocated until then. out is
+    # the caller's all the while.
+    w, d_rows, out = own * dim * hidden, 2 * rows * dim, 2 * tokens * dim
     d_gate_up = d_h if quantized else 2 * d_h  # quantized: in d_h's place
     d_y = (rows * (dim + 1), 0, folded * (dim + hidden)) if quantized else (d_rows,) * 3  # for d_h, then, for wgrad
-    if quantized and not copied:  # slots of d_out
-        d_y = d_y[0] + slots * row, slots * row, d_y[2] + slots * row
+    d_slots = slots * row if quantized and not copied else 0  # of d_out
     colwise = 2 * w * quantized  # of gate_up_proj
-    peaks = [(kept, h + d_rows + 1.5 * colwise - 2 * tokens * dim)]  # of forward, which has no out yet
-    peaks += [(kept, 1.5 * colwise + d_y[0] + d_h)]
-    peaks += [(kept, colwise + d_y[1] + d_h + d_gate_up * (not quantized) + h)]  # SwiGLU's
-    # Then down_proj's gradient.
-    peaks += [(saved + plan, colwise + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized))]
-    peaks += [(saved + plan, 2 * w + colwise + d_gate_up + d_rows)]  # dx's rows
-    # dx leaves beside the gradient of gate_up_proj.
-    late = 2 * (tokens + 2 * crossing) * dim + (d_rows if dispatcher != "local" else 0)
-    operands = late + folded * (2 * hidden + dim)
-    peaks += [(saved + plan, 2 * w + operands + d_gate_up)]
-    peaks += [(plan, 6 * w + operands) if quantized else (saved + plan, 6 * w + operands + d_gate_up)]
+    swiglu = h + d_gate_up * (not quantized)
+    late = 2 * (tokens + 2 * crossing) * dim + (d_rows if dispatcher != "local" else 0)  # dx leaves beside the last
+    operands = folded * (2 * hidden + dim)
+    forward = kept + h + d_rows + 1.5 * colwise - out  # which has no out yet
+    backward = [(kept, 1.5 * colwise + d_slots + d_y[0] + d_h, 1.5 * colwise + d_slots + d_y[0] + d_h)]
+    backward += [(kept, colwise + d_slots + d_y[1] + d_h + swiglu, swiglu)]
+    # Then down_proj's gradient, dx's rows, the gradient of gate_up_proj.
+    first = colwise + d_slots + d_y[2] + d_gate_up + max(h, 2 * w) + h * (not quantized)
+    backward += [(saved + plan, first, folded * (dim + hidden) + 2 * w)]
+    backward += [(saved + plan, 2 * w + colwise + d_gate_up + d_rows, d_rows)]
+    last = 6 * w + late + operands + d_gate_up * (not quantized)
+    backward += [(saved + plan, 2 * w + late + operands + d_gate_up, out + operands)]
+    backward += [(plan if quantized else saved + plan, last, 4 * w)]
     if dispatcher == "all_to_all":  # rows gathered, joined, received and split
-        peaks.append((saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w))
-    peak = max((kept if replayed else still) + besides for still, besides in peaks) + 2 * tokens * dim
+        backward.insert(4, (saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w, 0))
+    still, besides, each = zip(*backward)
+    allocated = [0.0, *itertools.accumulate(each)]
+    in_steps = dispatcher not in ("local", "symmetric")
+    refused = not in_steps and allocated[-1] > MOST_BYTES
+    if how == "called":
+        peak = max(forward, *map(sum, zip(still, besides)))
+    elif in_steps or refused:
+        peak = max(kept + d_rows + 1.5 * colwise, kept + 1.5 * colwise + d_slots + d_rows + d_gate_up + 2 * w)
+        peak = max(peak, saved + plan + d_gate_up + 6 * w + late + operands * (how == "captured"))
+        if dispatcher == "all_to_all" or operands + 4 * w > MOST_BYTES:
+            peak = max(peak, *map(sum, zip(still[4:], besides[4:])))
+    else:
+        peak = kept + 6 * w + out
+    if how in ("captured", "passes captured") and not in_steps:  # until it is refused
+        peak = max(peak, forward, *(kept + b for b, n in zip(besides, allocated) if n <= MOST_BYTES))
+    graphs = max(forward + out, MOST_BYTES if refused else max(besides))  # refused: what it had allocated stays there
     of_node = ranks // nodes
     layout = Layout(of_node, slots // of_node, top_k, round_up(2 * dim, ALIGNMENT))
-    return {"kept": kept, "work": peak - kept, "buffers": 2 * layout.nbytes if copied else 0}
+    found = {"kept": kept, "work": peak + out - kept, "buffers": 2 * layout.nbytes if copied else 0}
+    return found | {"graphs": graphs if how == "replayed" else 0}
 
 
 def legs(shape: Shape, ranks: int, node: int, what: str, capacity: Capacity | None = None) -> tuple[float, float]:
