@@ -73,6 +73,7 @@ def replays_on_the_cpu(monkeypatch: pytest.MonkeyPatch, graph: type = GraphOnCPU
     monkeypatch.setattr(replay, "MovingGraph", graph)
     monkeypatch.setattr(replay, "_stream", lambda device: 0)
     monkeypatch.setattr(replay, "_is_capturing", lambda: False)
+    monkeypatch.setattr(replay, "_allocated", lambda device: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     replay._reader.cache_clear()
     yield

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphs_on_cpu import replays_on_the_cpu
 from mxep.quant import MXTensor, quantize, replay, swiglu_quantize
 from mxep.quant.driver import NotCaptured
-from mxep.quant.graph import NotCapturedNow
+from mxep.quant.graph import NotCapturedNow, idle_bytes
 from mxep.quant.replay import MXParts, Replayed, replayed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -191,6 +191,48 @@ def test_what_cannot_be_captured_is_called_as_ever(replays_on_cpu: None, monkeyp
     assert function.refused == ["NotCaptured: it reads from the device"]
 
 
+def test_what_allocates_too_much_in_its_first_call_is_never_captured(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated, calls = [0], []
+
+    def function(tensors: list[Any], nbytes: int) -> list[Any]:
+        calls.append(nbytes)
+        allocated[0] += nbytes
+        return [tensors[0] + 1]
+
+    monkeypatch.setattr(replay, "_allocated", lambda device: allocated[0])
+    both = replayed(function)
+    for nbytes in (replay.MOST_BYTES, replay.MOST_BYTES + 1):
+        calls.clear()
+        for _ in range(4):
+            assert both([torch.zeros(2)], nbytes)[0].tolist() == [1.0, 1.0]
+        assert len(calls) == (2 if nbytes == replay.MOST_BYTES else 4)
+    assert both.replays == 3
+    assert both.refused == [f"it allocates {replay.MOST_BYTES + 1} bytes, more than {replay.MOST_BYTES}"]
+
+
+def test_the_parts_of_what_is_refused_are_graphs_from_their_own_second_call_on(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter([0, replay.MOST_BYTES + 1, 0, 0])  # before and after the whole, which calls its part; of the part
+    monkeypatch.setattr(replay, "_allocated", lambda device: next(counts))
+    part = replayed(lambda tensors: [tensors[0] + 1])
+    whole = replayed(lambda tensors: part(tensors))
+    for _ in range(4):
+        whole([torch.zeros(2)])
+    assert (whole.replays, part.replays) == (0, 2)
+
+
+def test_an_error_of_a_first_call_leaves_replays_as_they_were(replays_on_cpu: None) -> None:
+    function = replayed(lambda tensors: [tensors[0] + 1])
+    with pytest.raises(ValueError, match="none"):
+        replayed(lambda tensors: [tensors[0].view(int("none"))])([torch.zeros(2)])
+    for _ in range(2):
+        function([torch.zeros(2)])
+    assert function.replays == 1
+
+
 def test_errors_of_the_function_come_through(replays_on_cpu: None) -> None:
     def function(tensors: list[Any]) -> list[Any]:
         raise ValueError("x: got nothing")
@@ -250,6 +292,20 @@ def test_a_replay_has_the_bits_of_the_function() -> None:
         kept.append(got)
     assert function.replays == 6, "one of each shape went before"
     assert len(calls) == 8 + 4
+
+
+@needs_gpu
+def test_what_allocates_too_much_leaves_no_memory_behind() -> None:
+    function = replayed(lambda tensors: [(torch.cat([tensors[0]] * 2) + 1)[:1].clone()])
+    x = torch.zeros(replay.MOST_BYTES // 4, dtype=torch.uint8, device="cuda")  # 4 of which it allocates, and a byte
+    before = idle_bytes(0)
+    with torch.no_grad():
+        for _ in range(3):
+            function([x])
+    assert function.replays == 0
+    assert len(function.refused) == 1
+    assert "bytes, more than" in function.refused[0]
+    assert idle_bytes(0) == before
 
 
 @needs_gpu

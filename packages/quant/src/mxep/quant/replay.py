@@ -24,6 +24,10 @@ from mxep.quant.tensor import MXTensor
 
 MOST_GRAPHS = 256
 """Of a function."""
+MOST_BYTES = 5 << 28
+"""That a call may allocate to be a graph. A layer's passes take an H200 0.75 to 1.9 ms for each GiB that they allocate,
+the host less, and what is refused still has graphs of its steps. A graph holds its arguments and its temporaries to its
+end, where a function that is called drops them as it goes."""
 LEAST_DEVICE = 0
 """Index of the first device that replays; -1 is the CPU."""
 Tensors = list[Any]
@@ -102,11 +106,14 @@ class Replayed:
             return None
         key = key, state
         found = self._kinds.get(key, self)
+        if found is self:
+            flat.clear()
+            results, why_not = self._counted(tensors, static)
+            self._keep(key, why_not)
+            return results
         if found is None:
             found = self._capture(tensors, flat, static)
             self._keep(key, found)
-        elif found is self:
-            self._keep(key, None)
         if type(found) is not _Replay:
             return None
         tensors.clear()
@@ -114,6 +121,17 @@ class Replayed:
         results = found.graph.launch(flat, addresses)
         self.launched(*static)
         return _joined(results, found.joined)
+
+    def _counted(self, tensors: Tensors, static: tuple[Any, ...]) -> tuple[Tensors, str | None]:
+        """The function's results, and why it allocates too much for a graph. All within it is called as it is, too."""
+        device, _here.counts = torch._C._cuda_getDevice(), True
+        try:
+            before = _allocated(device)
+            results = self.direct(tensors, *static)
+            nbytes = _allocated(device) - before
+        finally:
+            _here.counts = False
+        return results, f"it allocates {nbytes} bytes, more than {MOST_BYTES}" if nbytes > MOST_BYTES else None
 
     def _capture(self, tensors: Tensors, flat: Tensors, static: tuple[Any, ...]) -> _Replay | str | None:
         joined: list[Any] = []
@@ -159,7 +177,7 @@ def replayed(function: Callable[..., Tensors]) -> Replayed:
     It must not read from the device, nor decide by anything but its arguments, and other tensors that it uses have to
     stay where they are. Not replayed: CPU tensors, other subclasses, with gradients enabled, under torch.compile or a
     dispatch mode, while a graph is captured, when a profiler hooks Triton's launches, and functions that cannot be
-    captured or allocate more than `graph.MOST_BYTES`.
+    captured or whose first call allocates more than MOST_BYTES.
     """
     return Replayed(function)
 
@@ -178,6 +196,15 @@ def no_replays() -> Iterator[None]:
 _paused = 0
 
 
+class _Here(threading.local):
+    """Of a thread. counts: whether the first call of a kind is under way in it."""
+
+    counts = False
+
+
+_here = _Here()
+
+
 def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
     rest = iter(flat)
     return [next(rest) if of is None else MXParts(*(next(rest) for _ in range(3)), *of) for of in joined]  # type: ignore[arg-type]
@@ -185,7 +212,7 @@ def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
 
 def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | None, Tensors, tuple[int, ...]]:
     """What decides the function's course, None where it is not replayed; the plain tensors, and their addresses."""
-    if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+    if _paused or _here.counts or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return None, [], ()
     if torch._C._is_any_autocast_enabled():
         static = *static, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -228,6 +255,14 @@ def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...
     exec(f"def read({', '.join(f'x{i}' for i in range(len(kinds)))}):\n    " + "\n    ".join(lines), found)
     read: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None] = found["read"]
     return read
+
+
+def _allocated(device: int) -> int:
+    """Bytes that torch has given out on a device, those that came back included; 0 of an allocator that counts none."""
+    try:
+        return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["allocated"])
+    except (KeyError, RuntimeError):
+        return 0
 
 
 def _is_capturing() -> bool:
