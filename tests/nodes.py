@@ -95,6 +95,12 @@ def make_nodes(count: int) -> Iterator[list[Node]]:
             _ip("netns", "del", name)
 
 
+def sent_bytes() -> int:
+    """That have left the calling process's node, whose namespace is its own, so far."""
+    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
+    return int(line.partition(":")[2].split()[8])
+
+
 def run_nodes(
     fn: Callable[..., Any], args: Sequence[Any], folder: Path, *, nodes: Sequence[Node], ranks: int, timeout: float
 ) -> list[Ended]:

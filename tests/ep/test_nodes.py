@@ -17,17 +17,19 @@ import torch
 import torch.distributed as dist
 
 from ep.problem import make_ranks
-from mxep.ep import MoE
+from mxep.ep import MoE, make_dispatcher
 from mxep.gemm import Recipe
 from mxep.integration.reference import quantizers
 from mxep.integration.snr import snr
 from mxep.integration.verify import BF16, MARGIN
-from nodes import make_nodes, run_nodes
+from nodes import make_nodes, run_nodes, sent_bytes
 
 BETWEEN_NODES = ("all_to_all", "hierarchical")
 """Dispatchers whose ranks may be on several nodes."""
 TIMEOUT = 4.0
 """Seconds that a collective waits."""
+TOKENS, DIM, EXPERTS, TOP_K, REPEATS = 256, 1024, 8, 4, 6
+"""Of exchanges whose bytes are counted."""
 
 
 def run_layer(group: dist.ProcessGroup) -> str:
@@ -52,6 +54,48 @@ def test_experts_of_several_nodes_compute_what_a_dense_layer_computes(count: int
     assert all(node.results for node in ended), "\n".join(file.read_text() for file in tmp_path.glob("log-*"))
     names = [f"node-{i}" if node.namespace else platform.node() for i, node in enumerate(nodes)]
     assert [node.results for node in ended] == [[name] * ranks for name in names]
+
+
+def bytes_of_a_dispatch_and_of_a_combine(group: dist.ProcessGroup, name: str) -> list[float]:
+    """That this node's interface has sent for its two ranks. Each token's four experts are on the other node."""
+    dispatcher = make_dispatcher(name, EXPERTS, dim=DIM, group=group, max_tokens=TOKENS)
+    x = torch.randint(256, (TOKENS, 2 * DIM), dtype=torch.uint8)
+    ids, weights = torch.rand(TOKENS, TOP_K).argsort(1).int(), torch.ones(TOKENS, TOP_K)
+    ids += EXPERTS // 2 * (group.rank() < 2)
+    _, routing = dispatcher.dispatch((x,), ids, weights, alignment=1).wait()
+    rows = torch.ones(routing.plan.max_rows, DIM, dtype=torch.bfloat16)
+    found = []
+    for exchange in (
+        lambda: dispatcher.dispatch((x,), ids, weights, alignment=1),
+        lambda: dispatcher.combine(rows, routing),
+    ):
+        exchange().wait()
+        dist.barrier(group)
+        before = sent_bytes()
+        dist.barrier(group)
+        for _ in range(REPEATS):
+            exchange().wait()
+        dist.barrier(group)
+        found.append((sent_bytes() - before) / REPEATS)
+    dispatcher.check()
+    assert routing.stats()["sent"] == {"hierarchical": TOKENS, "all_to_all": TOP_K * TOKENS}[name]
+    return found
+
+
+@pytest.mark.parametrize(("name", "crossings"), [("hierarchical", 1), ("all_to_all", TOP_K)])
+def test_a_token_crosses_the_wire_once_where_a_flat_exchange_sends_a_row_for_each_expert(
+    name: str, crossings: int, tmp_path: Path
+) -> None:
+    """By the interface's own counter: rows, ids and weights as the plan has them, and a few percent of TCP."""
+    with make_nodes(2) as nodes:
+        if not nodes[0].namespace:
+            pytest.skip("loopback's counter is the whole machine's")
+        ended = run_nodes(bytes_of_a_dispatch_and_of_a_combine, (name,), tmp_path, nodes=nodes, ranks=2, timeout=100)
+    assert all(node.results for node in ended), "\n".join(file.read_text() for file in tmp_path.glob("log-*"))
+    tables = 8 * TOP_K * TOKENS  # of a token or of its rows, an id and a weight for each expert
+    for dispatched, combined in itertools.chain(*(node.results for node in ended)):
+        assert 1 <= dispatched / (2 * (crossings * TOKENS * 2 * DIM + tables)) < 1.05
+        assert 1 <= combined / (2 * crossings * TOKENS * 2 * DIM) < 1.05
 
 
 def train_until_the_last_node_is_lost(group: dist.ProcessGroup, dispatcher: str, folder: Path, how: str) -> None:
