@@ -33,7 +33,7 @@ from mxep.ep.dispatchers.hierarchical import slots_per_node
 from mxep.ep.saved import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
-from mxep.quant.graph import MOST_BYTES
+from mxep.quant.replay import MOST_BYTES
 from mxep.quant.shapes import padded_rows
 
 from .bench.layer_cases import BASELINE, MX, Case, Problem, Shape
