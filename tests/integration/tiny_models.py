@@ -87,19 +87,25 @@ def worst(wanted: dict[str, Tensor], got: dict[str, Tensor], *, experts: bool = 
 def force_routing(model: nn.Module, recorded: list[Tensor] | None = None) -> list[Tensor]:
     """Record which experts the routers of a model choose, or make them choose what was recorded; the list of both.
 
-    Weights stay the router's own, at the experts that were recorded. For routers that return logits, weights, ids.
+    Weights stay the router's own, at the experts that were recorded.
     """
     found: list[Tensor] = [] if recorded is None else recorded
-    routers = [module for name, module in model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))]
+    ends = ".mlp.gate", ".mlp.router", ".feed_forward.router"
+    routers = [module for name, module in model.named_modules() if name.endswith(ends)]
     for i, router in enumerate(routers):
 
         def hook(module: nn.Module, args: Any, out: Any, i: int = i) -> Any:
-            logits, weights, ids = out
             if recorded is None:
-                found.append(ids)
+                found.append(out[2] if len(out) == 3 else out[1].topk(module.top_k).indices)
                 return None
-            scores = torch.softmax(logits.float(), -1).gather(1, recorded[i])
-            return logits, (scores / scores.sum(-1, keepdim=True)).to(weights.dtype), recorded[i]
+            if len(out) == 2:  # Llama 4: scores of all experts, and logits by which its block chooses
+                logits = torch.full_like(out[1], -torch.inf).scatter(1, recorded[i], out[1].gather(1, recorded[i]))
+                return logits.float().sigmoid().to(out[0].dtype), logits
+            logits, weights, _ = out
+            sigmoid = hasattr(module, "e_score_correction_bias")  # DeepSeek-V3
+            scores = (logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)).gather(1, recorded[i])
+            scores = scores / scores.sum(-1, keepdim=True) * getattr(module, "routed_scaling_factor", 1.0)
+            return logits, scores.to(weights.dtype), recorded[i]
 
         router.register_forward_hook(hook)
     assert routers
