@@ -54,7 +54,7 @@ def of_one_process(ctx: Context, model: Any) -> dict[str, torch.Tensor]:
 
 
 @distributed(2)
-def test_a_loaded_model_spread_over_ranks_equals_one_process(ctx: Context) -> None:
+def test_a_loaded_model_spread_over_ranks_equals_one_process(ctx: Context, tmp_path: Path) -> None:
     mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
     runs = ("qwen3_moe", "bf16"), ("gpt_oss", "bf16"), ("llama4", "bf16"), ("gpt_oss", "mxfp8")
     for kind, recipe in runs:
@@ -73,10 +73,10 @@ def test_a_loaded_model_spread_over_ranks_equals_one_process(ctx: Context) -> No
         rows = torch.tensor([each["rows"] - each["padding"] for each in report.values()], device=ctx.device)
         dist.all_reduce(rows, group=ctx.group)
         assert rows.tolist() == [2 * ctx.world_size * TOKENS * model.config.num_experts_per_tok] * 2
-    what_cannot_be_spread_says_why_and_changes_nothing(ctx, mesh)
+    what_cannot_be_spread_says_why_and_changes_nothing(ctx, mesh, tmp_path)
 
 
-def what_cannot_be_spread_says_why_and_changes_nothing(ctx: Context, mesh: DeviceMesh) -> None:
+def what_cannot_be_spread_says_why_and_changes_nothing(ctx: Context, mesh: DeviceMesh, tmp_path: Path) -> None:
     model = tiny("qwen3_moe", num_experts=5)
     with pytest.raises(ValueError, match=r"mlp.experts: got 5 experts, want a multiple of the 2 ranks"):
         expert_parallel(model, mesh)
@@ -86,6 +86,15 @@ def what_cannot_be_spread_says_why_and_changes_nothing(ctx: Context, mesh: Devic
         expert_parallel(model, mesh, "grouped_mm")
     with pytest.raises(ValueError, match="1-D mesh"):
         expert_parallel(model, init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "ep")))
+    other = DeviceMesh(ctx.device.type, [1 - ctx.rank], mesh_dim_names=("ep",))
+    with pytest.raises(ValueError, match=rf"want a mesh with this rank, {ctx.rank}, got ranks \[{1 - ctx.rank}\]"):
+        expert_parallel(model, other)
+    if own_expert_parallel is not None:
+        from transformers.distributed import DistributedConfig
+
+        config = DistributedConfig(fsdp_size=4, ep_size=2, ep_implementation="mxep_bf16")
+        with pytest.raises(RuntimeError, match="requires 4 processes, but world_size is 2"):
+            type(model).from_pretrained(tmp_path, config=model.config, distributed_config=config)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert model.config._experts_implementation == "eager"
 

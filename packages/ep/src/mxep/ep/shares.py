@@ -23,9 +23,11 @@ def ep_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks of a 1-D mesh. ValueError if it has more dimensions."""
+    """The ranks of a 1-D mesh. ValueError if it has more dimensions, or this rank is none of them."""
     if mesh.ndim != 1:
         raise ValueError(f"experts want a 1-D mesh, such as mesh['ep'], got {mesh.ndim} dimensions")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"experts want a mesh with this rank, {dist.get_rank()}, got ranks {mesh.mesh.tolist()}")
     return mesh.get_group()
 
 
