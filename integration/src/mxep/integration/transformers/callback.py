@@ -7,7 +7,7 @@ from typing import Any
 
 from mxep.gemm import quantize_weights_once
 
-from .layer import check, load_report
+from .layer import check, layers, load_report
 from .versions import TrainerCallback
 
 
@@ -22,6 +22,8 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     Where gradients are accumulated, micro-batches share one quantization of each weight. That takes 2 bytes and a
     little for each element of the experts until the optimizer steps. share_quantized_weights=False: they do not.
 
+    After `expert_parallel` a Trainer cannot save: unless `save_strategy` is "no", ValueError as training begins.
+
     After training ended by an exception call `close()`, or train with the same callback again.
     """
 
@@ -34,8 +36,14 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
         """Let go of quantized weights."""
         self._shared.close()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
+        whole = getattr(model, "is_distributed_loading_by_transformers", False)  # a Trainer saves such on all ranks
+        if args.save_strategy != "no" and not whole and any(layer.parallel for _, layer in layers(model)):
+            raise ValueError(
+                f"save_strategy: got {args.save_strategy.value!r}, want 'no' after expert_parallel: a Trainer saves on "
+                "one rank, which would wait for the others' experts; save after training (docs/transformers.md)"
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()

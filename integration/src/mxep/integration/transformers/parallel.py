@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from mxep.ep import TokenDispatcher, make_dispatcher
 from mxep.ep.shares import group_of
@@ -84,7 +86,8 @@ def expert_parallel(
 
     Of each weight and bias (E, ...) a rank keeps E / W experts, as a DTensor sharded on its first dimension. Call it
     before `fully_shard` and before the optimizer is made. What is not expert stays as it is: `fully_shard` or
-    `mxep.ep.data_parallel` does the rest, and `mxep.ep.parameter_groups` what optimizers want.
+    `mxep.ep.data_parallel` does the rest, and `mxep.ep.parameter_groups` what optimizers want. Over all ranks of the
+    world, plain DistributedDataParallel, and so a Trainer, leaves them alone, too.
 
     implementation: a registered name. gradient_reduction: as for `mxep.ep.MoE`.
 
@@ -108,6 +111,9 @@ def expert_parallel(
             raise ValueError(f"{name}: got {num_experts} experts, want a multiple of the {mesh.size()} ranks")
     for module in found.values():
         _spread(module, mesh, how, 1 / mesh.size() if gradient_reduction == "mean" else 1.0)
+    if mesh.size() == dist.get_world_size():  # else copies want a reduction, and DistributedDataParallel refuses them
+        spread = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
     return list(found)
 
 
