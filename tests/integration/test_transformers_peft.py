@@ -1,20 +1,29 @@
-"""LoRA on experts and on attention, over mxep's experts and over a converted model, in either order."""
+"""LoRA on experts and on attention: over mxep's experts, here and over ranks, and over a converted model."""
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
-import mxep.integration.transformers  # noqa: F401
+from integration.test_transformers_parallel import of_mean_loss, of_one_process
 from integration.tiny_models import step, tiny, token_ids, worst
+from mxep.ep import parameter_groups
+from mxep.ep.shares import local_tensor
 from mxep.gemm import convert, convert_mode
+from mxep.integration.snr import snr
+from mxep.integration.transformers import expert_parallel
+from ranks import Context, distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,6 +51,34 @@ def test_lora_over_mxeps_experts_equals_lora_over_the_models_own(targets: str) -
     assert all(torch.equal(got[name], value) for name, value in step(model.train()).items())
     merged = copy.deepcopy(model).merge_and_unload()
     assert worst({"logits": wanted["logits"]}, {"logits": merged(input_ids=token_ids()).logits.detach()})[0] > 110
+
+
+@distributed(2)
+def test_lora_over_experts_over_ranks_equals_one_process(ctx: Context, tmp_path: Path) -> None:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    for recipe in ("mxfp8", "bf16"):
+        model = with_lora(tiny(), "both")
+        one = copy.deepcopy(model)
+        wanted = of_one_process(ctx, one)
+        expert_parallel(model.to(ctx.device), mesh, f"mxep_{recipe}")
+        lowest, name = worst(wanted, of_mean_loss(ctx, model))  # as without adapters
+        assert lowest > (112 if recipe == "bf16" else 10), name
+    for each in (one, model):  # so far that little is left of what the weights were
+        torch.optim.SGD(parameter_groups(each), lr=1e4).step()
+    for (name, parameter), other in zip(model.named_parameters(), one.parameters(), strict=True):
+        if ".experts." in name and parameter.requires_grad:
+            assert parameter.placements == parameter.grad.placements == (Replicate(),), "as optimizers want both"
+            assert snr(other.detach(), parameter.full_tensor().detach()) > 112, name
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if ctx.rank == 0:
+        model.save_pretrained(tmp_path, state_dict=state)
+        again = dict(PeftModel.from_pretrained(tiny(), tmp_path).named_parameters())
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                assert torch.equal(again[name], local_tensor(parameter).cpu()), name
+    part = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "ep"))["ep"]
+    with pytest.raises(ValueError, match="mesh: got 1 of 2 ranks, want all for a model with adapters on experts"):
+        expert_parallel(with_lora(tiny(), "experts"), part)
 
 
 @pytest.mark.parametrize("targets", TARGETS)

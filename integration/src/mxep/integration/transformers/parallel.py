@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mxep.ep import TokenDispatcher, make_dispatcher
@@ -89,10 +89,13 @@ def expert_parallel(
     `mxep.ep.data_parallel` does the rest, and `mxep.ep.parameter_groups` what optimizers want. Over all ranks of the
     world, plain DistributedDataParallel, and so a Trainer, leaves them alone, too.
 
+    PEFT's adapters on experts, which are there before, become DTensors that every rank has whole.
+
     implementation: a registered name. gradient_reduction: as for `mxep.ep.MoE`.
 
     ValueError, before anything has changed, for a mesh of more dimensions, a name that is none, a model without experts
-    that transformers' registry reaches, and experts that do not divide or that cannot be served.
+    that transformers' registry reaches, experts that do not divide or that cannot be served, and adapters on experts
+    over a part of the ranks.
     """
     how = ALL_EXPERTS_FUNCTIONS.get(implementation, None)
     if not isinstance(how, Implementation):
@@ -109,9 +112,17 @@ def expert_parallel(
         num_experts = module.down_proj.shape[0]
         if num_experts % mesh.size():
             raise ValueError(f"{name}: got {num_experts} experts, want a multiple of the {mesh.size()} ranks")
+    adapters, everywhere = _adapters(model), mesh.size() == dist.get_world_size()
+    if adapters and not everywhere:
+        raise ValueError(
+            f"mesh: got {mesh.size()} of {dist.get_world_size()} ranks, want all for a model with adapters on experts: "
+            "nobody would average their gradients over the copies"
+        )
     for module in found.values():
         _spread(module, mesh, how, 1 / mesh.size() if gradient_reduction == "mean" else 1.0)
-    if mesh.size() == dist.get_world_size():  # else copies want a reduction, and DistributedDataParallel refuses them
+    for linear in adapters:
+        _replicate(linear, mesh)
+    if everywhere:  # else copies want a reduction: DistributedDataParallel, which knows nothing of it, refuses DTensors
         spread = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
     return list(found)
@@ -119,6 +130,22 @@ def expert_parallel(
 
 def _is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(type(module), "_apply_gate") and hasattr(module, "down_proj")
+
+
+def _adapters(model: nn.Module) -> list[nn.Linear]:
+    """Of PEFT's adapters on experts (`target_parameters`): a linear has the rows or columns of all experts."""
+    wrappers: list[Any] = [module for module in model.modules() if hasattr(module, "parameter_name")]
+    wrappers = [module for module in wrappers if hasattr(module, "lora_A") and _is_experts(module.get_base_layer())]
+    return [linear for module in wrappers for pair in (module.lora_A, module.lora_B) for linear in pair.values()]
+
+
+def _replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
+    """PEFT adds the adapters' product to a weight, of which each rank then computes its share; so with gradients."""
+    source = None if linear.weight.is_meta else 0
+    whole = distribute_tensor(linear.weight.detach(), mesh, [Replicate()], src_data_rank=source)
+    linear.weight = nn.Parameter(whole, requires_grad=linear.weight.requires_grad)
+    if linear.weight.requires_grad:
+        linear.weight.register_hook(lambda grad: grad.redistribute(mesh, [Replicate()]))
 
 
 def _spread(experts: Any, mesh: DeviceMesh, how: Implementation, wgrad_scale: float) -> None:
