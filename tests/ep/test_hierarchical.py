@@ -288,8 +288,8 @@ def test_nodes_are_hosts_unless_said_otherwise(ctx: Context) -> None:
     assert "nodes=2" in repr(two)
     assert make_dispatcher("hierarchical", EXPERTS, **options) is two
     assert make_dispatcher("hierarchical", EXPERTS, **options, ranks_per_node=1).nodes.count == 4
-    moe = MoE(DIM, 32, EXPERTS, 2, group=ctx.group, dispatcher="hierarchical", ranks_per_node=1)
-    assert moe.dispatcher.nodes.count == 4
+    moe = MoE(DIM, 32, EXPERTS, 2, group=ctx.group, dispatcher="hierarchical", ranks_per_node=1, nodes_per_token=2)
+    assert (moe.dispatcher.nodes.count, moe.dispatcher.nodes_per_token) == (4, 2)
     for hosts, ranks_per_node in (("abab", 9), ("aaab", 8), ("abbb", 7)):
         group = dist.new_group(list(range(4)))
         with named(hosts), pytest.raises(ValueError, match=r"got (a x|b x).*, wanted as many ranks on each host"):

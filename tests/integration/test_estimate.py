@@ -281,6 +281,9 @@ def test_a_faster_network_and_fewer_rows_cost_less():
         ms("estimate.nvlink=900"),
         ms("estimate.imbalance=2"),
     )
+    factor = "dispatcher=hierarchical", "dispatcher.capacity=factor", "dispatcher.factor=1.25"
+    bounded = [ms(*factor, f"dispatcher.nodes_per_token={most}")["mxfp8/hierarchical 32"] for most in (1, 2, 4)]
+    assert bounded[0] < bounded[1] < bounded[2] == ms(*factor)["mxfp8/hierarchical 32"]
     assert plain["mxfp8/all_to_all 32"] > network["mxfp8/all_to_all 32"]
     assert plain["mxfp8/hierarchical 32"] > network["mxfp8/hierarchical 32"]
     assert plain["mxfp8/hierarchical 32"] > nvlink["mxfp8/hierarchical 32"]
@@ -321,9 +324,16 @@ def test_slots_and_buffers_of_two_nodes_are_the_dispatchers(capacity: Capacity):
     shape, ranks, nodes = Shape(96, 128, 64, 16, 3), 8, 4
     made = HierarchicalDispatcher(shape.experts, dim=shape.dim, capacity=capacity)
     made.nodes, made.experts_per_node = dataclasses.replace(made.nodes, ranks=2, count=nodes), shape.experts // nodes
-    made.nodes_per_token = nodes
-    slots = slots_of(shape, nodes, capacity)
-    assert slots == nodes * made.slots_per_node(shape.tokens, shape.top_k)
+    for most in (2, nodes):
+        made.nodes_per_token = most
+        slots = slots_of(shape, nodes, capacity, most)
+        assert slots == nodes * made.slots_per_node(shape.tokens, shape.top_k)
+        found = (
+            legs(shape, ranks, 2, "bf16/hierarchical", capacity, most)[1],
+            memory(shape, ranks, "bf16/hierarchical", capacity, nodes=nodes, nodes_per_token=most),
+        )
+        assert found[0] == 2 * 2 * 2 * shape.dim * slots // nodes * (nodes - 1)
+        assert found[1]["buffers"] == 2 * Layout(ranks // nodes, slots, shape.top_k, 2 * shape.dim).nbytes
     within = Layout(ranks // nodes, slots, shape.top_k, 2 * shape.dim)
     found = memory(shape, ranks, "bf16/hierarchical", capacity, nodes=nodes)
     assert found["buffers"] == 2 * within.nbytes

@@ -132,12 +132,13 @@ def _layout(config: Config, rates: Rates, shape: Shape, layers: int, what: str, 
     wanted, (recipe, dispatcher) = config.estimate, what.split("/")
     node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
     capacity, nodes = make_capacity(config), max(1, ep // node) if dispatcher == "hierarchical" else 1
-    inside, across = legs(shape, ep, node, what, capacity)
+    most = config.dispatcher.nodes_per_token
+    inside, across = legs(shape, ep, node, what, capacity, most)
     row: Row = {"layout": f"{what} {ep}", "recipe": recipe, "dispatcher": dispatcher, "EP": ep}
     row |= {"NVL MB": inside / 1e6, "net MB": across / 1e6}
     slower = WIRE / wanted.nvlink, WIRE / wanted.network
     sent = across * slower[1] if nodes > 1 else max(inside * slower[0], across * slower[1])
-    slots = slots_of(shape, nodes, capacity)
+    slots = slots_of(shape, nodes, capacity, most)
     stages = rates.stages(shape, ep, what, wanted.imbalance, slower=slower[0], sent=sent, nodes=nodes, slots=slots)
     ms = sum(stages.values()) / 1e3
     weights = 3 * shape.experts // ep * shape.dim * shape.hidden
@@ -147,7 +148,7 @@ def _layout(config: Config, rates: Rates, shape: Shape, layers: int, what: str, 
     grad_ms = rates.us[BASELINE, "NCCL"][0] * max(lanes) / 1e3 / wanted.micro_batches
     parameters: dict[str, int] = {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
     sizes = {name: float(layers * weights * size) for name, size in parameters.items()}
-    of_layer = memory(shape, ep, what, capacity, wanted.imbalance, nodes=nodes)
+    of_layer = memory(shape, ep, what, capacity, wanted.imbalance, nodes=nodes, nodes_per_token=most)
     sizes |= of_layer | {"kept": layers * of_layer["kept"]}
     gib = sum(sizes.values()) / GIB
     marks = {"a": dispatcher == "all_to_all", "e": ep > MEASURED_RANKS, "n": ep > node, "f": recipe == "fp8"}

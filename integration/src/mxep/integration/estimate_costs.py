@@ -29,7 +29,7 @@ import torch
 
 from mxep.comms import Capacity
 from mxep.comms.layout import ALIGNMENT, Layout, round_up
-from mxep.ep.dispatchers.hierarchical import slots_per_node
+from mxep.ep.dispatchers.hierarchical import share_of_node, slots_per_node
 from mxep.ep.saved import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
@@ -121,9 +121,12 @@ def crossed(shape: Shape, nodes: int, slots: int, recipe: str) -> float:
     return 2 * (2 * (tokens + slots) * row_bytes(recipe, dim) + (slots + tokens) * 2 * dim) if nodes > 1 else 0.0
 
 
-def slots_of(shape: Shape, nodes: int, capacity: Capacity) -> int:
+def slots_of(shape: Shape, nodes: int, capacity: Capacity, nodes_per_token: int | None = None) -> int:
     """N C: rows that a rank sends to all nodes, its own included, used or not."""
-    return nodes * slots_per_node(capacity, shape.tokens, Expected(shape, nodes).needs(1))
+    most = min(nodes_per_token or nodes, nodes)
+    return nodes * slots_per_node(
+        capacity, shape.tokens, share_of_node(nodes, most, shape.experts // nodes, shape.top_k)
+    )
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ def _least_squares(amounts: Sequence[tuple[float, ...]], us: Sequence[float]) ->
 
 def memory(
     shape: Shape, ranks: int, what: str, capacity: Capacity, imbalance: float = 1.0, *, how: str = "replayed",
-    nodes: int = 1,
+    nodes: int = 1, nodes_per_token: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Bytes of a layer of bf16 weights on Hopper: "kept" until its backward, "work" besides at its peak, "buffers", and
     "graphs", the pool of replays, at least. work has the layer's gradients and its output.
@@ -243,14 +246,14 @@ def memory(
     how: passes are "replayed": what they do not return lies in the pool, and arguments stay to their end. Or they are
     "called"; or "captured" in this step, with temporaries beside the rest; "passes captured": their steps were before.
     What would allocate more than MOST_BYTES is refused: of a pass its steps are replayed.
-    nodes: of the hierarchical dispatcher.
+    nodes, nodes_per_token: of the hierarchical dispatcher.
     """
     tokens, dim, hidden, experts, top_k = shape
     case, own = Case(what), experts // ranks
     recipe, dispatcher = Recipe.named(case.recipe), case.dispatcher
     quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
     sources = 1 if dispatcher == "local" else ranks
-    crossing = slots_of(shape, nodes, capacity) if dispatcher == "hierarchical" else 0
+    crossing = slots_of(shape, nodes, capacity, nodes_per_token) if dispatcher == "hierarchical" else 0
     slots = {"all_to_all": pairs, "hierarchical": ranks // nodes * crossing}.get(dispatcher, sources * tokens)
     if dispatcher == "all_to_all" or capacity.kind == "exact":
         rows = round_up(math.ceil(imbalance * pairs) + own * (align - 1) // 2, align)  # half of the padding, on average
@@ -309,7 +312,9 @@ def memory(
     return found | {"graphs": graphs if how == "replayed" else 0}
 
 
-def legs(shape: Shape, ranks: int, node: int, what: str, capacity: Capacity | None = None) -> tuple[float, float]:
+def legs(
+    shape: Shape, ranks: int, node: int, what: str, capacity: Capacity | None = None, nodes_per_token: int | None = None
+) -> tuple[float, float]:
     """Wire bytes of a step that a rank sends over NVLink and over the network, on average; as many come back to it.
 
     hierarchical: all slots of the other nodes cross, as many as the capacity, the worst case unless given, leaves.
@@ -319,7 +324,8 @@ def legs(shape: Shape, ranks: int, node: int, what: str, capacity: Capacity | No
     traffic = Expected(shape, ranks)
     if dispatcher == "hierarchical":
         nodes = ranks // inside
-        across = slots_of(shape, nodes, capacity or Capacity.worst_case()) // nodes * (nodes - 1)
+        slots = slots_of(shape, nodes, capacity or Capacity.worst_case(), nodes_per_token)
+        across = slots // nodes * (nodes - 1)
         return shape.tokens * row * (ranks - nodes) * traffic.needs(1), row * across
     each = shape.top_k / ranks if dispatcher == "all_to_all" else traffic.needs(1)
     return shape.tokens * row * each * (inside - 1), shape.tokens * row * each * (ranks - inside)

@@ -46,6 +46,7 @@ def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device)
         max_tokens=config.tokens_per_rank,
         timeout=config.dispatcher.timeout,
         ranks_per_node=config.dispatcher.ranks_per_node,
+        nodes_per_token=config.dispatcher.nodes_per_token,
     )
     # Drawn on the CPU, so that one seed is one model on every device.
     how = config.backend, linear_recipe(config, recipe), vocabulary_of(config.data)

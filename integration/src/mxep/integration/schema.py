@@ -76,7 +76,8 @@ class DispatcherConfig:
     balanced load). overflow: of rows over a factor: "raise" makes a bad step of them, "drop" leaves them out and counts
     them. timeout: seconds that "symmetric" waits for a rank before it names it, and "hierarchical" for anything; others
     have their process group's. ranks_per_node: of "hierarchical"; null: as many as there are on each host, but in
-    task=verify half of all, so that there are two nodes."""
+    task=verify half of all, so that there are two nodes. nodes_per_token: of "hierarchical" with a factor, the most
+    nodes that a token's experts lie on; null: all."""
 
     name: str
     capacity: str
@@ -84,6 +85,7 @@ class DispatcherConfig:
     overflow: str
     timeout: float
     ranks_per_node: int | None
+    nodes_per_token: int | None
 
 
 @dataclass

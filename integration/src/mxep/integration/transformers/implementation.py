@@ -26,8 +26,8 @@ class Implementation:
         recipe, backend: as for `mxep.ep.MoE`; "auto" is picked anew for each module of experts, once.
         dispatcher: ``"symmetric"``, ``"hierarchical"``, ``"nvshmem"`` or ``"all_to_all"``, where experts are spread
             over ranks.
-        capacity, max_tokens, timeout, ranks_per_node: of that dispatcher, as for `mxep.ep.MoE`. max_tokens None: what
-            MXEP_MAX_TOKENS says in the environment, else the most of the first batch.
+        capacity, max_tokens, timeout, ranks_per_node, nodes_per_token: of that dispatcher, as for `mxep.ep.MoE`.
+            max_tokens None: what MXEP_MAX_TOKENS says in the environment, else the most of the first batch.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Implementation:
     max_tokens: int | None = None
     timeout: float | None = None
     ranks_per_node: int | None = None
+    nodes_per_token: int | None = None
 
     def most_tokens(self) -> int | None:
         """What was registered, else what the environment says."""

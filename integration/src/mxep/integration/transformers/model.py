@@ -84,6 +84,7 @@ class CausalLM(nn.Module):
             max_tokens=config.tokens_per_rank,
             timeout=dispatcher.timeout,
             ranks_per_node=dispatcher.ranks_per_node,
+            nodes_per_token=dispatcher.nodes_per_token,
         )
         register(how)
         assert section.transformers is not None

@@ -72,6 +72,7 @@ def _dispatcher(experts: Any, num_experts: int, mesh: DeviceMesh, how: Implement
         max_tokens=how.most_tokens(),
         timeout=how.timeout,
         ranks_per_node=how.ranks_per_node,
+        nodes_per_token=how.nodes_per_token,
     )
 
 

@@ -46,7 +46,7 @@ class MoE(nn.Module):
         max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
         timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. all_to_all has
             its process group's.
-        ranks_per_node: of :class:`HierarchicalDispatcher`; other dispatchers have none.
+        ranks_per_node, nodes_per_token: of :class:`HierarchicalDispatcher`; other dispatchers have none.
         backend: of the grouped GEMM.
         activation: of gate and up, of shared experts too: :class:`mxep.quant.SwiGLU`, clamped or not.
         bias: routed experts have biases.
@@ -87,6 +87,7 @@ class MoE(nn.Module):
         max_tokens: int | None = None,
         timeout: float | None = None,
         ranks_per_node: int | None = None,
+        nodes_per_token: int | None = None,
         backend: str = "auto",
         activation: SwiGLU = PLAIN,
         bias: bool = False,
@@ -110,12 +111,12 @@ class MoE(nn.Module):
         self.rows_per_token = top_k if score_before_experts else 1
         sent = None if max_tokens is None else max_tokens * self.rows_per_token
         limits: dict[str, Any] = {"capacity": capacity, "max_tokens": sent, "timeout": timeout}
-        limits["ranks_per_node"] = ranks_per_node
+        limits |= {"ranks_per_node": ranks_per_node, "nodes_per_token": nodes_per_token}
         if isinstance(dispatcher, str):
             dispatcher = make_dispatcher(dispatcher, num_experts, dim=dim, dtype=dtype, group=ranks, **limits)
         elif any(limit is not None for limit in limits.values()):
             raise ValueError(
-                "capacity, max_tokens, timeout and ranks_per_node belong to the dispatcher: "
+                "capacity, max_tokens, timeout, ranks_per_node and nodes_per_token belong to the dispatcher: "
                 "set them there, not beside it"
             )
         elif dispatcher.num_experts != num_experts:

@@ -40,14 +40,15 @@ def make_dispatcher(
     max_tokens: int | None = None,
     timeout: float | None = None,
     ranks_per_node: int | None = None,
+    nodes_per_token: int | None = None,
 ) -> TokenDispatcher:
     """The dispatcher called ``name``, one of :data:`DISPATCHERS`: one object for layers that ask for the same.
 
     It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one
     that only some of them still hold could not be. All symmetric ones of a group share their memory in any case.
 
-    timeout: see :class:`SymmetricDispatcher`; all_to_all has its process group's. ranks_per_node: see
-    :class:`HierarchicalDispatcher`; others have none. Raises ValueError on another name.
+    timeout: see :class:`SymmetricDispatcher`; all_to_all has its process group's. ranks_per_node,
+    nodes_per_token: see :class:`HierarchicalDispatcher`; others have none. Raises ValueError on another name.
     """
     if name not in DISPATCHERS:
         raise ValueError(f"unknown dispatcher {name!r}, one of {', '.join(DISPATCHERS)}")
@@ -58,7 +59,7 @@ def make_dispatcher(
         kind = SymmetricDispatcher if name == "symmetric" else NvshmemDispatcher
         made = kind(num_experts, group=group, capacity=capacity, **sizes)
     elif name == "hierarchical":
-        sizes["ranks_per_node"] = ranks_per_node
+        sizes |= {"ranks_per_node": ranks_per_node, "nodes_per_token": nodes_per_token}
         made = HierarchicalDispatcher(num_experts, group=group, capacity=capacity, **sizes)
     elif name == "all_to_all":
         made = AllToAllDispatcher(num_experts, group=group, capacity=capacity)

@@ -228,10 +228,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         return Later(arrived)
 
     def _share(self, top_k: int) -> float:
-        """Of tokens, that need a node if any nodes_per_token nodes, and any experts of theirs, are as likely."""
-        reached = self.nodes_per_token * self.experts_per_node
-        others = math.comb(reached - self.experts_per_node, top_k) / max(1, math.comb(reached, top_k))
-        return self.nodes_per_token / self.nodes.count * (1 - others)
+        return share_of_node(self.nodes.count, self.nodes_per_token, self.experts_per_node, top_k)
 
     def _transports(self) -> tuple[Transport, ...]:
         return tuple({id(t): t for each in self._within.values() for t in each._transports()}.values())
@@ -265,6 +262,13 @@ class HierarchicalDispatcher(TokenDispatcher):
         enough = math.ceil(100 * most / (max_tokens * self._share(top_k))) / 100
         cure = f"Capacity.factor({enough:g}) has as many, if rows of experts fit it, too"
         return f"rows did not fit {self.capacity}, {num_slots} slots for a node: {lost}; the step is not usable, {cure}"
+
+
+def share_of_node(nodes: int, nodes_per_token: int, experts_per_node: int, top_k: int) -> float:
+    """Of tokens, that need a node if any nodes_per_token nodes, and any experts of theirs, are as likely."""
+    reached = nodes_per_token * experts_per_node
+    others = math.comb(reached - experts_per_node, top_k) / max(1, math.comb(reached, top_k))
+    return nodes_per_token / nodes * (1 - others)
 
 
 def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:
