@@ -1,5 +1,6 @@
 """The command line: what it says of itself, how soon a mistake is told, and that a mistake leaves nothing behind."""
 
+import importlib
 import importlib.metadata
 import os
 import re
@@ -14,8 +15,9 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from mxep import ep, gemm, quant
-from mxep.integration import config as names
-from mxep.integration import files, job
+from mxep.integration import files, job, names
+from mxep.integration.bench import BENCHES
+from mxep.integration.bench.names import BENCH
 from mxep.integration.prepare import prepare
 from mxep.integration.report import show_sweep
 from mxep.integration.schema import Config, DataConfig, configs_dir, register
@@ -44,6 +46,18 @@ def alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["recipe.name=mxfp8_up"], "recipe: got 'mxfp8_up', want bf16, fp8, mxfp8"),
         (["task=bench", "bench=layer"], "needs a CUDA device, and there is none here; bench.device=cpu tries"),
         (["task=bench", "bench=quant", "bench.device=cpu"], "bench=quant measures CUDA devices alone"),
+        (
+            ["task=bench", "bench=layer", "bench.device=cpu", "bench.models=[x]"],
+            "bench.models: got 'x', wanted some",
+        ),
+        (["task=bench", "bench=comms", "bench.sections=[x]"], "bench.sections: got 'x', wanted some of headline; skew"),
+        (["task=bench", "bench=model", "bench.cases=[x]"], "bench.cases: got 'x', wanted some of baseline bf16; "),
+        (["task=bench", "bench=layer", "bench.backend=x"], "bench.backend: got 'x', wanted null"),
+        (
+            ["task=bench", "bench.shapes.rows=[[64]]"],
+            "bench.shapes.rows: got [64], wanted 2 sizes, multiples of",
+        ),
+        (["task=bench", "bench.picture=x.svg"], "bench.picture: got x.svg, wanted null: bench=quant draws none"),
         (["data=text", "data.path=."], "data.path: no file in . ends in any of .c, "),
         (["resume=."], "no checkpoint in .: wanted a run folder"),
         (["-m", "seed=0,1", "train.steps=0"], "train.steps must be positive, got 0"),
@@ -92,6 +106,16 @@ def test_names_known_without_torch_are_those_of_the_tables():
         gemm.Recipe.named("bf16_e5m2")
 
 
+@pytest.mark.parametrize("name", BENCHES)
+def test_what_is_known_of_a_bench_without_torch_is_what_it_has(name: str):
+    known, module = BENCH[name], importlib.import_module(BENCHES[name])
+    assert BENCH.keys() == BENCHES.keys()
+    assert known.sections == tuple(module.SECTIONS)
+    assert known.cases == tuple(getattr(module, "CASES", ()))
+    assert known.backends == tuple(getattr(module, "BACKENDS", ()))
+    assert set(known.pictured) <= set(known.sections)
+
+
 def prepared(*overrides: str) -> Config:
     register()
     with initialize_config_dir(str(configs_dir()), version_base="1.3"):
@@ -105,8 +129,9 @@ def test_on_a_cpu_a_bench_has_small_shapes_and_those_that_the_command_line_names
     assert max(size for shapes in on_cpu.shapes.values() for shape in shapes for size in shape) <= 512
     kind = next(iter(on_cpu.shapes))
     plus = "+" if kind == "small" else ""
-    named = prepared("task=bench", f"bench={bench}", "bench.device=cpu", f"{plus}bench.shapes.{kind}=[[1,2]]").bench
-    assert named.shapes == on_cpu.shapes | {kind: [[1, 2]]}
+    other = [2 * size for size in on_cpu.shapes[kind][0]]
+    named = prepared("task=bench", f"bench={bench}", "bench.device=cpu", f"{plus}bench.shapes.{kind}=[{other}]").bench
+    assert named.shapes == on_cpu.shapes | {kind: [other]}
     job.run.check(on_cpu)
 
 

@@ -27,7 +27,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from . import __version__, arguments, files
-from .config import TASKS, ConfigError
+from .config import ConfigError
+from .names import TASKS
 from .prepare import prepare
 from .process import STOPPED, count_gpus, reports, start_fork_server, under_torchrun
 from .schema import configs_dir, register

@@ -28,20 +28,11 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from . import files, tokenizer
 from .arguments import override_key
 from .bench import BENCHES
+from .bench.names import bench_complaints
+from .names import BACKENDS, CASES, CHANGES, DISPATCHERS, ESTIMATES, LINEAR_CASES, MODES, RECIPES, TASKS
 from .process import count_gpus
 from .schema import Config
 from .sizes import sizes_of
-
-BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
-DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
-MODES = ("floor", "ceil", "even", "rceil")
-RECIPES = ("bf16", "fp8", "mxfp8")
-CHANGES = ("e5m2", "32x32", "wgrad_bf16", "floor", "ceil", "even")  # of the last two recipes, as in mxfp8_e5m2
-CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:4] for recipe in RECIPES)
-LINEAR_CASES = tuple(f"{recipe}/linear" for recipe in RECIPES)
-TASKS = ("train", "compare", "verify", "bench", "estimate")
-ESTIMATES = ("layouts", "stages", "memory", "time_errors", "memory_errors")
-"""Tables that import torch have the same names; a test compares them."""
 
 RESTORED = ("model", "data", "recipe", "optimizer", "train", "seed")
 """What `resume` takes from a checkpoint: names, numbers, and one path that is read, `data.path`. The command line says
@@ -257,6 +248,8 @@ def _complaints(config: Config) -> Iterator[str]:
         yield from _of_verify(config)
     if config.task.name == "estimate":
         yield from _of_estimate(config)
+    if config.task.name == "bench":
+        yield from bench_complaints(config.bench)
     for key in ("bench.out", "compare.out", "estimate.out", "estimate.picture", "verify.out"):
         if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(file).parent}"

@@ -32,9 +32,10 @@ from mxep.ep import CASES
 
 from .bench.layer_cases import BASELINE, Case, Shape
 from .bench.layer_work import WIRE
-from .config import ESTIMATES, ConfigError
+from .config import ConfigError
 from .estimate_costs import Rates, fit, legs, memory, read, slots_of
 from .named import make_capacity
+from .names import ESTIMATES
 from .results import Report, Row, Section
 from .schema import Config
 from .sizes import NAMES, sizes_of

@@ -1,5 +1,6 @@
 """task=bench: how fast things are, beside baselines and a ceiling that are measured in the same run.
 
+    names     what a config may name
     run       from a config to a report
     picture   a report as a picture
     quant     kernels of mxep.quant
@@ -12,12 +13,10 @@
 
 A bench is a module with
     SECTIONS   name -> Section: its tables
-    SHAPES     what bench.shapes may name ("*": anything) -> what each size must be a multiple of; SHAPE: what sizes are
     measure    (Bench) -> (section, row), one after the other
 and may have
     CASES, BACKENDS   what bench.cases and bench.backend may name
-    PICTURED   the sections that its picture shows, one at least
-    OPTIMIZERS what bench.optimizer may name besides null; a bench without has no bench.activation_checkpointing either
+What a config may name of it is in names, which needs no torch.
 """
 
 BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "linear", "comms", "layer", "model")}

@@ -29,7 +29,7 @@ from ..config import ConfigError
 from ..rank import Rank
 from ..results import Row
 from ..timer import Alternative, Timer, free_memory
-from .comms_cases import BLOCK, CALLS, Collective, Exchange, Problem, Shape, differences, is_narrow, leaving
+from .comms_cases import CALLS, Collective, Exchange, Problem, Shape, differences, is_narrow, leaving
 from .run import Bench, table
 
 FEW = 32
@@ -41,9 +41,6 @@ WIRE_ROWS = {"cuda": (16384, 16384), "cpu": (64, 1024)}
 SKEWS = {"headline": 0.0, "skew": 1.0, "sweep": 0.0}
 """Section -> exponent of the experts' popularity."""
 
-SHAPES = dict.fromkeys(SKEWS, (1, BLOCK, 1, 1))
-SHAPE = "tokens, dim, experts, top-k"
-PICTURED = ("headline", "sweep")
 FIGURES = "us, wire GB/s, logical GB/s, of wire, x bf16, x 8-bit"
 TITLE = "x: how many times as fast as the library's all-to-all, its sizes known, nothing permuted"
 SECTIONS = {name: table(f"{name}; {TITLE}", "shape, what", FIGURES) for name in SKEWS}

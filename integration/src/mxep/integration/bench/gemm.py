@@ -25,10 +25,7 @@ from .gemm_cases import PRODUCTS, Problem, products, steps
 from .run import Bench, table
 
 DENSE = 8192  # of the square products that are ceilings
-SHAPES = {"layers": (BLOCK, BLOCK, BLOCK, 1)}
-SHAPE = "rows, N, K, groups"
 BACKENDS = tuple(backends.BACKENDS)
-PICTURED = ("products",)
 SECTIONS = {
     "products": table("Products alone", "product, shape, what", "us, TF, x bf16, x fp8 row, of dense, MHz, W"),
     "steps": table("Steps, from and to bf16", "shape, what", "us, TF, x bf16, x torchao, MHz, W"),

@@ -40,7 +40,6 @@ from pathlib import Path
 
 import torch
 
-from mxep.quant import BLOCK
 from mxep.quant.graph import idle_bytes
 
 from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
@@ -69,9 +68,6 @@ STEPS = 4  # in which bytes are counted
 GIB = 1 << 30
 
 CASES = NAMES
-SHAPES = {"*": (1, BLOCK, BLOCK, 1, 1)}
-SHAPE = "tokens, dim, hidden dim, experts, top-k"
-PICTURED = ("stages",)
 TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, within MB, across MB, dB"
 SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),

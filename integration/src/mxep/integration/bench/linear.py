@@ -36,8 +36,6 @@ from .layer_stages import counts
 from .run import Bench, table
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
-SHAPES = {"linear": (1, 32, 32), "qkv": (1, 32, 32, 32), "router": (1, 1, 1), "host": (1, 32, 32, 32)}
-SHAPE = "tokens, K, N (of q), N of k and v"
 BACKENDS = tuple(backends.BACKENDS)
 TOP_K = 8
 STEP = "us, TF, x bf16, MHz, W"

@@ -69,7 +69,6 @@ from .standard import StandardLayer
 
 BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
 DEEPSEEK = "deepseek"
-OPTIMIZERS = ("adamw",)
 RECIPES = ("bf16", "fp8", "mxfp8")
 VOCABULARY = 32768
 CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
@@ -79,8 +78,6 @@ LINEAR = ", linear"
 OURS = (*(f"mxep {recipe}" for recipe in RECIPES), f"mxep mxfp8{LINEAR}")
 
 CASES = (BASELINE, PLAIN, TRANSFORMERS, *(f"{name}{graph}" for name in OURS for graph in ("", ", graph")))
-SHAPES = {"*": (2, 1, 32, 32, 1, 1)}
-SHAPE = "tokens, layers, dim, hidden dim, experts, top-k"
 FIGURES = "tokens/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB, MHz, W"
 SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, tokens, what", FIGURES)}
 

@@ -32,8 +32,6 @@ from .run import Bench, table
 
 HOW = (E4M3.dtype, ScaleMode.RCEIL.value)
 GROUPS = 32
-SHAPES = {"rows": (BLOCK, 2 * BLOCK), "weights": (1, BLOCK, 2 * BLOCK), "small": (BLOCK, 2 * BLOCK)}
-SHAPE = "sizes"
 FIGURES = "us, TB/s, of copy, target"
 SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", FIGURES)}
 

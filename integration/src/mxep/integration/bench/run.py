@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +18,9 @@ from ..rank import Rank
 from ..results import Report, Row, Section, write
 from ..schema import BenchConfig
 from ..timer import free_memory
-from . import BENCHES, ON_CPU
+from . import BENCHES
+from .names import bench_complaints
 
-ANY = "*"
 T = TypeVar("T")
 
 
@@ -49,40 +49,11 @@ def check(config: BenchConfig) -> Any:
         module: Any = importlib.import_module(BENCHES[config.name])
     except ImportError as error:
         raise ConfigError(f"bench={config.name}: {error}") from error
-    _known("bench.device", [config.device], ("cuda", "cpu") if config.name in ON_CPU else ("cuda",))
-    _known("bench.sections", config.sections or (), module.SECTIONS)
-    _known("bench.backend", [config.backend] if config.backend else (), getattr(module, "BACKENDS", ()))
-    _known("bench.cases", config.cases or (), getattr(module, "CASES", ()))
-    optimizers = getattr(module, "OPTIMIZERS", ())
-    _known("bench.optimizer", [config.optimizer or "null"], ("null", *optimizers))
-    checkpointing = str(config.activation_checkpointing).lower()
-    _known("bench.activation_checkpointing", [checkpointing], ("false", "true") if optimizers else ("false",))
-    _known("bench.models", config.models or (), config.shapes)
-    _known("bench.shapes", config.shapes, config.shapes if ANY in module.SHAPES else module.SHAPES)
-    for kind, shapes in config.shapes.items():
-        units = module.SHAPES.get(kind) or module.SHAPES[ANY]
-        for shape in shapes:
-            fits = len(shape) == len(units) and all(size >= 1 and not size % unit for size, unit in zip(shape, units))
-            if not fits or ("top-k" in module.SHAPE and shape[-1] > shape[-2]):
-                wanted = f"{len(units)} {module.SHAPE}, multiples of {list(units)}"
-                raise ConfigError(f"bench.shapes.{kind}: got {list(shape)}, wanted {wanted}")
-    if config.picture is not None:
-        pictured = getattr(module, "PICTURED", ())
-        if not pictured:
-            raise ConfigError(f"bench.picture: got {config.picture}, wanted null: bench={config.name} draws none")
-        if not Path(config.picture).absolute().parent.is_dir():
-            raise ConfigError(f"bench.picture: no such folder: {Path(config.picture).parent}")
-        if not set(pictured) & set(config.sections or module.SECTIONS):
-            raise ConfigError(f"bench.picture: wants section {' or '.join(pictured)} in bench.sections")
+    for complaint in bench_complaints(config):
+        raise ConfigError(complaint)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("bench needs a CUDA device, and there is none here")
     return module
-
-
-def _known(key: str, got: Iterable[str], known: Iterable[str]) -> None:
-    for name in got:
-        if name not in known:
-            raise ConfigError(f"{key}: got {name!r}, wanted some of {'; '.join(known)}")
 
 
 def run(

@@ -1,0 +1,11 @@
+"""Names of what needs torch, known without it. A test compares them with the tables that import torch."""
+
+BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
+DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
+MODES = ("floor", "ceil", "even", "rceil")
+RECIPES = ("bf16", "fp8", "mxfp8")
+CHANGES = ("e5m2", "32x32", "wgrad_bf16", "floor", "ceil", "even")  # of the last two recipes, as in mxfp8_e5m2
+CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:4] for recipe in RECIPES)
+LINEAR_CASES = tuple(f"{recipe}/linear" for recipe in RECIPES)
+TASKS = ("train", "compare", "verify", "bench", "estimate")
+ESTIMATES = ("layouts", "stages", "memory", "time_errors", "memory_errors")
