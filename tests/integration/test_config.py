@@ -80,6 +80,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["recipe=bf16", "recipe.linear=mxfp8", "model.dim=40"], "recipe.linear=mxfp8 wants model.dim in 32s, got 40"),
         (["verify.cases=[int3/linear]"], "verify.cases: got 'int3/linear', wanted one of bf16/local"),
         (["train.steps=0"], "train.steps must be positive, got 0"),
+        (["dispatcher.nodes_per_token=0"], "dispatcher.nodes_per_token must be positive, got 0"),
         (
             ["dispatcher=hierarchical", "dispatcher.ranks_per_node=3"],
             "ranks_per_node must divide 2 (parallel.ep), got 3",

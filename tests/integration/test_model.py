@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from mxep.ep import make_dispatcher
 from mxep.gemm import Linear, Recipe
 from mxep.integration.model import Transformer, rotate
+from mxep.integration.model import make_model as of_config
 from mxep.integration.named import linear_recipe, make_recipe
 from mxep.integration.schema import Config
 from mxep.integration.tokenizer import VOCABULARY
@@ -79,6 +82,12 @@ def test_shared_experts_are_there_if_the_config_has_some(make_config: Callable[.
     for shared in (0, 1):
         names = [name for name, _ in make_model(make_config(), shared_experts=shared).named_parameters()]
         assert any(".moe.shared." in name for name in names) == bool(shared)
+
+
+def test_the_dispatcher_has_the_nodes_per_token_of_the_config(make_config: Callable[..., Config]):
+    config = make_config("dispatcher=hierarchical", "dispatcher.nodes_per_token=2", "parallel.ep=1")
+    with pytest.raises(ValueError, match="nodes_per_token: got 2, wanted 1 to 1, the nodes"):  # of one process
+        of_config(config, Recipe.named("bf16"), SimpleNamespace(ep=None), torch.device("cpu"))
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():

@@ -301,6 +301,13 @@ def test_routers_without_a_bias_refuse_a_rate(prepared: Callable[..., Config], t
     assert message.startswith("model.balance_rate: got 0.1, want 0: routers of qwen3_moe have no bias")
 
 
+def test_the_dispatcher_has_the_nodes_per_token_of_the_config(prepared: Callable[..., Config], tmp_path: Path):
+    given = "model=qwen3_moe_tiny", "dispatcher=hierarchical", "dispatcher.nodes_per_token=3", "parallel.ranks=2"
+    config = prepared(*given, "parallel.device=cpu")
+    for message in run_ranks(refusal, (config, tmp_path), world_size=2, timeout=120, device="cpu"):
+        assert message.startswith("nodes_per_token: got 3, wanted 1 to 1, the nodes")
+
+
 def test_on_gpus_fp32_wants_the_reference_backend(prepared: Callable[..., Config]):
     given = "model=qwen3_moe_tiny", "parallel.device=cuda", "parallel.ranks=1", "train.precision=32-true"
     for backend in ("auto", "dequant"):
@@ -310,7 +317,7 @@ def test_on_gpus_fp32_wants_the_reference_backend(prepared: Callable[..., Config
 
 
 def refusal(rank: Rank, config: Config, folder: Path) -> str:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ValueError, match="got") as error:
         make_trainer(rank, config, folder)
     return str(error.value)
 

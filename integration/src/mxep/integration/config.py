@@ -58,15 +58,8 @@ CHOICES = {
 """Key -> the values it may have, besides null where the schema allows that."""
 
 POSITIVE = (
-    *(
-        "parallel.ranks",
-        "parallel.ep",
-        "dispatcher.timeout",
-        "dispatcher.nodes_per_token",
-        "dispatcher.factor",
-        "optimizer.lr",
-        "optimizer.clip",
-    ),
+    *("parallel.ranks", "parallel.ep", "dispatcher.timeout", "dispatcher.factor", "optimizer.lr", "optimizer.clip"),
+    "dispatcher.nodes_per_token",
     *("model.dim", "model.layers", "model.heads", "model.experts", "model.hidden_dim"),
     *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches", "train.micro_batches"),
     *("verify.tokens", "verify.dim", "verify.hidden_dim", "verify.experts", "verify.top_k"),
