@@ -31,7 +31,7 @@ from mxep.integration.config import ConfigError
 from mxep.integration.estimate_costs import Expected, fit, legs, memory, problem, read, slots_of, terms
 from mxep.integration.prepare import prepare
 from mxep.integration.schema import Config, configs_dir, register
-from mxep.quant.graph import MOST_BYTES
+from mxep.quant.replay import MOST_BYTES
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RATES = [str(RESULTS / f"{name}-h200.json") for name in ("layer", "eager", "host")]
