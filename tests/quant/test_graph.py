@@ -1,7 +1,9 @@
 """A CUDA graph whose arguments and results lie elsewhere at each launch."""
 
+import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +171,40 @@ def test_segments_that_are_used_lie_side_by_side() -> None:
     """Three of 8, 2 and 4 bytes, of which the first and the last are used: they begin at 0 and 8 of 12 bytes."""
     assert graph._side_by_side([(100, 8), (200, 2), (300, 4)], {0, 2}) == ({0: 0, 2: 8}, 12)
     assert graph._side_by_side([(100, 8)], set()) == ({}, 0)
+
+
+def test_a_launch_writes_where_its_arguments_results_and_temporaries_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result in the second segment, where a temporary was before; node 9 is from then. No GPU: nothing runs."""
+    x, first, second = torch.zeros(4), 1 << 40, 1 << 41
+    result = graph._Source(second + 1024, second + 1040, (torch.float32, (4,)), {9})
+    words = {1: [x.data_ptr() + 4, second + 1024, first + 64, 7], 9: [second + 1024, second + 8]}
+    nodes = {i: graph.Node(i, 0, (ctypes.c_uint64 * 4)(*of), None, dict.fromkeys(range(len(of)), True))
+             for i, of in words.items()}  # fmt: skip
+
+    def captured(self: MovingGraph, *_: Any) -> Any:
+        self._written, self._results, self._device = [], [graph._Place(1, None)], torch.device("cpu", 0)
+        return [extent(x), result], {x.data_ptr()}, [(first, 1 << 12), (1 << 39, 1 << 12), (second, 1 << 12)]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuGraphLaunch=lambda *_: 0))
+    for name in ("driver", "call", "_probe"):
+        monkeypatch.setattr(graph, name, lambda *_: None)
+    monkeypatch.setattr(graph, "_takes_from", lambda *_: True)
+    monkeypatch.setattr(graph, "_Pool", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(graph, "nodes_of", lambda _: [1, 9])
+    monkeypatch.setattr(graph.Node, "of", nodes.get)
+    monkeypatch.setattr(graph.Node, "updater", lambda self, exec_: lambda: 0)
+    monkeypatch.setattr(MovingGraph, "_capture", captured)
+    moving, y = MovingGraph(list, [x], nullcontext), torch.ones(4)
+    for _ in range(2):
+        (made,) = moving.launch([y], [y.data_ptr()])
+        assert made is not None
+        argument, of_result, temporary, other = nodes[1].words
+        assert (argument, of_result, other) == (y.data_ptr() + 4, made.data_ptr(), 7)
+        space = temporary - 64
+        assert list(nodes[9].words)[:2] == [space + 4096 + 1024, space + 4096 + 8], "behind the first segment"
+    assert moving._nbytes == 2 << 12, "nobody is in the third"
 
 
 def test_who_is_left_of_what_was_made_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
