@@ -196,15 +196,16 @@ def test_a_launch_writes_where_its_arguments_results_and_temporaries_lie(monkeyp
     monkeypatch.setattr(graph.Node, "of", nodes.get)
     monkeypatch.setattr(graph.Node, "updater", lambda self, exec_: lambda: 0)
     monkeypatch.setattr(MovingGraph, "_capture", captured)
-    moving, y = MovingGraph(list, [x], nullcontext), torch.ones(4)
+    moving, y, empty, there = MovingGraph(list, [x], nullcontext), torch.ones(4), torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *of, **how: there.append(empty(*of, **how)) or there[-1])
     for _ in range(2):
         (made,) = moving.launch([y], [y.data_ptr()])
         assert made is not None
         argument, of_result, temporary, other = nodes[1].words
         assert (argument, of_result, other) == (y.data_ptr() + 4, made.data_ptr(), 7)
-        space = temporary - 64
+        space = there[-1].data_ptr()
+        assert (temporary, there[-1].nbytes) == (space + 64, 2 << 12), "nobody is in the third segment"
         assert list(nodes[9].words)[:2] == [space + 4096 + 1024, space + 4096 + 8], "behind the first segment"
-    assert moving._nbytes == 2 << 12, "nobody is in the third"
 
 
 def test_who_is_left_of_what_was_made_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
