@@ -278,7 +278,7 @@ def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
         ),
         (
             lambda: dispatch(workspace, (seven.byte(),), seven.int()),
-            "payload: got 7 tokens, wanted at most max_tokens = 6",
+            "batch: got 7 tokens, wanted at most max_tokens = 6",
         ),
         (
             lambda: dispatch(workspace, good.payload, good.ids, num_sms=0, async_op=True),

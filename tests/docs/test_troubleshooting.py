@@ -26,7 +26,7 @@ TELLERS = ("refuse", "report", "tell")
 """Functions that raise what they are given, or let others raise it."""
 MAKERS = (
     *("_complaints", "_of_own_model", "_of_transformers", "_out_of_range", "complaint", "unsupported_reason"),
-    *("_of_verify", "_of_estimate", "_what_did_not_fit", "silence"),
+    *("_unknown", "bench_complaints", "_of_verify", "_of_estimate", "_what_did_not_fit", "silence"),
 )
 """Functions that return, or yield, what others raise."""
 VALUE = "…"
@@ -79,7 +79,7 @@ class Messages(ast.NodeVisitor):
                     self.found += [(one.lineno, text)] if text and re.search(r"\w", text) else []
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self.exceptions.append(any(re.search("Error|Exception", name_of(base)) for base in node.bases))
+        self.exceptions.append(any(re.search("Error|Exception|Disagree", name_of(base)) for base in node.bases))
         self.generic_visit(node)
         self.exceptions.pop()
 

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from mxep.comms import Capacity, CapacityExceeded, PeersDisagree
 from mxep.ep import MoE, __version__
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
 from mxep.ep.dispatchers.base import Routing, TokenDispatcher
+from mxep.ep.shares import local_tensor
 from mxep.integration.verify import FixedRouting
 from ranks import Context, distributed
 
@@ -246,9 +248,139 @@ def test_an_empty_first_batch_sets_no_size(ctx: Context) -> None:
     moe.check()
 
 
+def step(layers: list[MoE], x: torch.Tensor, d_out: torch.Tensor) -> list[torch.Tensor]:
+    """What it computes: the output, dx and the gradients of weights here."""
+    x, parameters = x.clone().requires_grad_(), [p for layer in layers for p in layer.parameters()]
+    out = x
+    for layer in layers:
+        out = layer(out)
+    grads = torch.autograd.grad(out, [x, *parameters], d_out)
+    for layer in layers:
+        layer.check()
+    return [out, *map(local_tensor, grads)]
+
+
+@distributed(1, 2, 3)
+def test_larger_batches_make_larger_buffers_without_a_word_and_change_no_bit(ctx: Context) -> None:
+    if ctx.device.type == "cuda" and ctx.world_size > 1:
+        pytest.skip("between GPUs reserve() does")
+
+    def made(**sizes: int) -> list[MoE]:
+        options = {"group": ctx.group, "device": ctx.device, **sizes}
+        # The first two share a dispatcher.
+        layers = [MoE(64, 32, 12, 3, **options) for _ in range(2)]
+        return [*layers, MoE(64, 32, 12, 3, capacity=Capacity.factor(12.0), **options)]
+
+    grown, named = made(), made(max_tokens=20)
+    assert grown[0].dispatcher is grown[1].dispatcher
+    assert grown[0].dispatcher is not grown[2].dispatcher
+    for one, other in zip(grown, named):
+        one.load_state_dict(other.state_dict())
+    so_far = 0
+    for tokens in ([6, 6, 6], [9, 4, 6], [9, 12, 10], [0, 13, 0], [6, 6, 6], [18, 19, 20]):
+        most = max(tokens[: ctx.world_size])
+        x = torch.randn(tokens[ctx.rank], 64, device=ctx.device).bfloat16()
+        d_out = torch.randn_like(x)
+        before = list(grown[0].dispatcher.passes.values())
+        wanted, got = step(named, x, d_out), step(grown, x, d_out)
+        assert all(map(torch.equal, got, wanted)), tokens
+        after = list(grown[0].dispatcher.passes.values())
+        assert any(each in before for each in after) == (0 < so_far >= most), "graphs of fewer slots go"
+        so_far = max(so_far, most)
+        with mock.patch("mxep.ep.dispatchers.symmetric.most_tokens", side_effect=AssertionError("who brings most?")):
+            for _ in range(3):  # on a GPU graphs, from the second on
+                assert all(map(torch.equal, step(grown, x, d_out), wanted)), tokens
+        assert f"max_tokens={so_far} (so far)" in repr(grown[0])
+
+
+@distributed(1, 2, device="cpu")
+def test_a_backward_after_a_larger_batch_is_that_of_its_own(ctx: Context) -> None:
+    grown, named = (MoE(64, 32, 12, 3, group=ctx.group, max_tokens=most) for most in (None, 9))
+    grown.load_state_dict(named.state_dict())
+    small, large = (torch.randn(n, 64).bfloat16() for n in (6, 9 if ctx.rank == ctx.world_size - 1 else 2))
+    grads = []
+    for moe in (grown, named):
+        leaf = small.clone().requires_grad_()
+        out = moe(leaf)
+        moe(large)
+        out.float().square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
 @distributed(2)
-def test_a_batch_larger_than_the_first_is_said_on_all_ranks_at_once_and_new_layers_work(ctx: Context) -> None:
-    moe = MoE(64, 32, 4, 2, group=ctx.group, device=ctx.device)
+def test_reserve_makes_room_for_the_most_that_any_rank_names_and_never_less(ctx: Context) -> None:
+    options = {"group": ctx.group, "device": ctx.device}
+    moe, named = MoE(64, 32, 4, 2, **options), MoE(64, 32, 4, 2, max_tokens=9, **options)
+    moe.load_state_dict(named.state_dict())
+    x = torch.randn(9, 64, device=ctx.device).bfloat16()
+    x = x if ctx.rank else x[:6]
+    wanted = named(x)
+    for _ in range(3):
+        moe(x[:6])
+    before = list(moe.dispatcher.passes.values())
+    with mock.patch("mxep.comms.Workspace.outgrow", side_effect=AssertionError("no room")):
+        moe.reserve(9 if ctx.rank else 2)
+        for _ in range(3):
+            assert torch.equal(moe(x), wanted)
+        after = list(moe.dispatcher.passes.values())
+        assert not any(each in before for each in after), "graphs of fewer slots"
+        moe.reserve(3)
+        assert torch.equal(moe(x), wanted)
+        assert list(moe.dispatcher.passes.values()) == after
+        fresh = MoE(64, 32, 4, 2, **options)
+        fresh.reserve(len(x))
+        for tokens in (x[:2], x):
+            assert fresh(tokens).shape == tokens.shape
+    named.reserve(9)
+    with pytest.raises(ValueError, match="reserve: got 10 tokens, wanted at most the max_tokens = 9 of this layer"):
+        named.reserve(10 if ctx.rank else 0)
+    with pytest.raises(ValueError, match="reserve: got -1 tokens, wanted at least 0"):
+        moe.reserve(-1)
+    for each in (moe, named, fresh):
+        each.check()
+    MoE(64, 32, 4, 2, dispatcher="all_to_all", **options).reserve(5)  # whose buffers have each step's size
+
+
+@distributed(2, device="cuda")
+def test_between_gpus_a_larger_batch_is_said_on_all_ranks_and_reserve_lets_them_make_the_step_again(ctx: Context):
+    options = {"group": ctx.group, "device": ctx.device}
+    moe, named = MoE(64, 32, 4, 2, **options), MoE(64, 32, 4, 2, max_tokens=9, **options)
+    moe.load_state_dict(named.state_dict())
+    x, d_out = (torch.randn(9 if ctx.rank else 6, 64, device=ctx.device).bfloat16() for _ in range(2))
+    wanted = step([named], x, d_out)
+    for _ in range(3):
+        step([moe], x[:6], d_out[:6])
+    with pytest.raises(ValueError if ctx.rank else PeersDisagree, match=r"set max_tokens=9 .* or call reserve\(9\)"):
+        _ = moe(x), moe.check()
+    for each in (moe, named):  # which share buffers
+        each.reserve(len(x))
+    for _ in range(3):
+        assert all(map(torch.equal, step([moe], x, d_out), wanted))
+        assert all(map(torch.equal, step([named], x, d_out), wanted))
+
+
+@distributed(2, device="cpu")
+def test_reserve_gives_up_what_one_rank_knows_to_have_failed_on_all_and_they_go_on(ctx: Context) -> None:
+    both = symmetric(ctx, max_tokens=8), symmetric(ctx, max_tokens=9)  # which share buffers
+    for each in both:
+        send(each, ctx, [[0], [3]])
+    if ctx.rank:
+        with pytest.raises(ValueError, match="expert ids"):
+            send(both[0], ctx, [[9]])
+    dist.barrier(ctx.group)
+    both[0].reserve(0, ctx.device)  # rank 0 has not met the refusal
+    with pytest.raises(RuntimeError, match="refused an exchange"):
+        send(both[1], ctx, [[0], [3]])
+    both[1].reserve(0, ctx.device)
+    for each in both:
+        assert send(each, ctx, [[0], [3]]).plan.group_sizes.tolist() == ([2, 0] if ctx.rank == 0 else [0, 2])
+        each.check()
+
+
+@distributed(2)
+def test_a_batch_larger_than_max_tokens_is_said_on_all_ranks_at_once_and_new_layers_work(ctx: Context) -> None:
+    moe = MoE(64, 32, 4, 2, group=ctx.group, device=ctx.device, max_tokens=6)
     x = torch.ones(9, 64, dtype=torch.bfloat16, device=ctx.device)
     moe(x[:6])
     dist.barrier(ctx.group)

@@ -445,11 +445,11 @@ def test_a_layer_prints_its_sizes() -> None:
     assert "LocalDispatcher(ranks=1, capacity=Capacity.worst_case()), backend=reference\n" in one
 
 
-def test_a_layer_prints_what_its_first_batch_made_of_max_tokens() -> None:
+def test_a_layer_prints_what_its_batches_made_of_max_tokens() -> None:
     moe = MoE(64, 32, 12, 3)
     assert "max_tokens=first batch)" in repr(moe)
     moe(torch.zeros(7, 64, dtype=torch.bfloat16))
-    assert "max_tokens=7 (first batch))" in repr(moe)
+    assert "max_tokens=7 (so far))" in repr(moe)
 
 
 @distributed(2)

@@ -35,7 +35,7 @@ class Options:
         capacity: rows that fit on a rank, in balanced loads, or None for the worst case.
         overflow: what happens to rows over the capacity: "raise" before the optimizer steps, or "drop".
         max_tokens: most tokens a rank brings to a layer, local_batch_size * seq_len / context parallel degree.
-            torch.compile needs it with EP; else the first batch decides if it is None.
+            torch.compile needs it with EP. None: the most so far, between GPUs of the first batch.
         dtype: of the activations: "bfloat16", or "float32" where training.mixed_precision_param is that.
         backend: of the grouped GEMM.
         timeout: seconds that a wait for a peer takes at most. None: 60.

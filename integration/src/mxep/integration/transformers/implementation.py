@@ -27,7 +27,8 @@ class Implementation:
         dispatcher: ``"symmetric"``, ``"hierarchical"``, ``"nvshmem"`` or ``"all_to_all"``, where experts are spread
             over ranks.
         capacity, max_tokens, timeout, ranks_per_node, nodes_per_token: of that dispatcher, as for `mxep.ep.MoE`.
-            max_tokens None: what MXEP_MAX_TOKENS says in the environment, else the most of the first batch.
+            max_tokens None: what MXEP_MAX_TOKENS says in the environment, else the most so far, between GPUs of the
+            first batch.
     """
 
     name: str

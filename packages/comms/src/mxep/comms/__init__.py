@@ -16,7 +16,7 @@ from .plan import DROPPED, RoutingPlan, make_plan, narrow_ids
 from .rows import gather_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
-from .transport import PeersDisagree, PeerTimeout, SymmetricBuffer, Transport
+from .transport import BatchTooLarge, PeersDisagree, PeerTimeout, SymmetricBuffer, Transport
 from .workspace import Workspace
 
 try:
@@ -26,6 +26,7 @@ except importlib.metadata.PackageNotFoundError:  # sources on the path, not inst
 
 __all__ = [
     "DROPPED",
+    "BatchTooLarge",
     "Capacity",
     "CapacityExceeded",
     "CombineHandle",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .plan import RoutingPlan, check_ids
+from .transport import room_for
 from .workspace import Tables, Workspace
 
 
@@ -88,7 +89,8 @@ def dispatch(
     Raises ValueError on wrong shapes, dtypes or devices and, on CPU, on ids outside [-1, E), before anything is sent
     (on CUDA such a pair is not sent, and make_plan counts it); PeerTimeout and PeersDisagree (on CUDA at a later
     exchange, or by ``workspace.transport.check()``). Peers of a rank with more tokens than max_tokens, or with invalid
-    ids, get PeersDisagree that says so. The transport is of no use then.
+    ids, get PeersDisagree that says so. The transport is of no use then. Peers of a rank that comes with
+    ``Workspace.outgrow`` instead get BatchTooLarge.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
@@ -182,8 +184,7 @@ def _check_tokens(
         )
     if tokens > workspace.max_tokens:
         most = f"at most max_tokens = {workspace.max_tokens}"
-        cure = f"set max_tokens={tokens} or more, on all ranks, where the layer or workspace is made"
-        why = f"payload: got {tokens} tokens, wanted {most}: {cure}"
+        why = f"batch: got {tokens} tokens, wanted {most}: {room_for(tokens)}"
         workspace.refuse(why, tokens=tokens)
         raise ValueError(why)
     expert_ids = _check_expert_ids(workspace, expert_ids, tokens)

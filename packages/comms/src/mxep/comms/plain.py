@@ -8,6 +8,7 @@ After each, what all ranks stored is here, and what this rank stored is there. `
 the same methods.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from .layout import ALIGNMENT, Layout, round_up
 from .plan import RoutingPlan, narrow_ids
 from .rows import sum_slots
 from .shared_memory import SharedMemoryTransport
-from .transport import SymmetricBuffer
+from .transport import BatchTooLarge, SymmetricBuffer
 
 
 class PlainExchange:
@@ -33,6 +34,11 @@ class PlainExchange:
         tokens: that there is no room for; 0 if that is not why.
         """
         self.transport.signal(self.layout.op_id("refused", tokens))
+
+    def outgrow(self, tokens: int) -> None:
+        """Meet the peers' dispatch with more tokens than there are slots for: BatchTooLarge there."""
+        with contextlib.suppress(BatchTooLarge):
+            self._meet("outgrown", min(tokens, 2**24 - 1))
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
         layout, tokens = self.layout, expert_ids.shape[0]

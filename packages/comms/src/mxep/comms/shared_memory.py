@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .transport import PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, gather_objects
+from .transport import BatchTooLarge, PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, gather_objects
 
 POLLS = 200
 LONGEST_NAP = 1e-3
@@ -76,6 +76,8 @@ class SharedMemoryTransport(Transport):
             raise self._failed(PeerTimeout(self.rank, missing, step, self._counter, self.timeout))
         op_ids = self._op_ids[self.rank][self._counter % 2].tolist()
         if any(each != op_id for each in op_ids):
+            if (too_large := BatchTooLarge.found(self.rank, op_ids)) is not None:
+                raise too_large
             raise self._failed(PeersDisagree.over(self.rank, op_ids))
 
     def signal(self, op_id: int) -> None:

@@ -129,7 +129,8 @@ class Workspace:
         arena, transport = self.arena, self.transport
         transport.check()
         if arena.refused is not None:
-            raise RuntimeError(f"rank {transport.rank} refused an exchange ({arena.refused}): make the layers again")
+            cure = "make the layers again, or call reserve() of each, on all ranks"
+            raise RuntimeError(f"rank {transport.rank} refused an exchange ({arena.refused}): {cure}")
         if transport.stream is not None:
             stream = current_stream(self._device_index)
             unknown = self._is_order_unknown(capture_of(stream))
@@ -149,6 +150,16 @@ class Workspace:
         if self.transport.world_size > 1 and self.arena.refused is None:
             self.steps.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
             self.arena.refused = why
+
+    def outgrow(self, tokens: int) -> None:
+        """Come to the next dispatch with more tokens than max_tokens: nothing moves, and the peers' dispatch raises
+        BatchTooLarge. Then all ranks make a larger workspace and dispatch again.
+
+        Between CPUs alone: there the host meets the peers. A device's peers have given it what follows already.
+        """
+        assert self.transport.access == "host"
+        self.begin("outgrown")
+        self.steps.outgrow(tokens)
 
     def slots(self, buffer: SymmetricBuffer, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Views of the parts that lie side by side in the buffer's slots, (S, n_i) each."""

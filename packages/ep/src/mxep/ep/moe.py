@@ -43,7 +43,9 @@ class MoE(nn.Module):
         shared_expert_gate: multiply that expert's output by sigmoid(x gate^T), one number a token (Qwen2-MoE).
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
-        max_tokens: most tokens a rank brings to one call; default: the most at the first call. See SymmetricDispatcher.
+        max_tokens: most tokens a rank brings to one call; default: the most that any has brought. In one process, and
+            between CPUs, a larger batch makes larger buffers. Between GPUs it raises ValueError, unless all ranks have
+            called :meth:`reserve` before. See SymmetricDispatcher.
         timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. all_to_all has
             its process group's.
         ranks_per_node, nodes_per_token: of :class:`HierarchicalDispatcher`; other dispatchers have none.
@@ -191,6 +193,15 @@ class MoE(nn.Module):
         hierarchical dispatcher.
         """
         self.dispatcher.check()
+
+    def reserve(self, max_tokens: int) -> None:
+        """Room for calls with up to so many tokens of this rank, as ``x.shape[:-1].numel()``, from the next one on.
+
+        For layers made without ``max_tokens``, before a batch that is larger than all before: an evaluation's, say. All
+        ranks of the group call it; each may name its own number, and the most counts. Collective, so once for many
+        calls and not in each. Raises ValueError on all ranks for more than the max_tokens that the layer was made with.
+        """
+        self.dispatcher.reserve(max_tokens, self.experts.down_proj.device)
 
     def close(self) -> None:
         """Give up this layer, and with the last one of the group the memory shared with peers. All ranks do it alike.

@@ -18,25 +18,23 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
-from mxep.gemm.quantize_once import in_graph_tree
 from mxep.quant.replay import Replayed, replayed
 
 from ..version import installed_version
 from .handles import Handle
+from .memory import made_to_stay
 
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
-_T = TypeVar("_T")
 
 _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.WeakValueDictionary()
 """Those that live, by ``key``."""
@@ -63,26 +61,6 @@ def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group itself, the default one for None; None for a process alone."""
     return (group or dist.group.WORLD) if dist.is_initialized() else None
-
-
-def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
-    """make(), whose tensors on the device outlive the call in which they are made.
-
-    What a thread allocates while torch.compile's mode="reduce-overhead" warms up or records belongs to graphs, which
-    raise if anything but outputs stays there. So another thread makes it then.
-    """
-
-    def aside() -> _T:
-        with torch.cuda.device(device):
-            made = make()
-            torch.cuda.current_stream().synchronize()  # nobody waits for this thread's stream
-        return made
-
-    with torch.inference_mode(False):
-        if not in_graph_tree(device):
-            return make()
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(aside).result()
 
 
 @dataclass(frozen=True)
@@ -214,6 +192,16 @@ class TokenDispatcher(ABC):
         self.uses -= 1
         if self.uses < 1:
             self.passes.clear()
+
+    def reserve(self, max_tokens: int, device: torch.device | str) -> None:
+        """Room for calls with up to so many tokens of each rank on ``device``, from the next one on.
+
+        All ranks call it; they may name different numbers, and the most counts. It never makes less room. Dispatchers
+        whose buffers have each step's size have nothing to do. Raises ValueError on all ranks for more than the
+        max_tokens that the dispatcher was made with.
+        """
+        if max_tokens < 0:
+            raise ValueError(f"reserve: got {max_tokens} tokens, wanted at least 0")
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         """(senders, the most tokens of each) of a dispatch of ``num_tokens``, where known without running it."""

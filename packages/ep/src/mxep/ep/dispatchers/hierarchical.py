@@ -35,7 +35,7 @@ from mxep.quant.replay import replayed
 from .base import Payload, Routing, TokenDispatcher, resolve_group
 from .handles import Done, Handle, Later
 from .nodes import nodes_of, silence
-from .symmetric import SymmetricDispatcher, most_tokens
+from .symmetric import SymmetricDispatcher, check_reserved, most_tokens
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,12 @@ class HierarchicalDispatcher(TokenDispatcher):
             for counts in self._node_counts.values():
                 counts.zero_()
 
+    def reserve(self, max_tokens: int, device: torch.device | str) -> None:
+        super().reserve(max_tokens, device)
+        most = most_tokens(max_tokens, torch.empty(0, device=device).device, self.group)
+        check_reserved(most, self.max_tokens)
+        self._most_tokens = max(self._most_tokens, most)
+
     def close(self) -> None:
         super().close()
         if self.uses < 1:
@@ -184,9 +190,12 @@ class HierarchicalDispatcher(TokenDispatcher):
         most = self.max_tokens or self._most_tokens
         if not most:
             most = self._most_tokens = most_tokens(tokens, device, self.group)
+        if tokens > most and self.max_tokens is None and self.world_size == 1:
+            most = self._most_tokens = tokens
         if tokens > most:
             cure = f"set max_tokens={tokens} or more, on all ranks, where the layer is made"
-            raise ValueError(f"payload: got {tokens} tokens, wanted at most max_tokens = {most}: {cure}")
+            cure += "" if self.max_tokens else f", or call its reserve({tokens}) on all ranks before"
+            raise ValueError(f"batch: got {tokens} tokens, wanted at most max_tokens = {most}: {cure}")
         return max(1, most)
 
     def _within_of(self, max_tokens: int, num_slots: int) -> SymmetricDispatcher:

@@ -36,7 +36,7 @@ def open_transport(
     key = None if group is None else str(group.group_name), device, kind
     found = transports.get(key)
     # Names of groups are used again.
-    if found is None or found.group is not group or _failed(found):
+    if found is None or found.group is not group or has_failed(found):
         make: Any = kind
         found = transports[key] = make(group, timeout=60.0 if timeout is None else timeout)
     elif timeout is not None and timeout != found.timeout:
@@ -63,7 +63,8 @@ def lives(group: dist.ProcessGroup | None) -> bool:
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
-def _failed(transport: Transport) -> bool:
+def has_failed(transport: Transport) -> bool:
+    """Whether it cannot be used any more, as far as this rank knows."""
     try:
         transport.check()
     except RuntimeError:

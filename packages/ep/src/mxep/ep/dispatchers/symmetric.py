@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import (
+    BatchTooLarge,
     Capacity,
     NvshmemTransport,
     SymmetricBuffer,
@@ -22,9 +23,10 @@ from mxep.comms import (
     narrow_ids,
 )
 
-from .base import Payload, Routing, TokenDispatcher, made_to_stay
+from .base import Payload, Routing, TokenDispatcher
 from .handles import Handle, Later
-from .shared import close_transport, open_transport
+from .memory import made_to_stay
+from .shared import close_transport, has_failed, open_transport
 
 OVERLAP_SMS = 32
 """SMs that a dispatch may use while something else computes: it gets 0.92 of the links' bandwidth."""
@@ -36,8 +38,10 @@ class SymmetricDispatcher(TokenDispatcher):
     Args:
         dim: D. dtype: the widest dtype that rows travel in, there (unquantized) or back.
         max_tokens: T_max, the most tokens a rank will ever dispatch at once; slots are sized for it. None: the most any
-            rank brings to the first dispatch with tokens. A rank that brings more later raises ValueError, its peers
-            PeersDisagree, which say what to set; all layers of the group have to be made again then.
+            rank has brought so far: a larger batch makes larger buffers, on all ranks, in a process alone and between
+            CPUs. Between GPUs only the first batch and :meth:`reserve` do: their hosts do not wait to hear of peers'.
+            A rank that brings more than T_max raises ValueError, its peers PeersDisagree, which say what to set. Then
+            the layers have to be made again, or each be given ``reserve`` if max_tokens is None.
         timeout: seconds that a wait for a peer takes at most, the same for all of a group; None: as they have, or 60.
     """
 
@@ -72,7 +76,7 @@ class SymmetricDispatcher(TokenDispatcher):
 
     def __repr__(self) -> str:
         first = max(self._most_tokens.values(), default=None)
-        most = self.max_tokens or ("first batch" if first is None else f"{first} (first batch)")
+        most = self.max_tokens or ("first batch" if not first else f"{first} (so far)")
         return f"{super().__repr__()[:-1]}, max_tokens={most})"
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
@@ -84,7 +88,14 @@ class SymmetricDispatcher(TokenDispatcher):
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         workspace = self._workspace(expert_ids)
         sms = OVERLAP_SMS if overlap else None
-        handle = dispatch(workspace, payload, expert_ids, weights, async_op=True, num_sms=sms)
+        try:
+            self._check_room(workspace, len(expert_ids))
+            handle = dispatch(workspace, payload, expert_ids, weights, async_op=True, num_sms=sms)
+        except BatchTooLarge:  # on all ranks alike
+            if self.max_tokens is not None:
+                raise
+            workspace = self._grow(expert_ids)
+            handle = dispatch(workspace, payload, expert_ids, weights, async_op=True, num_sms=sms)
         assert handle.tables is not None
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
@@ -101,6 +112,30 @@ class SymmetricDispatcher(TokenDispatcher):
     ) -> Handle[tuple[Tensor, Tensor | None]]:
         workspace, plan, ids = self._workspace_of(routing), routing.plan, routing.expert_ids
         return combine(workspace, rows, plan, ids, row_values, async_op=overlap)
+
+    def reserve(self, max_tokens: int, device: torch.device | str) -> None:
+        """As of :class:`TokenDispatcher`. After a batch that was too large it gives up the buffers that failed, on all
+        ranks, so that the step can be made again; other layers that shared them need it, too.
+        """
+        super().reserve(max_tokens, device)
+        device = torch.empty(0, device=device).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # no exchange is in flight where buffers are given up
+        transport = self._opened.get(device)
+        failed = transport is not None and has_failed(transport)
+        most = most_tokens(max_tokens, device, self.group)
+        if most_tokens(int(failed), device, self.group) and transport is not None:
+            self._workspaces = {key: each for key, each in self._workspaces.items() if key[0] != device}
+            self.passes.clear()
+            if device in self._counts:
+                self._counts[device].zero_()  # of a step that failed
+            # A rank whose own has not failed must not find it again, either.
+            transport.arena.refused = transport.arena.refused or "given up by reserve(), which others need, too"
+            close_transport(self._opened.pop(device))
+        check_reserved(most, self.max_tokens)
+        if self.max_tokens is None and most > self._most_tokens.get(device, 0):
+            self._most_tokens[device] = most
+            self.passes.clear()  # graphs of fewer slots
 
     def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
         transport = self._transport_here()
@@ -135,8 +170,23 @@ class SymmetricDispatcher(TokenDispatcher):
         max_tokens = self.max_tokens or self._most_tokens.get(device)
         if not max_tokens:
             max_tokens = self._most_tokens[device] = most_tokens(tokens, device, self.group)
+        elif tokens > max_tokens and self.max_tokens is None and self.world_size == 1:
+            return self._grow(expert_ids)
         found = self._workspaces.get((device, max_tokens, top_k))
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
+
+    def _check_room(self, workspace: Workspace, tokens: int) -> None:
+        """Raise BatchTooLarge, on all ranks, where they can learn in time that this one's batch has outgrown it."""
+        if self.max_tokens is None and tokens > workspace.max_tokens and workspace.transport.access == "host":
+            workspace.outgrow(tokens)
+            raise BatchTooLarge
+
+    def _grow(self, expert_ids: Tensor) -> Workspace:
+        """One with room for these ids, and all peers'. Collective. Plans of before keep theirs."""
+        device, (tokens, top_k) = expert_ids.device, expert_ids.shape
+        most = self._most_tokens[device] = most_tokens(tokens, device, self.group)
+        self.passes.clear()  # graphs of fewer slots
+        return self._make_workspace(device, most, top_k)
 
     def _workspace_of(self, routing: Routing) -> Workspace:
         """That a plan was made in."""
@@ -171,6 +221,12 @@ class SymmetricDispatcher(TokenDispatcher):
 
         made = self._workspaces[device, max_tokens, top_k] = made_to_stay(device, make)
         return made
+
+
+def check_reserved(most: int, max_tokens: int | None) -> None:
+    """Raise ValueError where more was reserved than a dispatcher was made for."""
+    if max_tokens is not None and most > max_tokens:
+        raise ValueError(f"reserve: got {most} tokens, wanted at most the max_tokens = {max_tokens} of this layer")
 
 
 def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:

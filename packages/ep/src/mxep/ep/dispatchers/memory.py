@@ -1,0 +1,31 @@
+"""Memory that outlives the call in which it is made: counts and buffers, which layers make at their first call."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from mxep.gemm.quantize_once import in_graph_tree
+
+_T = TypeVar("_T")
+
+
+def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
+    """make(), whose tensors on the device outlive the call in which they are made.
+
+    What a thread allocates while torch.compile's mode="reduce-overhead" warms up or records belongs to graphs, which
+    raise if anything but outputs stays there. So another thread makes it then.
+    """
+
+    def aside() -> _T:
+        with torch.cuda.device(device):
+            made = make()
+            torch.cuda.current_stream().synchronize()  # nobody waits for this thread's stream
+        return made
+
+    with torch.inference_mode(False):
+        if not in_graph_tree(device):
+            return make()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(aside).result()
