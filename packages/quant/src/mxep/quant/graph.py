@@ -64,8 +64,9 @@ class MovingGraph:
             raise NotCapturedNow("allocations go to another pool")
         with _capturing, closing(_Pool()) as pool:
             sources, known, segments = self._capture(function, given, capturing, pool)
+            # While there is the memory that it names.
+            call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
         self._made = [source.form for source in sources[len(given) :]]
-        call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
         nodes = [Node.of(node) for node in nodes_of(self._graph)]
         words = [(node, i, None if whole else known) for node in nodes for i, whole in node.addresses.items()]
         patches: list[tuple[Node, int, int, int]] = []
