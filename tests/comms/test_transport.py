@@ -122,7 +122,7 @@ def test_a_batch_for_which_there_is_no_room_is_known_to_all_ranks_and_a_larger_w
             with pytest.raises(BatchTooLarge, match=r"rank 2 brought 4 tokens: set max_tokens=4 .* call reserve\(4\)"):
                 dispatch(small, (part[:2],), ids[:2], weights[:2])
     large = Workspace(transport, max_tokens=4, **sizes)
-    slots = dispatch(large, (part,), ids, weights)
+    slots = dispatch(large, (part,), ids, weights).wait()
     if ctx.rank == 0:
         assert slots.payload[0][:, 0].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     large.outgrow(5)  # all ranks alike
