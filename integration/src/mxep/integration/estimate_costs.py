@@ -245,7 +245,7 @@ def memory(
 
     how: passes are "replayed": what they do not return lies in the pool, and arguments stay to their end. Or they are
     "called"; or "captured" in this step, with temporaries beside the rest; "passes captured": their steps were before.
-    What would allocate more than MOST_BYTES is refused: of a pass its steps are replayed.
+    What would allocate more than MOST_BYTES is refused: of a pass its steps are replayed, whose pool is not counted.
     nodes, nodes_per_token: of the hierarchical dispatcher.
     """
     tokens, dim, hidden, experts, top_k = shape
@@ -305,7 +305,7 @@ def memory(
         peak = kept + 6 * w + out
     if how in ("captured", "passes captured") and not in_steps:  # until it is refused
         peak = max(peak, forward, *(kept + b for b, n in zip(besides, allocated) if n <= MOST_BYTES))
-    graphs = max(forward + out, MOST_BYTES if refused else max(besides))  # refused: what it had allocated stays there
+    graphs = max(forward + out if forward + out <= MOST_BYTES else 0, 0 if refused else max(besides))  # and of steps
     of_node = ranks // nodes
     layout = Layout(of_node, slots // of_node, top_k, round_up(2 * dim, ALIGNMENT))
     found = {"kept": kept, "work": peak + out - kept, "buffers": 2 * layout.nbytes if copied else 0}

@@ -1,9 +1,9 @@
 """A CUDA graph of a function of tensors, whose arguments and results lie elsewhere at each launch.
 
-A captured graph holds addresses in its nodes' parameters. Those that lie in an argument, in a result or in a temporary
-are found once, and written anew before each launch, which costs the host 0.5 us a node, where a launch takes 4 us and
-the Python around it 20. Temporaries were captured in a pool of their own, whose segments are one tensor at each launch:
-made before it and dropped after it, as those of a function that is called are. Between launches a graph has no memory.
+A captured graph holds addresses in its nodes' parameters. Those that lie in an argument or in a result are found once,
+and written anew before each launch, which costs the host 0.5 us a node, where a launch takes 4 us and the Python around
+it 20. What lives within the function alone stays where it was captured: in a pool that all graphs of a stream share, as
+they run one after the other.
 
 Memory of a result may have been another tensor's before, within the same capture. So an address is the result's only in
 nodes that were captured after it was made: a dispatch mode looks at each allocation which nodes there are.
@@ -18,7 +18,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -60,42 +60,14 @@ class MovingGraph:
         index = torch.cuda.current_device()
         self._device, self._driver = torch.device("cuda", index), driver()
         self._start = ctypes.CDLL("libcuda.so.1").cuGraphLaunch  # may wait for the device: other threads go on
-        if not _takes_from(_probe(index, torch._C._cuda_getCurrentRawStream(index)), self._device):
+        here = index, torch._C._cuda_getCurrentRawStream(index)
+        side, pool = _side_stream(*here), _pool(*here)
+        if not _takes_from(pool, self._device):
             raise NotCapturedNow("allocations go to another pool")
-        with _capturing, closing(_Pool()) as pool:
-            sources, known, segments = self._capture(function, given, capturing, pool)
-            # While there is the memory that it names.
-            call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
-        self._made = [source.form for source in sources[len(given) :]]
-        nodes = [Node.of(node) for node in nodes_of(self._graph)]
-        words = [(node, i, None if whole else known) for node in nodes for i, whole in node.addresses.items()]
-        patches: list[tuple[Node, int, int, int]] = []
-        temporary: list[tuple[Node, int, int, int]] = []
-        for node, i, begins in words:
-            if (found := _source_of(node.words[i], node.handle, sources, begins)) is not None:
-                patches.append((node, i, *found))
-            elif (place := _segment_of(node.words[i], segments, begins)) is not None:
-                temporary.append((node, i, *place))
-        starts, self._nbytes = _side_by_side(segments, {segment for _, _, segment, _ in temporary})
-        patches += [(node, i, len(sources), starts[segment] + offset) for node, i, segment, offset in temporary]
-        moving = {id(patch[0]): patch[0] for patch in patches}.values()
-        self._updates = [node.updater(self._exec) for node in moving]
-        self._patches = [(node.words, i, source, offset) for node, i, source, offset in patches]
-        self._lock = threading.Lock()
-
-    def _capture(
-        self,
-        function: Callable[[], Flat],
-        given: Flat,
-        capturing: Callable[[], AbstractContextManager[object]],
-        pool: "_Pool",
-    ) -> tuple[list["_Source"], set[int], list[tuple[int, int]]]:
-        """What moves of arguments and results, where tensors begin, and the segments of the pool: address, bytes."""
-        side = _side_stream(self._device.index, torch._C._cuda_getCurrentRawStream(self._device.index))
         versions, stream = [_version(x) for x in given], ctypes.c_void_p(side.cuda_stream)
         allocations = _Allocations(side.cuda_stream, given)
         # Not torch's CUDAGraph, which leaves the random generator unusable if a capture fails.
-        with torch.cuda.stream(side), pool.in_use(), allocations:
+        with _capturing, torch.cuda.stream(side), torch.cuda.use_mem_pool(pool), allocations:
             call("cuStreamBeginCapture_v2", stream, THREAD_LOCAL)
             try:
                 with capturing():
@@ -106,11 +78,17 @@ class MovingGraph:
             raise NotCaptured(f"cuStreamEndCapture: error {ended}")
         self._written = [i for i, x in enumerate(given) if _version(x) != versions[i]]
         self._results, sources = _places(given, results, allocations.nodes_before)
-        segments = sorted((each["address"], each["total_size"]) for each in _segments(pool.id))
-        kept = allocations.alive({x.untyped_storage()._cdata for x in results if x is not None})
-        if any(start <= address < start + nbytes for address in kept for start, nbytes in segments):
-            raise NotCaptured("it keeps a tensor that it makes, and does not give it")
-        return sources, allocations.begins | {x.data_ptr() for x in given if x is not None}, segments
+        known = allocations.begins | {x.data_ptr() for x in given if x is not None}
+        self._made = [source.form for source in sources[len(given) :]]
+        call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
+        nodes = [Node.of(node) for node in nodes_of(self._graph)]
+        words = [(node, i, None if whole else known) for node in nodes for i, whole in node.addresses.items()]
+        patches = [(node, i, *found) for node, i, begins in words
+                   if (found := _source_of(node.words[i], node.handle, sources, begins)) is not None]  # fmt: skip
+        moving = {id(patch[0]): patch[0] for patch in patches}.values()
+        self._updates = [node.updater(self._exec) for node in moving]
+        self._patches = [(node.words, i, source, offset) for node, i, source, offset in patches]
+        self._lock = threading.Lock()
 
     def __del__(self) -> None:
         if self._exec:
@@ -122,8 +100,7 @@ class MovingGraph:
         """The function's results for other arguments. addresses: of `given`, 0 of None."""
         empty, device = torch.empty, self._device
         made = [empty(shape, dtype=dtype, device=device) for dtype, shape in self._made]
-        temporaries = empty(self._nbytes, dtype=torch.uint8, device=device)
-        places = [*addresses, *[x.data_ptr() for x in made], temporaries.data_ptr()]
+        places = [*addresses, *[x.data_ptr() for x in made]]
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
         with self._lock:  # parameters are the graph's, and taken at the launch
             for words, i, source, offset in self._patches:
@@ -157,11 +134,7 @@ class _Allocations(TorchDispatchMode):
         self.begins: set[int] = set()
         self._stream = stream
         self._known = {x.untyped_storage()._cdata for x in given if x is not None}
-        self._storages: list[tuple[StorageWeakRef, int]] = []  # referred to, so that no address of one is used again
-
-    def alive(self, besides: Collection[int]) -> list[int]:
-        """Where the memory begins of storages that were made, or first seen, and are still there. besides: those."""
-        return [start for each, start in self._storages if each.cdata not in besides and not each.expired()]
+        self._storages: list[StorageWeakRef] = []  # so that no address of one is used again
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -180,7 +153,7 @@ class _Allocations(TorchDispatchMode):
             if (storage := x.untyped_storage())._cdata not in self._known:
                 self._known.add(storage._cdata)
                 self.nodes_before[storage._cdata] = before
-                self._storages.append((StorageWeakRef(storage), storage.data_ptr()))
+                self._storages.append(StorageWeakRef(storage))
         return out
 
 
@@ -256,33 +229,6 @@ def _source_of(
     return (found[0], word - sources[found[0]].start) if found else None
 
 
-def _segment_of(
-    word: int, segments: Sequence[tuple[int, int]], begins: Collection[int] | None
-) -> tuple[int, int] | None:
-    """(segment, bytes from its start) of a temporary's address in a node, or None.
-
-    segments: (address, bytes) of each. begins: as of `_source_of`.
-    """
-    for i, (start, nbytes) in enumerate(segments):
-        if start <= word < start + nbytes:
-            # Where a tensor within an operator begins is not known, and an address that is overlooked writes anywhere.
-            if begins is not None and word % (1 << 32) < SMALL and word not in begins:
-                raise NotCaptured("an address of a temporary could as well be a small integer")
-            return i, word - start
-    return None
-
-
-def _side_by_side(segments: Sequence[tuple[int, int]], used: Collection[int]) -> tuple[dict[int, int], int]:
-    """Where those that are used begin in one block of memory, and its bytes.
-
-    A result that got a segment for itself leaves it unused, as it is made for itself at each launch.
-    """
-    starts, nbytes = {}, 0
-    for i in sorted(used):
-        starts[i], nbytes = nbytes, nbytes + segments[i][1]
-    return starts, nbytes
-
-
 def _version(x: Tensor | None) -> int | None:
     return None if x is None or x.is_inference() else x._version
 
@@ -309,40 +255,22 @@ def _side_stream(index: int, stream: int) -> torch.cuda.Stream:
 
 
 @functools.cache
-def _probe(index: int, stream: int) -> torch.cuda.MemPool:
+def _pool(index: int, stream: int) -> torch.cuda.MemPool:
     return torch.cuda.MemPool()
-
-
-class _Pool:
-    """Memory of one capture, which is the device's again when it is closed.
-
-    Under `_capturing`: torch aborts where a pool goes while another capture is under way.
-    """
-
-    def __init__(self) -> None:
-        self._pool: Any = torch.cuda.MemPool()
-        self.id: tuple[int, int] = self._pool.id
-
-    def in_use(self) -> AbstractContextManager[None]:
-        """Within it this thread's allocations lie in the pool."""
-        return torch.cuda.use_mem_pool(self)  # type: ignore[arg-type]  # wants an id, and a traceback would keep the pool
-
-    def close(self) -> None:
-        self._pool = None
 
 
 def _takes_from(pool: torch.cuda.MemPool, device: torch.device) -> bool:
     """Whether what is allocated within the pool lies there: a user's pool, or a compiler's, may go before it."""
     with torch.cuda.use_mem_pool(pool):
         place = torch.empty(1, dtype=torch.uint8, device=device).data_ptr()
-    return any(0 <= place - each["address"] < each["total_size"] for each in _segments(pool.id))
+    return any(0 <= place - each["address"] < each["total_size"] for each in _segments(pool))
 
 
-def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    return [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(pool)]
+def _segments(pool: torch.cuda.MemPool) -> list[dict[str, Any]]:
+    return [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(pool.id)]
 
 
 def idle_bytes(index: int) -> int:
-    """Of a device: what graphs' pools, ours or not, keep in which no tensor lies now. Ours: 2 MiB a stream."""
-    pools = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)]
-    return sum(each["total_size"] - each["allocated_size"] for each in pools if each["device"] == index)
+    """Of a device: what the graphs of its current stream keep for their temporaries, in which no tensor lies now."""
+    segments = _segments(_pool(index, torch._C._cuda_getCurrentRawStream(index)))
+    return sum(each["total_size"] - each["allocated_size"] for each in segments)
