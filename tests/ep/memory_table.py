@@ -93,7 +93,7 @@ def memory(
 
 
 def kept_by_the_standard_layer(tokens: int, dim: int, hidden_dim: int, experts: int, top_k: int) -> int:
-    """Bytes of `bench/standard.py` with compiled pointwise kernels, of the same balanced load, without padding and
+    """Bytes of `bench/baseline.py` with compiled pointwise kernels, of the same balanced load, without padding and
     indices: rows and h for the gradients of weights, gate_up, and what comes back (N, D) for that of their weights."""
     return 2 * tokens * top_k * (dim + hidden_dim + 2 * hidden_dim + dim)
 

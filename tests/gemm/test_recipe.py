@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mxep.gemm import GROUP_MULTIPLE, Recipe
+from mxep.gemm import GROUP_ALIGNMENT, Recipe
 from mxep.quant import E4M3, E5M2, MXTensor, ScaleMode, quantize
 
 NAMES = ["bf16"] + [
@@ -50,7 +50,7 @@ def test_wrong_fields_are_named() -> None:
 
 
 def test_multiples_come_from_one_table() -> None:
-    assert GROUP_MULTIPLE == {"none": 1, "row": 16, "mx": 32}
+    assert GROUP_ALIGNMENT == {"none": 1, "row": 16, "mx": 32}
     assert [Recipe.named(name).group_alignment for name in ("bf16", "fp8", "mxfp8")] == [1, 16, 32]
     assert [Recipe.named(name).block_size for name in ("bf16", "fp8", "mxfp8")] == [None, None, 32]
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from ep.memory_table import kept_by_the_standard_layer
 from mxep.integration import snr as snr_module
 from mxep.integration.bench import layer, layer_cases, layer_stages, layer_work, run
+from mxep.integration.bench.baseline import BaselineLayer, Groups
 from mxep.integration.bench.comms_cases import Traffic
 from mxep.integration.bench.layer_cases import BASELINE, MX, Case, Problem, Shape
 from mxep.integration.bench.layer_stages import Event, breakdown
-from mxep.integration.bench.standard import Groups, StandardLayer
 from mxep.integration.collective import all_gather_tensor
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
@@ -82,7 +82,7 @@ def compare_with_dense(rank: Rank) -> list[float]:
     p = Problem(rank, TINY, 0.0, 0)
     p.ids = torch.where(p.ids == 5, (p.ids.sum(1, keepdim=True) - p.ids + 1) % 5, p.ids)
     leaves = [each.float().detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2)]
-    out = StandardLayer(*leaves[2:], group=dist.group.WORLD)(leaves[0], p.ids, leaves[1])
+    out = BaselineLayer(*leaves[2:], group=dist.group.WORLD)(leaves[0], p.ids, leaves[1])
     got = Results(out.detach(), *torch.autograd.grad(out, leaves, p.d_out.float()))
     operands = p.x, p.d_out, p.ids, p.weights, p.w13, p.w2
     x, d_out, ids, weights, w13, w2 = map(all_gather_tensor, operands)
@@ -108,7 +108,7 @@ def test_the_standard_layer_keeps_what_the_table_of_memory_says():
     leaves = [each.bfloat16().contiguous().requires_grad_() for each in (x, w13, w2)]
     ids, kept = torch.arange(tokens * top_k).int().view(tokens, top_k) % experts, {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        StandardLayer(*leaves[1:])(leaves[0], ids, torch.ones(tokens, top_k, requires_grad=True))
+        BaselineLayer(*leaves[1:])(leaves[0], ids, torch.ones(tokens, top_k, requires_grad=True))
     of_rows = [t for t in kept.values() if t.dtype == torch.bfloat16 and t.dim() == 2]
     rows = max(map(len, of_rows))
     padding = (rows - tokens * top_k) * 2 * (dim + 3 * hidden)

@@ -27,7 +27,7 @@ from mxep.quant import BLOCK, MXTensor, quantize
 
 from ..collective import describe
 from ..timer import Call
-from . import standard
+from . import baseline
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x32")
@@ -186,7 +186,7 @@ def steps(backend: Backend) -> dict[str, Maker]:
         return lambda p: _step(lambda a, w: grouped_mm(a, w, p.offs, recipe=recipe, backend=backend), p)
 
     return {
-        "bf16": lambda p: _step(functools.partial(standard.bf16_product, offs=p.offs), p),
+        "bf16": lambda p: _step(functools.partial(baseline.bf16_product, offs=p.offs), p),
         "torchao fp8 row": lambda p: _step(functools.partial(torchao_product(p.a.device), offs=p.offs), p),
         **{f"mxep {recipe}": mxep(recipe) for recipe in RECIPES},
         "mxep mxfp8, pre-quantized": functools.partial(prequantized_step, backend),

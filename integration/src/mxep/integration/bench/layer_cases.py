@@ -6,7 +6,7 @@
                                    quantizes, as that of the first one
     RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
     ..., worst_case; ..., exact    with these capacities
-    baseline bf16                  standard.StandardLayer
+    baseline bf16                  baseline.BaselineLayer
     baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire, with torchao's products (rows and columns scaled)
                                    or mxep.gemm.grouped_mm, which quantizes what has arrived
 
@@ -39,9 +39,9 @@ from ..mesh import local, share
 from ..rank import Rank
 from ..reference import Results
 from ..verify import FixedRouting
+from .baseline import PAD, BaselineLayer, Product, bf16_product
 from .comms_cases import Traffic, routing
 from .gemm_cases import torchao_product
-from .standard import PAD, Product, StandardLayer, bf16_product
 
 KEPT = 4
 BASELINE = "baseline bf16"
@@ -228,7 +228,7 @@ class Mxep(Layer):
 
 
 class Baseline(Layer):
-    """The standard layer, launched by the host, which reads sizes in every step. Raises ImportError without torchao."""
+    """The baseline, launched by the host, which reads sizes in every step. Raises ImportError without torchao."""
 
     def __init__(self, p: Problem, case: Case) -> None:
         product: Product = bf16_product
@@ -241,7 +241,7 @@ class Baseline(Layer):
         # A group of its own, or the first layer of a run alone would be charged for what NCCL allocates.
         self.group = dist.new_group()
         pad = BLOCK if case.recipe == "mxfp8" else PAD
-        self.layer = StandardLayer(*self.leaves[2:], group=self.group, product=product, pad=pad)
+        self.layer = BaselineLayer(*self.leaves[2:], group=self.group, product=product, pad=pad)
 
     def out(self) -> Tensor:
         return self.layer(self.leaves[0], self.p.ids, self.leaves[1])

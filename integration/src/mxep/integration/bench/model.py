@@ -1,6 +1,6 @@
 """bench=model: a whole model of transformers on all ranks, steps of training with several kinds of experts.
 
-    baseline bf16        standard.StandardLayer in the experts' place
+    baseline bf16        baseline.BaselineLayer in the experts' place
     transformers bf16    its own grouped_mm, on several ranks between its own all-to-alls (5.23 and newer)
     mxep RECIPE          mxep.integration.transformers, experts over all ranks by its expert_parallel
     mxep mxfp8, linear   attention's projections in MXFP8 as well, q, k and v together (convert, join_linears)
@@ -63,9 +63,9 @@ from ..transformers import Implementation, check, expert_parallel, register
 from ..transformers.layer import layers
 from ..transformers.model import multiply_by
 from ..transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
+from .baseline import BaselineLayer
 from .layer import GIB, memory_of
 from .run import Bench, models, table
-from .standard import StandardLayer
 
 BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
 DEEPSEEK = "deepseek"
@@ -75,9 +75,9 @@ CAPACITY = 2.0  # times the balanced load; random routers stay below, and check(
 LEAST_SNR = 6.0  # experts flip between any two kinds of products, the more the more layers; without experts: 1 to 2
 
 LINEAR = ", linear"
-OURS = (*(f"mxep {recipe}" for recipe in RECIPES), f"mxep mxfp8{LINEAR}")
+MXEP = (*(f"mxep {recipe}" for recipe in RECIPES), f"mxep mxfp8{LINEAR}")
 
-CASES = (BASELINE, PLAIN, TRANSFORMERS, *(f"{name}{graph}" for name in OURS for graph in ("", ", graph")))
+CASES = (BASELINE, PLAIN, TRANSFORMERS, *(f"{name}{graph}" for name in MXEP for graph in ("", ", graph")))
 FIGURES = "tokens/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB, MHz, W"
 SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, tokens, what", FIGURES)}
 
@@ -176,7 +176,7 @@ class Subject:
         limits: dict[str, Any] = {"max_tokens": shape.tokens, "capacity": Capacity.factor(CAPACITY)}
         for recipe in RECIPES:
             register(Implementation(f"bench mxep {recipe}", Recipe.named(recipe), **limits))
-        ALL_EXPERTS_FUNCTIONS.register(f"bench {BASELINE}", _standard)
+        ALL_EXPERTS_FUNCTIONS.register(f"bench {BASELINE}", _baseline)
         ALL_EXPERTS_FUNCTIONS.register(f"bench {PLAIN}", lambda experts, hidden_states, *_: hidden_states)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -296,13 +296,13 @@ def _compile(module: Any, device: torch.device) -> Any:
     return module
 
 
-def _standard(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _baseline(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The baseline in a module's place, which keeps it."""
     w13, w2 = local_weight(experts.gate_up_proj), local_weight(experts.down_proj)
-    layer = experts.__dict__.get("_standard")
+    layer = experts.__dict__.get("_baseline")
     if layer is None:
         group = dist.group.WORLD if len(w13) < experts.num_experts else None
-        layer = experts.__dict__["_standard"] = StandardLayer(w13, w2, group=group)
+        layer = experts.__dict__["_baseline"] = BaselineLayer(w13, w2, group=group)
     layer.w13, layer.w2 = w13, w2
     out: Tensor = layer(hidden_states, top_k_index.int(), top_k_weights.float())
     layer.w13 = layer.w2 = None  # which would keep a graph

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.functional import between_graphs
-from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
+from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.several import Weight, tensors_of, weight_of
 
 from .checks import check_weights
@@ -104,7 +104,7 @@ class _Layer(torch.autograd.Function):
         out, routing, saved = layer_forward(x, weights, expert_ids, proj, down, config, backward, ctx.needs, bias)
         ctx.halves = len(tensors_of(proj))
         ctx.save_for_backward(*tensors_of(proj), down, *saved)
-        ctx.config, ctx.routing, ctx.kept = config, routing, None
+        ctx.config, ctx.routing, ctx.saved_operands = config, routing, None
         ctx.dtypes, ctx.shares = (gate_up_proj.dtype, down_proj.dtype), (Share(gate_up_proj), Share(down_proj))
         ctx.up_share = None if up_proj is None else Share(up_proj)
         ctx.bias = None if gate_up_bias is None else (Share(gate_up_bias), gate_up_bias.dtype)
@@ -117,9 +117,9 @@ class _Layer(torch.autograd.Function):
         last = 5 if ctx.halves == 2 else 4
         asked = [need and is_wanted(ctx, min(i, last)) for i, need in enumerate(ctx.needs_input_grad[:6])]
         needs, wanted = ctx.needs, _of_parameters(asked)
-        kept, retained = ctx.kept, graph_is_retained()
+        kept, retained = ctx.saved_operands, graph_is_retained()
         if not retained:
-            ctx.kept = None
+            ctx.saved_operands = None
         if kept is not None and not (asked[0] or asked[1]) and kept.fits(d_out):
             pending: Pending = kept.operands
             # What the bias's gradient sums is an operand of gate_up_proj's.
@@ -152,7 +152,7 @@ class _Layer(torch.autograd.Function):
             left=left,
         )
         if left:
-            ctx.kept = Kept.of(left, d_out)
+            ctx.saved_operands = SavedOperands.of(left, d_out)
         return dx, d_weights, *_gradients_of_weights(ctx, grads)
 
 

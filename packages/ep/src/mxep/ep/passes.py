@@ -238,7 +238,7 @@ def _backward(
     d_rows, d_row_weight, d_gate_up, d_down_proj, *pending = mlp_backward(of_mlp, *how)
     if waits and left is not None:
         left[1] = pending[0], pending[1]
-    home = dispatcher.combine(d_rows, routing, d_row_weight, overlap=True)
+    combined = dispatcher.combine(d_rows, routing, d_row_weight, overlap=True)
     del d_rows, pending
     d_bias = bias_gradient([d_gate_up, plan.offs], scale)[0] if needs[2] and wanted[2] else None
     d_gate_up_proj = None
@@ -248,7 +248,7 @@ def _backward(
         d_gate_up_proj = weight_gradient(0, gate.dtype, operands, plan.offs, config, halves=up is not None)
     elif rows is not None and left is not None:
         left[0] = d_gate_up, rows
-    dx, d_weights = home.wait()
+    dx, d_weights = combined.wait()
     return routing, [dx, d_weights, d_gate_up_proj, d_down_proj, d_bias]
 
 

@@ -21,7 +21,7 @@ from mxep.gemm.fp32_linear import fp32_linear
 from mxep.gemm.functional import grouped_mm
 from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
-from mxep.gemm.recipe import GROUP_MULTIPLE, Recipe
+from mxep.gemm.recipe import GROUP_ALIGNMENT, Recipe
 from mxep.gemm.together import linear_together
 from mxep.gemm.top_k import top_k
 from mxep.gemm.weights import QuantizedWeight, quantize_weight
@@ -33,7 +33,7 @@ except importlib.metadata.PackageNotFoundError:  # sources on the path, not inst
 
 __all__ = [
     "BACKENDS",
-    "GROUP_MULTIPLE",
+    "GROUP_ALIGNMENT",
     "Backend",
     "Converted",
     "FoldReport",

@@ -47,9 +47,9 @@ def convert(
     floating 3-D one but those of torch's own modules, and the weight of every nn.Linear but routers, heads, adapters
     and what does not fit the recipe (`convert_linear.reason_to_leave`). What was converted and what was left alone, and
     why, is logged ("mxep.gemm", level INFO).
-    A converted parameter without a product of ours in a forward is named in a warning, once, and so is one whose first
-    gradient comes before any product of ours, as where other code has taken the forward over, and one whose `main_grad`
-    cannot be heeded. strict: RuntimeError instead.
+    A converted parameter without a product of mxep's in a forward is named in a warning, once. So is one whose first
+    gradient comes before any product of mxep's, as where other code has taken the forward over, and one whose
+    `main_grad` cannot be heeded. strict: RuntimeError instead.
     A model may be converted in several calls, with other recipes for other parameters. Convert before `torch.compile`,
     before or after `fully_shard` and `parallelize_module`; optimizers may be made before or after.
 

@@ -1,7 +1,7 @@
 """The products of a converted module: a mode around its forward that knows its weights and multiplies by them.
 
 Groups may have any size: they are padded with zero rows to the recipe's multiple, multiplied, and unpadded, without a
-host sync. All other products stay torch's: a converted weight without a product of ours is reported.
+host sync. All other products stay torch's: a converted weight without a product of mxep's is reported.
 """
 
 import warnings
@@ -53,7 +53,7 @@ class State:
 
 
 class Products(TorchFunctionMode):
-    """Runs ours within one forward of a module.
+    """Runs mxep's products within one forward of a module.
 
     What is made of a weight by any function of torch, a cast or a sum with an adapter's delta, stands for it, too. It
     is known by its storage; torch.compile, which has none, by identity, and where that does not show, as behind .mT in

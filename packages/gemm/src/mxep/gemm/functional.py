@@ -25,7 +25,7 @@ import mxep.gemm.compiled as compiled
 import mxep.gemm.steps as steps
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
-from mxep.gemm.partial_backward import Kept, graph_is_retained, is_wanted
+from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
@@ -140,7 +140,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *(others if needs[0] else ()))
         ctx.recipe, ctx.backend, ctx.wgrad_scale = recipe, backend, wgrad_scale
         ctx.main_grads = main_grad, *more[len(more) // 2 :]
-        ctx.kept = None
+        ctx.saved_operands = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
         ctx.widths = tuple(x.shape[1] for x in ws)
         ctx.before_others = sum(isinstance(x, Tensor) for x in (a, w, bias, offs, main_grad))
@@ -149,7 +149,7 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        recipe, backend, kept, widths = ctx.recipe, ctx.backend, ctx.kept, ctx.widths
+        recipe, backend, kept, widths = ctx.recipe, ctx.backend, ctx.saved_operands, ctx.widths
         need_a, need_w, need_bias = (need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
         needs = [need_w] + [
             ctx.needs_input_grad[i] and is_wanted(ctx, ctx.before_others + j)
@@ -175,10 +175,10 @@ class _GroupedMM(torch.autograd.Function):
             how = recipe, backend, (need_a, need_w), tuple(dtypes), ctx.wgrad_scale, quantized and recipe.wgrad == "mx"
             da, dw, qdata = steps.backward(tensors, *how, widths)
         if not graph_is_retained():
-            ctx.kept = None
+            ctx.saved_operands = None
         elif need_a and any(ctx.needs_input_grad[i] for i in _places(len(widths))) and not need_w:
             left = [qdata, *[None] * (len(widths) - 1)] if recipe.wgrad == "mx" else [*map(steps.parts_of, dys)]
-            ctx.kept = Kept.of((offs, left, a), *dys)
+            ctx.saved_operands = SavedOperands.of((offs, left, a), *dys)
         dbias = steps.joined_sums(dys, offs).to(bias_dtype) if need_bias else None
         if len(widths) == 1:
             return da, dw, dbias, *[None] * 7

@@ -37,7 +37,7 @@ def graph_is_retained() -> bool:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedOperands:
     """What a backward left for another one of the same incoming gradients.
 
     dys: those gradients. versions: theirs then. operands: of the weight gradients.
@@ -48,7 +48,7 @@ class Kept:
     operands: Any
 
     @classmethod
-    def of(cls, operands: Any, *dys: Tensor) -> "Kept":
+    def of(cls, operands: Any, *dys: Tensor) -> "SavedOperands":
         return cls(dys, tuple(dy._version for dy in dys), operands)
 
     def fits(self, *dys: Tensor) -> bool:

@@ -5,7 +5,7 @@
     wgrad    dw  = dy^T a     contracts M   the rows' qdata again: requantized along tokens, or as `wgrad` says
 
 scaling "none" multiplies what it is given ("bf16"), "row" has one power-of-two scale a row ("fp8"), "mx" one for every
-32 elements ("mxfp8"). A contraction axis, tokens of a group included, is a multiple of GROUP_MULTIPLE[scaling].
+32 elements ("mxfp8"). A contraction axis, tokens of a group included, is a multiple of GROUP_ALIGNMENT[scaling].
 
 M rows, N out features, K in features, G groups.
 """
@@ -22,7 +22,7 @@ from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantiz
 
 Scaling = Literal["none", "row", "mx"]
 
-GROUP_MULTIPLE: Final[dict[str, int]] = {"none": 1, "row": 16, "mx": BLOCK}
+GROUP_ALIGNMENT: Final[dict[str, int]] = {"none": 1, "row": 16, "mx": BLOCK}
 """Rows that every group is padded to a multiple of; K and N are multiples of it too."""
 
 _BASES: Final[dict[str, Scaling]] = {"bf16": "none", "fp8": "row", "mxfp8": "mx"}
@@ -58,7 +58,7 @@ class Recipe:
     wgrad: Literal["mx", "bf16"] = "mx"
 
     def __post_init__(self) -> None:
-        allowed = {"scaling": tuple(GROUP_MULTIPLE), "weight_block": ("1x32", "32x32"), "wgrad": ("mx", "bf16")}
+        allowed = {"scaling": tuple(GROUP_ALIGNMENT), "weight_block": ("1x32", "32x32"), "wgrad": ("mx", "bf16")}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}: got {getattr(self, field)!r}, want one of {', '.join(values)}")
@@ -105,7 +105,7 @@ class Recipe:
     @property
     def group_alignment(self) -> int:
         """Rows that every group is padded to a multiple of."""
-        return GROUP_MULTIPLE[self.scaling]
+        return GROUP_ALIGNMENT[self.scaling]
 
     @property
     def block_size(self) -> int | None:

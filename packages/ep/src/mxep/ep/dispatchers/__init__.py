@@ -1,4 +1,4 @@
-"""Token dispatchers, by name: how tokens reach experts and come home."""
+"""Token dispatchers, by name: how tokens reach experts, and results return."""
 
 from typing import Any
 

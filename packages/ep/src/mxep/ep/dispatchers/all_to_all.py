@@ -85,28 +85,28 @@ class AllToAllDispatcher(TokenDispatcher):
         outgoing = [rows.contiguous().view(torch.uint8)]
         if row_values is not None:
             outgoing.append(row_values[:, None].view(torch.uint8))
-        home, *values = self._all_to_all(
+        returned, *values = self._all_to_all(
             list(gather_rows(tuple(outgoing), row_of_slot)), routing.received, routing.sent
         )
-        out = self._sum_home(home.view(rows.dtype), routing)
+        out = self._sum_rows(returned.view(rows.dtype), routing)
         if not values:
             return Done((out, None))
         back = torch.zeros(routing.expert_ids.numel(), device=out.device, dtype=torch.float32)
         back[routing.order] = values[0].view(torch.float32)[:, 0]
         return Done((out, back.view(routing.expert_ids.shape)))
 
-    def _sum_home(self, home: Tensor, routing: AllToAllRouting) -> Tensor:
+    def _sum_rows(self, returned: Tensor, routing: AllToAllRouting) -> Tensor:
         """Two gathers-and-sums: a token's rows of one rank, in its list's order, then the ranks' sums in rank order."""
         ids = routing.expert_ids
         tokens, top_k = ids.shape
         position = torch.full((ids.numel(),), -1, dtype=torch.int32, device=ids.device)
-        position[routing.order] = torch.arange(len(home), dtype=torch.int32, device=ids.device)
+        position[routing.order] = torch.arange(len(returned), dtype=torch.int32, device=ids.device)
         rank = torch.where(ids >= 0, ids.div(self.num_local_experts, rounding_mode="floor"), self.world_size)
         again = (rank[:, :, None] == rank[:, None, :]).tril(-1).any(2)
         # Each token's ranks in order, world_size behind the last.
         ranks = rank.masked_fill(again, self.world_size).sort(1).values[:, : min(top_k, self.world_size)]
         rows = torch.where(ranks[:, :, None] == rank[:, None], position.view(tokens, 1, top_k), -1)
-        of_rank = sum_slots(home, rows.view(-1, top_k))
+        of_rank = sum_slots(returned, rows.view(-1, top_k))
         place = torch.arange(ranks.numel(), device=ids.device).view_as(ranks)
         return sum_slots(of_rank, torch.where(ranks < self.world_size, place, -1).int())
 

@@ -5,7 +5,7 @@
 
     dispatch     rows of node m's tokens, with their ids and weights, across; then within, where the plan is made
     redispatch   other bytes of the same tokens, likewise, without ids
-    combine      within: a row for each token that came across; across: these rows home, summed there
+    combine      within: a row for each token that came across; across: these rows return, summed there
 
 N nodes of L ranks, W = N L; rank r is rank l = r % L of node n = r // L, and node m owns experts m E / N on. T tokens
 of this rank, T_max of any, K experts a token, E in all. C slots for the tokens of each node, as follows from the
@@ -155,9 +155,9 @@ class HierarchicalDispatcher(TokenDispatcher):
         crossing = self._cross((sums,) if values is None else (sums, values))
 
         def finish() -> tuple[Tensor, Tensor | None]:
-            home, *values = crossing.wait()
-            tensors = [home, values[0] if values else None, routing.slots, routing.expert_ids]
-            out, of_pairs = _sum_home(tensors, self.experts_per_node)
+            rows, *values = crossing.wait()
+            tensors = [rows, values[0] if values else None, routing.slots, routing.expert_ids]
+            out, of_pairs = _sum_rows(tensors, self.experts_per_node)
             return out, of_pairs
 
         return Later(finish)
@@ -222,8 +222,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
         incoming, works = tuple(map(torch.empty_like, outgoing)), []
-        for theirs, ours in zip(incoming, outgoing):
-            parts = theirs.view(torch.uint8), ours.view(torch.uint8)
+        for received, sent in zip(incoming, outgoing):
+            parts = received.view(torch.uint8), sent.view(torch.uint8)
             works.append(dist.all_to_all_single(*parts, group=across, async_op=True))
 
         def arrived() -> Payload:
@@ -334,10 +334,10 @@ def _read_tables(tensors: list[Tensor], first_expert: int, experts_per_node: int
 
 
 @replayed
-def _sum_home(tensors: list[Any], experts_per_node: int) -> list[Tensor | None]:
+def _sum_rows(tensors: list[Any], experts_per_node: int) -> list[Tensor | None]:
     """[rows of nodes (N C, D), values (N C, K) or None, slots, expert_ids] -> [sums (T, D), values (T, K)]."""
-    home, values, slots, ids = tensors
-    out = sum_slots(home, slots)
+    rows, values, slots, ids = tensors
+    out = sum_slots(rows, slots)
     if values is None:
         return [out, None]
     node = ids.div(experts_per_node, rounding_mode="floor").clamp_min(0)

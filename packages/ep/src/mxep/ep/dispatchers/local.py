@@ -38,12 +38,12 @@ class LocalDispatcher(TokenDispatcher):
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
-        out, values = _sum_home([rows, routing.plan.slot_rows, row_values])
+        out, values = _sum_rows([rows, routing.plan.slot_rows, row_values])
         return Done((out, values))
 
 
 @replayed
-def _sum_home(tensors: list[Any]) -> list[Tensor | None]:
+def _sum_rows(tensors: list[Any]) -> list[Tensor | None]:
     """[rows, slot_rows, row_values or None] -> [their sums (T, D), the values (T, K)]."""
     rows, slot_rows, row_values = tensors
     out = sum_slots(rows, slot_rows)

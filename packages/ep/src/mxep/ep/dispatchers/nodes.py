@@ -97,23 +97,23 @@ def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
 
 def silence(group: dist.ProcessGroup) -> str:
     """Which ranks say nothing after an exchange of the group failed: all others ask, too."""
-    ranks, heard = dist.get_process_group_ranks(group), set[int]()
+    ranks, present = dist.get_process_group_ranks(group), set[int]()
 
     def listen() -> None:
         store = dist.distributed_c10d._world.pg_map[group][1]
         with contextlib.suppress(RuntimeError):  # rank 0 may have the store, and end first
             store.set(f"mxep/{dist.get_rank()}", "")
             for _ in range(10):
-                heard.update(rank for rank in ranks if store.check([f"mxep/{rank}"]))
+                present.update(rank for rank in ranks if store.check([f"mxep/{rank}"]))
                 time.sleep(GRACE / 10)
             store.delete_key(f"mxep/{dist.get_rank()}")  # another failure asks anew
 
     thread = threading.Thread(target=listen, daemon=True)  # a store on a silent node keeps it for ever
     thread.start()
     thread.join(2 * GRACE)
-    if not heard:
+    if not present:
         return "nor does the job's store answer, on the node of rank 0"
-    silent = ", ".join(str(rank) for rank in ranks if rank not in heard)
+    silent = ", ".join(str(rank) for rank in ranks if rank not in present)
     return (
         f"nothing was heard of rank {silent} in {GRACE:g} s, gone or late"
         if silent

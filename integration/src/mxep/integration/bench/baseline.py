@@ -97,7 +97,7 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class StandardLayer:
+class BaselineLayer:
     """w13: (e, 2F, D), gate first. w2: (e, D, F). Both of this rank's experts. group: None for this process alone.
 
     pad: each group is padded to a multiple of so many rows.
