@@ -237,7 +237,7 @@ def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides
 
 
 def test_bench_quant_measures_cuda_alone(make_config):
-    with pytest.raises(ConfigError, match=r"bench\.device: got 'cpu', wanted some of cuda"):
+    with pytest.raises(ConfigError, match=r"bench\.device: got 'cpu', and bench=quant measures CUDA devices alone"):
         run.run(None, make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, quiet=True)
 
 
