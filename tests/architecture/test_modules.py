@@ -157,3 +157,10 @@ def test_public_modules_are_in_the_readme(module: str) -> None:
 def test_files_are_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES.values()}
     assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_what_quant_and_comms_share_is_one_file() -> None:
+    for name in ("launch.py", "modes.py"):
+        of_comms, of_quant = (ROOT / f"packages/{package}/src/mxep/{package}/{name}" for package in ("comms", "quant"))
+        assert of_comms.is_symlink()
+        assert of_comms.resolve() == of_quant.resolve()

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity, CapacityExceeded, PeersDisagree
 from mxep.ep import MoE, __version__
@@ -303,6 +304,20 @@ def test_a_backward_after_a_larger_batch_is_that_of_its_own(ctx: Context) -> Non
         leaf = small.clone().requires_grad_()
         out = moe(leaf)
         moe(large)
+        out.float().square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+def test_a_checkpoint_computes_again_with_the_buffers_that_it_had() -> None:
+    first = MoE(64, 32, 12, 3)
+    small, large = torch.randn(6, 64).bfloat16(), torch.randn(20, 64).bfloat16()
+    grads = []
+    for recompute in (False, True):
+        grown, leaf = MoE(64, 32, 12, 3), small.clone().requires_grad_()
+        grown.load_state_dict(first.state_dict())
+        out = checkpoint(grown, leaf, use_reentrant=False) if recompute else grown(leaf)
+        grown(large)
         out.float().square().sum().backward()
         grads.append(leaf.grad)
     assert torch.equal(*grads)

@@ -111,3 +111,25 @@ def test_ranks_compute_what_one_process_does_and_max_tokens_counts_tokens(ctx: C
         assert torch.equal(moe.router.weights.grad, wanted[2][here])
         for mine, whole in zip(moe.experts.parameters(), wanted[3:]):
             assert snr(whole.chunk(2)[ctx.rank], local_tensor(mine.grad)) > 44, "sums in another order, in bf16"
+
+
+@distributed(2)
+def test_reserve_makes_room_for_each_of_a_tokens_products(ctx: Context) -> None:
+    moe = MoE(D, H, E, 2, score_before_experts=True, group=ctx.group, device=ctx.device)
+    few, many = torch.randn(4, D, device=ctx.device).bfloat16(), torch.randn(9, D, device=ctx.device).bfloat16()
+    moe(few)
+    moe.reserve(9)
+    buffers = moe.dispatcher.max_tokens, repr(moe.dispatcher)
+    moe(many)
+    assert (moe.dispatcher.max_tokens, repr(moe.dispatcher)) == buffers
+    assert "max_tokens=18 (so far)" in buffers[1]
+    named = MoE(D, H, E, 2, score_before_experts=True, group=ctx.group, device=ctx.device, max_tokens=4)
+    with pytest.raises(ValueError, match="reserve: got"):
+        named.reserve(5)
+
+
+def test_weights_may_lie_in_any_order() -> None:
+    moe = MoE(D, H, E, 2, score_before_experts=True, dispatcher="local")
+    x, ids, weights, _ = given(T, 2)
+    wanted = moe(x, expert_ids=ids, weights=weights)
+    assert torch.equal(moe(x, expert_ids=ids, weights=weights.T.contiguous().T), wanted)

@@ -224,6 +224,14 @@ def test_the_parts_of_what_is_refused_are_graphs_from_their_own_second_call_on(
     assert (whole.replays, part.replays) == (0, 2)
 
 
+def test_a_part_of_one_shape_is_replayed_where_the_whole_has_another_at_each_call(replays_on_cpu: None) -> None:
+    part = replayed(lambda tensors: [tensors[0] + 1])
+    whole = replayed(lambda tensors: [*part([tensors[0]]), tensors[1] * 2])
+    for n in range(1, 6):
+        assert whole([torch.zeros(2), torch.ones(n)])[0].tolist() == [1.0, 1.0]
+    assert (whole.replays, part.replays) == (0, 3)
+
+
 def test_an_error_of_a_first_call_leaves_replays_as_they_were(replays_on_cpu: None) -> None:
     function = replayed(lambda tensors: [tensors[0] + 1])
     with pytest.raises(ValueError, match="none"):

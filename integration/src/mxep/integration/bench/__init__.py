@@ -7,7 +7,7 @@
     gemm      mxep.gemm beside its peers: gemm_cases what is compared
     linear    mxep.gemm's linear beside torch's and torchao's
     comms     mxep.comms on all ranks beside all-to-alls: comms_cases what is compared
-    layer     mxep.ep's layer on all ranks beside a standard one (baseline): layer_cases what is compared, layer_work what
+    layer     mxep.ep's layer on all ranks beside baseline's: layer_cases what is compared, layer_work what
               it must do at least, layer_stages where its time goes
     model     whole models of transformers on all ranks, with mxep's experts, the baseline's or their own
 

@@ -110,7 +110,8 @@ def run_experts(
     """
     if score_before_experts:
         x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # weights are fp32: rounded once
-        shape, expert_ids, weights = expert_ids.shape, expert_ids.reshape(-1, 1), torch.ones_like(weights).view(-1, 1)
+        shape, expert_ids = expert_ids.shape, expert_ids.reshape(-1, 1)
+        weights = torch.ones_like(expert_ids, dtype=weights.dtype)
     how = dispatcher, recipe, select(backend, x.device), (_main_grad(gate_up_proj), _main_grad(down_proj))
     config = LayerConfig(*how, wgrad_scale, activation)
     bias = None if down_bias is None else local_weight(down_bias)

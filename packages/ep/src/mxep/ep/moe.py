@@ -43,9 +43,9 @@ class MoE(nn.Module):
         shared_expert_gate: multiply that expert's output by sigmoid(x gate^T), one number a token (Qwen2-MoE).
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
-        max_tokens: most tokens a rank brings to one call; default: the most that any has brought. In one process, and
-            between CPUs, a larger batch makes larger buffers. Between GPUs it raises ValueError, unless all ranks have
-            called :meth:`reserve` before. See SymmetricDispatcher.
+        max_tokens: most tokens a rank brings to one call, alike on all ranks; default: the most that any has brought.
+            In one process, and between CPUs unless the dispatcher is hierarchical, a larger batch makes larger buffers.
+            Elsewhere it raises ValueError, unless all ranks called :meth:`reserve` before. See SymmetricDispatcher.
         timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. all_to_all has
             its process group's.
         ranks_per_node, nodes_per_token: of :class:`HierarchicalDispatcher`; other dispatchers have none.
@@ -53,8 +53,8 @@ class MoE(nn.Module):
         activation: of gate and up, of shared experts too: :class:`mxep.quant.SwiGLU`, clamped or not.
         bias: routed experts have biases.
         score_before_experts: the routing weight multiplies what a routed expert is given, not what it returns
-            (Llama 4). With top_k > 1 each of a token's top_k products travels by itself, also to one rank; of a
-            dispatcher to share ``max_tokens`` counts them.
+            (Llama 4). With top_k > 1 each of a token's top_k products travels by itself, also to one rank;
+            ``max_tokens`` of a dispatcher to share, and of errors, counts them.
         gradient_reduction: what expert gradients are, which hold the tokens of all W ranks of the group. ``"mean"``: of
             the mean of the ranks' losses, as data parallelism makes all other gradients, so that everything is averaged
             over ranks and nothing else. ``"sum"``: of the sum of the ranks' losses.
@@ -194,14 +194,15 @@ class MoE(nn.Module):
         """
         self.dispatcher.check()
 
-    def reserve(self, max_tokens: int) -> None:
+    def reserve(self, max_tokens: int, device: torch.device | str | None = None) -> None:
         """Room for calls with up to so many tokens of this rank, as ``x.shape[:-1].numel()``, from the next one on.
 
         For layers made without ``max_tokens``, before a batch that is larger than all before: an evaluation's, say. All
         ranks of the group call it; each may name its own number, and the most counts. Collective, so once for many
         calls and not in each. Raises ValueError on all ranks for more than the max_tokens that the layer was made with.
+        device: of the tokens, where experts lie elsewhere between calls, as FSDP2 may offload them.
         """
-        self.dispatcher.reserve(max_tokens, self.experts.down_proj.device)
+        self.dispatcher.reserve(max_tokens * self.rows_per_token, device or self.experts.down_proj.device)
 
     def close(self) -> None:
         """Give up this layer, and with the last one of the group the memory shared with peers. All ranks do it alike.

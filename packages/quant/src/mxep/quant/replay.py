@@ -72,8 +72,9 @@ class Replayed:
         functools.update_wrapper(self, function)
         self.function = function
         self.replays = 0
-        self._kinds: dict[Hashable, _Replay | str | None] = {}
-        """By what decides the course; None of what was seen once, and why not of what cannot be a graph."""
+        self._kinds: dict[Hashable, _Replay | str | bool | None] = {}
+        """By what decides the course; None of what was seen once, False of what was seen within another's first call,
+        and why not of what cannot be a graph."""
         self._lock = threading.Lock()
 
     @property
@@ -106,7 +107,10 @@ class Replayed:
             return None
         key = key, state
         found = self._kinds.get(key, self)
-        if found is self:
+        if found is self and _here.counts:  # whose bytes are the other's; where shapes change, it comes again there
+            self._keep(key, False)
+            return None
+        if found is self or found is False:
             flat.clear()
             results, why_not = self._counted(tensors, static)
             self._keep(key, why_not)
@@ -123,15 +127,17 @@ class Replayed:
         return _joined(results, found.joined)
 
     def _counted(self, tensors: Tensors, static: tuple[Any, ...]) -> tuple[Tensors, str | None]:
-        """The function's results, and why it allocates too much for a graph. All within it is called as it is, too."""
-        device, _here.counts = torch._C._cuda_getDevice(), True
+        """The function's results, and why it allocates too much for a graph."""
+        device, outer, _here.counts = torch._C._cuda_getDevice(), _here.counts, True
         try:
             before = _allocated(device)
             results = self.direct(tensors, *static)
             nbytes = _allocated(device) - before
         finally:
-            _here.counts = False
-        return results, f"it allocates {nbytes} bytes, more than {MOST_BYTES}" if nbytes > MOST_BYTES else None
+            _here.counts = outer
+        if nbytes <= MOST_BYTES:
+            return results, None
+        return results, self._told(f"it allocates {nbytes} bytes, more than {MOST_BYTES}")
 
     def _capture(self, tensors: Tensors, flat: Tensors, static: tuple[Any, ...]) -> _Replay | str | None:
         joined: list[Any] = []
@@ -148,15 +154,17 @@ class Replayed:
         except NotCapturedNow:
             return None
         except Exception as error:  # the function itself runs then, and raises what is its own
-            why = f"{type(error).__name__}: {error}"
-            logging.getLogger("mxep.quant").debug("%s is not replayed: %s", self.function.__name__, why)
-            return why
+            return self._told(f"{type(error).__name__}: {error}")
 
-    def _keep(self, key: Hashable, kind: _Replay | str | None) -> None:
+    def _told(self, why: str) -> str:
+        logging.getLogger("mxep.quant").debug("%s is not replayed: %s", self.function.__name__, why)
+        return why
+
+    def _keep(self, key: Hashable, kind: _Replay | str | bool | None) -> None:
         with self._lock:
             if key not in self._kinds and len(self._kinds) >= MOST_GRAPHS:
                 # Shapes that came once go before those that come again.
-                once = (other for other, kept in self._kinds.items() if kept is None)
+                once = (other for other, kept in self._kinds.items() if kept is None or kept is False)
                 del self._kinds[next(once, next(iter(self._kinds)))]
             self._kinds[key] = kind
 
@@ -197,7 +205,7 @@ _paused = 0
 
 
 class _Here(threading.local):
-    """Of a thread. counts: whether the first call of a kind is under way in it."""
+    """Of a thread. counts: whether a call is under way in it whose bytes are counted."""
 
     counts = False
 
@@ -212,7 +220,7 @@ def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
 
 def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | None, Tensors, tuple[int, ...]]:
     """What decides the function's course, None where it is not replayed; the plain tensors, and their addresses."""
-    if _paused or _here.counts or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+    if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return None, [], ()
     if torch._C._is_any_autocast_enabled():
         static = *static, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")

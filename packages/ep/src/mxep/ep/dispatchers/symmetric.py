@@ -170,8 +170,12 @@ class SymmetricDispatcher(TokenDispatcher):
         max_tokens = self.max_tokens or self._most_tokens.get(device)
         if not max_tokens:
             max_tokens = self._most_tokens[device] = most_tokens(tokens, device, self.group)
-        elif tokens > max_tokens and self.max_tokens is None and self.world_size == 1:
-            return self._grow(expert_ids)
+        elif self.max_tokens is None and self.world_size == 1:
+            if tokens > max_tokens:
+                return self._grow(expert_ids)
+            # The least that has room, so that a checkpoint which computes again finds the sizes that it had.
+            fitting = (most for on, most, k in self._workspaces if (on, k) == (device, top_k) and most >= tokens)
+            max_tokens = min(fitting, default=max_tokens)
         found = self._workspaces.get((device, max_tokens, top_k))
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
 
