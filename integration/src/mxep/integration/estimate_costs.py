@@ -294,6 +294,8 @@ def memory(
     allocated = [0.0, *itertools.accumulate(each)]
     in_steps = dispatcher not in ("local", "symmetric")
     refused = not in_steps and allocated[-1] > MOST_BYTES
+    gathered = rows * (dim + 1) if quantized else 0 if saved == rows * row else d_rows  # rows that are dropped before h
+    forward_fits = forward + out + gathered <= MOST_BYTES
     if how == "called":
         peak = max(forward, *map(sum, zip(still, besides)))
     elif in_steps or refused:
@@ -305,7 +307,7 @@ def memory(
         peak = kept + 6 * w + out
     if how in ("captured", "passes captured") and not in_steps:  # until it is refused
         peak = max(peak, forward, *(kept + b for b, n in zip(besides, allocated) if n <= MOST_BYTES))
-    graphs = max(forward + out if forward + out <= MOST_BYTES else 0, 0 if refused else max(besides))  # and of steps
+    graphs = max(forward + out if forward_fits else 0, 0 if refused else max(besides))  # and of steps
     of_node = ranks // nodes
     layout = Layout(of_node, slots // of_node, top_k, round_up(2 * dim, ALIGNMENT))
     found = {"kept": kept, "work": peak + out - kept, "buffers": 2 * layout.nbytes if copied else 0}

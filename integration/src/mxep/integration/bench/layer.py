@@ -12,7 +12,7 @@ ms, fwd ms     forward and backward; forward alone: medians of sustained stretch
 x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
 TF             flops of valid rows over ms (layer_work)
 peak GiB       most memory of a step above operands and parameters, in the allocator, outside of it and in graphs
-outside GiB    peers' memory, libraries' buffers; graphs GiB: what pools of graphs keep that no tensor uses
+outside GiB    peers' memory, libraries' buffers; graphs GiB: what replayed passes keep for temporaries, all together
 kept GiB       in the allocator between forward and backward, above operands, parameters and the output
 caller's ms    of section host: forward and backward, with backward in the caller's thread instead of autograd's
 launches, ...  of forward and backward (layer_stages.counts)
@@ -278,7 +278,7 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
     nothing on a CPU.
 
     peak GiB: in the allocator, outside and in graphs. outside GiB: peers' memory, libraries' buffers. graphs GiB: what
-    pools of graphs keep since then in which no tensor lies. kept GiB, if `forward` is given: in the allocator
+    the graphs of all steps so far keep for temporaries, in one pool. kept GiB, if `forward` is given: in the allocator
     while the output of it is held, above the output.
     """
     if device.type != "cuda":
@@ -290,13 +290,12 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
 
     free_memory(device)
     before, outside_before = torch.cuda.memory_allocated(), outside()
-    idle_before = idle_bytes(torch.cuda.current_device())
     for _ in range(3):  # the second call of a kind is captured
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
     torch.cuda.synchronize()
-    apart, graphs = max(0, outside() - outside_before), idle_bytes(torch.cuda.current_device()) - idle_before
+    apart, graphs = max(0, outside() - outside_before), idle_bytes(torch.cuda.current_device())
     peak = torch.cuda.max_memory_allocated() - before + apart + graphs
     row: Row = {"peak GiB": peak / GIB, "outside GiB": apart / GIB, "graphs GiB": graphs / GIB}
     if forward is not None:

@@ -24,7 +24,7 @@ from mxep.quant.tensor import MXTensor
 
 MOST_GRAPHS = 256
 """Of a function."""
-MOST_BYTES = 3 << 30
+MOST_BYTES = 4 << 30
 """That a call may allocate to be a graph. A layer's passes take an H200 0.75 to 1.9 ms for each GiB that they allocate,
 the host less, and what is refused still has graphs of its steps. A graph keeps memory for what it allocates, and holds
 its arguments to its end, where a function that is called drops things as it goes."""
