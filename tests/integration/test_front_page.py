@@ -66,7 +66,10 @@ def test_the_text_has_the_figures_of_the_results() -> None:
     for rows, base in ((one, "transformers bf16"), (two, "baseline bf16")):
         ours = [rows[base]["ms"] / rows[what]["ms"] for what in ("mxep mxfp8", "mxep mxfp8, linear")]
         assert "| {:.2f} times; {:.2f}".format(*ours) in table
-        assert "| {:.1f} GiB (beside: {:.1f}) |".format(*(rows[what]["peak GiB"] for what in ("mxep mxfp8", base))) in table
+        assert (
+            "| {:.1f} GiB (beside: {:.1f}) |".format(*(rows[what]["peak GiB"] for what in ("mxep mxfp8", base)))
+            in table
+        )
 
     deepseek = {row["what"]: row["ms"] for row in results("layer")["runs"][0]["sections"]["layer"]}
     assert f"({deepseek['fp8/symmetric']:.1f} ms on DeepSeek-V3, MXFP8 {deepseek['mxfp8/symmetric']:.1f})" in TEXT
