@@ -2,6 +2,7 @@
 
 import copy
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,5 +93,11 @@ def test_a_trainer_on_two_ranks_equals_one_process(ctx: Context, one_process: Pa
             rounding = math.sqrt(2 * STEPS) * 2**-24 * float(weight.norm())
             assert float((after[name] - weight).norm()) <= gradients + rounding, (way, name)
     expert_parallel(model := tiny("qwen3_moe"), mesh, "mxep_bf16")
+    if find_spec("peft"):
+        from peft import LoraConfig, get_peft_model
+
+        adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"]))
+        _, logs = train(adapted, one_process, 2)
+        assert all(each["grad_norm"] > 0 for each in logs)
     with pytest.raises(ValueError, match=r"save_strategy: got 'steps', want 'no' after expert_parallel"):
         train(model, one_process, 2, save_strategy="steps")

@@ -8,6 +8,7 @@ from typing import Any
 from mxep.gemm import quantize_weights_once
 
 from .layer import check, layers, load_report
+from .parallel import leave_to_ranks
 from .versions import TrainerCallback
 
 
@@ -35,6 +36,10 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     def close(self) -> None:
         """Let go of quantized weights."""
         self._shared.close()
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if hasattr(model, "_ddp_params_and_buffers_to_ignore"):  # of a model that PEFT has wrapped since
+            leave_to_ranks(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()

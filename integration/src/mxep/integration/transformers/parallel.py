@@ -124,9 +124,14 @@ def expert_parallel(
     for linear in adapters:
         _replicate(linear, mesh)
     if everywhere:  # else copies want a reduction: DistributedDataParallel, which knows nothing of it, refuses DTensors
-        spread = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
+        leave_to_ranks(model)
     return list(found)
+
+
+def leave_to_ranks(model: Any) -> None:
+    """DistributedDataParallel leaves a model's DTensors alone, by their names in it: again for what wraps the model."""
+    spread = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
 
 
 def _is_experts(module: nn.Module) -> bool:
