@@ -206,9 +206,9 @@ def _complaints(config: Config) -> Iterator[str]:
         sizes = f"{model.dim} and {model.hidden_dim}"
         yield f"recipe {config.recipe.name} wants model.dim and model.hidden_dim in 32s, got {sizes}"
     linear = config.recipe.linear or "bf16"
-    multiple = {"mxfp8": 32, "fp8": 16}.get(linear.partition("_")[0], 1)
-    if model.dim % multiple:
-        yield f"recipe.linear={linear} wants model.dim in {multiple}s, got {model.dim}"
+    alignment = {"mxfp8": 32, "fp8": 16}.get(linear.partition("_")[0], 1)
+    if model.dim % alignment:
+        yield f"recipe.linear={linear} wants model.dim in {alignment}s, got {model.dim}"
     if config.dispatcher.overflow == "drop" and config.dispatcher.capacity != "factor":
         capacity = config.dispatcher.capacity
         yield f"dispatcher.overflow=drop: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
