@@ -86,7 +86,7 @@ def bytes_of_a_dispatch_and_of_a_combine(group: dist.ProcessGroup, name: str) ->
 def test_a_token_crosses_the_wire_once_where_a_flat_exchange_sends_a_row_for_each_expert(
     name: str, crossings: int, tmp_path: Path
 ) -> None:
-    """By the interface's own counter: rows, ids and weights as the plan has them, and a few percent of TCP."""
+    """By the interface's own counter: rows, ids and weights as the plan has them, and what TCP adds, or sends again."""
     with make_nodes(2) as nodes:
         if not nodes[0].namespace:
             pytest.skip("loopback's counter is the whole machine's")
@@ -94,8 +94,8 @@ def test_a_token_crosses_the_wire_once_where_a_flat_exchange_sends_a_row_for_eac
     assert all(node.results for node in ended), "\n".join(file.read_text() for file in tmp_path.glob("log-*"))
     tables = 8 * TOP_K * TOKENS  # of a token or of its rows, an id and a weight for each expert
     for dispatched, combined in itertools.chain(*(node.results for node in ended)):
-        assert 1 <= dispatched / (2 * (crossings * TOKENS * 2 * DIM + tables)) < 1.05
-        assert 1 <= combined / (2 * crossings * TOKENS * 2 * DIM) < 1.05
+        assert 1 <= dispatched / (2 * (crossings * TOKENS * 2 * DIM + tables)) < 1.25
+        assert 1 <= combined / (2 * crossings * TOKENS * 2 * DIM) < 1.25
 
 
 def train_until_the_last_node_is_lost(group: dist.ProcessGroup, dispatcher: str, folder: Path, how: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -118,6 +119,10 @@ def expert_parallel(
         raise ValueError(
             f"mesh: got {mesh.size()} of {dist.get_world_size()} ranks, want all for a model with adapters on experts: "
             "nobody would average their gradients over the copies"
+        )
+    if adapters and torch.__version__ < "2.13":  # 2.12 was not tried
+        raise ValueError(
+            f"adapters on experts: got torch {torch.__version__}, want 2.13, for what PEFT does to DTensors"
         )
     for module in found.values():
         _spread(module, mesh, how, 1 / mesh.size() if gradient_reduction == "mean" else 1.0)
