@@ -81,6 +81,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["verify.cases=[int3/linear]"], "verify.cases: got 'int3/linear', wanted one of bf16/local"),
         (["train.steps=0"], "train.steps must be positive, got 0"),
         (["dispatcher.nodes_per_token=0"], "dispatcher.nodes_per_token must be positive, got 0"),
+        (["dispatcher.nodes_per_token=2"], "nodes_per_token: got 2 with symmetric, want dispatcher=hierarchical"),
         (
             ["dispatcher=hierarchical", "dispatcher.ranks_per_node=3"],
             "ranks_per_node must divide 2 (parallel.ep), got 3",

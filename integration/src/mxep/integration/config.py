@@ -216,6 +216,9 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}"
     if (of_node := config.dispatcher.ranks_per_node) is not None and (of_node < 1 or ep % of_node):
         yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {of_node}"
+    nodes, trains = config.dispatcher.nodes_per_token, config.task.name in ("train", "compare")
+    if nodes is not None and trains and config.dispatcher.name != "hierarchical":
+        yield f"dispatcher.nodes_per_token: got {nodes} with {config.dispatcher.name}, want dispatcher=hierarchical"
     if config.dispatcher.name == "nvshmem" and ep != ranks:
         yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
     if config.train.graph and sizes_on_host(config):

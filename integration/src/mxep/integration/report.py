@@ -108,6 +108,8 @@ def show(summary: dict[str, Any], console: Console) -> None:
     table(summary).show(console)
     if len(summary["runs"]) > 1:
         console.print(NOTE, highlight=False)
+    if all(run.get("peak_gib") is None for run in summary["runs"]):
+        console.print("CPUs emulate MXFP8: these speeds say nothing of GPUs.", highlight=False)
 
 
 def table(summary: dict[str, Any]) -> Section:
