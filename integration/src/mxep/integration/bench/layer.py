@@ -32,7 +32,6 @@ baseline). On a CPU the operators' own work is in the figures, so they say nothi
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -186,8 +185,7 @@ def _through_sockets(at: At, layer: Layer, run: Run) -> Row:
     before = on_all_ranks(_transmitted)
     on_all_ranks(steps)
     sent = max(from_all_ranks(lambda: _transmitted() - before))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", at.p.ranks))
-    return {"sockets MB": sent / 1e6 / ranks / STEPS / run.calls / layer.micro_batches}
+    return {"sockets MB": sent / 1e6 / at.p.ranks_per_host / STEPS / run.calls / layer.micro_batches}
 
 
 def _transmitted() -> int:

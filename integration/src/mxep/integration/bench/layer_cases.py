@@ -70,7 +70,8 @@ class Problem:
     """
 
     def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int, ranks_per_node: int | None = None) -> None:
-        self.ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+        self.ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+        self.ranks_per_node = ranks_per_node or self.ranks_per_host
         self.shape, self.rank, self.ranks, self.device = shape, rank.rank, rank.world_size, rank.device
         tokens, dim, hidden, experts, top_k = shape
         generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)

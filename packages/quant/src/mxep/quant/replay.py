@@ -112,8 +112,8 @@ class Replayed:
             return None
         if found is self or found is False:
             flat.clear()
-            results, why_not = self._counted(tensors, static)
-            self._keep(key, why_not)
+            results, refusal = self._counted(tensors, static)
+            self._keep(key, refusal)
             return results
         if found is None:
             found = self._capture(tensors, flat, static)
