@@ -18,6 +18,7 @@ from mxep.ep.passes import LayerConfig
 from mxep.ep.shared_expert import SharedExpert
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.gemm.backends import select
+from mxep.quant import graph, replay
 from mxep.quant.replay import no_replays
 from titan_bench import checked_passes
 
@@ -165,3 +166,32 @@ def test_checked_passes_are_compared_with_their_functions(monkeypatch: pytest.Mo
             run(stale, seed=seed)
         with pytest.raises(AssertionError, match="_forward"):
             run(stale, seed=2)
+
+
+class WatchedGraph(GraphOnCPU):
+    """A capture that looks at what is left of all that was made."""
+
+    there: set[int]
+    """Where memory begins that was there before, as the dispatcher's counts are."""
+
+    def __init__(self, function, given, capturing):
+        with graph._Allocations(0, given) as allocations:
+            super().__init__(function, given, capturing)
+        left = allocations.alive({x.untyped_storage()._cdata for x in self.results if x is not None})
+        assert allocations.nodes_before
+        assert not {*left} - self.there
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8", "bf16", "mxfp8_32x32"])
+def test_a_pass_keeps_nothing_that_it_makes_but_its_results(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph's temporaries lie elsewhere at each launch."""
+    monkeypatch.setattr(graph, "captured_nodes", lambda stream: set())
+    monkeypatch.setattr(graph, "_NEVER", set())  # the references read
+    monkeypatch.setattr(replay, "MovingGraph", WatchedGraph)
+    dispatcher = LocalDispatcher(EXPERTS, capacity=Capacity.worst_case())
+    for _ in range(2):
+        run(dispatcher, recipe=recipe)
+        WatchedGraph.there = {x.untyped_storage().data_ptr() for x in dispatcher._counts.values()}
+        with quantize_weights_once():
+            run(dispatcher, recipe=recipe)
+    assert [(each.replays > 0, each.refused) for each in dispatcher.passes.values()] == [(True, [])] * 2

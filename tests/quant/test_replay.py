@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphs_on_cpu import replays_on_the_cpu
 from mxep.quant import MXTensor, quantize, replay, swiglu_quantize
-from mxep.quant.driver import NotCaptured
-from mxep.quant.graph import NotCapturedNow, idle_bytes
+from mxep.quant.driver import NotCaptured, NotCapturedNow
+from mxep.quant.pools import idle_bytes
 from mxep.quant.replay import MXParts, Replayed, replayed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

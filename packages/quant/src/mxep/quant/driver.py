@@ -2,12 +2,17 @@
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 
 class NotCaptured(Exception):
     """Why a function cannot be a graph."""
+
+
+class NotCapturedNow(NotCaptured):
+    """Why it cannot be one now."""
 
 
 class _KernelParams(ctypes.Structure):
@@ -27,8 +32,8 @@ _COPIES = {1: ("Memcpy", 200, (5, 6, 16, 17)), 2: ("Memset", 40, (0,))}
 _KERNEL, _EMPTY = 0, 5
 _TENSOR_MAP = 128
 """Bytes, all of which the driver writes."""
-THREAD_LOCAL = 1
-"""A capture that forbids this thread alone what cannot be captured."""
+RELAXED = 2
+"""A capture that forbids no thread to free memory or to ask events, which torch's allocator does when it is asked."""
 
 
 class Node(NamedTuple):
@@ -106,6 +111,17 @@ def captured_nodes(stream: int) -> set[int]:
     found = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), None, None
     call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found)
     return set(nodes_of(graph)) if graph else set()
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Within it this thread may free memory, graphs and so on, which may end the capture of another one otherwise."""
+    mode = ctypes.c_int(RELAXED)
+    driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def call(name: str, *args: Any) -> None:

@@ -1,9 +1,10 @@
 """A CUDA graph of a function of tensors, whose arguments and results lie elsewhere at each launch.
 
-A captured graph holds addresses in its nodes' parameters. Those that lie in an argument or in a result are found once,
-and written anew before each launch, which costs the host 0.5 us a node, where a launch takes 4 us and the Python around
-it 20. What lives within the function alone stays where it was captured: in a pool that all graphs of a stream share, as
-they run one after the other.
+A captured graph holds addresses in its nodes' parameters. Those that lie in an argument, in a result or in a temporary
+are found once, and written anew before each launch, which costs the host 0.5 us a node, where a launch takes 4 us and
+the Python around it 20. Temporaries are captured in a pool of their own (`pools.py`). Each of its segments that a node
+refers to is a tensor of each launch: made before it and dropped after it, as those of a function that is called are. So
+between launches a graph has no memory.
 
 Memory of a result may have been another tensor's before, within the same capture. So an address is the result's only in
 nodes that were captured after it was made: a dispatch mode looks at each allocation which nodes there are.
@@ -15,8 +16,8 @@ begins there.
 """
 
 import ctypes
-import functools
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mxep.quant.driver import THREAD_LOCAL, Node, NotCaptured, call, captured_nodes, driver, nodes_of
+from mxep.quant.driver import RELAXED, Node, NotCaptured, call, captured_nodes, driver, nodes_of, relaxed
+from mxep.quant.pools import Pool, capture_pool, forget, scratch, side_stream
 
 SMALL = 1 << 20
 """Above the integers that were seen beside such bytes: sizes of tiles and of shared memory."""
@@ -36,10 +38,6 @@ _NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch
 Flat = Sequence[Tensor | None]
 _capturing = threading.Lock()
 """Of the side streams."""
-
-
-class NotCapturedNow(NotCaptured):
-    """Why it cannot be one now."""
 
 
 class MovingGraph:
@@ -56,19 +54,37 @@ class MovingGraph:
     def __init__(
         self, function: Callable[[], Flat], given: Flat, capturing: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()  # __del__ asks, whatever fails
+        self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()
         index = torch.cuda.current_device()
         self._device, self._driver = torch.device("cuda", index), driver()
+        weakref.finalize(self, _destroy, self._graph, self._exec)
         self._start = ctypes.CDLL("libcuda.so.1").cuGraphLaunch  # may wait for the device: other threads go on
-        here = index, torch._C._cuda_getCurrentRawStream(index)
-        side, pool = _side_stream(*here), _pool(*here)
-        if not _takes_from(pool, self._device):
-            raise NotCapturedNow("allocations go to another pool")
+        with _capturing, relaxed(), capture_pool(index) as pool:
+            sources, known, temporaries = self._capture(function, given, capturing, pool)
+            # While there is the memory that it names.
+            call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
+        nodes = [Node.of(node) for node in nodes_of(self._graph)]
+        patches, used = _patches(nodes, sources, temporaries, known)
+        self._made = [source.form for source in [*sources[len(given) :], *used]]
+        moving = {id(patch[0]): patch[0] for patch in patches}.values()
+        self._updates = [node.updater(self._exec) for node in moving]
+        self._patches = [(node.words, i, source, offset) for node, i, source, offset in patches]
+        self._lock = threading.Lock()
+
+    def _capture(
+        self,
+        function: Callable[[], Flat],
+        given: Flat,
+        capturing: Callable[[], AbstractContextManager[object]],
+        pool: Pool,
+    ) -> tuple[list["_Source"], set[int], list["_Source"]]:
+        """What moves of arguments and results, where tensors begin, and where temporaries lie."""
+        side = side_stream(self._device.index, torch._C._cuda_getCurrentRawStream(self._device.index))
         versions, stream = [_version(x) for x in given], ctypes.c_void_p(side.cuda_stream)
         allocations = _Allocations(side.cuda_stream, given)
         # Not torch's CUDAGraph, which leaves the random generator unusable if a capture fails.
-        with _capturing, torch.cuda.stream(side), torch.cuda.use_mem_pool(pool), allocations:
-            call("cuStreamBeginCapture_v2", stream, THREAD_LOCAL)
+        with torch.cuda.stream(side), allocations:
+            call("cuStreamBeginCapture_v2", stream, RELAXED)
             try:
                 with capturing():
                     results = function()
@@ -78,23 +94,12 @@ class MovingGraph:
             raise NotCaptured(f"cuStreamEndCapture: error {ended}")
         self._written = [i for i, x in enumerate(given) if _version(x) != versions[i]]
         self._results, sources = _places(given, results, allocations.nodes_before)
-        known = allocations.begins | {x.data_ptr() for x in given if x is not None}
-        self._made = [source.form for source in sources[len(given) :]]
-        call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
-        nodes = [Node.of(node) for node in nodes_of(self._graph)]
-        words = [(node, i, None if whole else known) for node in nodes for i, whole in node.addresses.items()]
-        patches = [(node, i, *found) for node, i, begins in words
-                   if (found := _source_of(node.words[i], node.handle, sources, begins)) is not None]  # fmt: skip
-        moving = {id(patch[0]): patch[0] for patch in patches}.values()
-        self._updates = [node.updater(self._exec) for node in moving]
-        self._patches = [(node.words, i, source, offset) for node, i, source, offset in patches]
-        self._lock = threading.Lock()
-
-    def __del__(self) -> None:
-        if self._exec:
-            self._driver.cuGraphExecDestroy(self._exec)
-        if self._graph:
-            self._driver.cuGraphDestroy(self._graph)
+        temporaries = [_Source.of_bytes(*segment) for segment in scratch()]
+        kept = allocations.alive({x.untyped_storage()._cdata for x in results if x is not None})
+        if any(each.start <= address < each.end for address in kept for each in temporaries):
+            forget(pool)
+            raise NotCaptured("it keeps a tensor that it makes, and does not give it")
+        return sources, allocations.begins | {x.data_ptr() for x in given if x is not None}, temporaries
 
     def launch(self, given: Flat, addresses: Sequence[int]) -> list[Tensor | None]:
         """The function's results for other arguments. addresses: of `given`, 0 of None."""
@@ -134,7 +139,11 @@ class _Allocations(TorchDispatchMode):
         self.begins: set[int] = set()
         self._stream = stream
         self._known = {x.untyped_storage()._cdata for x in given if x is not None}
-        self._storages: list[StorageWeakRef] = []  # so that no address of one is used again
+        self._storages: list[tuple[StorageWeakRef, int]] = []  # referred to, so that no address of one is used again
+
+    def alive(self, besides: Collection[int]) -> list[int]:
+        """Where the memory begins of storages that were made, or first seen, and are still there. besides: those."""
+        return [start for each, start in self._storages if each.cdata not in besides and not each.expired()]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -153,7 +162,7 @@ class _Allocations(TorchDispatchMode):
             if (storage := x.untyped_storage())._cdata not in self._known:
                 self._known.add(storage._cdata)
                 self.nodes_before[storage._cdata] = before
-                self._storages.append(StorageWeakRef(storage))
+                self._storages.append((StorageWeakRef(storage), storage.data_ptr()))
         return out
 
 
@@ -164,6 +173,10 @@ class _Source(NamedTuple):
     end: int
     form: Any
     without: set[int]
+
+    @classmethod
+    def of_bytes(cls, start: int, nbytes: int) -> "_Source":
+        return cls(start, start + nbytes, (torch.uint8, (nbytes,)), set())
 
 
 class _Place(NamedTuple):
@@ -229,6 +242,34 @@ def _source_of(
     return (found[0], word - sources[found[0]].start) if found else None
 
 
+def _patches(
+    nodes: Sequence[Node], sources: Sequence[_Source], temporaries: Sequence[_Source], known: Collection[int]
+) -> tuple[list[tuple[Node, int, int, int]], list[_Source]]:
+    """Of all words that move: the node, which of its words, the source, bytes from its start; and what temporaries are
+    sources, behind the others. known: where tensors begin."""
+    patches, used = [], list[_Source]()
+    for node in nodes:
+        for i, whole in node.addresses.items():
+            word, begins = node.words[i], None if whole else known
+            found = _source_of(word, node.handle, sources, begins)
+            if found is None and (temporary := _temporary_of(word, temporaries, begins)) is not None:
+                if temporary not in used:
+                    used.append(temporary)
+                found = len(sources) + used.index(temporary), word - temporary.start
+            if found is not None:
+                patches.append((node, i, *found))
+    return patches, used
+
+
+def _temporary_of(word: int, temporaries: Sequence[_Source], begins: Collection[int] | None) -> _Source | None:
+    """In which of them an address lies. begins: as of `_source_of`."""
+    found = next((each for each in temporaries if each.start <= word < each.end), None)
+    # Where a tensor within an operator begins is not known, and an address that is overlooked writes anywhere.
+    if found and begins is not None and word % (1 << 32) < SMALL and word not in begins:
+        raise NotCaptured("an address of a temporary could as well be a small integer")
+    return found
+
+
 def _version(x: Tensor | None) -> int | None:
     return None if x is None or x.is_inference() else x._version
 
@@ -248,29 +289,9 @@ def _view(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[
     return empty.set_(x.untyped_storage(), first // dtype.itemsize, shape, strides)
 
 
-@functools.cache
-def _side_stream(index: int, stream: int) -> torch.cuda.Stream:
-    """Where graphs of a stream are captured: cuBLAS has a workspace for each, which graphs of two would write to."""
-    return torch.cuda.Stream(index)
-
-
-@functools.cache
-def _pool(index: int, stream: int) -> torch.cuda.MemPool:
-    return torch.cuda.MemPool()
-
-
-def _takes_from(pool: torch.cuda.MemPool, device: torch.device) -> bool:
-    """Whether what is allocated within the pool lies there: a user's pool, or a compiler's, may go before it."""
-    with torch.cuda.use_mem_pool(pool):
-        place = torch.empty(1, dtype=torch.uint8, device=device).data_ptr()
-    return any(0 <= place - each["address"] < each["total_size"] for each in _segments(pool))
-
-
-def _segments(pool: torch.cuda.MemPool) -> list[dict[str, Any]]:
-    return [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(pool.id)]
-
-
-def idle_bytes(index: int) -> int:
-    """Of a device: what the graphs of its current stream keep for their temporaries, in which no tensor lies now."""
-    segments = _segments(_pool(index, torch._C._cuda_getCurrentRawStream(index)))
-    return sum(each["total_size"] - each["allocated_size"] for each in segments)
+def _destroy(graph: ctypes.c_void_p, exec_: ctypes.c_void_p) -> None:
+    if graph:
+        with relaxed():
+            if exec_:
+                driver().cuGraphExecDestroy(exec_)
+            driver().cuGraphDestroy(graph)

@@ -19,15 +19,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mxep.quant.checks import Axis
-from mxep.quant.graph import MovingGraph, NotCapturedNow
+from mxep.quant.driver import NotCapturedNow
+from mxep.quant.graph import MovingGraph
 from mxep.quant.tensor import MXTensor
 
 MOST_GRAPHS = 256
 """Of a function."""
 MOST_BYTES = 4 << 30
 """That a call may allocate to be a graph. A layer's passes take an H200 0.75 to 1.9 ms for each GiB that they allocate,
-the host less, and what is refused still has graphs of its steps. A graph keeps memory for what it allocates, and holds
-its arguments to its end, where a function that is called drops things as it goes."""
+the host less, and what is refused still has graphs of its steps. A graph holds its arguments and its temporaries to its
+end, where a function that is called drops them as it goes."""
 LEAST_DEVICE = 0
 """Index of the first device that replays; -1 is the CPU."""
 Tensors = list[Any]
