@@ -12,7 +12,7 @@ ms, fwd ms     forward and backward; forward alone: medians of sustained stretch
 x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
 TF             flops of valid rows over ms (layer_work)
 peak GiB       most memory of a step above operands and parameters, in the allocator, outside of it and in graphs
-outside GiB    peers' memory, libraries' buffers; graphs GiB: what replayed passes keep for temporaries, all together
+outside GiB    peers' memory, libraries' buffers; graphs GiB: what pools of graphs hold in which no tensor lies
 kept GiB       in the allocator between forward and backward, above operands, parameters and the output
 caller's ms    of section host: forward and backward, with backward in the caller's thread instead of autograd's
 launches, ...  of forward and backward (layer_stages.counts)
@@ -276,7 +276,7 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
     nothing on a CPU.
 
     peak GiB: in the allocator, outside and in graphs. outside GiB: peers' memory, libraries' buffers. graphs GiB: what
-    the graphs of all steps so far keep for temporaries, in one pool. kept GiB, if `forward` is given: in the allocator
+    pools of graphs hold in which no tensor lies. kept GiB, if `forward` is given: in the allocator
     while the output of it is held, above the output.
     """
     if device.type != "cuda":
