@@ -89,6 +89,24 @@ def test_a_machine_without_a_driver_leaves_no_half_made_graph(monkeypatch: pytes
             MovingGraph(list, [], nullcontext)
 
 
+def test_a_graph_is_destroyed_where_a_capture_of_another_thread_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: self.calls.append(name)
+
+    fake = Driver()
+    for place in ("mxep.quant.driver.driver", "mxep.quant.graph.driver"):
+        monkeypatch.setattr(place, lambda: fake)
+    graph._destroy(ctypes.c_void_p(), ctypes.c_void_p())
+    assert fake.calls == [], "of a capture that failed there is none"
+    graph._destroy(ctypes.c_void_p(1), ctypes.c_void_p(2))
+    exchange = "cuThreadExchangeStreamCaptureMode"
+    assert fake.calls == [exchange, "cuGraphExecDestroy", "cuGraphDestroy", exchange]
+
+
 def test_results_are_made_or_given_or_views_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "captured_nodes", lambda stream: {1})
     x, y = torch.randn(4, 6), torch.randn(3)

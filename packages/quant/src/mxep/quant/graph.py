@@ -37,7 +37,7 @@ SMALL = 1 << 20
 _NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 Flat = Sequence[Tensor | None]
 _capturing = threading.Lock()
-"""Of the side streams."""
+"""Of the side streams, and of `pools.py`."""
 
 
 class MovingGraph:
