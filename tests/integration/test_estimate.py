@@ -1,21 +1,27 @@
 """task=estimate: its formulas against the code's own shapes and real routings, its errors against what was measured."""
 
+import dataclasses
 import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from mxep.comms import Capacity
+from mxep.comms import Capacity, NvshmemTransport, make_plan
+from mxep.comms.layout import PE_SHIFT
+from mxep.comms.layout import Layout as Buffer
+from mxep.comms.puts import PutExchange
+from mxep.comms.transport import StagedBuffer
 from mxep.integration import estimate as task
 from mxep.integration.bench.comms_cases import Traffic, routing
 from mxep.integration.bench.layer_cases import BASELINE, Shape
 from mxep.integration.config import ConfigError
-from mxep.integration.estimate_costs import Layout, fit, read, terms
+from mxep.integration.estimate_costs import Layout, fit, memory, read, terms
 from mxep.integration.prepare import prepare
 from mxep.integration.schema import Config, configs_dir, register
 
@@ -66,6 +72,59 @@ def test_an_even_routing_sends_what_is_expected(ranks: int):
         - sum(drawn.tokens[r][q] for r in range(ranks) for q in range(r % node, ranks, node))
     ) / ranks
     assert inside == pytest.approx(row * counted, rel=0.02)
+
+
+def test_nvshmem_sends_a_copy_to_each_rank_and_its_tables():
+    """By hand: 100 tokens to all of 4 ranks, 2 a node. Rows of 528 and 1024 bytes twice, 12 bytes a pair, a count."""
+    layout = Layout(Shape(100, 512, 64, 8, 8), 4, "mxfp8/nvshmem", node=2)
+    assert layout.wire == [[112_004, 224_008], [208_000, 416_000]]
+    few = Layout(Shape(100, 512, 64, 8, 1), 4, "mxfp8/nvshmem", node=2)  # a quarter to each
+    assert few.wire == [[26_400 + 804, 2 * (26_400 + 804)], [51_200 + 400, 2 * (51_200 + 400)]]
+    whole = Layout(Shape(8192, 7168, 2048, 256, 8), 64, "mxfp8/nvshmem", node=8)
+    flat = dataclasses.replace(whole, what="mxfp8/symmetric", node=64)
+    tables = 63 * (12 * 8192 * 8 + 4)
+    assert sum(map(sum, whole.wire)) == pytest.approx(sum(map(sum, flat.wire)) + tables)
+
+
+@pytest.mark.parametrize(("recipe", "widths"), [("bf16", [1024]), ("fp8", [512, 1]), ("mxfp8", [512, 16])])
+def test_nvshmem_sends_what_its_exchange_puts(recipe: str, widths: list[int]):
+    """And its buffers are what its transport allocates. Every token goes to every rank, rank 0's here."""
+    shape, ranks, own = Shape(16, 512, 64, 8, 8), 4, 2
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels run
+    layout, sent = Buffer(ranks, shape.tokens, shape.top_k, 2 * shape.dim), [0] * ranks
+
+    def put(buffer, source, destinations, num_sms, groups=1):
+        for destination in destinations.flatten().tolist():
+            if destination >= 0:
+                sent[destination >> PE_SHIFT] += source.shape[1]
+
+    bases = torch.arange(ranks, device=device) << PE_SHIFT
+    transport = SimpleNamespace(rank=0, bases=bases, put=put, meet=lambda *args: None)
+    local, staging = torch.zeros(2, layout.nbytes, dtype=torch.uint8, device=device)
+    buffer = StagedBuffer(0, [local] * ranks, bases, staging=staging)
+    ids = torch.arange(8, dtype=torch.int32, device=device).expand(ranks, 16, 8).contiguous()
+    weights, payload = torch.rand(16, 8, device=device), [torch.zeros(16, n, device=device).byte() for n in widths]
+    tokens = torch.full((ranks,), 16, dtype=torch.int32, device=device)
+    plan = make_plan(ids, weights.expand(ranks, 16, 8), tokens, first_expert=0, num_local_experts=own, alignment=1)
+    rows = torch.zeros(plan.max_rows, shape.dim, dtype=torch.bfloat16, device=device)
+    out, exchange = (
+        torch.empty(16, shape.dim, dtype=torch.bfloat16, device=device),
+        PutExchange(transport, layout, own, None),
+    )
+    exchange.dispatch_tables(buffer, ids[0], weights)
+    for _ in range(2):  # forward, backward
+        exchange.dispatch(buffer, payload, ids[0])
+    dispatched = sent[1:]
+    exchange.combine(buffer, rows, None, plan, ids[0], out, None)
+    exchange.combine(buffer, rows, rows[:, 0].float(), plan, ids[0], out, torch.empty_like(weights))
+    of = Layout(shape, ranks, f"{recipe}/nvshmem")
+    assert [[sum(dispatched), 0], [sum(sent[1:]) - sum(dispatched), 0]] == of.wire
+    allocated: list[int] = []
+    host = SimpleNamespace(
+        _empty=lambda n: allocated.append(n) or torch.empty(n, dtype=torch.uint8), _agree=lambda: None
+    )
+    NvshmemTransport._allocate(SimpleNamespace(**vars(host), rank=0, world_size=ranks, device="cpu"), layout.nbytes)
+    assert memory(of).buffers == 2 * allocated[0]
 
 
 def measured_work() -> Iterator[tuple[dict, float]]:
@@ -153,6 +212,8 @@ def test_the_tables_are_80_wide_and_mark_what_is_extrapolated(tmp_path: Path):
     assert rows["mxfp8/all_to_all 256"]["note"].removeprefix("best ") == "~aen"
     assert rows["mxfp8/symmetric 4"]["net MB"] == 0 < rows["mxfp8/all_to_all 16"]["net MB"]
     assert rows["mxfp8/hierarchical 256"]["note"].removeprefix("best ") == "~enh"
+    assert rows["mxfp8/nvshmem 256"]["note"] == "~enpj"  # of 512 GPUs
+    assert all(row["dispatcher"] != "nvshmem" for row in rows.values() if "best" in row)
     for row in rows.values():
         assert sum(row["stages"].values()) == pytest.approx(1e3 * row["ms"], rel=1e-3)
         assert sum(row["memory"].values()) == pytest.approx(row["GiB"], rel=1e-3)
@@ -171,8 +232,10 @@ def test_a_faster_network_and_fewer_rows_cost_less():
     factor = "dispatcher=hierarchical", "dispatcher.capacity=factor", "dispatcher.factor=1.25"
     bounded = [ms(*factor, f"dispatcher.nodes_per_token={most}")["mxfp8/hierarchical 32"] for most in (1, 2, 4)]
     assert bounded[0] < bounded[1] < bounded[2] == ms(*factor)["mxfp8/hierarchical 32"]
-    for name in ("all_to_all", "hierarchical"):
+    for name in ("all_to_all", "hierarchical", "nvshmem"):
         assert plain[f"mxfp8/{name} 32"] > network[f"mxfp8/{name} 32"]
+    assert plain["mxfp8/nvshmem 32"] == nvlink["mxfp8/nvshmem 32"]  # the network is the slower leg
+    assert plain["mxfp8/nvshmem 8"] == network["mxfp8/nvshmem 8"] > nvlink["mxfp8/nvshmem 8"]
     assert plain["mxfp8/hierarchical 32"] > nvlink["mxfp8/hierarchical 32"]
     assert plain["mxfp8/symmetric 8"] == network["mxfp8/symmetric 8"] > nvlink["mxfp8/symmetric 8"]
     assert all(busy[layout] > plain[layout] for layout in plain)

@@ -11,7 +11,8 @@ Costs are of `estimate_costs`. Besides:
     memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
                 besides; exchange buffers and the graphs' pool, which all share. Nothing but experts, no library's
     over        more than a rank may take
-    ~           no measurement covers it: the letters are in docs/scaling.md
+    ~           no measurement covers it: the letters are in docs/scaling.md. j, a part of the job's ranks where NVSHMEM
+                takes all, is there to compare with, never the best
 """
 
 from __future__ import annotations
@@ -116,9 +117,10 @@ def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator
     for recipe in wanted.recipes:
         found = []
         for ep in (ep for ep in sizes if not (node % ep if ep <= node else ep % node)):
-            kinds = ("symmetric" if ep <= node else "hierarchical", "all_to_all") if ep > 1 else ("local",)
+            kinds = ("symmetric" if ep <= node else "hierarchical", "all_to_all", "nvshmem") if ep > 1 else ("local",)
             found += [_row(config, rates, Layout(shape, ep, f"{recipe}/{kind}", *bounds), layers) for kind in kinds]
-        best = max([row for row in found if row["GiB"] <= wanted.memory] or found, key=lambda row: row["ktok/s"])
+        can_run = [row for row in found if "j" not in row["note"]]
+        best = max([row for row in can_run if row["GiB"] <= wanted.memory] or can_run, key=lambda row: row["ktok/s"])
         best |= {"best": True, "note": f"best {best['note']}".strip()}
         yield from found
 
@@ -142,7 +144,8 @@ def _row(config: Config, rates: Rates, layout: Layout, layers: int) -> Row:
     few_rows = shape.tokens * shape.top_k * ep / shape.experts < MEASURED_ROWS
     marks = {"a": dispatcher == "all_to_all", "e": ep > MEASURED_RANKS, "n": ep > node}
     marks |= {"f": layout.case.recipe == "fp8", "r": few_rows}
-    marks |= {"g": grad_ms > ms, "h": dispatcher == "hierarchical"}
+    marks |= {"g": grad_ms > ms, "h": dispatcher == "hierarchical", "p": dispatcher == "nvshmem"}
+    marks["j"] = dispatcher == "nvshmem" and ep < world
     note = "".join(mark for mark, holds in marks.items() if holds)
     row = {"layout": f"{layout.what} {ep}", "recipe": layout.case.recipe, "dispatcher": dispatcher, "EP": ep}
     row |= zip(("NVL MB", "net MB"), (sum(leg) / 1e6 for leg in zip(*layout.wire)))

@@ -4,7 +4,7 @@
 
     stages      of MXFP8 from its profile; of bf16's products and SwiGLU, and of NCCL's all-to-all, from the baseline's
     legs        ranks of a group lie side by side: the first on NVLink, the others across the network, where a leg has
-                the share of its speed that NCCL had on NVLink. An all-to-all takes as long as the slower leg
+                the share of its speed that NCCL had on NVLink. An all-to-all, and puts, take as long as the slower leg
     sustained   products are slower in a long run than in a profile's few steps: one factor a recipe, from times
     overlap     of symmetric's dispatch and the quantization of weights beside it
     routing     is even: of K experts of E a token needs a rank of e with probability 1 - C(E - e, K) / C(E, K).
@@ -52,7 +52,7 @@ RENAMED = {"push": "dispatch", "return": "combine", "split fold": "fold for wgra
 class Layout:
     """A layer over W ranks, and its Traffic (comms_cases) of an even routing: rows on average.
 
-    what: a case of bench=layer. imbalance: load of the busiest rank over the mean. node: ranks that
+    what: a case of bench=layer, or recipe/nvshmem. imbalance: load of the busiest rank over the mean. node: ranks that
     NVLink connects. nodes_per_token: the most nodes of a token, where a router limits them, of hierarchical.
     """
 
@@ -113,32 +113,36 @@ class Layout:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Bytes of a row on the wire, dispatched and combined."""
-        return row_bytes(self.case.recipe, self.shape.dim), row_bytes("bf16", self.shape.dim)
+        """Bytes of a row on the wire, dispatched and combined. nvshmem puts whole 16 bytes."""
+        dim, multiple = self.shape.dim, ALIGNMENT if self.case.dispatcher == "nvshmem" else 1
+        return round_up(row_bytes(self.case.recipe, dim), multiple), round_up(row_bytes("bf16", dim), multiple)
 
     @property
     def wire(self) -> list[list[float]]:
         """Bytes that a rank sends in a step over [NVLink, the network], dispatched and combined, forward and backward
-        together, on average; as many come back to it. Signals and tables do not count."""
+        together, on average; as many come back to it. Signals do not count, nor tables but those of nvshmem."""
         (tokens, _, _, _, top_k), others = self.shape, (self.near - 1, self.ranks - self.near)
         each = tokens * (top_k / self.ranks if self.case.dispatcher == "all_to_all" else self.needs)
-        legs = [each * n for n in others]
+        legs, tables = [each * n for n in others], (0, 0)
         if self.case.dispatcher == "hierarchical":  # ranks of a node share what came; all slots of other nodes cross
             legs = [each * (self.ranks - self.nodes), self.slots // self.nodes * (self.nodes - 1)]
-        return [[2 * row * leg for leg in legs] for row in self.rows]
+        elif self.case.dispatcher == "nvshmem":  # whole, to each rank: ids, weights, T; weights' gradients
+            tables = 8 * tokens * top_k + 4, 4 * tokens * top_k
+        return [[2 * row * leg + table * n for leg, n in zip(legs, others)] for row, table in zip(self.rows, tables)]
 
     @property
     def copied(self) -> float:
-        """Bytes that a dispatcher reads and writes around its collectives.
+        """Bytes that a dispatcher reads and writes around its collectives or puts.
 
         all_to_all: gathers, joins, splits, sums. Each way a row is copied three times. Sums read a row for each pair,
-        write min(K, W) a token, read these. hierarchical: joins, gathers, sums.
+        write min(K, W) a token, read these. hierarchical: joins, gathers, sums. nvshmem: rows and sums that are staged.
         """
         (tokens, _, _, _, top_k), (row, back), pairs = self.shape, self.rows, self.shape.tokens * self.shape.top_k
         sums = pairs + 2 * tokens * min(top_k, self.ranks) + tokens
         one_way = {
             "all_to_all": 6 * pairs * (row + back) + sums * back,
             "hierarchical": (tokens + self.slots) * (2 * row + back),
+            "nvshmem": 2 * tokens * (row + self.ranks * self.needs * back),
         }
         return 2 * one_way.get(self.case.dispatcher, 0.0)
 
@@ -186,6 +190,9 @@ class Rates:
         if layout.copied:
             todo["permute + pointwise"] = (layout.copied,)
         found = {stage: sum(a * b for a, b in zip(n, self._us(case, stage))) for stage, n in todo.items()}
+        if case.dispatcher == "nvshmem":  # puts to both at once, through the network at NCCL's share
+            for stage, (_, far) in zip(("dispatch", "combine"), layout.wire):
+                found[stage] = max(found[stage], self._us(case, "NCCL")[0] * far * slower[1])
         found["GEMMs"] *= self.sustained.get(BASELINE if case.baseline else case.recipe, self.sustained["mxfp8"])
         if "quantize weights" in found and case.dispatcher == "symmetric":
             found["overlap"] = -self.overlap * min(found["quantize weights"], found["dispatch"])
@@ -292,7 +299,7 @@ def memory(layout: Layout) -> Memory:
     else:
         rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)
     row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
-    copied = dispatcher in ("symmetric", "hierarchical")
+    copied = dispatcher in ("symmetric", "hierarchical", "nvshmem")
     saved = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
     gate_up, h, d_h = 4 * rows * hidden, rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
     plan = 8 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
@@ -337,4 +344,5 @@ def memory(layout: Layout) -> Memory:
     until_refused = (b for b, n in zip(besides, [0, *itertools.accumulate(each)]) if n <= MOST_BYTES)
     captured = peak if in_steps else max(peak, forward, kept + out + max(until_refused))
     of_node = Buffer(layout.near if crossing else ranks, crossing or tokens, top_k, round_up(2 * dim, ALIGNMENT)).nbytes
-    return Memory(kept, peak - kept, 2 * of_node * copied, max(pools), called, captured)
+    buffers = 2 * of_node * copied if dispatcher != "nvshmem" else 4 * round_up(of_node, 16 * ALIGNMENT)  # and staging
+    return Memory(kept, peak - kept, buffers, max(pools), called, captured)
