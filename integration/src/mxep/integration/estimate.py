@@ -7,20 +7,18 @@
 
 Costs are of `estimate_costs`. Besides:
 
-    ranks       of a group lie side by side: the first gpus_per_node on NVLink, the others across the network. An
-                all-to-all takes as long as the slower leg, and a leg has the share of its speed that NCCL had on NVLink
     gradients   of experts are reduced over their replicas, in a ring, beside micro-batches: the longer counts
     memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
                 besides; exchange buffers and the graphs' pool, which all share. Nothing but experts, no library's
-    ~           no measurement covers it. a: all_to_all, e: EP over 4, n: between nodes, r: fewer than 2048 rows an
-                expert, f: fp8, measured on one model, g: the reduction of gradients takes longer than the step, h:
-                hierarchical, whose copies have the baseline's speed and whose exchange within a node symmetric's
     over        more than a rank may take
+    ~           no measurement covers it: the letters are in docs/scaling.md. j, a part of the job's ranks where NVSHMEM
+                takes all, is there to compare with, never the best
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -30,10 +28,10 @@ from typing import Any
 from mxep.comms import Capacity
 from mxep.ep import CASES
 
-from .bench.layer_cases import BASELINE, Case, Shape
+from .bench.layer_cases import BASELINE, Shape
 from .bench.layer_work import WIRE
 from .config import ConfigError
-from .estimate_costs import Rates, fit, legs, memory, read, slots_of
+from .estimate_costs import MOST_RANKS, Layout, Rates, fit, memory, read
 from .named import make_capacity
 from .names import ESTIMATES
 from .results import Report, Row, Section
@@ -41,7 +39,6 @@ from .schema import Config
 from .sizes import NAMES, sizes_of
 
 GIB = 1 << 30
-MOST_RANKS = 512
 MEASURED_RANKS, MEASURED_ROWS = 4, 2048  # most ranks, fewest rows an expert, of what was fitted
 HELD_MORE = ("8a1ffda", "8496c07", "5f88c78", "50f4853", "3c4ac5c", "989db98", "25d5ea1", "9bbab27")
 """Commits whose layers kept h for backward, or held more in it: their memory is left out."""
@@ -115,51 +112,45 @@ def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator
     """Rows of all layouts, the best of each recipe marked."""
     wanted = config.estimate
     node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
-    sizes = [ep for ep in range(1, min(world, shape.experts, MOST_RANKS) + 1) if not world % ep + shape.experts % ep]
+    sizes = [ep for ep in range(1, min(world, MOST_RANKS) + 1) if not (world % ep or shape.experts % ep)]
+    bounds = make_capacity(config), wanted.imbalance, node, config.dispatcher.nodes_per_token
     for recipe in wanted.recipes:
         found = []
         for ep in (ep for ep in sizes if not (node % ep if ep <= node else ep % node)):
-            kinds = (
-                ("local",) if ep == 1 else ("symmetric", "all_to_all") if ep <= node else ("all_to_all", "hierarchical")
-            )
-            found += [_layout(config, rates, shape, layers, f"{recipe}/{kind}", ep) for kind in kinds]
-        timed = [row for row in found if "ms" in row]
-        best = max([row for row in timed if row["GiB"] <= wanted.memory] or timed, key=lambda row: row["ktok/s"])
+            kinds = ("symmetric" if ep <= node else "hierarchical", "all_to_all", "nvshmem") if ep > 1 else ("local",)
+            found += [_row(config, rates, Layout(shape, ep, f"{recipe}/{kind}", *bounds), layers) for kind in kinds]
+        can_run = [row for row in found if "j" not in row["note"]]
+        best = max([row for row in can_run if row["GiB"] <= wanted.memory] or can_run, key=lambda row: row["ktok/s"])
         best |= {"best": True, "note": f"best {best['note']}".strip()}
         yield from found
 
 
-def _layout(config: Config, rates: Rates, shape: Shape, layers: int, what: str, ep: int) -> Row:
-    wanted, (recipe, dispatcher) = config.estimate, what.split("/")
+def _row(config: Config, rates: Rates, layout: Layout, layers: int) -> Row:
+    wanted, shape, ep, dispatcher = config.estimate, layout.shape, layout.ranks, layout.case.dispatcher
     node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
-    capacity, nodes = make_capacity(config), max(1, ep // node) if dispatcher == "hierarchical" else 1
-    most = config.dispatcher.nodes_per_token
-    inside, across = legs(shape, ep, node, what, capacity, most)
-    row: Row = {"layout": f"{what} {ep}", "recipe": recipe, "dispatcher": dispatcher, "EP": ep}
-    row |= {"NVL MB": inside / 1e6, "net MB": across / 1e6}
-    slower = WIRE / wanted.nvlink, WIRE / wanted.network
-    sent = across * slower[1] if nodes > 1 else max(inside * slower[0], across * slower[1])
-    slots = slots_of(shape, nodes, capacity, most)
-    stages = rates.stages(shape, ep, what, wanted.imbalance, slower=slower[0], sent=sent, nodes=nodes, slots=slots)
+    stages = rates.stages(layout, wanted.nvlink, wanted.network)
     ms = sum(stages.values()) / 1e3
     weights = 3 * shape.experts // ep * shape.dim * shape.hidden
     replicas, near = world // ep, max(1, node // ep)
     ring = 2 * 2 * weights * (replicas - 1) / replicas  # bytes of bf16 gradients that a rank sends
-    lanes = [ring * slower[0] if near > 1 else 0.0, ring / near * slower[1] if replicas > near else 0.0]
-    grad_ms = rates.us[BASELINE, "NCCL"][0] * max(lanes) / 1e3 / wanted.micro_batches
-    parameters: dict[str, int] = {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
+    lanes = [ring / wanted.nvlink if near > 1 else 0.0, ring / near / wanted.network if replicas > near else 0.0]
+    grad_ms = rates.us[BASELINE, "NCCL"][0] * WIRE * max(lanes) / 1e3 / wanted.micro_batches
+    of_layer = memory(layout)
+    parameters = {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
     sizes = {name: float(layers * weights * size) for name, size in parameters.items()}
-    of_layer = memory(shape, ep, what, capacity, wanted.imbalance, nodes=nodes, nodes_per_token=most)
-    sizes |= of_layer | {"kept": layers * of_layer["kept"]}
+    sizes |= {"kept": layers * of_layer.kept, "work": of_layer.work}
+    sizes |= {"buffers": of_layer.buffers, "graphs": of_layer.pool}
     gib = sum(sizes.values()) / GIB
-    marks = {"a": dispatcher == "all_to_all", "e": ep > MEASURED_RANKS, "n": ep > node, "f": recipe == "fp8"}
-    marks["r"] = shape.tokens * shape.top_k * ep / shape.experts < MEASURED_ROWS
-    marks |= {"g": grad_ms > ms, "h": nodes > 1}
+    few_rows = shape.tokens * shape.top_k * ep / shape.experts < MEASURED_ROWS
+    marks = {"a": dispatcher == "all_to_all", "e": ep > MEASURED_RANKS, "n": ep > node}
+    marks |= {"f": layout.case.recipe == "fp8", "r": few_rows}
+    marks |= {"g": grad_ms > ms, "h": dispatcher == "hierarchical", "p": dispatcher == "nvshmem"}
+    marks["j"] = dispatcher == "nvshmem" and ep < world
     note = "".join(mark for mark, holds in marks.items() if holds)
+    row = {"layout": f"{layout.what} {ep}", "recipe": layout.case.recipe, "dispatcher": dispatcher, "EP": ep}
+    row |= zip(("NVL MB", "net MB"), (sum(leg) / 1e6 for leg in zip(*layout.wire)))
+    row |= {"ms": ms, "grad ms": grad_ms, "GiB": gib}
     return row | {
-        "ms": ms,
-        "grad ms": grad_ms,
-        "GiB": gib,
         "ktok/s": shape.tokens * world / layers / max(ms, grad_ms),
         "note": " ".join(filter(None, ["over" * (gib > wanted.memory), note and f"~{note}"])),
         "stages": stages,
@@ -185,29 +176,26 @@ def errors(section: str, rows: list[Row]) -> Iterator[Row]:
         formula = (what in CASES and suffix in ("", "kept", "worst_case", "exact")) or name == BASELINE
         if row["section"] not in ("layer", "skew", "eager", "memory") or not formula or (skewed and not capacity):
             continue
-        model, shape, ranks = row["model"], Shape(*row["shape"]), row["ranks"]
+        model, ranks, quantized_once = row["model"], row["ranks"], suffix == "kept"
+        fits = Capacity(suffix) if suffix and not quantized_once else Capacity.factor(capacity or 1.0)
         imbalance = capacity if skewed and capacity else 1.0
-        notes = ["skew"] * skewed + [f"T {shape.tokens}"] * (row["section"] == "eager")
+        layout = dataclasses.replace(Layout.of(row), capacity=fits, imbalance=imbalance)
+        notes = ["skew"] * skewed + [f"T {layout.shape.tokens}"] * (row["section"] == "eager")
         out: Row = {"model": f"{model}, {ranks}", "what": name, "note": " ".join(notes)}
-        out |= {"section": row["section"], "shape": list(shape), "commit": row["commit"]}
+        out |= {"section": row["section"], "shape": list(layout.shape), "commit": row["commit"]}
         if section == "time_errors" and "ms" in row:
             if model not in fitted:
                 fitted[model] = fit(rows, without=model)
-            sent = legs(shape, ranks, ranks, what)[0] if Case(what).dispatcher == "all_to_all" else 0.0
-            ms = sum(fitted[model].stages(shape, ranks, name, imbalance, sent=sent).values()) / 1e3
+            ms = sum(fitted[model].stages(layout).values()) / 1e3
             yield out | {"ms": row["ms"], "est.": ms, "off": ms / row["ms"] - 1}
-        held_more = row["commit"].startswith(HELD_MORE)
-        if section == "memory_errors" and "peak GiB" in row and what in CASES and suffix != "kept" and not held_more:
-            fits = Capacity(suffix) if suffix else Capacity.factor(capacity or 1.0)
-            # Before the pool was measured, the peak was that of the step in which passes are captured. Their steps had
-            # been by then in section memory, after section eager.
-            how = "passes captured" if row["section"] == "memory" else "captured"
-            how = "replayed" if "graphs GiB" in row else how
-            sizes = memory(shape, ranks, what, fits, imbalance, how=how)
+        unlike = quantized_once or name == BASELINE or row["commit"].startswith(HELD_MORE)
+        if section == "memory_errors" and "peak GiB" in row and not unlike:
+            found = memory(layout)
+            # Before the pool was measured, the peak was that of the step in which passes are captured.
+            peak = found.kept + found.work if "graphs GiB" in row else found.captured
+            here = found.buffers if ranks == 1 else 0.0  # which are no peers' then, and torch's
             gib = row["peak GiB"] - row["outside GiB"] - row.get("graphs GiB", 0.0)
-            here = sizes["buffers"] if ranks == 1 else 0.0  # which are no peers' then, and torch's
-            found = (sizes["kept"] + sizes["work"] + here) / GIB
-            yield out | {"GiB": gib, "est.": found, "off": found / gib - 1}
+            yield out | {"GiB": gib, "est.": (peak + here) / GIB, "off": (peak + here) / GIB / gib - 1}
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
@@ -216,16 +204,13 @@ def draw(results: dict[str, Any], file: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="EP", ylabel="thousand tokens/s", title=results["what"])
-    rows = [row for row in results["sections"]["layouts"] if "ms" in row]
+    rows = results["sections"]["layouts"]
     for name in dict.fromkeys((row["recipe"], row["dispatcher"]) for row in rows):
         line = [row for row in rows if (row["recipe"], row["dispatcher"]) == name]
-        (drawn,) = axes.plot(
-            [row["EP"] for row in line], [row["ktok/s"] for row in line], label="/".join(name), marker="o"
-        )
-        short = [row for row in line if "over" in row["note"]]
-        axes.plot(
-            [row["EP"] for row in short], [row["ktok/s"] for row in short], "o", color="white", mec=drawn.get_color()
-        )
+        points = [row["EP"] for row in line], [row["ktok/s"] for row in line]
+        (drawn,) = axes.plot(*points, label="/".join(name), marker="o")
+        over = [i for i, row in enumerate(line) if "over" in row["note"]]
+        axes.plot(*points, "o", markevery=over, color="white", mec=drawn.get_color())
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
