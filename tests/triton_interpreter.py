@@ -264,20 +264,66 @@ def install() -> None:
         key = (element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
         if key not in blocks:
             make_block(self, element_ty, shape)
-            blocks[key] = self.shape, self.numel, self.name
+            sizes = [tl.constexpr(size) for size in self.shape]
+            blocks[key] = self.shape, self.numel, self.name, (tl.constexpr(math.prod(self.shape)), tl.tuple(sizes))
         self.element_ty = element_ty
-        self.shape, self.numel, self.name = blocks[key]
+        self.shape, self.numel, self.name, self.extent = blocks[key]
 
-    @functools.cache
-    def extent(*shape: int) -> tuple[Any, Any]:
-        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+    no_extent = tl.constexpr(1), tl.tuple([])
 
     def tensor(self: Any, data: Any, dtype: Any) -> None:
         self.handle, self.type, self.dtype = data, dtype, dtype.scalar
-        self.numel, self.shape = extent(*dtype.shape) if dtype.is_block() else extent()
+        self.numel, self.shape = getattr(dtype, "extent", no_extent)
 
     tl.block_type.__init__ = block
     tl.tensor.__init__ = tensor
+
+    # And it works out at each operation what two operands become, which their types say.
+    check, stretch, unwrap = (
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic.broadcast_impl_value,
+        tl.core._unwrap_if_constexpr,
+    )
+    uncast: set[Any] = set()
+    stretched: dict[Any, Any] = {}
+    constants: dict[Any, Any] = {}
+    plain = {tl.tensor, int, float, bool, str, type(None)}
+
+    def broadcast(self: Any, a: Any, b: Any) -> Any:
+        key = a.type.name, b.type.name
+        if key not in stretched:
+            pair = stretch(self, a, b)
+            stretched[key] = [None if new is old else new.type for new, old in zip(pair, (a, b))]
+            return pair
+        return [
+            x if to is None else tl.tensor(handle(np.broadcast_to(x.handle.data, to.shape), x.handle.dtype.scalar), to)
+            for x, to in zip((a, b), stretched[key])
+        ]
+
+    def operands(self: Any, a: Any, b: Any, *flags: Any, **named: Any) -> Any:
+        """A Python number becomes a constant like the other operand, made once; tensors may only need one shape."""
+        numbers = not isinstance(a, tl.tensor), not isinstance(b, tl.tensor)
+        if named or all(numbers):
+            return check(self, a, b, *flags, **named)
+        if any(numbers):
+            number, other = (a, b) if numbers[0] else (b, a)
+            key = number, type(number), numbers, other.type.name, flags
+            if (constant := constants.get(key)) is not None:
+                return (constant, b) if numbers[0] else (a, constant)
+            pair = check(self, a, b, *flags)
+            if pair[numbers[0]] is other:
+                constants[key] = pair[numbers[1]]
+            return pair
+        key = a.type.name, b.type.name, flags
+        if key in uncast:
+            return broadcast(self, a, b)
+        pair = check(self, a, b, *flags)
+        if all(new.dtype == old.dtype for new, old in zip(pair, (a, b))):
+            uncast.add(key)
+        return pair
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = operands, broadcast
+    tl.core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
 
     # launches
     start = autotuner.Autotuner.__init__
@@ -290,15 +336,31 @@ def install() -> None:
     launch, patch = stock.GridExecutor.__call__, stock._patch_lang
     patched: set[int] = set()  # the language modules that this launch has given the interpreter's functions
 
+    @functools.cache
+    def modules_of(fn: Any) -> frozenset[int]:
+        return frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+
     def patch_once(fn: Any) -> Any:
         """Device functions come here at every call, tl.max too; looking through the language takes 1 ms."""
-        modules = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        modules = modules_of(fn)
         if modules <= patched:
             return stock._LangPatchScope()
         patched.update(modules)
         scope = patch(fn)
         scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))  # 3.6 wants numpy < 2.4
         return scope
+
+    checks_semantic = tl.core.builtin(lambda: None).__code__
+
+    def interpret(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        """`member` of the language with the interpreter's semantic, without looking whether there is one."""
+        call = member.__wrapped__ if member.__code__ is checks_semantic else member
+
+        def interpreted(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = stock.interpreter_semantic
+            return call(*args, **kwargs)
+
+        scope.set_attr(obj, name, interpreted)
 
     look_up = stock._get_np_dtype
     numpy_types: dict[str, Any] = {}
@@ -315,5 +377,5 @@ def install() -> None:
             launch(self, *args, **kwargs)
 
     stock._get_np_dtype = numpy_type
-    stock._patch_lang = patch_once
+    stock._patch_lang, stock._patch_attr = patch_once, interpret
     stock.GridExecutor.__call__ = start_launch
