@@ -5,6 +5,7 @@ it again and again. A file by itself, GPUs, which tests take all of, and torchru
 """
 
 import ctypes
+import gc
 import os
 import sys
 from multiprocessing import util
@@ -21,6 +22,10 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # before a conftest imports
 
 triton_interpreter.on_import()
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # plain C++ on a CPU: no trials, for 8 s, of what it can do
+
+
+LONGEST = ("test_fsdp.py", "test_torchtitan.py", "test_compiled.py", "test_swiglu_kernels.py")
+"""Files that would keep one process busy at the end, while the others have nothing left to do."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,3 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTHONDONTWRITEBYTECODE"] = ""
         flags = util._args_from_interpreter_flags()  # of the fork server, too, which would write none for ranks
         util._args_from_interpreter_flags = lambda: [flag for flag in flags if flag != "-B"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: the processes share out files, and end together where the last ones are short."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.path.name not in LONGEST)  # the others stay in their order
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays; each collection would look at all of it

@@ -1,5 +1,6 @@
 """The numbers of Triton kernels: on a GPU this states what it does, elsewhere that the interpreter does the same."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -69,6 +70,18 @@ def _constants_kernel(x_ptr, out_ptr, rows, BLOCK: tl.constexpr):
     for _ in range(rows):
         x = tl.where(x < 100.0, x * 2.0 + half, x)
     tl.store(out_ptr + i, tl.clamp(x, -3.0, 3.0))
+
+
+@triton.jit
+def _same_numbers_kernel(x_ptr, n_ptr, out_ptr, SIZE: tl.constexpr):
+    """out: (4, SIZE, SIZE) fp32."""
+    i = tl.arange(0, SIZE)
+    at = out_ptr + i[:, None] * SIZE + i[None, :]
+    x, n = tl.load(x_ptr + i).to(tl.float32), tl.load(n_ptr + i)
+    tl.store(at, x[:, None] - n[None, :])
+    tl.store(at + SIZE * SIZE, n[None, :] - x[:, None])
+    tl.store(at + 2 * SIZE * SIZE, (2 - x)[:, None] + (x - 2)[None, :])
+    tl.store(at + 3 * SIZE * SIZE, (n * 2 // 4)[:, None] + (n * 2.0 / 4)[None, :])
 
 
 @triton.jit
@@ -254,6 +267,20 @@ def test_constants_take_the_format_of_what_they_meet(dtype):
     for _ in range(2):
         want = want * 2 + 0.5
     assert torch.equal(out.cpu(), want.clamp(-3, 3))
+
+
+def test_the_same_number_and_the_same_shapes_meet_again_on_either_side_and_in_other_types():
+    """Of which the interpreter remembers what they become: no second launch, size or dtype is taken for the first."""
+    for size, dtype, of in itertools.product((16, 32), (torch.float32, torch.bfloat16), (torch.int32, torch.int64)):
+        x, n = torch.linspace(-4, 4, size).to(dtype), torch.arange(size, dtype=of)
+        for _ in range(2):
+            out = torch.empty(4, size, size, device=DEVICE)
+            _same_numbers_kernel[(1,)](x.to(DEVICE), n.to(DEVICE), out, size)
+            wide = x.float()
+            difference = wide[:, None] - n[None, :]
+            sides = (2 - wide)[:, None] + (wide - 2)[None, :]
+            types = (n * 2 // 4)[:, None] + (n / 2).float()[None, :]
+            assert torch.equal(out.cpu(), torch.stack([difference, -difference, sides, types]))
 
 
 @pytest.mark.parametrize("dtype", [*HALF, *FP8], ids=str)

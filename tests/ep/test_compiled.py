@@ -155,6 +155,7 @@ def test_no_weight_gradient_is_computed_of_a_frozen_weight(ctx) -> None:
         assert all(torch.equal(*pair) for pair in zip(*runs))
 
 
+@pytest.mark.slow
 @distributed(1)
 def test_inductor_runs_it(ctx) -> None:
     block = Block(ctx, recipe="mxfp8", dispatcher="local")
@@ -394,6 +395,7 @@ def test_a_step_with_a_compiled_layer_and_its_optimizer_replays_as_a_cuda_graph(
     assert all(torch.equal(*pair) for pair in zip(*weights))
 
 
+@pytest.mark.slow
 @torch._inductor.config.patch(force_disable_caches=True)
 def test_a_compiled_layer_without_tokens_makes_its_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, dispatch = [], LocalDispatcher.dispatch

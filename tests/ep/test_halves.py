@@ -38,7 +38,7 @@ def test_halves_give_the_bits_of_the_whole(recipe: str, hidden_dim: int) -> None
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("compiled", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiled", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gradients_of_halves_are_taken_as_they_are_written(
     recipe: str, compiled: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

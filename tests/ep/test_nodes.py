@@ -24,6 +24,8 @@ from mxep.integration.snr import snr
 from mxep.integration.verify import BF16, MARGIN
 from nodes import make_nodes, run_nodes, sent_bytes
 
+pytestmark = pytest.mark.slow  # nodes are torchruns, and some wait until a collective gives up
+
 BETWEEN_NODES = ("all_to_all", "hierarchical")
 """Dispatchers whose ranks may be on several nodes."""
 TIMEOUT = 4.0

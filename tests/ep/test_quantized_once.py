@@ -42,7 +42,7 @@ def step(model: Any, moe: MoE, micro_batches: int = 3) -> list[Tensor]:
         ("mxfp8", "eager"),
         ("mxfp8", "aot_eager"),
         ("mxfp8_32x32", "aot_eager"),
-        ("fp8", "inductor"),
+        pytest.param("fp8", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_layers_share_it_and_give_away_nothing_of_what_is_held(recipe: str, backend: str) -> None:
