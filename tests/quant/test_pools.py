@@ -190,9 +190,10 @@ def a_users_pool_is_in_use() -> None:
         gc.collect()
         other = function_of()
         check(other, 4)
-        assert (other.replays, other.refused) == (0, [])
+        assert other.refused == []
+        before = other.replays  # none, where torch lets the user's pool go before that of a capture
     check(other, 2)
-    assert other.replays == 2
+    assert other.replays == before + 2
 
 
 def a_users_pool_is_in_use_in_another_thread() -> None:
@@ -222,7 +223,8 @@ def another_thread_captures() -> None:
     results = []
 
     def other() -> None:
-        with torch.cuda.graph(captured, capture_error_mode="global"):
+        # In mode "global" a launch of any of our graphs ends the capture, too.
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
             results.append(x * 2)
             opened.set()
             done.wait(60)

@@ -72,7 +72,7 @@ DEEPSEEK = "deepseek"
 RECIPES = ("bf16", "fp8", "mxfp8")
 VOCABULARY = 32768
 CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
-LEAST_SNR = 6.0  # experts flip between any two kinds of products, the more the more layers; without experts: 1 to 2
+LEAST_SNR = 12.0  # experts flip between any two kinds of products, the more the more layers; without experts: up to 10
 
 LINEAR = ", linear"
 MXEP = (*(f"mxep {recipe}" for recipe in RECIPES), f"mxep mxfp8{LINEAR}")
@@ -198,7 +198,7 @@ class Subject:
                     weight.fill_(1.0)
                 else:
                     drawn = own if ".experts." in name else generator
-                    local_tensor(weight).normal_(std=weight.shape[-1] ** -0.5, generator=drawn)
+                    local_tensor(weight).normal_(std=_std(name, weight, shape.layers), generator=drawn)
         model.train()
         plain = [layer.self_attn for layer in model.model.layers]
         shared = {id(weight): weight for weight in model.parameters()}
@@ -277,6 +277,14 @@ def _config(name: str, shape: Shape) -> Any:
     heads = max(2, shape.dim // 64)
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 8), "head_dim": 128}
     return Qwen3MoeConfig(**sizes, num_experts=shape.experts)
+
+
+def _std(name: str, weight: Tensor, layers: int) -> float:
+    """Residuals keep the size of embeddings, however many layers add to them, so that few experts flip."""
+    if "embed_tokens" in name:
+        return 1.0
+    added = "o_proj" in name or "down_proj" in name
+    return float((weight.shape[-1] * (2 * layers if added else 1)) ** -0.5)
 
 
 def _adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:
