@@ -108,9 +108,31 @@ def empty_folded(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tupl
     return qdata.new_empty((*rest, rows, k)), scale.new_empty((*rest, rows, 1))
 
 
-def empty_swiglu_scale(gate_up: Tensor, width: int, block_size: int, folded: bool) -> Tensor:
-    """scale (R, width/block_size) or, folded, (R, 1) of a result (R, width)."""
-    return gate_up.new_empty((gate_up.shape[0], 1 if folded else width // block_size), dtype=SCALE_DTYPE)
+def empty_swiglu(
+    gate_up: Tensor, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
+) -> tuple[Tensor, Tensor]:
+    """h (R, F) and the bytes of its scale (R, F/block_size) or, folded, (R, 1); without a mode there is no scale."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    return gate_up.new_empty((rows, width), dtype=dtype), _scale_of_rows(gate_up, width, mode, block_size, folded)
+
+
+def empty_swiglu_backward(
+    gate_up: Tensor, mode: str | None, block_size: int, folded: bool, h_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The scale of d_gate_up (R, 2F), d_row_weight (R,), and `empty_swiglu`, or nothing without h_dtype."""
+    rows, width = gate_up.shape
+    scale = _scale_of_rows(gate_up, width, mode, block_size, folded)
+    h, h_scale = (
+        (gate_up.new_empty(0), gate_up.new_empty(0, dtype=torch.uint8))
+        if h_dtype is None
+        else empty_swiglu(gate_up, h_dtype, mode, min(block_size, width // 2), folded)
+    )
+    return scale, gate_up.new_empty(rows, dtype=torch.float32), h, h_scale
+
+
+def _scale_of_rows(x: Tensor, width: int, mode: str | None, block_size: int, folded: bool) -> Tensor:
+    shape = (0,) if mode is None else (x.shape[0], 1 if folded else width // block_size)
+    return x.new_empty(shape, dtype=torch.uint8)
 
 
 def empty_group_sums(x: Tensor, offs: Tensor) -> Tensor:
