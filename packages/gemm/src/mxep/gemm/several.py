@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, quantize_stacked, quantize_stacked_columns
+from mxep.quant import MXTensor, quantize_columns_of_amax, quantize_with_amax
 
 Weight = Tensor | tuple[Tensor, ...]
 """(G, N, K), or its parts, (G, N of each, K), which are joined where they are quantized and nowhere else."""
@@ -45,7 +45,7 @@ def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: 
         return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)
     if not with_amax or not _has_one_scale(recipe, backend):
         return _join([backend.quantize_weight_rowwise(part, recipe)[0] for part in w]), None
-    return quantize_stacked(w, fmt=recipe.fmt, mode=recipe.mode)
+    return quantize_with_amax(w, fmt=recipe.fmt, mode=recipe.mode)
 
 
 def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None) -> Tensor:
@@ -56,7 +56,7 @@ def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor |
         return _join([backend.quantize_weight_colwise(part, recipe) for part in w])
     if amax is None:
         return backend.quantize_weight_colwise(joined(w), recipe)
-    return quantize_stacked_columns(w, amax, fmt=recipe.fmt, mode=recipe.mode)
+    return quantize_columns_of_amax(w, amax, fmt=recipe.fmt, mode=recipe.mode)
 
 
 def _has_one_scale(recipe: Recipe, backend: Backend) -> bool:

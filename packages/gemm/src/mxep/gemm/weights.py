@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, quantize, quantize_both, quantize_with_amax
+from mxep.quant import MXTensor, quantize, quantize_both, quantize_columns_of_amax, quantize_with_amax
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class QuantizedWeight:
         return sum(mx.qdata.nbytes + mx.scale.nbytes for mx in found.values())
 
 
-def quantize_weight(w: Tensor, recipe: Recipe, *, colwise: bool = True, per_row: bool = False) -> QuantizedWeight:
+def quantize_weight(w: Tensor, recipe: Recipe, *, colwise: bool = True) -> QuantizedWeight:
     """Quantize w (G, N, K) bf16 or fp32 by the recipe, along K and, with `colwise`, along N in the same read.
 
     No gradient.
     """
-    if colwise and recipe.scaling != "none" and not is_2d(recipe, per_row):
-        block_size = None if per_row else recipe.block_size
-        return QuantizedWeight(*quantize_both(w.detach(), fmt=recipe.fmt, mode=recipe.mode, block_size=block_size))
-    rowwise, _ = quantize_weight_rowwise(w, recipe, per_row=per_row)
-    return QuantizedWeight(rowwise, rowwise if colwise or recipe.scaling == "none" or is_2d(recipe, per_row) else None)
+    if colwise and recipe.scaling != "none" and not is_2d(recipe):
+        both = quantize_both(w.detach(), fmt=recipe.fmt, mode=recipe.mode, block_size=recipe.block_size)
+        return QuantizedWeight(*both)
+    rowwise, _ = quantize_weight_rowwise(w, recipe)
+    return QuantizedWeight(rowwise, rowwise if colwise or recipe.scaling == "none" or is_2d(recipe) else None)
 
 
 def quantize_weight_rowwise(
@@ -71,8 +71,12 @@ def quantize_weight_colwise(w: Tensor, recipe: Recipe, amax: Tensor | None = Non
     """w blocked along N; with 2-D blocks as rowwise. amax: of `quantize_weight_rowwise`. No gradient."""
     if recipe.scaling == "none" or is_2d(recipe, per_row):
         return quantize_weight_rowwise(w, recipe)[0]
-    block_size = None if per_row else recipe.block_size
-    return quantize(w.detach(), fmt=recipe.fmt, mode=recipe.mode, axis=-2, block_size=block_size, amax=amax)
+    w, fmt, mode = w.detach(), recipe.fmt, recipe.mode
+    if recipe.block_size is not None and not per_row:
+        return quantize(w, fmt=fmt, mode=mode, axis=-2)
+    if amax is not None:
+        return quantize_columns_of_amax(w, amax, fmt=fmt, mode=mode)
+    return quantize(w, fmt=fmt, mode=mode, axis=-2, block_size=None)
 
 
 def is_2d(recipe: Recipe, per_row: bool = False) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.weights import QuantizedWeight, quantize_weight_colwise, quantize_weight_rowwise
-from mxep.quant import MXFormat, MXTensor
+from mxep.quant import MXFormat, MXTensor, quantize, quantize_joined
 
 
 class AlongTokens(NamedTuple):
@@ -28,7 +28,8 @@ class Backend(Protocol):
     Only reference waits for the host. Derive from this class to inherit what is defined here.
 
     name: what users pick it by.
-    wants_rowwise: whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once.
+    wants_rowwise: whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once,
+        and what is plain is quantized to one scale a row, weights to one a column, too.
     bf16_is_torchs: whether a linear's plain product in bf16 is torch's, and the backend is not asked.
     """
 
@@ -42,10 +43,14 @@ class Backend(Protocol):
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
         """A plain activation or gradient (M, D) as this backend wants it, in elements of `fmt`."""
+        if self.wants_rowwise and recipe.scaling != "none":
+            return quantize(x, fmt=fmt, mode=recipe.mode, block_size=None)
         return recipe.quantize_rows(x, fmt)
 
     def quantize_parts(self, parts: Sequence[Tensor], fmt: MXFormat, recipe: Recipe) -> Tensor:
         """Plain gradients (M, D of each) as `quantize_rows` makes what they are side by side."""
+        if self.wants_rowwise and recipe.scaling != "none":
+            return quantize_joined(parts, fmt=fmt, mode=recipe.mode)
         return self.quantize_rows(torch.cat([*parts], 1), fmt, recipe)
 
     def quantize_weight_rowwise(
@@ -55,11 +60,11 @@ class Backend(Protocol):
 
         amax: what saves `quantize_weight_colwise` a read; None unless asked for, and where it saves nothing.
         """
-        return quantize_weight_rowwise(w, recipe, with_amax=with_amax)
+        return quantize_weight_rowwise(w, recipe, with_amax=with_amax, per_row=self.wants_rowwise)
 
     def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
         """w (G, N, K) as dgrad wants it. No gradient. amax: what `quantize_weight_rowwise` gave."""
-        return quantize_weight_colwise(w, recipe, amax)
+        return quantize_weight_colwise(w, recipe, amax, per_row=self.wants_rowwise)
 
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, colwise: bool = True) -> QuantizedWeight:
         """w (G, N, K) as forward and, with `colwise`, dgrad want it: for `quantized_weight` of `grouped_mm`."""
