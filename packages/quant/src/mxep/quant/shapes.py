@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import BLOCK, SCALE_DTYPE
+from mxep.quant.formats import SCALE_DTYPE
 
 SWIZZLE_ROWS, SWIZZLE_COLS = 128, 4
 """Scales in a swizzled tile, see `mxep.quant.swizzle`."""
@@ -43,6 +43,17 @@ def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
     return stored.shape[-2] if row_index is None else row_index.shape[0]
 
 
+def picked_shape(stored: Tensor, row_index: Tensor | None) -> tuple[int, ...]:
+    """Of `stored` (..., S, K) as its row index, if there is one, picks rows."""
+    return *stored.shape[:-2], num_rows(stored, row_index), stored.shape[-1]
+
+
+def joined_shape(*parts: Tensor | None) -> tuple[int, int]:
+    """(N, K of all) of parts (N, K of each) side by side; None is none."""
+    first, *others = (part.shape for part in parts if part is not None)
+    return first[0], first[1] + sum(shape[1] for shape in others)
+
+
 def stacked(*parts: Tensor | None) -> Tensor:
     """Parts (..., N of each, K), one's rows below another's; None is none."""
     given = [part for part in parts if part is not None]
@@ -58,16 +69,13 @@ def stacked_shape(*parts: Tensor | None) -> tuple[int, ...]:
 def empty_rows(
     x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """qdata (..., K) and scale (..., K/block_size) of x (..., K), or of what has this shape, quantized along rows."""
+    """qdata (..., K) and scale (..., K/block_size) of x (..., K), or of what has this shape, quantized along rows.
+
+    block_size 0: the row.
+    """
     *rest, k = shape or x.shape
-    return x.new_empty((*rest, k), dtype=dtype), x.new_empty((*rest, k // block_size), dtype=SCALE_DTYPE)
-
-
-def empty_joined(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """qdata (N, K of all) and scale (N, 1) of parts (N, K) side by side."""
-    first = parts[0]
-    width = sum(part.shape[1] for part in parts)
-    return first.new_empty((first.shape[0], width), dtype=dtype), first.new_empty((len(first), 1), dtype=SCALE_DTYPE)
+    scales = k // block_size if block_size else 1
+    return x.new_empty((*rest, k), dtype=dtype), x.new_empty((*rest, scales), dtype=SCALE_DTYPE)
 
 
 def empty_columns(
@@ -91,21 +99,6 @@ def empty_both(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, 
     *rest, n, k = x.shape
     scale = x.new_empty((*rest, k // block_size, n), dtype=SCALE_DTYPE)
     return x.new_empty(x.shape, dtype=dtype), scale, *empty_columns(x, dtype, block_size)
-
-
-def empty_requantized(qdata: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """qdata (..., K, R) and scale (..., R/32, K) of qdata (..., S, K) in new blocks along its rows."""
-    *rest, _, k = qdata.shape
-    rows = num_rows(qdata, row_index)
-    scale = qdata.new_empty((*rest, rows // BLOCK, k), dtype=SCALE_DTYPE)
-    return qdata.new_empty((*rest, k, rows), dtype=dtype), scale
-
-
-def empty_folded(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    """qdata (..., R, K) and scale (..., R, 1) of qdata (..., S, K) folded."""
-    *rest, _, k = qdata.shape
-    rows = num_rows(qdata, row_index)
-    return qdata.new_empty((*rest, rows, k)), scale.new_empty((*rest, rows, 1))
 
 
 def empty_swiglu(

@@ -31,7 +31,7 @@ from mxep.quant.fold import fold_op
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.op import op
-from mxep.quant.ops import encode_rows
+from mxep.quant.ops import quantize_rows
 from mxep.quant.shapes import empty_swiglu, empty_swiglu_backward
 from mxep.quant.tensor import MXTensor
 
@@ -217,7 +217,7 @@ def _result(
     """Values (valid, n) fp32 as (rows, n) of dtype, and the bytes of their scales."""
     if mode is None:
         return fill_rows(valid.to(dtype), rows), valid.new_empty(0, dtype=torch.uint8)
-    qdata, scale = encode_rows(valid, dtype, mode, block_size)
+    qdata, scale = quantize_rows.reference(valid, dtype, mode, block_size)
     if folded:
         qdata, scale = fold_op.reference(qdata, scale, None, None)
     return fill_rows(qdata, rows), fill_rows(scale.view(torch.uint8), rows)
