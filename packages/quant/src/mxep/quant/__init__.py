@@ -13,7 +13,7 @@ from mxep.quant.quantize import quantize, quantize_both, quantize_columns_of_ama
 from mxep.quant.requantize import requantize
 from mxep.quant.rms_norm import rms_norm_quantize
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
-from mxep.quant.swizzle import gather_swizzled, swizzle_scales, unswizzle_scales
+from mxep.quant.swizzle import gather_swizzled, swizzle_scales
 from mxep.quant.tensor import MXTensor
 
 try:
@@ -54,6 +54,5 @@ __all__ = [
     "swiglu_quantize",
     "swizzle_scales",
     "unpad_groups",
-    "unswizzle_scales",
     "valid_rows",
 ]
