@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from mxep.gemm.backends.base import QuantizedWeight
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 
 

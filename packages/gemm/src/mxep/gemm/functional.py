@@ -23,11 +23,10 @@ from torch.autograd.function import once_differentiable
 
 import mxep.gemm.compiled as compiled
 import mxep.gemm.steps as steps
-from mxep.gemm.backends import Backend, select
+from mxep.gemm.backends import Backend, QuantizedWeight, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts
 

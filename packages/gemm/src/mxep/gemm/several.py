@@ -43,7 +43,7 @@ def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: 
     """What `Backend.quantize_weight_rowwise` makes of the whole weight."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)
-    if not with_amax or not _has_one_scale(recipe, backend):
+    if not with_amax or backend.block_size(recipe) is not None:
         return _join([backend.quantize_weight_rowwise(part, recipe)[0] for part in w]), None
     return quantize_with_amax(w, fmt=recipe.fmt, mode=recipe.mode)
 
@@ -52,16 +52,11 @@ def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor |
     """What `Backend.quantize_weight_colwise` makes of the whole weight. amax: of the columns of all parts."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_colwise(joined(w), recipe, amax)
-    if not _has_one_scale(recipe, backend):
+    if backend.block_size(recipe) is not None:
         return _join([backend.quantize_weight_colwise(part, recipe) for part in w])
     if amax is None:
         return backend.quantize_weight_colwise(joined(w), recipe)
     return quantize_columns_of_amax(w, amax, fmt=recipe.fmt, mode=recipe.mode)
-
-
-def _has_one_scale(recipe: Recipe, backend: Backend) -> bool:
-    """Of a weight's row, or column."""
-    return recipe.block_size is None or backend.wants_rowwise
 
 
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:

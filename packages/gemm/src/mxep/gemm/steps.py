@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import Backend
+from mxep.gemm.backends.base import Backend, QuantizedWeight
 from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import tensors_of, weight_of
-from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor, group_sums
 from mxep.quant.replay import MXParts, Tensors, replayed
 
