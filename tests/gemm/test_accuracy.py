@@ -90,7 +90,7 @@ def test_reference_is_the_product_of_its_codes(sizes: list[int], n: int, k: int,
     p = problem([32 * s for s in sizes], n=32 * n, k=32 * k, unused=32 * unused, seed=sum(sizes))
     r = Recipe.named(recipe)
     got = p.run(r, backend="reference", out_dtype=torch.float32, a=p.a.float())
-    a, dy = dense(r.quantize_activation(p.a)), dense(r.quantize_gradient(p.dy))
+    a, dy = dense(r.quantize_rows(p.a)), dense(r.quantize_rows(p.dy, r.grad_fmt))
     weight = quantize_weight(p.w, r)
     assert weight.colwise is not None
     forward = p.product(a, dense(weight.rowwise), dy)

@@ -41,7 +41,7 @@ def arguments(p: Problem, recipe: str, *, coded: bool) -> list[Any]:
     r, q = Recipe.named(recipe), on_gpu(p)
     a, dy = p.a, p.dy
     if coded:
-        a, dy = (indexed(x, valid=p.valid).to("cuda") for x in (r.quantize_activation(a), r.quantize_gradient(dy)))
+        a, dy = (indexed(x, valid=p.valid).to("cuda") for x in (r.quantize_rows(a), r.quantize_rows(dy, r.grad_fmt)))
     bias = torch.ones(q.w.shape[:2], device="cuda")
     a, w, b = (x.detach().requires_grad_() for x in (a.cuda(), q.w, bias))
     return [a, w, b, q.offs, dy.cuda(), r]

@@ -24,7 +24,8 @@ FROM_CODES = tuple(name for name in QUANTIZED if "wgrad_bf16" not in name)
 @pytest.mark.parametrize("recipe", FROM_CODES)
 def test_quantizing_before_or_inside_is_the_same(recipe: str, backend: str) -> None:
     p = problem()
-    a, dy = Recipe.named(recipe).quantize_activation(p.a), Recipe.named(recipe).quantize_gradient(p.dy)
+    r = Recipe.named(recipe)
+    a, dy = r.quantize_rows(p.a), r.quantize_rows(p.dy, r.grad_fmt)
     dynamic = p.run(recipe, backend=backend)
     assert dynamic.same_as(p.run(recipe, a=a, backend=backend))
     assert dynamic.same_as(p.run(recipe, dy=dy, backend=backend))
@@ -35,7 +36,8 @@ def test_quantizing_before_or_inside_is_the_same(recipe: str, backend: str) -> N
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_bf16", "fp8_wgrad_bf16"])
 def test_wgrad_bf16_of_codes_is_the_product_of_their_values(recipe: str, backend: str) -> None:
     p = problem()
-    a, dy = Recipe.named(recipe).quantize_activation(p.a), Recipe.named(recipe).quantize_gradient(p.dy)
+    r = Recipe.named(recipe)
+    a, dy = r.quantize_rows(p.a), r.quantize_rows(p.dy, r.grad_fmt)
     assert isinstance(a, MXTensor)
     assert isinstance(dy, MXTensor)
     from_codes = p.run(recipe, a=a, dy=dy, backend=backend)
@@ -48,7 +50,8 @@ def test_wgrad_bf16_of_codes_is_the_product_of_their_values(recipe: str, backend
 def test_rows_under_an_index_equal_materialized_rows(recipe: str, backend: str) -> None:
     p = problem()
     p.a[70:75], p.dy[70:75] = 0, 0
-    a, dy = Recipe.named(recipe).quantize_activation(p.a), Recipe.named(recipe).quantize_gradient(p.dy)
+    r = Recipe.named(recipe)
+    a, dy = r.quantize_rows(p.a), r.quantize_rows(p.dy, r.grad_fmt)
     assert isinstance(a, MXTensor)
     assert isinstance(dy, MXTensor)
     here = p.run(recipe, a=a, dy=dy, backend=backend)
@@ -291,7 +294,7 @@ def test_offloaded_tensors_come_back_as_they_were(recipe: str, pin_memory: bool,
     results = []
     for offload in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)):
         a, w = (p.a * spread).bfloat16().requires_grad_(), p.w.clone().requires_grad_()
-        weight, operand = None, a if given == "plain" else named.quantize_activation(a)
+        weight, operand = None, a if given == "plain" else named.quantize_rows(a)
         if given == "indexed qdata":
             index = torch.arange(len(a), dtype=torch.int32).flip(0)
             operand = MXTensor.from_qdata_and_scales(

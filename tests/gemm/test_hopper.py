@@ -46,7 +46,7 @@ def products_of_codes(p: Problem, recipe: str) -> Result:
     """float64 products of the operands as the recipe quantizes them; the weight gradient of the rows' own qdata."""
     r = Recipe.named(recipe)
     valid = slice(0, p.valid)
-    a, dy = (_dense(q(x[valid])) for q, x in ((r.quantize_activation, p.a), (r.quantize_gradient, p.dy)))
+    a, dy = (_dense(r.quantize_rows(x[valid], fmt)) for fmt, x in ((r.fmt, p.a), (r.grad_fmt, p.dy)))
     w = BACKENDS["reference"].quantize_weight(p.w, r, colwise=True)
     assert w.colwise is not None
     forward, dgrad = p.product(a, _dense(w.rowwise), dy), p.product(a, _dense(w.colwise), dy)
@@ -67,7 +67,7 @@ def test_products_are_those_of_the_codes(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_e5m2"])
 def test_quantizing_before_or_inside_is_alike(recipe: str) -> None:
     p, r = here(problem()), Recipe.named(recipe)
-    a, dy = (_fp32(x) for x in (r.quantize_activation(p.a), r.quantize_gradient(p.dy)))
+    a, dy = (_fp32(x) for x in (r.quantize_rows(p.a), r.quantize_rows(p.dy, r.grad_fmt)))
     reached = [snr(x, y) for x, y in zip(run(p, recipe), run(p, recipe, a=a, dy=dy))]
     assert min(reached) > ALIKE, reached
 

@@ -58,7 +58,7 @@ def test_multiples_come_from_one_table() -> None:
 def test_activations_and_gradients_are_quantized_by_the_recipe() -> None:
     x = torch.randn(4, 64)
     r = Recipe.mxfp8(grad_fmt=E5M2, mode=ScaleMode.FLOOR)
-    for got, fmt in ((r.quantize_activation(x), E4M3), (r.quantize_gradient(x), E5M2)):
+    for got, fmt in ((r.quantize_rows(x), E4M3), (r.quantize_rows(x, r.grad_fmt), E5M2)):
         want = quantize(x, fmt=fmt, mode=ScaleMode.FLOOR)
         assert isinstance(got, MXTensor)
         assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
@@ -66,11 +66,11 @@ def test_activations_and_gradients_are_quantized_by_the_recipe() -> None:
         assert r.fits(got)
         assert not Recipe.fp8().fits(got)
         assert not Recipe.bf16().fits(got)
-    row = Recipe.fp8().quantize_activation(x)
+    row = Recipe.fp8().quantize_rows(x)
     assert isinstance(row, MXTensor)
     assert row.block_size == 64
     assert Recipe.fp8().fits(row)
     assert not r.fits(row)
     assert not r.fits(quantize(torch.randn(32, 64), axis=-2))
-    assert Recipe.bf16().quantize_activation(x) is x
-    assert Recipe.bf16().quantize_gradient(x) is x
+    assert Recipe.bf16().quantize_rows(x) is x
+    assert Recipe.bf16().quantize_rows(x, Recipe.bf16().grad_fmt) is x

@@ -58,7 +58,7 @@ def gate_up(F: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, 
 def swiglu_quantize(
     F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16, activation=None
 ):
-    return lambda: swiglu.swiglu_quantize(*gate_up(F, dtype), fmt, MODE, block, folded, activation)
+    return lambda: swiglu.swiglu(*gate_up(F, dtype), fmt, MODE, block, folded, activation)
 
 
 def rms_norm_quantize(D: int, block: int, dtype: torch.dtype = torch.bfloat16):
@@ -74,10 +74,13 @@ def rms_norm_backward(D: int, dtype: torch.dtype = torch.bfloat16):
 def swiglu_backward_quantize(
     F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, h: bool = True, activation=None
 ):
-    out, h_scales = x(T, 2 * F, dtype=fmt), 1 if folded or block > F else F // block
-    how = x(T, F), *gate_up(F), out, MODE, block, folded
-    h_out = (x(T, F, dtype=E4M3), x(T, h_scales, dtype=torch.uint8)) if h else (None, None)
-    return lambda: swiglu.swiglu_backward_quantize(*how, *h_out, activation)
+    how = MODE, block, folded, E4M3 if h else None, activation
+    return lambda: swiglu.swiglu_backward(x(T, F), *gate_up(F), x(T, 2 * F, dtype=fmt), *how)
+
+
+def swiglu_backward(F: int, h: bool):
+    how = None, 0, False, torch.bfloat16 if h else None
+    return lambda: swiglu.swiglu_backward(x(T, F), *gate_up(F), x(T, 2 * F), *how)
 
 
 def in_groups(groups: int) -> dict[str, Callable[[], object]]:
@@ -149,13 +152,13 @@ LAUNCHES = {
     **{f"rms_norm_quantize {D} per row": rms_norm_quantize(D, D) for D in (2048, 5120, 8192)},
     "rms_norm_quantize 4096 per row fp32": rms_norm_quantize(4096, 4096, torch.float32),
     **{f"rms_norm_backward {D}": rms_norm_backward(D) for D in (2048, 5120, 8192)},
-    "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048)),
+    "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048), torch.bfloat16, None, 0, False),
     "swiglu_quantize 2048": swiglu_quantize(2048, 32, False),
     "swiglu_quantize 14336 per row": swiglu_quantize(14336, 14336, False),
     "swiglu_quantize 2048 folded fp32": swiglu_quantize(2048, 32, True, dtype=torch.float32),
     **{f"swiglu_quantize {F} folded": swiglu_quantize(F, 32, True) for F in (768, 2048, 8192, 14336)},
-    "swiglu_backward 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336)),
-    "swiglu_backward and h 14336": lambda: swiglu.swiglu_backward(x(T, 14336), *gate_up(14336), x(T, 14336)),
+    "swiglu_backward 14336": swiglu_backward(14336, False),
+    "swiglu_backward and h 14336": swiglu_backward(14336, True),
     **{
         f"swiglu_backward_quantize{' and h' * h} {F}{how}": swiglu_backward_quantize(F, block, "folded" in how, fmt, h)
         for h in (False, True)

@@ -43,9 +43,11 @@ KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "fold_for_wgrad": lambda ends: in_small_tiles(*mx(), index(), *mx(), None, ends, 1),
     "fold_for_wgrad aligned": lambda ends: in_small_tiles(*mx(), index(), *mx(), None, ends, 32),
     "requantize": lambda ends: requantize.requantize(*mx(), 1, 32, index(), ends, *TO),
-    "swiglu": lambda ends: swiglu.swiglu(values(), None, ends),
-    "swiglu_quantize": lambda ends: swiglu.swiglu_quantize(values(), None, ends, *TO, 32, False),
-    "swiglu_backward": lambda ends: swiglu.swiglu_backward(values()[:, : D // 2], values(), None, ends),
+    "swiglu": lambda ends: swiglu.swiglu(values(), None, ends, torch.bfloat16, None, 0, False),
+    "swiglu_quantize": lambda ends: swiglu.swiglu(values(), None, ends, *TO, 32, False),
+    "swiglu_backward": lambda ends: swiglu.swiglu_backward(
+        values()[:, : D // 2], values(), None, ends, values(), None, 0, False, torch.bfloat16
+    ),
     "gather_swizzled": lambda ends: gather.gather_swizzled(*mx(), index(), ends),
     "group_sums": lambda ends: group_sums.group_sums(*mx(), 32, ends),
 }

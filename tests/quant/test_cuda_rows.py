@@ -26,7 +26,6 @@ from mxep.quant import (
     swiglu_quantize,
     swizzle_scales,
     unpad_groups,
-    unswizzle_scales,
 )
 from mxep.quant.sigmoid import sigmoid_pair
 from quant.exact import parts
@@ -104,10 +103,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "group_sums": (group_sums, (gate_up, ENDS)),
     "group_sums quantized": (group_sums, (qdata, ENDS)),
     "swizzle": (swizzle_scales, (noise[:ROWS],)),
-    "unswizzle": (
-        lambda s, ends: unswizzle_scales(s, rows=ROWS, cols=8, offs=ends),
-        (swizzle_scales(noise[:ROWS], offs=ENDS), ENDS),
-    ),
     "pad_groups": (lambda x, sizes: pad_groups(x, sizes, alignment=32), (x, torch.tensor([30, 0, 70]))),
     "unpad_groups": (lambda y, index: unpad_groups(y, index, num_rows=ROWS), (x, torch.arange(ROWS).int().flip(0))),
 }

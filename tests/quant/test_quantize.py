@@ -7,7 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mxep.quant import E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantize, quantize_both, quantize_with_amax
+from mxep.quant import (
+    E4M3,
+    E5M2,
+    MXFormat,
+    MXTensor,
+    ScaleMode,
+    quantize,
+    quantize_both,
+    quantize_columns_of_amax,
+    quantize_with_amax,
+)
 from quant import exact
 from quant.exact import FORMATS, MODES, assert_bytes, raw
 from quant.opchecks import check_op
@@ -261,14 +271,11 @@ def test_columns_may_come_later_than_rows(mode: ScaleMode) -> None:
     rows, amax = quantize_with_amax(x, mode=mode)
     assert torch.equal(amax, x.float().abs().amax(-2))
     assert_same(rows, quantize(x, mode=mode, block_size=None))
-    columns = quantize(x, mode=mode, axis=-2, block_size=None, amax=amax)
+    columns = quantize_columns_of_amax(x, amax, mode=mode)
     assert_same(columns, quantize(x, mode=mode, axis=-2, block_size=None))
-    for options in ({"axis": -1, "block_size": None}, {"axis": -2, "block_size": 8}):
-        with pytest.raises(ValueError, match=r"amax: got axis .*want axis -2 and block None"):
-            quantize(x, mode=mode, amax=amax, **options)
     for wrong in (amax[0], amax[:, :1], amax.bfloat16(), amax.to("meta")):
         with pytest.raises(ValueError, match=r"amax: got .*want torch.float32 \(3, 24\) on cpu"):
-            quantize(x, mode=mode, axis=-2, block_size=None, amax=wrong)
+            quantize_columns_of_amax(x, wrong, mode=mode)
 
 
 def test_a_nan_takes_its_whole_row_and_column_and_no_more() -> None:

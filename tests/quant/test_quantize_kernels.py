@@ -12,9 +12,8 @@ from mxep.quant import (
     ScaleMode,
     ops,
     quantize,
+    quantize_columns_of_amax,
     quantize_joined,
-    quantize_stacked,
-    quantize_stacked_columns,
     quantize_with_amax,
 )
 from mxep.quant.kernels import columns, joined, per_row, requantize, rows
@@ -180,9 +179,9 @@ def test_any_number_of_matrices_below_each_other() -> None:
     rows, amax = quantize_with_amax(whole)
     columns = quantize(whole, axis=-2, block_size=None)
     for heights in ((96,), (64, 32), (32, 32, 32), (24, 24, 24, 24)):
-        stacked, found = quantize_stacked(whole.split(heights, 1))
+        stacked, found = quantize_with_amax(whole.split(heights, 1))
         assert torch.equal(found, amax)
-        for got, want in ((stacked, rows), (quantize_stacked_columns(whole.split(heights, 1), amax), columns)):
+        for got, want in ((stacked, rows), (quantize_columns_of_amax(whole.split(heights, 1), amax), columns)):
             assert (got.axis, got.block_size, got.dtype) == (want.axis, want.block_size, torch.float32)
             assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
             assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
@@ -192,10 +191,10 @@ def test_any_number_of_matrices_below_each_other() -> None:
         [torch.zeros(2, 3), torch.zeros(2, 4)],
         [torch.zeros(2, 3), torch.zeros(1, 2, 3)],
     ):
-        with pytest.raises(ValueError, match=r"quantize_stacked: got parts .*, want \(..., N of each, K\)"):
-            quantize_stacked(parts)
+        with pytest.raises(ValueError, match=r"quantize_with_amax: got parts .*, want \(..., N of each, K\)"):
+            quantize_with_amax(parts)
     with pytest.raises(ValueError, match=r"amax: got torch.float32 \(2, 41\)"):
-        quantize_stacked_columns([whole, whole], torch.zeros(2, 41))
+        quantize_columns_of_amax([whole, whole], torch.zeros(2, 41))
 
 
 def test_programs_of_a_weight_are_busy_to_the_end() -> None:

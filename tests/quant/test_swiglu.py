@@ -388,21 +388,16 @@ def test_a_zero_row_with_weight_zero_stays_zero() -> None:
 
 def test_swiglu_ops_pass_opcheck() -> None:
     gate_up, w, d_h = gaussian(6, 128, dtype=torch.bfloat16), gaussian(6), gaussian(6, 64, dtype=torch.bfloat16)
-    ops, how = torch.ops.mxep, (torch.float8_e4m3fn, "rceil", 32, False)
-    check_op(ops.swiglu, gate_up, None, None)
-    clamped = SwiGLU(1.5, 2.0, 1.0).packed
-    check_op(ops.swiglu, gate_up, w, None, clamped)
-    for h in (torch.empty(0), torch.empty(6, 64, dtype=torch.bfloat16)):
-        torch.library.opcheck(ops.swiglu_backward, (d_h, gate_up, None, None, h), test_utils=WITHOUT_SCHEMA)
-    check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how)
-    check_op(ops.swiglu_quantize, gate_up, w, ends_of(2, 3), *how[:3], True)
+    ops, clamped, e4m3 = torch.ops.mxep, SwiGLU(1.5, 2.0, 1.0).packed, torch.float8_e4m3fn
+    rounded = None, 0, False
+    check_op(ops.swiglu, gate_up, None, None, torch.bfloat16, *rounded)
+    check_op(ops.swiglu, gate_up, w, None, torch.bfloat16, *rounded, clamped)
     for folded in (False, True):
-        out = torch.empty(6, 128, dtype=torch.float8_e4m3fn)
-        args = d_h, gate_up, w, ends_of(2, 3), out, *how[1:3], folded
-        scale = torch.empty(6, 1 if folded else 2, dtype=torch.uint8)
-        for of_h in (tuple(torch.empty(2, 0)), (torch.empty(6, 64, dtype=torch.float8_e5m2), scale)):
-            torch.library.opcheck(ops.swiglu_backward_quantize, (*args, *of_h), test_utils=WITHOUT_SCHEMA)
-        torch.library.opcheck(ops.swiglu_backward_quantize, (*args, *of_h, clamped), test_utils=WITHOUT_SCHEMA)
+        check_op(ops.swiglu, gate_up, w, ends_of(2, 3), e4m3, "rceil", 32, folded)
+    for dtype, how in ((torch.bfloat16, rounded), (e4m3, ("rceil", 32, False)), (e4m3, ("rceil", 32, True))):
+        for h_dtype, activation in ((None, None), (dtype, None), (dtype, clamped)):
+            args = d_h, gate_up, w, ends_of(2, 3), torch.empty(6, 128, dtype=dtype), *how, h_dtype, activation
+            torch.library.opcheck(ops.swiglu_backward, args, test_utils=WITHOUT_SCHEMA)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:

@@ -71,40 +71,37 @@ def check(
     """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written."""
     d_h, gate_up, row_weight = problem
     valid = gate_up.shape[0] if ends is None else int(ends[-1])
-    packed = activation.packed
-    backward, suffix = direction != FORWARD, "_quantize" * bool(quantized)
-    name = "swiglu" + "_backward" * backward + suffix
+    backward = direction != FORWARD
+    name = "swiglu_backward" if backward else "swiglu"
     inputs = ((d_h,) if backward else ()) + (gate_up, row_weight)
-    out: list[Tensor] = []
-    h: list[Tensor] = []
-    if direction == WITH_H:  # in E4M3, whatever the gradient is in
-        how = (E4M3, quantized[1], min(quantized[2], d_h.shape[1]), quantized[3]) if quantized else ()
-        h = as_list(getattr(torch.ops.mxep, "swiglu" + suffix)(gate_up, row_weight, ends, *how, activation=packed))
-    if backward and quantized:
-        dtype, *quantized = quantized  # type: ignore[assignment]
-        out = [torch.empty(gate_up.shape, dtype=dtype)]
-    no_h = torch.empty(2 if quantized else 1, 0) if backward else ()
-    want = getattr(torch.ops.mxep, name)(*inputs, ends, *out, *quantized, *no_h, activation=packed)
+    dtype, *scaled = quantized or (gate_up.dtype, None, 0, False)
+    out: list[Tensor] = [torch.empty(gate_up.shape, dtype=dtype)] if backward else []
+    how = scaled if backward else (dtype, *scaled)
+    if backward:  # h in E4M3, whatever the gradient is in
+        how = (*scaled, None if direction != WITH_H else E4M3 if quantized else gate_up.dtype)
+    want = list(getattr(torch.ops.mxep, name)(*inputs, ends, *out, *how, activation=activation.packed))
+    if direction == WITH_H:
+        of_h = how[-1], scaled[0], min(scaled[1], d_h.shape[1]), scaled[2]
+        for a, b in zip(want[2:], torch.ops.mxep.swiglu(gate_up, row_weight, ends, *of_h, activation.packed)):
+            same(a, b)
     moved = [part if part is None else part.to(DEVICE, copy=True) for part in (*inputs, ends)]
     for part in moved[:-1]:
         if part is not None:
             part[valid:] = NAN
-    moved_out, got_h = ([torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in written] for written in (out, h))
+    moved_out = [torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in out]
     with pytest.MonkeyPatch.context() as patch:
         set_constants(patch, tuning)
-        got = getattr(kernels, name)(*moved, *moved_out, *quantized, *got_h, activation=packed)
-    for a, b in zip((*moved_out, *as_list(got), *got_h), (*out, *as_list(want), *h), strict=True):
-        same(a[:valid], b[:valid])
-        assert (a.shape, (a[valid:].view(torch.uint8) == POISON).all()) == (b.shape, True)
+        got = getattr(kernels, name)(*moved, *moved_out, *how, activation=activation.packed)
+    for a, b in zip((*moved_out, *got), (*out, *want), strict=True):
+        assert a.shape == b.shape
+        if b.numel():
+            same(a[:valid], b[:valid])
+            assert (a[valid:].view(torch.uint8) == POISON).all()
 
 
 def set_constants(patch: pytest.MonkeyPatch, tuning: dict[str, int]) -> None:
     for name, value in tuning.items():
         patch.setattr(kernels, name, value)
-
-
-def as_list(x: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
-    return [x] if isinstance(x, Tensor) else list(x)
 
 
 @all_directions
@@ -146,12 +143,10 @@ def test_codes_written_over_the_gradient(
     d_h, gate_up, row_weight = problem(40, F)
     how = "rceil", 32 if folded else 2 * F, folded
     qdata, ends = torch.empty(gate_up.shape, dtype=E4M3), ends_of(7, 30)
-    want = torch.ops.mxep.swiglu_backward_quantize(d_h, gate_up, row_weight, ends, qdata, *how, *torch.empty(2, 0))
-    h = torch.ops.mxep.swiglu_quantize(gate_up, row_weight, ends, E4M3, "rceil", min(how[1], F), folded)
+    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, ends, qdata, *how, E4M3)
     moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends)]
-    got_h = [torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in h]
-    got = kernels.swiglu_backward_quantize(*moved, moved[0].view(E4M3), *how, *got_h)
-    for a, b in zip((moved[0].view(E4M3), *got, *got_h), (qdata, *want, *h), strict=True):
+    got = kernels.swiglu_backward(*moved, moved[0].view(E4M3), *how, E4M3)
+    for a, b in zip((moved[0].view(E4M3), *got), (qdata, *want), strict=True):
         same(a[:37], b[:37])
     assert torch.equal(moved[0][37:].cpu().view(torch.int16), d_h[37:].view(torch.int16))
 
@@ -247,7 +242,8 @@ def test_no_rows() -> None:
 
 def test_inputs_with_strides_or_at_odd_addresses() -> None:
     d_h, gate_up, row_weight = problem(6, 64)
-    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None, torch.empty(0))
+    out, how = torch.empty(gate_up.shape, dtype=gate_up.dtype), (None, 0, False, None)
+    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None, out, *how)
 
     def strided(x: Tensor) -> Tensor:
         return torch.stack([x.to(DEVICE)] * 2, dim=-1)[..., 1] if x.ndim > 1 else x.to(DEVICE)  # vectors: test_vectors
@@ -258,7 +254,9 @@ def test_inputs_with_strides_or_at_odd_addresses() -> None:
         return buffer[1:].view(x.shape)
 
     for change in (strided, odd):
-        for a, b in zip(kernels.swiglu_backward(change(d_h), change(gate_up), change(row_weight), None), want):
+        moved_out = torch.empty(out.shape, dtype=out.dtype, device=DEVICE)
+        got = kernels.swiglu_backward(change(d_h), change(gate_up), change(row_weight), None, moved_out, *how)
+        for a, b in zip((moved_out, *got), (out, *want)):
             same(a, b)
 
 
@@ -270,7 +268,8 @@ def test_the_sigmoid_at_every_gate_of_16_bits(monkeypatch: pytest.MonkeyPatch) -
     gate = torch.cat([gate, rest.view(torch.float32)])
     s, _ = sigmoid_pair(gate)
     set_constants(monkeypatch, {"THREAD_ELEMENTS": 32})
-    got = kernels.swiglu(torch.cat([gate, torch.ones_like(gate)], dim=1).to(DEVICE), None, None)
+    gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1).to(DEVICE)
+    got, _ = kernels.swiglu(gate_up, None, None, gate_up.dtype, None, 0, False)
     same(got, gate.clamp(min=-86.0) * s)
 
 

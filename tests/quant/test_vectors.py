@@ -55,11 +55,9 @@ CASES: dict[str, Any] = {
     "pad_rows": lambda: (values(), index()),
     "unpad_rows": lambda: (values(), torch.arange(-1, R - 1, device=DEVICE).int(), R),
     "group_sums": lambda: (*mx(), 32, ends()),
-    "swiglu": lambda: (values(2 * D), weight(), ends()),
-    "swiglu_quantize": lambda: (values(2 * D), weight(), ends(), *rest()),
-    "swiglu_backward": lambda: (values(), values(2 * D), weight(), ends(), values()),
-    "swiglu_backward_quantize": lambda: (
-        values(), values(2 * D), weight(), ends(), values(2 * D).to(E4M3.dtype), *rest()[1:], *mx()
+    "swiglu": lambda: (values(2 * D), weight(), ends(), *rest()),
+    "swiglu_backward": lambda: (
+        values(), values(2 * D), weight(), ends(), values(2 * D).to(E4M3.dtype), *rest()[1:], E4M3.dtype
     ),
     "rms_norm_quantize": lambda: (values(), weight(), 1e-6, *HOW, 32),
     "rms_norm_backward": lambda: (values(), values(), weight(), weight().abs()),
@@ -81,7 +79,7 @@ def launch(name: str, *args: Any) -> list[Tensor]:
 
 def results(name: str, fn: Any, *args: Any) -> list[Tensor]:
     """What fn returns and what it writes."""
-    written = [args[4], *args[8:]] if name == "swiglu_backward_quantize" else [*args[4:]] * (name == "swiglu_backward")
+    written = [args[4]] if name == "swiglu_backward" else []
     return tree_leaves(fn(*args)) + written
 
 

@@ -164,7 +164,7 @@ def prequantized_step(backend: Backend, p: Problem) -> Call:
     def product(a: Tensor, w: Tensor) -> Tensor:
         return grouped_mm(a, w, p.offs, recipe=recipe, backend=backend, quantized_weight=weight)
 
-    return _step(product, replace(p, a=recipe.quantize_activation(p.a), dy=recipe.quantize_gradient(p.dy)))
+    return _step(product, replace(p, a=recipe.quantize_rows(p.a), dy=recipe.quantize_rows(p.dy, recipe.grad_fmt)))
 
 
 def products(product: str, backend: Backend) -> dict[str, Maker]:

@@ -133,16 +133,13 @@ def _gate_up(i: Inputs) -> tuple[Tensor, ...]:
     return i.values(), i.weight(), i.offs()
 
 
-def _d_h(i: Inputs, with_h: bool = False) -> tuple[Tensor, ...]:
-    device, (rows, width) = i.generator.device, (i.rows, i.shape[1] // 2)
-    qdata = torch.empty(i.shape, dtype=E4M3.dtype, device=device)
-    h = torch.empty((rows, width) if with_h else 0, dtype=E4M3.dtype, device=device)
-    h_scale = torch.empty((rows, 1) if with_h else 0, dtype=torch.uint8, device=device)
-    return i.values(rows, width), *_gate_up(i), qdata, h, h_scale
+def _d_h(i: Inputs) -> tuple[Tensor, ...]:
+    qdata = torch.empty(i.shape, dtype=E4M3.dtype, device=i.generator.device)
+    return i.values(i.rows, i.shape[1] // 2), *_gate_up(i), qdata
 
 
-def _swiglu_backward(folded: bool) -> Callable[..., Any]:
-    return lambda *args: ops.swiglu_backward_quantize(*args[:5], HOW[1], BLOCK, folded, *args[5:])
+def _swiglu_backward(folded: bool, with_h: bool = False) -> Callable[..., Any]:
+    return lambda *args: ops.swiglu_backward(*args, HOW[1], BLOCK, folded, E4M3.dtype if with_h else None)
 
 
 CASES = {
@@ -169,15 +166,15 @@ CASES = {
     "fold_for_wgrad": Case("rows", 0.85, lambda r, k: 2 * (mx(r * k) + 4 * r + r * k) + 8 * GROUPS,
                        lambda i: (*i.slots(), *_gathered(i)), lambda *args: ops.fold_for_wgrad(*args, 128)),
     "swiglu": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + mx(r * k // 2), _gate_up,
-                   lambda *args: ops.swiglu_quantize(*args, *HOW, BLOCK, False)),
+                   lambda *args: ops.swiglu(*args, *HOW, BLOCK, False)),
     "swiglu_folded": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + r * k // 2 + r, _gate_up,
-                          lambda *args: ops.swiglu_quantize(*args, *HOW, BLOCK, True)),
+                          lambda *args: ops.swiglu(*args, *HOW, BLOCK, True)),
     "swiglu_backward": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + mx(r * k), _d_h,
                             _swiglu_backward(False)),
     "swiglu_backward_folded": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + r * k + r, _d_h,
                                    _swiglu_backward(True)),
     "swiglu_backward_and_h": Case("rows", 0.88, lambda r, k: 9 * r * k // 2 + 4 * (2 * r + GROUPS) + 2 * r,
-                                  lambda i: _d_h(i, True), _swiglu_backward(True)),
+                                  _d_h, _swiglu_backward(True, with_h=True)),
     "pad": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * padded(r) + 2 * padded(r) * k,
                 lambda i: (i.values(), i.padding()), lambda *args: ops.pad_rows(*args)),
     "unpad": Case("rows", 0.90, lambda r, k: 4 * r * k + 4 * padded(r),  # rows of padding are not read

@@ -83,8 +83,7 @@ class SharedExpert(nn.Module):
         if recipe.wgrad == "bf16":
             return between_graphs(_compose, x, *weights, *main_grads, recipe, chosen, activation)
         check_linear(x, weights[0], None, recipe=recipe, out_dtype=x.dtype, main_grad=main_grads[0])
-        grads = None if main_grads[1] is None else main_grads[1].unsqueeze(0)
-        check_weight(weights[1].unsqueeze(0), recipe=recipe, device=x.device, main_grad=grads, name="down_proj")
+        check_weight(weights[1], recipe=recipe, device=x.device, main_grad=main_grads[1], name="down_proj")
         out: Tensor = _SharedMLP.apply(x, *weights, recipe, chosen, main_grads, activation)  # type: ignore[no-untyped-call]
         return out
 

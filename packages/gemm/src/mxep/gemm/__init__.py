@@ -12,7 +12,7 @@ nn.Linear modules and experts that call torch's grouped mm, `diagnostics` tells 
 import importlib.metadata
 
 from mxep.gemm.auto import auto_recipe
-from mxep.gemm.backends import BACKENDS, Backend
+from mxep.gemm.backends import BACKENDS, Backend, QuantizedWeight, quantize_weight
 from mxep.gemm.convert import convert, converted, revert
 from mxep.gemm.convert_join import join_linears
 from mxep.gemm.convert_mode import Converted
@@ -24,7 +24,6 @@ from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quanti
 from mxep.gemm.recipe import GROUP_ALIGNMENT, Recipe
 from mxep.gemm.together import linear_together
 from mxep.gemm.top_k import top_k
-from mxep.gemm.weights import QuantizedWeight, quantize_weight
 
 try:
     __version__ = importlib.metadata.version("mxep-gemm")

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from mxep.gemm.backends.base import QuantizedWeight
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 
 
@@ -29,15 +29,11 @@ def check_operands(
     """Shapes, dtypes, devices and alignment; on the CPU also the values of offs."""
     if a.dim() != 2 or w.dim() != 3 or a.shape[1] != w.shape[2]:
         raise ValueError(f"shapes: got a {tuple(a.shape)}, w {tuple(w.shape)}, want a (M, K) and w (G, N, K)")
-    num_groups, n, _ = w.shape
-    _check_values(a, recipe, out_dtype)
-    check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
-    if bias is not None and (bias.shape != (num_groups, n) or not bias.is_floating_point()):
-        raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point (G, N) = {num_groups, n}")
-    for name, x in (("offs", offs), ("bias", bias)):
-        if x is not None and x.device != a.device:
-            raise ValueError(f"{name}: got device {x.device}, want {a.device}, where a is")
-    alignment = recipe.group_alignment
+    _check_values("a", a, recipe, out_dtype)
+    _check_parameters(a, w, bias, recipe, main_grad)
+    if offs.device != a.device:
+        raise ValueError(f"offs: got device {offs.device}, want {a.device}, where a is")
+    alignment, num_groups = recipe.group_alignment, w.shape[0]
     if a.shape[0] % alignment:
         raise ValueError(
             f"M: got {a.shape[0]} rows, want a multiple of {alignment} for recipe {recipe.name}: pad the groups "
@@ -65,21 +61,25 @@ def check_linear(
     """The same for x (..., K), w (N, K), bias (N,). rowwise: x with MX scales may also have one scale a row."""
     if w.dim() != 2 or not x.dim() or x.shape[-1] != w.shape[1]:
         raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (..., K) and w (N, K)")
-    if main_grad is not None and main_grad.shape != w.shape:
-        raise ValueError(f"main_grad: got {tuple(main_grad.shape)}, want {tuple(w.shape)}, the shape of w")
     if not (rowwise and isinstance(x, MXTensor) and recipe.scaling == "mx" and x.block_shape == (1, x.shape[-1])):
-        _check_values(x, recipe, out_dtype, "x")
-    grads = None if main_grad is None else main_grad.unsqueeze(0)
-    check_weight(w.unsqueeze(0), recipe=recipe, device=x.device, main_grad=grads)
-    if bias is not None and (bias.shape != (w.shape[0],) or not bias.is_floating_point()):
-        raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point (N,) = ({w.shape[0]},)")
-    if bias is not None and bias.device != x.device:
-        raise ValueError(f"bias: got device {bias.device}, want {x.device}, where x is")
+        _check_values("x", x, recipe, out_dtype)
+    _check_parameters(x, w, bias, recipe, main_grad)
+
+
+def _check_parameters(a: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, main_grad: Tensor | None) -> None:
+    check_weight(w, recipe=recipe, device=a.device, main_grad=main_grad)
+    if bias is None:
+        return
+    if bias.shape != w.shape[:-1] or not bias.is_floating_point():
+        wanted = f"{'(G, N)' if w.dim() == 3 else '(N,)'} = {tuple(w.shape[:-1])}"
+        raise ValueError(f"bias: got {bias.dtype} {tuple(bias.shape)}, want floating point {wanted}")
+    if bias.device != a.device:
+        raise ValueError(f"bias: got device {bias.device}, want {a.device}, where the rows are")
 
 
 def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w") -> None:
-    """A weight (G, N, K) by itself, for products on `device`."""
-    if w.dim() != 3 or w.numel() == 0:
+    """A weight (G, N, K), or (N, K), by itself, for products on `device`."""
+    if w.numel() == 0:
         raise ValueError(f"{name}: got shape {tuple(w.shape)}, want (G, N, K), at least one group, output and input")
     floats = _floats(recipe)
     if isinstance(w, MXTensor) or w.dtype not in floats:
@@ -93,7 +93,7 @@ def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: 
     for what, x in ((name, w), ("main_grad", main_grad)):
         if x is not None and x.device != device:
             raise ValueError(f"{what}: got device {x.device}, want {device}, where a is")
-    for axis, size in (("K", w.shape[2]), ("N", w.shape[1])):
+    for axis, size in (("K", w.shape[-1]), ("N", w.shape[-2])):
         if size % recipe.group_alignment:
             raise ValueError(
                 f"{axis}: got {size}, want a multiple of {recipe.group_alignment} for recipe {recipe.name}: pad it or "
@@ -122,7 +122,7 @@ def _floats(recipe: Recipe) -> list[torch.dtype]:
     return [torch.bfloat16, torch.float32, *([torch.float64] if recipe.scaling == "none" else [])]
 
 
-def _check_values(a: Tensor, recipe: Recipe, out_dtype: torch.dtype, name: str = "a") -> None:
+def _check_values(name: str, a: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> None:
     floats = _floats(recipe)
     if not isinstance(a, MXTensor):
         if a.dtype not in floats:

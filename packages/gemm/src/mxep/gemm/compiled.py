@@ -48,29 +48,6 @@ def product(
 
 
 def _forward(
-    run: Any,
-    a: Tensor,
-    ws: list[Tensor],
-    bias: Tensor | None,
-    offs: Tensor | None,
-    recipe: str,
-    backend: str,
-    out_dtype: torch.dtype,
-    wgrad_scale: float,
-    needs: list[bool],
-) -> list[Tensor]:
-    how = Recipe.named(recipe), select(backend, a.device)
-    with torch.no_grad():
-        ws = _grouped(ws)
-        out, rows, w, amax = steps.run_forward(run, a, ws, None, bias, offs, *how, out_dtype, (needs[0], needs[1]))
-        saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
-        if is_held(weight_of(ws), how[0]):  # an output is the graph's to write over
-            saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
-    return [out, *(_nothing(a) if x is None else x for x in saved)]
-
-
-@torch.library.custom_op("mxep::product_forward", mutates_args=())
-def forward_op(
     a: Tensor,
     ws: list[Tensor],
     bias: Tensor | None,
@@ -82,12 +59,18 @@ def forward_op(
     needs: list[bool],
 ) -> list[Tensor]:
     """[out (M, N), a's qdata and scales, w's in 2-D blocks, the amax of w's columns]: what there is not has no axes."""
-    return _forward(steps.forward, a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale, needs)
+    how = Recipe.named(recipe), select(backend, a.device)
+    with torch.no_grad():
+        ws = _grouped(ws)
+        out, rows, w, amax = steps.run_forward(a, ws, None, bias, offs, *how, out_dtype, (needs[0], needs[1]))
+        saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
+        if is_held(weight_of(ws), how[0]):  # an output is the graph's to write over
+            saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
+    return [out, *(_nothing(a) if x is None else x for x in saved)]
 
 
-@forward_op.register_fake
-def _(a: Tensor, *args: Any) -> list[Tensor]:
-    return _forward(steps.forward.direct, a, *args)
+forward_op = torch.library.custom_op("mxep::product_forward", _forward, mutates_args=())
+forward_op.register_fake(_forward)  # as it is: of fake tensors nothing is replayed, or held
 
 
 @torch.library.custom_op("mxep::product_backward", mutates_args=())

@@ -5,7 +5,7 @@ its own, or the recipe cannot take. Embeddings are no nn.Linear.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -52,12 +52,7 @@ def vocabulary_of(model: nn.Module) -> int:
 
 def by_pattern(fqns: Iterable[str]) -> str:
     """Names with numbers of layers as stars, each pattern once: "layers.*.q_proj.weight (48), ..."."""
-    return ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in _counted(fqns))
-
-
-def _counted(fqns: Iterable[str]) -> Iterator[tuple[str, int]]:
     found: dict[str, list[str]] = {}
     for fqn in fqns:
         found.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", fqn), []).append(fqn)
-    for pattern, names in found.items():
-        yield (pattern, len(names)) if len(names) > 1 else (names[0], 1)
+    return ", ".join(f"{pattern} ({len(names)})" if len(names) > 1 else names[0] for pattern, names in found.items())

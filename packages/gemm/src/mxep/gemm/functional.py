@@ -23,11 +23,10 @@ from torch.autograd.function import once_differentiable
 
 import mxep.gemm.compiled as compiled
 import mxep.gemm.steps as steps
-from mxep.gemm.backends import Backend, select
+from mxep.gemm.backends import Backend, QuantizedWeight, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor
 from mxep.quant.replay import MXParts
 
@@ -134,7 +133,7 @@ class _GroupedMM(torch.autograd.Function):
         ws: Any = (w, *more[: len(more) // 2])
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
         how = recipe, backend, out_dtype, needs
-        out, a_saved, (first, *others), amax = steps.run_forward(steps.forward, a, ws, weight, bias, offs, *how)
+        out, a_saved, (first, *others), amax = steps.run_forward(a, ws, weight, bias, offs, *how)
         a_parts, ctx.a_rest = taken_apart(a_saved)
         w_parts, ctx.w_rest = taken_apart(first if needs[0] else None)
         ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *(others if needs[0] else ()))

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from mxep.gemm.auto import recipe_for, recipe_name, recipe_of
-from mxep.gemm.backends import Backend, select
+from mxep.gemm.backends import Backend, QuantizedWeight, select
 from mxep.gemm.checks import check_linear, check_quantized_weight, check_tensors
 from mxep.gemm.functional import between_graphs, multiply
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight
 from mxep.quant import MXTensor, rms_norm_quantize
 
 
@@ -104,7 +103,7 @@ def rms_norm_input(
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     if recipe.scaling == "none":
         return nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-    block_size = None if select(backend, x.device).wants_rowwise else recipe.block_size
+    block_size = select(backend, x.device).block_size(recipe)
     return rms_norm_quantize(x, weight, eps=eps, fmt=recipe.fmt, mode=recipe.mode, block_size=block_size)
 
 

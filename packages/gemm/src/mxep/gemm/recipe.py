@@ -119,14 +119,6 @@ class Recipe:
         """
         return self.scaling != "none" and x.axis == -1 and x.block_size == (self.block_size or x.shape[-1])
 
-    def quantize_activation(self, x: Tensor) -> Tensor:
-        """x (..., K) bf16 or fp32 -> MXTensor along K; x itself if scaling is "none". Gradients pass unchanged."""
-        return self.quantize_rows(x, self.fmt)
-
-    def quantize_gradient(self, dy: Tensor) -> Tensor:
-        """dy (..., N) bf16 or fp32 -> MXTensor along N; dy itself if scaling is "none"."""
-        return self.quantize_rows(dy, self.grad_fmt)
-
     def along_tokens(self, x: Tensor, offs: Tensor | None) -> Tensor:
         """An operand of wgrad (M, D), blocked along D (maybe indexed), blocked along M instead, in its own format.
 
@@ -139,11 +131,12 @@ class Recipe:
             x = _with_zero_rows(x, missing)
         return requantize(x, mode=self.mode, offs=offs)
 
-    def quantize_rows(self, x: Tensor, fmt: MXFormat) -> Tensor:
-        """x (..., D) bf16 or fp32 -> MXTensor of `fmt` along D; x itself if scaling is "none"."""
+    def quantize_rows(self, x: Tensor, fmt: MXFormat | None = None) -> Tensor:
+        """x (..., D) bf16 or fp32 -> MXTensor along D, of `fmt`, which is `grad_fmt` for a gradient, or this recipe's;
+        x itself if scaling is "none". Gradients pass unchanged."""
         if self.scaling == "none":
             return x
-        return quantize(x, fmt=fmt, mode=self.mode, block_size=self.block_size)
+        return quantize(x, fmt=fmt or self.fmt, mode=self.mode, block_size=self.block_size)
 
 
 def _named() -> Iterator[tuple[str, Recipe]]:

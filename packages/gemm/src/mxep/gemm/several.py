@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, quantize_stacked, quantize_stacked_columns
+from mxep.quant import MXTensor, quantize_columns_of_amax, quantize_with_amax
 
 Weight = Tensor | tuple[Tensor, ...]
 """(G, N, K), or its parts, (G, N of each, K), which are joined where they are quantized and nowhere else."""
@@ -43,25 +43,20 @@ def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: 
     """What `Backend.quantize_weight_rowwise` makes of the whole weight."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)
-    if not with_amax or not _has_one_scale(recipe, backend):
+    if not with_amax or backend.block_size(recipe) is not None:
         return _join([backend.quantize_weight_rowwise(part, recipe)[0] for part in w]), None
-    return quantize_stacked(w, fmt=recipe.fmt, mode=recipe.mode)
+    return quantize_with_amax(w, fmt=recipe.fmt, mode=recipe.mode)
 
 
 def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None) -> Tensor:
     """What `Backend.quantize_weight_colwise` makes of the whole weight. amax: of the columns of all parts."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_colwise(joined(w), recipe, amax)
-    if not _has_one_scale(recipe, backend):
+    if backend.block_size(recipe) is not None:
         return _join([backend.quantize_weight_colwise(part, recipe) for part in w])
     if amax is None:
         return backend.quantize_weight_colwise(joined(w), recipe)
-    return quantize_stacked_columns(w, amax, fmt=recipe.fmt, mode=recipe.mode)
-
-
-def _has_one_scale(recipe: Recipe, backend: Backend) -> bool:
-    """Of a weight's row, or column."""
-    return recipe.block_size is None or backend.wants_rowwise
+    return quantize_columns_of_amax(w, amax, fmt=recipe.fmt, mode=recipe.mode)
 
 
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:

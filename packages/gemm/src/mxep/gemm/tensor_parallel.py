@@ -102,7 +102,7 @@ class _GatherQuantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, mesh: DeviceMesh, recipe: Recipe) -> Tensor:
         ctx.dim, ctx.mesh = dim, mesh
-        mx = recipe.quantize_activation(x)
+        mx = recipe.quantize_rows(x)
         assert isinstance(mx, MXTensor)
         parts = (part.view(torch.uint8).contiguous() for part in (mx.qdata, mx.scale))
         qdata, scale = (collectives.wait_tensor(collectives.all_gather_tensor(p, dim, (mesh, 0))) for p in parts)

@@ -9,18 +9,11 @@ from mxep.quant.fold_for_wgrad import WgradOperands, fold_for_wgrad
 from mxep.quant.formats import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, format_of
 from mxep.quant.group_sums import group_sums
 from mxep.quant.groups import PaddedGroups, group_of_rows, pad_groups, unpad_groups, valid_rows
-from mxep.quant.quantize import (
-    quantize,
-    quantize_both,
-    quantize_joined,
-    quantize_stacked,
-    quantize_stacked_columns,
-    quantize_with_amax,
-)
+from mxep.quant.quantize import quantize, quantize_both, quantize_columns_of_amax, quantize_joined, quantize_with_amax
 from mxep.quant.requantize import requantize
 from mxep.quant.rms_norm import rms_norm_quantize
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
-from mxep.quant.swizzle import gather_swizzled, swizzle_scales, unswizzle_scales
+from mxep.quant.swizzle import gather_swizzled, swizzle_scales
 from mxep.quant.tensor import MXTensor
 
 try:
@@ -50,9 +43,8 @@ __all__ = [
     "pad_groups",
     "quantize",
     "quantize_both",
+    "quantize_columns_of_amax",
     "quantize_joined",
-    "quantize_stacked",
-    "quantize_stacked_columns",
     "quantize_with_amax",
     "requantize",
     "rms_norm_quantize",
@@ -62,6 +54,5 @@ __all__ = [
     "swiglu_quantize",
     "swizzle_scales",
     "unpad_groups",
-    "unswizzle_scales",
     "valid_rows",
 ]

@@ -34,7 +34,7 @@ from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.op import op
 from mxep.quant.ops import NAN_ELEMENT, pick_mx, values_of
 from mxep.quant.scales import NAN_SCALE, power_of_two
-from mxep.quant.shapes import empty_folded, num_rows
+from mxep.quant.shapes import empty_rows, num_rows, picked_shape
 from mxep.quant.tensor import MXTensor
 
 
@@ -70,8 +70,20 @@ def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTens
 
     Rows from offs[-1] on are not counted; their spread is unspecified. ValueError as for `fold`.
     """
-    qdata, scale, *stats = _fold_with_stats(*_parts_by_row(mx, offs), offs)
-    return _result(mx, qdata, scale), FoldStats(*stats)
+    qdata, scale, row_index = _parts_by_row(mx, offs)
+    blocks, capacity = _blocks(qdata, scale, row_index, offs), num_rows(qdata, row_index)
+    shift = blocks.shift.clamp(max=flush_shift(qdata.dtype))
+    before, after = blocks.qdata.float(), shift_qdata(blocks.qdata, shift).float()
+    counted = ~blocks.nan & ~after.isnan()
+    if offs is not None:
+        row = torch.arange(before.shape[0], device=qdata.device)
+        counted &= (row < offs[-1]).view(-1, 1, 1)
+    changed = (counted & (after * power_of_two(127 + shift) != before)).sum()
+    flushed = (counted & (after == 0) & (before != 0)).sum()
+    lowest = torch.where(blocks.counts, blocks.scale, NAN_SCALE).amin(-2, keepdim=True)
+    spread = torch.where(blocks.nan, 0, blocks.max_scale - lowest).clamp(min=0).squeeze(-1)
+    stats = FoldStats(changed, flushed, fill_rows(spread, capacity).squeeze(-1))
+    return _result(mx, *_folded(blocks, capacity)), stats
 
 
 def _parts_by_row(mx: MXTensor, offs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -154,36 +166,9 @@ def _folded(blocks: _Blocks, capacity: int) -> tuple[Tensor, Tensor]:
 
 @op(
     "mxep::fold",
-    fake=lambda qdata, scale, row_index, offs: empty_folded(qdata, scale, row_index),
+    fake=lambda qdata, scale, row_index, offs: empty_rows(qdata, qdata.dtype, 0, picked_shape(qdata, row_index)),
     launcher="mxep.quant.kernels.fold:fold",
 )
 def fold_op(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     """qdata (..., S, D) fp8, scale (..., S, D/block_size) e8m0 -> qdata (..., R, D), scale (..., R, 1)."""
     return _folded(_blocks(qdata, scale, row_index, offs), num_rows(qdata, row_index))
-
-
-@op(
-    "mxep::fold_with_stats",
-    fake=lambda qdata, scale, row_index, offs: (
-        *empty_folded(qdata, scale, row_index),
-        qdata.new_empty((), dtype=torch.int64),
-        qdata.new_empty((), dtype=torch.int64),
-        qdata.new_empty((*qdata.shape[:-2], num_rows(qdata, row_index)), dtype=torch.int32),
-    ),
-)
-def _fold_with_stats(
-    qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of mxep::fold -> its results, changed () int64, flushed () int64, spread (..., R) int32."""
-    blocks, capacity = _blocks(qdata, scale, row_index, offs), num_rows(qdata, row_index)
-    shift = blocks.shift.clamp(max=flush_shift(qdata.dtype))
-    before, after = blocks.qdata.float(), shift_qdata(blocks.qdata, shift).float()
-    counted = ~blocks.nan & ~after.isnan()
-    if offs is not None:
-        row = torch.arange(before.shape[0], device=qdata.device)
-        counted &= (row < offs[-1]).view(-1, 1, 1)
-    changed = (counted & (after * power_of_two(127 + shift) != before)).sum()
-    flushed = (counted & (after == 0) & (before != 0)).sum()
-    lowest = torch.where(blocks.counts, blocks.scale, NAN_SCALE).amin(-2, keepdim=True)
-    spread = torch.where(blocks.nan, 0, blocks.max_scale - lowest).clamp(min=0).squeeze(-1)
-    return *_folded(blocks, capacity), changed, flushed, fill_rows(spread, capacity).squeeze(-1)

@@ -33,9 +33,9 @@ from mxep.quant.shapes import (
     empty_2d,
     empty_both,
     empty_columns,
-    empty_joined,
     empty_picked,
     empty_rows,
+    joined_shape,
     num_rows,
     stacked,
     stacked_shape,
@@ -44,32 +44,19 @@ from mxep.quant.shapes import (
 NAN_ELEMENT = 0x7F
 
 
-def encode(blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """Quantize `blocks` (fp32), one scale over the axes `dims`: qdata like `blocks`, scale bytes (..., 1, ...)."""
-    return encode_known(blocks, blocks.abs().amax(dims, keepdim=True), dtype, mode)
+def encode(
+    blocks: Tensor, dims: tuple[int, ...], dtype: torch.dtype, mode: str, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize `blocks` (fp32), one scale over the axes `dims`: qdata like `blocks`, scale bytes (..., 1, ...).
 
-
-def encode_known(blocks: Tensor, amax: Tensor, dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """:func:`encode`, of blocks whose amax is known."""
+    amax: theirs, where it is known.
+    """
+    amax = blocks.abs().amax(dims, keepdim=True) if amax is None else amax
     fmt = format_of(dtype)
     scale = scale_of_amax(amax, fmt, ScaleMode(mode))
     qdata = (blocks * reciprocal(scale)).clamp_(-fmt.max, fmt.max).to(dtype)
     qdata.view(torch.uint8).masked_fill_(scale == NAN_SCALE, NAN_ELEMENT)
     return qdata, scale
-
-
-def encode_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantize x (..., K) in blocks along its last axis: qdata (..., K), scale (..., K/block_size) e8m0."""
-    blocks = torch.unflatten(x.float().contiguous(), -1, (x.shape[-1] // block_size, block_size))
-    qdata, scale = encode(blocks, (-1,), dtype, mode)
-    return qdata.view(x.shape), scale.squeeze(-1).view(SCALE_DTYPE)
-
-
-def encode_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantize x (..., N, K) in blocks along N: qdata transposed, (..., K, N), scale not, (..., N/block_size, K)."""
-    blocks = torch.unflatten(x.float().contiguous(), -2, (x.shape[-2] // block_size, block_size))
-    qdata, scale = encode(blocks, (-2,), dtype, mode)
-    return qdata.view(x.shape).mT.contiguous(), scale.squeeze(-2).view(SCALE_DTYPE)
 
 
 @op(
@@ -79,12 +66,14 @@ def encode_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) ->
 )
 def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K) `dtype`, scale (..., K/block_size) e8m0."""
-    return encode_rows(x, dtype, mode, block_size)
+    blocks = torch.unflatten(x.float().contiguous(), -1, (x.shape[-1] // block_size, block_size))
+    qdata, scale = encode(blocks, (-1,), dtype, mode)
+    return qdata.view(x.shape), scale.squeeze(-1).view(SCALE_DTYPE)
 
 
 @op(
     "mxep::quantize_joined_rows",
-    fake=lambda x, y, z, dtype, mode: empty_joined([part for part in (x, y, z) if part is not None], dtype),
+    fake=lambda x, y, z, dtype, mode: empty_rows(x, dtype, 0, joined_shape(x, y, z)),
     launcher="mxep.quant.kernels.joined:quantize_joined_rows",
 )
 def quantize_joined_rows(
@@ -92,7 +81,8 @@ def quantize_joined_rows(
 ) -> tuple[Tensor, Tensor]:
     """What quantize_rows gives for whole rows of x (N, Kx), y (N, Ky) and z (N, Kz) side by side."""
     joined = torch.cat([part for part in (x, y, z) if part is not None], 1)
-    return encode_rows(joined, dtype, mode, joined.shape[1])
+    qdata, scale = quantize_rows.reference(joined, dtype, mode, joined.shape[1])
+    return qdata, scale
 
 
 @op(
@@ -102,7 +92,9 @@ def quantize_joined_rows(
 )
 def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
     """x (..., N, K) bf16 | fp32 | fp16 -> qdata (..., K, N) `dtype`, scale (..., N/block_size, K) e8m0."""
-    return encode_columns(x, dtype, mode, block_size)
+    blocks = torch.unflatten(x.float().contiguous(), -2, (x.shape[-2] // block_size, block_size))
+    qdata, scale = encode(blocks, (-2,), dtype, mode)
+    return qdata.view(x.shape).mT.contiguous(), scale.squeeze(-2).view(SCALE_DTYPE)
 
 
 @op(
@@ -113,9 +105,9 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
 def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (..., N, K) -> qdata of quantize_rows, their scale transposed, what quantize_columns gives."""
     x = x.float().contiguous()
-    qdata, scale = encode_rows(x, dtype, mode, block_size)
+    qdata, scale = quantize_rows.reference(x, dtype, mode, block_size)
     transposed = scale.view(torch.uint8).mT.contiguous().view(SCALE_DTYPE)
-    return qdata, transposed, *encode_columns(x, dtype, mode, block_size)
+    return qdata, transposed, *quantize_columns.reference(x, dtype, mode, block_size)
 
 
 @op(
@@ -132,7 +124,7 @@ def quantize_per_row(
     """x (..., N, K), or two or three `stacked` -> what quantize_rows gives for blocks of K; the amax of each column,
     (..., K) fp32."""
     x = stacked(x, y, z)
-    return *encode_rows(x, dtype, mode, x.shape[-1]), x.float().abs().amax(-2)
+    return *quantize_rows.reference(x, dtype, mode, x.shape[-1]), x.float().abs().amax(-2)
 
 
 @op(
@@ -145,7 +137,7 @@ def quantize_per_column(
 ) -> tuple[Tensor, Tensor]:
     """x (..., N, K), or two or three `stacked`, the columns' amax (..., K) fp32 -> what quantize_columns gives for
     blocks of N."""
-    qdata, scale = encode_known(stacked(x, y, z).float(), amax.unsqueeze(-2), dtype, mode)
+    qdata, scale = encode(stacked(x, y, z).float(), (-2,), dtype, mode, amax.unsqueeze(-2))
     return qdata.mT.contiguous(), scale.view(SCALE_DTYPE)
 
 

@@ -3,8 +3,8 @@
     quantize            x -> blocks along rows, along columns, or square 2-D blocks
     quantize_both       x -> blocks along rows and blocks along columns, of fewer reads
     quantize_joined     several x -> one scale a row of all side by side
-    quantize_with_amax  x -> one scale a row, and what makes one scale a column cheaper, later
-    quantize_stacked    the same of several x, one's rows below another's; quantize_stacked_columns comes later
+    quantize_with_amax  x, or several, one's rows below another's -> one scale a row, and what makes one scale a column
+                        cheaper, later: quantize_columns_of_amax
 
 The numerics (element rule, scales) are those of `mxep.quant.ops` and `mxep.quant.scales`.
 Straight through: the gradient of the values is the gradient of x, unchanged, as if nothing had been rounded.
@@ -13,6 +13,7 @@ transposed.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,12 @@ def quantize(
     mode: ScaleMode | str = ScaleMode.RCEIL,
     axis: Axis = -1,
     block_size: int | None = BLOCK,
-    amax: Tensor | None = None,
 ) -> MXTensor:
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to qdata with power-of-two scales; shape and outer dtype stay x's.
 
     axis: which way the blocks lie: -1 (rows: a scale per `block_size` elements of a row), -2 (columns), their positive
         twins, or (-2, -1): square 2-D blocks, one scale per block_size x block_size elements, good for W and W^T alike.
     block_size: elements a scale; None for one scale over the whole axis ("row-scaled FP8").
-    amax: of x, by :func:`quantize_with_amax`, for axis -2 and block_size None: one read less.
     A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
     Differentiable (straight through). ValueError for other dtypes or axes, or an axis that `block_size` does not
     divide.
@@ -47,19 +46,12 @@ def quantize(
     block_size = check_block(block_size, axis, x)
     how = check_format(fmt), check_mode(mode), block_size
     source, transposed = _as_stored(x)
-    if amax is not None:
-        if axis != -2 or block_size != x.shape[-2]:
-            raise ValueError(f"amax: got axis {axis}, block {block_size}, want axis -2 and block None, whose they are")
-        _check_amax(amax, x)
     if axis == BLOCKS_2D:
         qdata, scale = ops.quantize_2d(source, *how)
     elif (axis == -1) != transposed:
         qdata, scale = ops.quantize_rows(source, *how)
     else:
-        if amax is None or transposed:
-            qdata, scale = ops.quantize_columns(source, *how)
-        else:
-            qdata, scale = ops.quantize_per_column(source, None, None, amax, *how[:2])
+        qdata, scale = ops.quantize_columns(source, *how)
         qdata = qdata.mT
     if transposed:
         qdata, scale = qdata.mT, scale.mT
@@ -94,28 +86,6 @@ def quantize_both(
     return wrap(x, *by_row, None, -1, k, x.dtype), wrap(x, *by_column, None, -2, n, x.dtype)
 
 
-def quantize_with_amax(
-    x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
-) -> tuple[MXTensor, Tensor]:
-    """`quantize(x, block_size=None)`, and the amax of each column, of the same read.
-
-    x: (..., N, K). amax: (..., K) fp32, NaN where a column has one: for `quantize(x, axis=-2, block_size=None)`.
-    ValueError as for `quantize`, and for a matrix without elements.
-    """
-    check_values("quantize_with_amax", x)
-    check_axis(BLOCKS_2D, x)
-    check_block(None, -2, x)
-    block_size = check_block(None, -1, x)
-    how = check_format(fmt), check_mode(mode)
-    source, transposed = _as_stored(x)
-    if transposed:  # columns will be rows of what lies there, and need no amax; but a caller may look at them
-        rows, scale = ops.quantize_columns(source, *how, block_size)
-        amax = torch.linalg.vector_norm(source, torch.inf, -1, dtype=torch.float32)
-        return wrap(x, rows, scale.mT, None, -1, block_size, x.dtype), amax
-    rows, scale, amax = ops.quantize_per_row(source, None, None, *how)
-    return wrap(x, rows, scale, None, -1, block_size, x.dtype), amax
-
-
 def quantize_joined(
     parts: Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> MXTensor:
@@ -139,43 +109,63 @@ def quantize_joined(
     return MXTensor(qdata, scale, None, -1, qdata.shape[1], x.dtype, trusted=True)
 
 
-def quantize_stacked(
-    parts: Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
+def quantize_with_amax(
+    x: Tensor | Sequence[Tensor], *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
 ) -> tuple[MXTensor, Tensor]:
-    """`quantize_with_amax(torch.cat(parts, -2))` of parts (..., N of each, K), bit for bit; up to three of one dtype
-    are joined as qdata alone. No gradient.
+    """`quantize(x, block_size=None)`, and the amax of each column, of the same read. No gradient.
 
-    ValueError as for `quantize`, and for parts that do not fit.
+    x: (..., N, K), or several (..., N of each, K), one's rows below another's: the bits are those of
+        `torch.cat(x, -2)`; up to three of one dtype are joined as qdata alone.
+    amax: (..., K) fp32, NaN where a column has one: for :func:`quantize_columns_of_amax`.
+    ValueError as for `quantize`, for parts that do not fit, and for those without elements.
     """
-    qdata, scale, amax = ops.quantize_per_row(*_three("quantize_stacked", parts), check_format(fmt), check_mode(mode))
+    parts, transposed = _parts("quantize_with_amax", x)
+    how = check_format(fmt), check_mode(mode)
+    if transposed:  # columns will be rows of what lies there, and need no amax; but a caller may look at them
+        source = parts[0].mT
+        qdata, scale = ops.quantize_columns(source, *how, source.shape[-2])
+        scale, amax = scale.mT, torch.linalg.vector_norm(source, torch.inf, -1, dtype=torch.float32)
+    else:
+        qdata, scale, amax = ops.quantize_per_row(*parts, *how)
     return MXTensor(qdata, scale, None, -1, qdata.shape[-1], parts[0].dtype, trusted=True), amax
 
 
-def quantize_stacked_columns(
-    parts: Sequence[Tensor], amax: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL
+def quantize_columns_of_amax(
+    x: Tensor | Sequence[Tensor],
+    amax: Tensor,
+    *,
+    fmt: MXFormat | str = E4M3,
+    mode: ScaleMode | str = ScaleMode.RCEIL,
 ) -> MXTensor:
-    """`quantize(torch.cat(parts, -2), axis=-2, block_size=None, amax=amax)`, likewise. amax: of `quantize_stacked`."""
-    three = _three("quantize_stacked_columns", parts)
-    _check_amax(amax, parts[0])
-    qdata, scale = ops.quantize_per_column(*three, amax, check_format(fmt), check_mode(mode))
-    return MXTensor(qdata.mT, scale, None, -2, qdata.shape[-1], parts[0].dtype, trusted=True)
+    """`quantize(x, axis=-2, block_size=None)` of one read less. x: as for `quantize_with_amax`, whose amax is given."""
+    parts, transposed = _parts("quantize_columns_of_amax", x)
+    first, wanted = parts[0], _but_rows(parts[0])
+    if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, first.device):
+        got = f"{amax.dtype} {tuple(amax.shape)} on {amax.device}"
+        raise ValueError(f"amax: got {got}, want torch.float32 {wanted} on {first.device}")
+    if transposed:
+        return quantize(first, fmt=fmt, mode=mode, axis=-2, block_size=None)
+    qdata, scale = ops.quantize_per_column(*parts, amax, check_format(fmt), check_mode(mode))
+    return MXTensor(qdata.mT, scale, None, -2, qdata.shape[-1], first.dtype, trusted=True)
 
 
-def _three(name: str, parts: Sequence[Tensor]) -> list[Tensor | None]:
+def _parts(name: str, x: Tensor | Sequence[Tensor]) -> tuple[list[Any], bool]:
+    """The parts as ops take them, detached, and None in place of a second and third; whether it is one, transposed."""
+    parts = [x] if isinstance(x, Tensor) else [*x]
     for part in parts:
         check_values(name, part)
-    if any(part.dim() < 2 for part in parts) or len({(*part.shape[:-2], 0, part.shape[-1]) for part in parts}) != 1:
+    if not parts or any(part.dim() < 2 or _but_rows(part) != _but_rows(parts[0]) for part in parts):
         raise ValueError(f"{name}: got parts {[tuple(part.shape) for part in parts]}, want (..., N of each, K)")
+    for part in parts:
+        check_block(None, -2, part)
+    check_block(None, -1, parts[0])
     if len(parts) > 3 or len({part.dtype for part in parts}) > 1:
-        parts = [torch.cat([*parts], -2)]
-    return [*(part.detach() for part in parts), None, None][:3]
+        parts = [torch.cat(parts, -2)]
+    return [*(part.detach() for part in parts), None, None][:3], len(parts) == 1 and _as_stored(parts[0])[1]
 
 
-def _check_amax(amax: Tensor, x: Tensor) -> None:
-    wanted = (*x.shape[:-2], x.shape[-1])
-    if (amax.shape, amax.dtype, amax.device) != (wanted, torch.float32, x.device):
-        got = f"{amax.dtype} {tuple(amax.shape)} on {amax.device}"
-        raise ValueError(f"amax: got {got}, want torch.float32 {wanted} on {x.device}")
+def _but_rows(x: Tensor) -> tuple[int, ...]:
+    return (*x.shape[:-2], x.shape[-1])
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:

@@ -22,8 +22,8 @@ from mxep.quant.checks import check_block, check_format, check_mode
 from mxep.quant.formats import BLOCK, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.op import op
-from mxep.quant.ops import bytewise, decode, encode_columns
-from mxep.quant.shapes import empty_requantized, num_rows, round_up
+from mxep.quant.ops import bytewise, decode, quantize_columns
+from mxep.quant.shapes import empty_columns, num_rows, picked_shape, round_up
 from mxep.quant.tensor import MXTensor, wrap
 
 
@@ -54,8 +54,8 @@ def requantize(
 
 @op(
     "mxep::requantize",
-    fake=lambda qdata, scale, block_rows, block_columns, row_index, offs, dtype, mode: empty_requantized(
-        qdata, row_index, dtype
+    fake=lambda qdata, scale, block_rows, block_columns, row_index, offs, dtype, mode: empty_columns(
+        qdata, dtype, BLOCK, picked_shape(qdata, row_index)
     ),
     launcher="mxep.quant.kernels.requantize:requantize",
 )
@@ -81,7 +81,7 @@ def _requantize(
     else:
         row_index = row_index[:valid]
     values = decode(qdata, scale, (block_rows, block_columns), row_index)[..., :valid, :]
-    transposed, new_scale = encode_columns(values, dtype, mode, BLOCK)
+    transposed, new_scale = quantize_columns.reference(values, dtype, mode, BLOCK)
     if valid < capacity:
         transposed = bytewise(lambda x: torch.nn.functional.pad(x, (0, capacity - valid)), transposed)
     return transposed, fill_rows(new_scale, capacity // BLOCK)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from mxep.quant.checks import check_block, check_format, check_mode, check_values
 from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
 from mxep.quant.op import op
-from mxep.quant.ops import encode_rows
+from mxep.quant.ops import quantize_rows
 from mxep.quant.shapes import RMS_NORM_PARTS, empty_rows
 from mxep.quant.swiglu import tree_sum
 from mxep.quant.tensor import MXTensor
@@ -96,7 +96,7 @@ def rms_norm_quantize_op(
     # torch's sqrt of fp32 is not rounded to nearest on every CPU (one in six numbers on one with AVX-512).
     rstd = 1.0 / torch.sqrt((mean + torch.tensor(eps, dtype=torch.float32)).double()).float()
     h = (values * rstd.unsqueeze(-1)) * weight.float()
-    return *encode_rows(h, dtype, mode, block_size), rstd
+    return *quantize_rows.reference(h, dtype, mode, block_size), rstd
 
 
 @op(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import BLOCK, SCALE_DTYPE
+from mxep.quant.formats import SCALE_DTYPE
 
 SWIZZLE_ROWS, SWIZZLE_COLS = 128, 4
 """Scales in a swizzled tile, see `mxep.quant.swizzle`."""
@@ -43,6 +43,17 @@ def num_rows(stored: Tensor, row_index: Tensor | None) -> int:
     return stored.shape[-2] if row_index is None else row_index.shape[0]
 
 
+def picked_shape(stored: Tensor, row_index: Tensor | None) -> tuple[int, ...]:
+    """Of `stored` (..., S, K) as its row index, if there is one, picks rows."""
+    return *stored.shape[:-2], num_rows(stored, row_index), stored.shape[-1]
+
+
+def joined_shape(*parts: Tensor | None) -> tuple[int, int]:
+    """(N, K of all) of parts (N, K of each) side by side; None is none."""
+    first, *others = (part.shape for part in parts if part is not None)
+    return first[0], first[1] + sum(shape[1] for shape in others)
+
+
 def stacked(*parts: Tensor | None) -> Tensor:
     """Parts (..., N of each, K), one's rows below another's; None is none."""
     given = [part for part in parts if part is not None]
@@ -58,16 +69,13 @@ def stacked_shape(*parts: Tensor | None) -> tuple[int, ...]:
 def empty_rows(
     x: Tensor, dtype: torch.dtype, block_size: int, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """qdata (..., K) and scale (..., K/block_size) of x (..., K), or of what has this shape, quantized along rows."""
+    """qdata (..., K) and scale (..., K/block_size) of x (..., K), or of what has this shape, quantized along rows.
+
+    block_size 0: the row.
+    """
     *rest, k = shape or x.shape
-    return x.new_empty((*rest, k), dtype=dtype), x.new_empty((*rest, k // block_size), dtype=SCALE_DTYPE)
-
-
-def empty_joined(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """qdata (N, K of all) and scale (N, 1) of parts (N, K) side by side."""
-    first = parts[0]
-    width = sum(part.shape[1] for part in parts)
-    return first.new_empty((first.shape[0], width), dtype=dtype), first.new_empty((len(first), 1), dtype=SCALE_DTYPE)
+    scales = k // block_size if block_size else 1
+    return x.new_empty((*rest, k), dtype=dtype), x.new_empty((*rest, scales), dtype=SCALE_DTYPE)
 
 
 def empty_columns(
@@ -93,24 +101,31 @@ def empty_both(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, 
     return x.new_empty(x.shape, dtype=dtype), scale, *empty_columns(x, dtype, block_size)
 
 
-def empty_requantized(qdata: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """qdata (..., K, R) and scale (..., R/32, K) of qdata (..., S, K) in new blocks along its rows."""
-    *rest, _, k = qdata.shape
-    rows = num_rows(qdata, row_index)
-    scale = qdata.new_empty((*rest, rows // BLOCK, k), dtype=SCALE_DTYPE)
-    return qdata.new_empty((*rest, k, rows), dtype=dtype), scale
+def empty_swiglu(
+    gate_up: Tensor, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
+) -> tuple[Tensor, Tensor]:
+    """h (R, F) and the bytes of its scale (R, F/block_size) or, folded, (R, 1); without a mode there is no scale."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    return gate_up.new_empty((rows, width), dtype=dtype), _scale_of_rows(gate_up, width, mode, block_size, folded)
 
 
-def empty_folded(qdata: Tensor, scale: Tensor, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    """qdata (..., R, K) and scale (..., R, 1) of qdata (..., S, K) folded."""
-    *rest, _, k = qdata.shape
-    rows = num_rows(qdata, row_index)
-    return qdata.new_empty((*rest, rows, k)), scale.new_empty((*rest, rows, 1))
+def empty_swiglu_backward(
+    gate_up: Tensor, mode: str | None, block_size: int, folded: bool, h_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The scale of d_gate_up (R, 2F), d_row_weight (R,), and `empty_swiglu`, or nothing without h_dtype."""
+    rows, width = gate_up.shape
+    scale = _scale_of_rows(gate_up, width, mode, block_size, folded)
+    h, h_scale = (
+        (gate_up.new_empty(0), gate_up.new_empty(0, dtype=torch.uint8))
+        if h_dtype is None
+        else empty_swiglu(gate_up, h_dtype, mode, min(block_size, width // 2), folded)
+    )
+    return scale, gate_up.new_empty(rows, dtype=torch.float32), h, h_scale
 
 
-def empty_swiglu_scale(gate_up: Tensor, width: int, block_size: int, folded: bool) -> Tensor:
-    """scale (R, width/block_size) or, folded, (R, 1) of a result (R, width)."""
-    return gate_up.new_empty((gate_up.shape[0], 1 if folded else width // block_size), dtype=SCALE_DTYPE)
+def _scale_of_rows(x: Tensor, width: int, mode: str | None, block_size: int, folded: bool) -> Tensor:
+    shape = (0,) if mode is None else (x.shape[0], 1 if folded else width // block_size)
+    return x.new_empty(shape, dtype=torch.uint8)
 
 
 def empty_group_sums(x: Tensor, offs: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ from mxep.quant.fold import fold_op
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.op import op
-from mxep.quant.ops import encode_rows
-from mxep.quant.shapes import empty_swiglu_scale
+from mxep.quant.ops import quantize_rows
+from mxep.quant.shapes import empty_swiglu, empty_swiglu_backward
 from mxep.quant.tensor import MXTensor
 
 
@@ -52,7 +52,7 @@ def swiglu(
     No autograd: `swiglu_backward` is its derivative. ValueError for other shapes, dtypes, devices.
     """
     _check(gate_up, row_weight, offs)
-    h: Tensor = _swiglu(gate_up, row_weight, offs, activation.packed)
+    h: Tensor = _swiglu(gate_up, row_weight, offs, gate_up.dtype, None, 0, False, activation.packed)[0]
     return h
 
 
@@ -78,8 +78,7 @@ def swiglu_quantize(
     width = gate_up.shape[1] // 2
     block_size = check_block(block_size, -1, gate_up[:, :width])
     how = check_format(fmt), check_mode(mode), block_size, folded, activation.packed
-    qdata, scale = _swiglu_quantize(gate_up, row_weight, offs, *how)
-    return MXTensor(qdata, scale, None, -1, width if folded else block_size, gate_up.dtype, trusted=True)
+    return _mx(_swiglu(gate_up, row_weight, offs, *how), gate_up.dtype)
 
 
 def swiglu_backward(
@@ -99,10 +98,10 @@ def swiglu_backward(
     Other arguments and errors as for `swiglu`.
     """
     _check(gate_up, row_weight, offs, d_h)
-    h = gate_up.new_empty(d_h.shape) if with_h else None
-    of_h = _nothing(gate_up) if h is None else h
-    d_gate_up, d_row_weight = _swiglu_backward(d_h, gate_up, row_weight, offs, of_h, activation.packed)
-    return d_gate_up, d_row_weight, h
+    d_gate_up = gate_up.new_empty(gate_up.shape)
+    how = None, 0, False, gate_up.dtype if with_h else None, activation.packed
+    _, d_row_weight, h, _ = _swiglu_backward(d_h, gate_up, row_weight, offs, d_gate_up, *how)
+    return d_gate_up, d_row_weight, h if with_h else None
 
 
 def swiglu_backward_quantize(
@@ -129,32 +128,27 @@ def swiglu_backward_quantize(
     of two that divides F.
     """
     _check(gate_up, row_weight, offs, d_h)
-    h = None
     if h_fmt is not None:
-        width, h_block = d_h.shape[1], check_block(block_size, -1, d_h)
-        parts = gate_up.new_empty(d_h.shape, dtype=check_format(h_fmt)), empty_swiglu_scale(d_h, width, h_block, folded)
-        h = MXTensor(*parts, None, -1, width if folded else h_block, gate_up.dtype, trusted=True)
+        check_block(block_size, -1, d_h)
     block_size = check_block(block_size, -1, gate_up)
-    dtype = check_format(fmt)
+    dtype, h_dtype = check_format(fmt), None if h_fmt is None else check_format(h_fmt)
     # A row's qdata are written once all of it has been read only where they share a scale.
     fits = d_h.itemsize == 2 and d_h.is_contiguous() and d_h.stride(-1) == 1 and not d_h.requires_grad
     if overwrite and fits and (folded or block_size == gate_up.shape[1]):
         qdata = d_h.view(dtype)
     else:
         qdata = gate_up.new_empty(gate_up.shape, dtype=dtype)
-    of_h = (_nothing(gate_up), _nothing(gate_up)) if h is None else (h.qdata, _bytes(h.scale))
-    how = check_mode(mode), block_size, folded, *of_h, activation.packed
-    scale, d_row_weight = _swiglu_backward_quantize(d_h, gate_up, row_weight, offs, qdata, *how)
-    block_size, scale = gate_up.shape[1] if folded else block_size, scale.view(SCALE_DTYPE)
-    return MXTensor(qdata, scale, None, -1, block_size, gate_up.dtype, trusted=True), d_row_weight, h
+    how = check_mode(mode), block_size, folded, h_dtype, activation.packed
+    scale, d_row_weight, *h = _swiglu_backward(d_h, gate_up, row_weight, offs, qdata, *how)
+    d_gate_up = _mx((qdata, scale), gate_up.dtype)
+    return d_gate_up, d_row_weight, None if h_dtype is None else _mx(h, gate_up.dtype)
 
 
-def _nothing(x: Tensor) -> Tensor:
-    return x.new_empty(0)
-
-
-def _bytes(scale: Tensor) -> Tensor:
-    return scale.view(torch.uint8)
+def _mx(parts: Sequence[Tensor], dtype: torch.dtype) -> MXTensor:
+    """Of rows (R, n) and the bytes of their scales."""
+    qdata, scale = parts
+    block_size = qdata.shape[1] // scale.shape[1]
+    return MXTensor(qdata, scale.view(SCALE_DTYPE), None, -1, block_size, dtype, trusted=True)
 
 
 def _check(gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, d_h: Tensor | None = None) -> None:
@@ -217,114 +211,71 @@ def tree_sum(x: Tensor) -> Tensor:
     return x.squeeze(-1)
 
 
-def _encode(
-    valid: Tensor, rows: int, dtype: torch.dtype, mode: str, block_size: int, folded: bool
+def _result(
+    valid: Tensor, rows: int, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
 ) -> tuple[Tensor, Tensor]:
-    qdata, scale = encode_rows(valid, dtype, mode, block_size)
+    """Values (valid, n) fp32 as (rows, n) of dtype, and the bytes of their scales."""
+    if mode is None:
+        return fill_rows(valid.to(dtype), rows), valid.new_empty(0, dtype=torch.uint8)
+    qdata, scale = quantize_rows.reference(valid, dtype, mode, block_size)
     if folded:
         qdata, scale = fold_op.reference(qdata, scale, None, None)
-    return fill_rows(qdata, rows), fill_rows(scale, rows)
+    return fill_rows(qdata, rows), fill_rows(scale.view(torch.uint8), rows)
+
+
+# Scales are bytes: inductor compiles no op that writes if a tensor of it is e8m0.
 
 
 @op(
     "mxep::swiglu",
-    fake=lambda gate_up, row_weight, offs, activation=None: gate_up.new_empty(
-        (gate_up.shape[0], gate_up.shape[1] // 2)
-    ),
+    fake=lambda gate_up, row_weight, offs, *how: empty_swiglu(gate_up, *how[:4]),
     launcher="mxep.quant.kernels.swiglu:swiglu",
 )
 def _swiglu(
-    gate_up: Tensor, row_weight: Tensor | None, offs: Tensor | None, activation: Sequence[float] | None = None
-) -> Tensor:
-    rows = gate_up.shape[0]
-    h = _forward(gate_up, row_weight, valid_rows(offs, rows), activation)
-    return fill_rows(h.to(gate_up.dtype), rows)
-
-
-@op(
-    "mxep::swiglu_quantize",
-    fake=lambda gate_up, row_weight, offs, dtype, mode, block_size, folded, activation=None: (
-        gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=dtype),
-        empty_swiglu_scale(gate_up, gate_up.shape[1] // 2, block_size, folded),
-    ),
-    launcher="mxep.quant.kernels.swiglu:swiglu_quantize",
-)
-def _swiglu_quantize(
     gate_up: Tensor,
     row_weight: Tensor | None,
     offs: Tensor | None,
     dtype: torch.dtype,
-    mode: str,
+    mode: str | None,
     block_size: int,
     folded: bool,
     activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """-> qdata (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1) e8m0."""
+    """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1); mode None: rounded, and no scale."""
     rows = gate_up.shape[0]
     h = _forward(gate_up, row_weight, valid_rows(offs, rows), activation)
-    return _encode(h, rows, dtype, mode, block_size, folded)
+    return _result(h, rows, dtype, mode, block_size, folded)
 
 
 @op(
     "mxep::swiglu_backward",
-    fake=lambda d_h, gate_up, row_weight, offs, h, activation=None: (
-        gate_up.new_empty(gate_up.shape),
-        gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
-    ),
+    fake=lambda d_h, gate_up, row_weight, offs, out, *how: empty_swiglu_backward(gate_up, *how[:4]),
     launcher="mxep.quant.kernels.swiglu:swiglu_backward",
-    mutates_args=("h",),
+    mutates_args=("out",),
 )
 def _swiglu_backward(
     d_h: Tensor,
     gate_up: Tensor,
     row_weight: Tensor | None,
     offs: Tensor | None,
-    h: Tensor,  # not optional: in torch 2.11 what an op writes to cannot be
-    activation: Sequence[float] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """-> d_gate_up (R, 2F), d_row_weight (R,); `h` (R, F) is written, unless it is empty."""
-    rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
-    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
-    if h.numel():
-        h.copy_(fill_rows(_forward(gate_up, row_weight, valid, activation).to(h.dtype), rows))
-    return fill_rows(d_gate_up.to(gate_up.dtype), rows), fill_rows(d_row_weight, rows).squeeze(-1)
-
-
-@op(
-    "mxep::swiglu_backward_quantize",
-    fake=lambda d_h, gate_up, row_weight, offs, out, scale_mode, block_size, folded, *_: (
-        _bytes(empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded)),
-        gate_up.new_empty(gate_up.shape[0], dtype=torch.float32),
-    ),
-    launcher="mxep.quant.kernels.swiglu:swiglu_backward_quantize",
-    mutates_args=("out", "h", "h_scale"),
-)
-def _swiglu_backward_quantize(
-    d_h: Tensor,
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
     out: Tensor,
-    scale_mode: str,  # torch takes `mode` for itself in ops that write
+    scale_mode: str | None,  # torch takes `mode` for itself in ops that write
     block_size: int,
     folded: bool,
-    h: Tensor,
-    h_scale: Tensor,
+    h_dtype: torch.dtype | None,
     activation: Sequence[float] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,); the qdata go to `out` (R, 2F), new memory or,
-    with one scale a row, d_h's.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,), and what `mxep::swiglu` gives with h_dtype;
+    None: empty. Its scale is of the row where d_gate_up's is.
 
-    h (R, F), h_scale: are written, unless both are empty; h's scale is of the row where d_gate_up's is. Scales are
-    bytes: inductor compiles no op that writes if a tensor of it is e8m0.
+    d_gate_up goes to `out` (R, 2F), new memory or, with one scale a row, d_h's.
     """
     rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
     d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
-    if h.numel():
+    _, _, h, h_scale = empty_swiglu_backward(gate_up, scale_mode, block_size, folded, h_dtype)
+    if h_dtype is not None:
         values = _forward(gate_up, row_weight, valid, activation)
-        qdata, scale = _encode(values, rows, h.dtype, scale_mode, min(block_size, h.shape[1]), folded)
-        h.copy_(qdata)
-        _bytes(h_scale).copy_(_bytes(scale))
-    qdata, scale = _encode(d_gate_up, rows, out.dtype, scale_mode, block_size, folded)
+        h, h_scale = _result(values, rows, h_dtype, scale_mode, min(block_size, values.shape[1]), folded)
+    qdata, scale = _result(d_gate_up, rows, out.dtype, scale_mode, block_size, folded)
     out.copy_(qdata)
-    return _bytes(scale), fill_rows(d_row_weight, rows).squeeze(-1)
+    return scale, fill_rows(d_row_weight, rows).squeeze(-1), h, h_scale

@@ -13,7 +13,6 @@ sizes are on the device, the capacity is static: round_up(rows + G * 127, 128) r
 
                      the matrix                                    per group
     swizzle_scales   (..., rows, cols) -> (..., rows up to 128, cols up to 4)   (rows, cols) -> (capacity, cols up to 4)
-    unswizzle_scales the way back
 
 `gather_swizzled` writes that layout at once, beside the qdata of rows that it picks.
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from mxep.quant.formats import BLOCK, SCALE_DTYPE
 from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
 from mxep.quant.op import op
-from mxep.quant.ops import pick_mx, pick_rows
+from mxep.quant.ops import pick_mx
 from mxep.quant.shapes import SWIZZLE_COLS as COLS
 from mxep.quant.shapes import SWIZZLE_ROWS as ROWS
 from mxep.quant.shapes import num_rows, swizzled_shape
@@ -42,31 +41,13 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:
     (round_up(rows + G * 127, 128), round_up(cols, 4)), where what lies past the last group is unspecified. Padding
     bytes are 0. ValueError for other dtypes, fewer than two axes, a wrong offs.
     """
-    _check_scale("scale", scale)
+    if scale.dtype not in (SCALE_DTYPE, torch.uint8):
+        raise ValueError(f"scale: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
     if scale.ndim < 2:
         raise ValueError(f"scale: got shape {tuple(scale.shape)}, want (..., rows, cols)")
     check_offs(offs, scale)
     swizzled: Tensor = _swizzle(scale, offs)
     return swizzled
-
-
-def unswizzle_scales(swizzled: Tensor, *, rows: int, cols: int, offs: Tensor | None = None) -> Tensor:
-    """The way back: scales (..., rows, cols), contiguous, of what `swizzle_scales` made of them.
-
-    swizzled: (..., round_up(rows, 128), round_up(cols, 4)) e8m0 or uint8, contiguous; with offs
-        (round_up(rows + G * 127, 128), round_up(cols, 4)). Rows of the result from offs[-1] on are unspecified.
-    ValueError for other dtypes or shapes, or a wrong offs.
-    """
-    _check_scale("swizzled", swizzled)
-    check_offs(offs, swizzled)
-    wanted = swizzled_shape(rows, cols, offs)
-    if tuple(swizzled.shape[-2:]) != wanted or not swizzled.is_contiguous():
-        raise ValueError(
-            f"swizzled: got shape {tuple(swizzled.shape)} with strides {swizzled.stride()}, "
-            f"want (..., {wanted[0]}, {wanted[1]}) contiguous for {rows} rows and {cols} cols"
-        )
-    scale: Tensor = _unswizzle(swizzled, rows, cols, offs)
-    return scale
 
 
 def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -98,7 +79,7 @@ def _gather_swizzled(
     """qdata (S, K), scale (S, K/32) -> qdata (R, K), scale in the 128 x 4 layout."""
     rows = num_rows(qdata, row_index)
     picked, scale_bytes = pick_mx(qdata, scale, row_index, valid_rows(offs, rows))
-    return fill_rows(picked, rows).clone(), _swizzled(fill_rows(scale_bytes.view(SCALE_DTYPE), rows), offs)
+    return fill_rows(picked, rows).clone(), _swizzle.reference(fill_rows(scale_bytes.view(SCALE_DTYPE), rows), offs)
 
 
 @op(
@@ -109,48 +90,20 @@ def _gather_swizzled(
     launcher="mxep.quant.kernels.gather:swizzle_scales",
 )
 def _swizzle(scale: Tensor, offs: Tensor | None) -> Tensor:
-    return _swizzled(scale, offs)
-
-
-@op(
-    "mxep::unswizzle_scales",
-    fake=lambda swizzled, rows, cols, offs: swizzled.new_empty((*swizzled.shape[:-2], rows, cols)),
-)
-def _unswizzle(swizzled: Tensor, rows: int, cols: int, offs: Tensor | None) -> Tensor:
-    *rest, height, width = swizzled.shape
-    tiles = swizzled.view(torch.uint8).reshape(*rest, height // ROWS, width // COLS, 32, 4, COLS)
-    plain = tiles.transpose(-4, -2).reshape(*rest, height, width)
-    if offs is not None:
-        valid = valid_rows(offs, rows)
-        plain = fill_rows(pick_rows(plain, _swizzled_row(offs, valid, padding=-1)), rows)
-    return plain[..., :rows, :cols].clone(memory_format=torch.contiguous_format).view(swizzled.dtype)
-
-
-def _swizzled(scale: Tensor, offs: Tensor | None) -> Tensor:
     plain = scale.view(torch.uint8)
     *rest, rows, cols = plain.shape
     height, width = swizzled_shape(rows, cols, offs)
     if offs is not None:
         valid = valid_rows(offs, rows)
-        row = _swizzled_row(offs, valid, padding=height)
+        # Every group starts at a multiple of 128; rows past the groups, which have a start, too, go to the last row.
+        starts = torch.nn.functional.pad(offs.long(), (1, 0))
+        room = (starts.diff() + ROWS - 1) // ROWS * ROWS
+        new_starts = torch.nn.functional.pad(room.cumsum(0), (1, 0))
+        group = group_of_rows(offs, valid)
+        row = torch.arange(valid, device=offs.device) - starts[group] + new_starts[group]
+        row = torch.where(group < offs.shape[0], row, height)
         plain = plain.new_zeros(height + 1, cols).index_copy_(0, row, plain[:valid])[:height]
     padded = torch.nn.functional.pad(plain, (0, width - cols, 0, height - plain.shape[-2]))
     # (tile row, quarter, row in the quarter, tile column, column) -> (tile row, tile column, row, quarter, column)
     tiles = padded.reshape(*rest, height // ROWS, 4, 32, width // COLS, COLS).transpose(-4, -2)
     return tiles.reshape(*rest, height, width).clone().view(scale.dtype)
-
-
-def _swizzled_row(offs: Tensor, rows: int, *, padding: int) -> Tensor:
-    """(rows,) int64: the new row of each row if every group starts at a multiple of 128; `padding` past the groups."""
-    ends = offs.long()
-    starts = torch.nn.functional.pad(ends, (1, 0))  # (G + 1,): rows past the groups have a start, too
-    room = (starts.diff() + ROWS - 1) // ROWS * ROWS
-    new_starts = torch.nn.functional.pad(room.cumsum(0), (1, 0))
-    group = group_of_rows(offs, rows)
-    row = torch.arange(rows, device=offs.device)
-    return torch.where(group < ends.shape[0], row - starts[group] + new_starts[group], padding)
-
-
-def _check_scale(name: str, scale: Tensor) -> None:
-    if scale.dtype not in (SCALE_DTYPE, torch.uint8):
-        raise ValueError(f"{name}: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")

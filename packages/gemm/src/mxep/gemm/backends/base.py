@@ -1,14 +1,22 @@
 """What a backend is: three products over ragged groups of rows, and how it wants their operands quantized."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import QuantizedWeight, quantize_weight_colwise, quantize_weight_rowwise
-from mxep.quant import MXFormat, MXTensor
+from mxep.quant import (
+    Axis,
+    MXFormat,
+    MXTensor,
+    quantize,
+    quantize_columns_of_amax,
+    quantize_joined,
+    quantize_with_amax,
+)
 
 
 class AlongTokens(NamedTuple):
@@ -16,6 +24,24 @@ class AlongTokens(NamedTuple):
 
     dy: Tensor
     a: Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight (G, N, K) as the products want it: MXTensors, or the weight itself where the recipe quantizes nothing.
+
+    rowwise: blocked along K, for the forward. colwise: blocked along N, for dgrad; None if nobody asked for it.
+    With 32x32 blocks both are the same tensor.
+    """
+
+    rowwise: Tensor
+    colwise: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of qdata and scales."""
+        found = {id(mx): mx for mx in (self.rowwise, self.colwise) if isinstance(mx, MXTensor)}
+        return sum(mx.qdata.nbytes + mx.scale.nbytes for mx in found.values())
 
 
 class Backend(Protocol):
@@ -28,7 +54,8 @@ class Backend(Protocol):
     Only reference waits for the host. Derive from this class to inherit what is defined here.
 
     name: what users pick it by.
-    wants_rowwise: whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once.
+    wants_rowwise: whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once,
+        and what is plain is quantized to one scale a row, weights to one a column, too.
     bf16_is_torchs: whether a linear's plain product in bf16 is torch's, and the backend is not asked.
     """
 
@@ -40,26 +67,49 @@ class Backend(Protocol):
         """None if it runs on `device`, else the reason why not, as the end of a sentence."""
         ...
 
+    def block_size(self, recipe: Recipe) -> int | None:
+        """Elements that a scale of this recipe covers here; None for the whole row, or column."""
+        return None if self.wants_rowwise else recipe.block_size
+
     def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
         """A plain activation or gradient (M, D) as this backend wants it, in elements of `fmt`."""
-        return recipe.quantize_rows(x, fmt)
+        if recipe.scaling == "none":
+            return x
+        return quantize(x, fmt=fmt, mode=recipe.mode, block_size=self.block_size(recipe))
 
     def quantize_parts(self, parts: Sequence[Tensor], fmt: MXFormat, recipe: Recipe) -> Tensor:
         """Plain gradients (M, D of each) as `quantize_rows` makes what they are side by side."""
+        if self.wants_rowwise and recipe.scaling != "none":
+            return quantize_joined(parts, fmt=fmt, mode=recipe.mode)
         return self.quantize_rows(torch.cat([*parts], 1), fmt, recipe)
 
     def quantize_weight_rowwise(
         self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(w (G, N, K) as forward wants it, amax of its columns). No gradient.
+        """(w (G, N, K) as forward wants it, blocked along K or in 2-D blocks, amax of its columns). No gradient.
 
-        amax: what saves `quantize_weight_colwise` a read; None unless asked for, and where it saves nothing.
+        amax: (G, K) fp32, what saves `quantize_weight_colwise` a read; None unless asked for, and where it saves
+            nothing: only one scale a column needs it.
         """
-        return quantize_weight_rowwise(w, recipe, with_amax=with_amax)
+        if recipe.scaling == "none":
+            return w, None
+        w, fmt, mode = w.detach(), recipe.fmt, recipe.mode
+        if (block_size := self.block_size(recipe)) is not None:
+            return quantize(w, fmt=fmt, mode=mode, axis=_axis(recipe, -1), block_size=block_size), None
+        if with_amax:
+            return quantize_with_amax(w, fmt=fmt, mode=mode)
+        return quantize(w, fmt=fmt, mode=mode, block_size=None), None
 
     def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
-        """w (G, N, K) as dgrad wants it. No gradient. amax: what `quantize_weight_rowwise` gave."""
-        return quantize_weight_colwise(w, recipe, amax)
+        """w (G, N, K) as dgrad wants it, blocked along N. No gradient. amax: what `quantize_weight_rowwise` gave."""
+        if recipe.scaling == "none":
+            return w
+        w, fmt, mode = w.detach(), recipe.fmt, recipe.mode
+        if (block_size := self.block_size(recipe)) is not None:
+            return quantize(w, fmt=fmt, mode=mode, axis=_axis(recipe, -2), block_size=block_size)
+        if amax is not None:
+            return quantize_columns_of_amax(w, amax, fmt=fmt, mode=mode)
+        return quantize(w, fmt=fmt, mode=mode, axis=-2, block_size=None)
 
     def quantize_weight(self, w: Tensor, recipe: Recipe, *, colwise: bool = True) -> QuantizedWeight:
         """w (G, N, K) as forward and, with `colwise`, dgrad want it: for `quantized_weight` of `grouped_mm`."""
@@ -127,6 +177,11 @@ class Backend(Protocol):
     def wgrad_product(self, operands: Any, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         """What `wgrad` returns."""
         raise NotImplementedError
+
+
+def _axis(recipe: Recipe, axis: int) -> Axis:
+    """Of a weight's blocks; 2-D ones serve both orientations."""
+    return (-2, -1) if recipe.weight_block == "32x32" else axis
 
 
 def ends(offs: Tensor | None, rows: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from mxep.gemm.backends.base import AlongTokens, Backend, ends
 from mxep.gemm.backends.dequant import Dequant, group_of_row, in_dtype
 from mxep.gemm.backends.triton import check_mx
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import is_2d, quantize_weight_colwise, quantize_weight_rowwise
 from mxep.quant import BLOCK, E4M3, MXTensor, gather_swizzled, pad_groups, swizzle_scales
 
 ROWS, COLS = 128, 4
@@ -45,16 +44,12 @@ class Blackwell(Backend):
     def quantize_weight_rowwise(
         self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        rowwise, amax = quantize_weight_rowwise(w, recipe, with_amax=with_amax)
-        if isinstance(rowwise, MXTensor) and is_2d(recipe):
-            rowwise = rowwise.along(-1)
-        return rowwise, amax
+        rowwise, amax = super().quantize_weight_rowwise(w, recipe, with_amax=with_amax)
+        return rowwise.along(-1) if isinstance(rowwise, MXTensor) else rowwise, amax
 
     def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
-        colwise = quantize_weight_colwise(w, recipe, amax)
-        if isinstance(colwise, MXTensor) and is_2d(recipe):
-            return colwise.along(-2).materialize()
-        return colwise
+        colwise = super().quantize_weight_colwise(w, recipe, amax)
+        return colwise.along(-2).materialize() if isinstance(colwise, MXTensor) else colwise
 
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype

@@ -14,8 +14,6 @@ Sums leave the tensor cores, which add with 13 fraction bits, every 256 products
 nothing for rows past the last group; quantizing plain operands takes all rows there are.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,7 @@ from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.backends.reference import grouped_mm_reference
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.recipe import Recipe
-from mxep.gemm.weights import quantize_weight_colwise, quantize_weight_rowwise
-from mxep.quant import MXFormat, MXTensor, WgradOperands, fold, fold_for_wgrad, quantize, quantize_joined
+from mxep.quant import MXTensor, WgradOperands, fold, fold_for_wgrad
 from mxep.quant.op import op
 
 
@@ -43,24 +40,6 @@ class Hopper(Backend):
         if (have := torch.cuda.get_device_capability(device)) != (9, 0):
             return f"got compute capability {have}, want (9, 0), as wgmma is Hopper's alone; use backend 'auto'"
         return None
-
-    def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
-        if recipe.scaling == "none" or not self.wants_rowwise:
-            return recipe.quantize_rows(x, fmt)
-        return quantize(x, fmt=fmt, mode=recipe.mode, block_size=None)
-
-    def quantize_parts(self, parts: Sequence[Tensor], fmt: MXFormat, recipe: Recipe) -> Tensor:
-        if recipe.scaling == "none" or not self.wants_rowwise:
-            return super().quantize_parts(parts, fmt, recipe)
-        return quantize_joined(parts, fmt=fmt, mode=recipe.mode)
-
-    def quantize_weight_rowwise(
-        self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return quantize_weight_rowwise(w, recipe, with_amax=with_amax, per_row=self.wants_rowwise)
-
-    def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
-        return quantize_weight_colwise(w, recipe, amax, per_row=self.wants_rowwise)
 
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mxep.quant.device import NAN_SCALE, as_bytes, num_sms, rows_of, shifted, valid_rows
 from mxep.quant.launch import cdiv, launch, next_power_of_2
-from mxep.quant.shapes import empty_folded
+from mxep.quant.shapes import empty_rows, picked_shape
 
 TILE_ELEMENTS = 2048
 """That a program takes at a time: several short rows, or a longer one (padded to a power of two)."""
@@ -96,7 +96,7 @@ def fold_kernel(
 
 def fold(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     """mxep::fold."""
-    folded, folded_scale = empty_folded(qdata, scale, row_index)
+    folded, folded_scale = empty_rows(qdata, qdata.dtype, 0, picked_shape(qdata, row_index))
     if folded.numel():
         sub = math.gcd(qdata.shape[-1] // scale.shape[-1], 32)
         per_scale = qdata.shape[-1] // scale.shape[-1] // sub

@@ -13,7 +13,7 @@ from torch import Tensor
 from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
 from mxep.quant.launch import launch, next_power_of_2
-from mxep.quant.shapes import empty_joined
+from mxep.quant.shapes import empty_rows, joined_shape
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def quantize_joined_rows(
     if padded > LONGEST or 0 in widths[: len(parts)]:
         joined = torch.cat(parts, 1)
         return quantize_rows(joined, dtype, mode, joined.shape[1])
-    qdata, scale = empty_joined(parts, dtype)
+    qdata, scale = empty_rows(x, dtype, 0, joined_shape(*parts))
     if x.shape[0]:
         launch(quantize_joined_rows_kernel, (x.shape[0],),
             parts[0], parts[1], parts[-1], qdata, as_bytes(scale), KX=widths[0], KY=widths[1], KZ=widths[2], MODE=mode,

@@ -17,7 +17,7 @@ from torch import Tensor
 from mxep.quant.device import as_bytes, on_hopper, power_of_two, valid_rows
 from mxep.quant.kernels.tile import program_tile, quantize_tile_columns
 from mxep.quant.launch import cdiv, launch
-from mxep.quant.shapes import empty_requantized
+from mxep.quant.shapes import empty_columns, picked_shape
 
 TILE = (128, 128)
 NUM_WARPS = 4
@@ -97,7 +97,7 @@ def requantize(
     mode: str,
 ) -> tuple[Tensor, Tensor]:
     """mxep::requantize."""
-    out, out_scale = empty_requantized(qdata, row_index, dtype)
+    out, out_scale = empty_columns(qdata, dtype, 32, picked_shape(qdata, row_index))
     if not out.numel():
         return out, out_scale
     if qdata.stride(-1) != 1:

@@ -27,7 +27,6 @@ from mxep.quant.activation import SwiGLU
 from mxep.quant.device import (
     NAN_SCALE,
     abs_bits,
-    as_bytes,
     num_sms,
     on_hopper,
     reciprocal,
@@ -38,7 +37,7 @@ from mxep.quant.device import (
 from mxep.quant.kernels.activation import glu, joined_pairs, split_pairs, unclamped
 from mxep.quant.kernels.chunks import amax, joined, load_chunk, store_chunk, sums_of_eight, tree_sum
 from mxep.quant.launch import cdiv, launch, next_power_of_2
-from mxep.quant.shapes import empty_swiglu_scale
+from mxep.quant.shapes import empty_swiglu, empty_swiglu_backward
 
 WARP_ELEMENTS = 2048
 """Of a row, padded to a power of two, for each warp of its program, at most."""
@@ -196,29 +195,16 @@ def swiglu(
     gate_up: Tensor,
     row_weight: Tensor | None,
     offs: Tensor | None,
-    activation: Sequence[float] | None = None,
-) -> Tensor:
-    """mxep::swiglu."""
-    h = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-    _launch(gate_up, row_weight, offs, h, activation=activation)
-    return h
-
-
-def swiglu_quantize(
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
     dtype: torch.dtype,
-    mode: str,
+    mode: str | None,
     block_size: int,
     folded: bool,
     activation: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu_quantize; `_launch` says what blocks there may be."""
-    qdata = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=dtype)
-    scale = empty_swiglu_scale(gate_up, qdata.shape[1], block_size, folded)
-    _launch(gate_up, row_weight, offs, qdata, scale, None, mode, block_size, folded, activation)
-    return qdata, scale
+    """mxep::swiglu; `_launch` says what blocks there may be."""
+    h, scale = empty_swiglu(gate_up, dtype, mode, block_size, folded)
+    _launch(gate_up, row_weight, offs, h, scale, None, mode, block_size, folded, activation)
+    return h, scale
 
 
 def swiglu_backward(
@@ -226,40 +212,22 @@ def swiglu_backward(
     gate_up: Tensor,
     row_weight: Tensor | None,
     offs: Tensor | None,
-    h: Tensor | None = None,
-    activation: Sequence[float] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu_backward."""
-    d_gate_up, d_row_weight = gate_up.new_empty(gate_up.shape), gate_up.new_empty(len(gate_up), dtype=torch.float32)
-    h = h if h is not None and h.numel() else None
-    _launch(gate_up, row_weight, offs, h, None, (d_h, d_gate_up, None, d_row_weight), activation=activation)
-    return d_gate_up, d_row_weight
-
-
-def swiglu_backward_quantize(
-    d_h: Tensor,
-    gate_up: Tensor,
-    row_weight: Tensor | None,
-    offs: Tensor | None,
     out: Tensor,
-    mode: str,
+    mode: str | None,
     block_size: int,
     folded: bool,
-    h: Tensor | None = None,
-    h_scale: Tensor | None = None,
+    h_dtype: torch.dtype | None,
     activation: Sequence[float] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """mxep::swiglu_backward_quantize; `_launch` says what blocks there may be.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """mxep::swiglu_backward; `_launch` says what blocks there may be.
 
     out may be d_h's memory if a row has one scale: the row's maximum comes after its loads, before its stores.
     """
-    scale = as_bytes(empty_swiglu_scale(gate_up, gate_up.shape[1], block_size, folded))
-    d_row_weight = gate_up.new_empty(len(gate_up), dtype=torch.float32)
-    if h is None or not h.numel():
-        h = h_scale = None
-    how = (d_h, out, scale, d_row_weight), mode, block_size, folded, activation
-    _launch(gate_up, row_weight, offs, h, h_scale, *how)
-    return scale, d_row_weight
+    results = scale, d_row_weight, h, h_scale = empty_swiglu_backward(gate_up, mode, block_size, folded, h_dtype)
+    backward = d_h, out, scale, d_row_weight
+    of_h = None if h_dtype is None else h
+    _launch(gate_up, row_weight, offs, of_h, h_scale, backward, mode, block_size, folded, activation)
+    return results
 
 
 def _launch(
@@ -267,12 +235,12 @@ def _launch(
     row_weight: Tensor | None,
     offs: Tensor | None,
     h: Tensor | None,
-    h_scale: Tensor | None = None,
-    backward: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None,
-    mode: str | None = None,
-    block_size: int = 0,
-    folded: bool = False,
-    activation: Sequence[float] | None = None,
+    h_scale: Tensor,
+    backward: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    mode: str | None,
+    block_size: int,
+    folded: bool,
+    activation: Sequence[float] | None,
 ) -> None:
     """Into h, if there is one, and of backward = (d_h, out, scale, d_row_weight) into the last three; scales with mode.
 
@@ -307,9 +275,11 @@ def _launch(
     if backward is not None and h is None and folded and not by_row and plain:
         max_registers = _max_registers(cdiv(F, chunk) * chunk // (32 * num_warps), num_warps)
     d_h, out, scale, d_row_weight = backward or (None, None, None, None)
+    if mode is None:
+        scale = None
     launch(swiglu_kernel, (min(rows, PROGRAMS_PER_SM * num_sms(gate_up.device)),),
-        gate_up.contiguous(), row_weight, offs, h, None if h_scale is None else as_bytes(h_scale),
-        None if d_h is None else d_h.contiguous(), out, None if scale is None else as_bytes(scale), d_row_weight,
+        gate_up.contiguous(), row_weight, offs, h, None if h is None or mode is None else h_scale,
+        None if d_h is None else d_h.contiguous(), out, scale, d_row_weight,
         rows, 0 if offs is None else offs.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK=0 if by_row else block_size,
         FOLDED=folded and not by_row, AHEAD=AHEAD, ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift,
