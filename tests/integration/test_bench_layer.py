@@ -275,7 +275,7 @@ def test_a_layer_that_is_wrong_or_fails_has_no_figures_but_an_error(make_config)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda; cpu"),
+        (["bench.device=tpu"], "bench.device: got 'tpu', wanted one of cuda, cpu"),
         (
             ["bench.sections=[heads]"],
             "bench.sections: got 'heads', wanted some of layer; eager; stages; memory; skew; host",
@@ -296,11 +296,7 @@ def test_a_layer_that_is_wrong_or_fails_has_no_figures_but_an_error(make_config)
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        run.check(make_config("task=bench", "bench=layer", *overrides).bench)
-
-
-def test_every_default_case_is_one_that_a_config_may_name():
-    assert {name for names in layer.CASES_OF.values() for name in names} <= set(layer.CASES)
+        make_config("task=bench", "bench=layer", *overrides)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="measures GPUs")

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from . import compare, estimate, files, report
 from .arguments import override_key
-from .bench import ON_RANKS, picture, run
+from .bench import picture, run
+from .bench.names import BENCH
 from .config import RESTORED, ConfigError, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
 from .named import auto, recipes
@@ -54,7 +55,7 @@ def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
     """The checkpoint of each run to start from, by the run's name. Raises ValueError for what does not fit."""
     names = [recipe.name for recipe in recipes(config)]
     if config.task.name == "bench":
-        run.check(config.bench)
+        run.load(config.bench.name)
     if config.task.name != "train" or config.resume is None:
         return {}
     if str(Path(config.resume).resolve()) in checkpoints.values():  # one run goes on, whatever it is called now
@@ -124,7 +125,7 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     files = [file, *([Path(config.bench.out)] if config.bench.out else [])]
     args = (config.bench, config.seed, files, _command(), config.dispatcher.ranks_per_node)
     try:
-        if config.bench.name in ON_RANKS:
+        if BENCH[config.bench.name].on_ranks:
             results = _on_ranks(run.run, args, config, device=config.bench.device)
         else:
             results = run.run(None, *(args if reports() else args[:2]), quiet=not reports())

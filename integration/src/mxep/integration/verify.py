@@ -31,6 +31,7 @@ from .collective import all_gather
 from .config import to_json
 from .launch import resolve_device
 from .mesh import Mesh, local
+from .names import LINEAR_CASES
 from .progress import log_backend
 from .rank import Rank
 from .reference import LinearProblem, LinearResults, Problem, Results, moe_layer, plain_linear, quantizers
@@ -41,8 +42,6 @@ from .snr import snr
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
 Outputs = Results | LinearResults
-LINEAR_CASES = {f"{recipe}/linear": recipe for recipe in ("bf16", "fp8", "mxfp8")}
-"""Name of a case -> name of its recipe."""
 DROPPED = 3  # tokens of each rank without a first expert
 
 
@@ -207,7 +206,7 @@ def run_linear(problem: LinearProblem, recipe: Recipe, device: torch.device, bac
 def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
     if name in CASES:
         return _check_case(CASES[name], config, mesh, device)
-    recipe, sizes, rank = Recipe.named(LINEAR_CASES[name]), config.verify, mesh.rank
+    recipe, sizes, rank = Recipe.named(name.partition("/")[0]), config.verify, mesh.rank
     tokens = max(1, sizes.tokens - DROPPED * (1 + rank))
     problem = LinearProblem.gaussian(tokens, sizes.dim, sizes.hidden_dim, config.seed * 1000 + 1 + rank)
     got = run_linear(problem, recipe, device, config.backend)

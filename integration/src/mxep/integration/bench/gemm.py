@@ -25,7 +25,6 @@ from .gemm_cases import PRODUCTS, Problem, products, steps
 from .run import Bench, table
 
 DENSE = 8192  # of the square products that are ceilings
-BACKENDS = tuple(backends.BACKENDS)
 SECTIONS = {
     "products": table("Products alone", "product, shape, what", "us, TF, x bf16, x fp8 row, of dense, MHz, W"),
     "steps": table("Steps, from and to bf16", "shape, what", "us, TF, x bf16, x torchao, MHz, W"),

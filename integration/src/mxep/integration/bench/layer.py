@@ -48,7 +48,7 @@ from ..snr import snr
 from ..timer import Alternative, Call, Run, Timer, failure, free_memory, synchronize
 from . import layer_stages
 from .gemm import ceilings
-from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape
+from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape
 from .layer_work import floor_ms, legs, useful_flop
 from .run import Bench, models, table
 
@@ -66,7 +66,6 @@ FORWARD_SECONDS = 0.5
 STEPS = 4  # in which bytes are counted
 GIB = 1 << 30
 
-CASES = NAMES
 TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, within MB, across MB, dB"
 SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),

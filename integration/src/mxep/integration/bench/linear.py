@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.gemm import Backend, Recipe, backends, linear, linear_together, quantize_input
+from mxep.gemm import Backend, Recipe, linear, linear_together, quantize_input
 from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
 from mxep.gemm.top_k import top_k_backward_op, top_k_op
 
@@ -36,7 +36,6 @@ from .layer_stages import counts
 from .run import Bench, table
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
-BACKENDS = tuple(backends.BACKENDS)
 TOP_K = 8
 STEP = "us, TF, x bf16, MHz, W"
 SECTIONS = {

@@ -55,6 +55,7 @@ from mxep.ep.shares import local_tensor, local_weight
 from mxep.gemm import Recipe
 
 from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
+from ..names import RECIPES
 from ..rank import Rank
 from ..results import Row
 from ..snr import snr
@@ -65,19 +66,16 @@ from ..transformers.model import multiply_by
 from ..transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
 from .baseline import BaselineLayer
 from .layer import GIB, memory_of
+from .names import MODELS
 from .run import Bench, models, table
 
 BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
 DEEPSEEK = "deepseek"
-RECIPES = ("bf16", "fp8", "mxfp8")
 VOCABULARY = 32768
 CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
 LEAST_SNR = 6.0  # experts flip between any two kinds of products, the more the more layers; without experts: 1 to 2
 
 LINEAR = ", linear"
-MXEP = (*(f"mxep {recipe}" for recipe in RECIPES), f"mxep mxfp8{LINEAR}")
-
-CASES = (BASELINE, PLAIN, TRANSFORMERS, *(f"{name}{graph}" for name in MXEP for graph in ("", ", graph")))
 FIGURES = "tokens/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB, MHz, W"
 SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, tokens, what", FIGURES)}
 
@@ -113,7 +111,7 @@ def _measured(bench: Bench, name: str, shape: Shape) -> list[Row]:
 
 def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
     timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
-    names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or CASES))))
+    names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or MODELS))))
     rows: dict[str, Row] = {name: {"what": name, "held GiB": subject.held / GIB} for name in names}
     runs, reference = {}, list[Tensor]()
     for name, row in rows.items():
