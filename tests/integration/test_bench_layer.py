@@ -192,7 +192,7 @@ def test_bytes_of_both_legs_are_those_counted_by_hand(name: str, within: int, ac
     tokens = [[2, 3, 4, 4], [2, 4, 3, 3], [3, 4, 4, 2], [4, 3, 2, 4]]
     pairs = [[2, 8, 9, 10], [5, 4, 3, 3], [9, 4, 4, 2], [13, 3, 2, 4]]
     p = SimpleNamespace(shape=Shape(5, 32, 64, 8, 4), ranks=4, ranks_per_node=2, traffic=Traffic(tokens, pairs))
-    found = layer_work.legs(p, Case(name), num_slots=5)
+    found = layer_work.sent_mb(p, Case(name), num_slots=5)
     assert found["within MB"] == pytest.approx(within / 1e6)
     assert found["across MB"] == pytest.approx(across / 1e6)
 

@@ -142,11 +142,11 @@ def test_the_command_trains_all_seeds_and_leaves_one_file(mxep, text: Path, tmp_
     assert (report["commit"], report["steps"], report["ranks"]) == ("abc", 3, 2)
     assert report["command"].startswith("mxep model=tiny")
     names = ["bf16", "mxfp8", "bf16 nudged"]
-    runs = [(row["seed"], row["run"]) for row in report["runs"]]
+    runs = [(row["seed"], row["run"]) for row in report["sections"]["runs"]]
     assert runs == [*((3, name) for name in [*names, "bf16 again"]), *((5, name) for name in names)]
-    assert {row["checked steps"] for row in report["runs"]} == {3}
+    assert {row["checked steps"] for row in report["sections"]["runs"]} == {3}
     assert report["bf16 again"] == {"seed": 3, "differs from step": None}
-    assert 0 < report["differences"][0]["noise"]["nudges"]["nats"] < 0.1
+    assert 0 < report["sections"]["differences"][0]["noise"]["nudges"]["nats"] < 0.1
     assert "the noise of seeds" in finished.out
     assert not list((tmp_path / "run").rglob("*.safetensors"))
     assert len(list((tmp_path / "run").rglob("metrics.jsonl"))) == 7

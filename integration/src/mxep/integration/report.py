@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from . import curves, page
 from .results import Section, provenance
@@ -19,6 +18,7 @@ from .train import Outcome, Run
 LAST = 20  # steps that the training loss at the end is averaged over
 ROWS = ("rows_routed", "rows_sent", "rows_valid", "rows_padding", "rows_dropped", "rows_invalid")
 SHORT = {
+    "ms_a_step": "ms a step",
     "padding_share": "padding / valid",
     "expert_load": "expert load",
     "tokens_per_s": "tokens/s",
@@ -84,11 +84,10 @@ def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[
 def details(groups: curves.Groups) -> list[Section]:
     """How rows were routed, and how fast, a row for each run; the expert load of each layer, a column for each run."""
     runs = {f"{group} {name}".strip(): run for group, each in groups.items() for name, run in each.items()}
-    rows = []
-    for name, run in runs.items():
-        summary = {key.removeprefix("rows_"): value for key, value in _summarize(run).items()}
-        ms = 1e3 * statistics.median(row["seconds"] for row in run.metrics) if run.metrics else None
-        rows.append({"run": name, "ms a step": ms, **{SHORT.get(key, key): value for key, value in summary.items()}})
+    rows = [
+        {"run": name, **{SHORT.get(key, key.removeprefix("rows_")): value for key, value in _summarize(run).items()}}
+        for name, run in runs.items()
+    ]
     loads = {name: _loads(run) for name, run in runs.items()}
     layers = max(map(len, loads.values()))
     by_layer = [{"layer": i, **{name: load[i] for name, load in loads.items() if load}} for i in range(layers)]
@@ -132,21 +131,15 @@ def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | No
     jobs: the folder of each, and its overrides.
     """
     common = set.intersection(*(set(overrides) for _, overrides in jobs))
-    table = Table(title="Sweep: loss in nats a byte", title_justify="left", box=None, pad_edge=False)
-    for name in ("job", "run"):
-        table.add_column(name, overflow="fold")
-    for name in ("held-out", "training", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = {"valid_loss": ".4f", "train_loss": ".4f", "tokens_per_s": ",.0f"}
+    table = Section("Sweep: loss in nats a byte", ("job", "name"), figures)
     for folder, overrides in jobs:
-        label = f"{folder.name}: {' '.join(each for each in overrides if each not in common)}"
+        job = f"{folder.name}: {' '.join(each for each in overrides if each not in common)}"
         file = folder / "summary.json"
-        for run in json.loads(file.read_text())["runs"] if file.exists() else [None]:
-            keys = ("valid_loss", ".4f"), ("train_loss", ".4f"), ("tokens_per_s", ",.0f")
-            cells = ["-" if run[key] is None else format(run[key], spec) for key, spec in keys] if run else []
-            table.add_row(label, run["name"] if run else "done", *cells)
-            label = ""
+        runs = json.loads(file.read_text())["runs"] if file.exists() else [{"name": "done"}]
+        table.rows.extend({"job": job, **run} for run in runs)
     console = console or Console()
-    console.print(table, markup=False)
+    table.show(console)
     console.print(f"sweep folder: {jobs[0][0].parent}", soft_wrap=True, highlight=False)
 
 
@@ -165,6 +158,7 @@ def _summarize(run: Run) -> dict[str, Any]:
         "padding_share": totals["rows_padding"] / max(1, totals["rows_valid"]),
         "expert_load": sum(row["expert_load"] for row in last) / max(1, len(last)),
         "seconds": run.seconds,
+        "ms_a_step": run.ms_a_step,
         "tokens_per_s": tokens / max(run.seconds, 1e-9),
         **{key: _mean(run, key) for key in ("tflops", "mfu")},
         "peak_gib": max((row.get("peak_gib") or 0.0 for row in run.metrics), default=0.0) or None,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +73,10 @@ class Run:
     def seconds(self) -> float:
         """Spent in training steps, here and before a resume."""
         return float(sum(row["seconds"] for row in self.metrics))
+
+    @property
+    def ms_a_step(self) -> float | None:
+        return 1e3 * statistics.median(row["seconds"] for row in self.metrics) if self.metrics else None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from ..timer import Alternative, Call, Run, Timer, failure, free_memory, synchro
 from . import layer_stages
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape
-from .layer_work import floor_ms, legs, useful_flop
+from .layer_work import floor_ms, sent_mb, useful_flop
 from .run import Bench, models, table
 
 CASES_OF = {
@@ -148,7 +148,7 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             step = at.prepare(layer, layer.step, lambda got, case=case, row=row: _compare(case, reference, got, row))  # type: ignore[misc]
             runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
             layers[name] = layer
-            row |= legs(at.p, case, layer.num_slots)
+            row |= sent_mb(at.p, case, layer.num_slots)
             row |= _through_sockets(at, layer, step) if at.section == "eager" else {}
             row |= {"note": step.note} if step.note else {}
         except FailedOnRanks as error:

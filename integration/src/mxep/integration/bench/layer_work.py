@@ -51,7 +51,7 @@ def wire_bytes(p: Problem, recipe: str, *, pairs: bool = False) -> tuple[int, in
     return 2 * out * row_bytes(recipe, p.shape.dim), 2 * back * row_bytes("bf16", p.shape.dim)
 
 
-def legs(p: Problem, case: Case, num_slots: int = 0) -> dict[str, float]:
+def sent_mb(p: Problem, case: Case, num_slots: int = 0) -> dict[str, float]:
     """MB of rows that a rank sends in a step, at most, within its node and across to others.
 
     num_slots: that the hierarchical dispatcher has for a node. All of them cross, used or not.
