@@ -46,6 +46,7 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
         assert finished.code == 0, finished.out + finished.err
         results = json.loads((tmp_path / "out.json").read_text())
         assert results["what"] == "mxep layer, 2 ranks"
+        assert max(map(len, finished.out.partition("results: ")[0].splitlines())) <= 120
         assert set(results["ceilings"]) == {"dense bf16 TF", "dense fp8 TF"}
         sections |= {name: results["sections"][name] for name in names}
     for name in ("layer", "stages", "memory", "skew"):
@@ -141,7 +142,7 @@ def test_flops_bytes_and_floor_are_those_counted_by_hand():
     # Rank 0 sends 3 of 4 tokens to rank 1, 5 pairs; rank 1 sends 2 tokens, 2 pairs. Rank 1 computes 5 + 6 rows.
     p = problem_of(Shape(4, 32, 64, 4, 2), Traffic(tokens=[[3, 3], [2, 4]], pairs=[[3, 5], [2, 6]]))
     mx, baseline, bf16 = Case(MX), Case(BASELINE), Case("bf16/all_to_all")
-    assert layer_work.useful_flop(p) == 3 * 2 * 8 * 3 * 32 * 64
+    assert layer_work.flop(p, p.ids.numel()) == 3 * 2 * 8 * 3 * 32 * 64
     assert layer_work.wire_bytes(p, "mxfp8") == (2 * 3 * 33, 2 * 3 * 64)
     assert layer_work.work(p, baseline)["NCCL"] == ("wire bytes", 2 * 5 * 64 + 2 * 5 * 64)
     weights = 2 * 3 * 64 * 32

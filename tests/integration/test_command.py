@@ -16,6 +16,7 @@ from rich.console import Console
 from mxep import ep, gemm
 from mxep.integration import files, job, names, verify
 from mxep.integration.bench.names import BENCH
+from mxep.integration.config import ConfigError
 from mxep.integration.prepare import prepare
 from mxep.integration.report import show_sweep
 from mxep.integration.schema import Config, DataConfig, configs_dir, register
@@ -128,6 +129,16 @@ def test_on_a_cpu_a_bench_has_small_shapes_and_those_that_the_command_line_names
     other = [2 * size for size in on_cpu.shapes[kind][0]]
     named = prepared("task=bench", f"bench={bench}", "bench.device=cpu", f"{plus}bench.shapes.{kind}=[{other}]").bench
     assert named.shapes == on_cpu.shapes | {kind: [other]}
+
+
+def test_models_whose_shapes_the_command_line_names_are_measured():
+    of_model, shape = ("task=bench", "bench=model", "bench.device=cpu"), "[[32,1,64,32,8,2]]"
+    assert prepared(*of_model, f"+bench.shapes.mine={shape}").bench.models == ["mine"]
+    assert prepared(*of_model, f"+bench.shapes.mine={shape}", "bench.models=[mine,deepseek_v3_16b]").bench.models == [
+        *("mine", "deepseek_v3_16b")
+    ]
+    with pytest.raises(ConfigError, match=r"bench\.shapes: which are measured\? bench\.models="):
+        prepared(*of_model, f"+bench.shapes={{mine:{shape}}}")
 
 
 def test_a_table_of_verification_fits_80_columns_and_names_what_failed(make_config: Callable[..., Config], capsys):

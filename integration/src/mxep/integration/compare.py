@@ -23,7 +23,7 @@ import dataclasses
 import gc
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,8 @@ LAST = 100
 LOSSES = {"held-out": "valid_loss", "training": "train_loss"}
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The runs of one seed by name: BASE, the recipe's, NUDGED, and AGAIN of the first seed."""
-
-    seed: int
-    runs: dict[str, Run]
+Trials = dict[int, dict[str, Run]]
+"""Seed -> its runs by name: BASE, the recipe's, NUDGED, and AGAIN of the first seed."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Outcome:
     """All trials. text: what they read, without its bytes. stopped: by a signal, the last trial missing."""
 
     text: dict[str, Any]
-    trials: list[Trial]
+    trials: Trials
     stopped: bool = False
 
 
@@ -88,7 +84,7 @@ def report(config: Config, outcome: Outcome) -> Report:
 
 def write_pictures(folder: Path, config: Config, outcome: Outcome, made: Report, command: str) -> None:
     """loss.png and report.html into ``folder``."""
-    runs = {f"seed {trial.seed}": trial.runs for trial in outcome.trials}
+    runs = {f"seed {seed}": of for seed, of in outcome.trials.items()}
     drawn = {seed: {name: run for name, run in of.items() if name != AGAIN} for seed, of in runs.items()}
     title = f"{_of(config)} beside {BASE}, {len(runs)} seeds"
     page.write(
@@ -118,11 +114,11 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
     text, mesh = read_text(config.data), Mesh.make(config.ep, rank.device)
     size = round((len(text.train) + len(text.valid)) * text.bytes_per_token)
     about = {"bytes": size, "sha256": text.digest, "unigram entropy": text.entropy}
-    outcome = Outcome(about, [])
+    outcome = Outcome(about, {})
     clean_steps_only = dataclasses.replace(config.train, checkpoint_every=None, skip_bad_steps=0)
     for seed in config.compare.seeds:
         seeded = dataclasses.replace(config, seed=seed, train=clean_steps_only)
-        outcome.trials.append(Trial(seed, {}))
+        outcome.trials[seed] = {}
         recipe, base = make_recipe(config), Recipe.bf16()
         runs = {BASE: base, recipe.name: recipe, NUDGED: base, **({AGAIN: base} if len(outcome.trials) == 1 else {})}
         for name, trained in runs.items():
@@ -137,8 +133,9 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
             del trainer
             gc.collect()  # modules and their hooks hold each other: the next model wants the memory
             if run.stopped:
-                return dataclasses.replace(outcome, trials=outcome.trials[:-1], stopped=True)
-            outcome.trials[-1].runs[name] = run
+                del outcome.trials[seed]
+                return dataclasses.replace(outcome, stopped=True)
+            outcome.trials[seed][name] = run
     return outcome
 
 
@@ -151,10 +148,11 @@ def nudge(model: nn.Module, seed: int) -> None:
         local(parameter).mul_((1 + NUDGE * relative[part(parameter)]).to(parameter.device))
 
 
-def summarize(trials: Sequence[Trial]) -> dict[str, Any]:
+def summarize(trials: Trials) -> dict[str, Any]:
     """Each run, the differences and the noise, and whether a run repeats; see the module's docstring."""
-    (name,) = trials[0].runs.keys() - {BASE, NUDGED, AGAIN}
-    runs = [{"seed": trial.seed, "run": run, **_summarize(trial.runs[run])} for trial in trials for run in trial.runs]
+    first = next(iter(trials))
+    (name,) = trials[first].keys() - {BASE, NUDGED, AGAIN}
+    runs = [{"seed": seed, "run": run, **_summarize(made)} for seed, of in trials.items() for run, made in of.items()]
     differences = []
     for loss, key in LOSSES.items():
         of = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
@@ -172,8 +170,7 @@ def summarize(trials: Sequence[Trial]) -> dict[str, Any]:
             {"loss": loss, "what": BASE, **_spread(of[BASE])},
             {"loss": loss, "what": name, **_spread(of[name])},
         ]
-    first = trials[0]
-    repeat = {"seed": first.seed, "differs from step": differs(first.runs[BASE], first.runs[AGAIN])}
+    repeat = {"seed": first, "differs from step": differs(trials[first][BASE], trials[first][AGAIN])}
     return {"differences": differences, AGAIN: repeat, "runs": runs}
 
 

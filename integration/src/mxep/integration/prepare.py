@@ -55,8 +55,12 @@ def _fit_bench(raw: DictConfig, given: set[str]) -> None:
     """Models whose shapes the command line names are those that are measured. On a CPU a bench has shapes and a backend
     of its own, but for those that the command line names."""
     named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
-    if named and raw.bench.models is not None and "bench.models" not in given:
-        raw.bench.models = list(named)
+    if raw.bench.models is not None and "bench.models" not in given:
+        if "bench.shapes" in given:
+            raise ConfigError(
+                f"bench.shapes: which are measured? bench.models=[...] names some of {'; '.join(raw.bench.shapes)}"
+            )
+        raw.bench.models = list(named) or raw.bench.models
     if raw.bench.device != "cpu":
         return
     if raw.bench.backend is not None and "bench.backend" not in given:

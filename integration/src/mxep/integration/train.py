@@ -169,9 +169,7 @@ class Trainer:
     def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
-        to: dict[str, Any] = {"tensorboard": self.config.train.tensorboard}
-        to["wandb"] = to_json(self.config) if self.config.train.wandb else None
-        written = log(self.folder, self.name, self.metrics, shown=self.rank.rank == 0, **to)
+        written = log(self.folder, self.name, self.metrics, self.config, shown=self.rank.rank == 0)
         with shown as advance, written as write:
             if self.metrics:
                 advance(self.step, self.metrics[-1])

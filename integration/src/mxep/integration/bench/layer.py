@@ -49,7 +49,7 @@ from ..timer import Alternative, Call, Run, Timer, failure, free_memory, synchro
 from . import layer_stages
 from .gemm import ceilings
 from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape
-from .layer_work import floor_ms, sent_mb, useful_flop
+from .layer_work import floor_ms, flop, sent_mb
 from .run import Bench, models, table
 
 CASES_OF = {
@@ -167,7 +167,7 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
                 row[column] = found["us"] / 1e3 / (layers[name].micro_batches if column == "ms" else 1)
                 row |= {ratio: base[column] / row[column]} if column in base else {}
         if "ms" in row:
-            row["TF"] = useful_flop(at.p) / row["ms"] / 1e9
+            row["TF"] = flop(at.p, at.p.ids.numel()) / row["ms"] / 1e9
             if (floor := floor_ms(at.p, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
         yield row

@@ -33,12 +33,12 @@ T tokens of a rank, in two sequences; D model dim, F hidden dim, E experts, K ex
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,13 +100,11 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
 
 def _measured(bench: Bench, name: str, shape: Shape) -> list[Row]:
     """Rows of one model, which is gone before the next is made."""
-    with ExitStack() as opened:
-        try:
-            subject = on_all_ranks(lambda: Subject.make(bench, name, shape))
-            opened.callback(subject.close)
+    try:
+        with contextlib.closing(on_all_ranks(lambda: Subject.make(bench, name, shape))) as subject:
             return list(_rows(bench, subject))
-        except FailedOnRanks as error:
-            return [{"what": "all", **failure(error)}]
+    except FailedOnRanks as error:
+        return [{"what": "all", **failure(error)}]
 
 
 def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
@@ -137,17 +135,14 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
                 raise
             row |= failure(error)
     timed = timer.measure(runs)
+    ms = {name: found.pop("us") / 1e3 for name, found in timed.items() if "us" in found}
     for name, row in rows.items():
-        row |= {key: value for key, value in timed.get(name, {}).items() if key != "us"}
-        if "us" in timed.get(name, {}):
-            row["ms"] = timed[name]["us"] / 1e3
-            row["tokens/s"] = subject.shape.tokens * bench.rank.world_size / row["ms"] * 1e3
-    for row in rows.values():
-        if "ms" in row and "ms" in rows[BASELINE]:
-            row["x bf16"] = rows[BASELINE]["ms"] / row["ms"]
-        if "ms" in row and "ms" in rows[PLAIN]:
-            row["of step"] = 1 - rows[PLAIN]["ms"] / row["ms"]
-    yield from rows.values()
+        row |= timed.get(name, {})
+        if name in ms:
+            row |= {"ms": ms[name], "tokens/s": subject.shape.tokens * bench.rank.world_size / ms[name] * 1e3}
+            row |= {"x bf16": ms[BASELINE] / ms[name]} if BASELINE in ms else {}
+            row |= {"of step": 1 - ms[PLAIN] / ms[name]} if PLAIN in ms else {}
+        yield row
 
 
 @dataclass(frozen=True)
