@@ -26,7 +26,7 @@ TELLERS = ("refuse", "report", "tell")
 """Functions that raise what they are given, or let others raise it."""
 MAKERS = (
     *("_complaints", "_of_own_model", "_of_transformers", "_out_of_range", "complaint", "unsupported_reason"),
-    *("_unknown", "bench_complaints", "_of_verify", "_of_estimate", "_what_did_not_fit", "silence"),
+    *("unknown", "_difference", "bench_complaints", "_of_verify", "_of_estimate", "_what_did_not_fit", "silence"),
 )
 """Functions that return, or yield, what others raise."""
 VALUE = "…"

@@ -221,7 +221,7 @@ def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["bench.device=tpu"], "bench.device: got 'tpu', wanted some of cuda; cpu"),
+        (["bench.device=tpu"], "bench.device: got 'tpu', wanted one of cuda, cpu"),
         (["bench.backend=abacus"], "bench.backend: got 'abacus', wanted some of reference; dequant; hopper"),
         (["bench.sections=[products,colors]"], "bench.sections: got 'colors', wanted some of products; steps"),
         (["+bench.shapes.cubes=[[1,2]]"], "bench.shapes: got 'cubes', wanted some of layers"),

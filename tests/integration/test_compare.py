@@ -18,7 +18,7 @@ from mxep.integration.compare import (
     NUDGE,
     NUDGED,
     Outcome,
-    Trial,
+    Trials,
     compare,
     differs,
     nudge,
@@ -39,14 +39,14 @@ def run(name: str, loss: float, *, curve: tuple[float, ...] = (3.0, 2.0)) -> Run
     return Run(name, len(curve), False, metrics, loss)
 
 
-def made_up(differences: tuple[float, ...]) -> list[Trial]:
+def made_up(differences: tuple[float, ...]) -> Trials:
     """bf16 at 1.0, 1.25 and 1.5, mxfp8 beside it, bf16 nudged by 0.125 up, down and up."""
-    trials = []
+    trials = {}
     for seed, (loss, difference, nudged) in enumerate(zip((1.0, 1.25, 1.5), differences, (0.125, -0.125, 0.125))):
         runs = {
             name: run(name, at) for name, at in ((BASE, loss), ("mxfp8", loss + difference), (NUDGED, loss + nudged))
         }
-        trials.append(Trial(seed, runs | ({AGAIN: runs[BASE]} if seed == 0 else {})))
+        trials[seed] = runs | ({AGAIN: runs[BASE]} if seed == 0 else {})
     return trials
 
 
@@ -89,7 +89,7 @@ def test_a_difference_the_other_way_counts_as_much() -> None:
 def test_every_run_tells_its_steps_and_the_mean_loss_of_tenths() -> None:
     trials = made_up((0.0, 0.0, 0.0))
     curve = tuple(float(i) for i in range(200))
-    trials[0].runs["mxfp8"] = run("mxfp8", 1.0, curve=curve)
+    trials[0]["mxfp8"] = run("mxfp8", 1.0, curve=curve)
     rows = summarize(trials)["runs"]
     assert [(row["seed"], row["run"]) for row in rows[:5]] == [
         *((0, name) for name in (BASE, "mxfp8", NUDGED, AGAIN)),
@@ -142,11 +142,11 @@ def test_the_command_trains_all_seeds_and_leaves_one_file(mxep, text: Path, tmp_
     assert (report["commit"], report["steps"], report["ranks"]) == ("abc", 3, 2)
     assert report["command"].startswith("mxep model=tiny")
     names = ["bf16", "mxfp8", "bf16 nudged"]
-    runs = [(row["seed"], row["run"]) for row in report["runs"]]
+    runs = [(row["seed"], row["run"]) for row in report["sections"]["runs"]]
     assert runs == [*((3, name) for name in [*names, "bf16 again"]), *((5, name) for name in names)]
-    assert {row["checked steps"] for row in report["runs"]} == {3}
+    assert {row["checked steps"] for row in report["sections"]["runs"]} == {3}
     assert report["bf16 again"] == {"seed": 3, "differs from step": None}
-    assert 0 < report["differences"][0]["noise"]["nudges"]["nats"] < 0.1
+    assert 0 < report["sections"]["differences"][0]["noise"]["nudges"]["nats"] < 0.1
     assert "the noise of seeds" in finished.out
     assert not list((tmp_path / "run").rglob("*.safetensors"))
     assert len(list((tmp_path / "run").rglob("metrics.jsonl"))) == 7
@@ -165,4 +165,4 @@ def test_a_stop_leaves_no_half_of_a_trial(make_config: Callable[..., Config], tm
     config = make_config("train.steps=1", "parallel.ranks=1", "parallel.ep=1")
     (outcome,) = run_ranks(compare_and_stop, (config, tmp_path), world_size=1, timeout=60, device="cpu")
     assert outcome.stopped
-    assert [(trial.seed, len(trial.runs)) for trial in outcome.trials] == [(0, 4)]
+    assert [(seed, len(runs)) for seed, runs in outcome.trials.items()] == [(0, 4)]

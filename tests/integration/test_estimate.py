@@ -247,7 +247,7 @@ def test_a_faster_network_and_fewer_rows_cost_less():
         ("estimate.model=nowhere", "estimate.model: no such file: nowhere"),
         ("estimate.rates=[a.json]", "estimate.rates: no such file: a.json: run it in mxep's repository"),
         ("estimate.rates=[]", "estimate.rates: got none"),
-        ("estimate.recipes=[int8]", "estimate.recipes: got 'int8', wanted some of bf16, fp8, mxfp8"),
+        ("estimate.recipes=[int8]", "estimate.recipes: got 'int8', wanted some of bf16; fp8; mxfp8"),
         ("estimate.sections=[speed]", "estimate.sections: got 'speed', wanted some of layouts"),
         ("estimate.network=0", "estimate.network must be positive"),
     ],

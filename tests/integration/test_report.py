@@ -102,8 +102,8 @@ def test_the_page_has_all_sections_the_numbers_of_metrics_jsonl_and_needs_no_net
             assert loads[str(layer)][name] == f"{sum(row['expert_loads'][layer] for row in of[-20:]) / 20:.3f}"
         assert all(row["expert_load"] == max(row["expert_loads"]) >= 1 for row in of)
         assert speed[name]["seconds"] == f"{sum(row['seconds'] for row in of):,.1f}"
-        training = page.table("Loss in nats a byte")["training, last 20 steps"]
-        assert training[name] == f"{sum(row['loss'] for row in of[-20:]) / 20:.4f}"
+        losses = page.table("Loss in nats a byte")[name]
+        assert losses["training, last 20 steps"] == f"{sum(row['loss'] for row in of[-20:]) / 20:.4f}"
 
     (picture, *_), icons = (
         [link for link in page.links if link.startswith(start)] for start in ("data:image/png", "data:,")

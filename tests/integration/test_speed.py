@@ -203,22 +203,24 @@ def test_without_wandb_it_says_what_to_install(make_config: Callable[..., Config
 @pytest.mark.parametrize("name", ["bf16", "mxfp8_e5m2"])
 @pytest.mark.parametrize("kind", ["gpu", "cpu", "unknown gpu"])
 def test_the_progress_line_has_speed_and_memory_in_100_columns(name: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+    """And the counter of steps in 80."""
     row = {"loss": 10.901, "tokens_per_s": 1_174_321.0, "tflops": 412.34, "expert_load": 31.25}
     row |= {"mfu": 0.4172 if kind == "gpu" else None, "peak_gib": None if kind == "cpu" else 115.26}
     rate = "MFU 41.7%" if kind == "gpu" else "412 TFLOP/s"
-    memory = "" if kind == "cpu" else "  115.3 GiB"
-    said = f"loss 10.901  1174.3k tokens/s  {rate}{memory}  load 31.25x"
+    memory = "" if kind == "cpu" else " 115.3 GiB"
+    said = f"loss 10.901 1174.3k tokens/s {rate}{memory} load 31.25x"
     assert progress.describe(row) == said
-    monkeypatch.setattr(
-        progress, "Console", lambda **_: Console(file=StringIO(), width=100, force_terminal=True, color_system=None)
-    )
-    with progress.progress(name, 3000, 3.26, shown=True) as advance:
-        bar = inspect.getclosurevars(advance).nonlocals["bar"]
-        advance(1234, row)
-        bar.refresh()
-    shown = bar.console.file.getvalue()
-    assert "unigram entropy 3.26" in shown
-    assert said in shown, "on one line"
+    for width in (100, 80):
+        console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None)
+        monkeypatch.setattr(progress, "Console", lambda console=console, **_: console)
+        with progress.progress(name, 3000, 3.26, shown=True) as advance:
+            bar = inspect.getclosurevars(advance).nonlocals["bar"]
+            advance(1234, row)
+            bar.refresh()
+        shown = console.file.getvalue()
+        assert "unigram entropy 3.26" in shown
+        assert "1234/3000" in shown
+        assert said in shown or (width, kind == "cpu" and name == "bf16") == (80, False), "on one line"
 
 
 def test_without_tensorboard_it_says_what_to_install(

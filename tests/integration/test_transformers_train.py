@@ -210,7 +210,7 @@ def test_on_gpus_a_graph_trains_as_calls_from_the_host_do(
 
 @needs_gpu
 def test_on_gpus_the_command_trains_whatever_its_fork_server_imported(text: Path, tmp_path: Path):
-    given = f"data.path={text}", "data.source=text", "data.batch=4", "train.steps=2", "train.checkpoint_every=null"
+    given = f"data.path={text}", "data.batch=4", "train.steps=2", "train.checkpoint_every=null"
     command = [
         sys.executable,
         "-m",

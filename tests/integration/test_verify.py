@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from mxep.ep import CASES
 from mxep.gemm import Recipe
 from mxep.integration import job
+from mxep.integration.names import LINEAR_CASES
 from mxep.integration.reference import (
     LinearProblem,
     LinearResults,
@@ -24,7 +25,7 @@ from mxep.integration.reference import (
 )
 from mxep.integration.schema import Config
 from mxep.integration.snr import snr
-from mxep.integration.verify import LINEAR_CASES, Check, Result, compare, make_problem
+from mxep.integration.verify import Check, compare, make_problem
 
 TAMPERED = 3  # a token whose experts are all routed; an expert
 SMALL = ("verify.tokens=48", "verify.dim=64", "verify.hidden_dim=64", "verify.experts=4", "verify.top_k=2")
@@ -38,21 +39,22 @@ def test_all_cases_pass_on_two_ranks_and_the_table_is_written(mxep, tmp_path: Pa
     assert (report["commit"], report["ranks"], report["backend"], report["dim"]) == ("abc", 2, "reference", 64)
     assert report["versions"]["torch"] == torch.__version__
     assert report["command"].startswith("mxep task=verify")
-    results = report["cases"]
+    results = [*report["sections"]["layers"], *report["sections"]["linears"]]
     assert [result["case"] for result in results] == [*CASES, *LINEAR_CASES]
-    assert all(result["passed"] for result in results)
+    assert all(result["note"] == "pass" and result["margin"] >= 0 for result in results)
     fields = [len(dataclasses.fields(kind)) for kind in (Results, LinearResults)]
     assert [len(result["checks"]) for result in results] == [fields[0]] * len(CASES) + [fields[1]] * len(LINEAR_CASES)
     assert len(re.findall(r"\bpass\b", finished.out)) == len(CASES) + len(LINEAR_CASES)
 
 
 def test_a_failed_case_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path, make_config):
-    results = [Result("bf16/local", [Check("out", 50.0, 45.0, 0), Check("dx", 44.9, 45.0, 1)])]
-    monkeypatch.setattr(job, "_on_ranks", lambda *_: results)
+    monkeypatch.setattr(
+        job, "_on_ranks", lambda *_: {"bf16/local": [Check("out", 50.0, 45.0, 0), Check("dx", 44.9, 45.0, 1)]}
+    )
     assert job._verify(make_config(), tmp_path, {}) == 1
     out, err = capsys.readouterr()
     assert "FAIL" in out
-    assert "1 of 1 cases failed" in err
+    assert "1 of 1 lines failed" in err
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LinearResults)])

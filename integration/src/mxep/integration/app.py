@@ -95,9 +95,9 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
     folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
     try:
         config, checkpoints = prepare(raw, overrides)
-        if reports() and config.task.name in ("train", "compare") and config.data.source == "text":
+        if reports() and config.task.name in ("train", "compare") and config.data.path is not None:
             for note in files.notes(config.data):
-                print(f"mxep: data=text {note}", file=sys.stderr)
+                print(f"mxep: data.path: {note}", file=sys.stderr)
         if not under_torchrun() and config.task.name != "estimate":  # which has no ranks
             # What transformers imports, torchao for one, may start CUDA, which a rank forked then could not use.
             early = config.model.transformers is not None and not count_gpus()

@@ -23,13 +23,12 @@ import dataclasses
 import gc
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from mxep.gemm import Recipe
@@ -42,7 +41,7 @@ from .named import make_recipe
 from .progress import log_backend
 from .rank import Rank
 from .report import details
-from .results import WIDTH, Section, provenance
+from .results import Report, Section, provenance
 from .schema import Config
 from .train import Run, Trainer
 
@@ -54,78 +53,50 @@ LAST = 100
 LOSSES = {"held-out": "valid_loss", "training": "train_loss"}
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The runs of one seed by name: BASE, the recipe's, NUDGED, and AGAIN of the first seed."""
-
-    seed: int
-    runs: dict[str, Run]
+Trials = dict[int, dict[str, Run]]
+"""Seed -> its runs by name: BASE, the recipe's, NUDGED, and AGAIN of the first seed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """All trials. text: what they read, without its bytes. stopped: by a signal, the last trial missing."""
 
-    config: Config
     text: dict[str, Any]
-    trials: list[Trial]
+    trials: Trials
     stopped: bool = False
 
-    failed = 0  # what fails raises
 
-    @property
-    def what(self) -> str:
-        return f"mxep task=compare: {_of(self.config)} beside bf16, losses in nats a byte"
+def report(config: Config, outcome: Outcome) -> Report:
+    """The losses of each run, what they are over seeds, and the verdicts as remarks."""
+    found, settings = summarize(outcome.trials), to_json(config)
+    about = {"backend": config.backend, "ranks": config.ranks, "ep": config.ep, "steps": config.train.steps}
+    about |= {"train_loss over last": min(LAST, config.train.steps), "text": outcome.text, AGAIN: found[AGAIN]}
+    about |= {section: settings[section] for section in ("model", "data", "recipe", "dispatcher", "optimizer")}
+    runs = {"valid_loss": ".4f", "train_loss": ".4f", "checked steps": "d", "ms a step": ".1f", "seconds": ".1f"}
+    seeds = {"mean": "+.4f", "deviation": ".4f", "standard error": ".4f"}
+    sections = {
+        "runs": Section("runs", ("seed", "run"), runs, found["runs"]),
+        "differences": Section("over seeds", ("loss", "what"), seeds, found["differences"]),
+    }
+    title = f"mxep compare: {_of(config)} beside bf16, losses in nats a byte"
+    return Report(title, {}, sections, about=about, remarks=list(sentences(found)))
 
-    def to_json(self, command: str, commit: str | None) -> dict[str, Any]:
-        """The summary, with `provenance` and of what it was made."""
-        config, settings = self.config, to_json(self.config)
-        return {
-            "what": self.what,
-            **provenance(command, commit),
-            "backend": config.backend,
-            "ranks": config.ranks,
-            "ep": config.ep,
-            "steps": config.train.steps,
-            "train_loss over last": min(LAST, config.train.steps),
-            **{section: settings[section] for section in ("model", "data", "recipe", "dispatcher", "optimizer")},
-            "text": self.text,
-            **summarize(self.trials),
-        }
 
-    def show(self, console: Console) -> None:
-        """Tables of runs and of differences, then sentences with the verdicts."""
-        console.width = max(console.width, WIDTH)
-        for section in self.sections():
-            section.show(console)
-        for line in sentences(summarize(self.trials)):
-            console.print(line, highlight=False)
-
-    def sections(self) -> list[Section]:
-        """The losses of each run, then what they are over seeds."""
-        report = summarize(self.trials)
-        runs = {"valid_loss": ".4f", "train_loss": ".4f", "checked steps": "d", "ms a step": ".1f", "seconds": ".1f"}
-        seeds = {"mean": "+.4f", "deviation": ".4f", "standard error": ".4f"}
-        return [
-            Section(self.what, ("seed", "run"), runs, report["runs"]),
-            Section("over seeds", ("loss", "what"), seeds, report["differences"]),
-        ]
-
-    def write_pictures(self, folder: Path, command: str) -> None:
-        """loss.png and report.html into ``folder``."""
-        runs = {f"seed {trial.seed}": trial.runs for trial in self.trials}
-        drawn = {seed: {name: run for name, run in of.items() if name != AGAIN} for seed, of in runs.items()}
-        title = f"{_of(self.config)} beside {BASE}, {len(runs)} seeds"
-        page.write(
-            folder,
-            f"mxep task=compare: {title}",
-            curves.draw(drawn, title, self.text["unigram entropy"]),
-            remarks=list(sentences(summarize(self.trials))),
-            losses=self.sections(),
-            tables=details(runs),
-            config=self.config,
-            provenance=provenance(command, self.config.compare.commit),
-        )
+def write_pictures(folder: Path, config: Config, outcome: Outcome, made: Report, command: str) -> None:
+    """loss.png and report.html into ``folder``."""
+    runs = {f"seed {seed}": of for seed, of in outcome.trials.items()}
+    drawn = {seed: {name: run for name, run in of.items() if name != AGAIN} for seed, of in runs.items()}
+    title = f"{_of(config)} beside {BASE}, {len(runs)} seeds"
+    page.write(
+        folder,
+        f"mxep task=compare: {title}",
+        curves.draw(drawn, title, outcome.text["unigram entropy"]),
+        remarks=made.remarks,
+        losses=list(made.sections.values()),
+        tables=details(runs),
+        config=config,
+        provenance=provenance(command, config.compare.commit),
+    )
 
 
 def _of(config: Config) -> str:
@@ -143,11 +114,11 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
     text, mesh = read_text(config.data), Mesh.make(config.ep, rank.device)
     size = round((len(text.train) + len(text.valid)) * text.bytes_per_token)
     about = {"bytes": size, "sha256": text.digest, "unigram entropy": text.entropy}
-    outcome = Outcome(config, about, [])
+    outcome = Outcome(about, {})
     clean_steps_only = dataclasses.replace(config.train, checkpoint_every=None, skip_bad_steps=0)
     for seed in config.compare.seeds:
         seeded = dataclasses.replace(config, seed=seed, train=clean_steps_only)
-        outcome.trials.append(Trial(seed, {}))
+        outcome.trials[seed] = {}
         recipe, base = make_recipe(config), Recipe.bf16()
         runs = {BASE: base, recipe.name: recipe, NUDGED: base, **({AGAIN: base} if len(outcome.trials) == 1 else {})}
         for name, trained in runs.items():
@@ -162,8 +133,9 @@ def compare(rank: Rank, config: Config, folder: str) -> Outcome:
             del trainer
             gc.collect()  # modules and their hooks hold each other: the next model wants the memory
             if run.stopped:
-                return dataclasses.replace(outcome, trials=outcome.trials[:-1], stopped=True)
-            outcome.trials[-1].runs[name] = run
+                del outcome.trials[seed]
+                return dataclasses.replace(outcome, stopped=True)
+            outcome.trials[seed][name] = run
     return outcome
 
 
@@ -176,10 +148,11 @@ def nudge(model: nn.Module, seed: int) -> None:
         local(parameter).mul_((1 + NUDGE * relative[part(parameter)]).to(parameter.device))
 
 
-def summarize(trials: Sequence[Trial]) -> dict[str, Any]:
+def summarize(trials: Trials) -> dict[str, Any]:
     """Each run, the differences and the noise, and whether a run repeats; see the module's docstring."""
-    (name,) = trials[0].runs.keys() - {BASE, NUDGED, AGAIN}
-    runs = [{"seed": trial.seed, "run": run, **_summarize(trial.runs[run])} for trial in trials for run in trial.runs]
+    first = next(iter(trials))
+    (name,) = trials[first].keys() - {BASE, NUDGED, AGAIN}
+    runs = [{"seed": seed, "run": run, **_summarize(made)} for seed, of in trials.items() for run, made in of.items()]
     differences = []
     for loss, key in LOSSES.items():
         of = {run: [row[key] for row in runs if row["run"] == run] for run in (BASE, name, NUDGED)}
@@ -197,8 +170,7 @@ def summarize(trials: Sequence[Trial]) -> dict[str, Any]:
             {"loss": loss, "what": BASE, **_spread(of[BASE])},
             {"loss": loss, "what": name, **_spread(of[name])},
         ]
-    first = trials[0]
-    repeat = {"seed": first.seed, "differs from step": differs(first.runs[BASE], first.runs[AGAIN])}
+    repeat = {"seed": first, "differs from step": differs(trials[first][BASE], trials[first][AGAIN])}
     return {"differences": differences, AGAIN: repeat, "runs": runs}
 
 
@@ -222,12 +194,11 @@ def sentences(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _summarize(run: Run) -> dict[str, Any]:
-    losses = [row["loss"] for row in run.metrics]
     return {
         "valid_loss": run.valid_loss,
-        "train_loss": statistics.fmean(losses[-LAST:]),
-        "checked steps": len(losses),
-        "ms a step": 1e3 * statistics.median(row["seconds"] for row in run.metrics),
+        "train_loss": statistics.fmean(row["loss"] for row in run.metrics[-LAST:]),
+        "checked steps": len(run.metrics),
+        "ms a step": run.ms_a_step,
         "seconds": run.seconds,
     }
 

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from . import files, tokenizer
 from .arguments import override_key
-from .bench import BENCHES
-from .bench.names import bench_complaints
-from .names import BACKENDS, CASES, CHANGES, DISPATCHERS, ESTIMATES, LINEAR_CASES, MODES, RECIPES, TASKS
+from .bench.names import BENCH, bench_complaints, unknown
+from .names import BACKENDS, CASES, CHANGES, DISPATCHERS, ESTIMATES, LINEAR_CASES, RECIPES, TASKS
 from .process import count_gpus
 from .schema import Config
 from .sizes import sizes_of
@@ -43,15 +42,12 @@ NOT_RESTORED = ("model.pretrained", "train.wandb")
 
 CHOICES = {
     "backend": ("auto", *BACKENDS),
-    "bench.name": BENCHES,
-    "data.source": files.SOURCES,
+    "bench.device": ("cuda", "cpu"),
+    "bench.name": BENCH,
     "dispatcher.name": DISPATCHERS,
     "dispatcher.capacity": ("worst_case", "exact", "factor"),
     "dispatcher.overflow": ("raise", "drop"),
     "parallel.device": ("auto", "cpu", "cuda"),
-    "recipe.mode": MODES,
-    "recipe.weight_block": ("1x32", "32x32"),
-    "recipe.wgrad": ("mx", "bf16"),
     "task.name": TASKS,
     "train.precision": ("bf16-mixed", "bf16-true", "32-true"),
 }
@@ -96,14 +92,8 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
     """
     if missing := OmegaConf.missing_keys(raw):
         raise ConfigError(f"no value for {', '.join(sorted(missing))}: give it as {min(missing)}=...")
-    try:  # `+key=value` adds keys that Hydra refuses without the +
-        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(raw))
-    except ConfigKeyError as error:
-        raise ConfigError(f"no such key: {error.full_key}") from None
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
-    if config.recipe.mode is not None:
-        config.recipe.mode = config.recipe.mode.lower()
     for key, choices in CHOICES.items():
         if (value := attrgetter(key)(config)) is not None and value not in choices:
             raise ConfigError(f"{key}: got {value!r}, wanted one of {', '.join(choices)}")
@@ -128,7 +118,7 @@ def restore(raw: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str])
             for suffix, value in nested.items():
                 key = section + suffix
                 _refuse_unless_plain(key, value, nested=key == "model.transformers")
-                by_group = section in given and (section != "data" or suffix in (".source", ".path"))  # all it says
+                by_group = section in given and (section != "data" or suffix == ".path")  # all it says
                 if key not in NOT_RESTORED and key not in given and not by_group:
                     OmegaConf.update(config, key, value, merge=False)
     except (ValueError, KeyError, AttributeError, OmegaConfBaseException) as error:
@@ -227,26 +217,20 @@ def _complaints(config: Config) -> Iterator[str]:
         yield "train.tensorboard=true wants tensorboard: pip install 'mxep-integration[tensorboard]'"
     if config.train.wandb and importlib.util.find_spec("wandb") is None:
         yield "train.wandb=true wants wandb: pip install wandb"
-    if config.data.source == "text" and path is None:
-        yield "data.source=text wants data.path, a file or a folder"
-    elif path is not None and not Path(path).exists():
+    if path is not None and not Path(path).exists():
         yield f"data.path: no such file or folder: {path}"
-    elif path is not None and config.data.source != "text":
-        yield f"data.path: got {path}, but data.source={config.data.source} reads none: data=text reads it"
     elif config.task.name in ("train", "compare") and (complaint := files.complaint(config.data)):
         yield complaint
     if config.task.name in ("train", "compare") and (complaint := tokenizer.complaint(config.data)):
         yield complaint
-    for case in config.verify.cases or ():
-        if case not in (*CASES, *LINEAR_CASES):
-            yield f"verify.cases: got {case!r}, wanted one of {', '.join((*CASES, *LINEAR_CASES))}"
+    yield from unknown("verify.cases", config.verify.cases or (), (*CASES, *LINEAR_CASES))
     if config.task.name == "verify":
         yield from _of_verify(config)
     if config.task.name == "estimate":
         yield from _of_estimate(config)
     if config.task.name == "bench":
         yield from bench_complaints(config.bench)
-    for key in ("bench.out", "compare.out", "estimate.out", "estimate.picture", "verify.out"):
+    for key in ("bench.out", "bench.picture", "compare.out", "estimate.out", "estimate.picture", "verify.out"):
         if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(file).parent}"
     if config.task.name == "compare":
@@ -324,10 +308,8 @@ def _of_verify(config: Config) -> Iterator[str]:
 
 def _of_estimate(config: Config) -> Iterator[str]:
     wanted = config.estimate
-    for key, got, known in (("recipes", wanted.recipes, RECIPES), ("sections", wanted.sections or (), ESTIMATES)):
-        for name in got:
-            if name not in known:
-                yield f"estimate.{key}: got {name!r}, wanted some of {', '.join(known)}"
+    yield from unknown("estimate.recipes", wanted.recipes, RECIPES)
+    yield from unknown("estimate.sections", wanted.sections or (), ESTIMATES)
     if wanted.model and not Path(wanted.model).exists():
         yield f"estimate.model: no such file: {wanted.model}"
     if missing := [file for file in wanted.rates if not Path(file).exists()]:

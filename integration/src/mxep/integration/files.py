@@ -16,7 +16,6 @@ CHUNK = 1 << 16
 HELD_OUT = 16  # every 16th chunk of a text
 NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SUFFIXES = {".py", ".pyi", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".rs", ".json", ".yaml", ".toml", ".html", ".tex"}
-SOURCES = ("stdlib", "text")
 HEAD = 1 << 16  # bytes of a file that tell what it is
 
 
@@ -30,7 +29,7 @@ def read(config: DataConfig) -> tuple[str, bytes]:
             with file.open("rb") as stream:
                 payload.append(stream.read(left))
             left -= len(payload[-1])
-    return (f"the standard library in {root}" if config.source == "stdlib" else str(root)), b"".join(payload)
+    return (f"the standard library in {root}" if config.path is None else str(root)), b"".join(payload)
 
 
 def least_bytes(length: int) -> int:
@@ -45,7 +44,7 @@ def complaint(config: DataConfig) -> str | None:
         return f"data.length: got {config.length}, wanted at most {CHUNK // 2 - 1}, half a chunk of the text"
     if config.max_bytes < least:
         return f"data.max_bytes: got {config.max_bytes}, wanted at least {least} for data.length={config.length}"
-    if config.source != "text":
+    if config.path is None:
         return None
     root, files = _files(config)
     if not files:
@@ -77,10 +76,9 @@ def notes(config: DataConfig) -> Iterator[str]:
 
 def _files(config: DataConfig) -> tuple[Path, list[Path]]:
     """The folder or file, and what is read of it."""
-    if config.source == "stdlib":
+    if config.path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return root, _within(root, "*.py")
-    assert config.path is not None, "resolve() has checked it"
     root = Path(config.path)
     return root, [root] if root.is_file() else [file for file in _within(root) if file.suffix in SUFFIXES]
 

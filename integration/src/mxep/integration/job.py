@@ -15,18 +15,18 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from . import compare, estimate, files, report
+from . import compare, estimate, files, report, verify
 from .arguments import override_key
-from .bench import ON_RANKS, picture, run
+from .bench import picture, run
+from .bench.names import BENCH
 from .config import RESTORED, ConfigError, to_json
 from .launch import RanksFailed, run_in_place, run_ranks
 from .named import auto, recipes
 from .process import STOPPED, reports, under_torchrun
-from .results import write
+from .results import Report, write
 from .schema import BenchConfig, CompareConfig, Config, EstimateConfig, VerifyConfig
 from .state import find, read_state, same_text
 from .train import Outcome, train
-from .verify import Verification, verify
 
 Reported = BenchConfig | CompareConfig | EstimateConfig | VerifyConfig
 
@@ -54,7 +54,7 @@ def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
     """The checkpoint of each run to start from, by the run's name. Raises ValueError for what does not fit."""
     names = [recipe.name for recipe in recipes(config)]
     if config.task.name == "bench":
-        run.check(config.bench)
+        run.load(config.bench.name)
     if config.task.name != "train" or config.resume is None:
         return {}
     if str(Path(config.resume).resolve()) in checkpoints.values():  # one run goes on, whatever it is called now
@@ -107,16 +107,17 @@ def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     if outcome.stopped:
         print("mxep: stopped before all seeds were done: no results", file=sys.stderr)
         return STOPPED
-    code = _finish(outcome, config.compare, folder / "compare.json")
+    made = compare.report(config, outcome)
+    code = _finish(made, config.compare, folder / "compare.json")
     if reports():
-        outcome.write_pictures(folder, _command())
+        compare.write_pictures(folder, config, outcome, made, _command())
         print(f"pictures: {_short(folder / 'loss.png')}, {_short(folder / 'report.html')}")
     return code
 
 
 def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    results = Verification(_on_ranks(verify, (config,), config), config)
-    return _finish(results, config.verify, folder / "verify.json", things="cases")
+    results = verify.report(config, _on_ranks(verify.verify, (config,), config))
+    return _finish(results, config.verify, folder / "verify.json")
 
 
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
@@ -124,7 +125,7 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     files = [file, *([Path(config.bench.out)] if config.bench.out else [])]
     args = (config.bench, config.seed, files, _command(), config.dispatcher.ranks_per_node)
     try:
-        if config.bench.name in ON_RANKS:
+        if BENCH[config.bench.name].on_ranks:
             results = _on_ranks(run.run, args, config, device=config.bench.device)
         else:
             results = run.run(None, *(args if reports() else args[:2]), quiet=not reports())
@@ -157,11 +158,8 @@ def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, de
     return run_ranks(fn, args, world_size=config.ranks, timeout=config.parallel.timeout, device=device)[0]
 
 
-def _finish(results: Any, section: Reported, file: Path, things: str = "lines") -> int:
-    """Write and show `results`, such as a `Report`, on the process that reports.
-
-    Returns the exit code: 1 if some of them failed.
-    """
+def _finish(results: Report, section: Reported, file: Path) -> int:
+    """Write and show `results` on the process that reports. Returns the exit code: 1 if some of them failed."""
     if reports():
         written = [file, *([Path(section.out)] if section.out else [])]
         write(results.to_json(_command(), section.commit), written)
@@ -172,7 +170,7 @@ def _finish(results: Any, section: Reported, file: Path, things: str = "lines") 
             drawn.draw(json.loads(file.read_text()), written[-1])
         print(f"results: {', '.join(map(_short, written))}")
         if results.failed:
-            print(f"mxep: {results.failed} of {len(results.lines)} {things} failed", file=sys.stderr)
+            print(f"mxep: {results.failed} of {len(results.lines)} lines failed", file=sys.stderr)
     return 1 if results.failed else 0
 
 

@@ -35,9 +35,6 @@ import torch.distributed as dist
 from .process import start_fork_server
 from .rank import FunctionName, Rank, StopFlag, init_process_group, rank_main, stack_file
 
-__all__ = ["FunctionName", "Rank", "RanksFailed", "StopFlag", "init_process_group", "resolve_device"]
-__all__ += ["run_in_place", "run_ranks"]
-
 T = TypeVar("T")
 
 GRACE = 0.3

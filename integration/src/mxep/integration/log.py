@@ -10,23 +10,20 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .config import to_json
+from .schema import Config
+
 NOT_METRICS = ("run", "step", "skipped")
 
 
 @contextlib.contextmanager
 def log(
-    folder: Path,
-    name: str,
-    before: Iterable[dict[str, Any]],
-    *,
-    shown: bool,
-    tensorboard: bool,
-    wandb: dict[str, Any] | None = None,
+    folder: Path, name: str, before: Iterable[dict[str, Any]], config: Config, *, shown: bool
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields write(row) of run ``name``: a line of ``folder/metrics.jsonl``, and its numbers in ``folder/tensorboard``.
 
-    before: rows of a resumed run, which are written first. shown: on rank 0; others write nothing. wandb: the job's
-    config, for a run of W&B in the project WANDB_PROJECT or "mxep", in a group named after ``folder``; None: no W&B.
+    before: rows of a resumed run, which are written first. shown: on rank 0; others write nothing. With W&B the run is
+    in the project WANDB_PROJECT or "mxep", in a group named after ``folder``.
     """
     if not shown:
         yield lambda row: None
@@ -34,17 +31,15 @@ def log(
     with contextlib.ExitStack() as stack:
         file = stack.enter_context((folder / "metrics.jsonl").open("a", buffering=1))
         writer: Any = None
-        if tensorboard:
+        if config.train.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard" / name)))
 
         run: Any = None
-        if wandb is not None:
-            project, group = os.environ.get("WANDB_PROJECT", "mxep"), folder.resolve().name
-            made = importlib.import_module("wandb").init(
-                project=project, group=group, name=name, dir=str(folder), config=wandb
-            )
+        if config.train.wandb:
+            where = {"project": os.environ.get("WANDB_PROJECT", "mxep"), "group": folder.resolve().name}
+            made = importlib.import_module("wandb").init(**where, name=name, dir=str(folder), config=to_json(config))
             run = stack.enter_context(made)
 
         def write(row: dict[str, Any]) -> None:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from mxep.comms import Capacity
 from mxep.gemm import Recipe
 from mxep.gemm.auto import AUTO, recipe_of_experts
-from mxep.quant import ScaleMode
 
 from .schema import Config
 
 
 def make_recipe(config: Config) -> Recipe:
-    """The recipe that the config names, with its changes. Raises ValueError if there is none.
-
-    "auto" has the changes where it is mxfp8.
-    """
-    changes = {key: value for key, value in dataclasses.asdict(config.recipe).items() if value is not None}
-    name = changes.pop("name")
-    recipe = auto(config)[0] if name == AUTO else Recipe.named(name)
-    changes.pop("linear", None)
-    if name == AUTO and recipe.scaling == "none":
-        return recipe
-    if "mode" in changes:
-        changes["mode"] = ScaleMode(changes["mode"])
-    return dataclasses.replace(recipe, **changes)
+    """The recipe that the config names. Raises ValueError if there is none."""
+    name = config.recipe.name
+    return auto(config)[0] if name == AUTO else Recipe.named(name)
 
 
 def auto(config: Config) -> tuple[Recipe, str]:

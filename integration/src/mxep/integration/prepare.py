@@ -13,7 +13,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from .arguments import override_key
-from .bench import ON_CPU
 from .config import ConfigError, resolve, restore
 from .process import count_gpus, under_torchrun
 from .schema import Config, RecipeConfig
@@ -36,7 +35,7 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
         if (section := key.partition(".")[0]) in OF_TASKS and section != (task := raw.task.name):
             raise ConfigError(f"{key}: task={task} does not read it, task={section} does: add that, or leave it out")
     ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    _fit_bench_to_cpu(raw, given)
+    _fit_bench(raw, given)
     if raw.model.pretrained is not None:
         _fit_model_to_checkpoint(raw, given)
     if raw.resume is None:
@@ -47,19 +46,26 @@ def prepare(raw: DictConfig, overrides: list[str]) -> tuple[Config, dict[str, st
         config, checkpoints = _resume(raw, overrides, given, ranks)
     bench = config.bench
     if config.task.name == "bench" and bench.device == "cuda" and not count_gpus():
-        cure = "; bench.device=cpu tries small shapes without one" if bench.name in ON_CPU else ""
+        cure = "; bench.device=cpu tries small shapes without one" if bench.cpu_shapes else ""
         raise ConfigError(f"bench={bench.name} needs a CUDA device, and there is none here{cure}")
     return config, checkpoints
 
 
-def _fit_bench_to_cpu(raw: DictConfig, given: set[str]) -> None:
-    """On a CPU a bench has shapes and a backend of its own, but for those that the command line names."""
+def _fit_bench(raw: DictConfig, given: set[str]) -> None:
+    """Models whose shapes the command line names are those that are measured. On a CPU a bench has shapes and a backend
+    of its own, but for those that the command line names."""
+    named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
+    if raw.bench.models is not None and "bench.models" not in given:
+        if "bench.shapes" in given:
+            raise ConfigError(
+                f"bench.shapes: which are measured? bench.models=[...] names some of {'; '.join(raw.bench.shapes)}"
+            )
+        raw.bench.models = list(named) or raw.bench.models
     if raw.bench.device != "cpu":
         return
     if raw.bench.backend is not None and "bench.backend" not in given:
         raw.bench.backend = "reference"
     if raw.bench.cpu_shapes and "bench.shapes" not in given:
-        named = {kind: shapes for kind, shapes in raw.bench.shapes.items() if f"bench.shapes.{kind}" in given}
         raw.bench.shapes = {**raw.bench.cpu_shapes, **named}
 
 
@@ -111,7 +117,7 @@ def _resume(raw: DictConfig, overrides: list[str], given: set[str], ranks: int |
     if path in checkpoints.values():  # one run alone, no comparison
         raw.train.compare = False
         if state.run == "bf16" and not any(key.partition(".")[0] == "recipe" for key in given):
-            raw.recipe = RecipeConfig("bf16", mode=None, weight_block=None, wgrad=None, linear=None)
+            raw.recipe = RecipeConfig("bf16")
     elif (wanted := dict(raw.recipe)) != (trained := state.config["recipe"]):
         changed = ", ".join(f"recipe.{key}={wanted[key]}" for key in wanted if wanted[key] != trained[key])
         step = checkpoints.get(trained["name"], next(reversed(checkpoints.values())))

@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal: a bar where there is one, a line for each tenth where there is none."""
+"""Progress of a run: a line that changes on a terminal, else a line for each tenth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from mxep.gemm.backends import select
 
@@ -24,10 +25,9 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
     console = Console(stderr=True, quiet=not shown)
     bar = Progress(
         TextColumn(f"[bold]{name:>6}"),
-        BarColumn(bar_width=8),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[values]}"),
+        TextColumn("{task.completed}/{task.total}", table_column=Column(min_width=2 * len(str(steps)) + 1)),
+        TimeRemainingColumn(compact=True, table_column=Column(min_width=5)),
+        TextColumn("{task.fields[values]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
         console=console,
         disable=not console.is_terminal,
     )
@@ -46,16 +46,16 @@ def progress(name: str, steps: int, entropy: float, *, shown: bool) -> Iterator[
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A step's metrics in a few words, with the bar in 100 columns; load is the busiest expert over the mean.
+    """A step's metrics in a few words, in 80 columns with the steps; load is the busiest expert over the mean.
 
     MFU where the GPU's peak is known, else TFLOP/s of a rank; the peak of memory where it is counted, on GPUs.
     """
     if row.get("skipped"):
         return f"skipped {row['skipped']}"
     rate = f"{row['tflops']:.3g} TFLOP/s" if row.get("mfu") is None else f"MFU {row['mfu']:.1%}"
-    memory = "" if row.get("peak_gib") is None else f"  {row['peak_gib']:.1f} GiB"
-    speed = f"{row['tokens_per_s'] / 1e3:.1f}k tokens/s  {rate}{memory}"
-    return f"loss {row['loss']:.3f}  {speed}  load {row['expert_load']:.2f}x"
+    memory = "" if row.get("peak_gib") is None else f" {row['peak_gib']:.1f} GiB"
+    speed = f"{row['tokens_per_s'] / 1e3:.1f}k tokens/s {rate}{memory}"
+    return f"loss {row['loss']:.3f} {speed} load {row['expert_load']:.2f}x"
 
 
 def log_backend(name: str, rank: Rank) -> None:

@@ -9,42 +9,37 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from . import curves, page
 from .results import Section, provenance
 from .schema import Config
+from .step import COUNTS
 from .train import Outcome, Run
 
 LAST = 20  # steps that the training loss at the end is averaged over
-ROWS = ("rows_routed", "rows_sent", "rows_valid", "rows_padding", "rows_dropped", "rows_invalid")
-SHORT = {
-    "padding_share": "padding / valid",
-    "expert_load": "expert load",
-    "tokens_per_s": "tokens/s",
-    "tflops": "TFLOP/s",
-    "mfu": "MFU",
-    "peak_gib": "peak GiB",
+TABLES = {
+    "Loss in nats a byte": {
+        "valid_loss": ("held-out text", ".4f"),
+        "train_loss": (f"training, last {LAST} steps", ".4f"),
+        "unigram_entropy": ("unigram entropy", ".4f"),
+    },
+    "Rows routed, over all steps, layers and ranks": {
+        **{f"rows_{key}": (key, ",") for key in COUNTS},
+        "padding_share": ("padding / valid", ".2%"),
+        "expert_load": ("expert load", ".3f"),
+    },
+    "Speed": {
+        "steps": ("steps", ","),
+        "skipped": ("skipped", ","),
+        "ms_a_step": ("ms a step", ",.1f"),
+        "tokens_per_s": ("tokens/s", ",.0f"),
+        "tflops": ("TFLOP/s", ",.3g"),
+        "mfu": ("MFU", ".1%"),
+        "peak_gib": ("peak GiB", ".1f"),
+        "seconds": ("seconds", ",.1f"),
+    },
 }
-LINES = {
-    "held-out text": ("valid_loss", ".4f"),
-    f"training, last {LAST} steps": ("train_loss", ".4f"),
-    "unigram entropy of the text": ("unigram_entropy", ".4f"),
-    "steps": ("steps", ""),
-    "of them skipped": ("skipped", ""),
-    "rows routed (token, expert)": ("rows_routed", ","),
-    "rows sent (token, rank)": ("rows_sent", ","),
-    "rows dropped": ("rows_dropped", ","),
-    "padding share of rows": ("padding_share", ".1%"),
-    "expert load, busiest / mean": ("expert_load", ".2f"),
-    "tokens/s": ("tokens_per_s", ",.0f"),
-    "TFLOP/s of a rank": ("tflops", ".3g"),
-    "of its bf16 peak (MFU)": ("mfu", ".1%"),
-    "peak memory, GiB": ("peak_gib", ".1f"),
-    "seconds": ("seconds", ".1f"),
-}
-"""Line of the table at the end -> key of the summary, format. On CPUs some have no figure, and no line."""
-RARE = ("skipped", "rows_dropped")
+"""Title -> key of the summary -> column, format. On CPUs some columns have no figure."""
 # Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a deviation of 0.025.
 NOTE = "Rounding alone moves the loss of so short a run by a few hundredths, either way."
 
@@ -73,7 +68,7 @@ def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[
         f"mxep task=train: {' beside '.join(groups[''])}, on {text}",
         curves.draw(groups, f"Training on {text}", outcome.entropy),
         remarks=remarks,
-        losses=[table(summary)],
+        losses=tables(summary)[:1],
         tables=details(groups),
         config=config,
         provenance=made_by,
@@ -81,49 +76,46 @@ def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[
     return summary
 
 
-def details(groups: curves.Groups) -> list[Section]:
-    """How rows were routed, and how fast, a row for each run; the expert load of each layer, a column for each run."""
-    runs = {f"{group} {name}".strip(): run for group, each in groups.items() for name, run in each.items()}
-    rows = []
-    for name, run in runs.items():
-        summary = {key.removeprefix("rows_"): value for key, value in _summarize(run).items()}
-        ms = 1e3 * statistics.median(row["seconds"] for row in run.metrics) if run.metrics else None
-        rows.append({"run": name, "ms a step": ms, **{SHORT.get(key, key): value for key, value in summary.items()}})
-    loads = {name: _loads(run) for name, run in runs.items()}
-    layers = max(map(len, loads.values()))
-    by_layer = [{"layer": i, **{name: load[i] for name, load in loads.items() if load}} for i in range(layers)]
-    counts = [key.removeprefix("rows_") for key in ROWS]
-    routing = dict.fromkeys(counts, ",") | {"padding / valid": ".2%", "expert load": ".3f"}
-    speed = {"steps": ",", "skipped": ",", "ms a step": ",.1f", "tokens/s": ",.0f", "seconds": ",.1f"}
-    speed |= {"TFLOP/s": ",.3f", "MFU": ".1%", "peak GiB": ".1f"}
+def tables(summary: dict[str, Any]) -> list[Section]:
+    """Losses, rows and speed, a row for each run."""
+    rows = [{**run, "unigram_entropy": summary.get("unigram_entropy")} for run in summary["runs"]]
+    if "valid_loss_difference" in summary:
+        keys = "valid_loss", "train_loss"
+        rows.append({"name": "difference", **{key: summary[f"{key}_difference"] for key in keys}})
     return [
-        Section("Rows routed, over all steps, layers and ranks", ("run",), routing, rows),
-        Section(f"Expert load, busiest / mean, last {LAST} steps", ("layer",), dict.fromkeys(runs, ".3f"), by_layer),
-        Section("Speed", ("run",), speed, rows),
+        Section(
+            title,
+            ("run",),
+            dict(columns.values()),
+            [
+                {"run": row["name"], **{column: row[key] for key, (column, _) in columns.items() if key in row}}
+                for row in rows
+                if row.keys() & columns.keys()
+            ],
+        )
+        for title, columns in TABLES.items()
     ]
 
 
+def details(groups: curves.Groups) -> list[Section]:
+    """How rows were routed, and how fast, a row for each run; the expert load of each layer, a column for each run."""
+    runs = {f"{group} {name}".strip(): run for group, each in groups.items() for name, run in each.items()}
+    _, routing, speed = tables({"runs": [_summarize(run) | {"name": name} for name, run in runs.items()]})
+    loads = {name: _loads(run) for name, run in runs.items()}
+    layers = max(map(len, loads.values()))
+    by_layer = [{"layer": i, **{name: load[i] for name, load in loads.items() if load}} for i in range(layers)]
+    title = f"Expert load, busiest / mean, last {LAST} steps"
+    return [routing, Section(title, ("layer",), dict.fromkeys(runs, ".3f"), by_layer), speed]
+
+
 def show(summary: dict[str, Any], console: Console) -> None:
-    """The table at the end."""
-    table(summary).show(console)
+    """The tables at the end."""
+    for table in tables(summary):
+        table.show(console)
     if len(summary["runs"]) > 1:
         console.print(NOTE, highlight=False)
     if all(run.get("peak_gib") is None for run in summary["runs"]):
         console.print("CPUs emulate MXFP8: these speeds say nothing of GPUs.", highlight=False)
-
-
-def table(summary: dict[str, Any]) -> Section:
-    """Losses, rows and speed, a column for each run."""
-    runs = [{**run, "unigram_entropy": summary["unigram_entropy"]} for run in summary["runs"]]
-    rows: list[dict[str, Any]] = []
-    for line, (key, spec) in LINES.items():
-        if all(run.get(key) is None for run in runs) or (key in RARE and not any(run[key] for run in runs)):
-            continue
-        rows.append({"": line, **{run["name"]: "-" if run[key] is None else format(run[key], spec) for run in runs}})
-        if (difference := summary.get(f"{key}_difference")) is not None:
-            rows[-1]["difference"] = f"{difference:+.4f}"
-    columns = [*(run["name"] for run in runs), *(["difference"] if "valid_loss_difference" in summary else [])]
-    return Section("Loss in nats a byte", ("",), dict.fromkeys(columns, ""), rows)
 
 
 def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | None = None) -> None:
@@ -132,26 +124,22 @@ def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | No
     jobs: the folder of each, and its overrides.
     """
     common = set.intersection(*(set(overrides) for _, overrides in jobs))
-    table = Table(title="Sweep: loss in nats a byte", title_justify="left", box=None, pad_edge=False)
-    for name in ("job", "run"):
-        table.add_column(name, overflow="fold")
-    for name in ("held-out", "training", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = {"held-out": ".4f", "training": ".4f", "tokens/s": ",.0f"}
+    table = Section("Sweep: loss in nats a byte", ("job", "run"), figures)
     for folder, overrides in jobs:
-        label = f"{folder.name}: {' '.join(each for each in overrides if each not in common)}"
+        job = f"{folder.name}: {' '.join(each for each in overrides if each not in common)}"
         file = folder / "summary.json"
-        for run in json.loads(file.read_text())["runs"] if file.exists() else [None]:
-            keys = ("valid_loss", ".4f"), ("train_loss", ".4f"), ("tokens_per_s", ",.0f")
-            cells = ["-" if run[key] is None else format(run[key], spec) for key, spec in keys] if run else []
-            table.add_row(label, run["name"] if run else "done", *cells)
-            label = ""
+        runs = json.loads(file.read_text())["runs"] if file.exists() else [{"name": "done"}]
+        for run in runs:
+            losses = {"held-out": run.get("valid_loss"), "training": run.get("train_loss")}
+            table.rows.append({"job": job, "run": run["name"], **losses, "tokens/s": run.get("tokens_per_s")})
     console = console or Console()
-    console.print(table, markup=False)
+    table.show(console)
     console.print(f"sweep folder: {jobs[0][0].parent}", soft_wrap=True, highlight=False)
 
 
 def _summarize(run: Run) -> dict[str, Any]:
-    totals = {key: sum(row.get(key, 0) for row in run.metrics) for key in ROWS}
+    totals = {f"rows_{key}": sum(row.get(f"rows_{key}", 0) for row in run.metrics) for key in COUNTS}
     last = run.taken[-LAST:]
     tokens = sum(row["tokens_per_s"] * row["seconds"] for row in run.metrics)
     return {
@@ -165,6 +153,7 @@ def _summarize(run: Run) -> dict[str, Any]:
         "padding_share": totals["rows_padding"] / max(1, totals["rows_valid"]),
         "expert_load": sum(row["expert_load"] for row in last) / max(1, len(last)),
         "seconds": run.seconds,
+        "ms_a_step": run.ms_a_step,
         "tokens_per_s": tokens / max(run.seconds, 1e-9),
         **{key: _mean(run, key) for key in ("tflops", "mfu")},
         "peak_gib": max((row.get("peak_gib") or 0.0 for row in run.metrics), default=0.0) or None,

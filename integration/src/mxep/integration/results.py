@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD, Box
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
-WIDTH = 120  # of a terminal, at least
-REMARK = 48  # characters of a note or error in a table
+WIDTH = 120  # of a terminal that is asked for, if figures leave room for remarks
+REMARKS = 16, 48  # fewest and most characters of a note or error in a table
 
 Row = dict[str, Any]
 
@@ -43,38 +45,48 @@ class Section:
         """The same without rows."""
         return Section(self.title, self.labels, self.figures)
 
-    def show(self, console: Console, box: Box | None = SIMPLE_HEAD) -> None:
-        """Print the table, a rule between rows that differ in more than the last label."""
-        table = Table(title=self.title, title_justify="left", box=box, pad_edge=False)
+    def show(self, console: Console) -> None:
+        """Print the table, a rule between rows that differ in more than the last label. No figure is cut: the console
+        is widened for them. A column that has none is left out."""
+        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for name in self.labels:
             table.add_column(name, no_wrap=True)
-        for name in self.figures:
+        found = {name for row in self.rows for name, value in row.items() if value is not None}
+        shown = {name: spec for name, spec in self.figures.items() if name in found}
+        for name in shown:
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True, max_width=REMARK)
+        table.add_column("", no_wrap=True, max_width=0)
         previous: list[str] | None = None
         for row in self.rows:
             *first, last = [_label(row.get(name)) for name in self.labels]
             if previous not in (None, first):
                 table.add_section()
-            figures = ["" if row.get(name) is None else format(row[name], spec) for name, spec in self.figures.items()]
-            remark = row.get("note") or f"[red]{row.get('error', '')}"
+            figures = ["" if row.get(name) is None else format(row[name], spec) for name, spec in shown.items()]
+            remark = escape(row["note"]) if row.get("note") else f"[red]{escape(row.get('error', ''))}"
             table.add_row(*(["" for _ in first] if previous == first else first), last, *figures, remark)
             previous = first
+        needed = Measurement.get(console, console.options.update(width=1000), table).maximum
+        room = max(REMARKS[0], min(REMARKS[1], WIDTH - needed))
+        table.columns[-1].max_width = room
+        console.width = max(console.width, needed + room)
         console.print(table)
 
 
 def _label(value: Any) -> str:
-    return " x ".join(map(str, value)) if isinstance(value, list) else str("" if value is None else value)
+    return " x ".join(map(str, value)) if isinstance(value, list) else escape(str("" if value is None else value))
 
 
 @dataclass
 class Report:
-    """title: what was measured. ceilings: rates to compare with, by name. seconds: how long all of it took."""
+    """title: what was measured. ceilings: rates to compare with, by name. seconds: how long all of it took. about: of
+    what it was made. remarks: sentences below the tables."""
 
     title: str
     ceilings: dict[str, float]
     sections: dict[str, Section]
     seconds: float = 0.0
+    about: dict[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
 
     @property
     def lines(self) -> list[Row]:
@@ -94,16 +106,18 @@ class Report:
     def to_json(self, command: str, commit: str | None) -> dict[str, Any]:
         """Plain values, with `provenance`."""
         sections = {name: section.rows for name, section in self.sections.items()}
-        measured = {"ceilings": self.ceilings, "seconds": self.seconds, "sections": sections}
-        return {"what": self.title, **provenance(command, commit), **measured}
+        measured = {"ceilings": self.ceilings, "seconds": self.seconds} if self.seconds else {}
+        return {"what": self.title, **provenance(command, commit), **self.about, **measured, "sections": sections}
 
     def show(self, console: Console) -> None:
-        """A line of ceilings, then a table for each section."""
-        console.width = max(console.width, WIDTH + REMARK)
+        """A line of ceilings, then a table for each section, and remarks."""
         ceilings = ", ".join(f"{name} {value:.4g}" for name, value in self.ceilings.items())
-        console.print(f"{self.title}: {ceilings}; {self.seconds:.0f} s", highlight=False)
+        measured = f": {ceilings}; {self.seconds:.0f} s" if self.seconds else ""
+        console.print(f"{self.title}{measured}", highlight=False, soft_wrap=True)
         for section in self.sections.values():
             section.show(console)
+        for remark in self.remarks:
+            console.print(remark, highlight=False, soft_wrap=True)
 
 
 def shortened(value: Any) -> Any:

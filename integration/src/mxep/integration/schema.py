@@ -1,4 +1,5 @@
-"""What a run is made of, as typed sections: data only. The values are in configs/*.yaml, the checks in config.py.
+"""What a run is made of, as typed sections: data only. Values, and what keys mean, are in configs/config.yaml and its
+groups; the checks are in config.py.
 
 Imported before anything heavy, so that a command line with a mistake is answered at once.
 """
@@ -43,11 +44,8 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """source: "stdlib" or "text". path: a file or folder, for "text". max_bytes: cap on the text, in bytes.
-    batch: sequences a step over all ranks, of `length` tokens each. vocabulary: of a byte-level BPE that is trained on
-    the text; tokenizer: a file with one, a tokenizer.json; neither: a token is a byte."""
+    """What is learned: files, cut into batches of bytes or tokens."""
 
-    source: str
     path: str | None
     max_bytes: int
     batch: int
@@ -58,26 +56,15 @@ class DataConfig:
 
 @dataclass
 class RecipeConfig:
-    """name: of a mxep.gemm.Recipe, for the experts, or "auto": mxfp8 where it pays for their sizes and rows, else bf16,
-    the same for the whole run. mode, weight_block, wgrad: replace the recipe's own where not null.
-    linear: name of the recipe of linears, as "mxfp8", or "auto", by their shapes; null: they stay torch's. They are
-    attention's projections, of transformers models dense MLPs', too; embedding, routers and head stay torch's."""
+    """Which numbers products have: of experts, and of linears beside them."""
 
     name: str
-    mode: str | None
-    weight_block: str | None
-    wgrad: str | None
     linear: str | None = None
 
 
 @dataclass
 class DispatcherConfig:
-    """name: of a mxep.ep dispatcher. capacity: "worst_case", "exact", or "factor" (times `factor`, a multiple of the
-    balanced load). overflow: of rows over a factor: "raise" makes a bad step of them, "drop" leaves them out and counts
-    them. timeout: seconds that "symmetric" waits for a rank before it names it, and "hierarchical" for anything; others
-    have their process group's. ranks_per_node: of "hierarchical"; null: as many as there are on each host, but in
-    task=verify half of all, so that there are two nodes. nodes_per_token: of "hierarchical" with a factor, the most
-    nodes that a token's experts lie on; null: all."""
+    """How tokens reach experts, and how many rows fit on a rank."""
 
     name: str
     capacity: str
@@ -90,10 +77,7 @@ class DispatcherConfig:
 
 @dataclass
 class ParallelConfig:
-    """ranks: processes (null: one a GPU, 2 on a CPU). ep: ranks that share one set of experts (null: all of them; 1
-    with the local dispatcher); ranks / ep sets work data-parallel. fsdp: shard what is not expert over all ranks, and
-    copies of experts over the sets. device: "auto", "cpu", "cuda". timeout: seconds for
-    the whole job, null for no limit."""
+    """Processes, and which of them share one set of experts; ranks / ep sets work data-parallel."""
 
     ranks: int | None
     ep: int | None
@@ -117,17 +101,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    """steps of each run. micro_batches: that a rank cuts its share of data.batch in; their gradients are summed before
-    the optimizer's step. precision: "bf16-mixed": weights, gradients and moments in fp32, products in bf16;
-    "bf16-true": all in bf16; "32-true": all in fp32; experts are multiplied as the recipe says in each.
-    activation_checkpointing: each block keeps its input alone, and is computed again in backward. compile: by
-    torch.compile, in each block, attention, norms and dense MLPs, each by itself. compare: train in bf16 first, for
-    comparison. checkpoint_every: steps between checkpoints, 0 for one at the end, null for none.
-    valid_batches: batches of held-out text for the final loss. graph: whether on GPUs loss and gradients are computed
-    by CUDA graphs; null: where nothing on the way waits for the host (of transformers models: `graph.CAPTURED`).
-    skip_bad_steps: how many steps in a row may be left out because loss or gradient norm is not finite or rows
-    overflowed the capacity; one more ends the run.
-    tensorboard: metrics go into its files, too, in the run folder. wandb: and to W&B, with the config."""
+    """How a run trains; task=compare trains like this, too."""
 
     steps: int
     micro_batches: int
@@ -145,8 +119,7 @@ class TrainConfig:
 
 @dataclass
 class CompareConfig:
-    """task=compare trains the recipe and bf16 from each of `seeds`. out: a file for the results besides compare.json in
-    the run folder. commit: the code's version in the results; null: git's."""
+    """task=compare trains the recipe and bf16 from each of `seeds`."""
 
     seeds: list[int]
     out: str | None
@@ -155,8 +128,7 @@ class CompareConfig:
 
 @dataclass
 class VerifyConfig:
-    """The layer and the linear that task=verify checks, `tokens` a rank. cases: names of mxep.ep.CASES and of
-    verify.LINEAR_CASES, null for all. out, commit: as of compare, besides verify.json."""
+    """The layer and the linear that task=verify checks, `tokens` a rank."""
 
     tokens: int
     dim: int
@@ -170,14 +142,7 @@ class VerifyConfig:
 
 @dataclass
 class BenchConfig:
-    """name: what task=bench measures, one of mxep.integration.bench.BENCHES. device: "cuda", or "cpu" for a bench that
-    can. backend: of mxep.gemm, measured by bench=gemm. sections: of its results, null for all. cases: names of its
-    cases, null for all. shapes: kind of shape -> shapes. cpu_shapes: those of device "cpu", unless the command line
-    names others. out: a file for the results besides bench.json in the run folder. picture: a file for its picture,
-    null for none. commit: what the results call the code's version; null: ask git. models: names of its models, null
-    for all, of bench=layer and bench=model. optimizer: whose step is part of bench=model's, "adamw" or null.
-    activation_checkpointing: whether its layers are computed again in backward.
-    """
+    """What task=bench measures. shapes: kind of shape -> shapes; cpu_shapes: those of device "cpu"."""
 
     name: str
     device: str
@@ -196,12 +161,7 @@ class BenchConfig:
 
 @dataclass
 class EstimateConfig:
-    """model: a config.json of transformers or its folder; null: the section `model`. layers: MoE layers that a rank has
-    (of a stage of a pipeline); null: the model's. tokens: of a rank. nvlink, network: GB/s of a GPU in a direction,
-    within a node and between nodes. memory: GiB that a rank may take. optimizer_bytes: of a parameter. micro_batches:
-    of a step, whose gradients are reduced once. imbalance: load of the busiest rank over the mean. recipes: some of
-    bf16, fp8, mxfp8. rates: results of bench=layer. sections: of the results, null for all. out, picture, commit: as
-    of a bench, besides estimate.json. The sections `model` and `dispatcher` (capacity, factor) count, too."""
+    """Machines, and what of a stack of layers on them; the sections `model` and `dispatcher` count, too."""
 
     model: str | None
     layers: int | None
@@ -224,8 +184,7 @@ class EstimateConfig:
 
 @dataclass
 class Config:
-    """Everything. backend: of mxep.gemm, for training and verification; "auto" is the best for the device. seed decides
-    weights and batches. resume: a run folder or a checkpoint folder to go on from."""
+    """Everything."""
 
     task: TaskConfig
     model: ModelConfig

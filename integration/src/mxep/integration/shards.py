@@ -26,7 +26,7 @@ from .collective import from_all_ranks
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write this rank's parts, and wait until the disk has them. Collective over the default group.
 
-    Raises OSError, and FailedOnRanks where parts are not here then: the folder must be one that all nodes see.
+    Raises OSError, also where parts are not here then: the folder must be one that all nodes see.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
@@ -34,13 +34,9 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
     except CheckpointException as error:
         raise OSError(f"{folder}: {_first(error)}") from error
 
-    def check() -> None:
-        try:
-            _check(folder, tensors, dist.get_world_size())
-        except ValueError as error:
-            raise OSError(f"not saved: {error}: wanted a run folder that all nodes see") from None
-
-    from_all_ranks(lambda: None if dist.get_rank() else check())
+    reason = from_all_ranks(lambda: "" if dist.get_rank() else complaint(folder, tensors, dist.get_world_size()))[0]
+    if reason:
+        raise OSError(f"not saved: {reason}: wanted a run folder that all nodes see")
 
 
 def load(folder: Path, tensors: dict[str, Tensor], *, ranks: int) -> None:
@@ -48,40 +44,38 @@ def load(folder: Path, tensors: dict[str, Tensor], *, ranks: int) -> None:
 
     Raises ValueError, on all ranks, naming the files that are missing or the first tensor that does not fit.
     """
-    _check(folder, tensors, ranks)
+    if reason := complaint(folder, tensors, ranks):
+        raise ValueError(reason)
     try:
         state_dict_loader.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
         raise ValueError(f"{folder}: {_first(error)}") from error
 
 
-def _check(folder: Path, tensors: dict[str, Tensor], ranks: int) -> None:
-    """Raises ValueError naming what of ``tensors``, of which this rank may have parts, is not there as a whole."""
-    try:
-        _compare(folder, tensors)
-    except ValueError as error:  # or all is there: a rank that has no part of anything writes no file
-        names = (f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, ranks + 1))
-        if missing := ", ".join(name for name in names if not (folder / name).is_file()):
-            why = str(error).removeprefix(f"{folder}: ")
-            raise ValueError(
-                f"{folder}: no {missing}: wanted the files of all {ranks} ranks that saved ({why})"
-            ) from None
-        raise
+def complaint(folder: Path, tensors: dict[str, Tensor], ranks: int) -> str:
+    """What of ``tensors``, of which this rank may have parts, is not there as a whole; "" if all is."""
+    why = _difference(folder, tensors)
+    # All may be there without a file of each rank: one that has no part of anything writes none.
+    names = (f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, ranks + 1))
+    if why and (missing := ", ".join(name for name in names if not (folder / name).is_file())):
+        why = why.removeprefix(f"{folder}: ")
+        return f"{folder}: no {missing}: wanted the files of all {ranks} ranks that saved ({why})"
+    return why
 
 
-def _compare(folder: Path, tensors: dict[str, Tensor]) -> None:
-    stored: dict[str, Any] = {}
+def _difference(folder: Path, tensors: dict[str, Tensor]) -> str:
     try:
-        stored |= HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        stored: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder}: {error}") from None
+        return f"{folder}: {error}"
     if missing := set(tensors) ^ set(stored):
-        raise ValueError(f"{folder}: {sorted(missing)[0]} is only in the file or only in the model")
+        return f"{folder}: {sorted(missing)[0]} is only in the file or only in the model"
     for name, tensor in tensors.items():
         if (got := tuple(stored[name].size)) != (wanted := tuple(tensor.shape)):
-            raise ValueError(f"{folder}: {name} is {got}, wanted {wanted}")
+            return f"{folder}: {name} is {got}, wanted {wanted}"
         if (found := sum(math.prod(chunk.sizes) for chunk in stored[name].chunks)) != (count := tensor.numel()):
-            raise ValueError(f"{folder}: {name} has {found} numbers, wanted {count}")
+            return f"{folder}: {name} has {found} numbers, wanted {count}"
+    return ""
 
 
 def _first(error: CheckpointException) -> str:

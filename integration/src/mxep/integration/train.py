@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +73,10 @@ class Run:
     def seconds(self) -> float:
         """Spent in training steps, here and before a resume."""
         return float(sum(row["seconds"] for row in self.metrics))
+
+    @property
+    def ms_a_step(self) -> float | None:
+        return 1e3 * statistics.median(row["seconds"] for row in self.metrics) if self.metrics else None
 
 
 @dataclass(frozen=True)
@@ -164,9 +169,7 @@ class Trainer:
     def _run(self) -> Run:
         steps, every = self.config.train.steps, self.config.train.checkpoint_every
         shown = progress(self.name, steps, self.text.entropy, shown=self.rank.rank == 0)
-        to: dict[str, Any] = {"tensorboard": self.config.train.tensorboard}
-        to["wandb"] = to_json(self.config) if self.config.train.wandb else None
-        written = log(self.folder, self.name, self.metrics, shown=self.rank.rank == 0, **to)
+        written = log(self.folder, self.name, self.metrics, self.config, shown=self.rank.rank == 0)
         with shown as advance, written as write:
             if self.metrics:
                 advance(self.step, self.metrics[-1])

@@ -14,13 +14,10 @@ log10(9) = 46.0 dB, less 1 dB for chance.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from mxep.ep import CASES, Case, MoE, make_dispatcher
@@ -31,18 +28,17 @@ from .collective import all_gather
 from .config import to_json
 from .launch import resolve_device
 from .mesh import Mesh, local
+from .names import LINEAR_CASES
 from .progress import log_backend
 from .rank import Rank
 from .reference import LinearProblem, LinearResults, Problem, Results, moe_layer, plain_linear, quantizers
-from .results import Row, Section, provenance
+from .results import Report, Row, Section
 from .schema import Config
 from .snr import snr
 
 MARGIN = 0.3  # dB
 BF16 = 45.0  # dB, see above
 Outputs = Results | LinearResults
-LINEAR_CASES = {f"{recipe}/linear": recipe for recipe in ("bf16", "fp8", "mxfp8")}
-"""Name of a case -> name of its recipe."""
 DROPPED = 3  # tokens of each rank without a first expert
 
 
@@ -65,18 +61,6 @@ class Check:
         return -math.inf if math.isnan(self.snr) else self.snr - self.threshold
 
 
-@dataclass(frozen=True)
-class Result:
-    """A case and its checks, one for each field of `Results` or `LinearResults`."""
-
-    case: str
-    checks: list[Check]
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-
 class FixedRouting(nn.Module):
     """A router with given results; ``weights`` is a leaf that collects its gradient."""
 
@@ -89,54 +73,43 @@ class FixedRouting(nn.Module):
         return self.expert_ids, self.weights
 
 
-@dataclass(frozen=True)
-class Verification:
-    """All results, as the command reports them."""
+def report(config: Config, results: dict[str, list[Check]]) -> Report:
+    """All checks by case, as the command shows and writes them; an error is a check that failed.
 
-    lines: list[Result]
-    config: Config
-
-    @property
-    def failed(self) -> int:
-        return sum(not result.passed for result in self.lines)
-
-    def to_json(self, command: str, commit: str | None) -> dict[str, Any]:
-        """All checks, with `provenance` and of what they were made."""
-        config, sizes = self.config, to_json(self.config)["verify"]
-        device = torch.device(resolve_device(config.parallel.device, config.ranks))
-        return {
-            "what": "mxep task=verify: SNR in dB of every case against a dense fp32 layer, its bound and worst rank",
-            **provenance(command, commit),
-            "ranks": config.ranks,
-            "backend": select(config.backend, device).name,
-            **{name: sizes[name] for name in ("tokens", "dim", "hidden_dim", "experts", "top_k")},
-            "cases": [{**dataclasses.asdict(result), "passed": result.passed} for result in self.lines],
-        }
-
-    def show(self, console: Console) -> None:
-        """Tables of all cases, SNR and the least margin of any tensor; then a line for each check that failed."""
-        console.print("SNR (dB) against dense fp32, worst rank; margin: least dB over a bound")
-        for names, lines in itertools.groupby(self.lines, lambda result: [check.name for check in result.checks]):
-            figures = {name.removesuffix("_proj"): ".1f" for name in names} | {"margin": "+.1f"}
-            table = Section("", ("case",), figures)
-            for result in lines:
-                row: Row = {check.name.removesuffix("_proj"): check.snr for check in result.checks}
-                row |= {"case": result.case, "margin": min(check.spare for check in result.checks)}
-                table.rows.append(row | ({"note": "pass"} if result.passed else {"error": "FAIL"}))
-            table.show(console, box=None)
-        for result in self.lines:
-            for check in result.checks:
-                if not check.passed:
-                    got = f"{check.snr:.2f} dB on rank {check.rank}, wanted {check.threshold:.2f}"
-                    console.print(f"{result.case}: {check.name}: {got}", highlight=False, soft_wrap=True)
+    A table has the SNR of each tensor, and the least margin of any over its bound.
+    """
+    sizes = to_json(config)["verify"]
+    device = torch.device(resolve_device(config.parallel.device, config.ranks))
+    about = {"ranks": config.ranks, "backend": select(config.backend, device).name}
+    about |= {name: sizes[name] for name in ("tokens", "dim", "hidden_dim", "experts", "top_k")}
+    sections: dict[str, Section] = {}
+    failed = []
+    for case, checks in results.items():
+        figures = {check.name.removesuffix("_proj"): ".1f" for check in checks} | {"margin": "+.1f"}
+        kind = "linears" if case in LINEAR_CASES else "layers"
+        row: Row = {check.name.removesuffix("_proj"): check.snr for check in checks}
+        row |= {"case": case, "margin": min(check.spare for check in checks)}
+        row["checks"] = [dataclasses.asdict(check) for check in checks]
+        wrong = [check for check in checks if not check.passed]
+        row |= {"error": "FAIL"} if wrong else {"note": "pass"}
+        sections.setdefault(kind, Section("", ("case",), figures)).rows.append(row)
+        for check in wrong:
+            got = f"{check.snr:.2f} dB on rank {check.rank}, wanted {check.threshold:.2f}"
+            failed.append(f"{case}: {check.name}: {got}")
+    title = "mxep verify: SNR in dB against dense fp32, worst rank, and least margin"
+    return Report(title, {}, sections, about=about, remarks=failed)
 
 
-def verify(rank: Rank, config: Config) -> list[Result]:
-    """Check all cases on this rank; collective. All ranks return the same: the worst rank of each check."""
+def verify(rank: Rank, config: Config) -> dict[str, list[Check]]:
+    """The checks of each case, one for each field of `Results` or `LinearResults`. Collective.
+
+    All ranks return the same: of every check the rank with the least to spare.
+    """
     log_backend(config.backend, rank)
     mesh = Mesh.make(rank.world_size, rank.device)
     names = config.verify.cases or [*CASES, *LINEAR_CASES]
-    return [_worst(name, _check(name, config, mesh, rank.device)) for name in names]
+    found = {name: all_gather(_check(name, config, mesh, rank.device)) for name in names}
+    return {name: [min(each, key=lambda check: check.spare) for each in zip(*ranks)] for name, ranks in found.items()}
 
 
 def make_problem(config: Config, rank: int) -> Problem:
@@ -207,7 +180,7 @@ def run_linear(problem: LinearProblem, recipe: Recipe, device: torch.device, bac
 def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
     if name in CASES:
         return _check_case(CASES[name], config, mesh, device)
-    recipe, sizes, rank = Recipe.named(LINEAR_CASES[name]), config.verify, mesh.rank
+    recipe, sizes, rank = Recipe.named(name.partition("/")[0]), config.verify, mesh.rank
     tokens = max(1, sizes.tokens - DROPPED * (1 + rank))
     problem = LinearProblem.gaussian(tokens, sizes.dim, sizes.hidden_dim, config.seed * 1000 + 1 + rank)
     got = run_linear(problem, recipe, device, config.backend)
@@ -239,8 +212,3 @@ def _check_case(case: Case, config: Config, mesh: Mesh, device: torch.device) ->
 
 def _experts_of(rank: int, num_local: int) -> slice:
     return slice(rank * num_local, (rank + 1) * num_local)
-
-
-def _worst(name: str, own: list[Check]) -> Result:
-    """Of every check the rank with the least to spare. Collective."""
-    return Result(name, [min(checks, key=lambda check: check.spare) for checks in zip(*all_gather(own))])

@@ -14,16 +14,5 @@
 A bench is a module with
     SECTIONS   name -> Section: its tables
     measure    (Bench) -> (section, row), one after the other
-and may have
-    CASES, BACKENDS   what bench.cases and bench.backend may name
 What a config may name of it is in names, which needs no torch.
 """
-
-BENCHES = {name: f"mxep.integration.bench.{name}" for name in ("quant", "gemm", "linear", "comms", "layer", "model")}
-"""Name in the config -> module."""
-
-ON_RANKS = ("comms", "layer", "model")
-"""Those that run on all ranks."""
-
-ON_CPU = ("gemm", "linear", "comms", "layer", "model")
-"""Those that a CPU can try."""

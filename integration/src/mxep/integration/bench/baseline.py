@@ -18,9 +18,10 @@ here, W ranks, R rows with padding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+T = TypeVar("T")
 PAD = 16  # rows: what FP8 tensor cores and aligned loads want
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,21 +40,44 @@ def bf16_product(rows: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     return torch._grouped_mm(rows, w.mT, offs=offs)
 
 
+def compiled(fn: Callable[..., T]) -> Callable[..., T]:
+    """`fn`, on CUDA under torch.compile: for any number of rows, for these widths alone, as a division by a constant is
+    fast."""
+
+    @functools.cache
+    def inner() -> Callable[..., T]:
+        return torch.compile(fn, options={"compile_threads": 1})  # a rank has no room for a pool of compilers
+
+    @functools.wraps(fn)
+    def call(*tensors: Tensor) -> T:
+        if not tensors[0].is_cuda:
+            return fn(*tensors)
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return inner()(*tensors)
+
+    return call
+
+
+@compiled
 def take(rows: Tensor, index: Tensor) -> Tensor:
     """rows[index], zeroes where that is -1."""
     return torch.where(index[:, None] >= 0, rows[index.clamp_min(0)], 0)
 
 
+@compiled
 def sum_pairs(pairs: Tensor, inverse: Tensor) -> Tensor:
     """Of each token, its pairs: (T K, D) by expert, inverse (T, K) -> (T, D), summed in fp32."""
     return pairs[inverse].float().sum(1).to(pairs.dtype)
 
 
+@compiled
 def weigh(pairs: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
     """`sum_pairs`, weighted by weights (T, K)."""
     return (pairs[inverse].float() * weights[:, :, None]).sum(1).to(pairs.dtype)
 
 
+@compiled
 def weigh_backward(
     d_out: Tensor, pairs: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -62,39 +87,10 @@ def weigh_backward(
     return d_pairs, (pairs[inverse].float() * d_out[:, None].float()).sum(-1)
 
 
+@compiled
 def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The pointwise work, compiled or plain."""
-
-    take: Callable[..., Tensor]
-    sum_pairs: Callable[..., Tensor]
-    weigh: Callable[..., Tensor]
-    weigh_backward: Callable[..., tuple[Tensor, Tensor]]
-    swiglu: Callable[..., Tensor]
-
-    @staticmethod
-    def of(device: torch.device) -> Kernels:
-        functions: tuple[Any, ...] = (take, sum_pairs, weigh, weigh_backward, swiglu)
-        if device.type == "cuda":
-            functions = tuple(map(compiled, functions))
-        return Kernels(*functions)
-
-
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` under torch.compile: for any number of rows, for these widths alone, as a division by a constant is fast."""
-    inner = torch.compile(fn, options={"compile_threads": 1})  # a rank has no room for a pool of compilers
-
-    def call(*tensors: Tensor) -> Any:
-        for tensor in tensors:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return inner(*tensors)
-
-    return call
 
 
 class BaselineLayer:
@@ -114,24 +110,23 @@ class BaselineLayer:
     ) -> None:
         self.w13, self.w2, self.group, self.product, self.pad = w13, w2, group, product, pad
         self.ranks = dist.get_world_size(group) if group is not None else 1
-        self.kernels = Kernels.of(w13.device)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x (T, D), ids (T, K) int32, weights (T, K) fp32 -> (T, D)."""
         flat = ids.flatten()
         order = flat.argsort(stable=True)
         inverse = _inverse(order).view(ids.shape)
-        pairs = _Spread.apply(x, order, inverse, self.kernels)  # type: ignore[no-untyped-call]
+        pairs = _Spread.apply(x, order, inverse)  # type: ignore[no-untyped-call]
         groups = self._groups(flat[order])
         if self.ranks > 1:
             pairs = _AllToAll.apply(pairs, groups.sent, groups.arrived, self.group)  # type: ignore[no-untyped-call]
-        rows = _Take.apply(pairs, groups.index, groups.position, self.kernels)  # type: ignore[no-untyped-call]
-        h = self.kernels.swiglu(self.product(rows, self.w13, groups.offs))
+        rows = _Take.apply(pairs, groups.index, groups.position)  # type: ignore[no-untyped-call]
+        h = swiglu(self.product(rows, self.w13, groups.offs))
         rows = self.product(h, self.w2, groups.offs)
-        pairs = _Take.apply(rows, groups.position, groups.index, self.kernels)  # type: ignore[no-untyped-call]
+        pairs = _Take.apply(rows, groups.position, groups.index)  # type: ignore[no-untyped-call]
         if self.ranks > 1:
             pairs = _AllToAll.apply(pairs, groups.arrived, groups.sent, self.group)  # type: ignore[no-untyped-call]
-        out: Tensor = _Weigh.apply(pairs, weights, order, inverse, self.kernels)  # type: ignore[no-untyped-call]
+        out: Tensor = _Weigh.apply(pairs, weights, order, inverse)  # type: ignore[no-untyped-call]
         return out
 
     def _groups(self, sorted_ids: Tensor) -> Groups:
@@ -211,42 +206,39 @@ class _Spread(torch.autograd.Function):
     """x (T, D) -> (T K, D) by expert. inverse (T, K): where a token's pairs lie."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.kernels = kernels
-        return kernels.take(x, order // inverse.shape[1])
+        return take(x, order // inverse.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_pairs: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return ctx.kernels.sum_pairs(d_pairs, inverse), None, None, None
+        return sum_pairs(d_pairs, inverse), None, None
 
 
 class _Take(torch.autograd.Function):
     """`take` by an index whose inverse is there, too."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.kernels = kernels
-        return kernels.take(rows, index)
+        return take(rows, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_taken: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return ctx.kernels.take(d_taken, inverse), None, None, None
+        return take(d_taken, inverse), None, None
 
 
 class _Weigh(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pairs: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, pairs: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(pairs, weights, order, inverse)
-        ctx.kernels = kernels
-        return kernels.weigh(pairs, weights, inverse)
+        return weigh(pairs, weights, inverse)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.kernels.weigh_backward(d_out, *ctx.saved_tensors), None, None, None
+        return *weigh_backward(d_out, *ctx.saved_tensors), None, None

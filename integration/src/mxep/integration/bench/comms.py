@@ -18,6 +18,7 @@ made them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -68,17 +69,13 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
 def _rows(bench: Bench, section: str, shape: Shape) -> dict[str, Row]:
     if shape.experts % bench.rank.world_size:
         return {"all": {"note": f"{shape.experts} experts are not the same number on each rank"}}
-    transport = None
-    try:
-        transport = on_all_ranks(lambda: open_transport(bench.rank))  # one that fails takes no other shape along
-        p = on_all_ranks(lambda: Problem(transport, shape, SKEWS[section], bench.seed))
-        peer = "NCCL" if bench.device.type == "cuda" else "gloo"
-        rows = make_timer(transport).compare(_alternatives(p, section, peer))
+    peer = "NCCL" if bench.device.type == "cuda" else "gloo"
+    try:  # a transport that fails takes no other shape along
+        with contextlib.closing(on_all_ranks(lambda: open_transport(bench.rank))) as transport:
+            p = on_all_ranks(lambda: Problem(transport, shape, SKEWS[section], bench.seed))
+            rows = make_timer(transport).compare(_alternatives(p, section, peer))
     except FailedOnRanks as error:
         return {"all": {"error": str(error)}}
-    finally:
-        if transport is not None:
-            transport.close()
     us = {name: row["us"] for name, row in rows.items() if "us" in row}
     for name in us:
         peers = {"x bf16": f"{peer} bf16, combine" if "combine" in name else f"{peer} bf16"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,8 +24,8 @@ from ..timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
 from .gemm_cases import PRODUCTS, Problem, products, steps
 from .run import Bench, table
 
+T = TypeVar("T")
 DENSE = 8192  # of the square products that are ceilings
-BACKENDS = tuple(backends.BACKENDS)
 SECTIONS = {
     "products": table("Products alone", "product, shape, what", "us, TF, x bf16, x fp8 row, of dense, MHz, W"),
     "steps": table("Steps, from and to bf16", "shape, what", "us, TF, x bf16, x torchao, MHz, W"),
@@ -41,11 +41,11 @@ class At:
     generator: torch.Generator
     timer: Timer
 
-    def problems(self) -> list[Problem]:
-        """As many as it takes for none to be in L2 when its turn comes again."""
-        problem = Problem.gaussian(self.shape, self.generator)
-        sets = rotations(problem.least_bytes("forward", 1), self.timer.device)
-        return [problem, *(Problem.gaussian(self.shape, self.generator) for _ in range(sets - 1))]
+    def problems(self, make: Callable[[Sequence[int], torch.Generator], T], nbytes: Callable[[T], int]) -> list[T]:
+        """As many as it takes for none to be in L2 when its turn comes again. nbytes: of one."""
+        first = make(self.shape, self.generator)
+        sets = rotations(nbytes(first), self.timer.device)
+        return [first, *(make(self.shape, self.generator) for _ in range(sets - 1))]
 
     def compare(
         self, makers: Mapping[str, Callable[[Any], Call]], problems: Sequence[Any], flop: int
@@ -103,7 +103,7 @@ def ceilings(timer: Timer) -> dict[str, float]:
 
 
 def _products(at: At) -> Iterator[Row]:
-    problems = at.problems()
+    problems = at.problems(Problem.gaussian, lambda p: p.least_bytes("forward", 1))
     for product in PRODUCTS:
         rows = at.compare(products(product, at.backend), problems, problems[0].flop)
         dense = [row["TF"] for what, row in rows.items() if what.startswith("dense") and "TF" in row]
@@ -115,7 +115,7 @@ def _products(at: At) -> Iterator[Row]:
 
 
 def _steps(at: At) -> Iterator[Row]:
-    problems = at.problems()
+    problems = at.problems(Problem.gaussian, lambda p: p.least_bytes("forward", 1))
     rows = at.compare(steps(at.backend), problems, 3 * problems[0].flop)
     for row in rows.values():
         yield beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})

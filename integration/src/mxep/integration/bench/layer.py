@@ -48,8 +48,8 @@ from ..snr import snr
 from ..timer import Alternative, Call, Run, Timer, failure, free_memory, synchronize
 from . import layer_stages
 from .gemm import ceilings
-from .layer_cases import BASELINE, BASELINES, MX, NAMES, Case, Layer, Problem, Shape
-from .layer_work import floor_ms, legs, useful_flop
+from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape
+from .layer_work import floor_ms, flop, sent_mb
 from .run import Bench, models, table
 
 CASES_OF = {
@@ -66,7 +66,6 @@ FORWARD_SECONDS = 0.5
 STEPS = 4  # in which bytes are counted
 GIB = 1 << 30
 
-CASES = NAMES
 TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, within MB, across MB, dB"
 SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
@@ -149,7 +148,7 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
             step = at.prepare(layer, layer.step, lambda got, case=case, row=row: _compare(case, reference, got, row))  # type: ignore[misc]
             runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
             layers[name] = layer
-            row |= legs(at.p, case, layer.num_slots)
+            row |= sent_mb(at.p, case, layer.num_slots)
             row |= _through_sockets(at, layer, step) if at.section == "eager" else {}
             row |= {"note": step.note} if step.note else {}
         except FailedOnRanks as error:
@@ -168,7 +167,7 @@ def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
                 row[column] = found["us"] / 1e3 / (layers[name].micro_batches if column == "ms" else 1)
                 row |= {ratio: base[column] / row[column]} if column in base else {}
         if "ms" in row:
-            row["TF"] = useful_flop(at.p) / row["ms"] / 1e9
+            row["TF"] = flop(at.p, at.p.ids.numel()) / row["ms"] / 1e9
             if (floor := floor_ms(at.p, Case(name), at.bench.ceilings)) is not None:
                 row |= {"floor ms": floor, "of floor": floor / row["ms"]}
         yield row

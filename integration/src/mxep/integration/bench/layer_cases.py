@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mxep.comms import Capacity
-from mxep.ep import CASES, HierarchicalDispatcher, MoE
+from mxep.ep import HierarchicalDispatcher, MoE
 from mxep.gemm import grouped_mm, quantize_weights_once
 from mxep.gemm.backends import select
 from mxep.quant import BLOCK
@@ -46,10 +46,7 @@ from .gemm_cases import torchao_product
 KEPT = 4
 BASELINE = "baseline bf16"
 MX = "mxfp8/symmetric"
-SUFFIXES = ("", ", kept", ", main_grad", ", worst_case", ", exact")
 BASELINES = (BASELINE, "baseline fp8", "baseline mxfp8")
-NAMES = (*BASELINES, *(f"{case}{suffix}" for case in CASES for suffix in SUFFIXES))
-"""All cases."""
 
 
 class Shape(NamedTuple):
@@ -92,7 +89,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """name: one of NAMES. recipe: what its products and its rows on the wire are. dispatcher: "" of a baseline."""
+    """name: one of names.LAYERS. recipe: of its products and of rows on the wire. dispatcher: "" of a baseline."""
 
     name: str
 

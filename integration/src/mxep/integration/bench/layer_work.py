@@ -30,14 +30,9 @@ Work = tuple[str, float]
 """("bytes", "flop" or "wire bytes", how many)."""
 
 
-def useful_flop(p: Problem) -> float:
-    """Of a step, of a rank on average."""
-    return 18.0 * p.ids.numel() * p.shape.dim * p.shape.hidden
-
-
-def most_flop(p: Problem) -> float:
-    """Of a step, of the rank that has most rows."""
-    return 18.0 * p.traffic.most_pairs * p.shape.dim * p.shape.hidden
+def flop(p: Problem, rows: float) -> float:
+    """Of a step with so many rows: ``p.ids.numel()`` on average, ``p.traffic.most_pairs`` of the rank that has most."""
+    return 18.0 * rows * p.shape.dim * p.shape.hidden
 
 
 def row_bytes(recipe: str, dim: int) -> int:
@@ -51,7 +46,7 @@ def wire_bytes(p: Problem, recipe: str, *, pairs: bool = False) -> tuple[int, in
     return 2 * out * row_bytes(recipe, p.shape.dim), 2 * back * row_bytes("bf16", p.shape.dim)
 
 
-def legs(p: Problem, case: Case, num_slots: int = 0) -> dict[str, float]:
+def sent_mb(p: Problem, case: Case, num_slots: int = 0) -> dict[str, float]:
     """MB of rows that a rank sends in a step, at most, within its node and across to others.
 
     num_slots: that the hierarchical dispatcher has for a node. All of them cross, used or not.
@@ -83,7 +78,7 @@ def floor_ms(p: Problem, case: Case, ceilings: Mapping[str, float]) -> float | N
     """None without the rates of a GPU."""
     wire, memory = sum(wire_bytes(p, case.recipe)), memory_bytes(p, kept=case.kept)
     total = 0.0
-    for kind, amount in (("flop", most_flop(p)), ("wire bytes", wire), ("bytes", memory)):
+    for kind, amount in (("flop", flop(p, p.traffic.most_pairs)), ("wire bytes", wire), ("bytes", memory)):
         if (ceiling := rate(kind, case, ceilings)) is None:
             return None
         total += amount / ceiling / 1e9
@@ -97,7 +92,7 @@ def work(p: Problem, case: Case) -> dict[str, Work]:
     """
     rows, pairs, weights = p.traffic.most_pairs, p.ids.numel(), p.w13.numel() + p.w2.numel()
     dim, hidden, tokens = p.shape.dim, p.shape.hidden, p.shape.tokens
-    gemms: dict[str, Work] = {"GEMMs": ("flop", most_flop(p))}
+    gemms: dict[str, Work] = {"GEMMs": ("flop", flop(p, p.traffic.most_pairs))}
     if case.baseline:
         return gemms | {
             "NCCL": ("wire bytes", sum(wire_bytes(p, "bf16", pairs=True))),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mxep.gemm import Backend, Recipe, backends, linear, linear_together, quantize_input
+from mxep.gemm import Backend, Recipe, linear, linear_together, quantize_input
 from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
 from mxep.gemm.top_k import top_k_backward_op, top_k_op
 
@@ -36,7 +36,6 @@ from .layer_stages import counts
 from .run import Bench, table
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
-BACKENDS = tuple(backends.BACKENDS)
 TOP_K = 8
 STEP = "us, TF, x bf16, MHz, W"
 SECTIONS = {
@@ -82,29 +81,6 @@ class Problem:
 Maker = Callable[[Problem], Call]
 
 
-def bf16(p: Problem) -> Call:
-    return p.step(lambda x, *weights: [F.linear(x, w) for w in weights])
-
-
-def mxep(recipe: Recipe, backend: Backend, p: Problem) -> Call:
-    return p.step(lambda x, *weights: [linear(x, w, recipe=recipe, backend=backend) for w in weights])
-
-
-def mxep_shared(recipe: Recipe, backend: Backend, p: Problem) -> Call:
-    """x is quantized once for all weights."""
-
-    def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
-        qdata = quantize_input(x, recipe=recipe, backend=backend)
-        return [linear(qdata, w, recipe=recipe, backend=backend) for w in weights]
-
-    return p.step(product)
-
-
-def mxep_together(recipe: Recipe | str, backend: Backend, p: Problem) -> Call:
-    """One product each way."""
-    return p.step(lambda x, *weights: linear_together(x, weights, recipe=recipe, backend=backend))
-
-
 def scaled_mm(p: Problem) -> Call:
     """torch's FP8 products with a scale a row, operands ready."""
     gemm_cases.need_cuda(p.x.device)
@@ -132,14 +108,26 @@ def torchao(p: Problem) -> Call:
 
 
 def steps(backend: Backend, several: bool) -> dict[str, Maker]:
-    """By name, the baseline first."""
-    makers: dict[str, Maker] = {"bf16": bf16}
-    makers |= {f"mxep {name}": functools.partial(mxep, Recipe.named(name), backend) for name in RECIPES}
-    makers["mxep auto"] = functools.partial(mxep_together, "auto", backend)
+    """By name, the baseline first. several: also ways to multiply one x by several weights."""
+
+    def each(recipe: Recipe) -> Maker:
+        return lambda p: p.step(lambda x, *ws: [linear(x, w, recipe=recipe, backend=backend) for w in ws])
+
+    def together(recipe: Recipe | str) -> Maker:
+        """One product each way."""
+        return lambda p: p.step(lambda x, *ws: linear_together(x, ws, recipe=recipe, backend=backend))
+
+    def quantized_once(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        recipe = Recipe.mxfp8()
+        qdata = quantize_input(x, recipe=recipe, backend=backend)
+        return [linear(qdata, w, recipe=recipe, backend=backend) for w in weights]
+
+    makers: dict[str, Maker] = {"bf16": lambda p: p.step(lambda x, *ws: [F.linear(x, w) for w in ws])}
+    makers |= {f"mxep {name}": each(Recipe.named(name)) for name in RECIPES}
+    makers["mxep auto"] = together("auto")
     if several:
-        makers["mxep mxfp8, x quantized once"] = functools.partial(mxep_shared, Recipe.mxfp8(), backend)
-        both = Recipe.mxfp8(), Recipe.fp8()
-        makers |= {f"mxep {r.name}, together": functools.partial(mxep_together, r, backend) for r in both}
+        makers["mxep mxfp8, x quantized once"] = lambda p: p.step(quantized_once)
+        makers |= {f"mxep {recipe.name}, together": together(recipe) for recipe in (Recipe.mxfp8(), Recipe.fp8())}
     return makers | {"torchao rowwise": torchao, "scaled_mm row, products": scaled_mm}
 
 
@@ -149,10 +137,8 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
 
 
 def _steps(at: At) -> Iterator[Row]:
-    first = Problem.gaussian(at.shape, at.generator)
-    sets = rotations(first.nbytes, at.timer.device)
-    problems = [first, *(Problem.gaussian(at.shape, at.generator) for _ in range(sets - 1))]
-    rows = at.compare(steps(at.backend, several=len(first.weights) > 1), problems, first.flop)
+    problems = at.problems(Problem.gaussian, lambda p: p.nbytes)
+    rows = at.compare(steps(at.backend, several=len(problems[0].weights) > 1), problems, problems[0].flop)
     for row in rows.values():
         yield beside(row, {"x bf16": rows["bf16"]})
 

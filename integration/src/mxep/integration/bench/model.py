@@ -33,12 +33,12 @@ T tokens of a rank, in two sequences; D model dim, F hidden dim, E experts, K ex
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ from mxep.ep.shares import local_tensor, local_weight
 from mxep.gemm import Recipe
 
 from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
+from ..names import RECIPES
 from ..rank import Rank
 from ..results import Row
 from ..snr import snr
@@ -65,19 +66,16 @@ from ..transformers.model import multiply_by
 from ..transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
 from .baseline import BaselineLayer
 from .layer import GIB, memory_of
+from .names import MODELS
 from .run import Bench, models, table
 
 BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
 DEEPSEEK = "deepseek"
-RECIPES = ("bf16", "fp8", "mxfp8")
 VOCABULARY = 32768
 CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
 LEAST_SNR = 12.0  # experts flip between any two kinds of products, the more the more layers; without experts: up to 10
 
 LINEAR = ", linear"
-MXEP = (*(f"mxep {recipe}" for recipe in RECIPES), f"mxep mxfp8{LINEAR}")
-
-CASES = (BASELINE, PLAIN, TRANSFORMERS, *(f"{name}{graph}" for name in MXEP for graph in ("", ", graph")))
 FIGURES = "tokens/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB, MHz, W"
 SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, tokens, what", FIGURES)}
 
@@ -102,18 +100,16 @@ def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
 
 def _measured(bench: Bench, name: str, shape: Shape) -> list[Row]:
     """Rows of one model, which is gone before the next is made."""
-    with ExitStack() as opened:
-        try:
-            subject = on_all_ranks(lambda: Subject.make(bench, name, shape))
-            opened.callback(subject.close)
+    try:
+        with contextlib.closing(on_all_ranks(lambda: Subject.make(bench, name, shape))) as subject:
             return list(_rows(bench, subject))
-        except FailedOnRanks as error:
-            return [{"what": "all", **failure(error)}]
+    except FailedOnRanks as error:
+        return [{"what": "all", **failure(error)}]
 
 
 def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
     timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
-    names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or CASES))))
+    names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or MODELS))))
     rows: dict[str, Row] = {name: {"what": name, "held GiB": subject.held / GIB} for name in names}
     runs, reference = {}, list[Tensor]()
     for name, row in rows.items():
@@ -139,17 +135,14 @@ def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
                 raise
             row |= failure(error)
     timed = timer.measure(runs)
+    ms = {name: found.pop("us") / 1e3 for name, found in timed.items() if "us" in found}
     for name, row in rows.items():
-        row |= {key: value for key, value in timed.get(name, {}).items() if key != "us"}
-        if "us" in timed.get(name, {}):
-            row["ms"] = timed[name]["us"] / 1e3
-            row["tokens/s"] = subject.shape.tokens * bench.rank.world_size / row["ms"] * 1e3
-    for row in rows.values():
-        if "ms" in row and "ms" in rows[BASELINE]:
-            row["x bf16"] = rows[BASELINE]["ms"] / row["ms"]
-        if "ms" in row and "ms" in rows[PLAIN]:
-            row["of step"] = 1 - rows[PLAIN]["ms"] / row["ms"]
-    yield from rows.values()
+        row |= timed.get(name, {})
+        if name in ms:
+            row |= {"ms": ms[name], "tokens/s": subject.shape.tokens * bench.rank.world_size / ms[name] * 1e3}
+            row |= {"x bf16": ms[BASELINE] / ms[name]} if BASELINE in ms else {}
+            row |= {"of step": 1 - ms[PLAIN] / ms[name]} if PLAIN in ms else {}
+        yield row
 
 
 @dataclass(frozen=True)

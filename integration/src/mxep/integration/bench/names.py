@@ -1,16 +1,12 @@
-"""What a config may name of each bench, known without torch, so that a mistake is answered at once. The benches' own
-tables have the same names; a test compares them.
-"""
+"""What a config may name of each bench, known without torch, so that a mistake is answered at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..names import BACKENDS, CASES, RECIPES
 from ..schema import BenchConfig
-from . import ON_CPU
 
 ANY = "*"
 
@@ -20,7 +16,7 @@ class Known:
     """Of a bench.
 
     Attributes:
-        sections: its tables. pictured: those that its picture shows, one at least.
+        sections: its tables. pictured: those that its picture shows, one at least. on_ranks: it runs on all ranks.
         shapes: what bench.shapes may name ("*": anything) -> what each size must be a multiple of.
         sizes: what the numbers of a shape are.
         cases, backends, optimizers: what bench.cases, bench.backend and bench.optimizer may name. A bench without
@@ -34,6 +30,7 @@ class Known:
     backends: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
     pictured: tuple[str, ...] = ()
+    on_ranks: bool = False
 
 
 KERNELS = (
@@ -69,6 +66,7 @@ BENCH = {
         dict.fromkeys(("headline", "skew", "sweep"), (1, 32, 1, 1)),
         "tokens, dim, experts, top-k",
         pictured=("headline", "sweep"),
+        on_ranks=True,
     ),
     "layer": Known(
         ("layer", "eager", "stages", "memory", "skew", "host"),
@@ -76,6 +74,7 @@ BENCH = {
         "tokens, dim, hidden dim, experts, top-k",
         LAYERS,
         pictured=("stages",),
+        on_ranks=True,
     ),
     "model": Known(
         ("model",),
@@ -83,6 +82,7 @@ BENCH = {
         "tokens, layers, dim, hidden dim, experts, top-k",
         MODELS,
         optimizers=("adamw",),
+        on_ranks=True,
     ),
 }
 
@@ -90,18 +90,17 @@ BENCH = {
 def bench_complaints(config: BenchConfig) -> Iterator[str]:
     """What there is not of the bench that `config` names."""
     known = BENCH[config.name]
-    yield from _unknown("bench.device", [config.device], ("cuda", "cpu"))
-    if config.device == "cpu" and config.name not in ON_CPU:
+    if config.device == "cpu" and not config.cpu_shapes:
         yield f"bench.device: got 'cpu', and bench={config.name} measures CUDA devices alone"
-    yield from _unknown("bench.sections", config.sections or (), known.sections)
-    yield from _unknown("bench.backend", [config.backend] if config.backend else (), known.backends)
-    yield from _unknown("bench.cases", config.cases or (), known.cases)
-    yield from _unknown("bench.optimizer", [config.optimizer] if config.optimizer else (), known.optimizers)
+    yield from unknown("bench.sections", config.sections or (), known.sections)
+    yield from unknown("bench.backend", [config.backend] if config.backend else (), known.backends)
+    yield from unknown("bench.cases", config.cases or (), known.cases)
+    yield from unknown("bench.optimizer", [config.optimizer] if config.optimizer else (), known.optimizers)
     if config.activation_checkpointing and not known.optimizers:
         yield f"bench.activation_checkpointing: got true, wanted false: bench={config.name} has none"
-    yield from _unknown("bench.models", config.models or (), config.shapes)
+    yield from unknown("bench.models", config.models or (), config.shapes)
     if ANY not in known.shapes:
-        yield from _unknown("bench.shapes", config.shapes, known.shapes)
+        yield from unknown("bench.shapes", config.shapes, known.shapes)
     for kind, shapes in config.shapes.items():
         units = known.shapes.get(kind) or known.shapes.get(ANY) or ()
         for shape in shapes if units else ():
@@ -112,13 +111,12 @@ def bench_complaints(config: BenchConfig) -> Iterator[str]:
     if config.picture is not None:
         if not known.pictured:
             yield f"bench.picture: got {config.picture}, wanted null: bench={config.name} draws none"
-        elif not Path(config.picture).absolute().parent.is_dir():
-            yield f"bench.picture: no such folder: {Path(config.picture).parent}"
         elif not set(known.pictured) & set(config.sections or known.sections):
             yield f"bench.picture: wants section {' or '.join(known.pictured)} in bench.sections"
 
 
-def _unknown(key: str, got: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+def unknown(key: str, got: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+    """A line for each of ``got`` that is none of ``known``."""
     for name in got:
         if name not in known:
             some = f"{key}: got {name!r}, wanted some of {'; '.join(known)}"
