@@ -9,7 +9,7 @@ Costs are of `estimate_costs`. Besides:
 
     gradients   of experts are reduced over their replicas, in a ring, beside micro-batches: the longer counts
     memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
-                besides; exchange buffers and the graphs' pool, which all share. Nothing but experts, no library's
+                besides, and exchange buffers, which all share. Nothing but experts, no library's
     over        more than a rank may take
     ~           no measurement covers it: the letters are in docs/scaling.md. j, a part of the job's ranks where NVSHMEM
                 takes all, is there to compare with, never the best
@@ -40,8 +40,6 @@ from .sizes import NAMES, sizes_of
 
 GIB = 1 << 30
 MEASURED_RANKS, MEASURED_ROWS = 4, 2048  # most ranks, fewest rows an expert, of what was fitted
-HELD_MORE = ("8a1ffda", "8496c07", "5f88c78", "50f4853", "3c4ac5c", "989db98", "25d5ea1", "9bbab27")
-"""Commits whose layers kept h for backward, or held more in it: their memory is left out."""
 _OFF = {"off": "+.1%"}
 _SECTIONS = (
     Section(
@@ -139,7 +137,7 @@ def _row(config: Config, rates: Rates, layout: Layout, layers: int) -> Row:
     parameters = {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
     sizes = {name: float(layers * weights * size) for name, size in parameters.items()}
     sizes |= {"kept": layers * of_layer.kept, "work": of_layer.work}
-    sizes |= {"buffers": of_layer.buffers, "graphs": of_layer.pool}
+    sizes |= {"buffers": of_layer.buffers}
     gib = sum(sizes.values()) / GIB
     few_rows = shape.tokens * shape.top_k * ep / shape.experts < MEASURED_ROWS
     marks = {"a": dispatcher == "all_to_all", "e": ep > MEASURED_RANKS, "n": ep > node}
@@ -188,14 +186,13 @@ def errors(section: str, rows: list[Row]) -> Iterator[Row]:
                 fitted[model] = fit(rows, without=model)
             ms = sum(fitted[model].stages(layout).values()) / 1e3
             yield out | {"ms": row["ms"], "est.": ms, "off": ms / row["ms"] - 1}
-        unlike = quantized_once or name == BASELINE or row["commit"].startswith(HELD_MORE)
+        unlike = quantized_once or name == BASELINE or row.get("graphs GiB") != 0.0  # earlier graphs had a pool
         if section == "memory_errors" and "peak GiB" in row and not unlike:
             found = memory(layout)
-            # Before the pool was measured, the peak was that of the step in which passes are captured.
-            peak = found.kept + found.work if "graphs GiB" in row else found.captured
             here = found.buffers if ranks == 1 else 0.0  # which are no peers' then, and torch's
-            gib = row["peak GiB"] - row["outside GiB"] - row.get("graphs GiB", 0.0)
-            yield out | {"GiB": gib, "est.": (peak + here) / GIB, "off": (peak + here) / GIB / gib - 1}
+            wanted = (found.kept + found.work + here) / GIB
+            gib = row["peak GiB"] - row["outside GiB"]
+            yield out | {"GiB": gib, "est.": wanted, "off": wanted / gib - 1}
 
 
 def draw(results: dict[str, Any], file: Path) -> None:

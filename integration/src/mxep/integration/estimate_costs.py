@@ -16,7 +16,6 @@ T tokens a rank, D model dim, F hidden dim, E experts, K a token, e of a rank, N
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import statistics
@@ -270,19 +269,16 @@ def _least_squares(amounts: Sequence[tuple[float, ...]], us: Sequence[float]) ->
 class Memory:
     """Bytes of a layer of bf16 weights on Hopper.
 
-    kept: until its backward. work: besides at its peak, with all gradients and the output, where passes are replayed:
-    what they do not return lies in the pool, and arguments stay to their end. A pass that would allocate more than
-    MOST_BYTES is refused, as are those of dispatchers that are in no graph: then its steps are replayed. buffers: of
-    exchanges. pool: of passes, at least. called, captured: kept + work where passes are called, and where they are
-    captured, but not the steps of refused ones.
+    kept: until its backward. work: besides at its peak, with all gradients and the output, where passes are replayed: a
+    graph's arguments, results and temporaries are there to its end. A pass that would allocate more than MOST_BYTES is
+    refused, as are those of dispatchers that are in no graph: then its steps are replayed. buffers: of exchanges.
+    called: kept + work where passes are called.
     """
 
     kept: float
     work: float
     buffers: float
-    pool: float
     called: float
-    captured: float
 
 
 def memory(layout: Layout) -> Memory:
@@ -332,17 +328,16 @@ def memory(layout: Layout) -> Memory:
         backward.insert(4, (saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w, 0))
     still, besides, each = zip(*backward)
     in_steps = dispatcher not in ("local", "symmetric")
-    gathered = rows * (dim + 1) if quantized else 0 if saved == rows * row else d_rows  # rows that are dropped before h
-    pools = [forward * (forward + gathered <= MOST_BYTES), max(besides) * (in_steps or sum(each) <= MOST_BYTES)]
-    peak: float = kept + 6 * w + 2 * out  # dx and weights' gradients, and out
-    if in_steps or not pools[1]:
-        peak = kept + 1.5 * colwise + d_slots + d_rows + d_gate_up + 2 * w
-        peak = out + max(peak, saved + plan + d_gate_up + 6 * w + late)
+    in_step = d_y[0] + d_h + h  # temporaries beside the results of the step before the last weight gradient
+    peaks = [forward]
+    if in_steps or sum(each) > MOST_BYTES:
+        peaks += [out + kept + 1.5 * colwise + d_slots + d_rows + d_gate_up + 2 * w + in_step]
+        peaks += [out + saved + plan + d_gate_up + 6 * w + late]
         if dispatcher == "all_to_all" or operands + 4 * w > MOST_BYTES:
-            peak = max(peak, *(out + a + b for a, b in zip(still[4:], besides[4:])))
+            peaks += [out + a + b for a, b in zip(still[4:], besides[4:])]
+    else:
+        peaks += [kept + 6 * w + 2 * out + max(besides)]  # dx and weights' gradients, and out
     called = max(forward, *(out + a + b for a, b in zip(still, besides)))
-    until_refused = (b for b, n in zip(besides, [0, *itertools.accumulate(each)]) if n <= MOST_BYTES)
-    captured = peak if in_steps else max(peak, forward, kept + out + max(until_refused))
     of_node = Buffer(layout.near if crossing else ranks, crossing or tokens, top_k, round_up(2 * dim, ALIGNMENT)).nbytes
     buffers = 2 * of_node * copied if dispatcher != "nvshmem" else 4 * round_up(of_node, 16 * ALIGNMENT)  # and staging
-    return Memory(kept, peak - kept, buffers, max(pools), called, captured)
+    return Memory(kept, max(peaks) - kept, buffers, called)

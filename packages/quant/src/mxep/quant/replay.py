@@ -25,7 +25,7 @@ from mxep.quant.tensor import MXTensor
 
 MOST_GRAPHS = 256
 """Of a function."""
-MOST_BYTES = 4 << 30
+MOST_BYTES = 3 << 30
 """That a call may allocate to be a graph. A layer's passes take an H200 0.75 to 1.9 ms for each GiB that they allocate,
 the host less, and what is refused still has graphs of its steps. A graph holds its arguments and its temporaries to its
 end, where a function that is called drops them as it goes."""
