@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .plan import RoutingPlan, check_ids
-from .transport import room_for
+from .transport import too_large
 from .workspace import Tables, Workspace
 
 
@@ -183,8 +183,7 @@ def _check_tokens(
             f"payload: got {width} bytes a row, wanted 1 to {workspace.layout.row_bytes} as the workspace has"
         )
     if tokens > workspace.max_tokens:
-        most = f"at most max_tokens = {workspace.max_tokens}"
-        why = f"batch: got {tokens} tokens, wanted {most}: {room_for(tokens)}"
+        why = too_large(tokens, workspace.max_tokens)
         workspace.refuse(why, tokens=tokens)
         raise ValueError(why)
     expert_ids = _check_expert_ids(workspace, expert_ids, tokens)

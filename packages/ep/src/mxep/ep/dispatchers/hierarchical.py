@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, Transport, gather_rows, narrow_ids, sum_slots
+from mxep.comms.transport import too_large
 from mxep.quant.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, resolve_group
@@ -193,9 +194,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         if tokens > most and self.max_tokens is None and self.world_size == 1:
             most = self._most_tokens = tokens
         if tokens > most:
-            cure = f"set max_tokens={tokens} or more, on all ranks, where the layer is made"
-            cure += "" if self.max_tokens else f", or call its reserve({tokens}) on all ranks before"
-            raise ValueError(f"batch: got {tokens} tokens, wanted at most max_tokens = {most}: {cure}")
+            raise ValueError(too_large(tokens, most))
         return max(1, most)
 
     def _within_of(self, max_tokens: int, num_slots: int) -> SymmetricDispatcher:
