@@ -168,7 +168,7 @@ class BatchTooLarge(PeersDisagree):
         return cls(f"rank {rank} met a larger batch: rank {peer} brought {most} tokens: {room_for(most)}")
 
 
-def too_large(tokens: int, max_tokens: int) -> str:
+def batch_too_large(tokens: int, max_tokens: int) -> str:
     """What is wrong with a batch, and what a user does about it."""
     return f"batch: got {tokens} tokens, wanted at most max_tokens = {max_tokens}: {room_for(tokens)}"
 
