@@ -14,12 +14,9 @@ E experts, M tokens of each, N out features, K in features, R rows, F hidden dim
 import torch
 from torch import Tensor
 
-from mxep.ep import steps
+from mxep.ep import run_experts, steps
 from mxep.ep.dispatchers import LocalDispatcher
-from mxep.ep.layer import route_through_experts
-from mxep.ep.passes import LayerConfig
 from mxep.gemm import Recipe
-from mxep.gemm.backends import select
 from mxep.quant import E4M3, fold, quantize, swiglu_backward_quantize, swiglu_quantize
 
 E, M, N, K = 2, 256, 1024, 1024
@@ -117,8 +114,8 @@ def of_layer() -> list[str]:
     def gradients(recipe: str, dtype: torch.dtype) -> list[Tensor]:
         x, weights, proj, down = (each.bfloat16().to(dtype).requires_grad_() for each in given)
         weights = weights.detach().float().requires_grad_()
-        how = LayerConfig(LocalDispatcher(4), Recipe.named(recipe), select("reference", x.device))
-        out, _ = route_through_experts(x, ids, weights, proj, down, config=how)
+        how = {"dispatcher": LocalDispatcher(4), "recipe": Recipe.named(recipe), "backend": "reference"}
+        out, _ = run_experts(x, ids, weights, proj, down, **how)
         return list(torch.autograd.grad(out, (x, weights, proj, down), d_out.to(dtype)))
 
     def with_fp8(d_h: Tensor, gate_up: Tensor, *rest, **options):

@@ -184,7 +184,7 @@ def checked_passes() -> Iterator[None]:
             # Behind out there are rows that nobody writes.
             alike = [
                 a is b or torch.equal(a, b)
-                for a, b in zip(results, wanted[:1] if self.__name__ == "_forward" else wanted)
+                for a, b in zip(results, wanted[:1] if self.__name__ == "layer_forward" else wanted)
             ]
             assert all(alike), f"{self.__name__}: {alike} after {before} replays"
         return results

@@ -21,6 +21,8 @@ from torch import Tensor
 import mxep.ep.experts
 import mxep.ep.steps
 from mxep.ep import MoE, make_dispatcher
+from mxep.ep.passes import LayerConfig
+from mxep.gemm.backends import select
 from mxep.integration.timer import Alternative, Timer
 
 SHAPES = {
@@ -37,8 +39,15 @@ def patches(form: str) -> ExitStack:
             plain = functools.partial(_plain, getattr(steps, name))
             stack.enter_context(mock.patch.object(steps, name, plain))
     if form == "composed":
-        stack.enter_context(mock.patch.object(experts, "route_through_experts", experts._compose))
+        stack.enter_context(mock.patch.object(experts, "run_experts", _composed))
     return stack
+
+
+def _composed(*tensors: Any, dispatcher, recipe, backend, activation, wgrad_scale, **none: Any) -> Any:
+    """`run_experts` of the functions that it would compose for a recipe with wgrad "bf16"."""
+    how = dispatcher, recipe, select(backend, tensors[0].device), activation
+    config = LayerConfig(*how, wgrad_scale=wgrad_scale)
+    return mxep.ep.experts._compose(*tensors, config=config, gate_up_bias=None)
 
 
 def _plain(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -111,6 +111,9 @@ def ranks_pick_alike(ctx: Context) -> None:
         moe = layer(device=ctx.device, max_tokens=None if how else 32)
         assert moe.recipe == ("auto" if how else BF16), "16 rows of one process"
         assert parallelize_module(moe, mesh, ExpertParallel(**how)).recipe == MXFP8, "32 of two"
+    moe = layer(dispatcher="all_to_all", group=ctx.group, device=ctx.device, max_tokens=5 + 59 * ctx.rank)
+    with pytest.raises(ValueError, match=r"payload: got rows of \[128, 66\] bytes, by rank, wanted the same"):
+        moe(tokens(5).to(ctx.device))
     alone = dist.new_group([ctx.rank], use_local_synchronization=True)
     for how in ({"dispatcher": "local"}, {"group": alone}):
         wanted = "got 2 ranks, 1 of which share experts, want the same pick on all of them: set max_tokens=9 or more"

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from mxep.comms import Capacity
-from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, route_through_experts, swiglu
+from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher, run_experts, swiglu
 from mxep.ep.compiled import _plan_of_shapes, forward_op
-from mxep.ep.passes import LayerConfig, layer_forward
+from mxep.ep.passes import LayerConfig, layer_forward, tensors_of_plan
 from mxep.ep.saved import Saved
 from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, grouped_mm
-from mxep.gemm.backends import Hopper, select
+from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.reference import Reference
 from mxep.integration.launch import Rank, run_ranks
 from mxep.quant import SwiGLU
@@ -174,8 +174,8 @@ def test_with_sizes_known_only_at_run_time_it_breaks_the_graph(ctx) -> None:
         assert_same(results(block, torch.compile(block, backend="aot_eager"), ctx), results(block, block, ctx))
 
 
-def routed(layers: int, config: LayerConfig, biased: bool) -> tuple:
-    """A function of x that is several layers of `route_through_experts`, and its leaves."""
+def routed(layers: int, how: dict, biased: bool) -> tuple:
+    """A function of x that is several layers of `run_experts`, and its leaves."""
     torch.manual_seed(0)
     shapes = {"weights": (TOKENS, 2), "proj": (4, 64, DIM), "down": (4, DIM, 32), "bias": (4, 64)}
     leaves = [{name: torch.randn(shape) * 0.1 for name, shape in shapes.items()} for _ in range(layers)]
@@ -187,7 +187,7 @@ def routed(layers: int, config: LayerConfig, biased: bool) -> tuple:
     def model(x: torch.Tensor) -> torch.Tensor:
         for each in leaves:
             given = torch.nn.functional.silu(x), ids, each["weights"], each["proj"], each["down"]
-            out, _ = route_through_experts(*given, config=config, gate_up_bias=each["bias"] if biased else None)
+            out, _ = run_experts(*given, **how, gate_up_bias=each["bias"] if biased else None)
             x = x + out
         return x
 
@@ -200,8 +200,8 @@ def routed(layers: int, config: LayerConfig, biased: bool) -> tuple:
 def test_the_functional_is_one_graph_over_several_layers(dispatcher: dict, biased: bool) -> None:
     torch.compiler.reset()
     how = {"activation": GPT_OSS["activation"]} if biased else {}
-    sizes, backend = make_dispatcher(num_experts=4, dim=DIM, **dispatcher), select("auto", torch.device("cpu"))
-    model, leaves = routed(3, LayerConfig(sizes, Recipe.mxfp8(), backend, **how), biased)
+    how |= {"dispatcher": make_dispatcher(num_experts=4, dim=DIM, **dispatcher), "recipe": Recipe.mxfp8()}
+    model, leaves = routed(3, how, biased)
     counter = CompileCounterWithBackend("aot_eager")
     x, d_out = torch.randn(2, TOKENS, DIM).bfloat16()
     runs = []
@@ -214,18 +214,22 @@ def test_the_functional_is_one_graph_over_several_layers(dispatcher: dict, biase
 
 
 def test_what_no_graph_takes_says_why_and_breaks_it_where_that_may_be() -> None:
-    of = {"dispatcher": LocalDispatcher(4), "recipe": Recipe.mxfp8(), "backend": select("auto", torch.device("cpu"))}
+    of = {"dispatcher": LocalDispatcher(4), "recipe": Recipe.mxfp8()}
     exact = make_dispatcher("local", 4, dim=DIM, capacity=Capacity.exact())
     main_grads = torch.zeros(4, 64, DIM), torch.zeros(4, DIM, 32)
     cases = [
         ({"main_grads": main_grads}, "main_grad is memory that backward adds to"),
         ({"dispatcher": exact}, "the dispatcher learns its sizes at run time"),
         ({"backend": Reference()}, "recipe and backend must be what their names give"),
+        ({"recipe": Recipe.named("mxfp8_wgrad_bf16")}, "recipe mxfp8_wgrad_bf16 has weight gradients of unquantized"),
     ]
     for change, reason in cases:
-        model, leaves = routed(1, LayerConfig(**of | change), False)
+        added = change.pop("main_grads", ())
+        model, leaves = routed(1, of | change, False)
+        for weight, main_grad in zip(leaves[1:], added):
+            weight.main_grad = main_grad
         x = torch.randn(TOKENS, DIM).bfloat16().requires_grad_()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=f"route_through_experts is in no graph: {reason}"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=f"run_experts is in no graph: {reason}"):
             torch.compile(model, fullgraph=True, backend="aot_eager")(x)
         torch.compiler.reset()
         runs = []
@@ -238,7 +242,7 @@ def test_what_no_graph_takes_says_why_and_breaks_it_where_that_may_be() -> None:
             for main_grad in main_grads:
                 main_grad.zero_()
         assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
-        assert (leaves[1].grad is None) is ("main_grads" in change)
+        assert (leaves[1].grad is None) is bool(added)
 
 
 @distributed(2)
@@ -301,10 +305,12 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8", "mxfp8_32x32"])
 def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     moe, x = MoE(DIM, 96, 4, 2, recipe=recipe, dispatcher="local"), torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
-    config = LayerConfig(moe.dispatcher, moe.recipe, Hopper())
+    config = LayerConfig(moe.dispatcher, moe.recipe, Hopper(), SwiGLU())
     ids, weights = moe.router(x)
     given = x, ids, weights.detach(), moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-    saved = layer_forward(x, given[2], ids, *given[3:], config, True, (True, True, False))[2]
+    tensors = [x, given[2], ids, None, given[3], None, given[4]]
+    routing, made = layer_forward(tensors, *config.of_passes, True, (True, True, False))
+    saved = made[1 + len(tensors_of_plan(routing.plan)) :]
     with FakeTensorMode() as mode:
         x, ids, weights, *experts = map(mode.from_tensor, given)
         plan = _plan_of_shapes(ids, weights, config)

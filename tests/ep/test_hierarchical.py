@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_said_and_close_ends_it(ctx: Context) -> None:
     send(dispatcher, ctx, [])
     routing = send(dispatcher, ctx, [[0], [3], [11]] if ctx.rank == 0 else [[1]])
     if ctx.world_size > 1:  # a process alone makes room by itself
-        said = r"got 4 tokens, wanted at most max_tokens = 3: set max_tokens=4 or more, .* call its reserve\(4\) on all"
+        said = r"got 4 tokens, wanted at most max_tokens = 3: set max_tokens=4 or more, .* call reserve\(4\) of a"
         with pytest.raises(ValueError, match=said):
             send(dispatcher, ctx, [[0]] * 4)
         dispatcher.reserve(4 if ctx.rank else 1, ctx.device)

@@ -9,12 +9,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ep.problem import make_ranks
 from mxep.comms import Capacity
-from mxep.ep import combine, dispatch, expert_mlp, make_dispatcher
+from mxep.ep import combine, dispatch, expert_mlp, make_dispatcher, run_experts
 from mxep.ep.dispatchers import LocalDispatcher
-from mxep.ep.layer import route_through_experts
-from mxep.ep.passes import LayerConfig
 from mxep.gemm import Recipe
-from mxep.gemm.backends import select
 from mxep.gemm.backends.reference import Reference
 from ranks import distributed
 
@@ -40,8 +37,9 @@ def composed(x, ids, weights, proj, down, *, dispatcher, recipe, main_grads=(Non
 
 
 def in_one(x, ids, weights, proj, down, *, dispatcher, recipe, main_grads=(None, None)) -> torch.Tensor:
-    config = LayerConfig(dispatcher, recipe, select("auto", x.device), main_grads=main_grads)
-    return route_through_experts(x, ids, weights, proj, down, config=config)[0]
+    for weight, main_grad in zip((proj, down), main_grads):
+        weight.main_grad = main_grad
+    return run_experts(x, ids, weights, proj, down, dispatcher=dispatcher, recipe=recipe)[0]
 
 
 @distributed(1, 2)
@@ -132,20 +130,20 @@ def test_weights_that_do_not_fit_and_errors_on_the_way_leave_no_move_behind(ctx)
     x, ids, weights, proj, down, _ = inputs(ranks, ctx)
     e = len(down)
     dispatcher = make_dispatcher("symmetric", e, dim=x.shape[1], group=ctx.group)
-    config = LayerConfig(dispatcher, Recipe.mxfp8(), select("auto", x.device))
+    how = {"dispatcher": dispatcher, "recipe": Recipe.mxfp8()}
     for wrong, message in (
         ({"gate_up_proj": proj[1:]}, r"gate_up_proj: got shape .*want \(experts here, 2 F, D\)"),
         ({"down_proj": down.mT}, r"got shape .*want \(experts here"),
         ({"down_proj": down.double()}, r"down_proj: got torch.float64"),
     ):
         with pytest.raises(ValueError, match=message):
-            route_through_experts(x, ids, weights, **({"gate_up_proj": proj, "down_proj": down} | wrong), config=config)
+            run_experts(x, ids, weights, **({"gate_up_proj": proj, "down_proj": down} | wrong), **how)
     assert not dispatcher.used  # nothing moved
     with pytest.raises(MemoryError), mock.patch.object(Reference, "quantize_weight_rowwise", side_effect=MemoryError):
-        route_through_experts(x, ids, weights, proj, down, config=config)
+        run_experts(x, ids, weights, proj, down, **how)
     (workspace,) = dispatcher._workspaces.values()
     assert workspace.arena.in_flight is None
-    assert route_through_experts(x, ids, weights, proj, down, config=config)[0].shape == x.shape
+    assert run_experts(x, ids, weights, proj, down, **how)[0].shape == x.shape
 
 
 class Watched(Reference):
@@ -181,8 +179,8 @@ def test_what_backward_has_used_is_gone_before_what_takes_memory_unless_the_grap
     x, _, weights, proj, down = given
     for retained in (False, True):
         backend = Watched()
-        config = LayerConfig(LocalDispatcher(len(ranks.whole.down_proj)), Recipe.mxfp8(), backend)
-        out = route_through_experts(*given, config=config)[0]
+        dispatcher = LocalDispatcher(len(ranks.whole.down_proj))
+        out = run_experts(*given, dispatcher=dispatcher, recipe=Recipe.mxfp8(), backend=backend)[0]
         once = torch.autograd.grad(out, (x, weights, proj, down), d_out, retain_graph=retained)
         assert backend.held == [retained, False]
         if retained:
@@ -240,15 +238,14 @@ def test_dx_goes_home_while_the_last_weight_gradient_computes(ctx) -> None:
     *given, d_out = inputs(ranks, ctx)
     seen: list[str] = []
     dispatcher = SpyDispatcher(len(ranks.whole.down_proj), seen=seen, capacity=Capacity.worst_case())
-    config = LayerConfig(dispatcher, Recipe.mxfp8(), Spy(seen))
-    out, _ = route_through_experts(*given, config=config)
+    out, _ = run_experts(*given, dispatcher=dispatcher, recipe=Recipe.mxfp8(), backend=Spy(seen))
     out.backward(d_out)
     assert seen[0] == "x goes out"
     assert seen[1:] == ["d_out goes out", "dgrad", "wgrad", "dgrad", "dx goes home", "wgrad", "dx is home"]
 
 
 @distributed(1, device="cpu")
-def test_nothing_is_kept_without_gradients_and_wgrad_bf16_is_refused(ctx) -> None:
+def test_nothing_is_kept_without_gradients(ctx) -> None:
     ranks = make_ranks([20], seed=7)
     *given, _ = inputs(ranks, ctx)
     dispatcher = LocalDispatcher(len(ranks.whole.down_proj))
@@ -256,8 +253,6 @@ def test_nothing_is_kept_without_gradients_and_wgrad_bf16_is_refused(ctx) -> Non
         out = in_one(*given, dispatcher=dispatcher, recipe=Recipe.mxfp8())
     assert out.grad_fn is None
     assert torch.equal(out, in_one(*given, dispatcher=dispatcher, recipe=Recipe.mxfp8()))
-    with pytest.raises(ValueError, match="recipe mxfp8_wgrad_bf16: got wgrad 'bf16', wanted 'mx'"):
-        in_one(*given, dispatcher=dispatcher, recipe=Recipe.named("mxfp8_wgrad_bf16"))
     with pytest.raises(ValueError, match=r"_proj: got shape .*, want"):
         in_one(*given[:3], given[4], given[3], dispatcher=dispatcher, recipe=Recipe.mxfp8())
 

@@ -8,9 +8,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from ep.problem import make_ranks
 from ep.test_layer import composed, inputs
-from mxep.ep import MoE, make_dispatcher
-from mxep.ep.layer import route_through_experts
-from mxep.ep.passes import LayerConfig
+from mxep.ep import MoE, make_dispatcher, run_experts
 from mxep.gemm import Recipe
 from mxep.gemm.backends import select
 from mxep.gemm.backends.reference import Reference
@@ -48,7 +46,8 @@ class Case:
             self.out = composed(*given, dispatcher=counted, **how)
         else:
             backend: Any = Counted(select("auto", self.x.device), self.seen, PRODUCTS)
-            self.out = route_through_experts(*given, config=LayerConfig(counted, backend=backend, **how))[0]
+            self.proj.main_grad, self.down.main_grad = how.pop("main_grads")
+            self.out = run_experts(*given, dispatcher=counted, backend=backend, **how)[0]
         self.seen.clear()
 
     def took(self) -> list[str]:

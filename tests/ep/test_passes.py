@@ -11,13 +11,10 @@ from torch import Tensor
 
 from graphs_on_cpu import GraphOnCPU, MovingGraphOnCPU, assert_alike, assert_replays_are_alike, replays_on_the_cpu
 from mxep.comms import Capacity
-from mxep.ep import shared_expert
+from mxep.ep import run_experts, shared_expert
 from mxep.ep.dispatchers import LocalDispatcher
-from mxep.ep.layer import route_through_experts
-from mxep.ep.passes import LayerConfig
 from mxep.ep.shared_expert import SharedExpert
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.gemm.backends import select
 from mxep.quant import graph, replay
 from mxep.quant.replay import no_replays
 from titan_bench import checked_passes
@@ -40,10 +37,11 @@ def run(
     ids, weights = torch.randint(EXPERTS, (T, TOP_K)), torch.rand(T, TOP_K)
     proj = torch.randn(EXPERTS, 2 * HIDDEN_DIM, DIM).bfloat16().requires_grad_(needs[0] and backward)
     down = torch.randn(EXPERTS, DIM, HIDDEN_DIM).bfloat16().requires_grad_(needs[1] and backward)
-    grads = None, torch.zeros(down.shape) if main_grad else None
-    config = LayerConfig(dispatcher, Recipe.named(recipe), select("reference", x.device), grads, scale)
+    if main_grad:
+        down.main_grad = torch.zeros(down.shape)
     both = tuple(proj.detach().chunk(2, 1)) if halves else proj
-    out, _ = route_through_experts(x, ids, weights, both, down, config=config)
+    how = {"recipe": Recipe.named(recipe), "backend": "reference", "wgrad_scale": scale}
+    out, _ = run_experts(x, ids, weights, both, down, dispatcher=dispatcher, **how)
     if backward:
         out.backward(torch.ones_like(out))
     return [out.detach(), *(None if tensor.grad is None else tensor.grad for tensor in (x, proj, down))]
@@ -164,7 +162,7 @@ def test_checked_passes_are_compared_with_their_functions(monkeypatch: pytest.Mo
     with replays_on_the_cpu(monkeypatch, GraphOnCPU), checked_passes():
         for seed in range(2):  # the second one is captured, and launched as it was
             run(stale, seed=seed)
-        with pytest.raises(AssertionError, match="_forward"):
+        with pytest.raises(AssertionError, match="layer_forward"):
             run(stale, seed=2)
 
 

@@ -54,8 +54,8 @@ def test_replays_have_the_bits_of_the_functions(recipe, dispatcher):
         assert not replayed
         assert sum(step.replays for step in STEPS) > before
     else:  # the first of each size was not, and where it made the buffers, the second neither
-        assert replayed["_forward"] in (5, 6)
-        assert replayed["_backward"] == 6
+        assert replayed["layer_forward"] in (5, 6)
+        assert replayed["layer_backward"] == 6
     with no_replays():
         wanted = [run(layer, *batch) for batch in batches]
     for one, other in zip(got, wanted):
@@ -94,7 +94,7 @@ def test_layers_and_micro_batches_in_flight_share_graphs_on_all_ranks(ctx, recip
     replayed = replays(layers[0])
     assert layers[0].dispatcher is layers[1].dispatcher
     # Of 24 all but the first of each size; the first of all made the buffers.
-    assert replayed == {"_forward": 24 - 3, "_backward": 24 - 2}
+    assert replayed == {"layer_forward": 24 - 3, "layer_backward": 24 - 2}
     with no_replays():
         wanted = [step(batches) for batches in steps]
     for one, other in zip(got, wanted):

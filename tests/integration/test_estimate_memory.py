@@ -12,10 +12,8 @@ from torch.utils._pytree import tree_leaves
 from integration.test_estimate import RATES
 from mxep.comms import Capacity, make_plan
 from mxep.comms.layout import Layout as Buffer
-from mxep.ep import HierarchicalDispatcher
+from mxep.ep import HierarchicalDispatcher, run_experts
 from mxep.ep.dispatchers.local import LocalDispatcher
-from mxep.ep.layer import route_through_experts
-from mxep.ep.passes import LayerConfig
 from mxep.ep.saved import Saved
 from mxep.gemm import Recipe
 from mxep.gemm.backends.hopper import Hopper
@@ -49,6 +47,13 @@ def test_kept_is_what_the_layer_saves_on_hopper(recipe: str, dispatcher: str, to
     of_plan = sum(x.nbytes for x in (plan.row_slot, plan.row_weight, plan.slot_rows))
     layout = Layout(shape, ranks, f"{recipe}/{dispatcher}", capacity)
     assert memory(layout).kept == of_plan + sum(x.nbytes for x in saved)
+
+
+class Anywhere(Hopper):
+    """Fake tensors need no GPU."""
+
+    def unsupported_reason(self, device: torch.device) -> None:
+        return None
 
 
 class Alive(TorchDispatchMode):
@@ -90,8 +95,9 @@ def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[
         x, weights, w13, w2 = (each.requires_grad_() for each in (*leaves, torch.empty(experts, dim, hidden, **bf16)))
         ids, d_out = torch.zeros(tokens, top_k, dtype=torch.int32), torch.empty(tokens, dim, **bf16)
         before = alive.now
-        config = LayerConfig(LocalDispatcher(experts, capacity=capacity), Recipe.named(recipe), Hopper())
-        out, _ = route_through_experts(x, ids, weights, w13, w2, config=config)
+        dispatcher = LocalDispatcher(experts, capacity=capacity)
+        how = {"recipe": Recipe.named(recipe), "backend": Anywhere()}
+        out, _ = run_experts(x, ids, weights, w13, w2, dispatcher=dispatcher, **how)
         kept, of_forward, fits = alive.now - before - out.nbytes, alive.peak - before, alive.all - before <= MOST_BYTES
         alive.all = alive.peak = 0
         grads = torch.autograd.grad(out, (x, weights, w13, w2), d_out)

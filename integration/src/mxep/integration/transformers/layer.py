@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from mxep.comms import PeersDisagree
 from mxep.ep import LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
-from mxep.ep.auto import pick_recipe
+from mxep.ep.auto import pick_recipe, recipe_of_call
 from mxep.ep.bias import scaled_gradient
 from mxep.ep.shares import local_weight
 from mxep.gemm import Recipe, grouped_mm
-from mxep.gemm.functional import between_graphs
 from mxep.quant import SwiGLU
 
 KEY = "_mxep_layer"
@@ -123,10 +122,9 @@ class Layer:
             expert_ids = expert_ids.masked_fill(expert_ids >= self.dispatcher.num_experts, -1)
         if weights.dtype != torch.float32:
             weights = weights.float()
-        if not isinstance(self.recipe, Recipe):
-            picked: Recipe | None = between_graphs(self._pick, experts, x, expert_ids)
-            self.recipe = picked or self.recipe
-        recipe = self.recipe if isinstance(self.recipe, Recipe) else UNQUANTIZED
+        recipe = self.recipe
+        if not isinstance(recipe, Recipe):
+            self.recipe, recipe = recipe_of_call(self._pick, experts, x, expert_ids)
         routing: Routing | None
         if self.activation is None:
             out, routing = self._composed(experts, x, expert_ids, weights, recipe)

@@ -10,13 +10,13 @@ make_plan   which slot feeds which expert-major row, from the tables that came a
 import importlib.metadata
 
 from .capacity import Capacity, CapacityExceeded
-from .exchange import CombineHandle, DispatchHandle, Slots, combine, dispatch
+from .exchange import Handle, Slots, combine, dispatch
 from .nvshmem import NvshmemTransport
 from .plan import DROPPED, RoutingPlan, make_plan, narrow_ids
 from .rows import gather_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
-from .transport import BatchTooLarge, PeersDisagree, PeerTimeout, SymmetricBuffer, Transport
+from .transport import BatchTooLarge, PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, batch_too_large
 from .workspace import Workspace
 
 try:
@@ -29,8 +29,7 @@ __all__ = [
     "BatchTooLarge",
     "Capacity",
     "CapacityExceeded",
-    "CombineHandle",
-    "DispatchHandle",
+    "Handle",
     "NvshmemTransport",
     "PeerTimeout",
     "PeersDisagree",
@@ -41,6 +40,7 @@ __all__ = [
     "SymmetricMemoryTransport",
     "Transport",
     "Workspace",
+    "batch_too_large",
     "combine",
     "dispatch",
     "gather_rows",

@@ -12,13 +12,16 @@ on CUDA on the transport's stream, for which ``wait`` makes the current stream w
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from .plan import RoutingPlan, check_ids
-from .transport import room_for
+from .transport import batch_too_large
 from .workspace import Tables, Workspace
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +37,21 @@ class Slots:
     """
 
     payload: tuple[Tensor, ...]
-    expert_ids: Tensor | None
-    weights: Tensor | None
-    num_tokens: Tensor | None
+    expert_ids: Tensor | None = None
+    weights: Tensor | None = None
+    num_tokens: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
-class DispatchHandle:
-    """A dispatch. ``tables``: the senders' (expert_ids, weights, num_tokens), already here, or None."""
+class Handle(Generic[T]):
+    """An exchange. ``tables``: the senders' (expert_ids, weights, num_tokens), already here, or None."""
 
     _in_flight: Workspace | None
-    _payload: tuple[Tensor, ...]
-    tables: Tables | None
+    _result: T
+    tables: Tables | None = None
 
-    def wait(self) -> Slots:
-        if self._in_flight is not None:
-            self._in_flight.join()
-        return Slots(self._payload, *(self.tables or (None, None, None)))
-
-
-@dataclass(slots=True, eq=False)
-class CombineHandle:
-    """A combine."""
-
-    _in_flight: Workspace | None
-    _result: tuple[Tensor, Tensor | None]
-
-    def wait(self) -> tuple[Tensor, Tensor | None]:
+    def wait(self) -> T:
+        """What arrived, :class:`Slots` or sums and values, for the current stream; the host does not wait."""
         if self._in_flight is not None:
             self._in_flight.join()
         return self._result
@@ -74,7 +65,7 @@ def dispatch(
     *,
     async_op: bool = False,
     num_sms: int | None = None,
-) -> DispatchHandle:
+) -> Handle[Slots]:
     """Dispatch each token once to every rank that owns one of its experts. Collective.
 
     Args:
@@ -102,7 +93,7 @@ def dispatch(
     if not async_op and weights is None:
         # After it: every rank's tokens for this rank are in its slots.
         workspace.steps.dispatch(buffer, payload, expert_ids, num_sms)
-        return DispatchHandle(None, workspace.slots(buffer, payload), None)
+        return Handle(None, Slots(workspace.slots(buffer, payload)))
     workspace.enter_stream((payload, expert_ids))
     try:
         workspace.steps.dispatch(buffer, payload, expert_ids, num_sms)
@@ -113,7 +104,7 @@ def dispatch(
         # After it: the tables of all W ranks are here.
         workspace.steps.dispatch_tables(buffer, expert_ids, weights)
         tables = workspace.tables(buffer)
-    return DispatchHandle(workspace, workspace.slots(buffer, payload), tables)
+    return Handle(workspace, Slots(workspace.slots(buffer, payload), *(tables or ())), tables)
 
 
 def combine(
@@ -124,7 +115,7 @@ def combine(
     row_values: Tensor | None = None,
     *,
     async_op: bool = False,
-) -> CombineHandle:
+) -> Handle[tuple[Tensor, Tensor | None]]:
     """Combine rows at their tokens' ranks, which sum them. Collective.
 
     For each slot its rows are summed in fp32, in the order of the token's list, and rounded to the rows' dtype. The
@@ -155,13 +146,13 @@ def combine(
     buffer = workspace.begin("combine")
     if not async_op:
         workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values)
-        return CombineHandle(None, (out, values))
+        return Handle(None, (out, values))
     workspace.enter_stream((rows, plan, expert_ids, row_values, out, values))
     try:
         workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values)
     finally:
         workspace.leave_stream()
-    return CombineHandle(workspace, (out, values))
+    return Handle(workspace, (out, values))
 
 
 # ── checks of arguments ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,8 +174,7 @@ def _check_tokens(
             f"payload: got {width} bytes a row, wanted 1 to {workspace.layout.row_bytes} as the workspace has"
         )
     if tokens > workspace.max_tokens:
-        most = f"at most max_tokens = {workspace.max_tokens}"
-        why = f"batch: got {tokens} tokens, wanted {most}: {room_for(tokens)}"
+        why = batch_too_large(tokens, workspace.max_tokens)
         workspace.refuse(why, tokens=tokens)
         raise ValueError(why)
     expert_ids = _check_expert_ids(workspace, expert_ids, tokens)

@@ -168,8 +168,12 @@ class BatchTooLarge(PeersDisagree):
         return cls(f"rank {rank} met a larger batch: rank {peer} brought {most} tokens: {room_for(most)}")
 
 
+def batch_too_large(tokens: int, max_tokens: int) -> str:
+    """What is wrong with a batch, and what a user does about it."""
+    return f"batch: got {tokens} tokens, wanted at most max_tokens = {max_tokens}: {room_for(tokens)}"
+
+
 def room_for(tokens: int) -> str:
-    """What a user does about a batch that is too large."""
     cure = f"set max_tokens={tokens} or more, on all ranks, where the layer or workspace is made"
     return f"{cure}, or call reserve({tokens}) of a layer made without it"
 

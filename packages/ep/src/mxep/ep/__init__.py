@@ -17,11 +17,9 @@ from .dispatchers import (
 )
 from .experts import Experts, run_experts
 from .functional import combine, dispatch, expert_mlp, swiglu
-from .layer import route_through_experts
 from .losses import load_balancing_loss, router_z_loss
 from .moe import MoE
 from .parallel import ExpertParallel, data_parallel, parameter_groups
-from .passes import LayerConfig
 from .router import Router
 from .shared_expert import SharedExpert
 from .version import installed_version
@@ -37,7 +35,6 @@ __all__ = [
     "ExpertParallel",
     "Experts",
     "HierarchicalDispatcher",
-    "LayerConfig",
     "LocalDispatcher",
     "MoE",
     "Router",
@@ -53,7 +50,6 @@ __all__ = [
     "load_balancing_loss",
     "make_dispatcher",
     "parameter_groups",
-    "route_through_experts",
     "router_z_loss",
     "run_experts",
     "swiglu",

@@ -8,16 +8,27 @@ for which ranks talk once. Until then, as in an evaluation before training, the 
 
 import functools
 import logging
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mxep.gemm import Recipe
-from mxep.gemm.auto import recipe_of_experts
+from mxep.gemm.auto import AUTO, recipe_of_experts
+from mxep.gemm.functional import between_graphs
 
 from .dispatchers import TokenDispatcher
 from .dispatchers.symmetric import most_tokens
+
+BF16 = Recipe.bf16()
+
+
+def recipe_of_call(pick: Callable[..., Recipe | None], *given: Any) -> tuple[Recipe | Literal["auto"], Recipe]:
+    """What "auto" is from a call on, and what computes that call. pick: `pick_recipe`, of what the call is given."""
+    picked: Recipe | None = between_graphs(pick, *given)
+    return picked or AUTO, picked or BF16
 
 
 def pick_recipe(

@@ -22,7 +22,7 @@ def check_weights(
         shape = e, 2 * hidden_dim, dim
         wanted.append(("gate_up_proj", gate_up_proj, main_grads[0], "(experts here, 2 F, D)", shape))
     else:
-        if config.swiglu.interleaved:
+        if config.activation.interleaved:
             raise ValueError("activation: got interleaved gate and up, which are apart; join them, or not interleaved")
         if main_grads[0] is not None:
             raise ValueError("main_grad: got one of gate and up, which are apart; none, or join them")

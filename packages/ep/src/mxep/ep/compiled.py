@@ -5,7 +5,7 @@
     mxep::layer_backward   d_out and these -> dx, d_weights and, of those that need one, d_gate_up_proj, d_down_proj and
                            d_gate_up_bias
 
-Both run `layer.py`; the compiler gets the shapes. What decides these is in the graph, as the dispatcher's key, the
+Both run `passes.py`; the compiler gets the shapes. What decides these is in the graph, as the dispatcher's key, the
 recipe's name and the backend's: graphs, and what inductor keeps of them on disk, serve all layers that agree in these,
 and no others. A dispatcher must know its sizes beforehand: the symmetric one with ``max_tokens``, the local one.
 
@@ -30,10 +30,11 @@ from mxep.gemm.several import Weight, tensors_of, weight_of
 from mxep.quant import E4M3, SwiGLU
 
 from .checks import check_weights
-from .dispatchers.base import Routing, find_dispatcher
+from .dispatchers.base import find_dispatcher
 from .functional import checked_tokens
-from .passes import PLAN, LayerConfig, layer_backward, layer_forward
+from .passes import PLAN, LayerConfig, layer_backward, layer_forward, tensors_of_plan
 from .saved import Needs, Saved, num_parts
+from .shares import local_weight
 
 
 def unsupported_reason(config: LayerConfig) -> str | None:
@@ -43,6 +44,8 @@ def unsupported_reason(config: LayerConfig) -> str | None:
         return "main_grad is memory that backward adds to, which a graph does not: leave it out, or compile around"
     if dispatcher.capacity.kind == "exact" or dispatcher.static_tokens(0) is None:
         return "the dispatcher learns its sizes at run time: give max_tokens, and no Capacity.exact()"
+    if recipe.wgrad != "mx":
+        return f"recipe {recipe.name} has weight gradients of unquantized operands, which several functions compute"
     if recipe.fmt.name != E4M3.name or BACKENDS.get(backend.name) is not backend:
         return "recipe and backend must be what their names give: Recipe.named, mxep.gemm.backends.BACKENDS"
     return None
@@ -57,16 +60,16 @@ def compiled_layer(
     gate_up_bias: Tensor | None,
     config: LayerConfig,
 ) -> Tensor:
-    """out (T, D), as of `route_through_experts`, where there is no `unsupported_reason`."""
+    """out (T, D), as of `run_experts`, where there is no `unsupported_reason`."""
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
-    check_weights(x, gate_up_proj, down_proj, gate_up_bias, config)
-    proj = tensors_of(gate_up_proj)
-    bias_needs = gate_up_bias is not None and gate_up_bias.requires_grad
-    needs = [any(half.requires_grad for half in proj), down_proj.requires_grad, bias_needs]
+    proj, down_proj = tuple(local_weight(half) for half in tensors_of(gate_up_proj)), local_weight(down_proj)
+    bias = None if gate_up_bias is None else local_weight(gate_up_bias)
+    check_weights(x, weight_of(proj), down_proj, bias, config)
+    needs = [any(half.requires_grad for half in proj), down_proj.requires_grad, bias is not None and bias.requires_grad]
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
     names = config.dispatcher.key, config.recipe.name, config.backend.name
-    how = *names, config.wgrad_scale, config.swiglu.packed, needs, backward
-    out: Tensor = forward_op(x, weights, list(proj), down_proj, expert_ids, gate_up_bias, *how)[0]
+    how = *names, config.wgrad_scale, config.activation.packed, needs, backward
+    out: Tensor = forward_op(x, weights, list(proj), down_proj, expert_ids, bias, *how)[0]
     return out
 
 
@@ -88,17 +91,16 @@ def forward_op(
 ) -> list[Tensor]:
     config = _config(x.device, dispatcher, recipe, backend, wgrad_scale, activation)
     with torch.no_grad():
-        proj = weight_of(gate_up_proj)
-        out, routing, saved = layer_forward(
-            x, weights, expert_ids, proj, down_proj, config, backward, _needs(needs), gate_up_bias
-        )
+        tensors = [x, weights, expert_ids, gate_up_bias, *_halves(gate_up_proj), down_proj]
+        _, made = layer_forward(tensors, *config.of_passes, backward, _needs(needs))
     if not backward:
-        return [out]
+        return made[:1]
+    saved = made[1 + len(PLAN) :]
     if weights_are_held():
         # An output is the graph's to write over: what is held for others, which comes last, goes out as a copy.
         own = 1 + needs[0] * num_parts(config.recipe)
         saved[own:] = [part.clone() for part in saved[own:]]
-    return [out, *saved, *_tensors(routing.plan)]
+    return [made[0], *saved, *made[1 : 1 + len(PLAN)]]
 
 
 @forward_op.register_fake
@@ -111,7 +113,7 @@ def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Te
     plan, recipe = _plan_of_shapes(ids, weights, config), config.recipe
     experts, copied = (weight_of(proj), down_proj), config.dispatcher.borrows
     saved = Saved.shapes(x, plan, experts, recipe, config.backend, _needs(needs), copied=copied)
-    return [out, *saved, *_tensors(plan)]
+    return [out, *saved, *tensors_of_plan(plan)]
 
 
 @torch.library.custom_op("mxep::layer_backward", mutates_args=())
@@ -129,12 +131,10 @@ def backward_op(
     needs: list[bool],
 ) -> list[Tensor]:
     config = _config(d_out.device, dispatcher, recipe, backend, wgrad_scale, activation)
-    saved, fields = saved[: -len(PLAN)], dict(zip(PLAN, saved[-len(PLAN) :]))
-    plan = RoutingPlan(**fields, alignment=config.recipe.group_alignment)
-    routing = Routing(plan, expert_ids, config.dispatcher.num_local_experts)
-    proj = weight_of(gate_up_proj)
     with torch.no_grad():
-        grads = layer_backward(d_out, saved, proj, down_proj, routing, config, _needs(needs))
+        experts = *_halves(gate_up_proj), down_proj, *config.main_grads
+        tensors = [d_out, expert_ids, *experts, *saved[-len(PLAN) :], *saved[: -len(PLAN)]]
+        _, grads = layer_backward(tensors, *config.of_passes, wgrad_scale, _needs(needs))
     return [grad for grad in grads if grad is not None]
 
 
@@ -182,7 +182,7 @@ def _config(
     device: torch.device, dispatcher: str, recipe: str, backend: str, scale: float, activation: Sequence[float] | None
 ) -> LayerConfig:
     of, how = (find_dispatcher(dispatcher), _recipe(recipe), select(backend, device)), SwiGLU.unpacked(activation)
-    return LayerConfig(*of, wgrad_scale=scale, activation=how)
+    return LayerConfig(*of, how, wgrad_scale=scale)
 
 
 def _needs(needs: list[bool]) -> Needs:
@@ -193,8 +193,9 @@ def _needs(needs: list[bool]) -> Needs:
 _recipe = functools.cache(Recipe.named)
 
 
-def _tensors(plan: RoutingPlan) -> list[Tensor]:
-    return [getattr(plan, name) for name in PLAN]
+def _halves(proj: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The weight, or its first half; its other half."""
+    return proj[0], proj[1] if len(proj) == 2 else None
 
 
 def _plan_of_shapes(expert_ids: Tensor, weights: Tensor, config: LayerConfig) -> RoutingPlan:

@@ -13,15 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend, select
 from mxep.gemm.functional import between_graphs
-from mxep.gemm.several import Weight, joined
+from mxep.gemm.several import Weight, joined, tensors_of
 from mxep.quant import SwiGLU
 
 from .bias import add_down_bias
+from .checks import check_weights
+from .compiled import compiled_layer, unsupported_reason
 from .dispatchers.base import Routing, TokenDispatcher
-from .functional import PLAIN, combine, dispatch, expert_mlp
-from .layer import route_through_experts
-from .passes import LayerConfig
+from .functional import PLAIN, checked_tokens, combine, dispatch, expert_mlp
+from .layer import Layer, needs_of
+from .passes import LayerConfig, layer_forward
 from .shares import empty_share, init_normal_, local_tensor, local_weight
+from .steps import whole
 
 
 class Experts(nn.Module):
@@ -94,34 +97,58 @@ def run_experts(
     """``x`` (T, D) -> (T, D), summed over each token's experts, and the routing.
 
     Args:
-        expert_ids: (T, K) int32 or int64. weights: (T, K) fp32.
+        x: bf16 or fp32. expert_ids: (T, K) int32 or int64, -1 for "not routed". weights: (T, K) fp32.
         gate_up_proj: (e, 2F, D), gate rows first, or gate and up, (e, F, D) each, which are quantized into one, each
-            way, and have gradients of their own. down_proj: (e, D, F). Or DTensors. A whole weight with an attribute
-            ``main_grad``, fp32 of its shape or of this rank's share of it, gets its gradient added there, and none
-            itself.
+            way, and have gradients of their own. down_proj: (e, D, F). Or DTensors of which this rank holds that, as
+            `Experts` has them; then their gradients are DTensors, too. A whole weight with an attribute ``main_grad``,
+            fp32 of its shape or of this rank's share of it, gets its gradient added there, and none itself.
         wgrad_scale: factor of weights' and biases' gradients.
         activation: of gate and up, as `mxep.quant.SwiGLU` says. gate_up_bias: (e, 2F). down_bias: (e, D), which
             the routing weight multiplies; ranks gather it. Or DTensors. They have ordinary gradients.
         score_before_experts: the routing weight multiplies what an expert is given, not what it returns (Llama 4). Each
             of the T K products is a token to the dispatcher, whose ``max_tokens`` counts them, and to the routing.
 
-    Under torch.compile it is an op of one graph where :func:`route_through_experts` is, which it calls; with wgrad
-    "bf16" it is a break.
+    Under torch.compile it is an op of one graph, with `fullgraph=True` too, and the routing is None. It breaks the
+    graph, and fails a full one with the reason, with a `main_grad`, with a dispatcher that learns its sizes at run
+    time, as with `Capacity.exact()` or without ``max_tokens``, with a recipe or a backend that has no name, and with
+    wgrad "bf16", for which it composes the functions of `functional.py`.
+
+    Raises ValueError as `dispatch` and `grouped_mm` do, before any exchange.
     """
+    main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
+    config = LayerConfig(dispatcher, recipe, select(backend, x.device), activation, main_grads, wgrad_scale)
+    if torch.compiler.is_compiling() and (reason := unsupported_reason(config)) is not None:
+        torch._dynamo.graph_break(msg=f"run_experts is in no graph: {reason}")
+        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "activation": activation}
+        how |= {"wgrad_scale": wgrad_scale, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        how |= {"score_before_experts": score_before_experts}
+        return between_graphs(run_experts, x, expert_ids, weights, gate_up_proj, down_proj, **how)
     if score_before_experts:
         x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # weights are fp32: rounded once
         shape, expert_ids = expert_ids.shape, expert_ids.reshape(-1, 1)
         weights = torch.ones_like(expert_ids, dtype=weights.dtype)
-    how = dispatcher, recipe, select(backend, x.device), (_main_grad(gate_up_proj), _main_grad(down_proj))
-    config = LayerConfig(*how, wgrad_scale, activation)
     bias = None if down_bias is None else local_weight(down_bias)
     if bias is not None and bias.shape != (wanted := (dispatcher.num_local_experts, x.shape[1])):
         raise ValueError(f"down_bias: got shape {tuple(bias.shape)}, want (experts here, D) = {wanted}")
-    tensors = x, expert_ids, weights, gate_up_proj, down_proj
-    if recipe.wgrad == "mx":
-        out, routing = route_through_experts(*tensors, config=config, gate_up_bias=gate_up_bias)
+    ids = expert_ids
+    routing: Routing | None = None
+    if recipe.wgrad == "bf16":
+        out, routing = _compose(x, ids, weights, gate_up_proj, down_proj, config=config, gate_up_bias=gate_up_bias)
+    elif torch.compiler.is_compiling():
+        out = compiled_layer(x, ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
     else:
-        out, routing = between_graphs(_compose, *tensors, config=config, gate_up_bias=gate_up_bias)
+        ids = checked_tokens(x, ids, weights, dispatcher)
+        gate, *halves = tensors_of(gate_up_proj)
+        up = halves[0] if halves else None
+        tensors = x, weights, gate, down_proj, up, gate_up_bias
+        here, down, other, here_bias = (None if each is None else local_tensor(each) for each in tensors[2:])
+        check_weights(x, whole(here, other), down, here_bias, config)  # type: ignore[arg-type]
+        grads = [each is not None and each.requires_grad for each in tensors]
+        backward = torch.is_grad_enabled() and any(grads)
+        with torch.no_grad():
+            given = [x, weights, ids, here_bias, here, other, down]
+            routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads))
+        out = Layer.apply(*tensors, config, routing, made) if backward else made[0]  # type: ignore[no-untyped-call]
     if bias is not None:
         group = dispatcher.group if dispatcher.spans_ranks else None
         out = add_down_bias(out, expert_ids, weights, bias, scale=wgrad_scale, group=group)
@@ -140,7 +167,7 @@ def _compose(
     config: LayerConfig,
     gate_up_bias: Tensor | None,
 ) -> tuple[Tensor, Routing]:
-    """`route_through_experts` of a recipe whose weight gradients take unquantized operands."""
+    """Of a recipe whose weight gradients take unquantized operands."""
     how: dict[str, Any] = {"dispatcher": config.dispatcher, "recipe": config.recipe}
     rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
     y = expert_mlp(
@@ -153,7 +180,7 @@ def _compose(
         backend=config.backend,
         main_grads=config.main_grads,
         wgrad_scale=config.wgrad_scale,
-        activation=config.swiglu,
+        activation=config.activation,
         gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
     )
     return combine(y, routing, **how), routing

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mxep.comms import Capacity
 from mxep.gemm import Recipe
 from mxep.gemm.auto import recipe_name, recipe_of
-from mxep.gemm.functional import between_graphs
 from mxep.quant import SwiGLU
 
-from .auto import pick_recipe
+from .auto import pick_recipe, recipe_of_call
 from .dispatchers import Routing, TokenDispatcher, make_dispatcher
 from .experts import Experts
 from .functional import FLOATS, PLAIN
@@ -164,14 +163,13 @@ class MoE(nn.Module):
             raise ValueError("a routing from outside is expert_ids and weights, got one of them")
         if torch.is_autocast_enabled(x.device.type):  # as a linear does; the router has seen x as it is
             tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
-        if not isinstance(self.recipe, Recipe):
-            picked: Recipe | None = between_graphs(self._pick, tokens)
-            self.recipe = picked or self.recipe
-        recipe = self.recipe if isinstance(self.recipe, Recipe) else Recipe.named("bf16")
+        recipe = self.recipe
+        if not isinstance(recipe, Recipe):
+            self.recipe, recipe = recipe_of_call(self._pick, tokens)
         options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": recipe, "backend": self.backend}
         options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
-        out: Tensor
         options |= {"activation": self.activation, "score_before_experts": self.score_before_experts}
+        out: Tensor
         out, routing = self.experts(tokens, expert_ids, weights, **options)
         if not torch.compiler.is_compiling():
             self.last_routing = routing

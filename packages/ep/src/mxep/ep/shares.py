@@ -54,6 +54,7 @@ class Share:
         self._weight = weight if isinstance(weight, DTensor) else None
         # An inference tensor counts no version.
         self._version = None if self._weight is None or weight.is_inference() else weight._version
+        self.dtype = weight.dtype
 
     def check(self) -> None:
         """Raise RuntimeError if a DTensor has changed since.

@@ -33,7 +33,7 @@ pack_rows = replayed(pack)
 @replayed
 def rowwise_weights(tensors: Tensors, recipe: Recipe, backend: Backend, dgrad: bool) -> Tensors:
     """[gate_up_proj, its other half or None, down_proj] -> [rowwise, amax] of both. dgrad: colwise is wanted later."""
-    weights = _whole(*tensors[:2]), tensors[2]
+    weights = whole(*tensors[:2]), tensors[2]
     made = (rowwise_and_saved(w, recipe, backend, dgrad=dgrad) for w in weights)
     return [part for rowwise, saved in made for part in (rowwise, saved.amax)]
 
@@ -45,11 +45,12 @@ def colwise_weights(tensors: Tensors, recipe: Recipe, backend: Backend) -> Tenso
     A weight may be 2-D blocks, which serve as they are.
     """
     down_proj, amax2, *gate_up_proj, amax13 = tensors
-    weights = SavedWeight(down_proj, amax2), SavedWeight(_whole(*gate_up_proj), amax13)
+    weights = SavedWeight(down_proj, amax2), SavedWeight(whole(*gate_up_proj), amax13)
     return [saved.colwise(recipe, backend) for saved in weights]
 
 
-def _whole(w: Any, other: Tensor | None) -> Any:
+def whole(w: Any, other: Tensor | None) -> Any:
+    """The weight of both halves, or itself without another."""
     return w if other is None else (w, other)
 
 

@@ -13,15 +13,20 @@ on each rank. Two such kernels at once might keep each other out on different ra
 A sum is in fp32, over the token's list in its order, then over ranks in theirs, rounded after each.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxep.comms.cuda import CudaTransport
 from mxep.comms.kernels.dispatch import owner_of, tokens_per_tile
 from mxep.comms.kernels.signals import arrive, next_signal, next_ticket, signal_peers, wait_for_peers
 from mxep.comms.launch import cdiv, launch, next_power_of_2
-from mxep.comms.layout import CHANNELS
+from mxep.comms.layout import CHANNELS, CHUNKS, Layout, round_up
+from mxep.comms.plan import RoutingPlan
+from mxep.comms.transport import SymmetricBuffer
 
 TILE_BYTES = 16384
 CHUNK_BYTES = 12 << 20
@@ -232,3 +237,61 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
             num_warps=NUM_WARPS,
         )  # fmt: skip
     return out
+
+
+class Combine:
+    """The launches of one workspace's combines: as `Dispatch`."""
+
+    def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, max_sms: int) -> None:
+        self.rank, self.state = transport.rank, transport.state
+        self.layout, self.experts_per_rank, self.max_sms = layout, experts_per_rank, max_sms
+        world_size, top_k = layout.world_size, layout.top_k
+        self._sizes = {"W": world_size, "WP": next_power_of_2(world_size), "K": top_k, "KP": next_power_of_2(top_k)}
+        self._clock = {"CLOCK": transport.clock}
+        self._known: dict[Any, tuple[int, tuple[int, ...], dict[str, Any]]] = {}
+
+    def rows(
+        self,
+        buffer: SymmetricBuffer,
+        rows: Tensor,
+        row_values: Tensor | None,
+        plan: RoutingPlan,
+        expert_ids: Tensor,
+        out: Tensor,
+        values: Tensor | None,
+    ) -> None:
+        key = rows.dtype, rows.shape[1]
+        if key not in self._known:
+            self._known[key] = self._constants(*key)
+        programs, scalars, constants = self._known[key]
+        launch(combine_kernel, (programs,),
+            rows.contiguous(), None if row_values is None else row_values.contiguous(), plan.slot_rows,
+            plan.num_tokens, expert_ids, out, values, buffer.pointers, self.state, expert_ids.shape[0],
+            self.layout.max_tokens, self.rank, self.experts_per_rank, *scalars,
+            **constants, **self._clock, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
+        )  # fmt: skip
+
+    def _constants(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+        """(programs, scalars, constexprs)."""
+        layout, block = self.layout, next_power_of_2(dim)
+        programs = PER_SM * self.max_sms
+        most = TILE_BYTES // (block * dtype.itemsize)
+        block_t = tokens_per_tile(most, layout.max_tokens, programs)
+        tiles = max(1, -(-layout.max_tokens // block_t))
+        tile_bytes = block_t * min(layout.top_k, layout.world_size) * dim * dtype.itemsize
+        ticket_tiles = max(1, min(TICKET_BYTES // tile_bytes, tiles // programs))
+        chunk_tiles = -(-tiles // max(1, min(CHUNKS, tiles * tile_bytes // CHUNK_BYTES)))
+        chunk_tiles = round_up(chunk_tiles, ticket_tiles)
+        chunks = -(-tiles // chunk_tiles)
+        lag = max(1, min(LAG, chunks // 2))
+        op_id = layout.op_id("combine", dim * dtype.itemsize)
+        starts = layout.values_start, layout.counters_start, layout.rows_start
+        constants = {
+            **self._sizes,
+            "D": dim,
+            "BLOCK": block,
+            "ROW_ELEMENTS": layout.row_bytes // dtype.itemsize,
+            "BLOCK_T": block_t,
+            "TICKET_TILES": ticket_tiles,
+        }
+        return max(1, min(programs, tiles)), (chunk_tiles, chunks, lag, op_id, *starts), constants

@@ -6,13 +6,19 @@ in words of WORD_i bytes, which divide its width and its offset.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxep.comms.cuda import CudaTransport
 from mxep.comms.kernels.signals import arrive, next_signal, signal_and_wait
+from mxep.comms.launch import launch, next_power_of_2
+from mxep.comms.layout import Layout
+from mxep.comms.transport import SymmetricBuffer
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 MOST_PARTS = 2
@@ -160,3 +166,72 @@ def as_words(part: Tensor, offset: int) -> Tensor:
     if part.stride() != (width, 1):  # one row is contiguous to torch whatever its stride
         part = part.contiguous().view(-1).view(part.shape)
     return part.view(WORDS[math.gcd(8, offset, width, part.storage_offset())])
+
+
+class Dispatch:
+    """The launches of one workspace's dispatches: `plain.py` says what each does. On the transport's device.
+
+    What does not change from call to call is worked out once. max_sms: multiprocessors that they may use.
+    """
+
+    def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, max_sms: int) -> None:
+        self.rank, self.state = transport.rank, transport.state
+        self.layout, self.experts_per_rank, self.max_sms = layout, experts_per_rank, max_sms
+        world_size, top_k = layout.world_size, layout.top_k
+        self._ranks = {"W": world_size, "WP": next_power_of_2(world_size)}
+        self._sizes = {**self._ranks, "K": top_k, "KP": next_power_of_2(top_k)}
+        self._clock = {"CLOCK": transport.clock}
+        self._tables = (
+            layout.op_id("dispatch_tables", top_k), layout.ids_start, layout.values_start, layout.num_tokens_start,
+            layout.counters_start,
+        )  # fmt: skip
+        self._known: dict[Any, tuple[int, int, dict[str, Any]]] = {}
+
+    def tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
+        tokens, top_k = expert_ids.shape
+        programs = max(1, min(-(-tokens * top_k // TABLE_PAIRS), self.max_sms))
+        launch(dispatch_tables_kernel, (programs,),
+            expert_ids, weights, buffer.pointers, self.state, tokens, self.layout.max_tokens, self.rank,
+            self.experts_per_rank, *self._tables,
+            **self._ranks, K=top_k, BLOCK=TABLE_PAIRS, **self._clock, num_warps=8,
+        )  # fmt: skip
+
+    def rows(
+        self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
+    ) -> None:
+        if len(payload) > MOST_PARTS:
+            payload = (torch.cat(tuple(payload), 1),)
+        part0, part1 = as_words(payload[0], 0), None
+        sms = min(num_sms or self.max_sms, self.max_sms)
+        key: tuple[Any, ...] = sms, part0.dtype, part0.shape[1]
+        if len(payload) > 1:
+            part1 = as_words(payload[1], payload[0].shape[1])
+            key = *key, part1.dtype, part1.shape[1]
+        if key not in self._known:
+            self._known[key] = self._constants(sms, part0, part1)
+        op_id, tile_tokens, constants = self._known[key]
+        tokens, layout = expert_ids.shape[0], self.layout
+        block_t = tokens_per_tile(tile_tokens, tokens, sms)
+        launch(dispatch_kernel, (max(1, min(-(-tokens // block_t), sms)),),
+            expert_ids, part0, part1, buffer.pointers, self.state, tokens, layout.max_tokens, self.rank,
+            self.experts_per_rank, op_id, layout.counters_start, layout.rows_start,
+            **constants, BLOCK_T=block_t, **self._clock, num_warps=NUM_WARPS,
+        )  # fmt: skip
+
+    def _constants(self, sms: int, part0: Tensor, part1: Tensor | None) -> tuple[int, int, dict[str, Any]]:
+        """(op id, tokens of the largest tile, constexprs)."""
+        last = part0 if part1 is None else part1
+        block0 = next_power_of_2(part0.shape[1])
+        bytes0 = part0.shape[1] * part0.itemsize
+        row_bytes = bytes0 + (0 if part1 is None else part1.shape[1] * part1.itemsize)
+        tile_bytes = TILE_BYTES * (4 if sms <= FEW_PROGRAMS else 1)
+        constants = {
+            **self._sizes,
+            "ROW_BYTES": self.layout.row_bytes,
+            "WIDTH0": part0.shape[1],
+            "BLOCK0": block0,
+            "OFFSET1": bytes0,
+            "WIDTH1": last.shape[1],
+            "BLOCK1": next_power_of_2(last.shape[1]),
+        }
+        return self.layout.op_id("dispatch", row_bytes), tile_bytes // (block0 * part0.itemsize), constants

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mxep.comms import Capacity
 
 from .all_to_all import AllToAllDispatcher
-from .base import Routing, TokenDispatcher, find_dispatcher, resolve_group, unused_twin
+from .base import Routing, TokenDispatcher, find_dispatcher, unused_twin
 from .hierarchical import HierarchicalDispatcher
 from .local import LocalDispatcher
 from .symmetric import NvshmemDispatcher, SymmetricDispatcher
@@ -26,7 +26,14 @@ __all__ = [
     "make_dispatcher",
 ]
 
-DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
+KINDS: dict[str, Any] = {
+    "local": LocalDispatcher,
+    "all_to_all": AllToAllDispatcher,
+    "symmetric": SymmetricDispatcher,
+    "hierarchical": HierarchicalDispatcher,
+    "nvshmem": NvshmemDispatcher,
+}
+DISPATCHERS = tuple(KINDS)
 
 
 def make_dispatcher(
@@ -52,19 +59,12 @@ def make_dispatcher(
     """
     if name not in DISPATCHERS:
         raise ValueError(f"unknown dispatcher {name!r}, one of {', '.join(DISPATCHERS)}")
-    group = resolve_group(group) if name != "local" else None
-    made: TokenDispatcher
-    sizes: dict[str, Any] = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
-    if name in ("symmetric", "nvshmem"):
-        kind = SymmetricDispatcher if name == "symmetric" else NvshmemDispatcher
-        made = kind(num_experts, group=group, capacity=capacity, **sizes)
-    elif name == "hierarchical":
+    sizes: dict[str, Any] = {"group": group, "capacity": capacity}
+    if name not in ("local", "all_to_all"):
+        sizes |= {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
+    if name == "hierarchical":
         sizes |= {"ranks_per_node": ranks_per_node, "nodes_per_token": nodes_per_token}
-        made = HierarchicalDispatcher(num_experts, group=group, capacity=capacity, **sizes)
-    elif name == "all_to_all":
-        made = AllToAllDispatcher(num_experts, group=group, capacity=capacity)
-    else:
-        made = LocalDispatcher(num_experts, capacity=capacity)
+    made: TokenDispatcher = KINDS[name](num_experts, **sizes)
     twin = unused_twin(made)
     if twin is None:
         made.shared = True

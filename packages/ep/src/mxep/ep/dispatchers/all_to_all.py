@@ -51,7 +51,10 @@ class AllToAllDispatcher(TokenDispatcher):
         flat = expert_ids.flatten()
         rank = torch.where(flat >= 0, flat.div(self.num_local_experts, rounding_mode="floor"), self.world_size)
         counts = torch.bincount(rank, minlength=self.world_size + 1)[: self.world_size]
-        sent, received, invalid = self._exchange_sizes(counts, wrong.sum())
+        width = sum(part.shape[1] for part in payload)
+        sent, received, invalid, widths = self._exchange_sizes(counts, wrong.sum(), width)
+        if set(widths) != {width}:  # as of recipes that ranks have picked by other max_tokens
+            raise ValueError(f"payload: got rows of {widths} bytes, by rank, wanted the same on all ranks")
         if any(invalid) and expert_ids.device.type == "cpu":
             whose = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(invalid) if n)
             raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found or ''}")
@@ -110,17 +113,17 @@ class AllToAllDispatcher(TokenDispatcher):
         place = torch.arange(ranks.numel(), device=ids.device).view_as(ranks)
         return sum_slots(of_rank, torch.where(ranks < self.world_size, place, -1).int())
 
-    def _exchange_sizes(self, counts: Tensor, wrong: Tensor) -> tuple[list[int], list[int], list[int]]:
-        """(sent, received) rows by rank, on the host: NCCL's all-to-all takes them from there. Third, what
-        every rank gave as ``wrong``, a number.
+    def _exchange_sizes(self, counts: Tensor, wrong: Tensor, width: int) -> list[list[int]]:
+        """(sent, received) rows by rank, on the host: NCCL's all-to-all takes them from there. Third and fourth, what
+        every rank gave as ``wrong``, a 0-d tensor, and ``width``.
         """
-        outgoing = torch.stack((counts, wrong.expand_as(counts)), 1)
+        outgoing = torch.stack((counts, wrong.expand_as(counts), torch.full_like(counts, width)), 1)
         incoming = outgoing
         if self.world_size > 1:
             incoming = torch.empty_like(outgoing)
             dist.all_to_all_single(incoming, outgoing, group=self.group)
-        sent, received, invalid = torch.stack((counts, *incoming.unbind(1))).tolist()
-        return sent, received, invalid
+        sizes: list[list[int]] = torch.stack((counts, *incoming.unbind(1))).tolist()
+        return sizes
 
     def _all_to_all(self, payload: list[Tensor], sent: list[int], received: list[int]) -> Payload:
         """Rows (sum(sent), n_i) bytes -> (sum(received), n_i), in one collective."""

@@ -58,11 +58,6 @@ def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
     return None
 
 
-def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group itself, the default one for None; None for a process alone."""
-    return (group or dist.group.WORLD) if dist.is_initialized() else None
-
-
 @dataclass(frozen=True)
 class Routing:
     """Metadata of a dispatch, for `redispatch` and `combine`.
@@ -130,7 +125,7 @@ class TokenDispatcher(ABC):
         capacity: Capacity | None = None,
         sizes: dict[str, object] | None = None,
     ) -> None:
-        self.group = resolve_group(group) if self.spans_ranks else None
+        self.group = (group or dist.group.WORLD) if self.spans_ranks and dist.is_initialized() else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.world_size = 1 if self.group is None else self.group.size()
         if num_experts % self.world_size:

@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, Transport, gather_rows, narrow_ids, sum_slots
+from mxep.comms import Capacity, Transport, batch_too_large, gather_rows, narrow_ids, sum_slots
 from mxep.quant.replay import replayed
 
-from .base import Payload, Routing, TokenDispatcher, resolve_group
+from .base import Payload, Routing, TokenDispatcher
 from .handles import Done, Handle, Later
 from .nodes import nodes_of, silence
 from .symmetric import SymmetricDispatcher, check_reserved, most_tokens
@@ -97,7 +97,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         sizes = {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
         named = sizes | {"ranks_per_node": ranks_per_node, "nodes_per_token": nodes_per_token}
         super().__init__(num_experts, group=group, capacity=capacity, sizes=named)
-        self.nodes = nodes_of(resolve_group(group), ranks_per_node, timeout)
+        self.nodes = nodes_of(self.group, ranks_per_node, timeout)
         if nodes_per_token is not None and not 1 <= nodes_per_token <= self.nodes.count:
             raise ValueError(f"nodes_per_token: got {nodes_per_token}, wanted 1 to {self.nodes.count}, the nodes")
         self.experts_per_node = num_experts // self.nodes.count
@@ -193,9 +193,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         if tokens > most and self.max_tokens is None and self.world_size == 1:
             most = self._most_tokens = tokens
         if tokens > most:
-            cure = f"set max_tokens={tokens} or more, on all ranks, where the layer is made"
-            cure += "" if self.max_tokens else f", or call its reserve({tokens}) on all ranks before"
-            raise ValueError(f"batch: got {tokens} tokens, wanted at most max_tokens = {most}: {cure}")
+            raise ValueError(batch_too_large(tokens, most))
         return max(1, most)
 
     def _within_of(self, max_tokens: int, num_slots: int) -> SymmetricDispatcher:
