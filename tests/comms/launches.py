@@ -34,9 +34,12 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32)
 
 
+def state() -> torch.Tensor:
+    return torch.empty(3, dtype=torch.int64)
+
+
 def exchange() -> KernelExchange:
-    state = torch.empty(3, dtype=torch.int64)
-    transport = SimpleNamespace(rank=1, state=state, max_sms=132, clock=True)
+    transport = SimpleNamespace(rank=1, state=state(), max_sms=132, clock=True)
     return KernelExchange(transport, Layout(W, T, K, 2 * D), 32, None)
 
 
@@ -56,7 +59,7 @@ def combine() -> None:
 
 
 LAUNCHES = {
-    "barrier": lambda: signals.barrier(buffer().pointers, exchange().state, 1, True),
+    "barrier": lambda: signals.barrier(buffer().pointers, state(), 1, True),
     "make_plan 256": lambda: make_plan(256),
     "dispatch": dispatch_mxfp8,
     "tables": lambda: exchange().dispatch_tables(buffer(), ints(T, K), torch.empty(T, K)),
