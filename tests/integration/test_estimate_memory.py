@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from integration.test_estimate import RATES
+from integration.test_estimate import RATES, RESULTS
 from mxep.comms import Capacity, make_plan
 from mxep.comms.layout import Layout as Buffer
 from mxep.ep import HierarchicalDispatcher, run_experts
@@ -17,6 +17,7 @@ from mxep.ep.dispatchers.local import LocalDispatcher
 from mxep.ep.saved import Saved
 from mxep.gemm import Recipe
 from mxep.gemm.backends.hopper import Hopper
+from mxep.integration import estimate as task
 from mxep.integration.bench.layer_cases import MX, Shape
 from mxep.integration.estimate_costs import Layout, memory, read
 from mxep.quant.replay import MOST_BYTES
@@ -109,6 +110,15 @@ def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[
     if alive.all <= MOST_BYTES and fits:  # arguments, what is returned, and all that there is besides
         besides = alive.peak - before - kept - out.nbytes
         assert (made + out.nbytes + besides) * 0.995 <= found.work < made + out.nbytes + alive.all
+
+
+def test_memory_is_within_5_percent_of_what_was_measured_on_one_rank():
+    found = list(task.errors("memory_errors", read([str(RESULTS / "memory-h200.json")])))
+    off = {row["what"]: row["off"] for row in found}
+    assert off.keys() == {"mxfp8/local", "bf16/local", MX}
+    assert abs(off["mxfp8/local"]) < 0.05
+    assert abs(off["bf16/local"]) < 0.05
+    assert off[MX] == pytest.approx(-0.152, abs=1e-3), "docs/scaling.md says that it is missed"
 
 
 def test_buffers_are_what_lies_outside_of_the_allocator():
