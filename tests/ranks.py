@@ -79,11 +79,11 @@ class Context:
 
 
 def distributed(
-    *world_sizes: int, timeout: float = 180.0, device: str = "auto", **values: Sequence[Any]
+    *world_sizes: int, slow: Sequence[int] = (), timeout: float = 180.0, device: str = "auto", **values: Sequence[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated body once for each world size, on that many ranks, within `timeout` seconds each.
 
-    values: of arguments of the body, which runs with every combination of them.
+    slow: sizes that only CI runs. values: of arguments of the body, which runs with every combination of them.
     """
     combinations = [dict(zip(values, chosen)) for chosen in itertools.product(*values.values())]
 
@@ -106,7 +106,8 @@ def distributed(
         parameters = [p for p in inspect.signature(body).parameters.values() if p.name not in given]
         by_size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([by_size, *parameters])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("world_size", world_sizes)(test)
+        sizes = [pytest.param(size, marks=[pytest.mark.slow] * (size in slow)) for size in world_sizes]
+        return pytest.mark.parametrize("world_size", sizes)(test)
 
     return decorate
 

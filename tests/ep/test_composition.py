@@ -167,7 +167,7 @@ def by_fsdp_beside(ctx: Context, **options) -> tuple[nn.Module, nn.Module]:
     return block, fully_shard(block, mesh=mesh, ignored_params=set(block.moe.experts.parameters()))
 
 
-@distributed(4, how=["by_hand", "by_ddp", "by_fsdp", "by_fsdp_beside"])
+@distributed(4, slow=[4], how=["by_hand", "by_ddp", "by_fsdp", "by_fsdp_beside"])
 def test_sgd_with_clipping_on_all_ranks_is_that_of_one_process_on_the_whole_batch(ctx: Context, how) -> None:
     def train(block: nn.Module, model: nn.Module, clip, share: slice) -> list[float]:
         optimizer = torch.optim.SGD(parameter_groups(block), lr=0.5)

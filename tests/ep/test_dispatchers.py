@@ -261,7 +261,7 @@ def step(layers: list[MoE], x: torch.Tensor, d_out: torch.Tensor) -> list[torch.
     return [out, *map(local_tensor, grads)]
 
 
-@distributed(1, 2, 3)
+@distributed(1, 2, 3, slow=[3])
 def test_larger_batches_make_larger_buffers_without_a_word_and_change_no_bit(ctx: Context) -> None:
     if ctx.device.type == "cuda" and ctx.world_size > 1:
         pytest.skip("between GPUs reserve() does")

@@ -126,7 +126,7 @@ def test_a_layer_on_two_ranks_computes_what_the_definition_does(ctx: Context, ra
     check_layers(ctx, ranks_per_node, recipe)
 
 
-@distributed(4, 6, device="cpu", recipe=["bf16", "mxfp8"])
+@distributed(4, 6, slow=[6], device="cpu", recipe=["bf16", "mxfp8"])
 def test_a_layer_on_nodes_of_two_ranks_computes_what_the_definition_does(ctx: Context, recipe: str) -> None:
     check_layers(ctx, 2, recipe)
 
@@ -183,7 +183,7 @@ def test_micro_batches_in_flight_do_not_meet(ctx: Context) -> None:
     assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves, grads))
 
 
-@distributed(4, 6, device="cpu")
+@distributed(4, 6, slow=[6], device="cpu")
 def test_bytes_reach_the_slots_that_the_plan_names_and_cross_once_a_node(ctx: Context) -> None:
     """Two dispatches in flight, then bytes by the first plan. Rows say where they came from: (rank, token, batch)."""
     dispatcher, world = hierarchical(ctx, 2, max_tokens=10), ctx.world_size
@@ -342,7 +342,7 @@ def test_what_does_not_fit_is_said_and_close_ends_it(ctx: Context) -> None:
         dispatcher.combine(torch.zeros(routing.plan.max_rows, DIM, dtype=torch.bfloat16), routing)
 
 
-@distributed(4, device="cpu")
+@distributed(4, slow=[4], device="cpu")
 def test_a_rank_that_does_not_come_ends_all_others_within_the_limit(ctx: Context) -> None:
     """Rank 3: its node's other rank names it by its index there, its peer on the other node as it does not answer."""
     dispatcher = hierarchical(ctx, 2, max_tokens=4, timeout=3.0)
@@ -398,7 +398,7 @@ def test_slots_follow_from_the_capacity_and_the_nodes_that_a_token_may_reach() -
     assert slots(Capacity.factor(1.25), 8, 8) == pytest.approx(1.25 * slots(even, 8, 8), abs=2)
 
 
-@distributed(2, 4, 6, case=[("hierarchical", 1), ("hierarchical", 2), ("all_to_all", 2), ("symmetric", 2)])
+@distributed(2, 4, 6, slow=[6], case=[("hierarchical", 1), ("hierarchical", 2), ("all_to_all", 2), ("symmetric", 2)])
 def test_combine_sums_rows_as_defined_on_any_device(ctx: Context, case: tuple[str, int]) -> None:
     """An expert's row is its token times a factor of the expert's, so that every rank knows its tokens' rows: large
     ones that cancel and hide small ones, so that another order of sums is another sum. Flat is one rank a node."""
