@@ -179,6 +179,61 @@ def test_what_cannot_be_captured_now_is_tried_again(replays_on_cpu: None, monkey
     assert function.replays == 1
 
 
+class Full:
+    """A graph for whose results there is no memory, the first time."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.full = graph, True
+
+    def launch(self, *given: Any) -> list[Any]:
+        if self.full:
+            self.full = False
+            raise torch.OutOfMemoryError("full")
+        return self.graph.launch(*given)
+
+
+def test_a_launch_for_which_memory_is_short_is_the_functions(replays_on_cpu: None) -> None:
+    calls = []
+
+    @replayed
+    def function(tensors: list[Any]) -> list[Any]:
+        calls.append(len(tensors))
+        (x,) = tensors
+        tensors.clear()
+        return [x + 1]
+
+    for _ in range(2):
+        function([torch.zeros(4)])
+    ((key, kept),) = function._kinds.items()
+    function._kinds[key] = kept._replace(graph=Full(kept.graph))
+    before = function.replays
+    for launches, called in ((0, 3), (1, 3), (2, 3)):
+        assert torch.equal(function([torch.zeros(4)])[0], torch.ones(4))
+        assert (function.replays - before, len(calls)) == (launches, called)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_capture_for_which_memory_is_short_is_made_once_more(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch, always: bool
+) -> None:
+    function, captures, emptied = replayed(lambda tensors: [tensors[0] + 1]), [], []
+    made = replay.MovingGraph
+
+    def capture(*args: Any) -> Any:
+        captures.append(len(emptied))
+        if always or len(captures) == 1:
+            raise torch.OutOfMemoryError("full")
+        return made(*args)
+
+    monkeypatch.setattr(replay, "MovingGraph", capture)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    for _ in range(4):
+        assert torch.equal(function([torch.zeros(4)])[0], torch.ones(4))
+    assert captures == [0, 1], "after what torch had cached went"
+    assert function.replays == (0 if always else 3)
+    assert function.refused == (["OutOfMemoryError: full"] if always else [])
+
+
 def test_what_cannot_be_captured_is_called_as_ever(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise NotCaptured("it reads from the device")

@@ -149,6 +149,7 @@ def run_experts(
             given = [x, weights, ids, here_bias, here, other, down]
             routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads))
         out = Layer.apply(*tensors, config, routing, made) if backward else made[0]  # type: ignore[no-untyped-call]
+        del made
     if bias is not None:
         group = dispatcher.group if dispatcher.spans_ranks else None
         out = add_down_bias(out, expert_ids, weights, bias, scale=wgrad_scale, group=group)

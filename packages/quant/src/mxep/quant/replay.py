@@ -121,9 +121,12 @@ class Replayed:
             self._keep(key, found)
         if type(found) is not _Replay:
             return None
+        try:
+            results = found.graph.launch(flat, addresses)
+        except torch.OutOfMemoryError:  # nothing was launched, and the function drops as it goes what a graph holds
+            return None
         tensors.clear()
         self.replays += 1
-        results = found.graph.launch(flat, addresses)
         self.launched(*static)
         return _joined(results, found.joined)
 
@@ -140,7 +143,9 @@ class Replayed:
             return results, None
         return results, self._told(f"it allocates {nbytes} bytes, more than {MOST_BYTES}")
 
-    def _capture(self, tensors: Tensors, flat: Tensors, static: tuple[Any, ...]) -> _Replay | str | None:
+    def _capture(
+        self, tensors: Tensors, flat: Tensors, static: tuple[Any, ...], again: bool = True
+    ) -> _Replay | str | None:
         joined: list[Any] = []
 
         def run() -> Tensors:
@@ -154,6 +159,11 @@ class Replayed:
             return _Replay(MovingGraph(run, flat, functools.partial(self.capturing, *static)), joined)
         except NotCapturedNow:
             return None
+        except torch.OutOfMemoryError as error:
+            if again:
+                torch.cuda.empty_cache()  # of which a capture can take nothing
+                return self._capture(tensors, flat, static, again=False)
+            return self._told(f"OutOfMemoryError: {error}")
         except Exception as error:  # the function itself runs then, and raises what is its own
             return self._told(f"{type(error).__name__}: {error}")
 
