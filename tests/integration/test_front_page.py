@@ -91,11 +91,19 @@ def test_the_text_has_the_figures_of_the_results() -> None:
         return titan[date, model, case] / titan[date, model, "torchtitan"]
 
     many, too = (times("2026-11-24", "qwen3-30b", case) for case in ("mxfp8", "mxfp8-linear"))
-    few, deepseek = (times("2026-11-25", model, "mxfp8") for model in ("qwen3-30b", "deepseek-16b"))
+    again, deepseek = (times("2026-11-25", model, "mxfp8") for model in ("qwen3-30b", "deepseek-16b"))
     assert f"makes {many:.2f} times its own bf16 tokens/s with mxep's MXFP8 (Qwen3-30B-A3B cut to 10 layers" in TEXT
     assert f"{too:.2f} with linears, too, and {deepseek:.2f} on DeepSeek-V3 16B" in TEXT
-    fp8 = times(None, "qwen3-30b", "torchtitan-fp8")
-    assert f"With 8192 tokens it is {few:.2f} (12 layers; torchao 0.16's FP8: {fp8:.2f})" in TEXT
+    few, fp8 = (times(None, "qwen3-30b", case) for case in ("mxfp8", "torchtitan-fp8"))
+    assert (
+        f"With 8192 tokens it was {few:.2f} (12 layers; torchao 0.16's FP8: {fp8:.2f}), two days later {again:.2f}"
+        in TEXT
+    )
+    slower = 1 - titan["2026-11-25", "qwen3-30b", "torchtitan"] / titan[None, "qwen3-30b", "torchtitan"]
+    assert (
+        f"a baseline that was {slower:.0%} slower, and {times(None, 'deepseek-16b', 'mxfp8'):.2f} on DeepSeek-V3."
+        in TEXT
+    )
 
 
 def test_the_layer_prints_losses_that_fall(capsys: pytest.CaptureFixture[str]) -> None:
