@@ -223,6 +223,15 @@ def test_the_tables_are_80_wide_and_mark_what_is_extrapolated(tmp_path: Path):
     assert (tmp_path / "estimate.svg").stat().st_size
 
 
+def test_a_time_that_is_a_lower_bound_is_never_the_best(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    sizes = "estimate.nodes=2", "estimate.gpus_per_node=1", "estimate.layers=1", "estimate.memory=1000"
+    config = prepared(f"estimate.model={tmp_path}", *sizes, "estimate.recipes=[mxfp8]", "estimate.micro_batches=64")
+    rows = [row for row in task.estimate(config).sections["layouts"].rows if row["EP"] == 2]
+    assert max(rows, key=lambda row: row["ktok/s"])["dispatcher"] == "nvshmem"
+    assert not any("best" in row for row in rows if row["dispatcher"] == "nvshmem")
+
+
 def test_a_faster_network_and_fewer_rows_cost_less():
     def ms(*overrides: str) -> dict[str, float]:
         given = "model.dim=4096", "model.hidden_dim=1536", "model.experts=128", "model.top_k=8", "estimate.nodes=4"
