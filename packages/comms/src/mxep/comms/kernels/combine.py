@@ -20,11 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.comms.cuda import CudaTransport
-from mxep.comms.kernels.dispatch import owner_of, tokens_per_tile
+from mxep.comms.kernels.dispatch import Launches, owner_of, tokens_per_tile
 from mxep.comms.kernels.signals import arrive, next_signal, next_ticket, signal_peers, wait_for_peers
 from mxep.comms.launch import cdiv, launch, next_power_of_2
-from mxep.comms.layout import CHANNELS, CHUNKS, Layout, round_up
+from mxep.comms.layout import CHANNELS, CHUNKS, round_up
 from mxep.comms.plan import RoutingPlan
 from mxep.comms.transport import SymmetricBuffer
 
@@ -239,16 +238,8 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
     return out
 
 
-class Combine:
-    """The launches of one workspace's combines: as `Dispatch`."""
-
-    def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, max_sms: int) -> None:
-        self.rank, self.state = transport.rank, transport.state
-        self.layout, self.experts_per_rank, self.max_sms = layout, experts_per_rank, max_sms
-        world_size, top_k = layout.world_size, layout.top_k
-        self._sizes = {"W": world_size, "WP": next_power_of_2(world_size), "K": top_k, "KP": next_power_of_2(top_k)}
-        self._clock = {"CLOCK": transport.clock}
-        self._known: dict[Any, tuple[int, tuple[int, ...], dict[str, Any]]] = {}
+class Combine(Launches):
+    """Combines: `plain.py` says what each does."""
 
     def rows(
         self,

@@ -168,10 +168,10 @@ def as_words(part: Tensor, offset: int) -> Tensor:
     return part.view(WORDS[math.gcd(8, offset, width, part.storage_offset())])
 
 
-class Dispatch:
-    """The launches of one workspace's dispatches: `plain.py` says what each does. On the transport's device.
+class Launches:
+    """Of one workspace, on the transport's device. What does not change from call to call is worked out once.
 
-    What does not change from call to call is worked out once. max_sms: multiprocessors that they may use.
+    max_sms: multiprocessors that they may use. _known: what was worked out, by what decides it.
     """
 
     def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, max_sms: int) -> None:
@@ -181,11 +181,18 @@ class Dispatch:
         self._ranks = {"W": world_size, "WP": next_power_of_2(world_size)}
         self._sizes = {**self._ranks, "K": top_k, "KP": next_power_of_2(top_k)}
         self._clock = {"CLOCK": transport.clock}
+        self._known: dict[Any, tuple[int, Any, dict[str, Any]]] = {}
+
+
+class Dispatch(Launches):
+    """Dispatches: `plain.py` says what each does."""
+
+    def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, max_sms: int) -> None:
+        super().__init__(transport, layout, experts_per_rank, max_sms)
         self._tables = (
-            layout.op_id("dispatch_tables", top_k), layout.ids_start, layout.values_start, layout.num_tokens_start,
-            layout.counters_start,
+            layout.op_id("dispatch_tables", layout.top_k), layout.ids_start, layout.values_start,
+            layout.num_tokens_start, layout.counters_start,
         )  # fmt: skip
-        self._known: dict[Any, tuple[int, int, dict[str, Any]]] = {}
 
     def tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
         tokens, top_k = expert_ids.shape
