@@ -329,7 +329,8 @@ def memory(layout: Layout) -> Memory:
     still, besides, each = zip(*backward)
     in_steps = dispatcher not in ("local", "symmetric")
     in_step = d_y[0] + d_h + h  # temporaries beside the results of the step before the last weight gradient
-    in_step *= in_step + d_gate_up * (not quantized) + each[2] + d_rows <= MOST_BYTES
+    if in_step + d_gate_up * (not quantized) + each[2] + d_rows > MOST_BYTES:
+        in_step = 0  # that step is called
     peaks = [forward]
     if in_steps or sum(each) > MOST_BYTES:
         peaks += [out + kept + 1.5 * colwise + d_slots + d_rows + d_gate_up + 2 * w + in_step]
