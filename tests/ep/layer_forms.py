@@ -1,21 +1,30 @@
 """What two ideas of the MoE layer buy: SwiGLU that folds what it gives, and one autograd function for the whole layer.
 
     python tests/ep/layer_forms.py --out layer-forms.json
+    torchrun --nproc-per-node 2 tests/ep/layer_forms.py
 
-Forward and backward on one GPU, dispatcher local, MXFP8. "as it is"; "without folded": SwiGLU forward and backward give
-blocks of 32, which products fold; "composed": dispatch, expert_mlp and combine as autograd functions of their own.
-Launched by the host, and as a CUDA graph.
+Forward and backward in MXFP8, a CUDA graph of each form; on one GPU with the dispatcher local, else symmetric. "as it
+is"; "without folded": SwiGLU forward and backward give blocks of 32, which products fold; "composed": dispatch,
+expert_mlp and combine as autograd functions of their own.
+
+A GPU at its limit of power is as fast as it is hot, and stretches of one form after another meet other clocks. So forms
+take turns step by step, in an order shuffled anew each round, and what counts is the ratio to "as it is" of the same
+round.
 """
 
 import argparse
 import functools
 import json
+import os
+import random
+import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import mxep.ep.experts
@@ -23,13 +32,14 @@ import mxep.ep.steps
 from mxep.ep import MoE, make_dispatcher
 from mxep.ep.passes import LayerConfig
 from mxep.gemm.backends import select
-from mxep.integration.timer import Alternative, Timer
+from mxep.integration.graph import capturing
 
-SHAPES = {
+SHAPES = {  # tokens a rank, dim, hidden dim, experts of a rank, top-k
     "qwen3_30b": (8192, 2048, 768, 64, 8),
     "deepseek_v3": (4096, 7168, 2048, 32, 8),
 }
 FORMS = ("as it is", "without folded", "composed")
+WARM_ROUNDS, ROUNDS = 40, 200
 
 
 def patches(form: str) -> ExitStack:
@@ -54,56 +64,82 @@ def _plain(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args, **options | {"folded": False})
 
 
-def step(form: str, shape: tuple[int, ...], device: torch.device) -> tuple[Callable[[], Tensor], MoE]:
+def capture(form: str, shape: tuple[int, ...], ranks: int) -> tuple[Callable[[], None], MoE, Tensor]:
+    """A replay of the step, its layer, and a part of each of its results, where a replay writes it."""
     tokens, dim, hidden_dim, num_experts, top_k = shape
-    generator = torch.Generator(device).manual_seed(0)
-    dispatcher = make_dispatcher("local", num_experts, dim=dim)
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(dist.get_rank() if ranks > 1 else 0)
+    num_experts *= ranks
+    dispatcher = make_dispatcher("symmetric" if ranks > 1 else "local", num_experts, dim=dim, max_tokens=tokens)
     with device:
         moe = MoE(dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k, dispatcher=dispatcher)
     moe.to(torch.bfloat16)
     for weight in moe.parameters():
         weight.data.normal_(std=dim**-0.5, generator=generator)
+    if ranks > 1:
+        dist.broadcast(moe.router.weight.data, 0)
     x = torch.randn(tokens, dim, dtype=torch.bfloat16, device=device, generator=generator).requires_grad_()
     d_out = torch.randn(tokens, dim, dtype=torch.bfloat16, device=device, generator=generator)
 
     def run() -> Tensor:
-        with patches(form):
-            out = moe(x)
-            gradients = torch.autograd.grad(out, [x, *moe.parameters()], d_out)
-        return torch.cat([out.detach().flatten()[:1024], *(g.flatten()[:1024] for g in gradients)])
+        out = moe(x)
+        gradients = torch.autograd.grad(out, [x, *moe.parameters()], d_out)
+        return torch.cat([each.detach().flatten()[:1024] for each in (out, *gradients)])
 
-    return run, moe
+    with patches(form):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            run()
+        torch.cuda.synchronize()
+        with capturing(capture_error_mode="thread_local") as graph:  # NCCL polls its own
+            results = run()
+    return graph.replay, moe, results
+
+
+def take_turns(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """ms of each step in each round, of the slowest rank."""
+    order, times = random.Random(0), dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]()
+    for _ in range(WARM_ROUNDS + ROUNDS):
+        for form in order.sample(list(steps), len(steps)):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            steps[form]()
+            end.record()
+            times.setdefault(form, []).append((start, end))
+    torch.cuda.synchronize()
+    ms = torch.tensor([[a.elapsed_time(b) for a, b in times[form][WARM_ROUNDS:]] for form in steps], device="cuda")
+    if dist.is_initialized():
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+    return dict(zip(steps, ms.tolist()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
-    parser.add_argument("--cpu", action="store_true", help="a trial of this script on small shapes")
-    options = parser.parse_args()
-    device = torch.device("cpu" if options.cpu else "cuda")
-    shapes = {"small": (64, 64, 64, 4, 2)} if options.cpu else SHAPES
-    rows = []
-    for name, shape in shapes.items():
-        got: dict[str, Tensor] = {}
-        made = {form: step(form, shape, device) for form in FORMS}
-        timer = Timer(device, seconds=0.6, rounds=4, graph_calls=1)
-        alternatives = {}
-        for graph in ("never", "must"):
-            for form, (run, moe) in made.items():
-                keep = functools.partial(got.__setitem__, form)
-                alternatives[form, graph] = Alternative(
-                    lambda run=run: [run], graph, check=moe.check, inspect=lambda result, keep=keep: keep(result)
-                )
-        times = timer.compare({f"{form}, {graph}": a for (form, graph), a in alternatives.items()})
-        for (form, graph), row in zip(alternatives, times.values()):
-            row = {"model": name, "shape": shape, "what": form, "graph": graph == "must"} | row
-            row["same bits"] = bool(torch.equal(got[form], got[FORMS[0]])) if form in got else None
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    if options.out:
-        name = "CPU" if options.cpu else torch.cuda.get_device_name()
-        with open(options.out, "w") as file:
-            json.dump({"device": name, "torch": torch.__version__, "rows": rows}, file, indent=1)
+    out, ranks, rows = parser.parse_args().out, int(os.environ.get("WORLD_SIZE", 1)), []
+    if ranks > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    for name, shape in SHAPES.items():
+        captured = {form: capture(form, shape, ranks) for form in FORMS}
+        times = take_turns({form: replay for form, (replay, *_) in captured.items()})
+        for form, (_, moe, results) in captured.items():
+            moe.check()
+            ratios = [ms / base for ms, base in zip(times[form], times[FORMS[0]])]
+            low, _, middle, _, high = statistics.quantiles(ratios, n=6)
+            same = bool(torch.equal(results, captured[FORMS[0]][2]))
+            rows.append({
+                "model": name, "shape": shape, "ranks": ranks, "what": form, "ms": statistics.median(times[form]),
+                "ratio": middle, "two thirds of ratios": [low, high], "same bits": same,
+            })  # fmt: skip
+            if not ranks > 1 or dist.get_rank() == 0:
+                print(json.dumps(rows[-1]), flush=True)
+        del captured
+    if out and (ranks == 1 or dist.get_rank() == 0):
+        with open(out, "w") as file:
+            found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+            json.dump(found, file, indent=1)
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
