@@ -176,6 +176,14 @@ def test_an_address_in_a_segment_of_the_pool_is_a_temporarys() -> None:
     assert [graph._temporary_of(word, temporaries, None) for word in (0, 2 << 21, (3 << 21) + (1 << 20))] == [None] * 3
 
 
+def test_small_segments_share_a_tensor_and_large_ones_have_their_own() -> None:
+    small, large = 2 << 20, graph.SHARED + 1
+    places, tensors = graph._laid_out([graph._Source.of_bytes(1 << 40, n) for n in (small, large, small, large)])
+    assert places == [(2, 0), (0, 0), (2, small), (1, 0)]
+    assert [each.form for each in tensors] == [(torch.uint8, (n,)) for n in (large, large, 2 * small)]
+    assert graph._laid_out([]) == ([], [])
+
+
 def test_a_temporarys_address_that_could_be_a_small_integer_is_not_guessed() -> None:
     boundary = 0x7FCD_0000_0000
     there = [graph._Source.of_bytes(boundary - 64, 1 << 30)]
@@ -186,7 +194,10 @@ def test_a_temporarys_address_that_could_be_a_small_integer_is_not_guessed() -> 
         graph._temporary_of(boundary + 80, there, set())
 
 
-def test_a_launch_writes_where_its_arguments_results_and_temporaries_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", [0, 1 << 12], ids=["apart", "together"])
+def test_a_launch_writes_where_its_arguments_results_and_temporaries_lie(
+    monkeypatch: pytest.MonkeyPatch, shared: int
+) -> None:
     """A result in the second segment, where a temporary was before; node 9 is from then. No GPU: nothing runs."""
     x, first, second = torch.zeros(4), 1 << 40, 1 << 41
     result = graph._Source(second + 1024, second + 1040, (torch.float32, (4,)), {9})
@@ -202,6 +213,7 @@ def test_a_launch_writes_where_its_arguments_results_and_temporaries_lie(monkeyp
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuGraphLaunch=lambda *_: 0))
+    monkeypatch.setattr(graph, "SHARED", shared)
     for name in ("driver", "call"):
         monkeypatch.setattr(graph, name, lambda *_: None)
     for name in ("relaxed", "capture_pool"):
@@ -213,12 +225,15 @@ def test_a_launch_writes_where_its_arguments_results_and_temporaries_lie(monkeyp
     moving, y, empty, there = MovingGraph(list, [x], nullcontext), torch.ones(4), torch.empty, []
     monkeypatch.setattr(torch, "empty", lambda *of, **how: there.append(empty(*of, **how)) or there[-1])
     for _ in range(2):
+        there.clear()
         (made,) = moving.launch([y], [y.data_ptr()])
         assert made is not None
         argument, of_result, temporary, other = nodes[1].words
         assert (argument, of_result, other) == (y.data_ptr() + 4, made.data_ptr(), 7)
-        one, two = (each.data_ptr() for each in there[-2:])
-        assert [each.nbytes for each in there[-3:]] == [16, 4096, 4096], "nobody is in the third segment"
+        assert [each.nbytes for each in there] == [16, 8192] if shared else [16, 4096, 4096], (
+            "nobody is in the third segment"
+        )
+        one, two = there[1].data_ptr(), there[1].data_ptr() + 4096 if shared else there[2].data_ptr()
         assert temporary == one + 64
         assert list(nodes[9].words)[:2] == [two + 1024, two + 8]
 

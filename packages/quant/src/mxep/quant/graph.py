@@ -3,8 +3,8 @@
 A captured graph holds addresses in its nodes' parameters. Those that lie in an argument, in a result or in a temporary
 are found once, and written anew before each launch, which costs the host 0.5 us a node, where a launch takes 4 us and
 the Python around it 20. Temporaries are captured in a pool of their own (`pools.py`). Each of its segments that a node
-refers to is a tensor of each launch: made before it and dropped after it, as those of a function that is called are. So
-between launches a graph has no memory.
+refers to is a tensor of each launch, or small ones together: made before it and dropped after it, as those of a
+function that is called are. So between launches a graph has no memory.
 
 Memory of a result may have been another tensor's before, within the same capture. So an address is the result's only in
 nodes that were captured after it was made: a dispatch mode looks at each allocation which nodes there are.
@@ -32,6 +32,8 @@ from torch.utils._pytree import tree_leaves
 from mxep.quant.driver import RELAXED, Node, NotCaptured, call, captured_nodes, driver, nodes_of, relaxed
 from mxep.quant.pools import Pool, capture_pool, forget, scratch, side_stream
 
+SHARED = 32 << 20
+"""Bytes of a segment up to which it shares a tensor with others: to allocate and to free one costs the host 5 us."""
 SMALL = 1 << 20
 """Above the integers that were seen beside such bytes: sizes of tiles and of shared memory."""
 _NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -65,10 +67,13 @@ class MovingGraph:
             call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
         nodes = [Node.of(node) for node in nodes_of(self._graph)]
         patches, used = _patches(nodes, sources, temporaries, known)
-        self._made = [source.form for source in [*sources[len(given) :], *used]]
+        places, together = _laid_out(used)
+        self._made = [source.form for source in [*sources[len(given) :], *together]]
         moving = {id(patch[0]): patch[0] for patch in patches}.values()
         self._updates = [node.updater(self._exec) for node in moving]
-        self._patches = [(node.words, i, source, offset) for node, i, source, offset in patches]
+        here = [(source, 0) for source in range(len(sources))]
+        here += [(len(sources) + tensor, start) for tensor, start in places]
+        self._patches = [(node.words, i, here[k][0], here[k][1] + offset) for node, i, k, offset in patches]
         self._lock = threading.Lock()
 
     def _capture(
@@ -259,6 +264,17 @@ def _patches(
             if found is not None:
                 patches.append((node, i, *found))
     return patches, used
+
+
+def _laid_out(temporaries: Sequence[_Source]) -> tuple[list[tuple[int, int]], list[_Source]]:
+    """Of each: which tensor it lies in, how far behind its start; and the tensors, of bytes. Small ones share one."""
+    places, tensors, shared = list[tuple[int, int]](), list[_Source](), 0
+    apart = [each.end - each.start > SHARED for each in temporaries]
+    for each, alone in zip(temporaries, apart):
+        places.append((sum(apart[: len(places)]), 0) if alone else (sum(apart), shared))
+        shared += 0 if alone else each.end - each.start
+    tensors = [each for each, alone in zip(temporaries, apart) if alone]
+    return places, tensors + [_Source.of_bytes(0, shared)] * (shared > 0)
 
 
 def _temporary_of(word: int, temporaries: Sequence[_Source], begins: Collection[int] | None) -> _Source | None:
