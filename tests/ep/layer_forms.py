@@ -5,7 +5,8 @@
 
 Forward and backward in MXFP8, a CUDA graph of each form; on one GPU with the dispatcher local, else symmetric. "as it
 is"; "without folded": SwiGLU forward and backward give blocks of 32, which products fold; "composed": dispatch,
-expert_mlp and combine as autograd functions of their own.
+expert_mlp and combine as autograd functions of their own; "dx first", between ranks: the gradient of gate_up_proj
+begins when dx is combined, not beside it. GiB: the most that a step called as functions holds above what was there.
 
 A GPU at its limit of power is as fast as it is hot, and stretches of one form after another meet other clocks. So forms
 take turns step by step, in an order shuffled anew each round, and what counts is the ratio to "as it is" of the same
@@ -29,16 +30,17 @@ from torch import Tensor
 
 import mxep.ep.experts
 import mxep.ep.steps
-from mxep.ep import MoE, make_dispatcher
+from mxep.ep import MoE, SymmetricDispatcher, make_dispatcher
 from mxep.ep.passes import LayerConfig
 from mxep.gemm.backends import select
 from mxep.integration.graph import capturing
+from mxep.quant.replay import no_replays
 
 SHAPES = {  # tokens a rank, dim, hidden dim, experts of a rank, top-k
     "qwen3_30b": (8192, 2048, 768, 64, 8),
     "deepseek_v3": (4096, 7168, 2048, 32, 8),
 }
-FORMS = ("as it is", "without folded", "composed")
+FORMS = ("as it is", "without folded", "composed", "dx first")
 WARM_ROUNDS, ROUNDS = 40, 200
 
 
@@ -50,6 +52,9 @@ def patches(form: str) -> ExitStack:
             stack.enter_context(mock.patch.object(steps, name, plain))
     if form == "composed":
         stack.enter_context(mock.patch.object(experts, "run_experts", _composed))
+    if form == "dx first":
+        plain = functools.partialmethod(_no_overlap, SymmetricDispatcher.combine)
+        stack.enter_context(mock.patch.object(SymmetricDispatcher, "combine", plain))
     return stack
 
 
@@ -64,8 +69,12 @@ def _plain(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args, **options | {"folded": False})
 
 
-def capture(form: str, shape: tuple[int, ...], ranks: int) -> tuple[Callable[[], None], MoE, Tensor]:
-    """A replay of the step, its layer, and a part of each of its results, where a replay writes it."""
+def _no_overlap(self: Any, combine: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return combine(self, *args, **options | {"overlap": False})
+
+
+def capture(form: str, shape: tuple[int, ...], ranks: int) -> tuple[Callable[[], None], MoE, Tensor, float]:
+    """A replay of the step, its layer, a part of each of its results, where a replay writes it, and GiB."""
     tokens, dim, hidden_dim, num_experts, top_k = shape
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(dist.get_rank() if ranks > 1 else 0)
@@ -87,12 +96,17 @@ def capture(form: str, shape: tuple[int, ...], ranks: int) -> tuple[Callable[[],
         return torch.cat([each.detach().flatten()[:1024] for each in (out, *gradients)])
 
     with patches(form):
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()), no_replays():
             run()
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run()
+            torch.cuda.synchronize()
+            peak = (torch.cuda.max_memory_allocated() - before) / 2**30
         with capturing(capture_error_mode="thread_local") as graph:  # NCCL polls its own
             results = run()
-    return graph.replay, moe, results
+    return graph.replay, moe, results, peak
 
 
 def take_turns(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
@@ -120,9 +134,10 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
     for name, shape in SHAPES.items():
-        captured = {form: capture(form, shape, ranks) for form in FORMS}
+        forms = FORMS if ranks > 1 else FORMS[:-1]
+        captured = {form: capture(form, shape, ranks) for form in forms}
         times = take_turns({form: replay for form, (replay, *_) in captured.items()})
-        for form, (_, moe, results) in captured.items():
+        for form, (_, moe, results, peak) in captured.items():
             moe.check()
             ratios = [ms / base for ms, base in zip(times[form], times[FORMS[0]])]
             low, _, middle, _, high = statistics.quantiles(ratios, n=6)
@@ -130,6 +145,7 @@ def main() -> None:
             rows.append({
                 "model": name, "shape": shape, "ranks": ranks, "what": form, "ms": statistics.median(times[form]),
                 "ratio": middle, "two thirds of ratios": [low, high], "same bits": same,
+                "GiB": peak,
             })  # fmt: skip
             if not ranks > 1 or dist.get_rank() == 0:
                 print(json.dumps(rows[-1]), flush=True)
