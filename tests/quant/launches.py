@@ -72,10 +72,13 @@ def rms_norm_backward(D: int, dtype: torch.dtype = torch.bfloat16):
 
 
 def swiglu_backward_quantize(
-    F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, h: bool = True, activation=None
+    F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, h: bool = True, activation=None, fp8: bool = False
 ):
-    how = MODE, block, folded, E4M3 if h else None, activation
-    return lambda: swiglu.swiglu_backward(x(T, F), *gate_up(F), x(T, 2 * F, dtype=fmt), *how)
+    """fp8: of gate_up in qdata with one scale a row."""
+    scale = x(T, 1, dtype=torch.uint8) if fp8 else None
+    how = MODE, block, folded, E4M3 if h else None, activation, scale
+    given = gate_up(F, E4M3) if fp8 else gate_up(F)
+    return lambda: swiglu.swiglu_backward(x(T, F), *given, x(T, 2 * F, dtype=fmt), *how)
 
 
 def swiglu_backward(F: int, h: bool):
@@ -169,6 +172,17 @@ LAUNCHES = {
             (2048, " folded E5M2", 32, E5M2),
         )
     },
+    **{
+        f"swiglu_backward_quantize and h {F}{how} of FP8": swiglu_backward_quantize(F, block, "folded" in how, fp8=True)
+        for F, how, block in (
+            *((F, " folded", 32) for F in (768, 1536, 2048, 8192, 14336)),
+            *((F, " per row", 2 * F) for F in (2048, 8192, 14336)),
+        )
+    },
+    "swiglu_backward_quantize 14336 folded of FP8": swiglu_backward_quantize(14336, 32, True, h=False, fp8=True),
+    "swiglu_backward_quantize and h 2880 folded gpt-oss of FP8": swiglu_backward_quantize(
+        2880, 32, True, activation=GPT_OSS, fp8=True
+    ),
     "swiglu_quantize 2880 folded gpt-oss": swiglu_quantize(2880, 32, True, activation=GPT_OSS),
     **{
         f"swiglu_backward_quantize and h 2880{how} gpt-oss": swiglu_backward_quantize(

@@ -36,6 +36,8 @@ TESTED = (
     *(f"swiglu_backward_quantize {F} folded" for F in (1536, 2048, 2560)),
     *(f"swiglu_backward_quantize and h {F} folded" for F in (2560, 8192, 14336)),
     "swiglu_backward_quantize and h 14336 per row",
+    *(f"swiglu_backward_quantize and h 14336 {how} of FP8" for how in ("folded", "per row")),
+    "swiglu_backward_quantize and h 2880 folded gpt-oss of FP8",
     "swiglu_backward_quantize and h 2048 folded E5M2",
     *(f"swiglu_backward_quantize and h 2880 {how} gpt-oss" for how in ("folded", "per row")),
 )

@@ -308,6 +308,26 @@ def test_folded_results_are_the_quantized_ones_folded(fmt: MXFormat, mode: Scale
         assert (got.dtype, got.axis, got.block_size) == (torch.float32, -1, want.shape[1])
 
 
+@pytest.mark.parametrize("activation", [SwiGLU(), ACTIVATIONS[0]], ids=str)
+@pytest.mark.parametrize("how", [{}, {"folded": True}, {"block_size": None, "fmt": E5M2}], ids=str)
+def test_backward_of_gate_up_with_one_scale_a_row_is_that_of_its_values(
+    how: dict[str, Any], activation: SwiGLU
+) -> None:
+    gate_up, w, d_h = gaussian(6, 256), gaussian(6, seed=1), gaussian(6, 128, seed=2, dtype=torch.bfloat16)
+    gate_up[1] *= 1e4
+    gate_up[5] = NAN
+    mx, ends = quantize(gate_up.bfloat16(), block_size=None), ends_of(2, 3)
+    how = how | {"offs": ends, "activation": activation, "h_fmt": E4M3}
+    got = swiglu_backward_quantize(d_h, mx, w, **how)
+    want = swiglu_backward_quantize(d_h, mx.dequantize(torch.float32), w, **how)
+    for a, b in ((got[0], want[0]), (got[2], want[2])):
+        assert a.dtype == torch.bfloat16
+        assert_same_bits(a.qdata[:5], b.qdata[:5])
+        assert_same_bits(a.scale[:5], b.scale[:5])
+    assert_same_bits(got[1][:5], want[1][:5])
+    assert not got[1][:5].isnan().any(), "the NaN of row 5 stays there"
+
+
 @pytest.mark.parametrize("how", [{"folded": True}, {"block_size": None, "fmt": E5M2}], ids=str)
 def test_codes_with_one_scale_a_row_may_take_the_gradients_memory(how: dict[str, Any]) -> None:
     gate_up, w, d_h = gaussian(6, 256), gaussian(6, seed=1), gaussian(6, 128, seed=2, dtype=torch.bfloat16)
@@ -398,6 +418,9 @@ def test_swiglu_ops_pass_opcheck() -> None:
         for h_dtype, activation in ((None, None), (dtype, None), (dtype, clamped)):
             args = d_h, gate_up, w, ends_of(2, 3), torch.empty(6, 128, dtype=dtype), *how, h_dtype, activation
             torch.library.opcheck(ops.swiglu_backward, args, test_utils=WITHOUT_SCHEMA)
+    mx = quantize(gate_up.bfloat16(), block_size=None)
+    how = torch.empty(6, 128, dtype=e4m3), "rceil", 32, True, e4m3, None, mx.scale.view(torch.uint8)
+    torch.library.opcheck(ops.swiglu_backward, (d_h, mx.qdata, w, ends_of(2, 3), *how), test_utils=WITHOUT_SCHEMA)
 
 
 def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
@@ -422,6 +445,9 @@ def test_bad_arguments_say_what_they_got_and_what_is_wanted() -> None:
         swiglu_backward_quantize(gaussian(4, 32), gate_up, block_size=64, h_fmt=E4M3)
     with pytest.raises(ValueError, match="got 5, want 0 to 4"):
         swiglu(gate_up, offs=ends_of(5))
+    for blocks in ({}, {"axis": -2, "block_size": None}):
+        with pytest.raises(ValueError, match=r"gate_up: got MXTensor.*, want one scale a row and no row index"):
+            swiglu_backward_quantize(gaussian(32, 32), quantize(gaussian(32, 64), **blocks))
 
 
 def test_the_reference_is_close_to_torchs_own_swiglu() -> None:

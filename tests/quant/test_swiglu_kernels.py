@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.quant import MXFormat, ScaleMode, SwiGLU
+from mxep.quant import MXFormat, ScaleMode, SwiGLU, quantize
 from mxep.quant.activation import PLAIN
 from mxep.quant.kernels import swiglu as kernels
 from mxep.quant.sigmoid import sigmoid_pair
@@ -66,9 +66,13 @@ def check(
     ends: Tensor | None = None,
     direction: str = WITH_H,
     activation: SwiGLU = PLAIN,
+    gate_up_scale: Tensor | None = None,
     **tuning: int,
 ) -> None:
-    """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written."""
+    """A kernel's results on DEVICE against the op's on the CPU; rows past the groups are neither read nor written.
+
+    gate_up_scale: (R, 1) bytes, where the problem's gate_up is qdata.
+    """
     d_h, gate_up, row_weight = problem
     valid = gate_up.shape[0] if ends is None else int(ends[-1])
     backward = direction != FORWARD
@@ -79,8 +83,9 @@ def check(
     how = scaled if backward else (dtype, *scaled)
     if backward:  # h in E4M3, whatever the gradient is in
         how = (*scaled, None if direction != WITH_H else E4M3 if quantized else gate_up.dtype)
-    want = list(getattr(torch.ops.mxep, name)(*inputs, ends, *out, *how, activation=activation.packed))
-    if direction == WITH_H:
+    of_rows = {} if gate_up_scale is None else {"gate_up_scale": gate_up_scale}
+    want = list(getattr(torch.ops.mxep, name)(*inputs, ends, *out, *how, activation=activation.packed, **of_rows))
+    if direction == WITH_H and gate_up_scale is None:
         of_h = how[-1], scaled[0], min(scaled[1], d_h.shape[1]), scaled[2]
         for a, b in zip(want[2:], torch.ops.mxep.swiglu(gate_up, row_weight, ends, *of_h, activation.packed)):
             same(a, b)
@@ -88,10 +93,13 @@ def check(
     for part in moved[:-1]:
         if part is not None:
             part[valid:] = NAN
+    if gate_up_scale is not None:
+        of_rows = {"gate_up_scale": gate_up_scale.to(DEVICE, copy=True)}
+        of_rows["gate_up_scale"][valid:] = 255
     moved_out = [torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in out]
     with pytest.MonkeyPatch.context() as patch:
         set_constants(patch, tuning)
-        got = getattr(kernels, name)(*moved, *moved_out, *how, activation=activation.packed)
+        got = getattr(kernels, name)(*moved, *moved_out, *how, activation=activation.packed, **of_rows)
     for a, b in zip((*moved_out, *got), (*out, *want), strict=True):
         assert a.shape == b.shape
         if b.numel():
@@ -173,6 +181,19 @@ def test_other_activations(activation: SwiGLU, quantized: tuple[Any, ...], direc
         given = problem(8, F, torch.float32 if F == 96 else torch.bfloat16)
         given[1][6, ::7], given[1][7, 1::5] = 0.75, -7.0  # limits themselves are not clamped
         check(given, *of_row, ends=ends_of(3, 5), direction=direction, activation=activation, **tuning)
+
+
+@pytest.mark.parametrize("direction", [BACKWARD, WITH_H])
+@pytest.mark.parametrize("block", [32, None])
+@pytest.mark.parametrize("activation", [PLAIN, ACTIVATIONS[0]], ids=str)
+def test_gate_up_in_fp8_with_one_scale_a_row(activation: SwiGLU, block: int | None, direction: str) -> None:
+    for F, tuning in WIDTHS:
+        d_h, gate_up, row_weight = problem(8, F)
+        mx = quantize(gate_up, fmt="E5M2" if F == 96 else "E4M3", block_size=None)
+        how: dict[str, Any] = {"direction": direction, "activation": activation, "ends": ends_of(3, 4), **tuning}
+        given = d_h, mx.qdata, row_weight
+        scale = mx.scale.view(torch.uint8)
+        check(given, E4M3, "rceil", block or 2 * F, block is not None, gate_up_scale=scale, **how)
 
 
 @pytest.mark.parametrize("F", [1, 2, 5, 8, 9, 100])

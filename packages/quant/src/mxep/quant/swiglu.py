@@ -31,7 +31,7 @@ from mxep.quant.fold import fold_op
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.op import op
-from mxep.quant.ops import quantize_rows
+from mxep.quant.ops import decode, quantize_rows
 from mxep.quant.shapes import empty_swiglu, empty_swiglu_backward
 from mxep.quant.tensor import MXTensor
 
@@ -99,14 +99,14 @@ def swiglu_backward(
     """
     _check(gate_up, row_weight, offs, d_h)
     d_gate_up = gate_up.new_empty(gate_up.shape)
-    how = None, 0, False, gate_up.dtype if with_h else None, activation.packed
+    how = None, 0, False, gate_up.dtype if with_h else None, activation.packed, None
     _, d_row_weight, h, _ = _swiglu_backward(d_h, gate_up, row_weight, offs, d_gate_up, *how)
     return d_gate_up, d_row_weight, h if with_h else None
 
 
 def swiglu_backward_quantize(
     d_h: Tensor,
-    gate_up: Tensor,
+    gate_up: Tensor | MXTensor,
     row_weight: Tensor | None = None,
     *,
     offs: Tensor | None = None,
@@ -123,11 +123,15 @@ def swiglu_backward_quantize(
     Blocked along 2F (block_size=None: one scale over gate and up), outer dtype gate_up's, then `fold`ed to one scale
     over gate and up if `folded`. overwrite: d_h is not needed any more; with one scale a row, qdata take its memory if
     it is contiguous, has 16 bits an element and requires no grad. h: bitwise what `swiglu_quantize` made of these
-    arguments with fmt=h_fmt, None without `h_fmt`. Other arguments and errors as for `swiglu_backward`; ValueError if
-    2F, or with `h_fmt` F, is no multiple of `block_size`, and on CUDA for a block that is neither the row nor a power
-    of two that divides F.
+    arguments with fmt=h_fmt, None without `h_fmt`. gate_up may be an MXTensor with one scale a row: results are those
+    of its fp32 values. Other arguments and errors as for `swiglu_backward`; ValueError if 2F, or with `h_fmt` F, is no
+    multiple of `block_size`, on CUDA for a block that is neither the row nor a power of two that divides F, and for an
+    MXTensor of other blocks.
     """
     _check(gate_up, row_weight, offs, d_h)
+    values, gate_up_scale, outer = gate_up, None, gate_up.dtype
+    if isinstance(gate_up, MXTensor):
+        values, gate_up_scale = _of_rows(gate_up)
     if h_fmt is not None:
         check_block(block_size, -1, d_h)
     block_size = check_block(block_size, -1, gate_up)
@@ -137,11 +141,18 @@ def swiglu_backward_quantize(
     if overwrite and fits and (folded or block_size == gate_up.shape[1]):
         qdata = d_h.view(dtype)
     else:
-        qdata = gate_up.new_empty(gate_up.shape, dtype=dtype)
-    how = check_mode(mode), block_size, folded, h_dtype, activation.packed
-    scale, d_row_weight, *h = _swiglu_backward(d_h, gate_up, row_weight, offs, qdata, *how)
-    d_gate_up = _mx((qdata, scale), gate_up.dtype)
-    return d_gate_up, d_row_weight, None if h_dtype is None else _mx(h, gate_up.dtype)
+        qdata = values.new_empty(values.shape, dtype=dtype)
+    how = check_mode(mode), block_size, folded, h_dtype, activation.packed, gate_up_scale
+    scale, d_row_weight, *h = _swiglu_backward(d_h, values, row_weight, offs, qdata, *how)
+    d_gate_up = _mx((qdata, scale), outer)
+    return d_gate_up, d_row_weight, None if h_dtype is None else _mx(h, outer)
+
+
+def _of_rows(gate_up: MXTensor) -> tuple[Tensor, Tensor]:
+    """qdata (R, 2F) and the bytes of their scales (R, 1)."""
+    if gate_up.axis != -1 or gate_up.block_size != gate_up.shape[1] or gate_up.row_index is not None:
+        raise ValueError(f"gate_up: got {gate_up}, want one scale a row and no row index, as block_size=None gives it")
+    return gate_up.qdata, gate_up.scale.view(torch.uint8)
 
 
 def _mx(parts: Sequence[Tensor], dtype: torch.dtype) -> MXTensor:
@@ -264,15 +275,19 @@ def _swiglu_backward(
     folded: bool,
     h_dtype: torch.dtype | None,
     activation: Sequence[float] | None = None,
+    gate_up_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,), and what `mxep::swiglu` gives with h_dtype;
     None: empty. Its scale is of the row where d_gate_up's is.
 
-    d_gate_up goes to `out` (R, 2F), new memory or, with one scale a row, d_h's.
+    d_gate_up goes to `out` (R, 2F), new memory or, with one scale a row, d_h's. gate_up may be qdata: with the bytes of
+    their scales, (R, 1).
     """
     rows, valid = gate_up.shape[0], valid_rows(offs, gate_up.shape[0])
-    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
     _, _, h, h_scale = empty_swiglu_backward(gate_up, scale_mode, block_size, folded, h_dtype)
+    if gate_up_scale is not None:
+        gate_up = decode(gate_up[:valid], gate_up_scale[:valid], (1, gate_up.shape[1]), None)
+    d_gate_up, d_row_weight = _backward(d_h, gate_up, row_weight, valid, activation)
     if h_dtype is not None:
         values = _forward(gate_up, row_weight, valid, activation)
         h, h_scale = _result(values, rows, h_dtype, scale_mode, min(block_size, values.shape[1]), folded)

@@ -29,6 +29,7 @@ from mxep.quant.device import (
     abs_bits,
     num_sms,
     on_hopper,
+    power_of_two,
     reciprocal,
     scale_of_amax,
     shifted,
@@ -111,6 +112,7 @@ def _finish(
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def swiglu_kernel(
     gate_up_ptr,
+    gate_up_scale_ptr,
     weight_ptr,
     offs_ptr,
     h_ptr,
@@ -134,6 +136,8 @@ def swiglu_kernel(
 ):
     """h if there is an h_ptr, backward if there is a d_h_ptr; weight_ptr and offs_ptr may be None, too.
 
+    gate_up_scale_ptr: a scale for each row of gate_up, which is qdata then, or None.
+
     MODE None: rounded to h_ptr's or out_ptr's dtype. Else quantized with a scale for a row (BLOCK 0) or for BLOCK
     elements, which divide CHUNK; FOLDED: then folded to one for a row. AHEAD: chunks loaded ahead of the one computed.
     ALPHA .. INTERLEAVED: `mxep.quant.SwiGLU`.
@@ -147,6 +151,8 @@ def swiglu_kernel(
         gate_up = gate_up_ptr + row64 * (2 * F)
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + row)
+        if gate_up_scale_ptr is not None:
+            factor = power_of_two(tl.load(gate_up_scale_ptr + row).to(tl.int32))
         gates, ups, d_hs, sums = (), (), (), ()
         saved, scales, h_saved, h_scales = (), (), (), ()
         for step in tl.static_range(CHUNKS + AHEAD):
@@ -163,6 +169,8 @@ def swiglu_kernel(
                 if FOLDED and d_h_ptr is not None and step < CHUNKS:
                     tl.debug_barrier()  # ptxas would move this step's loads behind the computation of the one before
                 gate, raw_up = gates[step - AHEAD].to(tl.float32), ups[step - AHEAD].to(tl.float32)
+                if gate_up_scale_ptr is not None:
+                    gate, raw_up = gate * factor, raw_up * factor
                 silu, up, z, s, one_minus_s = glu(gate, raw_up, ALPHA, LIMIT, SHIFT)
                 h = silu * up
                 if d_h_ptr is not None:
@@ -203,7 +211,7 @@ def swiglu(
 ) -> tuple[Tensor, Tensor]:
     """mxep::swiglu; `_launch` says what blocks there may be."""
     h, scale = empty_swiglu(gate_up, dtype, mode, block_size, folded)
-    _launch(gate_up, row_weight, offs, h, scale, None, mode, block_size, folded, activation)
+    _launch(gate_up, None, row_weight, offs, h, scale, None, mode, block_size, folded, activation)
     return h, scale
 
 
@@ -218,6 +226,7 @@ def swiglu_backward(
     folded: bool,
     h_dtype: torch.dtype | None,
     activation: Sequence[float] | None = None,
+    gate_up_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mxep::swiglu_backward; `_launch` says what blocks there may be.
 
@@ -226,12 +235,13 @@ def swiglu_backward(
     results = scale, d_row_weight, h, h_scale = empty_swiglu_backward(gate_up, mode, block_size, folded, h_dtype)
     backward = d_h, out, scale, d_row_weight
     of_h = None if h_dtype is None else h
-    _launch(gate_up, row_weight, offs, of_h, h_scale, backward, mode, block_size, folded, activation)
+    _launch(gate_up, gate_up_scale, row_weight, offs, of_h, h_scale, backward, mode, block_size, folded, activation)
     return results
 
 
 def _launch(
     gate_up: Tensor,
+    gate_up_scale: Tensor | None,
     row_weight: Tensor | None,
     offs: Tensor | None,
     h: Tensor | None,
@@ -278,7 +288,7 @@ def _launch(
     if mode is None:
         scale = None
     launch(swiglu_kernel, (min(rows, PROGRAMS_PER_SM * num_sms(gate_up.device)),),
-        gate_up.contiguous(), row_weight, offs, h, None if h is None or mode is None else h_scale,
+        gate_up.contiguous(), gate_up_scale, row_weight, offs, h, None if h is None or mode is None else h_scale,
         None if d_h is None else d_h.contiguous(), out, scale, d_row_weight,
         rows, 0 if offs is None else offs.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK=0 if by_row else block_size,
