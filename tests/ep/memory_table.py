@@ -77,16 +77,16 @@ def memory(
         )
         x = torch.empty(tokens, dim, dtype=torch.bfloat16)
         w13, w2 = x.new_empty(local, 2 * hidden_dim, dim), x.new_empty(local, dim, hidden_dim)
-        flat = Saved.shapes(x, plan, (w13, w2), how, Hopper(), (True, True), copied=True)
-        parts = num_parts(how)
+        flat = Saved.shapes(x, plan, (w13, w2), how, Hopper(), (True, True, False), copied=True)
+        of_rows, of_gate_up = num_parts(how, (True, True, False))
         fields = [getattr(plan, field.name) for field in dataclasses.fields(RoutingPlan) if field.name != "alignment"]
         return Memory(
             max_rows=plan.max_rows,
             keeps_rows=how.scaling == "none" or keeps_rows(plan.max_rows, len(plan.slot_rows), copied=True),
             buffers=2 * layout.nbytes,
-            rows=_bytes(flat[:parts]),
-            gate_up=_bytes(flat[parts : parts + 1]),
-            of_weights=_bytes(flat[parts + 1 :]),
+            rows=_bytes(flat[:of_rows]),
+            gate_up=_bytes(flat[of_rows:][:of_gate_up]),
+            of_weights=_bytes(flat[of_rows + of_gate_up :]),
             plan=_bytes(fields),
             gradients=_bytes([w13, w2]),
         )
@@ -122,17 +122,18 @@ def computed_table() -> str:
     """On 4 GPUs, the shapes of configs/bench/layer.yaml."""
     head = "model | T, D, F, E, K | buffers | R_max | rows or slots | `gate_up` | the rest | **kept a layer**"
     head += " | the standard layer | ratio | SonicMoE's formula"
-    lines = [head + " | `factor(1)` | ratio | `worst_case` | in bf16"]
+    lines = [head + " | `factor(1)` | ratio | `gate_up` in FP8 | ratio | `worst_case` | in bf16"]
     for name, sizes in shapes().items():
         m = memory(*sizes, ranks=4)
         worst = memory(*sizes, ranks=4, capacity=Capacity.worst_case())
-        plain = memory(*sizes, ranks=4, recipe="bf16")
+        plain, fp8 = (memory(*sizes, ranks=4, recipe=recipe) for recipe in ("bf16", "mxfp8_gate_up_fp8"))
         kind = "rows" if m.keeps_rows else "slots"
         least, standard = memory(*sizes, ranks=4, capacity=Capacity.factor(1)), kept_by_the_standard_layer(*sizes)
         of = [f"{_gib(m.rows)} ({kind})", _gib(m.gate_up), _gib(m.of_weights + m.plan), f"**{_gib(m.kept)}**"]
         cells = [name, ", ".join(map(str, sizes)), _gib(m.buffers), str(m.max_rows), *of]
         cells += [_gib(standard), f"{m.kept / standard:.2f}", _gib(kept_by_sonic_moe(*sizes))]
-        cells += [_gib(least.kept), f"{least.kept / standard:.2f}", _gib(worst.kept), _gib(plain.kept)]
+        cells += [_gib(least.kept), f"{least.kept / standard:.2f}", _gib(fp8.kept)]
+        cells += [f"{fp8.kept / standard:.2f}", _gib(worst.kept), _gib(plain.kept)]
         lines.append(" | ".join(cells))
     return _table(lines)
 

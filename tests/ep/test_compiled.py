@@ -62,6 +62,7 @@ def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 FEW_ROWS = {"top_k": 1, "capacity": Capacity.factor(1.5), "max_tokens": 256}
 """So few that they are kept for backward instead of slots."""
+RECIPES = "bf16", "fp8", "mxfp8", "mxfp8_32x32", "mxfp8_gate_up_fp8"
 GPT_OSS = {"activation": SwiGLU(1.702, 0.5, 1.0, interleaved=True), "bias": True}
 
 
@@ -69,7 +70,8 @@ GPT_OSS = {"activation": SwiGLU(1.702, 0.5, 1.0, interleaved=True), "bias": True
 @distributed(2)
 def test_it_is_one_graph_and_the_same_bits(ctx) -> None:
     """Once for another number of tokens and without gradients, too: each of these compiles again."""
-    for recipe, sizes, more in (("bf16", {}, ()), ("mxfp8_e5m2", FEW_ROWS, (TOKENS, 24)), ("mxfp8", GPT_OSS, ())):
+    kinds = (("bf16", {}, ()), ("mxfp8_e5m2", FEW_ROWS, (TOKENS, 24)), ("mxfp8_gate_up_fp8", GPT_OSS, ()))
+    for recipe, sizes, more in kinds:
         torch.compiler.reset()
         block = Block(ctx, recipe=recipe, num_shared_experts=1, **{"max_tokens": 64} | sizes)
         compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -287,7 +289,7 @@ def test_composed_functions_break_the_graph_and_keep_their_bits(recipe: str) -> 
 @pytest.mark.parametrize("dispatcher", [{}, {"dispatcher": "local"}])
 def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> None:
     x = torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
-    for recipe, top_k, max_tokens in itertools.product(("bf16", "fp8", "mxfp8", "mxfp8_32x32"), (1, 2), (48, 256)):
+    for recipe, top_k, max_tokens in itertools.product(RECIPES, (1, 2), (48, 256)):
         sizes = dispatcher or {"max_tokens": max_tokens, "capacity": Capacity.factor(1.5)}
         moe = MoE(DIM, 96, 4, top_k, recipe=recipe, **sizes)
         ids, weights = (found.detach() for found in moe.router(x))
@@ -302,7 +304,7 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
             assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in saved]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8", "mxfp8_32x32"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_schema_knows_a_backend_that_folds(recipe: str) -> None:
     moe, x = MoE(DIM, 96, 4, 2, recipe=recipe, dispatcher="local"), torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
     config = LayerConfig(moe.dispatcher, moe.recipe, Hopper(), SwiGLU())

@@ -50,7 +50,7 @@ def run(
 def test_calls_that_differ_in_anything_have_graphs_of_their_own() -> None:
     dispatcher = LocalDispatcher(EXPERTS, capacity=Capacity.worst_case())
     kinds = [{}, {"needs": (False, True)}, {"needs": (True, False)}, {"backward": False}, {"scale": 0.5}]
-    kinds += [{"recipe": "mxfp8_32x32"}, {"recipe": "bf16"}, {"halves": True}]
+    kinds += [{"recipe": recipe} for recipe in ("mxfp8_32x32", "bf16", "mxfp8_gate_up_fp8")] + [{"halves": True}]
     with no_replays():
         wanted = [[run(dispatcher, **kind, seed=seed) for kind in kinds] for seed in range(3)]
     assert not any(each.replays for each in dispatcher.passes.values())
@@ -60,7 +60,7 @@ def test_calls_that_differ_in_anything_have_graphs_of_their_own() -> None:
                 assert (got is None) == (other is None), kind
                 assert got is None or torch.equal(got, other), kind
     forward, backward = (each.replays for each in dispatcher.passes.values())
-    assert forward == 3 * len(kinds) - 7, "all but the first of each; a scale of gradients is not forward's"
+    assert forward == 3 * len(kinds) - 8, "all but the first of each; a scale of gradients is not forward's"
     assert backward == 2 * (len(kinds) - 1)
 
 
@@ -102,7 +102,7 @@ def test_weights_that_are_held_are_arguments_of_the_graphs(recipe: str, halves: 
     assert [each.replays for each in dispatcher.passes.values()] == [3, 3]
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "bf16", "mxfp8_gate_up_fp8"])
 @pytest.mark.parametrize("held", [False, True])
 def test_a_shared_expert_is_replayed_with_held_weights_too(recipe: str, held: bool) -> None:
     torch.manual_seed(0)
@@ -180,7 +180,7 @@ class WatchedGraph(GraphOnCPU):
         assert not {*left} - self.there
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8", "bf16", "mxfp8_32x32"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8", "bf16", "mxfp8_32x32", "mxfp8_gate_up_fp8"])
 def test_a_pass_keeps_nothing_that_it_makes_but_its_results(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a graph's temporaries lie elsewhere at each launch."""
     monkeypatch.setattr(graph, "captured_nodes", lambda stream: set())

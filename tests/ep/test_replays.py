@@ -44,7 +44,7 @@ def replays(layer: MoE) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "symmetric", "all_to_all"])
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "mxfp8_e5m2", "fp8", "bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "mxfp8_e5m2", "fp8", "bf16", "mxfp8_gate_up_fp8"])
 def test_replays_have_the_bits_of_the_functions(recipe, dispatcher):
     layer, before = make_layer(recipe, dispatcher), sum(step.replays for step in STEPS)
     batches = [torch.randn(2, T - 30 * (i % 3), DIM, device="cuda", dtype=torch.bfloat16) for i in range(9)]
@@ -66,7 +66,7 @@ def test_replays_have_the_bits_of_the_functions(recipe, dispatcher):
 
 
 @distributed(1, 2, device="cuda")
-@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16", "mxfp8_gate_up_fp8"])
 def test_layers_and_micro_batches_in_flight_share_graphs_on_all_ranks(ctx, recipe):
     torch.manual_seed(0)
     layers = [MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe=recipe, group=ctx.group, max_tokens=T, device=ctx.device)

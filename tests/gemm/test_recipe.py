@@ -11,7 +11,9 @@ from mxep.quant import E4M3, E5M2, MXTensor, ScaleMode, quantize
 NAMES = ["bf16"] + [
     "_".join((base, *changes))
     for base, tiles in (("fp8", ("",)), ("mxfp8", ("", "32x32")))
-    for combination in itertools.product(("", "e5m2"), tiles, ("", "wgrad_bf16"), ("", "floor", "ceil", "even"))
+    for combination in itertools.product(
+        ("", "e5m2"), tiles, ("", "wgrad_bf16"), ("", "gate_up_fp8"), ("", "floor", "ceil", "even")
+    )
     for changes in [[c for c in combination if c]]
 ]
 
@@ -29,11 +31,24 @@ def test_names_mean_what_they_say() -> None:
     assert Recipe.named("mxfp8_32x32") == Recipe.mxfp8(weight_block="32x32")
     assert Recipe.named("mxfp8_wgrad_bf16") == Recipe.mxfp8(wgrad="bf16")
     assert Recipe.named("mxfp8_wgrad_bf16_e5m2") == Recipe.named("mxfp8_e5m2_wgrad_bf16")
+    assert Recipe.named("fp8_gate_up_fp8") == Recipe.fp8(saved_gate_up="fp8")
     assert Recipe.named("fp8_floor") == Recipe.fp8(mode=ScaleMode.FLOOR)
 
 
 @pytest.mark.parametrize(
-    "name", ["", "mx", "mxfp4", "mxfp8_", "mxfp8_e4m3", "bf16_e5m2", "fp8_32x32", "MXFP8", "mxfp8_ceil_even"]
+    "name",
+    [
+        "",
+        "mx",
+        "mxfp4",
+        "mxfp8_",
+        "mxfp8_e4m3",
+        "bf16_e5m2",
+        "bf16_gate_up_fp8",
+        "fp8_32x32",
+        "MXFP8",
+        "mxfp8_ceil_even",
+    ],
 )
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=r"bf16, fp8, mxfp8.*_e5m2.*32x32 after mxfp8 alone"):

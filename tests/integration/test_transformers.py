@@ -103,7 +103,7 @@ def test_each_kind_with_the_references_routing(kind: str) -> None:
     chosen = force_routing(reference := copy.deepcopy(model))
     wanted = step(reference)
     assert worst(wanted, forced(model, ""))[0] > 110, "forcing a model to its own routing changes nothing but rounding"
-    for recipe in ("mxfp8", "mxfp8_32x32", "mxfp8_wgrad_bf16", "fp8"):
+    for recipe in ("mxfp8", "mxfp8_32x32", "mxfp8_wgrad_bf16", "fp8", "mxfp8_gate_up_fp8"):
         got = forced(model, f"mxep_{recipe}")
         assert snr(wanted["logits"], got["logits"]) >= 22.5, recipe
         lowest, name = worst(wanted, got, experts=True)

@@ -74,6 +74,13 @@ class Garbage(torch.autograd.Function):
         return grad, None
 
 
+def test_a_gate_of_its_own_keeps_what_it_wants_and_refuses_fp8() -> None:
+    with pytest.raises(
+        ValueError, match=r"NemotronHExperts: got recipe mxfp8_gate_up_fp8 for a gate of the model's own"
+    ):
+        run(made("nemotron_h", "NemotronHExperts"), "mxep_mxfp8_gate_up_fp8")
+
+
 @pytest.mark.slow
 def test_all_of_them_equal_their_own_code() -> None:
     fused = {}

@@ -3,7 +3,10 @@
 BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
 DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
 RECIPES = ("bf16", "fp8", "mxfp8")
-CHANGES = ("e5m2", "32x32", "wgrad_bf16", "floor", "ceil", "even")  # of the last two recipes, as in mxfp8_e5m2
+CHANGES = ("e5m2", "32x32", "wgrad_bf16", "gate_up_fp8", "floor", "ceil", "even")
+"""Of the last two recipes, as in mxfp8_e5m2."""
+KEPT_IN_FP8 = "gate_up_fp8"
+"""A change that bench=layer and task=estimate know, too."""
 CASES = tuple(f"{recipe}/{dispatcher}" for dispatcher in DISPATCHERS[:4] for recipe in RECIPES)
 LINEAR_CASES = tuple(f"{recipe}/linear" for recipe in RECIPES)
 TASKS = ("train", "compare", "verify", "bench", "estimate")

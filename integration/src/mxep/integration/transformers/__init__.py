@@ -31,7 +31,7 @@ __all__ = [
     "route_llama4",
 ]
 
-_RECIPES = ("bf16", "fp8", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "mxfp8_wgrad_bf16")
+_RECIPES = ("bf16", "fp8", "fp8_e5m2", *(f"mxfp8{c}" for c in ("", "_e5m2", "_32x32", "_wgrad_bf16", "_gate_up_fp8")))
 
 for _recipe in _RECIPES:
     register(Implementation(f"mxep_{_recipe}", Recipe.named(_recipe)))

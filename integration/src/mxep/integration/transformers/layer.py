@@ -87,7 +87,13 @@ class Layer:
             if dispatcher is None:
                 dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
         cleans = any(name not in WEIGHTS for name, _ in experts.named_parameters())
-        how = activation_of(experts), cleans, masks, wgrad_scale, max_tokens
+        activation = activation_of(experts)
+        if activation is None and isinstance(recipe, Recipe) and recipe.saved_gate_up == "fp8":
+            raise ValueError(
+                f"{type(experts).__name__}: got recipe {recipe.name} for a gate of the model's own, which keeps its "
+                "input itself, want one without gate_up_fp8"
+            )
+        how = activation, cleans, masks, wgrad_scale, max_tokens
         return cls(made_for, recipe, backend, dispatcher, *how)
 
     @property

@@ -98,7 +98,7 @@ def forward_op(
     saved = made[1 + len(PLAN) :]
     if weights_are_held():
         # An output is the graph's to write over: what is held for others, which comes last, goes out as a copy.
-        own = 1 + needs[0] * num_parts(config.recipe)
+        own = sum(num_parts(config.recipe, _needs(needs)))
         saved[own:] = [part.clone() for part in saved[own:]]
     return [made[0], *saved, *made[1 : 1 + len(PLAN)]]
 

@@ -31,7 +31,7 @@ from mxep import quant
 from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
 from mxep.gemm.backends import Backend
-from mxep.gemm.functional import between_graphs
+from mxep.gemm.functional import between_graphs, joined, taken_apart
 from mxep.quant import SwiGLU
 
 from .bias import scaled_gradient
@@ -197,6 +197,14 @@ class _Combine(torch.autograd.Function):
         return wire.rows(slots, plan.row_slot, plan.offs, copy=ctx.dispatcher.borrows), None, None, None
 
 
+def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
+    """What :func:`swiglu_backward` gets of gate_up (R_max, 2F): itself, or an MXTensor with one scale a row. Rows past
+    the valid ones, which may hold anything, are quantized, too, each by itself."""
+    if recipe.saved_gate_up == "unquantized":
+        return gate_up
+    return quant.quantize(gate_up, fmt=recipe.fmt, mode=recipe.mode, block_size=None)
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -207,14 +215,16 @@ class _SwiGLU(torch.autograd.Function):
         recipe: Recipe,
         activation: SwiGLU,
     ) -> Tensor:
-        ctx.save_for_backward(gate_up, row_weight, offs)
+        parts, ctx.rest = taken_apart(saved_gate_up(gate_up, recipe))
+        ctx.save_for_backward(*parts, row_weight, offs)
         ctx.how = recipe, activation
         return swiglu_forward(gate_up, row_weight, offs, *ctx.how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, row_weight, offs = ctx.saved_tensors
+        *parts, row_weight, offs = ctx.saved_tensors
+        gate_up = joined(parts, ctx.rest)
         d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
         return d_gate_up, d_row_weight if row_weight is not None else None, None, None, None
 
@@ -251,7 +261,8 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(d_gate_up (R_max, 2F), quantized as gradients are, d_row_weight (R_max,), h) of :func:`swiglu_forward`.
 
-    overwrite: d_h is not needed any more. h: what :func:`swiglu_forward` returned, bit for bit, if `with_h`, or None.
+    gate_up: of `saved_gate_up`. overwrite: d_h is not needed any more. h: what :func:`swiglu_forward` returns of this
+    gate_up, bit for bit, if `with_h`, or None.
     """
     if recipe.scaling == "none":
         return quant.swiglu_backward(d_h, gate_up, row_weight, offs=offs, with_h=with_h, activation=activation)

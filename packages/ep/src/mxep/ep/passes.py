@@ -142,10 +142,11 @@ def layer_backward(
     experts: tuple[Weight, Tensor] = whole(gate, up), down_proj
     routing = routing or routing_of(tensors[7:AFTER_PLAN], tensors[1], dispatcher, recipe)
     plan, borrows = routing.plan, dispatcher.borrows
+    of_saved = tensors[0].dtype, recipe, needs
     if replays:
         held: Tensors = [None] * 2
         if is_held(experts[0], recipe):
-            later = Saved.of(tensors[AFTER_PLAN:], plan, experts, recipe, needs, copied=borrows).later
+            later = Saved.of(tensors[AFTER_PLAN:], plan, experts, *of_saved, copied=borrows).later
             held = colwise_weights.direct(_of_both(*later), recipe, backend)
         tensors += held
         if dispatcher.in_graphs and left is None and all(want or not need for want, need in zip(wanted, needs)):
@@ -156,7 +157,7 @@ def layer_backward(
     d_out, *_, main_grad13, main_grad2 = tensors[:7]
     *saved, w2, w13 = tensors[AFTER_PLAN:]
     tensors.clear()
-    rows, gate_up, (later13, later2) = Saved.of(saved, plan, experts, recipe, needs, copied=borrows)
+    rows, gate_up, (later13, later2) = Saved.of(saved, plan, experts, *of_saved, copied=borrows)
     saved.clear()
 
     wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)

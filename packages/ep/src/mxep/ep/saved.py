@@ -1,11 +1,12 @@
 """What a layer's forward leaves to its backward: one flat list of plain tensors, the same eager and compiled.
 
     rows      (S, D) slots, or (R_max, D) where these are no more   if gate_up_proj has a gradient
-    gate_up   (R_max, 2F)
+    gate_up   (R_max, 2F)                                           one scale a row if the recipe keeps it in FP8
     later     of both weights, what helps to quantize them colwise: their amax (e, D) and (e, F) fp32 for a backend that
               wants one scale a column, 2-D blocks, which serve both ways, or nothing
 
-rows and 2-D blocks are qdata and scales, two tensors; with a recipe that quantizes nothing rows are one, in x's dtype.
+rows, 2-D blocks and gate_up in FP8 are qdata and scales, two tensors; with a recipe that quantizes nothing rows are
+one, in x's dtype.
 Slots lie under the plan's index. All of it follows from the recipe, the backend, what has gradients, and sizes: nobody
 remembers what a list holds, and a compiler learns its shapes without running anything.
 
@@ -33,30 +34,33 @@ class Saved(NamedTuple):
     """The list, put together: rows as the steps take them, None where no gradient needs them."""
 
     rows: Tensor | MXParts | None
-    gate_up: Tensor
+    gate_up: Tensor | MXParts
     later: tuple[SavedWeight, SavedWeight]
 
     def flat(self) -> list[Tensor]:
         of_weights = (part for later in self.later for part in _of_weight(later))
-        return [*_parts(self.rows), self.gate_up, *of_weights]
+        return [*_parts(self.rows), *_parts(self.gate_up), *of_weights]
 
     @staticmethod
     def of(
         flat: list[Tensor],
         plan: RoutingPlan,
         weights: tuple[Weight, Tensor],
+        dtype: torch.dtype,
         recipe: Recipe,
         needs: Needs,
         *,
         copied: bool,
     ) -> "Saved":
-        """`flat`'s tensors. weights: gate_up_proj, down_proj. copied: as for `keeps_rows`."""
-        parts = num_parts(recipe) * needs[0]
-        gate_up, *of_weights = flat[parts:]
+        """`flat`'s tensors. weights: gate_up_proj, down_proj. dtype: x's. copied: as for `keeps_rows`."""
+        of_rows, of_gate_up = num_parts(recipe, needs)
+        rows, gate_up, of_weights = flat[:of_rows], flat[of_rows:][:of_gate_up], flat[of_rows + of_gate_up :]
         index = None if keeps_rows(plan.max_rows, plan.slot_rows.shape[0], copied=copied) else plan.row_slot
         half = len(of_weights) // 2
         later = _later(weights[0], of_weights[:half]), _later(weights[1], of_weights[half:])
-        return Saved(_joined(flat[:parts], gate_up.dtype, index), gate_up, later)
+        found = _joined(gate_up, dtype, None)
+        assert found is not None
+        return Saved(_joined(rows, dtype, index), found, later)
 
     @staticmethod
     def shapes(
@@ -78,15 +82,19 @@ class Saved(NamedTuple):
         elif needs[0]:
             flat.append(x.new_empty(rows, dim, dtype=recipe.fmt.dtype))
             flat.append(x.new_empty(rows, dim // (recipe.block_size or dim), dtype=torch.float8_e8m0fnu))
-        flat.append(x.new_empty(plan.max_rows, 2 * hidden_dim))
+        if recipe.saved_gate_up == "fp8":
+            flat.append(x.new_empty(plan.max_rows, 2 * hidden_dim, dtype=recipe.fmt.dtype))
+            flat.append(x.new_empty(plan.max_rows, 1, dtype=torch.float8_e8m0fnu))
+        else:
+            flat.append(x.new_empty(plan.max_rows, 2 * hidden_dim))
         for w in weights:
             flat += _of_weight(rowwise_and_saved(w, recipe, backend, dgrad=True)[1])
         return flat
 
 
-def num_parts(recipe: Recipe) -> int:
-    """Tensors that rows are."""
-    return 1 if recipe.scaling == "none" else 2
+def num_parts(recipe: Recipe, needs: Needs) -> tuple[int, int]:
+    """Tensors that rows are, and gate_up is."""
+    return needs[0] * (1 if recipe.scaling == "none" else 2), 2 if recipe.saved_gate_up == "fp8" else 1
 
 
 def keeps_rows(max_rows: int, num_slots: int, *, copied: bool) -> bool:

@@ -30,7 +30,7 @@ from mxep.gemm.quantize_once import SavedWeight, is_held
 from mxep.quant import MXTensor, SwiGLU
 from mxep.quant.replay import MXParts, Tensors, replayed
 
-from .functional import PLAIN, swiglu, swiglu_backward, swiglu_forward
+from .functional import PLAIN, saved_gate_up, swiglu, swiglu_backward, swiglu_forward
 from .shares import init_normal_
 from .steps import colwise_weights, rowwise_weights
 
@@ -122,8 +122,8 @@ class _SharedMLP(torch.autograd.Function):
             held = rowwise_weights.direct([weights[0], None, weights[1]], recipe, backend, any(needs))
         out, gate_up, rows, *later = _forward([x, *weights, *held], recipe, backend, needs, activation)
         later = [w if part is None else part for w, part in zip(weights, later[:2])] + later[2:]
-        parts, ctx.rests = zip(*map(taken_apart, (rows, *later[:2])))
-        ctx.save_for_backward(gate_up, *later[2:], *(part for three in parts for part in three))
+        parts, ctx.rests = zip(*map(taken_apart, (gate_up, rows, *later[:2])))
+        ctx.save_for_backward(*later[2:], *(part for three in parts for part in three))
         ctx.how, ctx.dtypes = (recipe, backend, main_grads, activation), (x.dtype, gate_up_proj.dtype, down_proj.dtype)
         result: Tensor = out
         return result
@@ -133,8 +133,8 @@ class _SharedMLP(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         recipe, backend, main_grads, activation = ctx.how
         wanted = tuple(need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
-        gate_up, amax13, amax2, *parts = ctx.saved_tensors
-        rows, w13, w2 = (joined(parts[3 * i : 3 * i + 3], rest) for i, rest in enumerate(ctx.rests))
+        amax13, amax2, *parts = ctx.saved_tensors
+        gate_up, rows, w13, w2 = (joined(parts[3 * i : 3 * i + 3], rest) for i, rest in enumerate(ctx.rests))
         if isinstance(w13, Tensor) and not isinstance(w13, MXTensor) and is_held(w13, recipe):
             w2, w13 = colwise_weights.direct([w2, amax2, w13, None, amax13], recipe, backend)
         into = (None if main_grad is None else main_grad.unsqueeze(0) for main_grad in main_grads)
@@ -148,7 +148,7 @@ def _forward(
     tensors: Tensors, recipe: Recipe, backend: Backend, needs: tuple[bool, bool, bool], activation: SwiGLU
 ) -> Tensors:
     """[x (T, D), gate_up_proj (1, 2F, D), down_proj (1, D, F), both rowwise and their amax, or None] ->
-    [out (T, D), gate_up (T, 2F), rows, both weights in 2-D blocks, their amax]: of the last five what backward needs.
+    [out (T, D), gate_up (T, 2F), rows, both weights in 2-D blocks, their amax]: of the last six what backward needs.
     """
     x, *weights, w13, amax13, w2, amax2 = tensors
     if w13 is None:
@@ -156,9 +156,11 @@ def _forward(
     rows = backend.quantize_rows(x, recipe.fmt, recipe)
     gate_up = backend.forward(rows, w13, None, bias=None, out_dtype=x.dtype)
     h = swiglu_forward(gate_up, None, None, recipe, activation, folded=backend.wants_rowwise)
+    kept = saved_gate_up(gate_up, recipe) if any(needs) else None
+    del gate_up
     out = backend.forward(h, w2, None, bias=None, out_dtype=x.dtype)
     blocks = (w if getattr(w, "axis", None) == (-2, -1) else None for w in (w13, w2))
-    return [out, gate_up, rows if needs[1] else None, *blocks, amax13, amax2]
+    return [out, kept, rows if needs[1] else None, *blocks, amax13, amax2]
 
 
 @replayed

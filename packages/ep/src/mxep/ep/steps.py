@@ -24,7 +24,7 @@ from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.quant import SwiGLU, group_sums
 from mxep.quant.replay import Tensors, replayed
 
-from .functional import swiglu_backward, swiglu_forward
+from .functional import saved_gate_up, swiglu_backward, swiglu_forward
 from .wire_format import WireFormat, pack
 
 pack_rows = replayed(pack)
@@ -64,14 +64,16 @@ def mlp_forward(
     keep: tuple[bool, bool],
     activation: SwiGLU,
 ) -> Tensors:
-    """[row_slot, row_weight, offs, w13, bias of gate_up or None, w2, *slots] -> [y (R_max, D), rows, gate_up]: those to
-    keep, or None."""
+    """[row_slot, row_weight, offs, w13, bias of gate_up or None, w2, *slots] -> [y (R_max, D), rows, gate_up as
+    `saved_gate_up` has it]: those to keep, or None. keep: whether rows are, gate_up is."""
     row_slot, row_weight, offs, w13, bias, w2, *slots = tensors
     rows = wire.rows(slots, row_slot, offs, copy=copy)
     gate_up = backend.forward(rows, w13, offs, bias=bias, out_dtype=wire.dtype)
     h = swiglu_forward(gate_up, row_weight, offs, recipe, activation, folded=backend.wants_rowwise)
+    kept = saved_gate_up(gate_up, recipe) if keep[1] else None
+    del gate_up
     y = backend.forward(h, w2, offs, bias=None, out_dtype=wire.dtype)
-    return [y, *(x if kept else None for x, kept in zip((rows, gate_up), keep))]
+    return [y, rows if keep[0] else None, kept]
 
 
 @replayed

@@ -30,6 +30,7 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
     "e5m2": {"grad_fmt": E5M2},
     "32x32": {"weight_block": "32x32"},
     "wgrad_bf16": {"wgrad": "bf16"},
+    "gate_up_fp8": {"saved_gate_up": "fp8"},
     **{str(mode): {"mode": mode} for mode in ScaleMode if mode != ScaleMode.RCEIL},
 }
 
@@ -46,8 +47,10 @@ class Recipe:
     wgrad: "mx" makes the weight gradient from the qdata of both operands (scaling "mx": requantized along tokens, no
         bf16 in between; "row": their dequantized product) and keeps only qdata for backward; "bf16" keeps the
         unquantized activation where there is one and multiplies unquantized operands.
+    saved_gate_up: what a layer of `mxep.ep` keeps of gate and up for backward: "unquantized", or "fp8", `fmt` with one
+        scale a row, half of the bytes, of which backward makes all gradients. Forward and products know nothing of it.
 
-    ValueError for other values, and for tiles without MX scales.
+    ValueError for other values, for tiles without MX scales, and for saved_gate_up "fp8" without any.
     """
 
     scaling: Scaling
@@ -56,14 +59,18 @@ class Recipe:
     mode: ScaleMode = ScaleMode.RCEIL
     weight_block: Literal["1x32", "32x32"] = "1x32"
     wgrad: Literal["mx", "bf16"] = "mx"
+    saved_gate_up: Literal["unquantized", "fp8"] = "unquantized"
 
     def __post_init__(self) -> None:
         allowed = {"scaling": tuple(GROUP_ALIGNMENT), "weight_block": ("1x32", "32x32"), "wgrad": ("mx", "bf16")}
+        allowed["saved_gate_up"] = "unquantized", "fp8"
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}: got {getattr(self, field)!r}, want one of {', '.join(values)}")
         if self.weight_block == "32x32" and self.scaling != "mx":
             raise ValueError(f"weight_block 32x32: got scaling {self.scaling!r}, want 'mx'")
+        if self.saved_gate_up == "fp8" and self.scaling == "none":
+            raise ValueError("saved_gate_up fp8: got scaling 'none', want 'row' or 'mx'")
 
     @classmethod
     def bf16(cls) -> Self:
@@ -84,8 +91,8 @@ class Recipe:
     def named(name: str) -> "Recipe":
         """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16".
 
-        Changes, in any order: e5m2 (gradients), 32x32 (weight tiles, of mxfp8), wgrad_bf16, one of floor, ceil, even
-        (scale mode). ValueError, listing these, for any other name.
+        Changes, in any order: e5m2 (gradients), 32x32 (weight tiles, of mxfp8), wgrad_bf16, gate_up_fp8 (saved), one of
+        floor, ceil, even (scale mode). ValueError, listing these, for any other name.
         """
         if name not in _NAMED:
             raise ValueError(
@@ -141,7 +148,7 @@ class Recipe:
 
 def _named() -> Iterator[tuple[str, Recipe]]:
     yield "bf16", Recipe.bf16()
-    for base, count in itertools.product(("fp8", "mxfp8"), range(5)):
+    for base, count in itertools.product(("fp8", "mxfp8"), range(6)):
         for changes in itertools.permutations(_CHANGES, count):
             fields = [field for change in changes for field in _CHANGES[change].items()]
             if len(dict(fields)) == len(fields) and not (base == "fp8" and "32x32" in changes):
