@@ -33,7 +33,10 @@ TINY_SHAPE = "bench.shapes.tiny=[[24,64,32,4,2]]"
 HOST_SHAPE = "bench.shapes.host=[[24,64,32,2,2]]"
 ON_CPU = ("task=bench", "bench=layer", "bench.device=cpu", "parallel.timeout=300", f"+{TINY_SHAPE}", HOST_SHAPE)
 TIMED, COUNTED = ("layer", "memory", "skew"), ("stages", "host")
-CASES = ("baseline fp8", "baseline mxfp8", MX, f"{MX}, kept", f"{MX}, main_grad", "bf16/all_to_all")
+CASES = (
+    *("baseline fp8", "baseline mxfp8", MX, f"{MX}, kept", f"{MX}, main_grad", f"{MX}, gate_up_fp8"),
+    "bf16/all_to_all",
+)
 
 
 def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path: Path):

@@ -232,6 +232,18 @@ def test_a_time_that_is_a_lower_bound_is_never_the_best(tmp_path: Path):
     assert not any("best" in row for row in rows if row["dispatcher"] == "nvshmem")
 
 
+def test_gate_up_kept_in_fp8_is_half_of_it_and_more_of_swiglu():
+    given = "model.dim=4096", "model.hidden_dim=1536", "model.experts=128", "model.top_k=8", "estimate.layers=3"
+    recipes = "estimate.recipes=[mxfp8,mxfp8_gate_up_fp8]"
+    rows = {row["layout"]: row for row in task.estimate(prepared(*given, recipes)).sections["layouts"].rows}
+    plain, kept = rows["mxfp8/symmetric 8"], rows["mxfp8/symmetric, gate_up_fp8 8"]
+    assert (plain["recipe"], kept["recipe"]) == ("mxfp8", "mxfp8_gate_up_fp8")
+    assert 0.5 < kept["memory"]["kept"] / plain["memory"]["kept"] < 0.7
+    assert kept["GiB"] < plain["GiB"]
+    assert kept["stages"]["GEMMs"] == plain["stages"]["GEMMs"]
+    assert kept["stages"]["SwiGLU"] == pytest.approx(18 / 14 * plain["stages"]["SwiGLU"], rel=1e-3)
+
+
 def test_a_faster_network_and_fewer_rows_cost_less():
     def ms(*overrides: str) -> dict[str, float]:
         given = "model.dim=4096", "model.hidden_dim=1536", "model.experts=128", "model.top_k=8", "estimate.nodes=4"

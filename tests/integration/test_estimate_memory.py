@@ -23,6 +23,11 @@ from mxep.integration.estimate_costs import Layout, memory, read
 from mxep.quant.replay import MOST_BYTES
 
 
+def case(recipe: str, dispatcher: str) -> str:
+    base, _, change = recipe.partition("_")
+    return f"{base}/{dispatcher}" + f", {change}" * bool(change)
+
+
 def fake_plan(shape: Shape, ranks: int, recipe: Recipe, capacity: Capacity, *, slots: int):
     """Of no tokens, with room for all."""
     ids = torch.full((slots // shape.tokens, shape.tokens, shape.top_k), -1, dtype=torch.int32)
@@ -31,7 +36,7 @@ def fake_plan(shape: Shape, ranks: int, recipe: Recipe, capacity: Capacity, *, s
     return make_plan(ids, torch.zeros(ids.shape), torch.zeros(len(ids), dtype=torch.int32), **sizes)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8", "mxfp8_gate_up_fp8", "fp8_gate_up_fp8"])
 @pytest.mark.parametrize("dispatcher", ["local", "symmetric"])
 @pytest.mark.parametrize("top_k", [1, 4])
 @pytest.mark.parametrize("capacity", [Capacity.worst_case(), Capacity.factor(1.25)], ids=str)
@@ -46,7 +51,7 @@ def test_kept_is_what_the_layer_saves_on_hopper(recipe: str, dispatcher: str, to
         saved = Saved.shapes(*args, copied=dispatcher == "symmetric")
         del mode
     of_plan = sum(x.nbytes for x in (plan.row_slot, plan.row_weight, plan.slot_rows))
-    layout = Layout(shape, ranks, f"{recipe}/{dispatcher}", capacity)
+    layout = Layout(shape, ranks, case(recipe, dispatcher), capacity)
     assert memory(layout).kept == of_plan + sum(x.nbytes for x in saved)
 
 
@@ -79,7 +84,7 @@ class Alive(TorchDispatchMode):
         return sum(self.sizes.values())
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8", "mxfp8_gate_up_fp8"])
 @pytest.mark.parametrize(
     "shape", [(8192, 7168, 2048, 32, 8), (16384, 2048, 768, 32, 8), (8192, 4096, 14336, 4, 2), (8192, 5120, 8192, 8, 1)]
 )
@@ -102,7 +107,7 @@ def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[
         kept, of_forward, fits = alive.now - before - out.nbytes, alive.peak - before, alive.all - before <= MOST_BYTES
         alive.all = alive.peak = 0
         grads = torch.autograd.grad(out, (x, weights, w13, w2), d_out)
-        found = memory(Layout(sizes, 1, f"{recipe}/local", capacity))
+        found = memory(Layout(sizes, 1, case(recipe, "local"), capacity))
         made = sum(each.nbytes for each in grads)
         del grads
     assert found.kept == pytest.approx(kept, rel=0.005)

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from . import files, tokenizer
 from .arguments import override_key
 from .bench.names import BENCH, bench_complaints, unknown
-from .names import BACKENDS, CASES, CHANGES, DISPATCHERS, ESTIMATES, LINEAR_CASES, RECIPES, TASKS
+from .names import BACKENDS, CASES, CHANGES, DISPATCHERS, ESTIMATES, KEPT_IN_FP8, LINEAR_CASES, RECIPES, TASKS
 from .process import count_gpus
 from .schema import Config
 from .sizes import sizes_of
@@ -308,7 +308,7 @@ def _of_verify(config: Config) -> Iterator[str]:
 
 def _of_estimate(config: Config) -> Iterator[str]:
     wanted = config.estimate
-    yield from unknown("estimate.recipes", wanted.recipes, RECIPES)
+    yield from unknown("estimate.recipes", wanted.recipes, (*RECIPES, *(f"{r}_{KEPT_IN_FP8}" for r in RECIPES[1:])))
     yield from unknown("estimate.sections", wanted.sections or (), ESTIMATES)
     if wanted.model and not Path(wanted.model).exists():
         yield f"estimate.model: no such file: {wanted.model}"

@@ -33,12 +33,13 @@ from .bench.layer_work import WIRE
 from .config import ConfigError
 from .estimate_costs import MOST_RANKS, Layout, Rates, fit, memory, read
 from .named import make_capacity
-from .names import ESTIMATES
+from .names import ESTIMATES, KEPT_IN_FP8
 from .results import Report, Row, Section
 from .schema import Config
 from .sizes import NAMES, sizes_of
 
 GIB = 1 << 30
+BOUNDS = ("worst_case", "exact")  # capacities that a case of bench=layer names
 MEASURED_RANKS, MEASURED_ROWS = 4, 2048  # most ranks, fewest rows an expert, of what was fitted
 _OFF = {"off": "+.1%"}
 _SECTIONS = (
@@ -113,10 +114,18 @@ def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator
     sizes = [ep for ep in range(1, min(world, MOST_RANKS) + 1) if not (world % ep or shape.experts % ep)]
     bounds = make_capacity(config), wanted.imbalance, node, config.dispatcher.nodes_per_token
     for recipe in wanted.recipes:
-        found = []
+        found, (base, _, change) = [], recipe.partition("_")
         for ep in (ep for ep in sizes if not (node % ep if ep <= node else ep % node)):
             kinds = ("symmetric" if ep <= node else "hierarchical", "all_to_all", "nvshmem") if ep > 1 else ("local",)
-            found += [_row(config, rates, Layout(shape, ep, f"{recipe}/{kind}", *bounds), layers) for kind in kinds]
+            found += [
+                _row(
+                    config,
+                    rates,
+                    Layout(shape, ep, ", ".join(filter(None, (f"{base}/{kind}", change))), *bounds),
+                    layers,
+                )
+                for kind in kinds
+            ]
         can_run = [row for row in found if row["dispatcher"] != "nvshmem"]  # whose times are lower bounds
         best = max([row for row in can_run if row["GiB"] <= wanted.memory] or can_run, key=lambda row: row["ktok/s"])
         best |= {"best": True, "note": f"best {best['note']}".strip()}
@@ -145,7 +154,7 @@ def _row(config: Config, rates: Rates, layout: Layout, layers: int) -> Row:
     marks |= {"g": grad_ms > ms, "h": dispatcher == "hierarchical", "p": dispatcher == "nvshmem"}
     marks["j"] = dispatcher == "nvshmem" and ep < world
     note = "".join(mark for mark, holds in marks.items() if holds)
-    row = {"layout": f"{layout.what} {ep}", "recipe": layout.case.recipe, "dispatcher": dispatcher, "EP": ep}
+    row = {"layout": f"{layout.what} {ep}", "recipe": layout.case.whole_recipe, "dispatcher": dispatcher, "EP": ep}
     row |= zip(("NVL MB", "net MB"), (sum(leg) / 1e6 for leg in zip(*layout.wire)))
     row |= {"ms": ms, "grad ms": grad_ms, "GiB": gib}
     return row | {
@@ -171,11 +180,11 @@ def errors(section: str, rows: list[Row]) -> Iterator[Row]:
     for row in rows:
         what, _, suffix = (name := row.get("what", "")).partition(", ")
         capacity, skewed = row.get("capacity"), bool(row.get("skew"))
-        formula = (what in CASES and suffix in ("", "kept", "worst_case", "exact")) or name == BASELINE
+        formula = (what in CASES and suffix in ("", "kept", KEPT_IN_FP8, *BOUNDS)) or name == BASELINE
         if row["section"] not in ("layer", "skew", "eager", "memory") or not formula or (skewed and not capacity):
             continue
         model, ranks, quantized_once = row["model"], row["ranks"], suffix == "kept"
-        fits = Capacity(suffix) if suffix and not quantized_once else Capacity.factor(capacity or 1.0)
+        fits = Capacity(suffix) if suffix in BOUNDS else Capacity.factor(capacity or 1.0)
         imbalance = capacity if skewed and capacity else 1.0
         layout = dataclasses.replace(Layout.of(row), capacity=fits, imbalance=imbalance)
         notes = ["skew"] * skewed + [f"T {layout.shape.tokens}"] * (row["section"] == "eager")

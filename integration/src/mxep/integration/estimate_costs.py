@@ -149,7 +149,7 @@ class Layout:
 def terms(layout: Layout, slower: float = 1.0) -> dict[str, tuple[float, ...]]:
     """What each stage must do: bytes, flops, times, which each have a factor in us. slower: 450 GB/s over NVLink's."""
     case, p, rows, shape = layout.case, layout.problem, layout.most_pairs, layout.shape
-    of_work = case if case.baseline else Case(f"{MX}, kept" if case.kept else MX)
+    of_work = case if case.baseline else Case(f"{MX}, {case.suffix}" if case.kept or case.kept_in_fp8 else MX)
     todo: dict[str, tuple[float, ...]] = {stage: (amount,) for stage, (_, amount) in work(p, of_work).items()}
     todo["GEMMs"] = (todo["GEMMs"][0] * (1 + TILE / 2 * len(p.w2) / rows),)
     if case.baseline:
@@ -284,7 +284,7 @@ class Memory:
 def memory(layout: Layout) -> Memory:
     """Of one layer of a layout."""
     (tokens, dim, hidden, experts, top_k), ranks, capacity = layout.shape, layout.ranks, layout.capacity
-    own, recipe, dispatcher = experts // ranks, Recipe.named(layout.case.recipe), layout.case.dispatcher
+    own, recipe, dispatcher = experts // ranks, Recipe.named(layout.case.whole_recipe), layout.case.dispatcher
     quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
     sources = 1 if dispatcher == "local" else ranks
     crossing = layout.slots if dispatcher == "hierarchical" else 0
@@ -297,7 +297,10 @@ def memory(layout: Layout) -> Memory:
     row = dim + dim // (recipe.block_size or dim) if quantized else 2 * dim
     copied = dispatcher in ("symmetric", "hierarchical", "nvshmem")
     saved = (rows if not quantized or keeps_rows(rows, slots, copied=copied) else slots) * row
-    gate_up, h, d_h = 4 * rows * hidden, rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
+    gate_up, of_forward = 4 * rows * hidden, 2 * rows * dim  # besides at forward's peak
+    if recipe.saved_gate_up == "fp8":
+        gate_up, of_forward = rows * (2 * hidden + 1), max(gate_up, of_forward)
+    h, d_h = rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
     plan = 8 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
     plan += 4 * (crossing * (top_k + 1) + tokens * layout.nodes) if crossing else 0
     amax = 4 * own * (dim + hidden) * quantized
@@ -313,7 +316,7 @@ def memory(layout: Layout) -> Memory:
     swiglu = h + d_gate_up * (not quantized)
     late = 2 * (tokens + 2 * crossing) * dim + (d_rows if dispatcher != "local" else 0)  # dx leaves beside the last
     operands = folded * (2 * hidden + dim)
-    forward = kept + h + d_rows + 1.5 * colwise  # where there is no out yet
+    forward = kept + h + of_forward + 1.5 * colwise  # where there is no out yet
     first = 1.5 * colwise + d_slots + d_y[0] + d_h
     backward = [(kept, first, first)]
     backward += [(kept, colwise + d_slots + d_y[1] + d_h + swiglu, swiglu)]

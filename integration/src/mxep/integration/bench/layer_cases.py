@@ -6,6 +6,7 @@
                                    quantizes, as that of the first one
     RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
     ..., worst_case; ..., exact    with these capacities
+    RECIPE/DISPATCHER, gate_up_fp8 of the recipe with this change: gate_up is kept in FP8 for backward
     baseline bf16                  baseline.BaselineLayer
     baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire, with torchao's products (rows and columns scaled)
                                    or mxep.gemm.grouped_mm, which quantizes what has arrived
@@ -36,6 +37,7 @@ from mxep.quant import BLOCK
 
 from ..collective import all_gather_tensor
 from ..mesh import local, share
+from ..names import KEPT_IN_FP8
 from ..rank import Rank
 from ..reference import Results
 from ..verify import FixedRouting
@@ -114,6 +116,15 @@ class Case:
         return self.suffix == "kept"
 
     @property
+    def kept_in_fp8(self) -> bool:
+        return self.suffix == KEPT_IN_FP8
+
+    @property
+    def whole_recipe(self) -> str:
+        """With its change."""
+        return f"{self.recipe}_{KEPT_IN_FP8}" if self.kept_in_fp8 else self.recipe
+
+    @property
     def bounded(self) -> bool:
         """Whether the problem's capacity bounds its rows."""
         return not self.baseline and self.suffix not in ("worst_case", "exact")
@@ -176,7 +187,7 @@ class Mxep(Layer):
             p.shape.experts,
             p.shape.top_k,
             group=dist.group.WORLD,
-            recipe=case.recipe,
+            recipe=case.whole_recipe,
             dispatcher=case.dispatcher,
             capacity=Capacity.factor(p.capacity) if case.bounded else Capacity(case.suffix),
             max_tokens=p.shape.tokens,

@@ -112,7 +112,8 @@ def work(p: Problem, case: Case) -> dict[str, Work]:
         # Rows of x and of d_out: qdata and scales read, qdata written.
         "gather + fold": ("bytes", 2 * rows * dim * (2 + 1 / BLOCK)),
         # Forward: gate and up read, qdata written; backward: these and d_h read, qdata of both gradients and h written.
-        "SwiGLU": ("bytes", 14 * rows * hidden),
+        # Kept in FP8: once more gate and up read, and qdata written, which backward reads.
+        "SwiGLU": ("bytes", (18 if case.kept_in_fp8 else 14) * rows * hidden),
         # Codes of both operands of both weight gradients, read and written.
         "fold for wgrad": ("bytes", 2 * rows * (2 * dim + 3 * hidden)),
         # bf16 read twice, since a column's scale needs all its rows first; qdata of both orientations written.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..names import BACKENDS, CASES, RECIPES
+from ..names import BACKENDS, CASES, KEPT_IN_FP8, RECIPES
 from ..schema import BenchConfig
 
 ANY = "*"
@@ -41,6 +41,7 @@ KERNELS = (
 LAYERS = (
     *(f"baseline {recipe}" for recipe in RECIPES),
     *(f"{case}{suffix}" for case in CASES for suffix in ("", ", kept", ", main_grad", ", worst_case", ", exact")),
+    *(f"{case}, {KEPT_IN_FP8}" for case in CASES if not case.startswith("bf16")),
 )
 MODELS = (
     *("baseline bf16", "no experts", "transformers bf16"),
