@@ -149,10 +149,11 @@ class Recipe:
 def _named() -> Iterator[tuple[str, Recipe]]:
     yield "bf16", Recipe.bf16()
     for base, count in itertools.product(("fp8", "mxfp8"), range(6)):
-        for changes in itertools.permutations(_CHANGES, count):
+        for changes in itertools.combinations(_CHANGES, count):
             fields = [field for change in changes for field in _CHANGES[change].items()]
             if len(dict(fields)) == len(fields) and not (base == "fp8" and "32x32" in changes):
-                yield "_".join((base, *changes)), Recipe(_BASES[base], **dict(fields))
+                recipe = Recipe(_BASES[base], **dict(fields))
+                yield from (("_".join((base, *order)), recipe) for order in itertools.permutations(changes))
 
 
 _NAMED: Final = dict(_named())  # all of them: torch.compile finds a recipe and makes none
