@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mxep.ep import MoE, shared_expert, steps
+from mxep.ep.passes import _Pass
 from mxep.ep.shared_expert import SharedExpert
 from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.quant import replay
 from mxep.quant.pools import idle_bytes
 from mxep.quant.replay import no_replays
 from ranks import distributed
@@ -224,7 +224,7 @@ def test_a_pass_that_allocates_too_much_is_called_and_its_steps_are_graphs(monke
     layer, batch = make_layer("mxfp8", "local"), torch.randn(2, T, DIM, device="cuda", dtype=torch.bfloat16)
     with no_replays():
         wanted = run(layer, *batch)
-    monkeypatch.setattr(replay, "MOST_BYTES", 400_000)  # a step allocates less, a pass more
+    monkeypatch.setattr(_Pass, "most_bytes", 400_000)  # a step allocates less, a pass more
     before = sum(step.replays for step in STEPS)
     for _ in range(4):
         got = run(layer, *batch)

@@ -14,13 +14,13 @@ from mxep.comms import Capacity, make_plan
 from mxep.comms.layout import Layout as Buffer
 from mxep.ep import HierarchicalDispatcher, run_experts
 from mxep.ep.dispatchers.local import LocalDispatcher
+from mxep.ep.passes import PASS_BYTES
 from mxep.ep.saved import Saved
 from mxep.gemm import Recipe
 from mxep.gemm.backends.hopper import Hopper
 from mxep.integration import estimate as task
 from mxep.integration.bench.layer_cases import MX, Shape
 from mxep.integration.estimate_costs import Layout, memory, read
-from mxep.quant.replay import MOST_BYTES
 
 
 def case(recipe: str, dispatcher: str) -> str:
@@ -104,7 +104,7 @@ def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[
         dispatcher = LocalDispatcher(experts, capacity=capacity)
         how = {"recipe": Recipe.named(recipe), "backend": Anywhere()}
         out, _ = run_experts(x, ids, weights, w13, w2, dispatcher=dispatcher, **how)
-        kept, of_forward, fits = alive.now - before - out.nbytes, alive.peak - before, alive.all - before <= MOST_BYTES
+        kept, of_forward, fits = alive.now - before - out.nbytes, alive.peak - before, alive.all - before <= PASS_BYTES
         alive.all = alive.peak = 0
         grads = torch.autograd.grad(out, (x, weights, w13, w2), d_out)
         found = memory(Layout(sizes, 1, case(recipe, "local"), capacity))
@@ -112,7 +112,7 @@ def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[
         del grads
     assert found.kept == pytest.approx(kept, rel=0.005)
     assert found.called == pytest.approx(max(of_forward, alive.peak - before), rel=0.005)
-    if alive.all <= MOST_BYTES and fits:  # arguments, what is returned, and all that there is besides
+    if alive.all <= PASS_BYTES and fits:  # arguments, what is returned, and all that there is besides
         besides = alive.peak - before - kept - out.nbytes
         assert (made + out.nbytes + besides) * 0.995 <= found.work < made + out.nbytes + alive.all
 

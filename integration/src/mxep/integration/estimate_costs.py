@@ -31,6 +31,7 @@ from mxep.comms import Capacity
 from mxep.comms.layout import ALIGNMENT, round_up
 from mxep.comms.layout import Layout as Buffer
 from mxep.ep.dispatchers.hierarchical import share_of_node, slots_per_node
+from mxep.ep.passes import PASS_BYTES
 from mxep.ep.saved import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
@@ -270,8 +271,9 @@ class Memory:
     """Bytes of a layer of bf16 weights on Hopper.
 
     kept: until its backward. work: besides at its peak, with all gradients and the output, where passes are replayed: a
-    graph's arguments, results and temporaries are there to its end. A pass that would allocate more than MOST_BYTES is
-    refused, as are those of dispatchers that are in no graph: then its steps are replayed. buffers: of exchanges.
+    graph's arguments, results and temporaries are there to its end. A pass that would allocate more than PASS_BYTES is
+    refused, as are those of dispatchers that are in no graph: then its steps are replayed, up to MOST_BYTES each.
+    buffers: of exchanges.
     called: kept + work where passes are called.
     """
 
@@ -335,7 +337,7 @@ def memory(layout: Layout) -> Memory:
     if in_step + d_gate_up * (not quantized) + each[2] + d_rows > MOST_BYTES:
         in_step = 0  # that step is called
     peaks = [forward]
-    if in_steps or sum(each) > MOST_BYTES:
+    if in_steps or sum(each) > PASS_BYTES:
         peaks += [out + kept + 1.5 * colwise + d_slots + d_rows + d_gate_up + 2 * w + in_step]
         peaks += [out + saved + plan + d_gate_up + 6 * w + late]
         if dispatcher == "all_to_all" or operands + 4 * w > MOST_BYTES:

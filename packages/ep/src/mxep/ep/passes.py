@@ -59,6 +59,8 @@ PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.na
 """The plan's tensors."""
 AFTER_PLAN = 7 + len(PLAN)
 """What `layer_backward` gets before `saved`."""
+PASS_BYTES = 2 << 30
+"""That a pass may allocate to be a graph. It takes an H200 0.75 to 1.9 ms for each GiB."""
 Pending = dict[int, tuple[Any, Any]]
 """Of gate_up_proj (0) and down_proj (1): the gradient of their rows and the rows, for a weight gradient to come."""
 
@@ -207,6 +209,8 @@ def routing_of(plan: list[Tensor], expert_ids: Tensor, dispatcher: TokenDispatch
 class _Pass(Replayed):
     """Of two exchanges. The dispatcher has the pass's graphs, and a pass knows it by a weak reference: it goes with its
     users, not when garbage is collected."""
+
+    most_bytes = PASS_BYTES
 
     def __init__(self, function: Callable[..., tuple[Routing, Tensors]], dispatcher: TokenDispatcher) -> None:
         super().__init__(function)  # type: ignore[arg-type]  # which `direct` calls

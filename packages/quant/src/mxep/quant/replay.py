@@ -25,10 +25,10 @@ from mxep.quant.tensor import MXTensor
 
 MOST_GRAPHS = 256
 """Of a function."""
-MOST_BYTES = 3 << 30
-"""That a call may allocate to be a graph. A layer's passes take an H200 0.75 to 1.9 ms for each GiB that they allocate,
-the host less, and what is refused still has graphs of its steps. A graph holds its arguments and its temporaries to its
-end, where a function that is called drops them as it goes."""
+MOST_BYTES = 1 << 30
+"""That a call may allocate to be a graph, if its function says no other. A graph holds its arguments and its
+temporaries to its end, where a function that is called drops them as it goes. To move a GiB takes an H200 0.75 ms and
+more, the host less to launch what does."""
 LEAST_DEVICE = 0
 """Index of the first device that replays; -1 is the CPU."""
 Tensors = list[Any]
@@ -66,8 +66,11 @@ class Replayed:
     """What :func:`replayed` makes.
 
     Attributes:
-        function: the function itself. replays: how many calls were launches of a graph.
+        function: the function itself. replays: how many calls were launches of a graph. most_bytes: that a call may
+            allocate to be one.
     """
+
+    most_bytes = MOST_BYTES
 
     def __init__(self, function: Callable[..., Tensors]) -> None:
         functools.update_wrapper(self, function)
@@ -139,9 +142,9 @@ class Replayed:
             nbytes = _allocated(device) - before
         finally:
             _here.counts = outer
-        if nbytes <= MOST_BYTES:
+        if nbytes <= self.most_bytes:
             return results, None
-        return results, self._told(f"it allocates {nbytes} bytes, more than {MOST_BYTES}")
+        return results, self._told(f"it allocates {nbytes} bytes, more than {self.most_bytes}")
 
     def _capture(
         self, tensors: Tensors, flat: Tensors, static: tuple[Any, ...], again: bool = True
