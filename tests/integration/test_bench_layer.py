@@ -264,6 +264,22 @@ def spoil(rank: Rank, config: BenchConfig) -> list[dict[str, object]]:
     return [row for _, row in layer.measure(run.Bench(rank, config, 0, Report("", {}, sections)))]
 
 
+def test_a_step_is_charged_for_what_it_adds_and_not_for_graphs_that_others_hold(monkeypatch: pytest.MonkeyPatch):
+    """2 GiB of tensors, 1 outside and 5 of others' graphs before; a step adds 3, 0.5 and 0.25."""
+    gib, called = layer.GIB, []
+    found = iter([layer.Memory(2 * gib, gib, 5 * gib), layer.Memory(2 * gib, 3 * gib // 2, 21 * gib // 4)])
+    monkeypatch.setattr(layer.Memory, "now", lambda: next(found))
+    monkeypatch.setattr(layer, "free_memory", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * gib)
+    row = layer.memory_of(lambda: called.append("step"), torch.device("cuda"))
+    assert row == {"peak GiB": 3.75, "outside GiB": 0.5, "graphs GiB": 0.25}
+    assert called == ["step"] * 3
+    less = layer.Memory(0, 4, 4).row(layer.Memory(0, 2, 2), 0)  # what goes meanwhile is no gain of the step's
+    assert set(less.values()) == {0.0}
+
+
 def test_a_layer_that_is_wrong_or_fails_has_no_figures_but_an_error(make_config):
     config = make_config(*ON_CPU, "bench.models=[tiny]", f'bench.cases=["{MX}","{MX}, kept"]').bench
     (found,) = run_ranks(spoil, (config,), world_size=1, device="cpu", timeout=60)

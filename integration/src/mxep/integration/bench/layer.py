@@ -275,28 +275,42 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
     nothing on a CPU.
 
     peak GiB: in the allocator, outside and in graphs. outside GiB: peers' memory, libraries' buffers. graphs GiB: what
-    pools of graphs hold in which no tensor lies. kept GiB, if `forward` is given: in the allocator
-    while the output of it is held, above the output.
+    pools of graphs hold in which no tensor lies. kept GiB, if `forward` is given: in the allocator while its output is
+    held, above that.
     """
     if device.type != "cuda":
         return {}
-
-    def outside() -> int:
-        free, total = torch.cuda.mem_get_info()
-        return total - free - torch.cuda.memory_reserved()
-
     free_memory(device)
-    before, outside_before = torch.cuda.memory_allocated(), outside()
+    before = Memory.now()
     for _ in range(3):  # the second call of a kind is captured
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
     torch.cuda.synchronize()
-    apart, graphs = max(0, outside() - outside_before), idle_bytes(torch.cuda.current_device())
-    peak = torch.cuda.max_memory_allocated() - before + apart + graphs
-    row: Row = {"peak GiB": peak / GIB, "outside GiB": apart / GIB, "graphs GiB": graphs / GIB}
+    row = before.row(Memory.now(), torch.cuda.max_memory_allocated())
     if forward is not None:
-        before = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         out = forward()
-        row["kept GiB"] = (torch.cuda.memory_allocated() - before - out.nbytes) / GIB
+        row["kept GiB"] = (torch.cuda.memory_allocated() - allocated - out.nbytes) / GIB
     return row
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the current GPU: in tensors, outside of torch's allocator, and in graphs' pools where no tensor lies."""
+
+    allocated: int
+    outside: int
+    graphs: int
+
+    @classmethod
+    def now(cls) -> Memory:
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        return cls(torch.cuda.memory_allocated(), outside, idle_bytes(torch.cuda.current_device()))
+
+    def row(self, after: Memory, peak: int) -> Row:
+        """What a step added; peak: in tensors. Graphs of other steps, which were there before, are none of its."""
+        outside, graphs = max(0, after.outside - self.outside), max(0, after.graphs - self.graphs)
+        in_all = peak - self.allocated + outside + graphs
+        return {"peak GiB": in_all / GIB, "outside GiB": outside / GIB, "graphs GiB": graphs / GIB}
