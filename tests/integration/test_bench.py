@@ -146,6 +146,19 @@ def test_without_a_cuda_device_there_is_one_message(mxep):
     assert "Traceback" not in finished.err
 
 
+def test_a_torch_that_cannot_use_the_gpus_is_told_before_a_rank_starts(make_config, monkeypatch, tmp_path: Path):
+    """A driver shows GPUs, so the config passes. Ranks would start, and fail one by one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(job, "_on_ranks", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(run, "run", lambda *_, **__: pytest.fail("started"))
+    for bench in ("quant", "layer"):
+        with pytest.raises(ConfigError, match=f"bench={bench}: torch {re.escape(torch.__version__)} uses none of"):
+            job.run_job(make_config("task=bench", f"bench={bench}"), {}, tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(pytest.fail.Exception, match="started"):
+        job.run_job(make_config("task=bench", "bench=layer", "bench.device=cpu"), {}, tmp_path)
+
+
 ROWS = [
     {"case": "fast", "shape": [8, 4], "us": 100.0, "of copy": 0.95, "kernels": ["one_kernel"]},
     {"case": "fast", "shape": [16, 4], "us": 100.04, "of copy": None},

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -55,6 +56,11 @@ def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
     names = [recipe.name for recipe in recipes(config)]
     if config.task.name == "bench":
         run.load(config.bench.name)
+        if config.bench.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"bench={config.bench.name}: torch {torch.__version__} uses none of the GPUs here: it is built for "
+                'CPUs or for a newer driver, `python -c "import torch; torch.cuda.init()"` says which; install another'
+            )
     if config.task.name != "train" or config.resume is None:
         return {}
     if str(Path(config.resume).resolve()) in checkpoints.values():  # one run goes on, whatever it is called now
