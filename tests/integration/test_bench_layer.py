@@ -204,7 +204,7 @@ def test_bytes_of_both_legs_are_those_counted_by_hand(name: str, within: int, ac
 def test_rows_say_what_each_leg_carries_where_two_ranks_are_two_nodes(mxep, tmp_path: Path):
     cases = "mxfp8/hierarchical", "mxfp8/all_to_all", MX
     wanted = f"bench.cases=[{','.join(json.dumps(case) for case in cases)}]", "bench.sections=[eager]"
-    finished = mxep(*ON_CPU, "parallel.ranks=2", "bench.models=[tiny]", *wanted, "dispatcher.ranks_per_node=1")
+    finished = mxep(*ON_CPU, "parallel.ranks=2", "bench.models=[tiny,host]", *wanted, "dispatcher.ranks_per_node=1")
     assert finished.code == 0, finished.out + finished.err
     rows = json.loads((tmp_path / "run" / "bench.json").read_text())["sections"]["eager"]
     found = {row["what"]: row for row in rows}

@@ -139,6 +139,10 @@ def test_models_whose_shapes_the_command_line_names_are_measured():
     ]
     with pytest.raises(ConfigError, match=r"bench\.shapes: which are measured\? bench\.models="):
         prepared(*of_model, f"+bench.shapes={{mine:{shape}}}")
+    for bench in ("model", "layer"):
+        shapes = f"bench={bench}", "+bench.shapes.mine=[[32,64,32,8,2]]"
+        with pytest.raises(ConfigError, match=r"bench\.shapes\.mine: got bench\.models without it: add mine there"):
+            prepared("task=bench", "bench.device=cpu", *shapes, "bench.models=[deepseek_v3_16b]")
 
 
 def test_a_table_of_verification_fits_80_columns_and_names_what_failed(make_config: Callable[..., Config], capsys):

@@ -61,6 +61,9 @@ def _fit_bench(raw: DictConfig, given: set[str]) -> None:
                 f"bench.shapes: which are measured? bench.models=[...] names some of {'; '.join(raw.bench.shapes)}"
             )
         raw.bench.models = list(named) or raw.bench.models
+    elif raw.bench.models is not None and (left := [kind for kind in named if kind not in raw.bench.models]):
+        cure = f"add {left[0]} there, or leave this out"
+        raise ConfigError(f"bench.shapes.{left[0]}: got bench.models without it: {cure}")
     if raw.bench.device != "cpu":
         return
     if raw.bench.backend is not None and "bench.backend" not in given:
