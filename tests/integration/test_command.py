@@ -95,6 +95,8 @@ def test_names_known_without_torch_are_those_of_the_tables():
     assert ep.DISPATCHERS == names.DISPATCHERS
     assert tuple(ep.CASES) == names.CASES
     assert tuple(job.TASKS) == names.TASKS
+    wanted = {recipe: gemm.Recipe.named(recipe).group_alignment for recipe in names.RECIPES}
+    assert wanted == names.ALIGNMENT
     for base in names.RECIPES[1:]:
         for change in names.CHANGES:
             if (base, change) != ("fp8", "32x32"):

@@ -71,6 +71,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["model.experts=5"], "model.experts must be a multiple of 2"),
         (["model.top_k=9"], "model.top_k must lie in 1..4"),
         (["model.dim=40"], "recipe mxfp8 wants model.dim and model.hidden_dim in 32s"),
+        (["recipe=fp8", "model.hidden_dim=40"], "recipe fp8 wants model.dim and model.hidden_dim in 16s"),
         (["recipe.linear=mx4"], "recipe.linear: got 'mx4', want bf16, fp8, mxfp8, auto;"),
         (["recipe.name=int3"], "want bf16, fp8, mxfp8, auto;"),
         (["task=compare", "recipe=auto"], "task=compare compares a recipe with bf16: recipe must be another one"),
@@ -108,6 +109,10 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["task=verify", "verify.top_k=9"], "verify.top_k must lie in 1..8 (verify.experts), got 9"),
         (["task=verify", "verify.experts=7"], "verify.experts must be a multiple of 2 (parallel.ranks), got 7"),
         (["task=verify", "verify.dim=100"], "wants verify.dim and verify.hidden_dim in 32s, got 100 and 128"),
+        (
+            ["task=verify", "verify.dim=100", "verify.cases=[bf16/local,fp8/linear]"],
+            "recipe fp8 wants verify.dim and verify.hidden_dim in 16s, got 100 and 128",
+        ),
         (["estimate.layers=0"], "estimate.layers must be positive, got 0"),
     ],
 )

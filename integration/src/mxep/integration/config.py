@@ -28,7 +28,18 @@ from omegaconf.errors import OmegaConfBaseException
 from . import files, tokenizer
 from .arguments import override_key
 from .bench.names import BENCH, bench_complaints, unknown
-from .names import BACKENDS, CASES, CHANGES, DISPATCHERS, ESTIMATES, KEPT_IN_FP8, LINEAR_CASES, RECIPES, TASKS
+from .names import (
+    ALIGNMENT,
+    BACKENDS,
+    CASES,
+    CHANGES,
+    DISPATCHERS,
+    ESTIMATES,
+    KEPT_IN_FP8,
+    LINEAR_CASES,
+    RECIPES,
+    TASKS,
+)
 from .process import count_gpus
 from .schema import Config
 from .sizes import sizes_of
@@ -174,7 +185,7 @@ def _out_of_range(config: Config) -> Iterator[str]:
 
 def _complaints(config: Config) -> Iterator[str]:
     """What does not fit; everything that a rank would trip over is caught here."""
-    model, path, scaled = config.model, config.data.path, config.recipe.name.startswith("mx")
+    model, path = config.model, config.data.path
     ranks, ep = config.ranks, config.ep
     if ranks % ep:
         cure = f"parallel.ep={math.gcd(ranks, ep)} or parallel.ranks={ep * (ranks // ep + 1)}"
@@ -192,12 +203,12 @@ def _complaints(config: Config) -> Iterator[str]:
         yield from _of_own_model(config)
     if not 1 <= model.top_k <= model.experts:
         yield f"model.top_k must lie in 1..{model.experts} (model.experts), got {model.top_k}"
-    if scaled and (model.dim % 32 or model.hidden_dim % 32):
+    alignment = _alignment(config.recipe.name)
+    if model.dim % alignment or model.hidden_dim % alignment:
         sizes = f"{model.dim} and {model.hidden_dim}"
-        yield f"recipe {config.recipe.name} wants model.dim and model.hidden_dim in 32s, got {sizes}"
+        yield f"recipe {config.recipe.name} wants model.dim and model.hidden_dim in {alignment}s, got {sizes}"
     linear = config.recipe.linear or "bf16"
-    alignment = {"mxfp8": 32, "fp8": 16}.get(linear.partition("_")[0], 1)
-    if model.dim % alignment:
+    if model.dim % (alignment := _alignment(linear)):
         yield f"recipe.linear={linear} wants model.dim in {alignment}s, got {model.dim}"
     if config.dispatcher.overflow == "drop" and config.dispatcher.capacity != "factor":
         capacity = config.dispatcher.capacity
@@ -302,8 +313,10 @@ def _of_verify(config: Config) -> Iterator[str]:
     if spread and sizes.experts % ranks:
         cure = f"verify.experts={ranks * (sizes.experts // ranks + 1)}"
         yield f"verify.experts must be a multiple of {ranks} (parallel.ranks), got {sizes.experts}: try {cure}"
-    if (sizes.dim % 32 or sizes.hidden_dim % 32) and any(name.startswith("mx") for name in _multiplied(config)):
-        yield f"recipe mxfp8 wants verify.dim and verify.hidden_dim in 32s, got {sizes.dim} and {sizes.hidden_dim}"
+    strictest = max(_multiplied(config), key=_alignment)
+    if sizes.dim % (alignment := _alignment(strictest)) or sizes.hidden_dim % alignment:
+        got = f"{sizes.dim} and {sizes.hidden_dim}"
+        yield f"recipe {strictest} wants verify.dim and verify.hidden_dim in {alignment}s, got {got}"
 
 
 def _of_estimate(config: Config) -> Iterator[str]:
@@ -317,6 +330,11 @@ def _of_estimate(config: Config) -> Iterator[str]:
         yield f"estimate.rates: no such file: {', '.join(missing)}: {cure}"
     if not wanted.rates:
         yield "estimate.rates: got none, wanted JSON files that bench=layer wrote"
+
+
+def _alignment(recipe: str) -> int:
+    """What sizes must be multiples of. Of "auto", which takes bf16 where MXFP8 does not fit: 1."""
+    return ALIGNMENT.get(recipe.partition("_")[0], 1)
 
 
 def _multiplied(config: Config) -> list[str]:

@@ -3,6 +3,7 @@
 BACKENDS = ("reference", "dequant", "hopper", "triton", "blackwell")
 DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
 RECIPES = ("bf16", "fp8", "mxfp8")
+ALIGNMENT = {"bf16": 1, "fp8": 16, "mxfp8": 32}  # of sizes that a recipe multiplies
 CHANGES = ("e5m2", "32x32", "wgrad_bf16", "gate_up_fp8", "floor", "ceil", "even")
 """Of the last two recipes, as in mxfp8_e5m2."""
 KEPT_IN_FP8 = "gate_up_fp8"
