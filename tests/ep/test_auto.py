@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from mxep.ep import ExpertParallel, MoE
-from mxep.ep.auto import _log
+from mxep.ep.auto import _log, rows_per_expert
 from mxep.gemm import Recipe
 from mxep.gemm.auto import FIXED, LEAST
 from ranks import Context, distributed
@@ -36,6 +36,10 @@ def layer(recipe: str = "auto", **options) -> MoE:  # type: ignore[no-untyped-de
 
 def tokens(count: int) -> torch.Tensor:
     return torch.randn(count, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def test_the_rows_of_an_expert_are_those_of_the_docstring() -> None:
+    assert rows_per_expert(4096, 8, 2, 128) == 512
 
 
 @pytest.mark.parametrize(("count", "picked"), [(63, BF16), (64, MXFP8)])

@@ -27,6 +27,7 @@ from typing import Any
 
 from mxep.comms import Capacity
 from mxep.ep import CASES
+from mxep.ep.auto import rows_per_expert
 
 from .bench.layer_cases import BASELINE, Shape
 from .bench.layer_work import WIRE
@@ -148,7 +149,7 @@ def _row(config: Config, rates: Rates, layout: Layout, layers: int) -> Row:
     sizes |= {"kept": layers * of_layer.kept, "work": of_layer.work}
     sizes |= {"buffers": of_layer.buffers}
     gib = sum(sizes.values()) / GIB
-    few_rows = shape.tokens * shape.top_k * ep / shape.experts < MEASURED_ROWS
+    few_rows = rows_per_expert(shape.tokens, shape.top_k, ep, shape.experts) < MEASURED_ROWS
     marks = {"a": dispatcher == "all_to_all", "e": ep > MEASURED_RANKS, "n": ep > node}
     marks |= {"f": layout.case.recipe == "fp8", "r": few_rows}
     marks |= {"g": grad_ms > ms, "h": dispatcher == "hierarchical", "p": dispatcher == "nvshmem"}

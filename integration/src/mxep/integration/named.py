@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mxep.comms import Capacity
+from mxep.ep.auto import rows_per_expert
 from mxep.gemm import Recipe
 from mxep.gemm.auto import AUTO, recipe_of_experts
 
@@ -18,7 +19,7 @@ def make_recipe(config: Config) -> Recipe:
 def auto(config: Config) -> tuple[Recipe, str]:
     """What recipe "auto" is for the experts of this run, the same on every rank, and why."""
     model = config.model
-    rows = config.tokens_per_rank * model.top_k * config.ep / model.experts
+    rows = rows_per_expert(config.tokens_per_rank, model.top_k, config.ep, model.experts)
     return recipe_of_experts(rows, model.dim, model.hidden_dim)
 
 

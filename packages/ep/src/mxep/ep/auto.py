@@ -1,6 +1,6 @@
 """Recipe "auto" of a layer: MXFP8 where it pays, else bf16. It is picked once, and alike on all ranks.
 
-    rows of an expert = tokens of a rank * top_k * ranks / experts    -> `mxep.gemm.auto_recipe`, of="experts"
+    rows of an expert (`rows_per_expert`) -> `mxep.gemm.auto_recipe`, of="experts"
 
 tokens: ``max_tokens`` where it is given; else the most that a rank of the group brings to the first call that trains,
 for which ranks talk once. Until then, as in an evaluation before training, the layer computes in bf16.
@@ -23,6 +23,14 @@ from .dispatchers import TokenDispatcher
 from .dispatchers.symmetric import most_tokens
 
 BF16 = Recipe.bf16()
+
+
+def rows_per_expert(tokens: int, top_k: int, ranks: int, num_experts: int) -> float:
+    """What an expert gets on average where each of the ranks that share all experts has so many tokens.
+
+    Example: 4096 tokens, top-8, 2 ranks, 128 experts: 512 rows.
+    """
+    return tokens * top_k * ranks / num_experts
 
 
 def recipe_of_call(pick: Callable[..., Recipe | None], *given: Any) -> tuple[Recipe | Literal["auto"], Recipe]:
@@ -58,7 +66,7 @@ def pick_recipe(
         max_tokens = most_tokens(len(x), x.device, dispatcher.group)
         if not max_tokens:
             return None
-    rows = max_tokens * top_k * dispatcher.world_size / dispatcher.num_experts
+    rows = rows_per_expert(max_tokens, top_k, dispatcher.world_size, dispatcher.num_experts)
     recipe, why = recipe_of_experts(rows, dim, hidden_dim)
     if not torch.compiler.is_compiling():
         _log(why)
