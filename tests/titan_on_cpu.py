@@ -1,9 +1,11 @@
 """torchtitan's trainer, 0.2 and 0.3, on CPU processes. Import this before torchtitan.
 
 torchtitan asks once, when it is imported, which accelerator there is, and takes CUDA for granted. This answers for it,
-and for what gloo and torch 2.13 do not have. Nothing of torchtitan is changed.
+also where GPUs are visible, and for what gloo and torch 2.13 do not have. Nothing of torchtitan is changed.
 """
 
+import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +23,14 @@ _module: Any = SimpleNamespace(current_device=lambda: 0, **_memory, **_names, **
 with mock.patch.multiple(
     "torch._utils", _get_available_device_type=lambda: "cpu", _get_device_module=lambda _: _module
 ):
-    import torchtitan.tools.utils  # noqa: F401
+    import torchtitan.tools.utils as tools
+
+tools.has_cuda_capability = lambda *_: False  # by which 0.2 takes other products where GPUs are visible
+
+with contextlib.suppress(ImportError):  # of 0.2, whose Triton kernel wants a GPU, or Triton's interpreter
+    from torchtitan.models.moe import utils as moe
+
+    moe.generate_permute_indices = functools.partial(moe.generate_permute_indices, use_cpu=True)
 
 if not hasattr(dist, "set_timeout"):  # torch 2.13 has it under this name
     dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
