@@ -5,8 +5,9 @@ import pickle
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
-from mxep.ep import MoE, clip_grad_norm_, load_balancing_loss
+from mxep.ep import MoE, clip_grad_norm_, load_balancing_loss, run_experts
 
 
 def made(**options: object) -> MoE:
@@ -58,3 +59,23 @@ def test_sizes_of_a_batch_do_not_compile_a_graph_each(recipe: str) -> None:
         x = torch.randn(tokens, 64).bfloat16()
         assert torch.equal(compiled(x), moe(x))
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("graded", [True, False])
+def test_forward_mode_ad_is_refused_and_loses_no_tangent(graded: bool) -> None:
+    """Where no gradient is wanted there is no node of autograd, at which torch refuses by itself."""
+    moe, x = made(dispatcher="local"), torch.randn(24, 64).bfloat16()
+    weights = moe.experts.gate_up_proj, moe.experts.down_proj
+    with forward_ad.dual_level(), torch.set_grad_enabled(graded):
+        moe(x)  # of plain tensors
+        for wanted in (True, False):
+            moe.requires_grad_(wanted)
+            with pytest.raises(NotImplementedError, match="want a plain one"):
+                moe(forward_ad.make_dual(x, x))
+        ids, scores = torch.zeros(24, 2, dtype=torch.int32), torch.ones(24, 2)
+        for place in (0, 1):
+            given = [*weights]
+            given[place] = forward_ad.make_dual(given[place].detach(), torch.ones_like(given[place]))
+            with pytest.raises(NotImplementedError, match="want a plain one"):
+                run_experts(x, ids, scores, *given, dispatcher=moe.dispatcher, recipe=moe.recipe, backend="auto")
+    moe(x)

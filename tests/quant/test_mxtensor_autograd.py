@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -292,3 +293,15 @@ def test_dtensors_hold_it() -> None:
             assert_same(sharded[1:3].mT.to_local(), whole[1:3].mT)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("graded", [True, False])
+def test_a_tangent_of_forward_mode_ad_is_refused(graded: bool) -> None:
+    x = torch.randn(32, 64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.requires_grad_(graded), x.detach())
+        with pytest.raises(NotImplementedError, match="jvp" if graded else "want a plain one"):
+            quantize(dual)
+        quantize(forward_ad.unpack_dual(dual).primal)
+    with pytest.raises(NotImplementedError, match="want a plain one"):
+        torch.func.jvp(quantize, (x.detach(),), (x.detach(),))

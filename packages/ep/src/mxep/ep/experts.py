@@ -15,6 +15,7 @@ from mxep.gemm.backends import Backend, select
 from mxep.gemm.functional import between_graphs
 from mxep.gemm.several import Weight, joined, tensors_of
 from mxep.quant import SwiGLU
+from mxep.quant.op import check_no_tangent
 
 from .bias import add_down_bias
 from .checks import check_weights
@@ -145,6 +146,7 @@ def run_experts(
         check_weights(x, whole(here, other), down, here_bias, config)  # type: ignore[arg-type]
         grads = [each is not None and each.requires_grad for each in tensors]
         backward = torch.is_grad_enabled() and any(grads)
+        check_no_tangent(x, weights, here, down, other, here_bias)
         with torch.no_grad():
             given = [x, weights, ids, here_bias, here, other, down]
             routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads))

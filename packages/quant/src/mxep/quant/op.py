@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from mxep.quant.modes import mode_listens
@@ -134,3 +135,14 @@ def _log_that_it_is_slow(index: int) -> None:
         "cuda:%d (%s, capability %d.%d): no E4M3 conversions in Triton before 8.9, so MX ops run as plain torch",
         index, name, major, minor,
     )  # fmt: skip
+
+
+def check_no_tangent(*tensors: Tensor | None) -> None:
+    """NotImplementedError within `torch.autograd.forward_ad` for a dual tensor, where torch does not see what is called
+    and its tangent would be lost. Elsewhere it costs a comparison."""
+    if forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "got a dual tensor of forward-mode AD, want a plain one: mxep differentiates backward: torch.autograd.grad"
+        )

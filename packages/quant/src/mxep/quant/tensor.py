@@ -28,6 +28,7 @@ from mxep.quant import ops
 from mxep.quant.aten import HANDLERS
 from mxep.quant.checks import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts
 from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, format_of
+from mxep.quant.op import check_no_tangent
 
 
 class MXTensor(Tensor):
@@ -267,6 +268,7 @@ def wrap(
     """An MXTensor of these parts whose gradient passes unchanged (straight through) to `source`, same shape."""
     parts = qdata, scale, row_index, axis, block_size, dtype
     if not (source.requires_grad and torch.is_grad_enabled()) and not torch.compiler.is_compiling():
+        check_no_tangent(source)
         return MXTensor(*parts, trusted=True)
     mx: MXTensor = _Wrap.apply(source, *parts)  # type: ignore[no-untyped-call]
     return mx
