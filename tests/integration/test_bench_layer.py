@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._subclasses import FakeTensorMode
 
 from ep.memory_table import kept_by_the_standard_layer
 from mxep.integration import snr as snr_module
-from mxep.integration.bench import layer, layer_cases, layer_stages, layer_work, run
+from mxep.integration.bench import baseline, layer, layer_cases, layer_stages, layer_work, run
 from mxep.integration.bench.baseline import BaselineLayer, Groups
 from mxep.integration.bench.comms_cases import Traffic
 from mxep.integration.bench.layer_cases import BASELINE, MX, Case, Problem, Shape
@@ -118,6 +120,23 @@ def test_the_standard_layer_keeps_what_the_table_of_memory_says():
     padding = (rows - tokens * top_k) * 2 * (dim + 3 * hidden)
     silu = rows * 2 * hidden  # which compiled kernels compute again
     assert sum(t.nbytes for t in of_rows) == kept_by_the_standard_layer(*sizes) + padding + silu
+
+
+def test_a_function_of_the_baseline_raises_at_dynamos_limit_instead_of_running_eagerly(monkeypatch):
+    """As on a GPU, but for Inductor, which wants one: a fake tensor is there."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, *, options, **how: compile_(fn, backend="eager", **how))
+
+    @baseline.compiled
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2), FakeTensorMode():
+        for dtype in (torch.float32, torch.bfloat16):
+            twice(torch.empty(8, 16, dtype=dtype, device="cuda"))
+        with pytest.raises(FailOnRecompileLimitHit):
+            twice(torch.empty(8, 16, dtype=torch.float64, device="cuda"))
 
 
 def test_groups_lie_as_the_docstring_says():

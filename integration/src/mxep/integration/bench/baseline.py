@@ -42,11 +42,12 @@ def bf16_product(rows: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 def compiled(fn: Callable[..., T]) -> Callable[..., T]:
     """`fn`, on CUDA under torch.compile: for any number of rows, for these widths alone, as a division by a constant is
-    fast."""
+    fast. More kinds of arguments than Dynamo's recompile_limit raise, as only a `fullgraph` does: no baseline is eager
+    unseen."""
 
     @functools.cache
     def inner() -> Callable[..., T]:
-        return torch.compile(fn, options={"compile_threads": 1})  # a rank has no room for a pool of compilers
+        return torch.compile(fn, fullgraph=True, options={"compile_threads": 1})  # no room for a pool of compilers
 
     @functools.wraps(fn)
     def call(*tensors: Tensor) -> T:
