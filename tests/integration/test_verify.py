@@ -11,10 +11,11 @@ import torch
 from torch.nn import functional as F
 
 from mxep.ep import CASES
-from mxep.gemm import Recipe
-from mxep.integration import job
+from mxep.gemm import BACKENDS, Recipe
+from mxep.integration import job, verify
 from mxep.integration.names import LINEAR_CASES
 from mxep.integration.reference import (
+    EXACT,
     LinearProblem,
     LinearResults,
     Problem,
@@ -25,7 +26,7 @@ from mxep.integration.reference import (
 )
 from mxep.integration.schema import Config
 from mxep.integration.snr import snr
-from mxep.integration.verify import Check, compare, make_problem
+from mxep.integration.verify import WIDE, Check, compare, levelled, make_problem, report, wide_of, widened
 
 TAMPERED = 3  # a token whose experts are all routed; an expert
 SMALL = ("verify.tokens=48", "verify.dim=64", "verify.hidden_dim=64", "verify.experts=4", "verify.top_k=2")
@@ -73,7 +74,7 @@ def test_a_nan_or_a_wrong_row_in_a_linears_result_fails_that_result(field: str, 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Results)])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_one_wrong_row_or_a_nan_in_any_result_fails_that_result(make_config, field: str, recipe: str):
-    problem = make_problem(make_config(*SMALL), 0)
+    problem = make_problem(make_config(*SMALL), 0, 1.0)
     exact, quantized = moe_layer(problem), moe_layer(problem, quantizers(Recipe.named(recipe)))
     for wrong in (0.0, float("nan")):
         tampered = getattr(quantized, field).clone()
@@ -98,17 +99,42 @@ def autograd_layer(problem: Problem) -> Results:
 
 
 def test_the_exact_reference_is_what_autograd_computes(make_config: Callable[..., Config]):
-    problem = make_problem(make_config(*SMALL), 1)
+    problem = make_problem(make_config(*SMALL), 1, 1.0)
     wanted, got = autograd_layer(problem), moe_layer(problem)
     for field in dataclasses.fields(Results):
         assert snr(getattr(wanted, field.name), getattr(got, field.name)) > 120, field.name
 
 
-def test_a_quantized_reference_has_the_noise_of_its_format(make_config: Callable[..., Config]):
-    problem = make_problem(make_config("verify.tokens=128"), 0)
-    exact, quantized = moe_layer(problem), moe_layer(problem, quantizers(Recipe.mxfp8()))
-    for field in dataclasses.fields(Results):
-        assert snr(getattr(exact, field.name), getattr(quantized, field.name)) == pytest.approx(23.6, abs=1), field.name
+@pytest.mark.parametrize("wide", [1.0, WIDE])
+def test_a_quantized_reference_has_the_noise_of_its_format(make_config: Callable[..., Config], wide: float):
+    """What is small beside a block that is WIDE times as large has few bits left in a row of FP8, and all in MXFP8."""
+    problem = make_problem(make_config("verify.tokens=128"), 0, wide)
+    recipes = Recipe.fp8(), Recipe.mxfp8()
+    exact, fp8, mxfp8 = (levelled(moe_layer(problem, q), wide) for q in (EXACT, *map(quantizers, recipes)))
+    for name in (field.name for field in dataclasses.fields(Results)):
+        of_mxfp8, of_fp8 = (snr(getattr(exact, name), getattr(each, name)) for each in (mxfp8, fp8))
+        assert of_mxfp8 == pytest.approx(23.6, abs=1), name
+        assert of_fp8 < 20 if wide > 1 else of_fp8 == pytest.approx(of_mxfp8, abs=0.3), name
+    confused = compare(fp8, exact, mxfp8, 0)
+    assert not any(check.passed for check in confused) or wide == 1
+
+
+def test_levelled_results_are_those_of_gaussian_data(make_config: Callable[..., Config]):
+    """To the bit: the factor is a power of two."""
+    config, linear = make_config(*SMALL), LinearProblem.gaussian(45, 64, 96, seed=0)
+    found = [[moe_layer(make_problem(config, 0, wide)), plain_linear(widened(linear, wide))] for wide in (1.0, WIDE)]
+    for plain, wide in zip(*found):
+        for field in dataclasses.fields(plain):
+            assert torch.equal(getattr(levelled(wide, WIDE), field.name), getattr(plain, field.name)), field.name
+
+
+def test_data_are_wide_unless_a_backend_folds_and_the_report_says_which(monkeypatch: pytest.MonkeyPatch, make_config):
+    assert [name for name, backend in BACKENDS.items() if wide_of(backend) == 1] == ["hopper"]
+    monkeypatch.setattr(verify, "select", lambda name, _: BACKENDS[name])
+    for backend, said in (("reference", "FP8 loses, MXFP8 does not"), ("hopper", "hopper folds MXFP8")):
+        made = report(make_config("task=verify", f"backend={backend}", "parallel.device=cpu"), {})
+        assert said in made.remarks[-1]
+        assert made.about["wide"] == (WIDE if backend == "reference" else 1)
 
 
 def test_a_nan_check_does_not_pass():
