@@ -78,11 +78,11 @@ class Imports(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """`@op(..., "module:function")`. comms names modules of its kernels; others give the whole name."""
+        """`@op(..., launcher="module:function")`."""
         if isinstance(node.func, ast.Name) and node.func.id == "op":
-            for launcher in [*node.args[2:3], *(each.value for each in node.keywords if each.arg == "launcher")]:
+            for launcher in (each.value for each in node.keywords if each.arg == "launcher"):
                 module, function = ast.literal_eval(launcher).split(":")  # ValueError unless it is a plain string
-                self.add(module if "." in module else f"{self.package}.kernels.{module}", function)
+                self.add(module, function)
         self.generic_visit(node)
 
 
@@ -160,7 +160,7 @@ def test_files_are_short() -> None:
 
 
 def test_what_quant_and_comms_share_is_one_file() -> None:
-    for name in ("launch.py", "modes.py"):
+    for name in ("launch.py", "modes.py", "op.py"):
         of_comms, of_quant = (ROOT / f"packages/{package}/src/mxep/{package}/{name}" for package in ("comms", "quant"))
         assert of_comms.is_symlink()
         assert of_comms.resolve() == of_quant.resolve()

@@ -114,7 +114,7 @@ def test_wheels_made_of_sdists_carry_licence_and_configs_and_train(folder: Path,
     assert carried == {
         str(path.relative_to(ROOT / "configs")): path.read_bytes() for path in ROOT.glob("configs/**/*.yaml")
     }
-    for shared in ("launch.py", "modes.py"):  # links in the checkout, files wherever they are built
+    for shared in ("launch.py", "modes.py", "op.py"):  # links in the checkout, files wherever they are built
         with zipfile.ZipFile(wheels["comms"]) as file:
             assert file.read(f"mxep/comms/{shared}") == (ROOT / "packages/quant/src/mxep/quant" / shared).read_bytes()
     install(folder, list(wheels.values()))

@@ -14,15 +14,11 @@ IDS = torch.tensor([[0, 3], [-1, 1], [2, 2]], dtype=torch.int32)
 SLOT_ROWS = torch.tensor([[0, 3], [-1, 1], [2, -2], [-2, -2], [-1, -1], [4, 5]], dtype=torch.int32)
 
 
-def payload() -> list[torch.Tensor]:
-    return [content(0, 3, 20), content(1, 3, 5)]
-
-
 def calls():
     tables = IDS[None].repeat(2, 1, 1), torch.rand(2, 3, 2), torch.tensor([3, 1], dtype=torch.int32)
     return {
         "make_plan": (plan.plan_rows, (*tables, 2, 2, 4, 16, 4, torch.zeros(5, dtype=torch.int64))),
-        "gather_rows": (rows.gather_parts, (payload(), torch.tensor([2, -1, 0, 0], dtype=torch.int32), None)),
+        "gather_rows": (rows.gather_part, (content(0, 3, 20), torch.tensor([2, -1, 0, 0], dtype=torch.int32), None)),
         "sum_slots": (rows.add_rows, (torch.randn(8, 5).bfloat16(), SLOT_ROWS)),
     }
 
@@ -36,9 +32,9 @@ def test_opcheck(name):
 def test_tensors_of_two_devices_reach_no_kernel():
     """Kernels get addresses: the host's would be an illegal access, after which the process has no device."""
     with FakeTensorMode():
-        parts = [torch.empty(3, 20, dtype=torch.uint8, device="cuda:0")]
-    with pytest.raises(ValueError, match=r"gather_rows: got tensors on cuda:0 and cpu, wanted one device"):
-        rows.gather_parts._launch(parts, torch.tensor([0], dtype=torch.int32), None)
+        part = torch.empty(3, 20, dtype=torch.uint8, device="cuda:0")
+    with pytest.raises(ValueError, match=r"row_index: got device cpu, want one for all tensors"):
+        rows.gather_part._launch(part, torch.tensor([0], dtype=torch.int32), None)
 
 
 @pytest.mark.parametrize("name", calls())
@@ -110,11 +106,8 @@ def test_the_kernels_equal_their_references_whatever_the_strides(name):
     if name == "gather_rows":
         wide = content(0, 4, 40).to(device)
         payload = [wide[:, 3:11], wide[:, 8:32], wide[:, :0], torch.randn(4, 20, device=device)]
-        pairs = [
-            pair
-            for which in (index[:, 0], None)
-            for pair in zip(gather.gather_rows(payload, which, None), rows.gather_parts.reference(payload, which, None))
-        ]
+        calls = [(part, which, None) for which in (index[:, 0].contiguous(), None) for part in payload]
+        pairs = [(gather.gather_rows(*call), rows.gather_part.reference(*call)) for call in calls]
     else:
         summands = torch.randn(4, 37, device=device).bfloat16()[:, :21]
         pairs = [(combine.sum_slots(summands, index), rows.add_rows.reference(summands, index))]

@@ -86,7 +86,7 @@ def results(name: str, fn: Any, *args: Any) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(op, "runs_on", lambda device: True)
+        monkeypatch.setattr(op, "runs_on", lambda *_: True)
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
 
 
@@ -155,7 +155,7 @@ def test_every_other_row_of_an_indexed_tensor() -> None:
 def test_a_gpu_without_e4m3_runs_the_reference_and_says_so_once(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(op, "runs_on", lambda device: False)
+    monkeypatch.setattr(op, "runs_on", lambda *_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     op._log_that_it_is_slow.cache_clear()
@@ -173,7 +173,7 @@ def test_a_gpu_without_e4m3_runs_the_reference_and_says_so_once(
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_the_reference_reads_no_row_that_is_not_there_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot know where the valid rows end; the index behind them may hold anything."""
-    monkeypatch.setattr(op, "runs_on", lambda device: False)
+    monkeypatch.setattr(op, "runs_on", lambda *_: False)
     wild, valid = index(), ends() // 2
     wild[int(valid[-1]) :] = 1 << 30
     for name in ("fold", "requantize", "gather_swizzled"):
@@ -186,4 +186,4 @@ def test_the_reference_reads_no_row_that_is_not_there_on_a_gpu(monkeypatch: pyte
 def test_kernels_run_from_ada_on(capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert RUNS_ON.__wrapped__(0) is runs
+    assert RUNS_ON.__wrapped__(0, op.E4M3_CAPABILITY) is runs

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .capacity import ANY_ID, Capacity, num_owners
-from .ops import op
+from .op import ANY_GPU, op
 
 DROPPED = -2
 """In ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
@@ -155,7 +155,13 @@ def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: 
     )
 
 
-@op("mxep::make_plan", _fake_plan, "plan:make_plan", mutates_args=("running",))
+@op(
+    "mxep::make_plan",
+    fake=_fake_plan,
+    launcher="mxep.comms.kernels.plan:make_plan",
+    mutates_args=("running",),
+    capability=ANY_GPU,
+)
 def plan_rows(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
     alignment: int, max_rows: int, num_experts: int, running: Tensor | None,

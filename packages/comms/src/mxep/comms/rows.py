@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .ops import op
+from .op import ANY_GPU, op
 
 
 def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -15,7 +15,7 @@ def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tenso
     they are, whose dense copies these are, at the speed of a copy where rows of bytes lie apart. offs: (e,)
     int32; rows past the last are neither read nor, on CUDA, written. Results: (R, n_i).
     """
-    return tuple(gather_parts(list(payload), row_index, offs)) if payload else ()
+    return tuple(gather_part(part, row_index, offs) for part in payload)
 
 
 def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
@@ -28,19 +28,24 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
     return summed
 
 
-def _fake_gather(payload: list[Tensor], row_index: Tensor | None, offs: Tensor | None) -> list[Tensor]:
-    return [part.new_empty((part if row_index is None else row_index).shape[0], part.shape[1]) for part in payload]
+@op(
+    "mxep::gather_rows",
+    fake=lambda part, row_index, offs: part.new_empty(
+        (part if row_index is None else row_index).shape[0], part.shape[1]
+    ),
+    launcher="mxep.comms.kernels.gather:gather_rows",
+    capability=ANY_GPU,
+)
+def gather_part(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tensor:
+    return part.clone(memory_format=torch.contiguous_format) if row_index is None else _gather(part, row_index)
 
 
-@op("mxep::gather_rows", _fake_gather, "gather:gather_rows")
-def gather_parts(payload: list[Tensor], row_index: Tensor | None, offs: Tensor | None) -> list[Tensor]:
-    return [
-        part.clone(memory_format=torch.contiguous_format) if row_index is None else _gather(part, row_index)
-        for part in payload
-    ]
-
-
-@op("mxep::sum_slots", lambda rows, slot_rows: rows.new_empty(slot_rows.shape[0], rows.shape[1]), "combine:sum_slots")
+@op(
+    "mxep::sum_slots",
+    fake=lambda rows, slot_rows: rows.new_empty(slot_rows.shape[0], rows.shape[1]),
+    launcher="mxep.comms.kernels.combine:sum_slots",
+    capability=ANY_GPU,
+)
 def add_rows(rows: Tensor, slot_rows: Tensor) -> Tensor:
     total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device)
     for row_index in slot_rows.unbind(1):

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from mxep.quant.modes import mode_listens
+from .modes import mode_listens
 
+E4M3_CAPABILITY, ANY_GPU = (8, 9), (0, 0)
+"""The first: from which on Triton converts to E4M3: Ada, Hopper, Blackwell; not A100."""
 _INDEX_DTYPES = (torch.int32,)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -39,6 +41,7 @@ class Op:
         launcher: str | None,
         mutates_args: Sequence[str],
         index_dtypes: tuple[torch.dtype, ...],
+        capability: tuple[int, int],
     ) -> None:
         functools.update_wrapper(self, reference)
         self.reference = reference
@@ -50,7 +53,7 @@ class Op:
         self._arguments = self._overload._schema.arguments
         self._tensors = [i for i, a in enumerate(self._arguments) if "Tensor" in str(a.type)]
         self._written = {i for i in self._tensors if self._arguments[i].alias_info}
-        self._index_dtypes = index_dtypes
+        self._index_dtypes, self._capability = index_dtypes, capability
         self._name = launcher
         self._launcher: Callable[..., Any] | None = None
 
@@ -91,7 +94,7 @@ class Op:
                 if not x.is_contiguous():
                     args = (*args[:i], x.contiguous(), *args[i + 1 :])
         assert index is not None
-        if not runs_on(index):
+        if not runs_on(index, self._capability):
             _log_that_it_is_slow(index)
             return self.reference(*args)
         if self._launcher is None:
@@ -111,27 +114,28 @@ def op(
     launcher: str | None = None,
     mutates_args: Sequence[str] = (),
     index_dtypes: tuple[torch.dtype, ...] = _INDEX_DTYPES,
+    capability: tuple[int, int] = E4M3_CAPABILITY,
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make a function of tensors, its reference, an :class:`Op`.
 
     name: ``"mxep::..."``. fake: the shapes of its results. launcher: ``"module:function"``, imported (with Triton) at
     the first call on CUDA; None: the reference runs there, too. mutates_args: those that it writes. index_dtypes: of
-    integer vectors; others raise ValueError on CUDA.
+    integer vectors; others raise ValueError on CUDA. capability: of the oldest GPU that has the launcher; on older ones
+    the reference runs.
     """
-    return lambda reference: Op(name, reference, fake, launcher, mutates_args, index_dtypes)
+    return lambda reference: Op(name, reference, fake, launcher, mutates_args, index_dtypes, capability)
 
 
 @functools.cache
-def runs_on(index: int) -> bool:
-    """Whether the kernels run on CUDA device `index`, which they do where Triton converts to E4M3: from capability 8.9
-    on (Ada, Hopper, Blackwell; not A100). On an older GPU every op runs its plain-torch reference."""
-    return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 9)
+def runs_on(index: int, capability: tuple[int, int]) -> bool:
+    """Whether CUDA device `index` has this capability."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= capability
 
 
 @functools.cache
 def _log_that_it_is_slow(index: int) -> None:
     name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    logging.getLogger("mxep.quant").warning(
+    logging.getLogger(__package__).warning(
         "cuda:%d (%s, capability %d.%d): no E4M3 conversions in Triton before 8.9, so MX ops run as plain torch",
         index, name, major, minor,
     )  # fmt: skip

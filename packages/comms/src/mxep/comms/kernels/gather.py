@@ -1,7 +1,6 @@
 """Rows by an index, in words as wide as rows and their offsets allow. Programs past the last valid row end at once."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -36,12 +35,8 @@ def gather_kernel(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * WIDTH + column, x, mask=(row < valid)[:, None] & (column < WIDTH))
 
 
-def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None) -> list[Tensor]:
+def gather_rows(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tensor:
     """mxep::gather_rows."""
-    return [_gather(part, row_index, offs) for part in payload]
-
-
-def _gather(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tensor:
     rows = len(part if row_index is None else row_index)
     out = torch.empty(rows, part.shape[1], dtype=part.dtype, device=part.device)
     if not out.numel():
@@ -55,7 +50,7 @@ def _gather(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tens
     block = next_power_of_2(width)
     at_once = max(1, TILE_BYTES // (block * word))
     launch(gather_kernel, (cdiv(len(out), at_once),),
-        source, None if row_index is None else row_index.contiguous(), offs, target, source.stride(0), len(out),
+        source, row_index, offs, target, source.stride(0), len(out),
         0 if offs is None else len(offs), WIDTH=width, BLOCK=block, BLOCK_T=at_once, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

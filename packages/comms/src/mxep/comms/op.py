@@ -1,0 +1,1 @@
+../../../../quant/src/mxep/quant/op.py
