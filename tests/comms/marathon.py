@@ -88,7 +88,7 @@ class Lane:
             capacity=Capacity.worst_case(),
             num_experts=workspace.num_experts,
         )
-        self.check_rows(handle.wait().payload, plan, salt)
+        self.check_rows(handle.wait(), plan, salt)
         flat = ids.flatten().long() - rank * e
         here = (flat >= 0) & (flat < e)
         sizes = torch.zeros(e + 1, dtype=torch.int64, device=salt.device)
@@ -113,7 +113,7 @@ class Lane:
         rank = self.workspace.transport.rank
         token = torch.arange(ids.shape[1], device=salt.device)[:, None]
         part = self.bytes_of(torch.full_like(token, rank), token, salt)
-        self.check_rows(dispatch(self.workspace, (part,), self.mine(ids)).wait().payload, plan, salt)
+        self.check_rows(dispatch(self.workspace, (part,), self.mine(ids)).wait(), plan, salt)
 
     def home(self, ids: Tensor, plan: RoutingPlan, salt: Tensor) -> None:
         """Rows whose values tell where they belong; NaN wherever nothing may be read."""

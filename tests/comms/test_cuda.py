@@ -33,9 +33,9 @@ def test_a_captured_layer_of_moves_follows_new_routing(ctx: Context):
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
 
     def moves(payload, ids, weights):
-        slots = dispatch(workspace, payload, ids, weights).wait()
-        plan = plan_slots(workspace, slots)
-        rows = gather_rows(slots.payload, plan.row_slot)[0]
+        handle = dispatch(workspace, payload, ids, weights)
+        plan = plan_slots(workspace, handle)
+        rows = gather_rows(handle.wait(), plan.row_slot)[0]
         y = rows[:, :20].float() * plan.row_weight[:, None]
         out, values = combine(workspace, y, plan, ids, row_values=y[:, 0]).wait()
         return out.clone(), values.clone()
@@ -67,7 +67,7 @@ def test_a_graph_of_one_move_may_be_replayed_again_at_once(ctx: Context):
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
 
     def move():
-        arrived = dispatch(workspace, (part,), ids).wait().payload[0][(1 - ctx.rank) * 64 :][:64]
+        arrived = dispatch(workspace, (part,), ids).wait()[0][(1 - ctx.rank) * 64 :][:64]
         if ctx.rank == 1:
             torch.cuda._sleep(2_000_000)
         wrong.add_((arrived != part).sum())
@@ -97,7 +97,7 @@ def test_returns_of_two_workspaces_never_keep_each_other_out(ctx: Context):
     streams = [torch.cuda.Stream() for _ in range(2)]
     ids = torch.arange(2048, device=ctx.device)[:, None] % 2
     part, weights = content(ctx.rank, 2048, 16).to(ctx.device), torch.ones(2048, 1, device=ctx.device)
-    plans = [plan_slots(workspace, dispatch(workspace, (part,), ids, weights).wait()) for workspace in workspaces]
+    plans = [plan_slots(workspace, dispatch(workspace, (part,), ids, weights)) for workspace in workspaces]
     rows = torch.ones(plans[0].max_rows, 512, dtype=torch.bfloat16, device=ctx.device)
     for workspace, plan in zip(workspaces, plans):
         combine(workspace, rows, plan, ids).wait()
@@ -132,7 +132,7 @@ def test_moves_on_two_streams_take_turns(ctx: Context):
         workspace = workspaces[number % 2]
         with torch.cuda.stream(streams[number // 3 % 2]):
             part = torch.full((48, 64), number, dtype=torch.uint8, device=ctx.device)
-            (arrived,) = dispatch(workspace, (part,), ids).wait().payload
+            (arrived,) = dispatch(workspace, (part,), ids).wait()
             torch.cuda._sleep(2_000_000 * (1 + ctx.rank))
             wrong.append((arrived[peer * workspace.max_tokens :][:48] != number).sum())
     torch.cuda.synchronize()
@@ -147,7 +147,7 @@ def test_what_was_waited_for_has_come(ctx: Context):
     peer = 1 - ctx.rank
     ids = torch.full((4, 1), peer, dtype=torch.int32, device=ctx.device)
     part, weights = torch.zeros(4, 32, dtype=torch.uint8, device=ctx.device), torch.ones(4, 1, device=ctx.device)
-    plan = plan_slots(workspace, dispatch(workspace, (part,), ids, weights).wait())
+    plan = plan_slots(workspace, dispatch(workspace, (part,), ids, weights))
     rows = torch.zeros(plan.max_rows, 16, dtype=torch.bfloat16, device=ctx.device)
     torch.cuda.synchronize()
     for number in range(1, 6):
@@ -155,7 +155,7 @@ def test_what_was_waited_for_has_come(ctx: Context):
         if ctx.rank == 1:
             torch.cuda._sleep(20_000_000)
         handle = dispatch(workspace, (part + number,), ids, async_op=True)
-        arrived = handle.wait().payload[0][peer * workspace.max_tokens :][:4].clone()
+        arrived = handle.wait()[0][peer * workspace.max_tokens :][:4].clone()
         if ctx.rank == 0:
             torch.cuda._sleep(20_000_000)
         handle = combine(workspace, rows + number, plan, ids, async_op=True)
@@ -175,7 +175,7 @@ def test_a_graph_goes_on_with_the_buffers_that_it_was_captured_on(ctx: Context):
     part = torch.zeros(16, 64, dtype=torch.uint8, device=ctx.device)
 
     def move(workspace: Workspace) -> torch.Tensor:
-        return dispatch(workspace, (part,), ids).wait().payload[0][peer * workspace.max_tokens :][:16].clone()
+        return dispatch(workspace, (part,), ids).wait()[0][peer * workspace.max_tokens :][:16].clone()
 
     move(small)
     torch.cuda.synchronize()
@@ -208,9 +208,9 @@ def test_one_gpu_alone_needs_no_process_group():
     weights = torch.ones(8, 2, device=transport.device)
 
     def there_and_back() -> torch.Tensor:
-        slots = dispatch(workspace, (x.view(torch.uint8),), ids, weights).wait()
-        plan = plan_slots(workspace, slots)
-        (rows,) = gather_rows(slots.payload, plan.row_slot)
+        handle = dispatch(workspace, (x.view(torch.uint8),), ids, weights)
+        plan = plan_slots(workspace, handle)
+        (rows,) = gather_rows(handle.wait(), plan.row_slot)
         return combine(workspace, rows.view(torch.float32), plan, ids).wait()[0]
 
     there_and_back()
@@ -230,7 +230,7 @@ def test_moves_are_kernels_of_ours_and_no_collective(ctx: Context):
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
 
     def moves():
-        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
         combine(workspace, torch.zeros(plan.max_rows, 20, device=ctx.device), plan, mine.ids).wait()
 
     moves()
@@ -269,7 +269,7 @@ def test_a_rank_that_never_calls_is_named_within_the_limit(ctx: Context):
 def test_ranks_in_other_moves_are_told(ctx: Context):
     workspace = make_workspace(ctx, timeout=LIMIT)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
+    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
     if ctx.rank == 0:
         dispatch(workspace, mine.payload, mine.ids).wait()
     else:

@@ -19,8 +19,8 @@ from comms.cases import (
 )
 from mxep.comms import (
     Capacity,
+    Handle,
     RoutingPlan,
-    Slots,
     Transport,
     Workspace,
     combine,
@@ -58,13 +58,11 @@ def bring_to(workspace: Workspace, case: str, rank: int, seed: int) -> Sent:
     return bring(case, rank, world_size=workspace.transport.world_size, seed=seed, **sizes)
 
 
-def plan_slots(workspace: Workspace, slots: Slots, *, alignment: int = 4, capacity: Capacity | None = None):
-    assert slots.expert_ids is not None
+def plan_slots(workspace: Workspace, handle: Handle, *, alignment: int = 4, capacity: Capacity | None = None):
+    handle.wait()
     e = workspace.num_local_experts
     return make_plan(
-        slots.expert_ids,
-        slots.weights,
-        slots.num_tokens,
+        *handle.tables,
         first_expert=workspace.transport.rank * e,
         num_local_experts=e,
         alignment=alignment,
@@ -77,13 +75,15 @@ def my_experts(workspace: Workspace, rank: int) -> range:
     return range(rank * workspace.num_local_experts, (rank + 1) * workspace.num_local_experts)
 
 
-def check_arrived(slots: Slots, plan: RoutingPlan, everyone: list[Sent], experts: range, what: str) -> None:
+def check_arrived(
+    slots: tuple[torch.Tensor, ...], plan: RoutingPlan, everyone: list[Sent], experts: range, what: str
+) -> None:
     """Every valid and padding row of the payload, gathered from the slots, is what loops make of what was sent."""
     wanted = expected_plan(everyone, experts, plan.alignment, plan.max_rows)
     assert plan.offs.tolist() == wanted.offs, what
     assert plan.group_sizes.tolist() == wanted.group_sizes, what
     assert int(plan.overflow[experts.start // len(experts)]) == wanted.overflow, what
-    for part, rows in enumerate(gather_rows(slots.payload, plan.row_slot)):
+    for part, rows in enumerate(gather_rows(slots, plan.row_slot)):
         assert_bitwise(rows[: len(wanted.pairs)], wanted.rows(everyone, part), f"{what}, part {part}")
     pairs = [None if pair is None else everyone[pair[0]].weights[pair[1], pair[2]] for pair in wanted.pairs]
     weights = torch.tensor([0.0 if weight is None else float(weight) for weight in pairs])
@@ -135,18 +135,18 @@ def check_cases(ctx: Context, workspace: Workspace, cases: tuple[str, ...]) -> N
         mine = bring_to(workspace, case, ctx.rank, seed)
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
-        slots = dispatch(workspace, here.payload, here.ids, here.weights).wait()
-        plan = plan_slots(workspace, slots)
-        check_arrived(slots, plan, everyone, experts, case)
+        handle = dispatch(workspace, here.payload, here.ids, here.weights)
+        plan = plan_slots(workspace, handle)
+        check_arrived(handle.wait(), plan, everyone, experts, case)
         for dtype in (torch.bfloat16, torch.float32):
             check_return(ctx, workspace, plan, everyone, dtype, seed, f"{case}, {dtype}")
 
         # Once more along the same plan, other bytes and no tables, as a backward does.
         again = [content(rank, len(sent.ids), 30, salt=50) for rank, sent in enumerate(everyone)]
-        repeat = dispatch(workspace, (again[ctx.rank].to(ctx.device),), here.ids.long()).wait()
-        assert repeat.expert_ids is repeat.weights is repeat.num_tokens is None
+        repeat = dispatch(workspace, (again[ctx.rank].to(ctx.device),), here.ids.long())
+        assert repeat.tables is None
         sent_again = [dataclasses.replace(sent, payload=(bytes_,)) for sent, bytes_ in zip(everyone, again)]
-        check_arrived(repeat, plan, sent_again, experts, f"{case}, again")
+        check_arrived(repeat.wait(), plan, sent_again, experts, f"{case}, again")
         out, nothing = combine(
             workspace, torch.zeros(plan.max_rows, workspace.dim, device=ctx.device), plan, here.ids
         ).wait()
@@ -166,10 +166,10 @@ def check_over_capacity(ctx: Context, workspace: Workspace, cases: tuple[str, ..
         everyone = gather(ctx.group, mine)
         here = mine.to(ctx.device)
         for capacity in (Capacity.factor(0.2), Capacity.factor(1.0), Capacity.exact()):
-            slots = dispatch(workspace, here.payload, here.ids, here.weights).wait()
-            plan = plan_slots(workspace, slots, alignment=2, capacity=capacity)
+            handle = dispatch(workspace, here.payload, here.ids, here.weights)
+            plan = plan_slots(workspace, handle, alignment=2, capacity=capacity)
             what = f"{case}, {capacity}"
-            check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), what)
+            check_arrived(handle.wait(), plan, everyone, my_experts(workspace, ctx.rank), what)
             check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, what, capacity == Capacity.exact())
             if capacity == Capacity.exact():
                 assert not plan.overflow.any()
@@ -198,9 +198,9 @@ def check_other_sizes(ctx: Context, kind: type | None, cases: tuple[str, ...]) -
         for workspace in (one, other):
             mine = bring_to(workspace, case, ctx.rank, seed)
             everyone, here = gather(ctx.group, mine), mine.to(ctx.device)
-            slots = dispatch(workspace, here.payload, here.ids, here.weights).wait()
-            plan = plan_slots(workspace, slots)
-            check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), case)
+            handle = dispatch(workspace, here.payload, here.ids, here.weights)
+            plan = plan_slots(workspace, handle)
+            check_arrived(handle.wait(), plan, everyone, my_experts(workspace, ctx.rank), case)
             sent.append((plan, everyone))
         for workspace, (plan, everyone) in zip((one, other), sent):
             check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, case)
@@ -220,7 +220,7 @@ def check_one_token(ctx: Context, workspace: Workspace) -> None:
     slots = dispatch(workspace, (wide[:, :24], wide[:, 24:]), ids).wait()
     if ctx.rank == 0:
         for rank in range(2):
-            for part, wanted in zip(slots.payload, content(rank, 1, 27).split((24, 3), 1)):
+            for part, wanted in zip(slots, content(rank, 1, 27).split((24, 3), 1)):
                 assert_bitwise(part[rank * MAX_TOKENS : rank * MAX_TOKENS + 1], wanted, f"from rank {rank}")
 
 
@@ -229,7 +229,7 @@ def test_a_nan_stays_in_its_token(ctx: Context):
     workspace = make_workspace(ctx, top_k=2)
     ids = torch.tensor([[0, 3], [3, 0], [1, -1]], device=ctx.device)
     payload = (content(ctx.rank, 3, 8).to(ctx.device),)
-    plan = plan_slots(workspace, dispatch(workspace, payload, ids, torch.ones(3, 2, device=ctx.device)).wait())
+    plan = plan_slots(workspace, dispatch(workspace, payload, ids, torch.ones(3, 2, device=ctx.device)))
     rows = torch.ones(plan.max_rows, DIM, device=ctx.device)
     token_zero_of_rank_one = plan.row_slot == MAX_TOKENS
     out, _ = combine(workspace, rows.masked_fill(token_zero_of_rank_one[:, None], float("nan")), plan, ids).wait()
@@ -251,7 +251,7 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
             dispatch(workspace, payload, ids).wait()
         assert workspace.arena.exchanges == (0 if ctx.world_size == 1 else 1), "which refused"
         return
-    plan = plan_slots(workspace, dispatch(workspace, payload, ids, weights).wait())
+    plan = plan_slots(workspace, dispatch(workspace, payload, ids, weights))
     assert int(plan.invalid) == 3 * ctx.world_size
     assert int(plan.group_sizes.sum()) == (ctx.world_size if ctx.rank == 0 else 0)
     out, _ = combine(workspace, torch.ones(plan.max_rows, DIM, device=ctx.device), plan, ids).wait()
@@ -262,7 +262,7 @@ def test_invalid_ids_raise_on_cpu_and_are_counted_and_sent_nowhere_on_cuda(ctx: 
 def test_bad_arguments_are_refused_before_anything_moves(ctx: Context):
     workspace = make_workspace(ctx)
     good = bring_to(workspace, "full", 0, 0).to(ctx.device)
-    plan = plan_slots(workspace, dispatch(workspace, good.payload, good.ids, good.weights).wait())
+    plan = plan_slots(workspace, dispatch(workspace, good.payload, good.ids, good.weights))
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     wide, seven = torch.zeros(6, 81, dtype=torch.uint8, device=ctx.device), torch.zeros(7, 3, device=ctx.device)
     refused = [
@@ -316,7 +316,7 @@ def short_plan(plan: RoutingPlan) -> RoutingPlan:
 def test_a_row_too_wide_for_the_workspace_is_refused_on_the_way_home(ctx: Context):
     workspace = make_workspace(ctx, row_bytes=None)
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
+    plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
     rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
     with pytest.raises(ValueError, match=r"rows: got 80 bytes a row, wanted at most 48 \(row_bytes\)"):
         combine(workspace, rows, plan, mine.ids).wait()
@@ -331,7 +331,7 @@ def test_moves_wait_for_no_device_read(ctx: Context):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
         rows = torch.zeros(plan.max_rows, DIM, device=ctx.device)
         combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0]).wait()
     finally:

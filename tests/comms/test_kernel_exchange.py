@@ -49,9 +49,9 @@ def test_a_bound_on_one_moves_programs_changes_no_bit(ctx: Context):
     sent = bring_to(two, "full", ctx.rank, 0)
     results = []
     for workspace, bound in ((two, None), (two, 1), (two, 5), (one, None)):
-        slots = dispatch(workspace, sent.payload, sent.ids, sent.weights, num_sms=bound, async_op=True).wait()
-        plan = plan_slots(workspace, slots)
-        (rows,) = gather_rows(slots.payload[:1], plan.row_slot)
+        handle = dispatch(workspace, sent.payload, sent.ids, sent.weights, num_sms=bound, async_op=True)
+        plan = plan_slots(workspace, handle)
+        (rows,) = gather_rows(handle.wait()[:1], plan.row_slot)
         rows = torch.nn.functional.pad(rows.float(), (0, workspace.dim))[:, : workspace.dim]
         results.append(combine(workspace, rows, plan, sent.ids, async_op=True).wait()[0].clone())
     assert results[0].any()

@@ -76,16 +76,16 @@ def test_long_rows_are_put_in_pieces(ctx: Context):
     ids, weights = torch.full((3, 9), -1), torch.rand(3, 9)
     ids[:, 0] = 9 * (1 - ctx.rank)  # to the other rank
     here = [tensor.to(ctx.device) for tensor in (payload, ids, weights)]
-    slots = dispatch(workspace, here[:1], *here[1:]).wait()
+    handle = dispatch(workspace, here[:1], *here[1:])
     other = (1 - ctx.rank) * 1100
-    assert_bitwise(slots.payload[0][other : other + 3], payload - ctx.rank + (1 - ctx.rank), "rows")
-    assert_bitwise(slots.expert_ids[ctx.rank, :3], ids.int(), "own ids")
+    assert_bitwise(handle.wait()[0][other : other + 3], payload - ctx.rank + (1 - ctx.rank), "rows")
+    assert_bitwise(handle.tables[0][ctx.rank, :3], ids.int(), "own ids")
     mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
-    slots = dispatch(workspace, [part[:, :8] for part in mine.payload], mine.ids, mine.weights).wait()
+    handle = dispatch(workspace, [part[:, :8] for part in mine.payload], mine.ids, mine.weights)
     for rank in range(2):
         theirs = bring_to(workspace, "full", rank, 0)
-        assert_bitwise(slots.expert_ids[rank, : len(theirs.ids)], theirs.ids.int(), f"ids of rank {rank}")
-        assert_bitwise(slots.weights[rank, : len(theirs.ids)], theirs.weights, f"weights of rank {rank}")
+        assert_bitwise(handle.tables[0][rank, : len(theirs.ids)], theirs.ids.int(), f"ids of rank {rank}")
+        assert_bitwise(handle.tables[1][rank, : len(theirs.ids)], theirs.weights, f"weights of rank {rank}")
 
 
 @distributed(2, device="cuda")
@@ -96,10 +96,10 @@ def test_a_captured_graph_replays_with_new_routing(ctx: Context):
 
     def step():
         rows, ids, weights = given
-        slots = dispatch(workspace, (rows,), ids, weights).wait()
-        plan = plan_slots(workspace, slots)
+        handle = dispatch(workspace, (rows,), ids, weights)
+        slots, plan = handle.wait(), plan_slots(workspace, handle)
         back, _ = combine(workspace, torch.ones(plan.max_rows, workspace.dim, device=ctx.device), plan, ids).wait()
-        return slots.payload[0].clone(), slots.expert_ids.clone(), back
+        return slots[0].clone(), handle.tables[0].clone(), back
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -138,7 +138,7 @@ def test_moves_wait_for_no_device_read(ctx: Context):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
         rows = torch.zeros(plan.max_rows, workspace.dim, device=ctx.device)
         combine(workspace, rows, plan, mine.ids, row_values=rows[:, 0]).wait()
     finally:

@@ -44,13 +44,13 @@ def rounds(ctx: ScheduledContext, cases: tuple[str, ...] = ("random", "full")) -
     for seed, case in enumerate(cases):
         everyone = [bring_to(workspace, case, rank, seed) for rank in range(ctx.world_size)]
         mine, experts = everyone[ctx.rank], my_experts(workspace, ctx.rank)
-        slots = dispatch_tokens(workspace, mine.payload, mine.ids, mine.weights).wait()
-        ctx.read(*slots.payload, slots.expert_ids, slots.weights, slots.num_tokens)
-        plan = plan_slots(workspace, slots)
-        check_arrived(slots, plan, everyone, experts, case)
+        handle = dispatch_tokens(workspace, mine.payload, mine.ids, mine.weights)
+        ctx.read(*handle.wait(), *handle.tables)
+        plan = plan_slots(workspace, handle)
+        check_arrived(handle.wait(), plan, everyone, experts, case)
         check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, case)
         again = dispatch_tokens(workspace, mine.payload, mine.ids).wait()
-        ctx.read(*again.payload)
+        ctx.read(*again)
         check_arrived(again, plan, everyone, experts, f"{case}, again")
     check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, f"{case}, again")
 
@@ -63,7 +63,7 @@ def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
     for _ in range(3):
         if barriers:
             workspace.transport.barrier("between")
-        ctx.read(*dispatch_tokens(workspace, mine.payload, mine.ids).wait().payload)
+        ctx.read(*dispatch_tokens(workspace, mine.payload, mine.ids).wait())
 
 
 def wild_ids(ctx: ScheduledContext) -> None:

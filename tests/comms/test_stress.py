@@ -40,10 +40,10 @@ def check_rounds(ctx: Context, kind: type | None, rounds: int) -> None:
         everyone = [bring_to(workspace, case, rank, seed) for rank in range(ctx.world_size)]
         mine = everyone[ctx.rank].to(ctx.device)
         dawdle(ctx, luck)
-        slots = dispatch(workspace, mine.payload, mine.ids, mine.weights).wait()
+        handle = dispatch(workspace, mine.payload, mine.ids, mine.weights)
         dawdle(ctx, luck)
-        plan = plan_slots(workspace, slots)
-        check_arrived(slots, plan, everyone, my_experts(workspace, ctx.rank), f"round {seed}")
+        plan = plan_slots(workspace, handle)
+        check_arrived(handle.wait(), plan, everyone, my_experts(workspace, ctx.rank), f"round {seed}")
         in_flight.append((workspace, plan, everyone, seed))
         while in_flight and together.random() < 0.55:
             workspace, plan, everyone, brought = in_flight.pop(together.randrange(len(in_flight)))
@@ -62,7 +62,7 @@ def test_two_runs_are_bitwise_equal(ctx: Context):
     results = []
     for _ in range(2):
         mine = bring_to(workspace, "full", ctx.rank, 3).to(ctx.device)
-        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights).wait())
+        plan = plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights))
         rows = torch.randn(plan.max_rows, workspace.dim, generator=torch.Generator().manual_seed(ctx.rank))
         results.append(combine(workspace, rows.to(ctx.device), plan, mine.ids).wait()[0])
     assert torch.equal(*results)

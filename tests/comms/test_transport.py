@@ -124,7 +124,7 @@ def test_a_batch_for_which_there_is_no_room_is_known_to_all_ranks_and_a_larger_w
     large = Workspace(transport, max_tokens=4, **sizes)
     slots = dispatch(large, (part,), ids, weights).wait()
     if ctx.rank == 0:
-        assert slots.payload[0][:, 0].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+        assert slots[0][:, 0].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     large.outgrow(5)  # all ranks alike
     transport.check()
     with pytest.raises(PeersDisagree, match=r"met peers in other exchanges: rank 0 at barrier .* rank 1 at outgrown"):
@@ -161,9 +161,8 @@ def check_other_moves(ctx: Context, said: str, *, home: bool = False, width: int
     transport = ctx.transport(timeout=20)
     one, other = (Workspace(transport, max_tokens=t, top_k=1, dim=16, num_experts=3, row_bytes=64) for t in (2, 3))
     part, ids = torch.zeros(2, width, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
-    slots = dispatch(one, (part[:, :8],), ids, torch.ones(2, 1)).wait()
-    tables = slots.expert_ids, slots.weights, slots.num_tokens
-    plan = make_plan(*tables, first_expert=ctx.rank, num_local_experts=1, alignment=1)
+    handle = dispatch(one, (part[:, :8],), ids, torch.ones(2, 1))
+    plan = make_plan(*handle.tables, first_expert=ctx.rank, num_local_experts=1, alignment=1)
     rows = torch.zeros(plan.max_rows, 16)
     with pytest.raises(
         PeersDisagree, match=f"rank {ctx.rank} met peers in other exchanges: rank 0 at dispatch .*{said}"
@@ -181,14 +180,14 @@ def test_smaller_buffers_make_room_for_larger_ones_and_their_views_stay(ctx: Con
     old = small.arena.buffers
     part = torch.full((2, 16), 7 + ctx.rank, dtype=torch.uint8, device=ctx.device)
     ids = torch.full((2, 1), ctx.world_size - 1, dtype=torch.int32, device=ctx.device)
-    (arrived,) = dispatch(small, (part,), ids).wait().payload
+    (arrived,) = dispatch(small, (part,), ids).wait()
     before = arrived.clone()
     larger = Workspace(transport, max_tokens=4, **sizes)
     assert larger.arena.buffers is small.arena.buffers is not old
     assert Workspace(transport, max_tokens=3, **sizes).arena.buffers is larger.arena.buffers
     for _ in range(3):
         dispatch(larger, (part + 1,), ids).wait()
-        (again,) = dispatch(small, (part,), ids).wait().payload
+        (again,) = dispatch(small, (part,), ids).wait()
         assert torch.equal(again, before) or ctx.rank < ctx.world_size - 1
     assert torch.equal(arrived, before)
     assert small.arena.exchanges == larger.arena.exchanges == 7

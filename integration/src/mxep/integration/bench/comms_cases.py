@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, RoutingPlan, Slots, Transport, Workspace, combine, dispatch, make_plan
+from mxep.comms import Capacity, RoutingPlan, Transport, Workspace, combine, dispatch, make_plan
 
 from ..collective import all_gather_tensor
 
@@ -129,14 +129,14 @@ class Exchange:
         self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **p.options)
         self.values = torch.rand(rows, **p.options)
 
-    def dispatch(self, payload: Sequence[Tensor]) -> tuple[Slots, RoutingPlan]:
+    def dispatch(self, payload: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], RoutingPlan]:
         """Everything that a first dispatch needs: the plan is made while rows travel."""
         handle = dispatch(self.workspace, payload, self.problem.ids, self.problem.weights, async_op=True)
         assert handle.tables is not None
         plan = self.problem.plan_of(handle.tables)
         return handle.wait(), plan
 
-    def again(self, payload: Sequence[Tensor]) -> Slots:
+    def again(self, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """A dispatch whose plan is there."""
         return dispatch(self.workspace, payload, self.problem.ids).wait()
 
@@ -155,7 +155,7 @@ def differences(e: Exchange) -> list[str]:
     for name, payload in (("mxfp8", p.mxfp8), ("bf16", p.bf16)):  # as bytes
         wanted = [all_gather_tensor(part).flatten(0, 1)[needed] for part in payload]
         slots, _ = e.dispatch(payload)
-        if not all(got[needed].equal(part) for got, part in zip(slots.payload, wanted)):
+        if not all(got[needed].equal(part) for got, part in zip(slots, wanted)):
             found.append(f"dispatch {name}")
     sums = torch.zeros(len(needed), p.shape.dim, device=p.device)
     for row in e.plan.slot_rows.unbind(1):

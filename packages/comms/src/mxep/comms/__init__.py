@@ -10,7 +10,7 @@ make_plan   which slot feeds which expert-major row, from the tables that came a
 import importlib.metadata
 
 from .capacity import Capacity, CapacityExceeded
-from .exchange import Handle, Slots, combine, dispatch
+from .exchange import Handle, combine, dispatch
 from .nvshmem import NvshmemTransport
 from .plan import DROPPED, RoutingPlan, make_plan, narrow_ids
 from .rows import gather_rows, sum_slots
@@ -35,7 +35,6 @@ __all__ = [
     "PeersDisagree",
     "RoutingPlan",
     "SharedMemoryTransport",
-    "Slots",
     "SymmetricBuffer",
     "SymmetricMemoryTransport",
     "Transport",

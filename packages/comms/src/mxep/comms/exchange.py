@@ -24,34 +24,20 @@ from .workspace import Tables, Workspace
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """What arrived. Slot s = (source rank, token), s = rank * T_max + token.
-
-    Attributes:
-        payload: uint8 (S, n_i) strided views into the workspace. Slots that no table leads to hold anything.
-        expert_ids: (W, T_max, K) int32, weights: (W, T_max, K) fp32, num_tokens: (W,) int32: the senders' tables; rows
-            past num_tokens hold anything. None of a dispatch without weights.
-
-    All are borrowed until the workspace's next exchange.
-    """
-
-    payload: tuple[Tensor, ...]
-    expert_ids: Tensor | None = None
-    weights: Tensor | None = None
-    num_tokens: Tensor | None = None
-
-
 @dataclass(slots=True, eq=False)
 class Handle(Generic[T]):
-    """An exchange. ``tables``: the senders' (expert_ids, weights, num_tokens), already here, or None."""
+    """An exchange.
+
+    tables: of a dispatch with weights, already here: the senders' expert_ids (W, T_max, K) int32, weights (W, T_max, K)
+        fp32 and num_tokens (W,) int32; rows past num_tokens hold anything. Borrowed as slots are.
+    """
 
     _in_flight: Workspace | None
     _result: T
     tables: Tables | None = None
 
     def wait(self) -> T:
-        """What arrived, :class:`Slots` or sums and values, for the current stream; the host does not wait."""
+        """What arrived, slots or sums and values, for the current stream; the host does not wait."""
         if self._in_flight is not None:
             self._in_flight.join()
         return self._result
@@ -65,7 +51,7 @@ def dispatch(
     *,
     async_op: bool = False,
     num_sms: int | None = None,
-) -> Handle[Slots]:
+) -> Handle[tuple[Tensor, ...]]:
     """Dispatch each token once to every rank that owns one of its experts. Collective.
 
     Args:
@@ -76,6 +62,9 @@ def dispatch(
         num_sms: how many multiprocessors the rows may take, at most the workspace's; None: as many as it has. Limit it
             to leave multiprocessors for kernels that overlap: on H200s no other kernel was seen to start on one that an
             exchange was on.
+
+    ``wait`` returns the slots: uint8 (S, n_i) strided views into the workspace, borrowed until its next exchange. Slot
+    s = rank * T_max + token has what that rank's token brought; slots that no table leads to hold anything.
 
     Raises ValueError on wrong shapes, dtypes or devices and, on CPU, on ids outside [-1, E), before anything is sent
     (on CUDA such a pair is not sent, and make_plan counts it); PeerTimeout and PeersDisagree (on CUDA at a later
@@ -93,7 +82,7 @@ def dispatch(
     if not async_op and weights is None:
         # After it: every rank's tokens for this rank are in its slots.
         workspace.steps.dispatch(buffer, payload, expert_ids, num_sms)
-        return Handle(None, Slots(workspace.slots(buffer, payload)))
+        return Handle(None, workspace.slots(buffer, payload))
     workspace.enter_stream((payload, expert_ids))
     try:
         workspace.steps.dispatch(buffer, payload, expert_ids, num_sms)
@@ -104,7 +93,7 @@ def dispatch(
         # After it: the tables of all W ranks are here.
         workspace.steps.dispatch_tables(buffer, expert_ids, weights)
         tables = workspace.tables(buffer)
-    return Handle(workspace, Slots(workspace.slots(buffer, payload), *(tables or ())), tables)
+    return Handle(workspace, workspace.slots(buffer, payload), tables)
 
 
 def combine(

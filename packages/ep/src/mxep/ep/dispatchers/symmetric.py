@@ -100,12 +100,11 @@ class SymmetricDispatcher(TokenDispatcher):
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
         routing = Routing(plan, expert_ids, self.num_local_experts)
-        return Later(lambda: (handle.wait().payload, routing))
+        return Later(lambda: (handle.wait(), routing))
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         workspace, ids = self._workspace_of(routing), routing.expert_ids
-        handle = dispatch(workspace, payload, ids, async_op=overlap, num_sms=OVERLAP_SMS if overlap else None)
-        return Later(lambda: handle.wait().payload)
+        return dispatch(workspace, payload, ids, async_op=overlap, num_sms=OVERLAP_SMS if overlap else None)
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
