@@ -57,13 +57,14 @@ class PutExchange:
     def dispatch(
         self, buffer: StagedBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
     ) -> None:
-        layout, owner = self.layout, self._owners(expert_ids)
+        layout, owner = self.layout, owners(expert_ids, self.experts_per_rank)
         ranks = torch.arange(layout.world_size, device=owner.device)
         needed = (owner[:, :, None] == ranks).any(1)
         slot = self.rank * layout.max_tokens + torch.arange(len(owner), device=owner.device)
         offs = layout.rows_start + slot[:, None] * layout.row_bytes
         destinations = torch.where(needed, self.transport.bases + offs, -1)
-        self.transport.put(buffer, self._stage(buffer, payload), destinations, self._bound(num_sms))
+        num_sms = min(filter(None, (num_sms, self.num_sms)), default=None)
+        self.transport.put(buffer, self._stage(buffer, payload), destinations, num_sms)
         self._meet(buffer, ROWS, "dispatch", width_of(payload))
 
     def combine(
@@ -93,14 +94,6 @@ class PutExchange:
 
     def _meet(self, buffer: StagedBuffer, channel: int, step: str, number: int) -> None:
         self.transport.meet(buffer, channel, self.layout.op_id(step, number), self.layout.counters_start)
-
-    def _bound(self, num_sms: int | None) -> int | None:
-        return min(num_sms, self.num_sms) if num_sms and self.num_sms else num_sms or self.num_sms
-
-    def _owners(self, expert_ids: Tensor) -> Tensor:
-        """int64: the rank of each id, -1 where it is not an expert's."""
-        owner = owners(expert_ids, self.experts_per_rank).long()
-        return torch.where(owner < self.layout.world_size, owner, -1).clamp_min(-1)
 
     def _stage(self, buffer: StagedBuffer, payload: Sequence[Tensor]) -> Tensor:
         """Parts (T, n_i) side by side in the staging -> (T, n), n rounded up to 16 bytes with anything."""

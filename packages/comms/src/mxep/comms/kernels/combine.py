@@ -241,7 +241,7 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
 class Combine(Launches):
     """Combines: `plain.py` says what each does."""
 
-    def rows(
+    def combine(
         self,
         buffer: SymmetricBuffer,
         rows: Tensor,
@@ -253,7 +253,7 @@ class Combine(Launches):
     ) -> None:
         key = rows.dtype, rows.shape[1]
         if key not in self._known:
-            self._known[key] = self._constants(*key)
+            self._known[key] = self._of_combine(*key)
         programs, scalars, constants = self._known[key]
         launch(combine_kernel, (programs,),
             rows.contiguous(), None if row_values is None else row_values.contiguous(), plan.slot_rows,
@@ -262,7 +262,7 @@ class Combine(Launches):
             **constants, **self._clock, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
 
-    def _constants(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    def _of_combine(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
         """(programs, scalars, constexprs)."""
         layout, block = self.layout, next_power_of_2(dim)
         programs = PER_SM * self.max_sms

@@ -5,6 +5,7 @@ it needs. Each program starts with another rank, so that all links are busy. A r
 in words of WORD_i bytes, which divide its width and its offset.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -171,12 +172,14 @@ def as_words(part: Tensor, offset: int) -> Tensor:
 class Launches:
     """Of one workspace, on the transport's device. What does not change from call to call is worked out once.
 
-    max_sms: multiprocessors that they may use. _known: what was worked out, by what decides it.
+    num_sms: multiprocessors that they may use at most, None: the transport's. _known: what was worked out, by what
+    decides it.
     """
 
-    def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, max_sms: int) -> None:
+    def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:
         self.rank, self.state = transport.rank, transport.state
-        self.layout, self.experts_per_rank, self.max_sms = layout, experts_per_rank, max_sms
+        self.layout, self.experts_per_rank = layout, experts_per_rank
+        self.max_sms = min(num_sms or transport.max_sms, transport.max_sms)
         world_size, top_k = layout.world_size, layout.top_k
         self._ranks = {"W": world_size, "WP": next_power_of_2(world_size)}
         self._sizes = {**self._ranks, "K": top_k, "KP": next_power_of_2(top_k)}
@@ -187,14 +190,12 @@ class Launches:
 class Dispatch(Launches):
     """Dispatches: `plain.py` says what each does."""
 
-    def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, max_sms: int) -> None:
-        super().__init__(transport, layout, experts_per_rank, max_sms)
-        self._tables = (
-            layout.op_id("dispatch_tables", layout.top_k), layout.ids_start, layout.values_start,
-            layout.num_tokens_start, layout.counters_start,
-        )  # fmt: skip
+    @functools.cached_property
+    def _tables(self) -> tuple[int, ...]:
+        layout, op_id = self.layout, self.layout.op_id("dispatch_tables", self.layout.top_k)
+        return op_id, layout.ids_start, layout.values_start, layout.num_tokens_start, layout.counters_start
 
-    def tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
+    def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
         tokens, top_k = expert_ids.shape
         programs = max(1, min(-(-tokens * top_k // TABLE_PAIRS), self.max_sms))
         launch(dispatch_tables_kernel, (programs,),
@@ -203,7 +204,7 @@ class Dispatch(Launches):
             **self._ranks, K=top_k, BLOCK=TABLE_PAIRS, **self._clock, num_warps=8,
         )  # fmt: skip
 
-    def rows(
+    def dispatch(
         self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
     ) -> None:
         if len(payload) > MOST_PARTS:
@@ -215,7 +216,7 @@ class Dispatch(Launches):
             part1 = as_words(payload[1], payload[0].shape[1])
             key = *key, part1.dtype, part1.shape[1]
         if key not in self._known:
-            self._known[key] = self._constants(sms, part0, part1)
+            self._known[key] = self._of_dispatch(sms, part0, part1)
         op_id, tile_tokens, constants = self._known[key]
         tokens, layout = expert_ids.shape[0], self.layout
         block_t = tokens_per_tile(tile_tokens, tokens, sms)
@@ -225,7 +226,7 @@ class Dispatch(Launches):
             **constants, BLOCK_T=block_t, **self._clock, num_warps=NUM_WARPS,
         )  # fmt: skip
 
-    def _constants(self, sms: int, part0: Tensor, part1: Tensor | None) -> tuple[int, int, dict[str, Any]]:
+    def _of_dispatch(self, sms: int, part0: Tensor, part1: Tensor | None) -> tuple[int, int, dict[str, Any]]:
         """(op id, tokens of the largest tile, constexprs)."""
         last = part0 if part1 is None else part1
         block0 = next_power_of_2(part0.shape[1])

@@ -200,12 +200,13 @@ def make_plan(
     totals, own_tokens = torch.empty(2 * owners + 1, dtype=torch.int64, device=device), torch.empty_like(num_tokens)
 
     experts, segments, chunk, chunks = _shape(num_local_experts, sources, pairs)
+    bins = min(MOST_BINS, max(LEAST_EXPERTS, next_power_of_2(counted)))
     counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (counted, 1))
     options = {"TOP_K": max(top_k, 1), "num_warps": NUM_WARPS}
     launch(count_kernel, (chunks, sources),
         expert_ids, num_tokens, counts, wrong, row_slot, row_weight,
         max_tokens, chunk, first_counted, counted, num_experts, max_rows,
-        BINS=_bins(counted), TILE=COUNT_TILE, **options,
+        BINS=bins, TILE=COUNT_TILE, **options,
     )  # fmt: skip
     launch(place_kernel, (chunks, sources),
         expert_ids, weights, num_tokens, counts, wrong, row_slot, row_weight, slot_rows, offs, group_sizes, totals,
@@ -214,11 +215,6 @@ def make_plan(
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
     )  # fmt: skip
     return row_slot, row_weight, slot_rows, offs, group_sizes, totals, own_tokens
-
-
-@functools.lru_cache(256)
-def _bins(counted: int) -> int:
-    return int(min(MOST_BINS, max(LEAST_EXPERTS, next_power_of_2(counted))))
 
 
 @functools.lru_cache(256)
