@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ep.problem import FixedRouting
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, run_experts
 from mxep.ep.bias import add_down_bias
 from mxep.ep.functional import PLAIN
 from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe
 from mxep.integration.snr import snr
-from mxep.integration.verify import FixedRouting
 from mxep.quant import SwiGLU
 from ranks import distributed
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from ep.problem import FixedRouting
 from mxep.comms import Capacity, CapacityExceeded, PeersDisagree
 from mxep.ep import MoE, __version__
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
 from mxep.ep.dispatchers.base import Routing, TokenDispatcher
 from mxep.ep.shares import local_tensor
-from mxep.integration.verify import FixedRouting
 from ranks import Context, distributed
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep.problem import Ranks, make_ranks, share
+from ep.problem import FixedRouting, Ranks, make_ranks, share
 from mxep.comms import Capacity, CapacityExceeded, PeerTimeout
 from mxep.ep import HierarchicalDispatcher, LocalDispatcher, MoE, combine, dispatch, expert_mlp, make_dispatcher
 from mxep.ep.dispatchers.base import Routing
@@ -16,7 +16,6 @@ from mxep.ep.dispatchers.handles import Done, Handle
 from mxep.ep.dispatchers.nodes import silence
 from mxep.gemm import Recipe
 from mxep.integration.reference import Results
-from mxep.integration.verify import FixedRouting
 from ranks import Context, distributed
 
 DIM, EXPERTS = 64, 12

@@ -7,10 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
+from ep.problem import FixedRouting
 from mxep.ep import ExpertParallel, MoE, SymmetricDispatcher
 from mxep.ep.shares import local_tensor
 from mxep.integration.snr import snr
-from mxep.integration.verify import FixedRouting
 from ranks import Context, distributed
 
 T, D, H, E = 40, 64, 32, 4

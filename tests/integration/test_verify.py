@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mxep.ep import CASES
 from mxep.gemm import BACKENDS, Recipe
 from mxep.integration import job, verify
-from mxep.integration.names import LINEAR_CASES
+from mxep.integration.names import CASES, LINEAR_CASES
 from mxep.integration.reference import (
     EXACT,
     LinearProblem,

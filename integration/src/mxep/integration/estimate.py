@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from mxep.comms import Capacity
-from mxep.ep import CASES
 from mxep.ep.auto import rows_per_expert
 
 from .bench.layer_cases import BASELINE, Shape
@@ -34,7 +33,7 @@ from .bench.layer_work import WIRE
 from .config import ConfigError
 from .estimate_costs import MOST_RANKS, Layout, Rates, fit, memory, read
 from .named import make_capacity
-from .names import ESTIMATES, KEPT_IN_FP8
+from .names import CASES, ESTIMATES, KEPT_IN_FP8
 from .results import Report, Row, Section
 from .schema import Config
 from .sizes import NAMES, sizes_of

@@ -77,7 +77,7 @@ EXACT = Quantizers(_exact, _exact, _exact, _exact, _exact, _exact)
 
 
 def quantizers(recipe: Recipe) -> Quantizers:
-    """The recipe's roundings as fp32 -> fp32. Covers 1x32 weights and wgrad "mx", which all mxep.ep.CASES have."""
+    """The recipe's roundings as fp32 -> fp32. Covers 1x32 weights and wgrad "mx", which all names.CASES have."""
     if recipe.scaling == "none":
         return EXACT
 

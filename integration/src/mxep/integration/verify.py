@@ -1,4 +1,4 @@
-"""task=verify on one rank: every case of mxep.ep.CASES against a dense fp32 layer on the same routing, and linears.
+"""task=verify on one rank: every case of names.CASES against a dense fp32 layer on the same routing, and linears.
 
     problem from (seed, rank) -> MoE(recipe, dispatcher), forward and backward
                               -> reference.moe_layer on all ranks' tokens, exact, and with the recipe's quantizers
@@ -22,9 +22,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
-from mxep.ep import CASES, Case, MoE, make_dispatcher
+from mxep.ep import MoE, make_dispatcher
 from mxep.gemm import Recipe, linear
 from mxep.gemm.backends import Backend, select
 from mxep.quant import BLOCK
@@ -33,7 +32,7 @@ from .collective import all_gather
 from .config import to_json
 from .launch import resolve_device
 from .mesh import Mesh, local
-from .names import LINEAR_CASES
+from .names import CASES, LINEAR_CASES
 from .progress import log_backend
 from .rank import Rank
 from .reference import EXACT, LinearProblem, LinearResults, Problem, Results, moe_layer, plain_linear, quantizers
@@ -65,18 +64,6 @@ class Check:
     def spare(self) -> float:
         """dB over the threshold; a NaN has the least of all."""
         return -math.inf if math.isnan(self.snr) else self.snr - self.threshold
-
-
-class FixedRouting(nn.Module):
-    """A router with given results; ``weights`` is a leaf that collects its gradient."""
-
-    def __init__(self, expert_ids: Tensor, weights: Tensor) -> None:
-        super().__init__()
-        self.expert_ids = expert_ids
-        self.weights = weights.clone().requires_grad_()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.expert_ids, self.weights
 
 
 def report(config: Config, results: dict[str, list[Check]]) -> Report:
@@ -174,21 +161,20 @@ def compare(got: Outputs, exact: Outputs, quantized: Outputs, rank: int) -> list
     return checks
 
 
-def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device, config: Config) -> Results:
+def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, config: Config) -> Results:
     """The MoE layer on this rank's tokens; weight gradients of this rank's experts."""
-    routing = FixedRouting(problem.expert_ids.int().to(device), problem.weights.to(device))
+    recipe, kind = case.split("/")
     (experts, dim, hidden_dim), ranks = problem.down_proj.shape, mesh.ranks
     of_node = config.dispatcher.ranks_per_node or (1 if ranks % 2 else ranks // 2)
-    dispatcher = make_dispatcher(case.dispatcher, experts, dim=dim, group=mesh.ep, ranks_per_node=of_node)
+    dispatcher = make_dispatcher(kind, experts, dim=dim, group=mesh.ep, ranks_per_node=of_node)
     moe = MoE(
         dim,
         hidden_dim,
         experts,
         problem.weights.shape[1],
         group=mesh.ep,
-        recipe=case.recipe,
+        recipe=recipe,
         dispatcher=dispatcher,
-        router=routing,
         device=device,
         backend=config.backend,
         gradient_reduction="sum",
@@ -197,10 +183,11 @@ def run_layer(problem: Problem, case: Case, mesh: Mesh, device: torch.device, co
     local(moe.experts.gate_up_proj).copy_(problem.gate_up_proj[own])
     local(moe.experts.down_proj).copy_(problem.down_proj[own])
     x = problem.x.to(device, torch.bfloat16).requires_grad_()
-    out = moe(x)
+    weights = problem.weights.to(device).requires_grad_()
+    out = moe(x, expert_ids=problem.expert_ids.int().to(device), weights=weights)
     out.backward(problem.d_out.to(out))
     moe.check()
-    leaves = (x, routing.weights, moe.experts.gate_up_proj, moe.experts.down_proj)
+    leaves = (x, weights, moe.experts.gate_up_proj, moe.experts.down_proj)
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     return Results(*(local(tensor).float().cpu() for tensor in (out, *gradients)))
 
@@ -216,7 +203,7 @@ def run_linear(problem: LinearProblem, recipe: Recipe, device: torch.device, bac
 
 def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
     if name in CASES:
-        return _check_case(CASES[name], config, mesh, device)
+        return _check_case(name, config, mesh, device)
     recipe, sizes, rank = Recipe.named(name.partition("/")[0]), config.verify, mesh.rank
     tokens = max(1, sizes.tokens - DROPPED * (1 + rank))
     problem = LinearProblem.gaussian(tokens, sizes.dim, sizes.hidden_dim, config.seed * 1000 + 1 + rank)
@@ -226,17 +213,17 @@ def _check(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[
     return compare(levelled(got, wide), levelled(exact, wide), levelled(quantized, wide), rank)
 
 
-def _check_case(case: Case, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
+def _check_case(name: str, config: Config, mesh: Mesh, device: torch.device) -> list[Check]:
     wide = wide_of(select(config.backend, device))
     problems = [make_problem(config, rank, wide) for rank in range(mesh.ranks)]
     own = problems[mesh.rank]
-    got = run_layer(own, case, mesh, device, config)
+    got = run_layer(own, name, mesh, device, config)
     # Without expert parallelism a rank's experts see its own tokens only.
-    alone = case.dispatcher == "local"
+    alone = name.endswith("/local")
     seen, before = ([own], []) if alone else (problems, problems[: mesh.rank])
     per_token = {
-        name: torch.cat([getattr(problem, name) for problem in seen])
-        for name in ("x", "d_out", "expert_ids", "weights")
+        field: torch.cat([getattr(problem, field) for problem in seen])
+        for field in ("x", "d_out", "expert_ids", "weights")
     }
     joined = dataclasses.replace(own, **per_token)
     first = sum(len(problem.x) for problem in before)
@@ -244,8 +231,8 @@ def _check_case(case: Case, config: Config, mesh: Mesh, device: torch.device) ->
     experts = slice(None) if alone else _experts_of(mesh.rank, len(got.d_down_proj))
     share |= dict.fromkeys(("d_gate_up_proj", "d_down_proj"), experts)
     exact, quantized = (
-        Results(**{name: getattr(results, name)[part] for name, part in share.items()})
-        for results in (moe_layer(joined), moe_layer(joined, quantizers(Recipe.named(case.recipe))))
+        Results(**{field: getattr(results, field)[part] for field, part in share.items()})
+        for results in (moe_layer(joined), moe_layer(joined, quantizers(Recipe.named(name.split("/")[0]))))
     )
     return compare(levelled(got, wide), levelled(exact, wide), levelled(quantized, wide), mesh.rank)
 

@@ -1,6 +1,6 @@
 """What bench=layer times at one shape: MoE layers of mxep.ep, and the baseline, of the same routing and weights.
 
-    RECIPE/DISPATCHER              any of mxep.ep.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
+    RECIPE/DISPATCHER              any of names.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
                                    every step
     RECIPE/DISPATCHER, kept        of KEPT micro-batches within quantize_weights_once; a figure is of one; forward alone
                                    quantizes, as that of the first one
@@ -40,7 +40,6 @@ from ..mesh import local, share
 from ..names import KEPT_IN_FP8
 from ..rank import Rank
 from ..reference import Results
-from ..verify import FixedRouting
 from .baseline import PAD, BaselineLayer, Product, bf16_product
 from .comms_cases import Traffic, routing
 from .gemm_cases import torchao_product
@@ -180,7 +179,6 @@ class Mxep(Layer):
             raise NotImplementedError("one rank's experts alone, all of them: parallel.ranks=1")
         self.p = p
         self.micro_batches = KEPT if case.kept else 1
-        self.router = FixedRouting(p.ids, p.weights)
         self.moe = MoE(
             p.shape.dim,
             p.shape.hidden,
@@ -192,7 +190,7 @@ class Mxep(Layer):
             capacity=Capacity.factor(p.capacity) if case.bounded else Capacity(case.suffix),
             max_tokens=p.shape.tokens,
             ranks_per_node=p.ranks_per_node,
-            router=self.router,
+            router=nn.Identity(),  # what it would find is given
             backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]
             gradient_reduction="sum",  # as the baseline's
             device=p.device,
@@ -203,7 +201,8 @@ class Mxep(Layer):
         experts.gate_up_proj = nn.Parameter(share(p.w13, experts.gate_up_proj))
         experts.down_proj = nn.Parameter(share(p.w2, experts.down_proj))
         self.x = p.x.detach().requires_grad_()
-        self.leaves = (self.x, self.router.weights, experts.gate_up_proj, experts.down_proj)
+        self.weights = p.weights.clone().requires_grad_()
+        self.leaves = (self.x, self.weights, experts.gate_up_proj, experts.down_proj)
         self.main_grads: tuple[Tensor, ...] = ()
         if case.suffix == "main_grad":
             self.main_grads = tuple(torch.zeros(w.shape, device=p.device) for w in (p.w13, p.w2))
@@ -211,7 +210,7 @@ class Mxep(Layer):
                 weight.main_grad = main_grad  # type: ignore[attr-defined]
 
     def out(self) -> Tensor:
-        out: Tensor = self.moe(self.x)
+        out: Tensor = self.moe(self.x, expert_ids=self.p.ids, weights=self.weights)
         return out
 
     def step(self) -> Results:

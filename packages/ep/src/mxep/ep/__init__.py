@@ -3,7 +3,6 @@
 `MoE` is the layer; `dispatch`, `expert_mlp` and `combine` are its differentiable parts; dispatchers move the tokens.
 """
 
-from .cases import CASES, SEVEN_CASES, Case
 from .clip import clip_grad_norm_
 from .dispatchers import (
     DISPATCHERS,
@@ -27,11 +26,8 @@ from .version import installed_version
 __version__ = installed_version()
 
 __all__ = [
-    "CASES",
     "DISPATCHERS",
-    "SEVEN_CASES",
     "AllToAllDispatcher",
-    "Case",
     "ExpertParallel",
     "Experts",
     "HierarchicalDispatcher",

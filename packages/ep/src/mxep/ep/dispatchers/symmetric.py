@@ -89,7 +89,10 @@ class SymmetricDispatcher(TokenDispatcher):
         workspace = self._workspace(expert_ids)
         sms = OVERLAP_SMS if overlap else None
         try:
-            self._check_room(workspace, len(expert_ids))
+            fits = self.max_tokens is not None or len(expert_ids) <= workspace.max_tokens
+            if not fits and workspace.transport.access == "host":  # whose peers learn of it in time, and raise it too
+                workspace.outgrow(len(expert_ids))
+                raise BatchTooLarge
             handle = dispatch(workspace, payload, expert_ids, weights, async_op=True, num_sms=sms)
         except BatchTooLarge:  # on all ranks alike
             if self.max_tokens is not None:
@@ -177,12 +180,6 @@ class SymmetricDispatcher(TokenDispatcher):
             max_tokens = min(fitting, default=max_tokens)
         found = self._workspaces.get((device, max_tokens, top_k))
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
-
-    def _check_room(self, workspace: Workspace, tokens: int) -> None:
-        """Raise BatchTooLarge, on all ranks, where they can learn in time that this one's batch has outgrown it."""
-        if self.max_tokens is None and tokens > workspace.max_tokens and workspace.transport.access == "host":
-            workspace.outgrow(tokens)
-            raise BatchTooLarge
 
     def _grow(self, expert_ids: Tensor) -> Workspace:
         """One with room for these ids, and all peers'. Collective. Plans of before keep theirs."""
