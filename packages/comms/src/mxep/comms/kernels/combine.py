@@ -58,15 +58,9 @@ def add_rows(acc, rows_ptr, row, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def sum_slots_kernel(
-    rows_ptr,
-    slot_rows_ptr,
-    out_ptr,
-    slots,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    rows_ptr, slot_rows_ptr, out_ptr, slots,
+    K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
@@ -149,16 +143,8 @@ def sum_arrived(
 
 @triton.jit
 def leave_chunk(
-    pointers_ptr,
-    counters_ptr,
-    chunk,
-    stored,
-    chunk_tiles,
-    signal,
-    rank,
-    W: tl.constexpr,
-    WP: tl.constexpr,
-):
+    pointers_ptr, counters_ptr, chunk, stored, chunk_tiles, signal, rank, W: tl.constexpr, WP: tl.constexpr
+):  # fmt: skip
     """Count the tiles of a chunk that this program has stored; the last program to count signals the chunk."""
     if stored > 0:
         if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):

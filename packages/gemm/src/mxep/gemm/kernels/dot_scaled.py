@@ -243,14 +243,12 @@ def grouped_wgrad(
 
 def launch_options() -> dict[str, int]:
     """Tile and pipeline: on sm_100 accumulators live in tensor memory, so a tile can be twice as wide."""
-    wide = os.environ.get("TRITON_INTERPRET") != "1" and _is_sm_100()
+    wide = False
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        target = driver.active.get_current_target()
+        wide = target.backend == "cuda" and target.arch // 10 == 10
     shape = {"BLOCK_M": 128, "BLOCK_N": 256 if wide else 128, "BLOCK_K": 128, "GROUP_M": 8}
     return shape | {"num_warps": 8, "num_stages": 4 if wide else 3}
-
-
-def _is_sm_100() -> bool:
-    target = driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch // 10 == 10)
 
 
 def _programs(tiles: int, device: torch.device) -> int:

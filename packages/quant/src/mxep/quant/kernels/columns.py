@@ -32,18 +32,9 @@ NUM_WARPS = 8
 
 @triton.jit
 def quantize_tile_kernel(
-    x_ptr,
-    rows_ptr,
-    rows_scale_ptr,
-    columns_ptr,
-    columns_scale_ptr,
-    N,
-    K,
-    MODE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, N, K,
+    MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """x (batch, N, K) -> along columns, and along rows too unless rows_ptr is None."""
     PACK: tl.constexpr = 8
     batch, row_tile, column_tile = program_tile(tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), False)

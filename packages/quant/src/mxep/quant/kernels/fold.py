@@ -45,22 +45,9 @@ def _is_nonzero(qdata):
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def fold_kernel(
-    qdata_ptr,
-    scale_ptr,
-    index_ptr,
-    offs_ptr,
-    folded_ptr,
-    folded_scale_ptr,
-    stride,
-    scale_stride,
-    rows,
-    num_groups,
-    BLOCKS: tl.constexpr,
-    SUB: tl.constexpr,
-    PER_SCALE: tl.constexpr,
-    WORDS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    qdata_ptr, scale_ptr, index_ptr, offs_ptr, folded_ptr, folded_scale_ptr, stride, scale_stride, rows, num_groups,
+    BLOCKS: tl.constexpr, SUB: tl.constexpr, PER_SCALE: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = qdata_ptr.dtype.element_ty
     block = tl.arange(0, triton.next_power_of_2(BLOCKS))[None, :]
     block_mask = block < BLOCKS
@@ -106,24 +93,11 @@ def fold(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | 
         rows = max(1, TILE_ELEMENTS // padded)
         share = 1 if qdata.dtype == torch.float8_e4m3fn else 2  # E5M2 takes more registers
         tiles = cdiv(folded_scale.numel(), rows)
-        launch(
-            fold_kernel,
-            (min(tiles, PROGRAMS_PER_SM * num_sms(qdata.device)),),
-            qdata,
-            scale,
-            row_index,
-            offs,
-            folded,
-            as_bytes(folded_scale),
-            qdata.stride(0),
-            scale.stride(0),
-            folded_scale.numel(),
-            0 if offs is None else offs.shape[0],
-            BLOCKS=blocks,
-            SUB=sub,
-            PER_SCALE=per_scale,
-            WORDS=all(n % 4 == 0 for n in (qdata.data_ptr(), qdata.stride(0), sub)),
-            ROWS=rows,
+        launch(fold_kernel, (min(tiles, PROGRAMS_PER_SM * num_sms(qdata.device)),),
+            qdata, scale, row_index, offs, folded, as_bytes(folded_scale), qdata.stride(0), scale.stride(0),
+            folded_scale.numel(), 0 if offs is None else offs.shape[0],
+            BLOCKS=blocks, SUB=sub, PER_SCALE=per_scale,
+            WORDS=all(n % 4 == 0 for n in (qdata.data_ptr(), qdata.stride(0), sub)), ROWS=rows,
             num_warps=min(32, max(1, rows * padded * (32 // sub) * share // WARP_ELEMENTS)),
-        )
+        )  # fmt: skip
     return folded, folded_scale

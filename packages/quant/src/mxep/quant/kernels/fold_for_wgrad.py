@@ -66,25 +66,10 @@ def _record(source, high):
 
 @triton.jit(do_not_specialize=["rows", "num_groups", "alignment"])
 def max_scales_kernel(
-    x_scale_ptr,
-    x_index_ptr,
-    y_scale_ptr,
-    y_index_ptr,
-    offs_ptr,
-    x_record_ptr,
-    y_record_ptr,
-    most_ptr,
-    out_offs_ptr,
-    x_stride,
-    y_stride,
-    rows,
-    num_groups,
-    alignment,
-    X_BLOCKS: tl.constexpr,
-    Y_BLOCKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x_scale_ptr, x_index_ptr, y_scale_ptr, y_index_ptr, offs_ptr, x_record_ptr, y_record_ptr, most_ptr, out_offs_ptr,
+    x_stride, y_stride, rows, num_groups, alignment,
+    X_BLOCKS: tl.constexpr, Y_BLOCKS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     valid = valid_rows(offs_ptr, num_groups, rows)
     group = tl.arange(0, GROUPS)[None, :]
     start, end = group_bounds(group, offs_ptr, num_groups, rows)
@@ -132,23 +117,10 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["num_groups"])
 def shift_transpose_kernel(
-    qdata_ptr,
-    scale_ptr,
-    record_ptr,
-    offs_ptr,
-    out_ptr,
-    R,
-    K,
-    stride,
-    scale_stride,
-    num_groups,
-    SUB: tl.constexpr,
-    PER_SCALE: tl.constexpr,
-    PACK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    qdata_ptr, scale_ptr, record_ptr, offs_ptr, out_ptr, R, K, stride, scale_stride, num_groups,
+    SUB: tl.constexpr, PER_SCALE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
-):
+):  # fmt: skip
     valid = tl.load(offs_ptr + num_groups - 1)
     row_tiles = tl.cdiv(valid, BLOCK_M)
     column_tiles = tl.cdiv(K, BLOCK_N)
@@ -219,18 +191,10 @@ def fold_for_wgrad(
         y_scale.stride(0), capacity, num_groups, alignment, X_BLOCKS=x_scale.shape[1], Y_BLOCKS=y_scale.shape[1],
         GROUPS=padded_groups, ROWS=rows,
     )  # fmt: skip
-    launch(
-        split_kernel,
-        (cdiv(width, SPLIT_ROWS),),
-        x_record,
-        y_record,
-        most,
-        out_offs,
-        exponent,
-        num_groups,
-        GROUPS=padded_groups,
-        ROWS=SPLIT_ROWS,
-    )
+    launch(split_kernel, (cdiv(width, SPLIT_ROWS),),
+        x_record, y_record, most, out_offs, exponent, num_groups,
+        GROUPS=padded_groups, ROWS=SPLIT_ROWS,
+    )  # fmt: skip
     block_m, block_n = TILE
     for qdata, scale, record, out in ((x, x_scale, x_record, x_t), (y, y_scale, y_record, y_t)):
         columns = qdata.shape[1]

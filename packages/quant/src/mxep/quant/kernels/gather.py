@@ -45,26 +45,10 @@ def _group_tile(tile, offs_ptr, num_groups, rows, BLOCK_M: tl.constexpr, GROUPS:
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def pick_kernel(
-    x_ptr,
-    scale_ptr,
-    index_ptr,
-    offs_ptr,
-    out_ptr,
-    out_scale_ptr,
-    stride,
-    scale_batch_stride,
-    scale_stride,
-    scale_column_stride,
-    rows,
-    K,
-    num_groups,
-    out_scale_batch_stride,
-    BLOCK_SIZE: tl.constexpr,
-    SWIZZLE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, scale_ptr, index_ptr, offs_ptr, out_ptr, out_scale_ptr, stride, scale_batch_stride, scale_stride,
+    scale_column_stride, rows, K, num_groups, out_scale_batch_stride,
+    BLOCK_SIZE: tl.constexpr, SWIZZLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """x None: scales alone. out_scale None: no scales."""
     column_tiles = tl.cdiv(K, BLOCK_N)
     tile = tl.program_id(0) // column_tiles

@@ -25,27 +25,10 @@ NUM_WARPS = 4
 
 @triton.jit
 def requantize_kernel(
-    qdata_ptr,
-    scale_ptr,
-    row_index_ptr,
-    offs_ptr,
-    out_ptr,
-    out_scale_ptr,
-    R,
-    K,
-    num_groups,
-    batch_stride,
-    stride,
-    scale_batch_stride,
-    scale_stride_row,
-    scale_stride_column,
-    block_rows,
-    block_columns,
-    MODE: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    qdata_ptr, scale_ptr, row_index_ptr, offs_ptr, out_ptr, out_scale_ptr, R, K, num_groups, batch_stride, stride,
+    scale_batch_stride, scale_stride_row, scale_stride_column, block_rows, block_columns,
+    MODE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """qdata (batch, S, K), a scale for block_rows x block_columns of them -> blocks of 32 rows, transposed. R is a
     multiple of 32, UNIT divides 32 and block_columns."""
     BLOCK_SIZE: tl.constexpr = 32

@@ -99,16 +99,7 @@ def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tu
     qdata, scale = empty_2d(x, dtype, block_size)
     if x.numel():
         grid = (x.numel() // k // block_size, cdiv(k, BLOCK_N_2D))
-        launch(
-            quantize_2d_kernel,
-            grid,
-            x,
-            qdata,
-            as_bytes(scale),
-            k,
-            MODE=mode,
-            BLOCK_SIZE=block_size,
-            BLOCK_N=BLOCK_N_2D,
-            num_warps=8,
-        )
+        launch(quantize_2d_kernel, grid,
+            x, qdata, as_bytes(scale), k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_N=BLOCK_N_2D, num_warps=8,
+        )  # fmt: skip
     return qdata, scale

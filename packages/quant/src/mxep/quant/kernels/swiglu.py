@@ -111,29 +111,11 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def swiglu_kernel(
-    gate_up_ptr,
-    gate_up_scale_ptr,
-    weight_ptr,
-    offs_ptr,
-    h_ptr,
-    h_scale_ptr,
-    d_h_ptr,
-    out_ptr,
-    scale_ptr,
-    d_weight_ptr,
-    rows,
-    num_groups,
-    F: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FOLDED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    gate_up_ptr, gate_up_scale_ptr, weight_ptr, offs_ptr, h_ptr, h_scale_ptr, d_h_ptr, out_ptr, scale_ptr, d_weight_ptr,
+    rows, num_groups,
+    F: tl.constexpr, CHUNK: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, FOLDED: tl.constexpr,
+    AHEAD: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """h if there is an h_ptr, backward if there is a d_h_ptr; weight_ptr and offs_ptr may be None, too.
 
     gate_up_scale_ptr: a scale for each row of gate_up, which is qdata then, or None.
