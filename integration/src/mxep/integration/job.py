@@ -143,16 +143,12 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     return _finish(results, config.bench, file)
 
 
-def _estimate(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    return _finish(estimate.estimate(config), config.estimate, folder / "estimate.json")
-
-
 TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {
     "train": _train,
     "compare": _compare,
     "verify": _verify,
     "bench": _bench,
-    "estimate": _estimate,
+    "estimate": lambda config, folder, _: _finish(estimate.estimate(config), config.estimate, folder / "estimate.json"),
 }
 
 

@@ -101,7 +101,10 @@ def details(groups: curves.Groups) -> list[Section]:
     """How rows were routed, and how fast, a row for each run; the expert load of each layer, a column for each run."""
     runs = {f"{group} {name}".strip(): run for group, each in groups.items() for name, run in each.items()}
     _, routing, speed = tables({"runs": [_summarize(run) | {"name": name} for name, run in runs.items()]})
-    loads = {name: _loads(run) for name, run in runs.items()}
+    loads = {}
+    for name, run in runs.items():
+        rows = [row["expert_loads"] for row in run.taken[-LAST:] if "expert_loads" in row]  # a checkpoint's may lack it
+        loads[name] = [statistics.fmean(layer) for layer in zip(*rows)]
     layers = max(map(len, loads.values()))
     by_layer = [{"layer": i, **{name: load[i] for name, load in loads.items() if load}} for i in range(layers)]
     title = f"Expert load, busiest / mean, last {LAST} steps"
@@ -165,9 +168,3 @@ def _mean(run: Run, key: str) -> float | None:
     if not run.metrics or any(row.get(key) is None for row in run.metrics):
         return None
     return float(sum(row[key] * row["seconds"] for row in run.metrics) / max(run.seconds, 1e-9))
-
-
-def _loads(run: Run) -> list[float]:
-    """Each layer's mean over the last steps; none of a run without, as a checkpoint's may be."""
-    rows = [row["expert_loads"] for row in run.taken[-LAST:] if "expert_loads" in row]
-    return [statistics.fmean(layer) for layer in zip(*rows)]

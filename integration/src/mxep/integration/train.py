@@ -214,7 +214,9 @@ class Trainer:
         for router in self.model.routers:
             router.update_bias(config.model.balance_rate if bad is None else 0.0)
         speed = self.speed.of(time.perf_counter() - begun, memory)
-        row |= _of_bytes(row["loss"], self.text)
+        if self.text.tokenizer is not None:
+            row["token_loss"] = row["loss"]
+        row["loss"] /= self.text.bytes_per_token  # in nats a byte runs on other tokens can be compared with it
         row |= {key: None for key in ("loss", "token_loss", "grad_norm") if not math.isfinite(row.get(key, 0))}
         skipped = None if bad is None else str(bad)
         self.metrics.append({"run": self.name, "step": self.step, **row, "lr": lr, "skipped": skipped, **speed})
@@ -289,12 +291,6 @@ class Trainer:
 
     def _checkpoint(self) -> Path:
         return step_folder(self.folder / self.name, self.step)
-
-
-def _of_bytes(loss: float, text: Text) -> dict[str, float]:
-    """A loss in nats a token, as runs on other tokens can be compared with it: in nats a byte."""
-    of_tokens = {} if text.tokenizer is None else {"token_loss": loss}
-    return {"loss": loss / text.bytes_per_token, **of_tokens}
 
 
 def _of_all_ranks(error: Exception | None) -> str:

@@ -116,7 +116,9 @@ class BaselineLayer:
         """x (T, D), ids (T, K) int32, weights (T, K) fp32 -> (T, D)."""
         flat = ids.flatten()
         order = flat.argsort(stable=True)
-        inverse = _inverse(order).view(ids.shape)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        inverse = inverse.view(ids.shape)
         pairs = _Spread.apply(x, order, inverse)  # type: ignore[no-untyped-call]
         groups = self._groups(flat[order])
         if self.ranks > 1:
@@ -177,12 +179,6 @@ class Groups:
         index = torch.full((rows,), -1, device=counts.device)
         index[position] = here
         return Groups(index, position, offs.int(), sent, arrived)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return inverse
 
 
 class _AllToAll(torch.autograd.Function):

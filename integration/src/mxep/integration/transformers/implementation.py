@@ -6,15 +6,20 @@ experts_implementation="mxep_mxfp8"   ->   Implementation("mxep_mxfp8", Recipe.n
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from mxep.comms import Capacity
+from mxep.ep import LocalDispatcher, TokenDispatcher
 from mxep.gemm import Recipe
 
-from .layer import KEY, MAX_TOKENS, Layer, check_experts
+from .layer import KEY, MAX_TOKENS, WEIGHTS, Layer, activation_of, check_experts
+
+_local: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDictionary()
+"""By number of experts: layers share one, so that a check asks the device once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +64,28 @@ class Implementation:
             layer = self.layer_of(experts)
         return layer.forward(experts, hidden_states, top_k_index, top_k_weights)
 
-    def layer_of(self, experts: nn.Module, **changes: Any) -> Layer:
-        """The experts' layer, made for this implementation. ValueError, with a cure, where it cannot serve them."""
+    def layer_of(self, experts: Any, dispatcher: TokenDispatcher | None = None, *, wgrad_scale: float = 1.0) -> Layer:
+        """The experts' layer, made for this implementation. ValueError, with a cure, where it cannot serve them.
+
+        dispatcher: where experts are spread over ranks; None: where they were.
+        """
         found: Layer | None = getattr(experts, KEY, None)
-        if found is not None and found.parallel:  # where experts lie stays
-            changes = {"dispatcher": found.dispatcher, "wgrad_scale": found.wgrad_scale} | changes
-        check_experts(experts, self.name, self.recipe, spread="dispatcher" in changes)
-        layer = Layer.of(experts, self, self.recipe, self.backend, max_tokens=self.most_tokens(), **changes)
+        if dispatcher is None and found is not None and found.parallel:
+            dispatcher, wgrad_scale = found.dispatcher, found.wgrad_scale
+        check_experts(experts, self.name, self.recipe, spread=dispatcher is not None)
+        masks = dispatcher is None and getattr(experts, "_is_expert_parallel", True)
+        if dispatcher is None:
+            num_experts = experts.down_proj.shape[0]
+            dispatcher = _local.get(num_experts) or LocalDispatcher(num_experts)
+            _local[num_experts] = dispatcher
+        cleans = any(name not in WEIGHTS for name, _ in experts.named_parameters())
+        activation = activation_of(experts)
+        if activation is None and isinstance(self.recipe, Recipe) and self.recipe.saved_gate_up == "fp8":
+            raise ValueError(
+                f"{type(experts).__name__}: got recipe {self.recipe.name} for a gate of the model's own, which keeps "
+                "its input itself, want one without gate_up_fp8"
+            )
+        how = activation, cleans, masks, wgrad_scale, self.most_tokens()
+        layer = Layer(self, self.recipe, self.backend, dispatcher, *how)
         experts.__dict__[KEY] = layer  # nn.Module's own way costs more
         return layer

@@ -14,7 +14,6 @@ import copy
 import itertools
 import math
 import re
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mxep.comms import PeersDisagree
-from mxep.ep import LocalDispatcher, Routing, TokenDispatcher, combine, dispatch, run_experts
+from mxep.ep import Routing, TokenDispatcher, combine, dispatch, run_experts
 from mxep.ep.auto import pick_recipe, recipe_of_call
 from mxep.ep.bias import scaled_gradient
 from mxep.ep.shares import local_weight
@@ -37,8 +36,6 @@ WEIGHTS = frozenset(f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "dow
 UNQUANTIZED = Recipe.bf16()
 MAX_TOKENS = "MXEP_MAX_TOKENS"
 """In the environment: max_tokens of what is registered without."""
-_local: weakref.WeakValueDictionary[int, LocalDispatcher] = weakref.WeakValueDictionary()
-"""By number of experts: layers share one, so that a check asks the device once."""
 
 
 @dataclass
@@ -66,35 +63,6 @@ class Layer:
     wgrad_scale: float = 1.0
     max_tokens: int | None = None
     routing: Routing | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        experts: Any,
-        made_for: object,
-        recipe: Recipe | Literal["auto"],
-        backend: str,
-        *,
-        dispatcher: TokenDispatcher | None = None,
-        wgrad_scale: float = 1.0,
-        max_tokens: int | None = None,
-    ) -> Self:
-        """The layer of a module that was checked; dispatcher: where its experts are spread over ranks."""
-        masks = dispatcher is None and getattr(experts, "_is_expert_parallel", True)
-        if dispatcher is None:
-            num_experts = experts.down_proj.shape[0]
-            dispatcher = _local.get(num_experts)
-            if dispatcher is None:
-                dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
-        cleans = any(name not in WEIGHTS for name, _ in experts.named_parameters())
-        activation = activation_of(experts)
-        if activation is None and isinstance(recipe, Recipe) and recipe.saved_gate_up == "fp8":
-            raise ValueError(
-                f"{type(experts).__name__}: got recipe {recipe.name} for a gate of the model's own, which keeps its "
-                "input itself, want one without gate_up_fp8"
-            )
-        how = activation, cleans, masks, wgrad_scale, max_tokens
-        return cls(made_for, recipe, backend, dispatcher, *how)
 
     @property
     def parallel(self) -> bool:
@@ -202,11 +170,7 @@ class Layer:
         return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), routing=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # a dispatcher belongs to this process: the next forward makes one
-
-
-def _nothing() -> None:
-    """What a layer is after pickling."""
+        return type(None), ()  # a dispatcher belongs to this process: the next forward makes one
 
 
 @torch.no_grad()

@@ -119,7 +119,9 @@ class CausalLM(nn.Module):
             key = next(key for key, wanted in by_block.items() if wanted)
             raise ConfigError(f"{key}: leave it out: {sizes.model_type} has no blocks that transformers names")
         self.experts = [self.model.get_submodule(name) for name in names]
-        for part in self._beside_experts():
+        for part in (part for block in self.blocks for part in block.children()):
+            if set(self.experts).intersection(part.modules()):
+                continue  # others are attention, norms, dense MLPs
             multiply_by(linear_recipe(config, recipe), part, config.backend)
             if config.train.compile:
                 part.forward = torch.compile(part.forward)  # without transformers' hooks, which break a graph
@@ -158,11 +160,6 @@ class CausalLM(nn.Module):
         if getattr(sizes, "qk_nope_head_dim", None):  # DeepSeek's
             query_key, value = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, sizes.v_head_dim
         return int(sizes.num_attention_heads * (query_key + value))
-
-    def _beside_experts(self) -> list[nn.Module]:
-        """The parts of the blocks without experts: attention, norms, dense MLPs."""
-        parts = (part for block in self.blocks for part in block.children())
-        return [part for part in parts if not set(self.experts).intersection(part.modules())]
 
     def forward(self, inputs: Tensor) -> Any:
         """``inputs`` (b, S) int64 -> what the model returns: `logits` (b, S, V)."""

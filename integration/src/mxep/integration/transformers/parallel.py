@@ -52,7 +52,7 @@ def _own(implementation: Implementation) -> type:
             check_experts(experts, implementation.name, implementation.recipe, spread=True)
             dispatcher = _dispatcher(experts, self.num_local_experts * ep_mesh.size(), ep_mesh, implementation)
             # FSDP divides these gradients by the number of batches.
-            self.layer = implementation.layer_of(experts, dispatcher=dispatcher, wgrad_scale=1.0)
+            self.layer = implementation.layer_of(experts, dispatcher)
             self.experts = experts
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -168,5 +168,5 @@ def _spread(experts: Any, mesh: DeviceMesh, how: Implementation, wgrad_scale: fl
             sharded: DTensor = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=source)
             experts.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
     experts.__dict__.pop(KEY, None)
-    how.layer_of(experts, dispatcher=dispatcher, wgrad_scale=wgrad_scale)
+    how.layer_of(experts, dispatcher, wgrad_scale=wgrad_scale)
     experts.config._experts_implementation = how.name

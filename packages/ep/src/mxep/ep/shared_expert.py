@@ -73,19 +73,17 @@ class SharedExpert(nn.Module):
         self, x: Tensor, *, recipe: Recipe, backend: str | Backend = "auto", activation: SwiGLU = PLAIN
     ) -> Tensor:
         """``x`` (T, D) bf16 or fp32 -> (T, D). ValueError for sizes that the recipe does not take."""
-        out = self._mlp(x, recipe, backend, activation)
-        return out if self.gate is None else out * torch.sigmoid(F.linear(x, self.gate.to(x.dtype)))
-
-    def _mlp(self, x: Tensor, recipe: Recipe, backend: str | Backend, activation: SwiGLU) -> Tensor:
         weights = self.gate_up_proj, self.down_proj
         main_grads = tuple(getattr(weight, "main_grad", None) for weight in weights)
         chosen = select(backend, x.device)
+        out: Tensor
         if recipe.wgrad == "bf16":
-            return between_graphs(_compose, x, *weights, *main_grads, recipe, chosen, activation)
-        check_linear(x, weights[0], None, recipe=recipe, out_dtype=x.dtype, main_grad=main_grads[0])
-        check_weight(weights[1], recipe=recipe, device=x.device, main_grad=main_grads[1], name="down_proj")
-        out: Tensor = _SharedMLP.apply(x, *weights, recipe, chosen, main_grads, activation)  # type: ignore[no-untyped-call]
-        return out
+            out = between_graphs(_compose, x, *weights, *main_grads, recipe, chosen, activation)
+        else:
+            check_linear(x, weights[0], None, recipe=recipe, out_dtype=x.dtype, main_grad=main_grads[0])
+            check_weight(weights[1], recipe=recipe, device=x.device, main_grad=main_grads[1], name="down_proj")
+            out = _SharedMLP.apply(x, *weights, recipe, chosen, main_grads, activation)  # type: ignore[no-untyped-call]
+        return out if self.gate is None else out * torch.sigmoid(F.linear(x, self.gate.to(x.dtype)))
 
 
 def _compose(

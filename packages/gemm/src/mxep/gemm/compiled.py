@@ -66,7 +66,7 @@ def _forward(
         saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
         if is_held(weight_of(ws), how[0]):  # an output is the graph's to write over
             saved[2:] = [x if x is None else x.clone() for x in saved[2:]]
-    return [out, *(_nothing(a) if x is None else x for x in saved)]
+    return [out, *(a.new_empty(()) if x is None else x for x in saved)]
 
 
 forward_op = torch.library.custom_op("mxep::product_forward", _forward, mutates_args=())
@@ -147,7 +147,3 @@ def _grouped(ws: list[Tensor]) -> list[Tensor]:
     if weights_are_held():
         torch._C._autograd._unsafe_set_version_counter((*grouped,), tuple(w._version for w in ws))
     return grouped
-
-
-def _nothing(x: Tensor) -> Tensor:
-    return x.new_empty(())

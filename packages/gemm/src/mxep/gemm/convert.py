@@ -81,7 +81,10 @@ def convert(
         kinds = {(how.recipe, id(how.backend)) for how in state.weights.values()}
         state.alike = names == set(state.weights) and len(kinds) == 1
         state.linear = is_linear(module)
-    _log(recipe, [fqn for *_, fqn in chosen], left)
+    logger = logging.getLogger("mxep.gemm")
+    logger.info("convert: %s: %s", recipe_name(recipe), by_pattern([fqn for *_, fqn in chosen]))
+    for reason, fqns in left.items():
+        logger.info("convert: left alone (%s): %s", reason, by_pattern(fqns))
     return model
 
 
@@ -118,18 +121,14 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
             if is_parametrized(module) or reason is not None:
                 left.setdefault(reason or "parametrized", []).append(fqn)
                 continue
-        elif not (filter(fqn, parameter) if filter else _is_expert(module, parameter)):
-            continue
+        elif filter is not None:
+            if not filter(fqn, parameter):
+                continue
+        elif not _is_weight(parameter) or type(module).__module__.startswith("torch.nn.modules."):
+            continue  # torch's own modules, such as convolutions, call no grouped mm
         _check(module, name, fqn, parameter)
         chosen.append((module, name, fqn))
     return chosen, left
-
-
-def _log(recipe: Recipe | str, chosen: list[str], left: dict[str, list[str]]) -> None:
-    logger = logging.getLogger("mxep.gemm")
-    logger.info("convert: %s: %s", recipe_name(recipe), by_pattern(chosen))
-    for reason, fqns in left.items():
-        logger.info("convert: left alone (%s): %s", reason, by_pattern(fqns))
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
@@ -165,11 +164,6 @@ def _weights(module: nn.Module) -> dict[str, Converted]:
 
 def _is_weight(parameter: Tensor) -> bool:
     return parameter.dim() == 3 and parameter.is_floating_point()
-
-
-def _is_expert(module: nn.Module, parameter: Tensor) -> bool:
-    """torch's own modules, such as convolutions, call no grouped mm."""
-    return _is_weight(parameter) and not type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> None:

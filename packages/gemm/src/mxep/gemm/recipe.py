@@ -135,7 +135,11 @@ class Recipe:
         if self.scaling != "mx" or not isinstance(x, MXTensor):
             return x
         if offs is None and (missing := -x.shape[0] % BLOCK):
-            x = _with_zero_rows(x, missing)
+            index = x.row_index
+            if index is None:
+                index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+            # Zero rows, of which the index knows: no byte of x moves.
+            x = x.with_parts(x.qdata, x.scale, torch.nn.functional.pad(index, (0, missing), value=-1))
         return requantize(x, mode=self.mode, offs=offs)
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat | None = None) -> Tensor:
@@ -157,11 +161,3 @@ def _named() -> Iterator[tuple[str, Recipe]]:
 
 
 _NAMED: Final = dict(_named())  # all of them: torch.compile finds a recipe and makes none
-
-
-def _with_zero_rows(x: MXTensor, rows: int) -> MXTensor:
-    """x (M, D) and so many rows of zeros after it, by a row index: no byte of x moves."""
-    index = x.row_index
-    if index is None:
-        index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    return x.with_parts(x.qdata, x.scale, torch.nn.functional.pad(index, (0, rows), value=-1))

@@ -53,11 +53,16 @@ def sharded_linear(
     if how["quantized_weight"] is not None:
         raise ValueError("quantized_weight: got one for a DTensor, want none: use quantize_weights_once()")
     last = x.dim() - 1
-    weight, given = w.placements[0], _positive(x.placements[0], x.dim())
+    weight, given = w.placements[0], x.placements[0]
+    if isinstance(given, Shard):
+        given = Shard(given.dim % x.dim())
     how["main_grad"] = None if main_grad is None else getattr(main_grad, "_local_tensor", main_grad)
     if weight.is_shard(0):
-        local_bias = None if bias is None else _local(bias, mesh, Shard(0))
-        out = linear(_gathered(x, given, how["recipe"]), w.to_local(), local_bias, **how)
+        if bias is not None:
+            if not isinstance(bias, DTensor):
+                raise ValueError(f"bias: got a {type(bias).__name__}, want a DTensor as w is")
+            bias = bias.redistribute(mesh, [Shard(0)]).to_local()
+        out = linear(_gathered(x, given, how["recipe"]), w.to_local(), bias, **how)
         return DTensor.from_local(out, mesh, [Shard(last)], run_check=False)
     if weight.is_shard(1):
         rows = x if given == Shard(last) else x.redistribute(mesh, [Shard(last)])
@@ -71,16 +76,6 @@ def sharded_linear(
     reduced = [Partial() if given.is_shard() else Replicate()]
     local_w, local_bias = (part if part is None else part.to_local(grad_placements=reduced) for part in (w, bias))
     return DTensor.from_local(linear(x.to_local(), local_w, local_bias, **how), mesh, [given], run_check=False)
-
-
-def _local(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    if not isinstance(x, DTensor):
-        raise ValueError(f"bias: got a {type(x).__name__}, want a DTensor as w is")
-    return x.redistribute(mesh, [placement]).to_local()
-
-
-def _positive(placement: Placement, ndim: int) -> Placement:
-    return Shard(placement.dim % ndim) if isinstance(placement, Shard) else placement
 
 
 def _gathered(x: DTensor, given: Placement, recipe: Recipe) -> Tensor:
