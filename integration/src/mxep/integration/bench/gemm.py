@@ -66,10 +66,6 @@ def beside(row: Row, others: Mapping[str, Row]) -> Row:
     return row | {name: other["us"] / row["us"] for name, other in others.items() if "us" in row and "us" in other}
 
 
-def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    yield from sweep(bench, MEASURED)
-
-
 def sweep(bench: Bench, measured: Mapping[str, Callable[[At], Iterator[Row]]]) -> Iterator[tuple[str, Row]]:
     """All sections at the shapes of their name, or of kind "layers". A shape that fails leaves the others."""
     backend = backends.select(bench.config.backend or "auto", bench.device)
@@ -123,3 +119,4 @@ def _steps(at: At) -> Iterator[Row]:
 
 MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"products": _products, "steps": _steps}
 """Section -> what measures its rows, at a shape."""
+measure = functools.partial(sweep, measured=MEASURED)

@@ -33,7 +33,7 @@ from ..timer import Alternative, Call, Timer, rotations
 from . import gemm_cases
 from .gemm import At, beside, sweep
 from .layer_stages import counts
-from .run import Bench, table
+from .run import table
 
 RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
 TOP_K = 8
@@ -131,11 +131,6 @@ def steps(backend: Backend, several: bool) -> dict[str, Maker]:
     return makers | {"torchao rowwise": torchao, "scaled_mm row, products": scaled_mm}
 
 
-def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
-    """All sections, one after the other."""
-    yield from sweep(bench, MEASURED)
-
-
 def _steps(at: At) -> Iterator[Row]:
     problems = at.problems(Problem.gaussian, lambda p: p.nbytes)
     rows = at.compare(steps(at.backend, several=len(problems[0].weights) > 1), problems, problems[0].flop)
@@ -193,3 +188,4 @@ def _host(at: At) -> Iterator[Row]:
 
 MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "router": _router, "host": _host}
 """Section -> what measures its rows, at a shape."""
+measure = functools.partial(sweep, measured=MEASURED)
