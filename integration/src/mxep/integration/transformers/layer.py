@@ -50,7 +50,7 @@ class Layer:
             nothing are zeroed for these.
         masks: whether expert ids from E on mean "not here", as transformers' own expert parallelism has it.
         wgrad_scale: factor of weight gradients.
-        routing: the last forward's; None before, and after a compiled one.
+        last_routing: the last forward's; None before, and after a compiled one.
     """
 
     made_for: object
@@ -62,12 +62,16 @@ class Layer:
     masks: bool
     wgrad_scale: float = 1.0
     max_tokens: int | None = None
-    routing: Routing | None = field(default=None, repr=False)
+    last_routing: Routing | None = field(default=None, repr=False)
 
     @property
     def parallel(self) -> bool:
         """Whether experts are spread over ranks."""
         return self.dispatcher.spans_ranks
+
+    def check(self) -> None:
+        """As of `mxep.ep.MoE`."""
+        self.dispatcher.check()
 
     def forward(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """x (T, D), expert_ids, weights (T, K) -> (T, D) in x's dtype."""
@@ -117,7 +121,7 @@ class Layer:
                 down_bias=experts.down_proj_bias if experts.has_bias else None,
             )
         if not torch.compiler.is_compiling():
-            self.routing = routing
+            self.last_routing = routing
         return out
 
     def _pick(self, experts: Any, x: Tensor, expert_ids: Tensor) -> Recipe | None:
@@ -167,7 +171,7 @@ class Layer:
         )
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), routing=None)
+        return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), last_routing=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a dispatcher belongs to this process: the next forward makes one
@@ -261,9 +265,9 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
     """
     names, counted = [], []
     for name, layer in layers(model):
-        if layer.routing is None:
+        if layer.last_routing is None:
             continue
-        stats, ids = layer.routing.stats(), layer.routing.expert_ids.flatten().long()
+        stats, ids = layer.last_routing.stats(), layer.last_routing.expert_ids.flatten().long()
         tokens = torch.zeros(layer.dispatcher.num_experts + 1, dtype=torch.int64, device=ids.device)
         tokens.scatter_add_(0, ids.clamp_min(-1) + 1, torch.ones_like(ids))
         tokens = tokens[1:]

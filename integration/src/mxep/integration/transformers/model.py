@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.output_capturing import OutputRecorder
 
-from mxep.ep import Routing, TokenDispatcher, load_balancing_loss
+from mxep.ep import load_balancing_loss
 from mxep.ep.recomputation import recomputing
 from mxep.ep.shares import init_normal_
 from mxep.gemm import Recipe, convert, join_linears
@@ -130,9 +129,9 @@ class CausalLM(nn.Module):
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if config.parallel.fsdp:
             shard(self.model, self.blocks, self.experts, mesh, mixed)
-        self.moes = [RoutedExperts(module) for module in self.experts]
+        self.moes: list[Layer] = [module.__dict__[KEY] for module in self.experts]  # what an `mxep.ep.MoE` is elsewhere
         blocks = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
-        self.routers = [RouterOf(moe, block, device) for moe, block in zip(self.moes, blocks)]
+        self.routers = [RouterOf(*each, device) for each in zip(self.experts, self.moes, blocks)]
         self.options = {"use_cache": False}
         self.aux_weight = 0.0
         if getattr(sizes, "output_router_logits", False):
@@ -180,43 +179,20 @@ class CausalLM(nn.Module):
         return loss
 
 
-@dataclass(frozen=True, eq=False)
-class RoutedExperts:
-    """What the trainer asks of an `mxep.ep.MoE`, of a module of experts."""
-
-    module: nn.Module
-
-    @property
-    def layer(self) -> Layer:
-        layer: Layer = self.module.__dict__[KEY]
-        return layer
-
-    @property
-    def dispatcher(self) -> TokenDispatcher:
-        return self.layer.dispatcher
-
-    @property
-    def last_routing(self) -> Routing | None:
-        return self.layer.routing
-
-    def check(self) -> None:
-        self.dispatcher.check()
-
-
 class RouterOf:
-    """What the trainer asks of an `mxep.ep.Router`, of the router in ``block`` beside the experts ``moe``.
+    """What the trainer asks of an `mxep.ep.Router`, of the router in ``block`` beside ``experts``, run as ``moe``.
 
     load: (E,) fp32, the number of this rank's rows for each expert since the last update, over all micro-batches; what
     a checkpoint recomputes counts once.
     """
 
-    def __init__(self, moe: RoutedExperts, block: nn.Module, device: torch.device) -> None:
+    def __init__(self, experts: nn.Module, moe: Layer, block: nn.Module, device: torch.device) -> None:
         self.moe = moe
         biases = [b for name, b in block.named_buffers() if name.endswith(BIAS)]
         self.bias = biases[0] if biases else None
         self.load = torch.zeros(moe.dispatcher.num_experts, device=device)
         self.logits: Tensor | None = None
-        moe.module.register_forward_hook(self._count)
+        experts.register_forward_hook(self._count)
 
     def keep_logits(self, block: nn.Module, recorders: list[OutputRecorder]) -> bool:
         """Keep the logits of forwards in training, for `balancing_loss`. False: no recorder finds them in ``block``."""
