@@ -32,6 +32,7 @@ import mxep.ep.experts
 import mxep.ep.steps
 from mxep.ep import MoE, SymmetricDispatcher, make_dispatcher
 from mxep.ep.passes import LayerConfig
+from mxep.ep.shares import local_tensor
 from mxep.gemm.backends import select
 from mxep.integration.graph import capturing
 from mxep.quant.replay import no_replays
@@ -93,7 +94,7 @@ def capture(form: str, shape: tuple[int, ...], ranks: int) -> tuple[Callable[[],
     def run() -> Tensor:
         out = moe(x)
         gradients = torch.autograd.grad(out, [x, *moe.parameters()], d_out)
-        return torch.cat([each.detach().flatten()[:1024] for each in (out, *gradients)])
+        return torch.cat([local_tensor(each.detach()).flatten()[:1024] for each in (out, *gradients)])
 
     with patches(form):
         with torch.cuda.stream(torch.cuda.Stream()), no_replays():
