@@ -37,6 +37,17 @@ def test_tensors_of_two_devices_reach_no_kernel():
         rows.gather_part._launch(part, torch.tensor([0], dtype=torch.int32), None)
 
 
+def test_on_cuda_what_an_op_would_write_may_be_none(monkeypatch):
+    """No GPU: the launcher is what the op would call there."""
+    op, args = calls()["make_plan"]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(op, "_launch", lambda *args: args[-1])
+    version = args[-1]._version
+    assert op(*args) is args[-1]
+    assert args[-1]._version == version + 1, "autograd is told of what was written"
+    assert op(*args[:-1], None) is None
+
+
 @pytest.mark.parametrize("name", calls())
 def test_a_reference_never_reads_from_the_device(name):
     op, args = calls()[name]

@@ -72,7 +72,8 @@ class Op:
         if not on_cuda or self._name is None:
             return self.reference(*args)
         for i in self._written:
-            torch.autograd.graph.increment_version(args[i])
+            if args[i] is not None:
+                torch.autograd.graph.increment_version(args[i])
         return self._launch(*args)
 
     def _launch(self, *args: Any) -> Any:
