@@ -117,13 +117,14 @@ def test_the_peak_is_what_fake_tensors_of_a_step_take(recipe: str, shape: tuple[
         assert (made + out.nbytes + besides) * 0.995 <= found.work < made + out.nbytes + alive.all
 
 
-def test_memory_is_within_5_percent_of_what_was_measured_on_one_rank():
+def test_memory_is_within_1_percent_of_what_was_measured():
     found = list(task.errors("memory_errors", read([str(RESULTS / "memory-h200.json")])))
-    off = {row["what"]: row["off"] for row in found}
-    assert off.keys() == {"mxfp8/local", "bf16/local", MX}
-    assert abs(off["mxfp8/local"]) < 0.05
-    assert abs(off["bf16/local"]) < 0.05
-    assert off[MX] == pytest.approx(-0.152, abs=1e-3), "docs/scaling.md says that it is missed"
+    off = {(row["model"].partition(",")[0], row["what"]): row["off"] for row in found}
+    held = off.pop(("deepseek_v3", MX))
+    assert held == pytest.approx(-0.189, abs=1e-3), "docs/scaling.md: rows of dx were held then"
+    wanted = ("deepseek_v3", "mxfp8/local"), ("deepseek_v3", "bf16/local"), ("mixtral_8x7b", MX)
+    assert off.keys() == {*wanted, ("mixtral_8x7b", "bf16/symmetric")}
+    assert max(map(abs, off.values())) < 0.01
 
 
 def test_buffers_are_what_lies_outside_of_the_allocator():

@@ -316,7 +316,7 @@ def memory(layout: Layout) -> Memory:
     d_slots = slots * row if quantized and not copied else 0  # of d_out
     colwise = 2 * w * quantized  # of gate_up_proj
     swiglu = h + d_gate_up * (not quantized)
-    late = 2 * (tokens + 2 * crossing) * dim + (d_rows if dispatcher != "local" else 0)  # dx leaves beside the last
+    late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher in ("all_to_all", "nvshmem"))
     operands = folded * (2 * hidden + dim)
     forward = kept + h + of_forward + 1.5 * colwise  # where there is no out yet
     first = 1.5 * colwise + d_slots + d_y[0] + d_h
@@ -332,19 +332,17 @@ def memory(layout: Layout) -> Memory:
     if dispatcher == "all_to_all":  # rows gathered, joined, received and split
         backward.insert(4, (saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w, 0))
     still, besides, each = zip(*backward)
-    in_steps = dispatcher not in ("local", "symmetric")
+    called = max(forward, *(out + a + b for a, b in zip(still, besides)))
     in_step = d_y[0] + d_h + h  # temporaries beside the results of the step before the last weight gradient
-    if in_step + d_gate_up * (not quantized) + each[2] + d_rows > MOST_BYTES:
-        in_step = 0  # that step is called
-    peaks = [forward]
-    if in_steps or sum(each) > PASS_BYTES:
-        peaks += [out + kept + 1.5 * colwise + d_slots + d_rows + d_gate_up + 2 * w + in_step]
+    if dispatcher in ("local", "symmetric") and sum(each) <= PASS_BYTES:
+        peaks = [forward, kept + 6 * w + 2 * out + max(besides)]  # dx and weights' gradients, and out
+    elif in_step + d_gate_up * (not quantized) + each[2] + d_rows > MOST_BYTES:
+        peaks = [called]  # but for steps that take less
+    else:
+        peaks = [forward, out + kept + 1.5 * colwise + d_slots + d_rows + d_gate_up + 2 * w + in_step]
         peaks += [out + saved + plan + d_gate_up + 6 * w + late]
         if dispatcher == "all_to_all" or operands + 4 * w > MOST_BYTES:
             peaks += [out + a + b for a, b in zip(still[4:], besides[4:])]
-    else:
-        peaks += [kept + 6 * w + 2 * out + max(besides)]  # dx and weights' gradients, and out
-    called = max(forward, *(out + a + b for a, b in zip(still, besides)))
     of_node = Buffer(layout.near if crossing else ranks, crossing or tokens, top_k, round_up(2 * dim, ALIGNMENT)).nbytes
     buffers = 2 * of_node * copied if dispatcher != "nvshmem" else 4 * round_up(of_node, 16 * ALIGNMENT)  # and staging
     return Memory(kept, max(peaks) - kept, buffers, called)

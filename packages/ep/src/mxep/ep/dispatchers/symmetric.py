@@ -113,7 +113,9 @@ class SymmetricDispatcher(TokenDispatcher):
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
         workspace, plan, ids = self._workspace_of(routing), routing.plan, routing.expert_ids
-        return combine(workspace, rows, plan, ids, row_values, async_op=overlap)
+        # Over NVLink nothing is gained beside a product, and rows would be held to its end (docs/lab/layer.md).
+        aside = overlap and workspace.transport.access == "puts"
+        return combine(workspace, rows, plan, ids, row_values, async_op=aside)
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
         """As of :class:`TokenDispatcher`. After a batch that was too large it gives up the buffers that failed, on all
