@@ -24,6 +24,12 @@ FORWARD, BACKWARD, WITH_H = DIRECTIONS = "forward", "backward", "backward and h"
 all_directions = pytest.mark.parametrize("direction", DIRECTIONS)
 WIDTHS = [(32, {}), (96, {}), (96, {"THREAD_ELEMENTS": 1}), (768, {}), (1408, {"AHEAD": 2}), (256, {"AHEAD": 0})]
 """F, and how: one chunk, a chunk not full, three chunks, a last one not full, all of them loaded one or none ahead."""
+MORE_WIDTHS = [*WIDTHS, (1, {}), (5, {}), (100, {})]
+
+
+def in_turn(*cases: int) -> bool:
+    """An option of a case, by its indices of all others: it and any two of those still meet in each way."""
+    return sum(cases) % 2 == 1
 
 
 def ends_of(*sizes: int) -> Tensor:
@@ -126,20 +132,20 @@ def test_rows_that_fewer_warps_divide_better(F: int) -> None:
 
 
 @all_directions
-@pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize(("F", "tuning"), WIDTHS)
 @two_dtypes
-def test_quantized_results(dtype: torch.dtype, F: int, tuning: dict[str, int], folded: bool, direction: str) -> None:
+def test_quantized_results(dtype: torch.dtype, F: int, tuning: dict[str, int], direction: str) -> None:
+    folded = in_turn(dtype.itemsize // 2, WIDTHS.index((F, tuning)), DIRECTIONS.index(direction))
     check(problem(8, F, dtype), E4M3, "rceil", 32, folded, direction=direction, **tuning)
 
 
 @all_directions
-@pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (1, {}), (5, {}), (100, {})])
+@pytest.mark.parametrize(("F", "tuning"), MORE_WIDTHS)
 @two_dtypes
 def test_results_with_one_scale_a_row(dtype: torch.dtype, F: int, tuning: dict[str, int], direction: str) -> None:
     block = F if direction == FORWARD else 2 * F
-    check(problem(8, F, dtype), E4M3, "rceil", block, False, direction=direction, **tuning)
-    check(problem(8, F, dtype), E4M3, "rceil", block, True, direction=direction, **tuning)
+    folded = in_turn(dtype.itemsize // 2, MORE_WIDTHS.index((F, tuning)), DIRECTIONS.index(direction))
+    check(problem(8, F, dtype), E4M3, "rceil", block, folded, direction=direction, **tuning)
 
 
 @pytest.mark.parametrize(("F", "tuning"), [*WIDTHS, (14336 if DEVICE == "cuda" else 4096, {})])
@@ -168,19 +174,25 @@ ACTIVATIONS = [
 """gpt-oss, MiniMax-M3, DeepSeek-V4, and plain of other columns."""
 
 
+QUANTIZED = {
+    "rounded": (),
+    "blocks": (E4M3, "rceil", 32, False),
+    "folded": (E5M2, "floor", 32, True),
+    "row": (E4M3, "rceil", None, False),
+}
+
+
 @all_directions
-@pytest.mark.parametrize(
-    "quantized",
-    [(), (E4M3, "rceil", 32, False), (E5M2, "floor", 32, True), (E4M3, "rceil", None, False)],
-    ids=["rounded", "blocks", "folded", "row"],
-)
+@pytest.mark.parametrize("how", QUANTIZED)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_other_activations(activation: SwiGLU, quantized: tuple[Any, ...], direction: str) -> None:
-    for F, tuning in WIDTHS[1:5]:
-        of_row = tuple((F if direction == FORWARD else 2 * F) if part is None else part for part in quantized)
-        given = problem(8, F, torch.float32 if F == 96 else torch.bfloat16)
-        given[1][6, ::7], given[1][7, 1::5] = 0.75, -7.0  # limits themselves are not clamped
-        check(given, *of_row, ends=ends_of(3, 5), direction=direction, activation=activation, **tuning)
+def test_other_activations(activation: SwiGLU, how: str, direction: str) -> None:
+    """Of a width in turn: each meets every activation, format and direction."""
+    turn = ACTIVATIONS.index(activation) + list(QUANTIZED).index(how) + DIRECTIONS.index(direction)
+    F, tuning = WIDTHS[1 + turn % 4]
+    of_row = tuple((F if direction == FORWARD else 2 * F) if part is None else part for part in QUANTIZED[how])
+    given = problem(8, F, torch.float32 if F == 96 else torch.bfloat16)
+    given[1][6, ::7], given[1][7, 1::5] = 0.75, -7.0  # limits themselves are not clamped
+    check(given, *of_row, ends=ends_of(3, 5), direction=direction, activation=activation, **tuning)
 
 
 @pytest.mark.parametrize("direction", [BACKWARD, WITH_H])
