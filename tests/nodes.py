@@ -102,16 +102,23 @@ def sent_bytes() -> int:
 
 
 def run_nodes(
-    fn: Callable[..., Any], args: Sequence[Any], folder: Path, *, nodes: Sequence[Node], ranks: int, timeout: float
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    folder: Path,
+    *,
+    nodes: Sequence[Node],
+    ranks: int,
+    timeout: float,
+    connected: bool = True,
 ) -> list[Ended]:
     """Call `fn(group, *args)` in so many ranks of each node, and what became of the nodes.
 
-    fn: a module-level function. group: gloo's, of all ranks. Nodes that are not over after `timeout` seconds are
-    killed. What they print is in `log-N` of the folder.
+    fn: a module-level function. group: gloo's, of all ranks; connected=False calls `fn(*args)`, which makes its own.
+    Nodes that are not over after `timeout` seconds are killed. What they print is in `log-N` of the folder.
     """
     context = multiprocessing.get_context("forkserver")
     start_fork_server("pytest")
-    payload = pickle.dumps((FunctionName.of(fn), tuple(args)))
+    payload = pickle.dumps((FunctionName.of(fn), tuple(args), connected))
     endings = [folder / f"node-{node.index}" for node in nodes]
     launchers = []
     try:
@@ -176,7 +183,9 @@ def _enter(namespace: str, name: str) -> None:
 
 
 def _rank(payload: bytes) -> Any:
-    name, args = pickle.loads(payload)
+    name, args, connected = pickle.loads(payload)
+    if not connected:
+        return name.load()(*args)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     init_process_group("cpu", rank, world_size)

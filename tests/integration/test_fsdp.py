@@ -1,6 +1,7 @@
 """parallel.fsdp: what is not expert is sharded over all ranks, copies of experts over theirs; nothing else changes."""
 
-import subprocess
+import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from mxep.integration import state
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.schema import Config
+from nodes import make_nodes, run_nodes
 
 LAYOUTS = (2, 2), (4, 2), (2, 1)
 FSDP = "parallel.fsdp=true"
@@ -193,17 +195,26 @@ def test_on_gpus_a_sharded_run_learns_and_resumes(make_config: Callable[..., Con
         assert run.valid_loss == pytest.approx(again.valid_loss, rel=2e-2)
 
 
+def command(arguments: list[str], folder: Path) -> None:
+    sys.argv = ["mxep", *arguments]
+    os.chdir(folder)
+    runpy.run_module("mxep.integration.app", run_name="__main__")  # as torchrun's `-m` does
+
+
 @pytest.mark.slow
 def test_under_torchrun_every_process_is_a_rank_and_rank_0_reports_into_the_folder_of_all(text: Path, tmp_path: Path):
-    of_run = "recipe=bf16", "train.compare=false", f"hydra.run.dir={tmp_path}/run"
-    given = [*SMALL, FSDP, "data=text", f"data.path={text}", *of_run]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "mxep.integration.app"]
-    command = [*torchrun, *given, "train.steps=2"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("held-out text") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-    saved = state.find(tmp_path / "run")["bf16"]
+    of_run = "recipe=bf16", "train.compare=false", f"hydra.run.dir={tmp_path}/here/run"
+    given = [*SMALL, FSDP, "data=text", f"data.path={text}", *of_run, "train.steps=2"]
+    (tmp_path / "here").mkdir()
+    with make_nodes(1) as nodes:
+        how = {"nodes": nodes, "ranks": 2, "timeout": 240, "connected": False}
+        (ended,) = run_nodes(command, (given, tmp_path / "here"), tmp_path, **how)
+    said = (tmp_path / "log-0").read_text()
+    assert ended.error is None, said
+    assert ended.results == [None, None], said
+    assert said.count("held-out text") == 1
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["run"]
+    assert len((tmp_path / "here/run/metrics.jsonl").read_text().splitlines()) == 2
+    saved = state.find(tmp_path / "here/run")["bf16"]
     for part in ("model", "optimizer"):
         assert sorted(path.name[:11] for path in (saved / part).iterdir()) == ["shard-00001", "shard-00002"]
