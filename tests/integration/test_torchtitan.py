@@ -178,8 +178,7 @@ def test_hugging_faces_names_and_tensors_stay(model: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@distributed(2, device="cpu", timeout=280)
-@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
+@distributed(2, device="cpu", timeout=280, model=["qwen3", "deepseek_v3"])
 def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
     """Losses against its own experts, which compute in bf16 whatever the model's dtype, with EP, FSDP2 and AC."""
     from torchtitan.distributed.activation_checkpoint import FullAC
