@@ -289,7 +289,7 @@ def test_larger_batches_make_larger_buffers_without_a_word_and_change_no_bit(ctx
         assert any(each in before for each in after) == (0 < so_far >= most), "graphs of fewer slots go"
         so_far = max(so_far, most)
         with mock.patch("mxep.ep.dispatchers.symmetric.most_tokens", side_effect=AssertionError("who brings most?")):
-            for _ in range(3):  # on a GPU graphs, from the second on
+            for _ in range(3 if ctx.device.type == "cuda" else 1):  # graphs, from the second on
                 assert all(map(torch.equal, step(grown, x, d_out), wanted)), tokens
         assert f"max_tokens={so_far} (so far)" in repr(grown[0])
 
