@@ -20,6 +20,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # before a conftest imports
     _first, _step = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.sched_setaffinity(0, _cores[_first::_step] or _cores)
 
+gc.disable()  # until all is imported: what is imported stays, and each collection would look at all of it
 triton_interpreter.on_import()
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # plain C++ on a CPU: no trials, for 8 s, of what it can do
 
@@ -64,4 +65,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported stays; each collection would look at all of it
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # a tenth of the tests' time went into collections
+    gc.enable()

@@ -12,6 +12,7 @@ same body runs in place on a subgroup of the first n ranks, and is skipped where
 """
 
 import functools
+import gc
 import inspect
 import itertools
 import os
@@ -113,6 +114,7 @@ def distributed(
 
 
 def _run_body(rank: Rank, name: FunctionName, each: list[dict[str, Any]]) -> str | None:
+    gc.set_threshold(50_000, 20, 50)  # as conftest.py sets it
     body = name.load().__wrapped__  # type: ignore[attr-defined]
     context = Context(rank.rank, rank.world_size, dist.group.WORLD, rank.device)
     try:

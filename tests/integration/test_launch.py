@@ -1,6 +1,7 @@
 """run_ranks: what comes back, what a failure looks like, and that no process outlives the call."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -56,6 +57,17 @@ def sum_over_ranks(rank: Rank, offset: int) -> torch.Tensor:
 def test_results_come_back_in_rank_order():
     results = run_ranks(sum_over_ranks, (10,), world_size=3, timeout=60, device="cpu")
     assert [value.tolist() for value in results] == [[33, 0], [33, 1], [33, 2]]
+
+
+def garbage_collection(rank: Rank) -> tuple[bool, int, int]:
+    return gc.isenabled(), gc.get_freeze_count(), gc.get_stats()[1]["collections"]
+
+
+def test_the_fork_server_imports_without_collections_of_garbage_and_its_ranks_have_them():
+    ((enabled, frozen, collections),) = run_ranks(garbage_collection, world_size=1, timeout=60, device="cpu")
+    assert enabled
+    assert frozen > 100_000
+    assert collections < 20  # 76 and more with them
 
 
 def environment_of(rank: Rank) -> tuple[str, str, int, str]:

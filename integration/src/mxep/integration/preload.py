@@ -5,12 +5,16 @@ own traceback. An error in the fork server would only show as a broken pipe.
 """
 
 import contextlib
+import gc
 import importlib
 import signal
 
 # A scheduler's SIGTERM reaches the whole process group. The caller asks the ranks to stop after their step; they need
 # the fork server until then, and it ends with the caller in any case.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+# What is imported stays: collections would only look at it, again and again, for a fifth of the time.
+gc.disable()  # until `preloaded`, which is imported last
 
 for _name in (
     "torch._dynamo",  # every custom op imports it at its first call, for seconds

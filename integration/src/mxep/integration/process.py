@@ -35,6 +35,6 @@ def start_fork_server(*preload: str) -> Any:
     Returns what `multiprocessing` has of it. It ends by itself when this process is gone.
     """
     server: Any = forkserver
-    server.set_forkserver_preload(["mxep.integration.preload", *preload])
+    server.set_forkserver_preload(["mxep.integration.preload", *preload, "mxep.integration.preloaded"])
     server.ensure_running()
     return server._forkserver

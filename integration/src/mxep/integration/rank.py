@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import importlib
 import importlib.util
 import inspect
@@ -114,7 +113,6 @@ def rank_main(
     os.environ.clear()  # the fork server's are those of the first call
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    gc.freeze()  # what the fork server imported stays; each collection would look at all of it
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     stop = StopFlag()
     signal.signal(signal.SIGUSR1, stop.request)
