@@ -89,7 +89,7 @@ def check(
     how = scaled if backward else (dtype, *scaled)
     if backward:  # h in E4M3, whatever the gradient is in
         how = (*scaled, None if direction != WITH_H else E4M3 if quantized else gate_up.dtype)
-    of_rows = {} if gate_up_scale is None else {"gate_up_scale": gate_up_scale}
+    of_rows = {"gate_up_scale": gate_up_scale} if backward else {}
     want = list(getattr(torch.ops.mxep, name)(*inputs, ends, *out, *how, activation=activation.packed, **of_rows))
     if direction == WITH_H and gate_up_scale is None:
         of_h = how[-1], scaled[0], min(scaled[1], d_h.shape[1]), scaled[2]
@@ -157,7 +157,7 @@ def test_codes_written_over_the_gradient(
     d_h, gate_up, row_weight = problem(40, F)
     how = "rceil", 32 if folded else 2 * F, folded
     qdata, ends = torch.empty(gate_up.shape, dtype=E4M3), ends_of(7, 30)
-    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, ends, qdata, *how, E4M3)
+    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, ends, qdata, *how, E4M3, None, None)
     moved = [part.to(DEVICE, copy=True) for part in (d_h, gate_up, row_weight, ends)]
     got = kernels.swiglu_backward(*moved, moved[0].view(E4M3), *how, E4M3)
     for a, b in zip((moved[0].view(E4M3), *got), (qdata, *want), strict=True):
@@ -275,7 +275,7 @@ def test_no_rows() -> None:
 
 def test_inputs_with_strides_or_at_odd_addresses() -> None:
     d_h, gate_up, row_weight = problem(6, 64)
-    out, how = torch.empty(gate_up.shape, dtype=gate_up.dtype), (None, 0, False, None)
+    out, how = torch.empty(gate_up.shape, dtype=gate_up.dtype), (None, 0, False, None, None, None)
     want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None, out, *how)
 
     def strided(x: Tensor) -> Tensor:

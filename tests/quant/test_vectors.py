@@ -57,7 +57,8 @@ CASES: dict[str, Any] = {
     "group_sums": lambda: (*mx(), 32, ends()),
     "swiglu": lambda: (values(2 * D), weight(), ends(), *rest()),
     "swiglu_backward": lambda: (
-        values(), values(2 * D), weight(), ends(), values(2 * D).to(E4M3.dtype), *rest()[1:], E4M3.dtype
+        values(), values(2 * D), weight(), ends(), values(2 * D).to(E4M3.dtype), *rest()[1:], E4M3.dtype,
+        None, None,
     ),
     "rms_norm_quantize": lambda: (values(), weight(), 1e-6, *HOW, 32),
     "rms_norm_backward": lambda: (values(), values(), weight(), weight().abs()),

@@ -274,8 +274,8 @@ def _swiglu_backward(
     block_size: int,
     folded: bool,
     h_dtype: torch.dtype | None,
-    activation: Sequence[float] | None = None,
-    gate_up_scale: Tensor | None = None,
+    activation: Sequence[float] | None,
+    gate_up_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> scale (R, 2F/block_size) or, folded, (R, 1), d_row_weight (R,), and what `mxep::swiglu` gives with h_dtype;
     None: empty. Its scale is of the row where d_gate_up's is.
