@@ -139,7 +139,8 @@ def _d_h(i: Inputs) -> tuple[Tensor, ...]:
 
 
 def _swiglu_backward(folded: bool, with_h: bool = False) -> Callable[..., Any]:
-    return lambda *args: ops.swiglu_backward(*args, HOW[1], BLOCK, folded, E4M3.dtype if with_h else None)
+    how = HOW[1], BLOCK, folded, E4M3.dtype if with_h else None, None, None
+    return lambda *args: ops.swiglu_backward(*args, *how)
 
 
 CASES = {
