@@ -273,10 +273,15 @@ def test_no_rows() -> None:
         check(problem(0, 32), *quantized, direction=FORWARD)
 
 
-def test_inputs_with_strides_or_at_odd_addresses() -> None:
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_inputs_with_strides_or_at_odd_addresses(in_fp8: bool) -> None:
     d_h, gate_up, row_weight = problem(6, 64)
-    out, how = torch.empty(gate_up.shape, dtype=gate_up.dtype), (None, 0, False, None, None, None)
-    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None, out, *how)
+    out, scale = torch.empty(gate_up.shape, dtype=E4M3 if in_fp8 else gate_up.dtype), None
+    how: tuple[Any, ...] = ("rceil", 128, False, None, None) if in_fp8 else (None, 0, False, None, None)
+    if in_fp8:
+        mx = quantize(gate_up, block_size=None)
+        gate_up, scale = mx.qdata, mx.scale.view(torch.uint8)
+    want = torch.ops.mxep.swiglu_backward(d_h, gate_up, row_weight, None, out, *how, scale)
 
     def strided(x: Tensor) -> Tensor:
         return torch.stack([x.to(DEVICE)] * 2, dim=-1)[..., 1] if x.ndim > 1 else x.to(DEVICE)  # vectors: test_vectors
@@ -288,7 +293,8 @@ def test_inputs_with_strides_or_at_odd_addresses() -> None:
 
     for change in (strided, odd):
         moved_out = torch.empty(out.shape, dtype=out.dtype, device=DEVICE)
-        got = kernels.swiglu_backward(change(d_h), change(gate_up), change(row_weight), None, moved_out, *how)
+        given = change(d_h), change(gate_up), change(row_weight), None, moved_out, *how
+        got = kernels.swiglu_backward(*given, None if scale is None else change(scale))
         for a, b in zip((moved_out, *got), (out, *want)):
             same(a, b)
 

@@ -270,9 +270,9 @@ def _launch(
     if mode is None:
         scale = None
     launch(swiglu_kernel, (min(rows, PROGRAMS_PER_SM * num_sms(gate_up.device)),),
-        gate_up.contiguous(), gate_up_scale, row_weight, offs, h, None if h is None or mode is None else h_scale,
-        None if d_h is None else d_h.contiguous(), out, scale, d_row_weight,
-        rows, 0 if offs is None else offs.shape[0],
+        gate_up.contiguous(), None if gate_up_scale is None else gate_up_scale.contiguous(), row_weight, offs,
+        h, None if h is None or mode is None else h_scale, None if d_h is None else d_h.contiguous(), out, scale,
+        d_row_weight, rows, 0 if offs is None else offs.shape[0],
         F=F, CHUNK=chunk if by_row else max(chunk, block_size), MODE=mode, BLOCK=0 if by_row else block_size,
         FOLDED=folded and not by_row, AHEAD=AHEAD, ALPHA=how.alpha, LIMIT=how.limit, SHIFT=how.shift,
         INTERLEAVED=how.interleaved, num_warps=num_warps, maxnreg=max_registers, enable_fp_fusion=False,
