@@ -5,7 +5,7 @@ What that buys over the composed functions of `functional.py`, which it equals b
     SwiGLU and its backward fold what they quantize, for a backend that folds: one pass less over h and d_gate_up
     d_out's slots are used where they lie, before the next exchange
     weights are quantized while rows are under way, each way as it is needed: nothing of them is kept for backward
-    dx is combined while the gradient of gate_up_proj computes
+    dx is combined while the gradient of gate_up_proj computes, between nodes
 
 Weight gradients that a backward does not want are left to a later one, which exchanges nothing and computes them alone.
 
