@@ -58,6 +58,19 @@ def test_who_makes_a_dispatcher_has_it_alone() -> None:
     assert make_dispatcher("local", 4, dim=32) is layers[0]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("access", ["kernels", "puts", "host"])
+def test_only_sums_that_are_put_between_nodes_travel_beside_what_computes(access: str, overlap: bool) -> None:
+    dispatcher, workspace = SymmetricDispatcher(4, dim=32), mock.Mock()
+    workspace.transport.access = access
+    with (
+        mock.patch.object(dispatcher, "_workspace_of", return_value=workspace),
+        mock.patch("mxep.ep.dispatchers.symmetric.combine") as combine,
+    ):
+        dispatcher.combine(torch.zeros(4, 32), mock.Mock(), overlap=overlap)
+    assert combine.call_args.kwargs == {"async_op": overlap and access == "puts"}
+
+
 @distributed(2, device="cpu")
 def test_a_destroyed_groups_name_finds_no_dispatcher_of_the_new_group(ctx: Context) -> None:
     old = dist.new_group([0, 1])
