@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mxep.ep import MoE, shared_expert, steps
+from mxep.ep.dispatchers.all_to_all import _plan_rows
 from mxep.ep.passes import _Pass
 from mxep.ep.shared_expert import SharedExpert
 from mxep.ep.shares import local_tensor
@@ -101,6 +102,22 @@ def test_layers_and_micro_batches_in_flight_share_graphs_on_all_ranks(ctx, recip
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a, b)
     assert replays(layers[0]) == replayed
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 200, 5000, 40000])
+def test_what_all_to_all_sends_is_planned_by_one_graph(tokens):
+    """torch sorts few pairs in one way and many in another."""
+    before = _plan_rows.replays
+    for _ in range(6):
+        ids = torch.randint(-2, 18, (tokens, 8), dtype=torch.int32, device="cuda")
+        weights = torch.rand(tokens, 8, device="cuda")
+        with torch.no_grad():
+            got = _plan_rows([ids, weights], 4, 4, 96)
+            with no_replays():
+                wanted = _plan_rows([ids, weights], 4, 4, 96)
+        for a, b in zip(got, wanted, strict=True):
+            assert torch.equal(a, b)
+    assert tokens == 0 or _plan_rows.replays == before + 5
 
 
 def test_replays_go_on_beside_a_graph_that_a_user_replays():

@@ -362,12 +362,12 @@ def test_ops_pass_opcheck() -> None:
     a, w, dy = quantize(p.a), quantize(p.w), indexed(quantize(p.dy), valid=p.valid)
     forward, wgrad = grouped_mm_reference.opdef, grouped_wgrad_reference.opdef
     torch.library.opcheck(forward, (p.a, None, None, p.w, None, p.offs, torch.zeros(4, 96), torch.float32))
-    torch.library.opcheck(wgrad, (p.dy, None, None, p.a, None, None, p.offs, torch.float32))
+    torch.library.opcheck(wgrad, (p.dy, None, None, p.a, None, None, p.offs, torch.float32, 1.0))
     # test_schema compares inputs by allclose, which fp8 has not
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     parts = (a.qdata, a.scale, None, w.qdata, w.scale, p.offs, None, torch.bfloat16)
     torch.library.opcheck(forward, parts, test_utils=tests)
-    parts = (dy.qdata, dy.scale, dy.row_index, a.qdata, a.scale, None, p.offs, torch.bfloat16)
+    parts = (dy.qdata, dy.scale, dy.row_index, a.qdata, a.scale, None, p.offs, torch.bfloat16, 1.0)
     torch.library.opcheck(wgrad, parts, test_utils=tests)
 
 

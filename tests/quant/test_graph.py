@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.quant import graph
-from mxep.quant.driver import NotCaptured
+from mxep.quant.driver import AddressInDoubt, NotCaptured
 from mxep.quant.graph import MovingGraph
-from mxep.quant.pools import idle_bytes
+from mxep.quant.pools import idle_bytes, keep_free
 from mxep.quant.replay import replayed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -194,6 +194,34 @@ def test_a_temporarys_address_that_could_be_a_small_integer_is_not_guessed() -> 
         graph._temporary_of(boundary + 80, there, set())
 
 
+@pytest.mark.parametrize("free", [True, False])
+def test_where_an_address_is_in_doubt_a_function_is_captured_once_more_with_nothing_there(
+    monkeypatch: pytest.MonkeyPatch, free: bool
+) -> None:
+    kept: list[int] = []
+
+    def read(self: MovingGraph, *_: Any) -> Any:
+        self._graph.value = len(kept) + 1
+        if not kept:
+            raise AddressInDoubt(0x7FCD_0000_0050)
+        return [], [], []
+
+    def keep_free(address: int) -> bool:
+        kept.append(address)
+        return free
+
+    destroyed: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuGraphLaunch=lambda *_: 0))
+    monkeypatch.setattr(graph, "driver", lambda: None)
+    monkeypatch.setattr(graph, "_destroy", lambda made, exec_: destroyed.append(made.value))
+    monkeypatch.setattr(graph, "keep_free", keep_free)
+    monkeypatch.setattr(MovingGraph, "_read", read)
+    with nullcontext() if free else pytest.raises(AddressInDoubt, match="small integer"):
+        MovingGraph(list, [], nullcontext)
+    assert (kept, destroyed[:1]) == ([0x7FCD_0000_0000], [1])
+
+
 @pytest.mark.parametrize("shared", [0, 1 << 12], ids=["apart", "together"])
 def test_a_launch_writes_where_its_arguments_results_and_temporaries_lie(
     monkeypatch: pytest.MonkeyPatch, shared: int
@@ -341,6 +369,22 @@ def test_memory_of_a_users_pool_is_not_the_graphs() -> None:
         (got,) = function([x])
     assert torch.equal(got, (x * 2 + 1).sum(0))
     assert all((each == 7).all() for each in theirs)
+
+
+@needs_gpu
+def test_no_memory_lies_at_an_address_that_is_kept_free() -> None:
+    def covered() -> tuple[Tensor, range]:
+        x = torch.empty(5 << 30, dtype=torch.uint8, device="cuda")
+        return x, range(x.data_ptr(), x.data_ptr() + x.nbytes)
+
+    x, there = covered()
+    boundary = (there.start + (1 << 32) - 1) >> 32 << 32
+    assert not keep_free(boundary)
+    del x
+    torch.cuda.empty_cache()
+    assert keep_free(boundary)
+    assert boundary not in covered()[1]
+    torch.cuda.empty_cache()
 
 
 @needs_gpu

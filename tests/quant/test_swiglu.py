@@ -410,10 +410,10 @@ def test_swiglu_ops_pass_opcheck() -> None:
     gate_up, w, d_h = gaussian(6, 128, dtype=torch.bfloat16), gaussian(6), gaussian(6, 64, dtype=torch.bfloat16)
     ops, clamped, e4m3 = torch.ops.mxep, SwiGLU(1.5, 2.0, 1.0).packed, torch.float8_e4m3fn
     rounded = None, 0, False
-    check_op(ops.swiglu, gate_up, None, None, torch.bfloat16, *rounded)
+    check_op(ops.swiglu, gate_up, None, None, torch.bfloat16, *rounded, None)
     check_op(ops.swiglu, gate_up, w, None, torch.bfloat16, *rounded, clamped)
     for folded in (False, True):
-        check_op(ops.swiglu, gate_up, w, ends_of(2, 3), e4m3, "rceil", 32, folded)
+        check_op(ops.swiglu, gate_up, w, ends_of(2, 3), e4m3, "rceil", 32, folded, None)
     for dtype, how in ((torch.bfloat16, rounded), (e4m3, ("rceil", 32, False)), (e4m3, ("rceil", 32, True))):
         for h_dtype, activation in ((None, None), (dtype, None), (dtype, clamped)):
             args = d_h, gate_up, w, ends_of(2, 3), torch.empty(6, 128, dtype=dtype), *how, h_dtype, activation, None

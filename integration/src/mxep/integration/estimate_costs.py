@@ -305,6 +305,8 @@ def memory(layout: Layout) -> Memory:
     h, d_h = rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
     plan = 8 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
     plan += 4 * (crossing * (top_k + 1) + tokens * layout.nodes) if crossing else 0
+    if dispatcher == "all_to_all":
+        plan += 4 * tokens * (3 * top_k + min(top_k, ranks) * (top_k + 1))
     amax = 4 * own * (dim + hidden) * quantized
     kept = saved + gate_up + plan + amax
     folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
@@ -316,7 +318,8 @@ def memory(layout: Layout) -> Memory:
     d_slots = slots * row if quantized and not copied else 0  # of d_out
     colwise = 2 * w * quantized  # of gate_up_proj
     swiglu = h + d_gate_up * (not quantized)
-    late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher in ("all_to_all", "nvshmem"))
+    # Held beside the last weight gradient: dx, and its rows where they are combined meanwhile.
+    late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher == "nvshmem")
     operands = folded * (2 * hidden + dim)
     forward = kept + h + of_forward + 1.5 * colwise  # where there is no out yet
     first = 1.5 * colwise + d_slots + d_y[0] + d_h

@@ -144,7 +144,7 @@ def _wgrad(dy: Any, a: Any) -> Any:
         after = torch.ldexp(qdata.T.double(), exponent.unsqueeze(1))
         changed, flushed = (after != values) & after.isfinite(), (after == 0) & (values != 0)
         operands.append((values.numel(), changed.sum(), flushed.sum(), spread))
-    exact = grouped_wgrad_reference(y, None, None, x, None, None, offs, torch.float32)
+    exact = grouped_wgrad_reference(y, None, None, x, None, None, offs, torch.float32, 1.0)
     product = torch.empty_like(exact)
     fp8_grouped_wgrad.reference(product, folded.y_t, folded.x_t, folded.exponent, folded.offs, 1.0, False)
     return operands, [(exact, product), (exact.mT, product.mT)]

@@ -52,9 +52,7 @@ class Op:
         self._overload = self.opdef._opoverload
         self._arguments = self._overload._schema.arguments
         self._tensors = [i for i, a in enumerate(self._arguments) if "Tensor" in str(a.type)]
-        assert not any(self._arguments[i].has_default_value() for i in self._tensors), (
-            "torch leaves out what has its default"
-        )
+        assert not any(a.has_default_value() for a in self._arguments), "torch leaves out what has its default"
         self._written = {i for i in self._tensors if self._arguments[i].alias_info}
         self._index_dtypes, self._capability = index_dtypes, capability
         self._name = launcher

@@ -250,7 +250,7 @@ def _swiglu(
     mode: str | None,
     block_size: int,
     folded: bool,
-    activation: Sequence[float] | None = None,
+    activation: Sequence[float] | None,
 ) -> tuple[Tensor, Tensor]:
     """-> h (R, F) `dtype`, scale (R, F/block_size) or, folded, (R, 1); mode None: rounded, and no scale."""
     rows = gate_up.shape[0]

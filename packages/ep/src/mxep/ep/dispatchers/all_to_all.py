@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, gather_rows, narrow_ids, sum_slots
+from mxep.quant.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher
 from .handles import Done, Handle
@@ -23,14 +24,20 @@ from .handles import Done, Handle
 
 @dataclass(frozen=True)
 class AllToAllRouting(Routing):
-    """Routing plus what the collectives need on the host.
+    """Routing plus the way of each row, and on the host what the collectives need there.
 
     Attributes:
-        order: (N,) int64, ``token * K + k`` of each row sent, by destination rank.
+        token: (N,) int64, of each row sent, by destination rank.
+        position: (T, K) int32, of each pair among these rows, -1 for none.
+        rows: (T P, K) int32, the rows that each of a token's P = min(K, W) ranks returns, -1 behind the last.
+        sums: (T, P) int32, of these the ones that are a token's, by rank.
         sent, received: number of rows to and from each rank.
     """
 
-    order: Tensor
+    token: Tensor
+    position: Tensor
+    rows: Tensor
+    sums: Tensor
     sent: list[int]
     received: list[int]
 
@@ -44,25 +51,20 @@ class AllToAllDispatcher(TokenDispatcher):
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
-        expert_ids = narrow_ids(expert_ids, self.num_experts)
-        wrong = (expert_ids < -1) | (expert_ids >= self.num_experts)
-        found = expert_ids[wrong].unique().tolist() if expert_ids.device.type == "cpu" else []
-        expert_ids = torch.where(wrong, -1, expert_ids)
-        flat = expert_ids.flatten()
-        rank = torch.where(flat >= 0, flat.div(self.num_local_experts, rounding_mode="floor"), self.world_size)
-        counts = torch.bincount(rank, minlength=self.world_size + 1)[: self.world_size]
+        given = narrow_ids(expert_ids, self.num_experts)
         width = sum(part.shape[1] for part in payload)
-        sent, received, invalid, widths = self._exchange_sizes(counts, wrong.sum(), width)
+        planned = _plan_rows([given, weights], self.num_local_experts, self.world_size, width)
+        sizes, expert_ids, token, tables, position, rows, sums = planned
+        sent, received, invalid, widths = self._exchange_sizes(sizes)
         if set(widths) != {width}:  # as of recipes that ranks have picked by other max_tokens
             raise ValueError(f"payload: got rows of {widths} bytes, by rank, wanted the same on all ranks")
         if any(invalid) and expert_ids.device.type == "cpu":
             whose = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(invalid) if n)
-            raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found or ''}")
-        order = rank.argsort(stable=True)[: sum(sent)]
-
-        token = order.div(expert_ids.shape[1], rounding_mode="floor")
+            found = given[given.clamp(-1, self.num_experts - 1) != given].unique().tolist() or ""
+            raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found}")
+        token = token[: sum(sent)]
         outgoing = [part[token] for part in payload]
-        outgoing += [table.reshape(-1, 1)[order].view(torch.uint8) for table in (expert_ids, weights)]
+        outgoing += [table[: len(token), None].view(torch.uint8) for table in tables]
         *slots, ids, weight = self._all_to_all(outgoing, sent, received)
         plan = self._plan(
             ids.view(torch.int32)[None],
@@ -72,13 +74,14 @@ class AllToAllDispatcher(TokenDispatcher):
             capacity=Capacity.exact(),
             invalid=sum(invalid),
         )
-        routing = AllToAllRouting(plan, expert_ids, self.num_local_experts, order, sent, received)
+        way = token, position, rows, sums, sent, received
+        routing = AllToAllRouting(plan, expert_ids, self.num_local_experts, *way)
         return Done((tuple(slots), routing))
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         assert isinstance(routing, AllToAllRouting)
-        token = routing.order.div(routing.expert_ids.shape[1], rounding_mode="floor")
-        return Done(self._all_to_all([part[token] for part in payload], routing.sent, routing.received))
+        outgoing = [part[routing.token] for part in payload]
+        return Done(self._all_to_all(outgoing, routing.sent, routing.received))
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
@@ -91,38 +94,23 @@ class AllToAllDispatcher(TokenDispatcher):
         returned, *values = self._all_to_all(
             list(gather_rows(tuple(outgoing), row_of_slot)), routing.received, routing.sent
         )
-        out = self._sum_rows(returned.view(rows.dtype), routing)
+        # A token's rows of one rank, in its list's order, then the ranks' sums in rank order.
+        out = sum_slots(sum_slots(returned.view(rows.dtype), routing.rows), routing.sums)
         if not values:
             return Done((out, None))
-        back = torch.zeros(routing.expert_ids.numel(), device=out.device, dtype=torch.float32)
-        back[routing.order] = values[0].view(torch.float32)[:, 0]
-        return Done((out, back.view(routing.expert_ids.shape)))
+        (of_pairs,) = gather_rows(values, routing.position.flatten())
+        return Done((out, of_pairs.view(torch.float32).view(routing.position.shape)))
 
-    def _sum_rows(self, returned: Tensor, routing: AllToAllRouting) -> Tensor:
-        """Two gathers-and-sums: a token's rows of one rank, in its list's order, then the ranks' sums in rank order."""
-        ids = routing.expert_ids
-        tokens, top_k = ids.shape
-        position = torch.full((ids.numel(),), -1, dtype=torch.int32, device=ids.device)
-        position[routing.order] = torch.arange(len(returned), dtype=torch.int32, device=ids.device)
-        rank = torch.where(ids >= 0, ids.div(self.num_local_experts, rounding_mode="floor"), self.world_size)
-        again = (rank[:, :, None] == rank[:, None, :]).tril(-1).any(2)
-        # Each token's ranks in order, world_size behind the last.
-        ranks = rank.masked_fill(again, self.world_size).sort(1).values[:, : min(top_k, self.world_size)]
-        rows = torch.where(ranks[:, :, None] == rank[:, None], position.view(tokens, 1, top_k), -1)
-        of_rank = sum_slots(returned, rows.view(-1, top_k))
-        place = torch.arange(ranks.numel(), device=ids.device).view_as(ranks)
-        return sum_slots(of_rank, torch.where(ranks < self.world_size, place, -1).int())
+    def _exchange_sizes(self, outgoing: Tensor) -> list[list[int]]:
+        """(W, 3), what each rank is told -> on the host: rows to each, and what each told this one, by column.
 
-    def _exchange_sizes(self, counts: Tensor, wrong: Tensor, width: int) -> list[list[int]]:
-        """(sent, received) rows by rank, on the host: NCCL's all-to-all takes them from there. Third and fourth, what
-        every rank gave as ``wrong``, a 0-d tensor, and ``width``.
+        NCCL's all-to-all takes sizes from there.
         """
-        outgoing = torch.stack((counts, wrong.expand_as(counts), torch.full_like(counts, width)), 1)
         incoming = outgoing
         if self.world_size > 1:
             incoming = torch.empty_like(outgoing)
             dist.all_to_all_single(incoming, outgoing, group=self.group)
-        sizes: list[list[int]] = torch.stack((counts, *incoming.unbind(1))).tolist()
+        sizes: list[list[int]] = torch.cat((outgoing[:, :1], incoming), 1).t().tolist()
         return sizes
 
     def _all_to_all(self, payload: list[Tensor], sent: list[int], received: list[int]) -> Payload:
@@ -134,3 +122,33 @@ class AllToAllDispatcher(TokenDispatcher):
         dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
         arrived = incoming.split([part.shape[1] for part in payload], 1)
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in arrived)
+
+
+@replayed
+def _plan_rows(tensors: list[Tensor], experts_per_rank: int, num_ranks: int, width: int) -> list[Tensor]:
+    """[expert_ids (T, K), weights (T, K)] -> what a dispatch sends, and where what returns belongs.
+
+    sizes (W, 3) int64, for each rank: rows to it, invalid ids here, `width`. ids: (T, K), -1 for invalid ones. Of all
+    pairs by destination rank, those to none last: token (T K,) int64, tables (2, T K) int32, ids and weights' bits.
+    Then position, rows and sums of an `AllToAllRouting`.
+    """
+    ids, weights = tensors
+    top_k = ids.shape[1]
+    wrong = (ids < -1) | (ids >= experts_per_rank * num_ranks)
+    ids = torch.where(wrong, -1, ids)
+    rank = torch.where(ids >= 0, ids.div(experts_per_rank, rounding_mode="floor"), num_ranks)
+    ordered, order = rank.flatten().sort(stable=True)
+    first = torch.searchsorted(ordered, torch.arange(num_ranks + 1, dtype=rank.dtype, device=rank.device))
+    counts = first.diff()
+    sizes = torch.stack((counts, wrong.sum().expand_as(counts), torch.full_like(counts, width)), 1)
+    tables = torch.stack((ids.flatten(), weights.flatten().view(torch.int32)))[:, order]
+    pairs = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    position = torch.empty_like(pairs).scatter_(0, order, pairs).view(ids.shape)
+    position = torch.where(ids >= 0, position, -1)
+    # Each token's ranks in order, num_ranks behind the last.
+    again = (rank[:, :, None] == rank[:, None]).tril(-1).any(2)
+    of_token = rank.masked_fill(again, num_ranks).sort(1).values[:, : min(top_k, num_ranks)]
+    rows = torch.where(of_token[:, :, None] == rank[:, None], position[:, None], -1).view(-1, top_k)
+    sums = torch.arange(of_token.numel(), dtype=torch.int32, device=ids.device).view_as(of_token)
+    sums = torch.where(of_token < num_ranks, sums, -1)
+    return [sizes, ids, order.div(top_k, rounding_mode="floor"), tables, position, rows, sums]

@@ -75,7 +75,7 @@ def grouped_mm_reference(
 
 @op(
     "mxep::grouped_wgrad_reference",
-    fake=lambda dy, dy_scale, dy_index, a, a_scale, a_index, offs, out_dtype, scale=1.0: a.new_empty(
+    fake=lambda dy, dy_scale, dy_index, a, a_scale, a_index, offs, out_dtype, scale: a.new_empty(
         (_num_groups(offs), dy.shape[1], a.shape[1]), dtype=out_dtype
     ),
 )
@@ -88,7 +88,7 @@ def grouped_wgrad_reference(
     a_index: Tensor | None,
     offs: Tensor | None,
     out_dtype: torch.dtype,
-    scale: float = 1.0,
+    scale: float,
 ) -> Tensor:
     """dy (M, N), a (M, K), offs int32 (G,) or None -> scale * (G, N, K) out_dtype, zero where a group is empty."""
     dw = a.new_zeros((_num_groups(offs), dy.shape[1], a.shape[1]), dtype=out_dtype)
