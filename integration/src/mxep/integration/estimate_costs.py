@@ -290,9 +290,11 @@ def memory(layout: Layout) -> Memory:
     quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
     sources = 1 if dispatcher == "local" else ranks
     crossing = layout.slots if dispatcher == "hierarchical" else 0
-    slots = {"all_to_all": pairs, "hierarchical": layout.near * crossing}.get(dispatcher, sources * tokens)
-    if dispatcher == "all_to_all" or capacity.kind == "exact":
-        # Half of the padding, on average.
+    slots = {"hierarchical": layout.near * crossing}.get(dispatcher, sources * tokens)
+    if dispatcher == "all_to_all":  # with room for a 32nd more, on average
+        slots = math.ceil(layout.imbalance * pairs * 33 / 32)
+        rows = round_up(slots + own * (align - 1), align)
+    elif capacity.kind == "exact":  # half of the padding, on average
         rows = round_up(math.ceil(layout.imbalance * pairs) + own * (align - 1) // 2, align)
     else:
         rows = capacity.rows(sources, tokens, top_k, num_local_experts=own, alignment=align)

@@ -113,6 +113,8 @@ def rank_main(
     os.environ.clear()  # the fork server's are those of the first call
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    # A rank whose function ends at once would take its connections down while others still make theirs.
+    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     stop = StopFlag()
     signal.signal(signal.SIGUSR1, stop.request)

@@ -15,14 +15,6 @@ class NotCapturedNow(NotCaptured):
     """Why it cannot be one now."""
 
 
-class AddressInDoubt(NotCaptured):
-    """An address of a temporary could as well be a small integer. boundary: the multiple of 4 GiB below it."""
-
-    def __init__(self, address: int) -> None:
-        super().__init__("an address of a temporary could as well be a small integer")
-        self.boundary = address >> 32 << 32
-
-
 class _KernelParams(ctypes.Structure):
     _fields_ = [
         ("func", ctypes.c_void_p),

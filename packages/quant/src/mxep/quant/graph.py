@@ -12,7 +12,8 @@ nodes that were captured after it was made: a dispatch mode looks at each alloca
 Kernels of torch and CUTLASS take structures, whose gaps keep what lay on the host's stack. An integer beside such bytes
 looks like an address: 0 and 0x7fcd are 0x7fcd00000000, which may lie in an argument of some GiB. So a word of a
 structure that could be a small integer (below SMALL in its lower half) is an address only if a tensor of the function
-begins there. Where it lies in a temporary nobody knows: such a function is captured again with temporaries elsewhere.
+begins there. Where temporaries begin is not known: with such a word in one, which needs a multiple of 4 GiB in it, the
+function is not captured.
 """
 
 import ctypes
@@ -29,18 +30,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mxep.quant.driver import (
-    RELAXED,
-    AddressInDoubt,
-    Node,
-    NotCaptured,
-    call,
-    captured_nodes,
-    driver,
-    nodes_of,
-    relaxed,
-)
-from mxep.quant.pools import Pool, capture_pool, forget, keep_free, scratch, side_stream
+from mxep.quant.driver import RELAXED, Node, NotCaptured, call, captured_nodes, driver, nodes_of, relaxed
+from mxep.quant.pools import Pool, capture_pool, forget, scratch, side_stream
 
 SHARED = 32 << 20
 """Bytes of a segment up to which it shares a tensor with others: to allocate and to free one costs the host 5 us."""
@@ -71,13 +62,12 @@ class MovingGraph:
         self._device, self._driver = torch.device("cuda", index), driver()
         weakref.finalize(self, _destroy, self._graph, self._exec)
         self._start = ctypes.CDLL("libcuda.so.1").cuGraphLaunch  # may wait for the device: other threads go on
-        try:
-            sources, patches, used = self._read(function, given, capturing)
-        except AddressInDoubt as doubt:
-            _destroy(self._graph, self._exec)
-            if not keep_free(doubt.boundary):
-                raise
-            sources, patches, used = self._read(function, given, capturing)
+        with _capturing, relaxed(), capture_pool(index) as pool:
+            sources, known, temporaries = self._capture(function, given, capturing, pool)
+            # While there is the memory that it names.
+            call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
+        nodes = [Node.of(node) for node in nodes_of(self._graph)]
+        patches, used = _patches(nodes, sources, temporaries, known)
         places, together = _laid_out(used)
         self._made = [source.form for source in [*sources[len(given) :], *together]]
         moving = {id(patch[0]): patch[0] for patch in patches}.values()
@@ -86,17 +76,6 @@ class MovingGraph:
         here += [(len(sources) + tensor, start) for tensor, start in places]
         self._patches = [(node.words, i, here[k][0], here[k][1] + offset) for node, i, k, offset in patches]
         self._lock = threading.Lock()
-
-    def _read(
-        self, function: Callable[[], Flat], given: Flat, capturing: Callable[[], AbstractContextManager[object]]
-    ) -> tuple[list["_Source"], list["_Patch"], list["_Source"]]:
-        """What moves of arguments and results; where it stands in the graph's nodes; and what temporaries do."""
-        with _capturing, relaxed(), capture_pool(self._device.index or 0) as pool:
-            sources, known, temporaries = self._capture(function, given, capturing, pool)
-            # While there is the memory that it names.
-            call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
-        nodes = [Node.of(node) for node in nodes_of(self._graph)]
-        return sources, *_patches(nodes, sources, temporaries, known)
 
     def _capture(
         self,
@@ -269,15 +248,12 @@ def _source_of(
     return (found[0], word - sources[found[0]].start) if found else None
 
 
-_Patch = tuple[Node, int, int, int]
-"""A node, which of its words, the source, bytes from its start."""
-
-
 def _patches(
     nodes: Sequence[Node], sources: Sequence[_Source], temporaries: Sequence[_Source], known: Collection[int]
-) -> tuple[list[_Patch], list[_Source]]:
-    """Of all words that move; and what temporaries are sources, behind the others. known: where tensors begin."""
-    patches, used = list[_Patch](), list[_Source]()
+) -> tuple[list[tuple[Node, int, int, int]], list[_Source]]:
+    """Of all words that move: the node, which of its words, the source, bytes from its start; and what temporaries are
+    sources, behind the others. known: where tensors begin."""
+    patches, used = [], list[_Source]()
     for node in nodes:
         for i, whole in node.addresses.items():
             word, begins = node.words[i], None if whole else known
@@ -307,7 +283,7 @@ def _temporary_of(word: int, temporaries: Sequence[_Source], begins: Collection[
     found = next((each for each in temporaries if each.start <= word < each.end), None)
     # Where a tensor within an operator begins is not known, and an address that is overlooked writes anywhere.
     if found and begins is not None and word % (1 << 32) < SMALL and word not in begins:
-        raise AddressInDoubt(word)
+        raise NotCaptured("an address of a temporary could as well be a small integer")
     return found
 
 
@@ -336,4 +312,3 @@ def _destroy(graph: ctypes.c_void_p, exec_: ctypes.c_void_p) -> None:
             if exec_:
                 driver().cuGraphExecDestroy(exec_)
             driver().cuGraphDestroy(graph)
-    graph.value = exec_.value = None

@@ -6,7 +6,6 @@ down. What nobody uses then is freed by `torch.cuda.empty_cache`, which raises w
 memory is short.
 """
 
-import ctypes
 import functools
 import gc
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mxep.quant.driver import NotCapturedNow, driver
+from mxep.quant.driver import NotCapturedNow
 
 Pool = tuple[int, int]
 _pools: set[Pool] = set()
@@ -62,19 +61,6 @@ def scratch() -> list[tuple[int, int]]:
 def forget(pool: Pool) -> None:
     """That what lies in a pool is scratch memory."""
     _pools.discard(pool)
-
-
-def keep_free(address: int) -> bool:
-    """Keep memory from lying at an address from now on, which takes 2 MiB of addresses; False if some lies there."""
-    place, nbytes = ctypes.c_ulonglong(), ctypes.c_size_t(2 << 20)
-    wanted = ctypes.c_ulonglong(address)
-    failed = driver().cuMemAddressReserve(
-        ctypes.byref(place), nbytes, ctypes.c_size_t(0), wanted, ctypes.c_ulonglong(0)
-    )
-    if failed or place.value == address:
-        return not failed
-    driver().cuMemAddressFree(place, nbytes)
-    return False
 
 
 @contextmanager

@@ -6,9 +6,11 @@
 
 One exchange of sizes and its device-to-host copy a dispatch, none on the ways back. Received rows lie in
 (source rank, token, list) order and are the slots of a plan with one source, so experts see the rows that the other
-dispatchers bring, in the same order.
+dispatchers bring, in the same order. There is room for a few more (`_room`), so that shapes come again and steps
+between exchanges are replayed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +29,7 @@ class AllToAllRouting(Routing):
     """Routing plus the way of each row, and on the host what the collectives need there.
 
     Attributes:
-        token: (N,) int64, of each row sent, by destination rank.
+        token: (T K,) int32, of each row sent, by destination rank; behind them of pairs that are not.
         position: (T, K) int32, of each pair among these rows, -1 for none.
         rows: (T P, K) int32, the rows that each of a token's P = min(K, W) ranks returns, -1 behind the last.
         sums: (T, P) int32, of these the ones that are a token's, by rank.
@@ -46,13 +48,13 @@ class AllToAllRouting(Routing):
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """See :class:`TokenDispatcher`. Buffers have the exact size of each step, so ``capacity`` is not consulted."""
+    """See :class:`TokenDispatcher`. Buffers are as large as each step needs, so ``capacity`` is not consulted."""
 
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
         given = narrow_ids(expert_ids, self.num_experts)
-        width = sum(part.shape[1] for part in payload)
+        width = sum(_widths(payload))
         planned = _plan_rows([given, weights], self.num_local_experts, self.world_size, width)
         sizes, expert_ids, token, tables, position, rows, sums = planned
         sent, received, invalid, widths = self._exchange_sizes(sizes)
@@ -62,16 +64,15 @@ class AllToAllDispatcher(TokenDispatcher):
             whose = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(invalid) if n)
             found = given[given.clamp(-1, self.num_experts - 1) != given].unique().tolist() or ""
             raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found}")
-        token = token[: sum(sent)]
-        outgoing = [part[token] for part in payload]
-        outgoing += [table[: len(token), None].view(torch.uint8) for table in tables]
-        *slots, ids, weight = self._all_to_all(outgoing, sent, received)
+        outgoing = _joined(payload, token, tables)
+        arrived = self._all_to_all(outgoing, sent, received, _room(sum(received)))
+        *slots, ids, weight = _parts(arrived, [*_widths(payload), 4, 4])
         plan = self._plan(
             ids.view(torch.int32)[None],
             weight.view(torch.float32)[None],
-            torch.full((1,), len(ids), dtype=torch.int32, device=ids.device),
+            torch.full((1,), sum(received), dtype=torch.int32, device=ids.device),
             alignment=alignment,
-            capacity=Capacity.exact(),
+            capacity=Capacity.worst_case(),  # of one pair a slot: no more than its padding
             invalid=sum(invalid),
         )
         way = token, position, rows, sums, sent, received
@@ -80,20 +81,18 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         assert isinstance(routing, AllToAllRouting)
-        outgoing = [part[routing.token] for part in payload]
-        return Done(self._all_to_all(outgoing, routing.sent, routing.received))
+        outgoing, room = _joined(payload, routing.token), len(routing.plan.slot_rows)
+        return Done(_parts(self._all_to_all(outgoing, routing.sent, routing.received, room), _widths(payload)))
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
         assert isinstance(routing, AllToAllRouting)
-        row_of_slot = routing.plan.slot_rows[:, 0]
-        outgoing = [rows.contiguous().view(torch.uint8)]
+        payload = [rows.contiguous().view(torch.uint8)]
         if row_values is not None:
-            outgoing.append(row_values[:, None].view(torch.uint8))
-        returned, *values = self._all_to_all(
-            list(gather_rows(tuple(outgoing), row_of_slot)), routing.received, routing.sent
-        )
+            payload.append(row_values[:, None].view(torch.uint8))
+        outgoing, room = _joined(payload, routing.plan.slot_rows[:, 0]), len(routing.token)
+        returned, *values = _parts(self._all_to_all(outgoing, routing.received, routing.sent, room), _widths(payload))
         # A token's rows of one rank, in its list's order, then the ranks' sums in rank order.
         out = sum_slots(sum_slots(returned.view(rows.dtype), routing.rows), routing.sums)
         if not values:
@@ -113,15 +112,24 @@ class AllToAllDispatcher(TokenDispatcher):
         sizes: list[list[int]] = torch.cat((outgoing[:, :1], incoming), 1).t().tolist()
         return sizes
 
-    def _all_to_all(self, payload: list[Tensor], sent: list[int], received: list[int]) -> Payload:
-        """Rows (sum(sent), n_i) bytes -> (sum(received), n_i), in one collective."""
+    def _all_to_all(self, outgoing: Tensor, sent: list[int], received: list[int], room: int) -> Tensor:
+        """Bytes, of which the first sum(sent) rows go -> (room, n), whose first sum(received) rows come."""
         if self.world_size == 1:
-            return tuple(payload)
-        outgoing = torch.cat(payload, 1)
-        incoming = outgoing.new_empty(sum(received), outgoing.shape[1])
-        dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
-        arrived = incoming.split([part.shape[1] for part in payload], 1)
-        return tuple(part.clone(memory_format=torch.contiguous_format) for part in arrived)
+            return outgoing
+        incoming = outgoing.new_empty(room, outgoing.shape[1])
+        of_ranks = incoming[: sum(received)], outgoing[: sum(sent)], received, sent
+        dist.all_to_all_single(*of_ranks, group=self.group)
+        return incoming
+
+
+def _widths(payload: Sequence[Tensor]) -> list[int]:
+    return [part.shape[1] for part in payload]
+
+
+def _room(rows: int) -> int:
+    """How many there is room for: at most a 16th more."""
+    step = 1 << max(0, rows.bit_length() - 5)
+    return -(-rows // step) * step
 
 
 @replayed
@@ -129,8 +137,8 @@ def _plan_rows(tensors: list[Tensor], experts_per_rank: int, num_ranks: int, wid
     """[expert_ids (T, K), weights (T, K)] -> what a dispatch sends, and where what returns belongs.
 
     sizes (W, 3) int64, for each rank: rows to it, invalid ids here, `width`. ids: (T, K), -1 for invalid ones. Of all
-    pairs by destination rank, those to none last: token (T K,) int64, tables (2, T K) int32, ids and weights' bits.
-    Then position, rows and sums of an `AllToAllRouting`.
+    pairs by destination rank, those to none last: token, and tables (T K, 8) uint8, their ids and weights. Then
+    position, rows and sums of an `AllToAllRouting`.
     """
     ids, weights = tensors
     top_k = ids.shape[1]
@@ -141,7 +149,7 @@ def _plan_rows(tensors: list[Tensor], experts_per_rank: int, num_ranks: int, wid
     first = torch.searchsorted(ordered, torch.arange(num_ranks + 1, dtype=rank.dtype, device=rank.device))
     counts = first.diff()
     sizes = torch.stack((counts, wrong.sum().expand_as(counts), torch.full_like(counts, width)), 1)
-    tables = torch.stack((ids.flatten(), weights.flatten().view(torch.int32)))[:, order]
+    tables = torch.stack((ids.flatten(), weights.flatten().view(torch.int32)), 1).index_select(0, order)
     pairs = torch.arange(len(order), dtype=torch.int32, device=ids.device)
     position = torch.empty_like(pairs).scatter_(0, order, pairs).view(ids.shape)
     position = torch.where(ids >= 0, position, -1)
@@ -151,4 +159,19 @@ def _plan_rows(tensors: list[Tensor], experts_per_rank: int, num_ranks: int, wid
     rows = torch.where(of_token[:, :, None] == rank[:, None], position[:, None], -1).view(-1, top_k)
     sums = torch.arange(of_token.numel(), dtype=torch.int32, device=ids.device).view_as(of_token)
     sums = torch.where(of_token < num_ranks, sums, -1)
-    return [sizes, ids, order.div(top_k, rounding_mode="floor"), tables, position, rows, sums]
+    token = order.div(top_k, rounding_mode="floor").int()
+    return [sizes, ids, token, tables.view(torch.uint8), position, rows, sums]
+
+
+def _joined(payload: Sequence[Tensor], index: Tensor, *others: Tensor) -> Tensor:
+    """Rows of bytes (R, n_i), index (N,), others (N, n) -> (N, sum of n): rows of the payload, zeros for -1; others."""
+    rows = *gather_rows(payload, index), *others
+    return torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+
+
+def _parts(rows: Tensor, widths: Sequence[int]) -> Payload:
+    """(N, n) -> its parts (N, n_i)."""
+    if len(widths) == 1:
+        return (rows,)
+    # `contiguous` takes a part of one row for dense, wherever it begins.
+    return tuple(part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, 1))
