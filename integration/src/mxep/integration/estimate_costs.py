@@ -208,8 +208,7 @@ class Rates:
 def read(files: Iterable[str]) -> list[Row]:
     """All rows of results that bench=layer wrote, with "section", "commit", names as they are now."""
     rows = []
-    for file in files:
-        results = json.loads(Path(file).read_text())
+    for results in (json.loads(Path(file).read_text()) for file in files):
         for run in results.get("runs", [results]):
             for section, found in run["sections"].items():
                 for row in found:
@@ -288,9 +287,8 @@ def memory(layout: Layout) -> Memory:
     (tokens, dim, hidden, experts, top_k), ranks, capacity = layout.shape, layout.ranks, layout.capacity
     own, recipe, dispatcher = experts // ranks, Recipe.named(layout.case.whole_recipe), layout.case.dispatcher
     quantized, align, pairs = recipe.scaling != "none", recipe.group_alignment, tokens * top_k
-    sources = 1 if dispatcher == "local" else ranks
-    crossing = layout.slots if dispatcher == "hierarchical" else 0
-    slots = {"hierarchical": layout.near * crossing}.get(dispatcher, sources * tokens)
+    sources, crossing = 1 if dispatcher == "local" else ranks, layout.slots if dispatcher == "hierarchical" else 0
+    slots = layout.near * crossing or sources * tokens
     if dispatcher == "all_to_all":  # with room for a 32nd more, on average
         slots = math.ceil(layout.imbalance * pairs * 33 / 32)
         rows = round_up(slots + own * (align - 1), align)
@@ -307,8 +305,7 @@ def memory(layout: Layout) -> Memory:
     h, d_h = rows * (hidden + 1 if quantized else 2 * hidden), 2 * rows * hidden
     plan = 8 * rows + 4 * slots * (1 if dispatcher == "all_to_all" else top_k)
     plan += 4 * (crossing * (top_k + 1) + tokens * layout.nodes) if crossing else 0
-    if dispatcher == "all_to_all":
-        plan += 4 * tokens * (3 * top_k + min(top_k, ranks) * (top_k + 1))
+    plan += 4 * tokens * (2 * top_k + min(top_k, ranks) * (top_k + 1)) * (dispatcher == "all_to_all")
     amax = 4 * own * (dim + hidden) * quantized
     kept = saved + gate_up + plan + amax
     folded = padded_rows(rows, own, HOPPER_BLOCK_K) if quantized else 0
@@ -320,8 +317,8 @@ def memory(layout: Layout) -> Memory:
     d_slots = slots * row if quantized and not copied else 0  # of d_out
     colwise = 2 * w * quantized  # of gate_up_proj
     swiglu = h + d_gate_up * (not quantized)
-    # Held beside the last weight gradient: dx, and its rows where they are combined meanwhile.
-    late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher == "nvshmem")
+    # Beside the last weight gradient: dx, and its rows where an exchange may still hold them.
+    late = 2 * (tokens + 2 * crossing) * dim + d_rows * (dispatcher in ("all_to_all", "nvshmem"))
     operands = folded * (2 * hidden + dim)
     forward = kept + h + of_forward + 1.5 * colwise  # where there is no out yet
     first = 1.5 * colwise + d_slots + d_y[0] + d_h
