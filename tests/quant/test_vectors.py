@@ -55,7 +55,7 @@ CASES: dict[str, Any] = {
     "pad_rows": lambda: (values(), index()),
     "unpad_rows": lambda: (values(), torch.arange(-1, R - 1, device=DEVICE).int(), R),
     "group_sums": lambda: (*mx(), 32, ends()),
-    "swiglu": lambda: (values(2 * D), weight(), ends(), *rest()),
+    "swiglu": lambda: (values(2 * D), weight(), ends(), *rest(), None),
     "swiglu_backward": lambda: (
         values(), values(2 * D), weight(), ends(), values(2 * D).to(E4M3.dtype), *rest()[1:], E4M3.dtype,
         None, None,
