@@ -13,6 +13,7 @@ from ep.problem import FixedRouting
 from mxep.comms import Capacity, CapacityExceeded, PeersDisagree
 from mxep.ep import MoE, __version__
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
+from mxep.ep.dispatchers.all_to_all import _room
 from mxep.ep.dispatchers.base import Routing, TokenDispatcher
 from mxep.ep.shares import local_tensor
 from ranks import Context, distributed
@@ -487,3 +488,9 @@ def test_layers_made_again_after_a_refused_first_send_work_while_the_old_ones_li
     assert send(again, ctx, [[0], [3]]).plan.group_sizes.tolist() == ([2, 0] if ctx.rank == 0 else [0, 2])
     again.close()
     old.close()
+
+
+def test_all_to_all_has_room_for_a_16th_more_so_that_few_shapes_serve_many_steps() -> None:
+    rooms = [_room(rows) for rows in range(40_000)]
+    assert all(rows <= room <= rows * 17 / 16 for rows, room in enumerate(rooms))
+    assert len(set(rooms[32_768:])) <= 8
