@@ -12,8 +12,8 @@ nodes that were captured after it was made: a dispatch mode looks at each alloca
 Kernels of torch and CUTLASS take structures, whose gaps keep what lay on the host's stack. An integer beside such bytes
 looks like an address: 0 and 0x7fcd are 0x7fcd00000000, which may lie in an argument of some GiB. So a word of a
 structure that could be a small integer (below SMALL in its lower half) is an address only if a tensor of the function
-begins there. Where temporaries begin is not known: with such a word in one, which needs a multiple of 4 GiB in it, the
-function is not captured.
+begins there. Where tensors within an operator begin is not known: with such a word in a temporary, at which no known
+tensor begins, the function is not captured.
 """
 
 import ctypes

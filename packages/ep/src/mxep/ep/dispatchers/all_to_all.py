@@ -29,10 +29,10 @@ class AllToAllRouting(Routing):
     """Routing plus the way of each row, and on the host what the collectives need there.
 
     Attributes:
-        token: (T K,) int32, of each row sent, by destination rank; behind them of pairs that are not.
+        token: (T K,) int32, of each row sent, by destination rank, then of the pairs that are not sent.
         position: (T, K) int32, of each pair among these rows, -1 for none.
-        rows: (T P, K) int32, the rows that each of a token's P = min(K, W) ranks returns, -1 behind the last.
-        sums: (T, P) int32, of these the ones that are a token's, by rank.
+        rows: (T P, K) int32, for each of a token's P = min(K, W) ranks in order the row of each pair, -1 of others.
+        sums: (T, P) int32, which sums of these are a token's, -1 behind its last rank.
         sent, received: number of rows to and from each rank.
     """
 
@@ -115,7 +115,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def _all_to_all(self, outgoing: Tensor, sent: list[int], received: list[int], room: int) -> Tensor:
         """Bytes, of which the first sum(sent) rows go -> (room, n), whose first sum(received) rows come."""
         if self.world_size == 1:
-            return outgoing
+            return outgoing  # whatever the room
         incoming = outgoing.new_empty(room, outgoing.shape[1])
         of_ranks = incoming[: sum(received)], outgoing[: sum(sent)], received, sent
         dist.all_to_all_single(*of_ranks, group=self.group)
