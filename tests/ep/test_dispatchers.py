@@ -494,3 +494,11 @@ def test_all_to_all_has_room_for_a_16th_more_so_that_few_shapes_serve_many_steps
     rooms = [_room(rows) for rows in range(40_000)]
     assert all(rows <= room <= rows * 17 / 16 for rows, room in enumerate(rooms))
     assert len(set(rooms[32_768:])) <= 8
+
+
+@distributed(2, device="cpu")
+def test_steps_of_all_to_all_that_receive_about_as_much_have_one_shape(ctx: Context) -> None:
+    dispatcher = make_dispatcher("all_to_all", 4, dim=32, group=ctx.group, max_tokens=101)
+    plans = [send(dispatcher, ctx, [[0]] * n + [[3]] * (101 - n)).plan for n in (49, 50)]
+    assert plans[0].group_sizes.tolist() != plans[1].group_sizes.tolist()
+    assert len({(len(plan.slot_rows), plan.max_rows) for plan in plans}) == 1
