@@ -101,7 +101,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return Done((out, of_pairs.view(torch.float32).view(routing.position.shape)))
 
     def _exchange_sizes(self, outgoing: Tensor) -> list[list[int]]:
-        """(W, 3), what each rank is told -> on the host: rows to each, and what each told this one, by column.
+        """(W, 3), what goes to each rank -> on the host: rows to each, and what came from each, by column.
 
         NCCL's all-to-all takes sizes from there.
         """
