@@ -21,7 +21,7 @@ PACKAGES = {
         "integration": "integration",
     }.items()
 }
-MOST_LINES = 350
+MOST_LINES = 500
 # Besides a package's `__all__`, with a line each in its README.
 PUBLIC_MODULES = {"mxep.quant.device", "mxep.quant.launch", "mxep.quant.op", "mxep.quant.replay"}
 

@@ -1,7 +1,7 @@
 """A CUDA graph whose arguments and results lie elsewhere at each launch."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,9 @@ def test_a_part_of_a_structure_that_could_be_a_small_integer_is_an_address_only_
     sources = [graph._Source(boundary - 64, boundary + (1 << 30), True, set())]
     assert graph._source_of(boundary + 80, 0, sources, {boundary - 64}) is None, "80, and 0x7fcd of the stack"
     assert graph._source_of(boundary + 80, 0, sources) == (0, 144), "a parameter of 8 bytes has no gaps"
-    assert graph._source_of(boundary + graph.SMALL, 0, sources, set()) == (0, 64 + graph.SMALL)
+    assert graph._source_of(boundary + graph.SMALL, 0, sources, {boundary + graph.SMALL}) == (0, 64 + graph.SMALL)
+    with pytest.raises(NotCaptured, match="two integers"):  # 32717 and 4194304, say
+        graph._source_of(boundary + (4 << 20), 0, sources, set())
     assert graph._source_of(boundary - 64, 0, sources, {boundary - 64}) == (0, 0)
     with pytest.raises(NotCaptured, match="small integer"):
         graph._source_of(boundary + 80, 0, sources, {boundary + 80})
@@ -167,6 +169,70 @@ def test_a_results_own_nodes_are_not_from_before_it_was_made(monkeypatch: pytest
     assert [None if place is None else place.form for place in places[:2]] == [None, None]
     assert places[2] is not None
     assert places[2].of([first, second]).stride() == (1, 3)
+
+
+class Driver:
+    """Stands for CUDA's: one node, of a kernel with parameters of these sizes, or a copy between these memories."""
+
+    def __init__(self, kind: int, sizes: Sequence[int] = (), words: Sequence[int] = ()) -> None:
+        self.kind, self.sizes, self.words = kind, sizes, words
+        self.parameters = [(ctypes.c_char * size)() for size in sizes]
+        self.pointers = (ctypes.c_void_p * max(1, len(sizes)))(*map(ctypes.addressof, self.parameters))
+
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
+        kind._obj.value = self.kind
+        return 0
+
+    def cuGraphKernelNodeGetParams_v2(self, node: Any, params: Any) -> int:
+        params._obj.func = 1
+        params._obj.kernelParams = self.pointers
+        return 0
+
+    def cuGraphMemcpyNodeGetParams(self, node: Any, words: Any) -> int:
+        words[: len(self.words)] = self.words
+        return 0
+
+    def cuPointerGetAttribute(self, found: Any, attribute: int, address: Any) -> int:
+        found._obj.value = 1 if address.value == 77 else 2  # the host's, or the device's
+        return 0
+
+
+def node_of(monkeypatch: pytest.MonkeyPatch, fake: Driver) -> graph.Node:
+    monkeypatch.setattr("mxep.quant.driver.driver", lambda: fake)
+    monkeypatch.setattr("mxep.quant.driver._sizes_of_parameters", lambda params: fake.sizes)
+    return graph.Node.of(1)
+
+
+def test_of_a_tensor_map_only_the_first_word_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = node_of(monkeypatch, Driver(0, (8, 128, 4, 24)))
+    assert node.addresses == {0: True, 1: True, **dict.fromkeys(range(2, 17)), **dict.fromkeys(range(17, 21), False)}
+    base = 0x7FCC_F000_0000  # of an argument over 0x7fcd00000000
+    node.words[:6] = [7, base, 0, 0x8000046010, 0, 0x7FCD_0000_07FF]  # the map of 32718 x 2048
+    patches, _ = graph._patches([node], [graph._Source.of_bytes(base, 1 << 30)], [], {base})
+    assert [patch[1] for patch in patches] == [1]
+    node.words[5] = 0x7FCD_0040_0000  # or of 32718 x 4194305; or an address, in 128 bytes of another structure
+    for sources, temporaries in (
+        ([graph._Source.of_bytes(base, 1 << 30)], []),
+        ([], [graph._Source.of_bytes(base, 1 << 30)]),
+    ):
+        with pytest.raises(NotCaptured, match="two"):
+            graph._patches([node], sources, temporaries, {base})
+
+
+@pytest.mark.parametrize("source", [1, 2, 3, 4])
+@pytest.mark.parametrize("target", [1, 2, 3, 4])
+@pytest.mark.parametrize("unified", [77, 88])
+def test_a_copy_that_touches_the_host_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, source: int, target: int, unified: int
+) -> None:
+    words = [0] * 25
+    words[4], words[6], words[15], words[17] = (5 << 32) + source, unified, target, 88
+    fake = Driver(1, words=words)
+    if all(kind == 2 or (kind == 4 and address == 88) for kind, address in ((source, unified), (target, 88))):
+        assert node_of(monkeypatch, fake).addresses == {6: True, 17: True}
+    else:
+        with pytest.raises(NotCaptured, match="memory that is not the device's"):
+            node_of(monkeypatch, fake)
 
 
 def test_an_address_in_a_segment_of_the_pool_is_a_temporarys() -> None:
@@ -323,6 +389,19 @@ def test_a_launch_computes_with_other_tensors(function: Callable[..., list[Any]]
             for one, other in zip(got, function(*given), strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or (one.stride() == other.stride() and torch.equal(one, other))
+
+
+@needs_gpu
+def test_a_copy_from_the_host_is_not_captured_and_one_of_the_device_is() -> None:
+    x, there = torch.randn(64, device="cuda"), torch.ones(64, pin_memory=True)
+    with torch.no_grad():
+        with pytest.raises(NotCaptured, match="memory that is not the device's"):
+            MovingGraph(lambda: [x + torch.empty_like(x).copy_(there, non_blocking=True)], [x], nullcontext)
+        captured = MovingGraph(lambda: [torch.empty_like(x).copy_(x)], [x], nullcontext)
+        y = torch.randn(64, device="cuda")
+        (copied,) = captured.launch([y], [y.data_ptr()])
+    assert copied is not None
+    assert torch.equal(copied, y)
 
 
 @needs_gpu

@@ -1,5 +1,6 @@
 """A function of tensors that is a CUDA graph from its second call of a kind on."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -7,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs_on_cpu import replays_on_the_cpu
 from mxep.quant import MXTensor, quantize, replay, swiglu_quantize
-from mxep.quant.driver import NotCaptured, NotCapturedNow
+from mxep.quant.driver import NotCaptured
 from mxep.quant.pools import idle_bytes
 from mxep.quant.replay import MXParts, Replayed, replayed
 
@@ -165,18 +167,133 @@ def test_where_somebody_listens_the_function_is_called(replays_on_cpu: None, mon
     assert function.replays == 2
 
 
-def test_what_cannot_be_captured_now_is_tried_again(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
-        raise NotCapturedNow("allocations go to another pool")
+def test_what_could_not_be_captured_is_tried_again_less_and_less_often(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, tries, calls = replay.MovingGraph, [], 0
 
-    function, x = replayed(lambda tensors: [tensors[0] + 1]), torch.zeros(4)
-    with monkeypatch.context() as patch:
-        patch.setattr(replay, "MovingGraph", refuse)
-        for _ in range(3):
-            function([x])
+    def capture(*args: Any) -> Any:
+        tries.append(calls)
+        if len(tries) < 4:
+            raise RuntimeError("CUDA error: transient")
+        return made(*args)
+
+    monkeypatch.setattr(replay, "MovingGraph", capture)
+    function = replayed(lambda tensors: [tensors[0] + 1])
+    for calls in range(1, 17):
+        assert function([torch.zeros(4)])[0].tolist() == [1.0] * 4
+        assert function.refused == (["RuntimeError: CUDA error: transient"] if 2 <= calls < 9 else [])
+    assert tries == [2, 3, 5, 9]
+    assert function.replays == 8
+
+
+def test_memory_of_another_thread_refuses_no_kind_for_ever(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter([0, 2 * replay.MOST_BYTES])  # before and after the first call; nothing afterwards
+    monkeypatch.setattr(replay, "_allocated", lambda device: next(counts, 0))
+    function = replayed(lambda tensors: [tensors[0] + 1])
+    for _ in range(4):
+        function([torch.zeros(4)])
+    assert function.replays == 2
     assert not function.refused
-    function([x])
+
+
+def test_after_a_failed_capture_its_temporaries_are_gone_when_memory_is_freed(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    @replayed
+    def function(tensors: list[Any]) -> list[Any]:
+        temporary = torch.zeros(8)
+        made.append(weakref.ref(temporary))
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("full")
+        return [tensors[0] + 1]
+
+    alive: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(made[1]() is not None))
+    for _ in range(2):
+        function([torch.zeros(4)])
+    assert alive == [False]
     assert function.replays == 1
+
+
+def test_after_a_launch_that_failed_the_function_is_called(replays_on_cpu: None) -> None:
+    class Broken:
+        def launch(self, *given: Any) -> list[Any]:
+            raise RuntimeError("a graph's launch: got error 1 of CUDA's driver")
+
+    function = replayed(lambda tensors: [tensors[0] + 1])
+    for _ in range(2):
+        function([torch.zeros(4)])
+    ((key, kept),) = function._kinds.items()
+    function._kinds[key] = kept._replace(graph=Broken())
+    assert function([torch.zeros(4)])[0].tolist() == [1.0] * 4
+    assert function.refused == ["RuntimeError: a graph's launch: got error 1 of CUDA's driver"]
+    function([torch.zeros(4)])
+    assert function.replays == 2, "another graph was captured"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_get_deterministic_algorithms", True),
+        ("_get_deterministic_fill_uninitialized_memory", False),
+        ("_get_fp32_precision_getter", "tf32"),
+        ("_get_cublas_allow_bf16_reduced_precision_reduction", (False, True)),
+        ("_get_cublas_allow_fp16_reduced_precision_reduction", (False, True)),
+        ("_get_cublas_allow_fp16_accumulation", True),
+        ("_get_sm_carveout_experimental", 8),
+        ("_get_blas_preferred_backend", 2),
+    ],
+)
+def test_a_setting_by_which_torch_chooses_kernels_makes_another_kind(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    function = replayed(lambda tensors: [tensors[0] + 1])
+    for _ in range(3):
+        function([torch.zeros(4)])
+    monkeypatch.setattr(torch._C, name, lambda *args: value)
+    function([torch.zeros(4)])
+    assert (function.replays, len(function._kinds)) == (2, 2)
+
+
+def test_the_dtype_of_autocast_makes_another_kind(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+    function = replayed(lambda tensors: [tensors[0] + 1])
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float16):
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda device, dtype=dtype: dtype)
+        function([torch.zeros(4)])
+    assert (function.replays, len(function._kinds)) == (1, 2)
+
+
+@pytest.mark.parametrize(("one", "other"), [(0.0, -0.0), (1, True), (1, 1.0), (0, False)])
+def test_equal_values_of_other_signs_and_types_are_kinds_of_their_own(
+    replays_on_cpu: None, one: Any, other: Any
+) -> None:
+    function = replayed(lambda tensors, factor: [tensors[0] * factor])
+    for factor in (one, one, other):
+        got = function([torch.ones(2)], factor)[0]
+        assert got.signbit().tolist() == (torch.ones(2) * factor).signbit().tolist()
+    assert (function.replays, len(function._kinds)) == (1, 2)
+
+
+def test_a_factor_that_is_not_a_number_is_one_kind(replays_on_cpu: None) -> None:
+    function = replayed(lambda tensors, factor: [tensors[0] * factor])
+    for _ in range(4):
+        function([torch.ones(2)], float("nan"))
+    assert (function.replays, len(function._kinds)) == (3, 1)
+
+
+def test_inference_tensors_are_a_kind_of_their_own(replays_on_cpu: None) -> None:
+    with torch.inference_mode():
+        made = torch.zeros(4)
+    function = replayed(lambda tensors: [tensors[0] + tensors[1]])
+    for x in (torch.zeros(4), torch.zeros(4), made):
+        function([x, torch.ones(4)])
+    assert (function.replays, len(function._kinds)) == (1, 2)
 
 
 class Full:
@@ -229,7 +346,7 @@ def test_a_capture_for_which_memory_is_short_is_made_once_more(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     for _ in range(4):
         assert torch.equal(function([torch.zeros(4)])[0], torch.ones(4))
-    assert captures == [0, 1], "after what torch had cached went"
+    assert captures == ([0, 1, 1, 2] if always else [0, 1]), "after what torch had cached went"
     assert function.replays == (0 if always else 3)
     assert function.refused == (["OutOfMemoryError: full"] if always else [])
 
@@ -246,9 +363,7 @@ def test_what_cannot_be_captured_is_called_as_ever(replays_on_cpu: None, monkeyp
     assert function.refused == ["NotCaptured: it reads from the device"]
 
 
-def test_what_allocates_too_much_in_its_first_call_is_never_captured(
-    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_allocates_too_much_is_never_captured(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     allocated, calls = [0], []
 
     def function(tensors: list[Any], nbytes: int) -> list[Any]:
@@ -267,16 +382,24 @@ def test_what_allocates_too_much_in_its_first_call_is_never_captured(
     assert both.refused == [f"it allocates {replay.MOST_BYTES + 1} bytes, more than {replay.MOST_BYTES}"]
 
 
-def test_the_parts_of_what_is_refused_are_graphs_from_their_own_second_call_on(
+def test_the_parts_of_what_is_refused_are_graphs_but_where_the_whole_is_measured_again(
     replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = iter([0, replay.MOST_BYTES + 1, 0, 0])  # before and after the whole, which calls its part; of the part
-    monkeypatch.setattr(replay, "_allocated", lambda device: next(counts))
-    part = replayed(lambda tensors: [tensors[0] + 1])
-    whole = replayed(lambda tensors: part(tensors))
-    for _ in range(4):
+    allocated = [0]
+    monkeypatch.setattr(replay, "_allocated", lambda device: allocated[0])
+
+    @replayed
+    def part(tensors: list[Any]) -> list[Any]:
+        allocated[0] += replay.MOST_BYTES  # a graph of it would allocate nothing here
+        return [tensors[0] + 1]
+
+    whole = replayed(lambda tensors: part(part(tensors)))
+    replays = []
+    for _ in range(9):
         whole([torch.zeros(2)])
-    assert (whole.replays, part.replays) == (0, 2)
+        replays.append(part.replays)
+    assert whole.replays == 0
+    assert replays == [0, 0, 2, 2, 4, 6, 8, 8, 10], "the whole is measured in calls 1, 2, 4 and 8"
 
 
 def test_a_part_of_one_shape_is_replayed_where_the_whole_has_another_at_each_call(replays_on_cpu: None) -> None:

@@ -27,11 +27,15 @@ class _KernelParams(ctypes.Structure):
     ]
 
 
-_COPIES = {1: ("Memcpy", 200, (5, 6, 16, 17)), 2: ("Memset", 40, (0,))}
-"""By a node's type: its name, the bytes of its parameters, and which of their words are addresses."""
+_COPIES = {1: ("Memcpy", 200, (6, 17)), 2: ("Memset", 40, (0,))}
+"""By a node's type: its name, the bytes of its parameters, and which of their words are addresses on the device."""
+_SIDES = (("from", 4), ("to", 15))
+"""Of a memcpy: where the type of its memory is, a word before the host's address and two before the device's."""
 _KERNEL, _EMPTY = 0, 5
 _TENSOR_MAP = 128
-"""Bytes, all of which the driver writes."""
+"""Bytes."""
+_ON_DEVICE, _UNIFIED, _MEMORY_TYPE = 2, 4, 2
+"""CU_MEMORYTYPE_DEVICE and _UNIFIED, CU_POINTER_ATTRIBUTE_MEMORY_TYPE."""
 RELAXED = 2
 """A capture that forbids no thread to free memory or to ask events, which torch's allocator does when it is asked."""
 
@@ -39,15 +43,16 @@ RELAXED = 2
 class Node(NamedTuple):
     """A node of a graph, its parameters as words to be changed before `updater`.
 
-    addresses: by its place, a word that may be an address: whether all of its bytes have been set, as those of a
-    parameter of 8 bytes. A part of a structure may be a small integer and bytes that nobody has set.
+    addresses: by its place, a word that may be an address. True: all of its bytes have been set, as those of a
+        parameter of 8 bytes. False: a part of a structure, which may be a small integer and bytes that nobody has set.
+        None: a part of 128 bytes, which may be a tensor map; there it holds sizes, two to a word.
     """
 
     handle: int
     kind: int
     words: Any
     params: Any
-    addresses: dict[int, bool]
+    addresses: dict[int, bool | None]
 
     @classmethod
     def of(cls, handle: int) -> "Node":
@@ -59,7 +64,9 @@ class Node(NamedTuple):
             name, nbytes, addresses = _COPIES[kind.value]
             words = (ctypes.c_uint64 * (nbytes // 8))()
             call(f"cuGraph{name}NodeGetParams", node, words)
-            return cls(handle, kind.value, words, words, dict.fromkeys(addresses, True))
+            if name == "Memcpy":
+                _check_device_copy(words)
+            return cls(handle, kind.value, words, words, dict[int, bool | None].fromkeys(addresses, True))
         if kind.value != _KERNEL:
             raise NotCaptured(f"a node of type {kind.value}")
         params = _KernelParams()
@@ -73,8 +80,12 @@ class Node(NamedTuple):
             ctypes.memmove(place, params.kernelParams[i], size)
             pointers[i], place = place, place + -(-size // 8) * 8
         params.kernelParams = pointers
-        whole = (size in (8, _TENSOR_MAP) for size in sizes for _ in range(-(-size // 8)))
-        return cls(handle, kind.value, words, (params, pointers), dict(enumerate(whole)))
+        may_be = dict[int, bool | None]()
+        for size in sizes:
+            first, count = len(may_be), -(-size // 8)
+            is_map = size == _TENSOR_MAP
+            may_be.update((first + i, (i == 0 or None) if is_map else size == 8) for i in range(count))
+        return cls(handle, kind.value, words, (params, pointers), may_be)
 
     def updater(self, exec_: ctypes.c_void_p) -> Callable[[], int]:
         """A function that gives the words to the graph that is launched."""
@@ -86,6 +97,17 @@ class Node(NamedTuple):
         call("cuCtxGetCurrent", ctypes.byref(context))
         update = getattr(driver(), f"cuGraphExec{_COPIES[self.kind][0]}NodeSetParams")
         return functools.partial(update, exec_, node, self.words, context)
+
+
+def _check_device_copy(words: Any) -> None:
+    """Raises NotCaptured for a copy from or to the host, or a CUDA array: its memory may be gone, or another's."""
+    for side, place in _SIDES:
+        kind = ctypes.c_uint(words[place] & 0xFFFFFFFF)
+        if kind.value == _UNIFIED:
+            address = ctypes.c_ulonglong(words[place + 2])
+            call("cuPointerGetAttribute", ctypes.byref(kind), _MEMORY_TYPE, address)
+        if kind.value != _ON_DEVICE:
+            raise NotCaptured(f"it copies {side} memory that is not the device's")
 
 
 def _sizes_of_parameters(params: _KernelParams) -> list[int]:

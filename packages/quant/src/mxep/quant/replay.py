@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mxep.quant.checks import Axis
-from mxep.quant.driver import NotCapturedNow
 from mxep.quant.graph import MovingGraph
 from mxep.quant.tensor import MXTensor
 
@@ -55,6 +54,27 @@ class MXParts(NamedTuple):
         return MXTensor(*self, trusted=True)
 
 
+class _Refused:
+    """A kind of calls that is not replayed. Another try follows at its 2nd, 4th, 8th ... call: what stood in the way
+    may have been another thread's memory, a user's pool or a passing error.
+
+    Attributes:
+        why: the reason of the last try. measures: whether a try measures a call before it captures one.
+    """
+
+    __slots__ = ("calls", "measures", "tries", "why")
+
+    def __init__(self, why: str, measures: bool, last: object) -> None:
+        self.why, self.measures = why, measures
+        self.tries: int = 1 + last.tries if isinstance(last, _Refused) else 0
+        self.calls = 1 << self.tries
+
+    def is_due(self) -> bool:
+        """Count a call. Whether it tries again."""
+        self.calls -= 1
+        return not self.calls
+
+
 class _Replay(NamedTuple):
     """A graph, and of which of its results MXTensors are made: what else they are, by place, or None."""
 
@@ -76,15 +96,14 @@ class Replayed:
         functools.update_wrapper(self, function)
         self.function = function
         self.replays = 0
-        self._kinds: dict[Hashable, _Replay | str | bool | None] = {}
-        """By what decides the course; None of what was seen once, False of what was seen within another's first call,
-        and why not of what cannot be a graph."""
+        self._kinds: dict[Hashable, _Replay | _Refused | bool | None] = {}
+        """By what decides the course. None: seen once. False: seen only within the first call of another function."""
         self._lock = threading.Lock()
 
     @property
     def refused(self) -> list[str]:
         """Why not, of the kinds of calls that cannot be replayed."""
-        return [kind for kind in self._kinds.values() if isinstance(kind, str)]
+        return [kind.why for kind in self._kinds.values() if isinstance(kind, _Refused)]
 
     def state(self, *static: Any) -> Hashable | None:
         """What decides the course besides the arguments; None if this call cannot be replayed. For subclasses."""
@@ -111,16 +130,21 @@ class Replayed:
             return None
         key = key, state
         found = self._kinds.get(key, self)
-        if found is self and _here.counts:  # whose bytes are the other's; where shapes change, it comes again there
+        if found is self and _here.counts:  # its bytes are the outer function's; where shapes change, it comes again
             self._keep(key, False)
             return None
-        if found is self or found is False:
+        if _here.calls:
+            return None
+        if type(found) is _Refused and not found.is_due():
+            return None
+        if found is self or found is False or (type(found) is _Refused and found.measures):
             flat.clear()
-            results, refusal = self._counted(tensors, static)
-            self._keep(key, refusal)
+            results, why = self._counted(tensors, static, type(found) is _Refused)
+            self._keep(key, None if why is None else _Refused(why, True, found))
             return results
-        if found is None:
-            found = self._capture(tensors, flat, static)
+        if type(found) is not _Replay:
+            made = self._capture(tensors, flat, static)
+            found = _Refused(made, False, found) if isinstance(made, str) else made
             self._keep(key, found)
         if type(found) is not _Replay:
             return None
@@ -128,53 +152,60 @@ class Replayed:
             results = found.graph.launch(flat, addresses)
         except torch.OutOfMemoryError:  # nothing was launched, and the function drops as it goes what a graph holds
             return None
+        except RuntimeError as error:  # nothing was launched; the function raises what is still wrong
+            self._keep(key, _Refused(self._told(f"{type(error).__name__}: {error}"), False, None))
+            return None
         tensors.clear()
         self.replays += 1
         self.launched(*static)
         return _joined(results, found.joined)
 
-    def _counted(self, tensors: Tensors, static: tuple[Any, ...]) -> tuple[Tensors, str | None]:
-        """The function's results, and why it allocates too much for a graph."""
-        device, outer, _here.counts = torch._C._cuda_getDevice(), _here.counts, True
+    def _counted(self, tensors: Tensors, static: tuple[Any, ...], again: bool) -> tuple[Tensors, str | None]:
+        """The function's results, and why it allocates too much for a graph.
+
+        again: its parts may be graphs by now, which allocate less than what they are graphs of: they are called.
+        """
+        device, outer = torch._C._cuda_getDevice(), (_here.counts, _here.calls)
+        _here.counts, _here.calls = True, again or _here.calls
         try:
             before = _allocated(device)
             results = self.direct(tensors, *static)
             nbytes = _allocated(device) - before
         finally:
-            _here.counts = outer
+            _here.counts, _here.calls = outer
         if nbytes <= self.most_bytes:
             return results, None
         return results, self._told(f"it allocates {nbytes} bytes, more than {self.most_bytes}")
 
-    def _capture(
-        self, tensors: Tensors, flat: Tensors, static: tuple[Any, ...], again: bool = True
-    ) -> _Replay | str | None:
+    def _capture(self, tensors: Tensors, flat: Tensors, static: tuple[Any, ...]) -> _Replay | str:
+        """The graph, or why there is none."""
         joined: list[Any] = []
 
         def run() -> Tensors:
+            joined.clear()
             results: Tensors = []
             for x in self.direct(list(tensors), *static):
                 results += x[:3] if type(x) is MXParts else [x]
                 joined.append(x[3:] if type(x) is MXParts else None)
             return results
 
-        try:
-            return _Replay(MovingGraph(run, flat, functools.partial(self.capturing, *static)), joined)
-        except NotCapturedNow:
-            return None
-        except torch.OutOfMemoryError as error:
-            if again:
+        why = ""
+        for is_last in (False, True):
+            try:
+                return _Replay(MovingGraph(run, flat, functools.partial(self.capturing, *static)), joined)
+            except torch.OutOfMemoryError as error:
+                why = f"OutOfMemoryError: {error}"
+            except Exception as error:  # the function itself runs then, and raises what is its own
+                return self._told(f"{type(error).__name__}: {error}")
+            if not is_last:  # here the failed try holds nothing any more
                 torch.cuda.empty_cache()  # of which a capture can take nothing
-                return self._capture(tensors, flat, static, again=False)
-            return self._told(f"OutOfMemoryError: {error}")
-        except Exception as error:  # the function itself runs then, and raises what is its own
-            return self._told(f"{type(error).__name__}: {error}")
+        return self._told(why)
 
     def _told(self, why: str) -> str:
         logging.getLogger("mxep.quant").debug("%s is not replayed: %s", self.function.__name__, why)
         return why
 
-    def _keep(self, key: Hashable, kind: _Replay | str | bool | None) -> None:
+    def _keep(self, key: Hashable, kind: _Replay | _Refused | bool | None) -> None:
         with self._lock:
             if key not in self._kinds and len(self._kinds) >= MOST_GRAPHS:
                 # Shapes that came once go before those that come again.
@@ -219,9 +250,10 @@ _paused = 0
 
 
 class _Here(threading.local):
-    """Of a thread. counts: whether a call is under way in it whose bytes are counted."""
+    """What a thread does. counts: it counts the bytes of a call. calls: no function within that is replayed."""
 
     counts = False
+    calls = False
 
 
 _here = _Here()
@@ -236,6 +268,8 @@ def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | 
     """What decides the function's course, None where it is not replayed; the plain tensors, and their addresses."""
     if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return None, [], ()
+    # 0.0 equals -0.0, and 1 equals True and 1.0.
+    static = tuple([(type(x), x.hex() if type(x) is float else x) for x in static])
     if torch._C._is_any_autocast_enabled():
         static = *static, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     flat: Tensors = []
@@ -250,7 +284,22 @@ def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | 
     if found is None or found[0][0] != torch._C._cuda_getDevice() or _launch().is_profiled() or _is_capturing():
         return None, [], ()
     facts, addresses = found
-    return (static, torch.is_inference_mode_enabled(), _stream(facts[0]), facts), flat, addresses
+    return (static, torch.is_inference_mode_enabled(), _settings(), _stream(facts[0]), facts), flat, addresses
+
+
+def _settings() -> tuple[object, ...]:
+    """Settings of the process by which torch chooses kernels, or fills memory that it gives out."""
+    c = torch._C
+    return (
+        c._get_deterministic_algorithms(),
+        c._get_deterministic_fill_uninitialized_memory(),
+        c._get_fp32_precision_getter("cuda", "matmul"),
+        c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_accumulation(),
+        c._get_sm_carveout_experimental(),
+        c._get_blas_preferred_backend(),
+    )
 
 
 @functools.cache
@@ -269,10 +318,13 @@ def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...
     # To 32 bytes: torch's elementwise kernels load so many at once where they can.
     lines += [f"aligned = not ({' | '.join(f'p_{name}' for name in names)}) & 31"]
     lines += [f"aligned = aligned or ({', '.join(f'p_{name} & 31' for name in names)},)"]
+    # Inference tensors have no version, which those that a graph writes get one more of.
+    lines += [f"inference = {' or '.join(f'{name}.is_inference()' for name in names)}"]
+    lines += [f"inference = inference and ({', '.join(f'{name}.is_inference()' for name in names)},)"]
     facts = (f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype" for name in names)
     addresses = ("0" if kind is type(None) else f"p_x{i}" for i, kind in enumerate(kinds))
     nothing = tuple(kind is type(None) for kind in kinds)
-    lines += [f"return (here, {nothing}, aligned, apart, {', '.join(facts)}), ({', '.join(addresses)},)"]
+    lines += [f"return (here, {nothing}, aligned, apart, inference, {', '.join(facts)}), ({', '.join(addresses)},)"]
     found: dict[str, Any] = {}
     exec(f"def read({', '.join(f'x{i}' for i in range(len(kinds)))}):\n    " + "\n    ".join(lines), found)
     read: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None] = found["read"]
