@@ -173,3 +173,123 @@ def test_fsdp2_gathers_weights_of_converted_linears(ctx: Context, first: str) ->
             torch.testing.assert_close(whole(model.get_parameter(name).grad), p.grad)
         for optimizer in optimizers:
             optimizer.step()
+
+
+def shard(x: Tensor, mesh: Any, placement: Any) -> Any:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x.detach().clone(), mesh, [placement]).requires_grad_()
+
+
+@distributed(2, 3, timeout=120, sizes=[(5, 64, 5), (1, 5, 64), (0, 64, 32), (5, 1, 1), (6, 3, 6)])
+def test_a_linear_of_any_sizes_is_the_dense_one(ctx: Context, sizes: tuple[int, int, int]) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    tokens, K, N = sizes
+    random = torch.Generator().manual_seed(3)
+    # Small integers: sums are exact in any order. torch adds a part of the bias to each rank's part of a sum.
+    x, dy, weight, bias = (
+        (factor * torch.randint(-3, 4, shape, generator=random)).float().to(ctx.device).requires_grad_()
+        for shape, factor in (((2, tokens, K), 1), ((2, tokens, N), 1), ((N, K), 1), ((N,), ctx.world_size))
+    )
+    wanted = nn.functional.linear(x, weight, bias)
+    grads = torch.autograd.grad(wanted, (x, weight, bias), dy.detach())
+    for weights, biases, of_x in (
+        (Shard(0), Shard(0), (Replicate(), Shard(0), Shard(1), Shard(2), Shard(-2))),
+        (Shard(1), Replicate(), (Replicate(), Shard(1), Shard(-1))),
+        (Replicate(), Replicate(), (Replicate(), Shard(0), Shard(1), Shard(2))),
+    ):
+        for placement in of_x:
+            given = shard(x, mesh, placement), shard(weight, mesh, weights), shard(bias, mesh, biases)
+            out: Any = linear(*given, recipe="bf16")
+            assert out.shape == wanted.shape, (weights, placement)
+            assert torch.equal(whole(out), wanted), (weights, placement)
+            out.redistribute(mesh, [Replicate()]).backward(shard(dy, mesh, Replicate()).detach())
+            for got, right in zip(given, grads):
+                assert got.grad is not None
+                assert got.grad.shape == right.shape
+                assert torch.equal(whole(got.grad), right), (weights, placement)
+    out = linear(shard(x, mesh, Replicate()), shard(weight, mesh, Shard(1)), recipe="bf16")
+    assert out.placements == (Partial(),)
+
+
+@distributed(2, 3, timeout=120, tokens=[5, 1, 0, 6], recipe=["mxfp8", "fp8", "mxfp8_wgrad_bf16"])
+def test_uneven_tokens_are_gathered_and_quantized_as_by_one_process(ctx: Context, tokens: int, recipe: str) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    random = torch.Generator().manual_seed(4)
+    N = 32 * ctx.world_size
+    x, dy, weight = (torch.randn(shape, generator=random) for shape in ((2, tokens, D), (2, tokens, N), (N, D)))
+    x, dy, weight = x.to(ctx.device), dy.to(ctx.device), weight.to(ctx.device).requires_grad_()
+    wanted = linear(x, weight, recipe=recipe)
+    (dw,) = torch.autograd.grad(wanted, weight, dy)
+    for placement in (Shard(1), Replicate()):
+        part, w = shard(x, mesh, placement), shard(weight, mesh, Shard(0))
+        out: Any = linear(part, w, recipe=recipe)
+        assert out.shape == wanted.shape
+        assert torch.equal(whole(out), wanted), "each rank computes its features of all tokens"
+        out.redistribute(mesh, [Replicate()]).backward(dy_of := shard(dy, mesh, Replicate()).detach())
+        assert dy_of.shape == wanted.shape
+        assert part.grad is not None
+        assert part.grad.shape == x.shape
+        assert w.grad is not None
+        if recipe == "mxfp8" and tokens:
+            assert snr(dw.double(), whole(w.grad)) > min(LEAST[select("auto", ctx.device).name], 50)
+
+
+@distributed(2)
+def test_shards_that_do_not_fit_are_refused_when_a_model_is_parallelized(ctx: Context) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from mxep.gemm import Linear
+
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    says = "want a multiple of 32 for recipe mxfp8, of the 96 features of 2 ranks on each: use fewer ranks, or leave"
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).to(ctx.device)
+
+    for plan, named in (({"0": ColwiseParallel()}, "0.weight: N: got 48"), ({"1": RowwiseParallel()}, "K: got 48")):
+        with pytest.raises(ValueError, match=f"{named}, {says}"):
+            parallelize_module(convert(model(), "mxfp8"), mesh, plan)
+        with pytest.raises(ValueError, match=f"{named}, {says}"):
+            convert(parallelize_module(model(), mesh, plan), "mxfp8")
+        ours = nn.Sequential(Linear(64, 96, recipe="mxfp8"), Linear(96, 64, recipe="mxfp8")).to(ctx.device)
+        with pytest.raises(ValueError, match=f"{named.removeprefix('0.')}, {says}"):
+            parallelize_module(ours, mesh, plan)
+    x = torch.randn(4, 64, device=ctx.device)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    for recipe in ("fp8", "auto"):  # shards of 48 fit 16; "auto" computes others in bf16
+        assert parallelize_module(convert(model(), recipe), mesh, plan)(x).shape == x.shape
+    whole_ones = convert(model(), "mxfp8")
+    fully_shard(whole_ones, mesh=mesh)  # shards of weights that are gathered before a product may have any size
+    assert whole_ones(x).shape == x.shape
+    assert convert(fully_shard(model(), mesh=mesh), "mxfp8")(x).shape == x.shape
+
+
+@distributed(2)
+def test_operands_of_which_only_one_is_a_dtensor_are_refused(ctx: Context) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    from mxep.gemm import grouped_mm, linear_together
+
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type)
+    x, weight = inputs(ctx.device)[0], weight_of(ctx.device)
+    sharded = shard(x, mesh, Shard(1))
+    for function in (linear, lambda x, w, **how: linear_together(x, [w], **how)):
+        with pytest.raises(ValueError, match=r"x: got a DTensor, want a plain tensor: .to_local\(\), or for `linear`"):
+            function(sharded, weight, recipe="mxfp8")
+    offs, stacked = torch.tensor([32], dtype=torch.int32, device=ctx.device), shard(weight[None], mesh, Replicate())
+    with pytest.raises(ValueError, match="w: got a DTensor, want a plain tensor"):
+        grouped_mm(x.new_zeros(32, D), stacked, offs, recipe="mxfp8")
+    with pytest.raises(ValueError, match="bias: got a Tensor, want a DTensor as w is"):
+        linear(sharded, shard(weight, mesh, Shard(1)), x.new_zeros(H), recipe="mxfp8")
+    with pytest.raises(ValueError, match="main_grad: got one for a replicated w whose tokens are sharded"):
+        linear(sharded, shard(weight, mesh, Replicate()), recipe="mxfp8", main_grad=torch.zeros_like(weight))

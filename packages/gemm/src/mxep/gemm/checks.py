@@ -16,6 +16,16 @@ def check_tensors(**operands: object) -> None:
             raise ValueError(f"{name}: got a {type(x).__name__}, want a tensor: {cure}")
 
 
+def check_plain(**operands: object) -> None:
+    """Products of this rank alone take no DTensor."""
+    for name, x in operands.items():
+        if hasattr(x, "device_mesh"):
+            raise ValueError(
+                f"{name}: got a DTensor, want a plain tensor: .to_local(), or for `linear` w as a DTensor on the same "
+                "mesh, too"
+            )
+
+
 def check_operands(
     a: Tensor,
     w: Tensor,
@@ -27,6 +37,7 @@ def check_operands(
     main_grad: Tensor | None,
 ) -> None:
     """Shapes, dtypes, devices and alignment; on the CPU also the values of offs."""
+    check_plain(a=a, w=w, offs=offs)
     if a.dim() != 2 or w.dim() != 3 or a.shape[1] != w.shape[2]:
         raise ValueError(f"shapes: got a {tuple(a.shape)}, w {tuple(w.shape)}, want a (M, K) and w (G, N, K)")
     _check_values("a", a, recipe, out_dtype)

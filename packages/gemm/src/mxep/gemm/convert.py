@@ -23,7 +23,7 @@ from mxep.gemm.auto import recipe_name, recipe_of
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert_linear import by_pattern, is_linear, reason_to_leave, vocabulary_of
 from mxep.gemm.convert_mode import Converted, Products, State, parameter_of, report, tell
-from mxep.gemm.linear import module_forward
+from mxep.gemm.linear import check_parallelized, module_forward
 from mxep.gemm.recipe import Recipe
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -126,7 +126,7 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
                 continue
         elif not _is_weight(parameter) or type(module).__module__.startswith("torch.nn.modules."):
             continue  # torch's own modules, such as convolutions, call no grouped mm
-        _check(module, name, fqn, parameter)
+        _check(module, name, fqn, parameter, recipe)
         chosen.append((module, name, fqn))
     return chosen, left
 
@@ -166,7 +166,7 @@ def _is_weight(parameter: Tensor) -> bool:
     return parameter.dim() == 3 and parameter.is_floating_point()
 
 
-def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> None:
+def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, recipe: Recipe | str) -> None:
     if not _is_weight(parameter) and not (is_linear(module) and parameter.is_floating_point()):
         got = f"{parameter.dtype} {tuple(parameter.shape)} of a {type(module).__name__}"
         raise ValueError(
@@ -182,6 +182,11 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> N
             f"{fqn}: got a {type(module).__name__} whose forward was replaced (accelerate's hooks do that), want its "
             "class's: convert before"
         )
+    if getattr(module, "_distribute_module_applied", False) and hasattr(parameter, "device_mesh") and name == "weight":
+        from mxep.gemm.tensor_parallel import check_shards
+
+        # A style of torch's has sharded it. FSDP2's shards may have any size: they are gathered before a product.
+        check_shards(fqn, parameter, recipe)
 
 
 def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
@@ -245,10 +250,14 @@ def _converted_class(base: Any) -> Any:
         _, (_, *args), *rest = reduced
         return _new, (base, *args), *rest
 
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if (how := _weights(self).get(name)) is not None:
+            check_parallelized(how.fqn, self, name, param, how.recipe)
+        super(made, self).register_parameter(name, param)
+
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    made: Any = type(
-        base.__name__, (base,), {**names, "_mxep_base": base, "forward": forward, "__reduce_ex__": __reduce_ex__}
-    )
+    methods = {"forward": forward, "__reduce_ex__": __reduce_ex__, "register_parameter": register_parameter}
+    made: Any = type(base.__name__, (base,), {**names, "_mxep_base": base, **methods})
     return made
 
 

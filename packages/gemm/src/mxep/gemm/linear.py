@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mxep.gemm.auto import recipe_for, recipe_name, recipe_of
 from mxep.gemm.backends import Backend, QuantizedWeight, select
-from mxep.gemm.checks import check_linear, check_quantized_weight, check_tensors
+from mxep.gemm.checks import check_linear, check_plain, check_quantized_weight, check_tensors
 from mxep.gemm.functional import between_graphs, multiply
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor, rms_norm_quantize
@@ -53,7 +53,6 @@ def linear(
     RuntimeError: the backend cannot run here.
     """
     check_tensors(x=x, w=w)
-    recipe = recipe_for(recipe, x, w.shape[0] if w.dim() else 1)
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype}
     options |= {"quantized_weight": quantized_weight, "main_grad": main_grad, "wgrad_scale": wgrad_scale}
     if torch.is_autocast_enabled(x.device.type):
@@ -64,6 +63,8 @@ def linear(
         from mxep.gemm.tensor_parallel import sharded_linear  # without DTensors nobody needs torch.distributed
 
         return sharded_linear(linear, x, w, bias, **options)
+    check_plain(x=x)
+    recipe = options["recipe"] = recipe_for(recipe, x, w.shape[0] if w.dim() else 1)
     if torch.compiler.is_compiling() and isinstance(x, MXTensor) and x.requires_grad:
         return between_graphs(linear, x, w, bias, **options)
     out_dtype = out_dtype or x.dtype
@@ -77,7 +78,7 @@ def linear(
     weight = None if quantized_weight is None else _one_group(quantized_weight)
     if weight is not None:
         check_quantized_weight(weight, w.unsqueeze(0), recipe)
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     bias = None if bias is None else bias.unsqueeze(0)
     out: Tensor = multiply(rows, w, bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
@@ -138,6 +139,12 @@ class Linear(nn.Linear):
         made.weight, made.bias = module.weight, module.bias
         return made.train(module.training)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module. ValueError for a weight that is sharded now, and whose shards do not fit the recipe."""
+        if name == "weight" and "recipe" in self.__dict__:
+            check_parallelized(name, self, name, param, self.recipe)
+        super().register_parameter(name, param)
+
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         return module_forward(self, input, self.recipe, self.backend)
@@ -145,6 +152,15 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         backend = "" if self.backend == "auto" else f", backend={getattr(self.backend, 'name', self.backend)}"
         return f"{super().extra_repr()}, recipe={recipe_name(self.recipe)}{backend}"
+
+
+def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, recipe: Recipe | str) -> None:
+    """ValueError if a parameter takes the place of a plain one, as `parallelize_module` makes it, and its shards do not
+    fit the recipe. One that was a DTensor before may be FSDP2's, which is whole in a product."""
+    if hasattr(parameter, "device_mesh") and not hasattr(module._parameters.get(name), "device_mesh"):
+        from mxep.gemm.tensor_parallel import check_shards
+
+        check_shards(fqn, parameter, recipe)
 
 
 def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe | str, backend: str | Backend) -> Tensor:

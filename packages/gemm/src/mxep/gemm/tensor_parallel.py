@@ -9,6 +9,9 @@ So `parallelize_module` with ColwiseParallel and RowwiseParallel works on conver
 tokens (sequence parallel) and the weight is Shard(0), qdata and scales are gathered, half of bf16's bytes. That takes a
 style that leaves x as it is: `QuantizedColwiseParallel`. Blocks of 32 do not cross ranks: features that a rank holds
 are a multiple of 32 with MX scales.
+
+Tokens, and features of recipe "bf16", need not divide by the ranks: the last ranks have fewer, or none, as torch.chunk
+gives them. Uneven tokens are gathered unquantized.
 """
 
 from collections.abc import Callable
@@ -16,12 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as collectives
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from mxep.gemm.auto import AUTO, recipe_for
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
 
@@ -31,6 +35,7 @@ class QuantizedColwiseParallel(ColwiseParallel):
 
     Args:
         input_layouts: how the module's plain input is sharded, Shard(1) of (B, S, K). Others: as for ColwiseParallel.
+            A plain input has as many tokens on each rank, as torch's styles assume; an uneven one comes as a DTensor.
     """
 
     def __init__(self, *, input_layouts: Placement, output_layouts: Placement | None = None, **options: Any) -> None:
@@ -38,10 +43,43 @@ class QuantizedColwiseParallel(ColwiseParallel):
         self.desired_input_layouts: Any = (input_layouts,)
 
 
+def check_shards(name: str, w: Any, recipe: Recipe | str) -> None:
+    """ValueError, on every rank, if a rank's shard of w (N, K), a DTensor, does not fit the recipe. "auto" takes any.
+
+    The last dimension of its mesh is that of tensor parallelism: FSDP's are before it, and gathered before a product.
+    """
+    if recipe == AUTO:
+        return
+    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+    placement, ranks = w.placements[-1], w.device_mesh.size(w.device_mesh.ndim - 1)
+    if type(placement) is Shard and (shard := _misfit(w.shape[placement.dim], ranks, recipe)):
+        axis = ("N", "K")[placement.dim]
+        raise ValueError(
+            f"{name}: {axis}: got {shard}, want a multiple of {recipe.group_alignment} for recipe {recipe.name}, of "
+            f"the {w.shape[placement.dim]} features of {ranks} ranks on each: use fewer ranks, or leave this linear "
+            "unconverted (filter)"
+        )
+
+
+def _misfit(features: int, ranks: int, recipe: Recipe) -> int:
+    """Features of the first shard that is no multiple of the recipe's; 0 if there is none."""
+    first = -(-features // ranks)  # as torch.chunk shares them out
+    shards = first, features % first if first else 0
+    return next((shard for shard in shards if shard % recipe.group_alignment), 0)
+
+
 def sharded_linear(
-    linear: Callable[..., Tensor], x: Tensor, w: Any, bias: Any, *, main_grad: Tensor | None, **how: Any
+    linear: Callable[..., Tensor],
+    x: Tensor,
+    w: Any,
+    bias: Any,
+    *,
+    main_grad: Tensor | None,
+    recipe: Recipe | str,
+    **options: Any,
 ) -> Tensor:
-    """`linear` of DTensors on a 1-D mesh; see the module. ValueError for other meshes and placements."""
+    """`linear` of DTensors on a 1-D mesh; see the module. ValueError, on all ranks alike, for other meshes, placements,
+    shapes, and shards that do not fit the recipe."""
     mesh = w.device_mesh
     if mesh.ndim != 1:
         raise ValueError(f"w: got a DTensor on a mesh of {mesh.ndim} dimensions, want one, such as mesh['tp']")
@@ -50,42 +88,76 @@ def sharded_linear(
             f"x: got a {type(x).__name__}, want a DTensor on w's mesh, {mesh}: parallelize_module(..., "
             "ColwiseParallel()) or RowwiseParallel() makes it one"
         )
-    if how["quantized_weight"] is not None:
+    if bias is not None and not isinstance(bias, DTensor):
+        raise ValueError(f"bias: got a {type(bias).__name__}, want a DTensor as w is")
+    if options["quantized_weight"] is not None:
         raise ValueError("quantized_weight: got one for a DTensor, want none: use quantize_weights_once()")
-    last = x.dim() - 1
-    weight, given = w.placements[0], x.placements[0]
-    if isinstance(given, Shard):
-        given = Shard(given.dim % x.dim())
-    how["main_grad"] = None if main_grad is None else getattr(main_grad, "_local_tensor", main_grad)
-    if weight.is_shard(0):
-        if bias is not None:
-            if not isinstance(bias, DTensor):
-                raise ValueError(f"bias: got a {type(bias).__name__}, want a DTensor as w is")
-            bias = bias.redistribute(mesh, [Shard(0)]).to_local()
-        out = linear(_gathered(x, given, how["recipe"]), w.to_local(), bias, **how)
-        return DTensor.from_local(out, mesh, [Shard(last)], run_check=False)
-    if weight.is_shard(1):
-        rows = x if given == Shard(last) else x.redistribute(mesh, [Shard(last)])
-        out = linear(rows.to_local(), w.to_local(), None, **how)
-        total = DTensor.from_local(out, mesh, [Partial()], run_check=False)
-        return total if bias is None else total + bias
-    if not weight.is_replicate():
+    if w.dim() != 2 or not x.dim() or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (..., K) and w (N, K)")
+    weight = w.placements[0]
+    if type(weight) not in (Shard, Replicate):
         raise ValueError(f"w: got placement {weight}, want Shard(0), Shard(1) or Replicate()")
+    if recipe == AUTO and weight.is_shard() and _misfit(w.shape[weight.dim], mesh.size(), Recipe.mxfp8()):
+        recipe = Recipe.bf16()
+    options["recipe"] = recipe = recipe_for(recipe, x, w.shape[0])  # by what all ranks know, or they would differ
+    check_shards("w", w, recipe)
+    last = x.dim() - 1
+    given = x.placements[0]
+    if type(given) is Shard:
+        given = Shard(given.dim % x.dim())
+    elif type(given) not in (Replicate, Partial):
+        x, given = x.redistribute(mesh, [Replicate()]), Replicate()
+    options["main_grad"] = None if main_grad is None else getattr(main_grad, "_local_tensor", main_grad)
+    shape = torch.Size([*x.shape[:-1], w.shape[0]])
+    if weight == Shard(0):
+        bias = None if bias is None else bias.redistribute(mesh, [Shard(0)]).to_local()
+        out = _local(linear, _gathered(x, given, recipe), w.to_local(), bias, options)
+        return _whole(out, mesh, Shard(last), shape)
+    if weight == Shard(1):
+        rows = x if given == Shard(last) else x.redistribute(mesh, [Shard(last)])
+        total = _whole(_local(linear, rows.to_local(), w.to_local(), None, options), mesh, Partial(), shape)
+        return total if bias is None else total + bias
     if given == Shard(last) or not (given.is_shard() or given.is_replicate()):
         x, given = x.redistribute(mesh, [Replicate()]), Replicate()
+    if given.is_shard() and main_grad is not None:
+        raise ValueError(
+            "main_grad: got one for a replicated w whose tokens are sharded, whose gradient is a sum over ranks: want "
+            "none (del weight.main_grad), or x replicated"
+        )
     reduced = [Partial() if given.is_shard() else Replicate()]
-    local_w, local_bias = (part if part is None else part.to_local(grad_placements=reduced) for part in (w, bias))
-    return DTensor.from_local(linear(x.to_local(), local_w, local_bias, **how), mesh, [given], run_check=False)
+    local_w = w.to_local(grad_placements=reduced)
+    local_bias = None if bias is None else bias.to_local(grad_placements=reduced)
+    return _whole(_local(linear, x.to_local(), local_w, local_bias, options), mesh, given, shape)
+
+
+def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """A rank's product. A rank that has no features of w has no product, but gradients, which are zero or empty."""
+    if w.numel():
+        return linear(x, w, bias, **options)
+    dtype = options["out_dtype"] or x.dtype
+    x = x.dequantize() if isinstance(x, MXTensor) else x
+    w = w if options["main_grad"] is None else w.detach()
+    return nn.functional.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _whole(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> DTensor:
+    """The DTensor of a rank's part. Where parts differ, from_local would take this rank's times the ranks for all."""
+    sizes: dict[str, Any] = {}
+    if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
+        stride = torch.empty(shape, device="meta", dtype=local.dtype).stride()
+        sizes = {"shape": shape, "stride": stride}
+    return DTensor.from_local(local, mesh, [placement], run_check=False, **sizes)
 
 
 def _gathered(x: DTensor, given: Placement, recipe: Recipe) -> Tensor:
     """All of x on this rank; its gradient is summed over ranks. Sharded tokens of equal parts travel quantized."""
     mesh = x.device_mesh
-    if isinstance(given, Shard) and given.dim < x.dim() - 1 and recipe.scaling != "none" and recipe.wgrad == "mx":
-        local = x.to_local()
-        if not torch.compiler.is_compiling() and local.shape[given.dim] * mesh.size() == x.shape[given.dim]:
-            gathered: Tensor = _GatherQuantized.apply(local, given.dim, mesh, recipe)  # type: ignore[no-untyped-call]
-            return gathered
+    tokens = isinstance(given, Shard) and given.dim < x.dim() - 1
+    quantizes = recipe.scaling != "none" and recipe.wgrad == "mx" and not torch.compiler.is_compiling()
+    if tokens and quantizes and x.shape[given.dim] % mesh.size() == 0:  # type: ignore[attr-defined]
+        local, dim = x.to_local(), given.dim  # type: ignore[attr-defined]
+        gathered: Tensor = _GatherQuantized.apply(local, dim, mesh, recipe)  # type: ignore[no-untyped-call]
+        return gathered
     if not given.is_replicate():
         x = x.redistribute(mesh, [Replicate()])
     return x.to_local(grad_placements=[Partial()])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mxep.gemm.auto import recipe_for
 from mxep.gemm.backends import Backend, select
-from mxep.gemm.checks import check_linear, check_tensors
+from mxep.gemm.checks import check_linear, check_plain, check_tensors
 from mxep.gemm.functional import between_graphs, multiply
 from mxep.gemm.linear import linear
 from mxep.gemm.recipe import Recipe
@@ -47,6 +47,7 @@ def linear_together(
     ValueError: what `linear` refuses, weights of several dtypes, DTensors, and as many biases or main_grads as weights
     are not. RuntimeError: the backend cannot run here.
     """
+    check_plain(x=x)
     check_tensors(x=x, **{f"weights[{i}]": w for i, w in enumerate(weights)})
     biases, main_grads = (given or [None] * len(weights) for given in (biases, main_grads))
     if not weights or {len(biases), len(main_grads)} != {len(weights)}:
