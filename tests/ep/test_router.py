@@ -113,6 +113,41 @@ def test_group_limited_routing_stays_in_the_best_groups() -> None:
     assert torch.equal(group[:, 0].long(), by_group.argmax(-1))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"normalize": False}, {"balance": True}, {"num_groups": 4, "top_groups": 2}),
+        {"num_groups": 4, "top_groups": 2, "balance": True, "normalize": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_nan_logit_makes_the_weights_of_its_token_nan_and_no_others(score: str, options: dict) -> None:
+    for expert in range(8):
+        r, x = router(score=score, **options), torch.randn(4, 16)
+        with torch.no_grad():
+            r.weight[expert] = torch.nan
+        ids, weights = r(x)
+        assert (ids == expert).any(1).all()
+        assert weights.isnan().any(1).all()
+        r = router(score=score, **options)
+        x[1] = torch.nan
+        _, weights = r(x)
+        assert weights.isnan().any(1).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"normalize": False}, {"balance": True}, {"num_groups": 4, "top_groups": 2}], ids=str
+)
+def test_scores_that_underflow_choose_the_best_experts(options: dict) -> None:
+    r = router(score="sigmoid", **options)
+    with torch.no_grad():
+        r.weight.zero_()
+        r.weight[:, 0] = torch.tensor([-400.0, -300, -500, -350, -160, -150, -170, -180])
+    ids, _ = r(torch.eye(1, 16))
+    assert ids.tolist() == [[5, 4]]
+
+
 def test_bias_steers_the_choice_but_not_the_weights() -> None:
     r = router(balance=True, normalize=False)
     x = torch.randn(5, 16)

@@ -74,6 +74,70 @@ def test_equal_logits_go_by_place_and_nan_comes_first() -> None:
     torch.testing.assert_close(chosen, torch.tensor(rows).gather(1, ids.long()), equal_nan=True)
 
 
+NAN_OF_SIGN = torch.tensor([-0x400000], dtype=torch.int32).view(torch.float32).item()
+
+
+def rows_of_all_kinds() -> tuple[Tensor, Tensor]:
+    """Logits and choice (T, 6): NaNs and zeros of both signs, infinities, ties, what underflows as a score."""
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor(
+        [
+            [1, nan, 3, 2, 0, -1],
+            [nan, nan, 3, nan, 0, nan],
+            [-inf, -inf, -inf, -inf, -inf, -inf],
+            [inf, 1, inf, -inf, 0, 2],
+            [0.0, -0.0, 0.0, -0.0, -1, -2],
+            [-200, -150, -300, -400, -120, -500],
+            [-150, -150, -150, -151, -150, -149],
+            [5, 5, 5, 5, 5, 5],
+            [nan, inf, -inf, 0, 1, 2],
+            [88, 89, 90, 100, -100, 0],
+        ]
+    )
+    logits[8, 0] = NAN_OF_SIGN
+    choice = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
+    choice[1] = torch.tensor([1, -inf, 3, 2, 0, 5])
+    choice[4] = choice[5] = 0.0
+    choice[6], choice[7] = torch.tensor([0.0, -0.0, -inf, 0.0, nan, NAN_OF_SIGN]), -inf
+    return logits, choice
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("steered", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 4, 6])
+def test_kernel_reference_and_autograd_agree_about_what_is_no_number(score: str, steered: bool, k: int) -> None:
+    logits, choice = rows_of_all_kinds()
+    given = choice if steered else None
+    leaf = logits.clone().requires_grad_()
+    ids, weights = top_k(leaf, k, score, choice=given)
+    for got in (
+        on_device(kernels.top_k, logits, given, k, score == "softmax"),
+        top_k_op(logits, given, k, score[1] == "o"),
+    ):
+        assert torch.equal(got[0], ids)
+        torch.testing.assert_close(got[1], weights.detach(), equal_nan=True)
+        assert torch.equal(got[2].nan_to_num(7.0), logits.gather(1, ids.long()).nan_to_num(7.0))
+    assert all(len(set(row)) == k for row in ids.tolist())
+    assert weights[logits.isnan().any(1)].isnan().all(), "a NaN logit does not vanish, whatever is chosen"
+    weights.sum().backward()
+    chosen = logits.gather(1, ids.long())
+    gradient = on_device(
+        kernels.top_k_backward, torch.ones_like(weights), weights.detach(), ids, chosen, 6, score[1] == "o"
+    )
+    assert leaf.grad is not None
+    assert torch.equal(gradient.isnan(), leaf.grad.isnan())
+
+
+def test_of_equal_choices_the_larger_logit_is_taken_and_of_equal_logits_the_lower_id() -> None:
+    logits, zeros = torch.tensor([[-200.0, -150.0, -300.0, -150.0]]), torch.zeros(1, 4)
+    for choice in (None, zeros, logits.sigmoid(), torch.tensor([[-0.0, 0.0, 0.0, -0.0]])):
+        for ids in (
+            top_k(logits, 3, "sigmoid", choice=choice)[0],
+            on_device(kernels.top_k, logits, choice, 3, False)[0],
+        ):
+            assert ids.tolist() == [[1, 3, 0]]
+
+
 @pytest.mark.parametrize("height", [-60.0, -120.0, -1e4])
 def test_scores_that_underflow_have_weights_and_gradients(height: float) -> None:
     logits = height + torch.arange(8.0).repeat(3, 1)

@@ -140,15 +140,12 @@ class Router(nn.Module):
             raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere
             logits = fp32_linear(x, self.weight)
+            choice = None
+            if self.expert_bias is not None or self.top_groups < self.num_groups:
+                choice = self._choice(logits.detach())
+            expert_ids, weights = top_k(logits, self.top_k, self.score, choice=choice)
             if not self.normalize:
-                scores = scores_of(logits, self.score)
-                expert_ids = self._choice(scores.detach()).topk(self.top_k, dim=-1).indices
-                weights = scores.gather(1, expert_ids)
-            elif self.expert_bias is None and self.top_groups == self.num_groups:
-                expert_ids, weights = top_k(logits, self.top_k, self.score)
-            else:
-                choice = self._choice(scores_of(logits.detach(), self.score))
-                expert_ids, weights = top_k(logits, self.top_k, self.score, choice=choice)
+                weights = scores_of(logits, self.score).gather(1, expert_ids.long())
         if self.load is not None and self.training:
             if self.load.device != x.device:  # FSDP2 moves parameters and buffers by itself
                 self.load = self.load.to(x.device)
@@ -158,13 +155,15 @@ class Router(nn.Module):
             self.last_logits, self.last_expert_ids = logits, expert_ids
         return expert_ids, weights if self.scale == 1 else weights * self.scale
 
-    def _choice(self, scores: Tensor) -> Tensor:
+    def _choice(self, logits: Tensor) -> Tensor:
         """(T, E), of which the largest are chosen."""
+        scores = scores_of(logits, self.score)
         choice = scores if self.expert_bias is None else scores + self.expert_bias
         if self.top_groups < self.num_groups:
             in_groups = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
             group_score = in_groups.topk(min(2, in_groups.shape[2]), dim=-1).values.sum(-1)
-            best = group_score.topk(self.top_groups, dim=-1).indices
+            largest = logits.view(in_groups.shape).amax(-1)  # decides between groups whose scores are equal, as 0
+            best = top_k(largest, self.top_groups, choice=group_score)[0].long()
             reachable = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
             choice = in_groups.masked_fill(~reachable[:, :, None], float("-inf")).flatten(1)
         return choice

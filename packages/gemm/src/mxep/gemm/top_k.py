@@ -26,8 +26,9 @@ def top_k(logits: Tensor, k: int, score: str = "softmax", *, choice: Tensor | No
 
     logits: (T, E) fp32. score: "softmax" over all experts, or "sigmoid" of each.
     choice: (T, E) fp32 whose largest are chosen instead of the best scores, such as scores with a bias.
-    Of experts whose scores, or choice, are equal any may be chosen, as by torch.topk. On CUDA the lower id is; and
-    logits are compared, whose order is that of scores, but which differ where scores round to the same.
+    Logits are compared: their order is that of scores, but they differ where scores round to the same number, or to 0.
+    Of equal choices the larger logit is taken, of equal logits the lower id. A NaN logit comes first, whatever its
+    choice, so that the token's weights are NaN; then a NaN choice. On every device alike.
     ValueError: another dtype, shape or score, or k not in 1..E.
     """
     for name, x in (("logits", logits), ("choice", choice)):
@@ -51,9 +52,18 @@ def scores_of(logits: Tensor, score: str) -> Tensor:
 
 def _plain(logits: Tensor, choice: Tensor | None, k: int, score: str) -> tuple[Tensor, Tensor, Tensor]:
     """(ids, weights, chosen logits). Weights are of logits: scores that underflow have a sum and gradients, too."""
-    ids = (scores_of(logits.detach(), score) if choice is None else choice).topk(k, dim=-1).indices
+    ids = best_first(logits.detach(), choice)[:, :k]
     chosen = logits.gather(1, ids)
     return ids.int(), (chosen if score == "softmax" else F.logsigmoid(chosen)).softmax(-1), chosen
+
+
+def best_first(logits: Tensor, choice: Tensor | None = None) -> Tensor:
+    """All experts of each token, ids (T, E) int64, as `top_k` takes them."""
+    order = logits.sort(dim=-1, descending=True, stable=True).indices  # NaN first
+    if choice is None:
+        return order
+    ranked = choice.masked_fill(logits.isnan(), torch.nan).gather(1, order)
+    return order.gather(1, ranked.sort(dim=-1, descending=True, stable=True).indices)
 
 
 class _TopK(torch.autograd.Function):

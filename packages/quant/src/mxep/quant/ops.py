@@ -124,7 +124,8 @@ def quantize_per_row(
     """x (..., N, K), or two or three `stacked` -> what quantize_rows gives for blocks of K; the amax of each column,
     (..., K) fp32."""
     x = stacked(x, y, z)
-    return *quantize_rows.reference(x, dtype, mode, x.shape[-1]), x.float().abs().amax(-2)
+    bits = x.float().abs().view(torch.int32)  # whose largest is one NaN of several, whatever the device
+    return *quantize_rows.reference(x, dtype, mode, x.shape[-1]), bits.amax(-2).view(torch.float32)
 
 
 @op(

@@ -22,7 +22,7 @@ _TWO_TO_MINUS_127 = 0x400000  # a subnormal in fp32: its exponent field is 0
 
 
 def scale_of_amax(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
-    """Scales (uint8) of blocks whose largest magnitude is `amax` (fp32, any shape, not negative).
+    """Scales (uint8) of blocks whose largest magnitude is |amax| (fp32, any shape).
 
     0 and everything too small gives 0 (2**-127), NaN and Inf give 255.
     """
@@ -36,7 +36,7 @@ def scale_of_amax(amax: Tensor, fmt: MXFormat, mode: ScaleMode) -> Tensor:
             half_an_ulp = 1 << 22 - fmt.mantissa_bits
             scale = (bits + half_an_ulp >> 23) - fmt.max_exponent
         case ScaleMode.RCEIL:
-            ratio = (amax * (1.0 / fmt.max)).view(torch.int32)
+            ratio = (bits.view(torch.float32) * (1.0 / fmt.max)).view(torch.int32)
             scale = torch.where(ratio <= _TWO_TO_MINUS_127, 0, ratio + _MANTISSA >> 23)
     return torch.where(bits >= _INF, NAN_SCALE, scale.clamp(0, NAN_SCALE - 1)).to(torch.uint8)
 

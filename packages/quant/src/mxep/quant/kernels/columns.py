@@ -74,6 +74,7 @@ def quantize_long_columns_kernel(
 ):  # fmt: skip
     """x (segments, length, K), bits (segments, K) -> qdata (batch, K, N), scale (segments, K).
 
+    bits: of an amax, which may have a sign: a NaN that torch made, or -0.
     all_rows: a column of qdata has so many, others' too, or None.
     """
     segment, row_tile, column_tile = program_tile(tl.cdiv(length, BLOCK_M), tl.cdiv(K, BLOCK_N), True)
@@ -83,7 +84,7 @@ def quantize_long_columns_kernel(
     column0 = column_tile * BLOCK_N
     column = tl.arange(0, BLOCK_N)[None, :]
     mask = column < K - column0
-    bits = tl.load(bits_ptr + segment * K + column0 + column, mask=mask, other=0)
+    bits = tl.load(bits_ptr + segment * K + column0 + column, mask=mask, other=0) & 0x7FFFFFFF
     scale = scale_of_amax(bits, MODE, qdata_ptr.dtype.element_ty)
     row = PACK * tl.arange(0, BLOCK_M // PACK)[:, None]
     x_ptr += (segment * length + row0) * K + column0

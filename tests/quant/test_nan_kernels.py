@@ -1,0 +1,141 @@
+"""NaNs of any sign and payload, and infinities, come out of every kernel as out of its reference: their blocks are NaN.
+
+A maximum that compares integers, or that loses NaNs between threads, would leave a block finite.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.quant import ScaleMode, ops
+from mxep.quant.fold import fold_op
+from mxep.quant.fold_for_wgrad import _fold_for_wgrad
+from mxep.quant.kernels import (
+    columns,
+    fold,
+    fold_for_wgrad,
+    joined,
+    per_row,
+    requantize,
+    rms_norm,
+    rows,
+    swiglu,
+)
+from mxep.quant.requantize import _requantize
+from mxep.quant.rms_norm import rms_norm_quantize_op
+from mxep.quant.scales import NAN_SCALE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PATTERNS = [0x7FC0, -0x40, 0x7F81, -0x7F, 0x7FFF, -1, 0x7F80, -0x80]
+"""Of bf16: NaN, -NaN, signalling NaNs with a payload, NaNs of ones, Inf, -Inf. fp32 has 16 zeros, or ones, more."""
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def special(dtype: torch.dtype, N: int = 64, K: int = 192) -> Tensor:
+    """x (N, K), of which rows 0, 5, 10, ... have one value each that is no number, in columns 3, 24, 45, ...
+    of them."""
+    x = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    for i, pattern in enumerate(PATTERNS):
+        bits = pattern if dtype == torch.bfloat16 else pattern << 16 | (0xABC if pattern & 0x7F else 0)
+        x.view(whole)[5 * i, (3 + 21 * i) % K] = bits
+    return x
+
+
+def same(got: Any, want: Any) -> bool:
+    """Bit for bit, but for NaNs of results in bf16 and fp32."""
+    got = got.cpu()
+    if want.dtype in (torch.bfloat16, torch.float32):
+        return torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
+    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+def cases(x: Tensor) -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]:
+    """(name, kernel, reference, arguments)."""
+    y, z = x.flip(0), -x
+    for size in (32, 48, x.shape[1]):
+        yield f"rows of {size}", rows.quantize_rows, ops.quantize_rows.reference, (x, E4M3, "rceil", size)
+    for mode in ScaleMode:
+        for dtype in (E4M3, E5M2):
+            how = dtype, mode.value, 32
+            yield f"both, {mode}", columns.quantize_both, ops.quantize_both.reference, (x, *how)
+            yield f"2-D, {mode}", rows.quantize_2d, ops.quantize_2d.reference, (x, *how)
+    for size in (16, 32, x.shape[0]):
+        yield f"columns of {size}", columns.quantize_columns, ops.quantize_columns.reference, (x, E4M3, "rceil", size)
+    yield "both of 48", columns.quantize_both, ops.quantize_both.reference, (x[:48].contiguous(), E4M3, "rceil", 48)
+    for parts in ((x, None, None), (x, y, None), (x, y, z)):
+        how = E4M3, "rceil"
+        yield "a scale a row", per_row.quantize_per_row, ops.quantize_per_row.reference, (*parts, *how)
+        amax = torch.cat([part.float() for part in parts if part is not None]).abs().amax(0)
+        # What torch's maximum gives for NaN may have a sign.
+        for given in (amax, -amax, torch.where(amax.isnan(), -amax, amax)):
+            for mode in ScaleMode:
+                arguments = *parts, given, E4M3, mode.value
+                yield f"{mode} of amax", per_row.quantize_per_column, ops.quantize_per_column.reference, arguments
+    for last in (None, z):
+        arguments = x, y, last, E4M3, "rceil"
+        yield "joined", joined.quantize_joined_rows, ops.quantize_joined_rows.reference, arguments
+    weight = torch.ones(x.shape[1], dtype=x.dtype)
+    weight[7:9] = torch.tensor([float("nan"), -1.0])
+    for w in (weight.nan_to_num(1.0), weight):
+        for size in (32, x.shape[1]):
+            arguments = x, w, 1e-6, E4M3, "rceil", size
+            yield f"norm in {size}", rms_norm.rms_norm_quantize, rms_norm_quantize_op.reference, arguments
+    qdata, scale = ops.quantize_rows.reference(x, E4M3, "rceil", 32)
+    qdata.view(torch.uint8)[1, 5] = 0xFF  # -NaN in a block whose scale is a number
+    ends = torch.tensor([32, 64], dtype=torch.int32)
+    yield "fold", fold.fold, fold_op.reference, (qdata, scale, None, None)
+    pair = qdata, scale, None
+    yield "fold for wgrad", fold_for_wgrad.fold_for_wgrad, _fold_for_wgrad.reference, (*pair, *pair, ends, 1)
+    for blocks in ((1, 32), (32, 1)):
+        parts = (qdata, scale) if blocks == (1, 32) else (qdata[:, :64], scale.new_ones(2, 64))
+        arguments = *parts, *blocks, None, None, E4M3, "rceil"
+        yield "requantize", requantize.requantize, _requantize.reference, arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kernels_agree_with_references_about_what_is_no_number(dtype: torch.dtype) -> None:
+    for name, kernel, reference, arguments in cases(special(dtype)):
+        want = reference(*arguments)
+        got = kernel(*(a.to(DEVICE, copy=True) if isinstance(a, Tensor) else a for a in arguments))
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert same(a, b), (name, i)
+
+
+@pytest.mark.parametrize(
+    "quantized", [(E4M3, "rceil", 32, False), (E4M3, "rceil", 0, False), (E4M3, "rceil", 32, True)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_swiglu_agrees_with_its_reference_about_what_is_no_number(dtype: torch.dtype, quantized: Any) -> None:
+    gate_up, d_h = special(dtype), special(dtype, K=96)
+    weight = torch.ones(64)
+    weight[60:62] = torch.tensor([-0x400000, 0x7F800000], dtype=torch.int32).view(torch.float32)
+    to, mode, size, folded = quantized
+    for activation in (None, [1.702, 7.0, 1.0, 1.0]):
+        how = to, mode, size or 96, folded, activation
+        want = torch.ops.mxep.swiglu(gate_up, weight, None, *how)
+        got = swiglu.swiglu(gate_up.to(DEVICE), weight.to(DEVICE), None, *how)
+        assert all(same(a, b) for a, b in zip(got, want, strict=True)), activation
+        outs = [torch.empty(gate_up.shape, dtype=to, device=device) for device in ("cpu", DEVICE)]
+        scaled = mode, size or 192, folded, to, activation, None
+        rest = torch.ops.mxep.swiglu_backward(d_h, gate_up, weight, None, outs[0], *scaled)
+        given = d_h.to(DEVICE), gate_up.to(DEVICE), weight.to(DEVICE), None, outs[1]
+        more = swiglu.swiglu_backward(*given, *scaled)
+        assert same(outs[1], outs[0])
+        assert all(same(a, b) for a, b in zip(more, rest, strict=True)), activation
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_block_with_a_value_that_is_no_number_is_nan(dtype: torch.dtype) -> None:
+    x = special(dtype)
+    _, scale = rows.quantize_rows(x.to(DEVICE), E4M3, "rceil", x.shape[1])
+    hit = ~x.float().isfinite().all(1)
+    assert hit.sum() == len(PATTERNS)
+    assert torch.equal(scale.cpu().view(torch.uint8)[:, 0] == NAN_SCALE, hit)
+    _, _, amax = per_row.quantize_per_row(x.to(DEVICE), None, None, E4M3, "rceil")
+    for given in (amax, -amax):
+        _, scale = per_row.quantize_per_column(x.to(DEVICE), None, None, given, E4M3, "rceil")
+        assert torch.equal(scale.cpu().view(torch.uint8)[0] == NAN_SCALE, ~x.float().isfinite().all(0))
