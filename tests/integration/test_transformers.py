@@ -335,7 +335,7 @@ def test_a_trainer_logs_load_and_shares_quantized_weights(tmp_path: Path, monkey
     monkeypatch.setattr(
         quantize_once.QuantizedOnce, "_close", lambda self: (made.append(self.quantizations), close(self))
     )
-    callback = mxep_transformers.MxepCallback()
+    callback = mxep_transformers.MxepCallback(per_layer=True)
     shared = train(copy.deepcopy(model), tmp_path, callback, gradient_accumulation_steps=2)
     assert made == [2 * 2 * 2] * 3, "two weights of two layers, two ways, in each of three steps"
     logged = shared.state.log_history[0]
@@ -346,6 +346,8 @@ def test_a_trainer_logs_load_and_shares_quantized_weights(tmp_path: Path, monkey
     for a, b in zip(shared.model.parameters(), alone.model.parameters()):
         assert torch.equal(a, b)
     assert len(made) == 3
+    keys = {key for key in alone.state.log_history[0] if key.startswith("mxep/")}
+    assert keys == {"mxep/rows", "mxep/padding", "mxep/busiest", "mxep/dead"}, "of layers only if asked"
 
 
 def test_a_step_that_check_refuses_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

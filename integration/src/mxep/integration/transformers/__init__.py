@@ -7,18 +7,18 @@ Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and ot
 implementations of experts and, where transformers has expert parallelism of its own, of that. docs/transformers.md is
 the page to paste from.
 
-`implementation` has what runs, `parallel` expert parallelism, `callback` what a Trainer calls, `llama4` models whose
-code transformers' registry does not reach.
+`implementation` has what runs, `parallel` expert parallelism, `callback` what a Trainer calls, `checks` what it asks of
+a model, `undecorated` models whose experts transformers' registry does not reach.
 """
 
 from mxep.gemm import Recipe
 from mxep.gemm.auto import AUTO
 
 from .callback import MxepCallback
+from .checks import check, load_report
 from .implementation import Implementation
-from .layer import check, load_report
-from .llama4 import route_llama4
 from .parallel import expert_parallel, register
+from .undecorated import route_experts, route_llama4
 
 __all__ = [
     "NAMES",
@@ -28,6 +28,7 @@ __all__ = [
     "expert_parallel",
     "load_report",
     "register",
+    "route_experts",
     "route_llama4",
 ]
 

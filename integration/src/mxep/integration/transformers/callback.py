@@ -7,7 +7,8 @@ from typing import Any
 
 from mxep.gemm import quantize_weights_once
 
-from .layer import check, layers, load_report
+from .checks import check, load_report, raise_unserved
+from .layer import layers
 from .parallel import leave_to_ranks
 from .versions import TrainerCallback
 
@@ -17,8 +18,11 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     Before each optimizer step it raises what went wrong on the device (`check`): the step is not taken.
 
-    With each loss it logs, of the last forward of each module of experts, `mxep/NAME/busiest` and the rest of
-    `load_report`, and over all of them `mxep/rows` and `mxep/padding` (sums), `mxep/busiest` and `mxep/dead` (maxima).
+    It raises RuntimeError where a module of experts runs code of its own although its config names mxep: as training
+    begins where that shows in its class, else before the first optimizer step.
+
+    With each loss it logs, of the last micro-batch and over all modules of experts, `mxep/rows` and `mxep/padding`
+    (sums), `mxep/busiest` and `mxep/dead` (maxima); per_layer=True: also `mxep/NAME/busiest` and so on of each.
 
     Where gradients are accumulated, micro-batches share one quantization of each weight. That takes 2 bytes and a
     little for each element of the experts until the optimizer steps. share_quantized_weights=False: they do not.
@@ -28,7 +32,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     After training ended by an exception call `close()`, or train with the same callback again.
     """
 
-    def __init__(self, *, share_quantized_weights: bool = True, per_layer: bool = True) -> None:
+    def __init__(self, *, share_quantized_weights: bool = True, per_layer: bool = False) -> None:
         self.share_quantized_weights = share_quantized_weights
         self.per_layer = per_layer
         self._shared = contextlib.ExitStack()
@@ -43,6 +47,9 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
+        raise_unserved(model)
+        for _, layer in layers(model):
+            layer.called = False  # so that the first step notices what replaced experts since, such as Liger's
         whole = getattr(model, "is_distributed_loading_by_transformers", False)  # a Trainer saves such on all ranks
         if args.save_strategy != "no" and not whole and any(layer.parallel for _, layer in layers(model)):
             raise ValueError(
@@ -57,6 +64,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
+        raise_unserved(model, ran=True)
         check(model)
 
     def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **kwargs: Any) -> None:

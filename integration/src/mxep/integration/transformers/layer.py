@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -50,7 +49,9 @@ class Layer:
             nothing are zeroed for these.
         masks: whether expert ids from E on mean "not here", as transformers' own expert parallelism has it.
         wgrad_scale: factor of weight gradients.
+        called: whether a forward was computed here.
         last_routing: the last forward's; None before, and after a compiled one.
+        trained_routing: the same of forwards with gradients on: not of evaluation, generation or a reference pass.
     """
 
     made_for: object
@@ -62,7 +63,9 @@ class Layer:
     masks: bool
     wgrad_scale: float = 1.0
     max_tokens: int | None = None
+    called: bool = False
     last_routing: Routing | None = field(default=None, repr=False)
+    trained_routing: Routing | None = field(default=None, repr=False)
 
     @property
     def parallel(self) -> bool:
@@ -75,6 +78,8 @@ class Layer:
 
     def forward(self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """x (T, D), expert_ids, weights (T, K) -> (T, D) in x's dtype."""
+        if not self.called:  # compiled, each write would be one more guard
+            self.called = True
         if torch.compiler.is_compiling():
             return self._autocast(experts, x, expert_ids, weights)
         try:
@@ -108,6 +113,8 @@ class Layer:
             out, routing = self._composed(experts, x, expert_ids, weights, recipe)
         else:
             gate_up = experts.gate_up_proj
+            if len(gate_up) > len(down):  # rows for LongCat's zero experts, which have no weights to use
+                gate_up = gate_up[: len(down)]
             if experts.is_transposed:
                 gate_up, down = local_weight(gate_up).mT, local_weight(down).mT
             out, routing = run_experts(
@@ -120,8 +127,11 @@ class Layer:
                 gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
                 down_bias=experts.down_proj_bias if experts.has_bias else None,
             )
-        if not torch.compiler.is_compiling():
-            self.last_routing = routing
+        if torch.compiler.is_compiling():
+            routing = None
+        self.last_routing = routing
+        if torch.is_grad_enabled():
+            self.trained_routing = routing
         return out
 
     def _pick(self, experts: Any, x: Tensor, expert_ids: Tensor) -> Recipe | None:
@@ -171,7 +181,7 @@ class Layer:
         )
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), last_routing=None)
+        return replace(self, dispatcher=copy.deepcopy(self.dispatcher, memo), last_routing=None, trained_routing=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a dispatcher belongs to this process: the next forward makes one
@@ -226,22 +236,17 @@ def check_experts(experts: Any, name: str, recipe: Recipe | Literal["auto"], *, 
             )
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether `@use_experts_implementation` of transformers decorates the module's class."""
+    return hasattr(module, "has_gate") and hasattr(type(module), "_apply_gate") and hasattr(module, "down_proj")
+
+
 def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
     """The modules of experts that mxep runs, by name; those that ran or are spread over ranks."""
     for name, module in model.named_modules():
         layer = module.__dict__.get(KEY)
         if layer is not None:
             yield name, layer
-
-
-def check(model: nn.Module) -> None:
-    """Raise what went wrong on the device since the last check, as `MoE.check`: once a step, before the optimizer."""
-    for dispatcher in {id(layer.dispatcher): layer.dispatcher for _, layer in layers(model)}.values():
-        try:
-            dispatcher.check()
-        except PeersDisagree as error:
-            say_where_max_tokens_is_set(error)
-            raise
 
 
 def say_where_max_tokens_is_set(error: Exception) -> None:
@@ -252,31 +257,3 @@ def say_where_max_tokens_is_set(error: Exception) -> None:
             f"register(Implementation(..., max_tokens={wanted[1]})) before the model is built. It is batch size times "
             "padded length, of evaluation too."
         )
-
-
-@torch.no_grad()
-def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
-    """By name of each module of experts that has run eagerly, of its last forward:
-
-    ``rows``: that this rank's experts computed, padding included. ``padding``: of these. ``busiest``: tokens of the
-    busiest expert over the mean, of all ranks that share the experts. ``dead``: experts without a token.
-
-    It reads from the device once. Ranks that share experts must call it together.
-    """
-    names, counted = [], []
-    for name, layer in layers(model):
-        if layer.last_routing is None:
-            continue
-        stats, ids = layer.last_routing.stats(), layer.last_routing.expert_ids.flatten().long()
-        tokens = torch.zeros(layer.dispatcher.num_experts + 1, dtype=torch.int64, device=ids.device)
-        tokens.scatter_add_(0, ids.clamp_min(-1) + 1, torch.ones_like(ids))
-        tokens = tokens[1:]
-        if layer.dispatcher.group is not None:
-            dist.all_reduce(tokens, group=layer.dispatcher.group)
-        busiest = tokens.max() / tokens.double().mean().clamp_min(1e-9)
-        names.append(name)
-        counted.append(torch.stack((stats["valid"], stats["padding"], busiest, (tokens == 0).sum())))
-    if not counted:
-        return {}
-    keys = "rows", "padding", "busiest", "dead"
-    return {name: dict(zip(keys, values)) for name, values in zip(names, torch.stack(counted).tolist())}

@@ -21,7 +21,7 @@ from mxep.ep import TokenDispatcher, make_dispatcher
 from mxep.ep.shares import group_of
 
 from .implementation import Implementation
-from .layer import KEY, check_experts
+from .layer import KEY, check_experts, is_experts
 from .versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
 
 
@@ -103,7 +103,7 @@ def expert_parallel(
     if not isinstance(how, Implementation):
         raise ValueError(f"implementation: got {implementation!r}, want one that mxep has registered, as 'mxep_mxfp8'")
     group_of(mesh)
-    found: dict[str, Any] = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    found: dict[str, Any] = {name: module for name, module in model.named_modules() if is_experts(module)}
     if not found:
         raise ValueError(
             f"{type(model).__name__}: got no module of experts that transformers' registry reaches, want one "
@@ -112,6 +112,8 @@ def expert_parallel(
     for name, module in found.items():
         check_experts(module, how.name, how.recipe, spread=False)
         num_experts = module.down_proj.shape[0]
+        if zero_experts := getattr(module, "zero_expert_num", 0):
+            raise ValueError(f"{name}: got {zero_experts} zero experts, want none to spread: leave out expert_parallel")
         if num_experts % mesh.size():
             raise ValueError(f"{name}: got {num_experts} experts, want a multiple of the {mesh.size()} ranks")
     adapters, everywhere = _adapters(model), mesh.size() == dist.get_world_size()
@@ -139,14 +141,10 @@ def leave_to_ranks(model: Any) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
 
 
-def _is_experts(module: nn.Module) -> bool:
-    return hasattr(module, "has_gate") and hasattr(type(module), "_apply_gate") and hasattr(module, "down_proj")
-
-
 def _adapters(model: nn.Module) -> list[nn.Linear]:
     """Of PEFT's adapters on experts (`target_parameters`): a linear has the rows or columns of all experts."""
     wrappers: list[Any] = [module for module in model.modules() if hasattr(module, "parameter_name")]
-    wrappers = [module for module in wrappers if hasattr(module, "lora_A") and _is_experts(module.get_base_layer())]
+    wrappers = [module for module in wrappers if hasattr(module, "lora_A") and is_experts(module.get_base_layer())]
     return [linear for module in wrappers for pair in (module.lora_A, module.lora_B) for linear in pair.values()]
 
 
