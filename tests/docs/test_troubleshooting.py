@@ -25,8 +25,9 @@ TOOLS = ("integration/bench/", "integration/timer.py", "integration/snr.py")
 TELLERS = ("refuse", "report", "tell")
 """Functions that raise what they are given, or let others raise it."""
 MAKERS = (
-    *("_complaints", "_of_own_model", "_of_transformers", "_out_of_range", "complaint", "unsupported_reason"),
+    *("_complaints", "_of_own_model", "_of_transformers", "_out_of_bounds", "_unknown_recipes", "complaint"),
     *("unknown", "_difference", "bench_complaints", "_of_verify", "_of_estimate", "_what_did_not_fit", "silence"),
+    *("unsupported_reason", "changed", "_taken"),
 )
 """Functions that return, or yield, what others raise."""
 VALUE = "…"

@@ -1,6 +1,7 @@
 """The command line: what it says of itself, how soon a mistake is told, and that a mistake leaves nothing behind."""
 
 import importlib.metadata
+import itertools
 import os
 import re
 import resource
@@ -59,7 +60,7 @@ def alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["task=bench", "bench.picture=x.svg"], "bench.picture: got x.svg, wanted null: bench=quant draws none"),
         (["data=text", "data.path=."], "data.path: no file in . ends in any of .c, "),
         (["resume=."], "no checkpoint in .: wanted a run folder"),
-        (["-m", "seed=0,1", "train.steps=0"], "train.steps must be positive, got 0"),
+        (["-m", "seed=0,1", "train.steps=0"], "train.steps: got 0, wanted at least 1"),
     ],
 )
 def test_a_mistake_is_told_before_torch_is_imported_and_leaves_no_folder(
@@ -96,12 +97,22 @@ def test_names_known_without_torch_are_those_of_the_tables():
     assert tuple(job.TASKS) == names.TASKS
     wanted = {recipe: gemm.Recipe.named(recipe).group_alignment for recipe in names.RECIPES}
     assert wanted == names.ALIGNMENT
-    for base in names.RECIPES[1:]:
-        for change in names.CHANGES:
-            if (base, change) != ("fp8", "32x32"):
-                gemm.Recipe.named(f"{base}_{change}")
+    assert tuple(BENCH) == names.BENCHES
     with pytest.raises(ValueError, match=re.escape(", ".join(f"_{change}" for change in names.CHANGES))):
         gemm.Recipe.named("bf16_e5m2")
+
+
+def test_a_recipe_is_known_without_torch_as_it_is_with():
+    assert names.is_recipe("auto")
+    few = ("bf16", "fp8", "mxfp8", "mx", "", "fp8_", "mxfp8e5m2", "mxfp8_rceil", "mxfp8_E5M2")
+    suffixes = ["_".join(("", *some)) for count in (1, 2, 3) for some in itertools.product(names.CHANGES, repeat=count)]
+    for name in (*few, *(f"{base}{suffix}" for base in names.RECIPES for suffix in suffixes)):
+        try:
+            gemm.Recipe.named(name)
+        except ValueError:
+            assert not names.is_recipe(name), name
+        else:
+            assert names.is_recipe(name), name
 
 
 @pytest.mark.parametrize("name", BENCH)

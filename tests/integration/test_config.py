@@ -1,9 +1,14 @@
 """Configs: every choice composes, every mistake is one clear message and a non-zero exit."""
 
+import copy
+import dataclasses
+import functools
 import logging
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
 from mxep.integration import job
+from mxep.integration.bounds import Range, out_of_bounds
 from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.named import auto, make_recipe, recipes
 from mxep.integration.schema import Config, configs_dir, register
@@ -63,6 +69,22 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
     ("overrides", "message"),
     [
         (["recipe.name=int3"], "recipe: got 'int3', want bf16, fp8, mxfp8"),
+        (["recipe.name=fp8_32x32"], "recipe: got 'fp8_32x32', want bf16, fp8, mxfp8"),
+        (["recipe.name=mxfp8_floor_even"], "(each once, one of the last three, 32x32 after mxfp8 alone)"),
+        (
+            ["optimizer.lr=0.5", "optimizer.weight_decay=3"],
+            "weight_decay: got 3.0, wanted at most 2, which is 1 / optimizer.lr",
+        ),
+        (
+            ["optimizer.lr=nan", "seed=-1"],
+            "above 0 and at most 1; seed: got -1, wanted at least 0 and at most 4294",
+        ),
+        (["compare.seeds=[0,-1]"], "compare.seeds[1]: got -1, wanted at least 0"),
+        (
+            ["model=qwen3_moe_tiny", "model.transformers.router_aux_loss_coef=-0.1"],
+            "model.transformers.router_aux_loss_coef: got -0.1, wanted at least 0",
+        ),
+        (["model=qwen3_moe_tiny", "+model.transformers.x={a: [0.5, nan]}"], "x.a[1]: got nan, wanted a finite number"),
         (["dispatcher.name=pigeon"], "dispatcher.name: got 'pigeon', wanted one of local, all_to_all, symmetric"),
         (["dispatcher.capacity=none"], "dispatcher.capacity: got 'none', wanted one of worst_case"),
         (["dispatcher=local", "parallel.ep=2"], "parallel.ep must be 1, got 2"),
@@ -77,8 +99,8 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["task=compare", "recipe=auto"], "task=compare compares a recipe with bf16: recipe must be another one"),
         (["recipe=bf16", "recipe.linear=mxfp8", "model.dim=40"], "recipe.linear=mxfp8 wants model.dim in 32s, got 40"),
         (["verify.cases=[int3/linear]"], "verify.cases: got 'int3/linear', wanted some of bf16/local"),
-        (["train.steps=0"], "train.steps must be positive, got 0"),
-        (["dispatcher.nodes_per_token=0"], "dispatcher.nodes_per_token must be positive, got 0"),
+        (["train.steps=0"], "train.steps: got 0, wanted at least 1"),
+        (["dispatcher.nodes_per_token=0"], "dispatcher.nodes_per_token: got 0, wanted at least 1"),
         (["dispatcher.nodes_per_token=2"], "nodes_per_token: got 2 with symmetric, want dispatcher=hierarchical"),
         (
             ["dispatcher=hierarchical", "dispatcher.ranks_per_node=3"],
@@ -93,9 +115,9 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
             ["dispatcher.capacity=factor", "dispatcher.overflow=spill"],
             "dispatcher.overflow: got 'spill', wanted one of",
         ),
-        (["train.skip_bad_steps=-1"], "train.skip_bad_steps must be at least 0, got -1"),
-        (["train.checkpoint_every=-1"], "train.checkpoint_every must be at least 0, got -1"),
-        (["optimizer.warmup=-1"], "optimizer.warmup must be at least 0, got -1"),
+        (["train.skip_bad_steps=-1"], "train.skip_bad_steps: got -1, wanted at least 0"),
+        (["train.checkpoint_every=-1"], "train.checkpoint_every: got -1, wanted at least 0"),
+        (["optimizer.warmup=-1"], "optimizer.warmup: got -1, wanted at least 0"),
         (
             ["backend=triton", "recipe=fp8"],
             "backend=triton multiplies MX and plain operands, not fp8's; wanted another backend",
@@ -113,12 +135,67 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
             ["task=verify", "verify.dim=100", "verify.cases=[bf16/local,fp8/linear]"],
             "recipe fp8 wants verify.dim and verify.hidden_dim in 16s, got 100 and 128",
         ),
-        (["estimate.layers=0"], "estimate.layers must be positive, got 0"),
+        (["estimate.layers=0"], "estimate.layers: got 0, wanted at least 1"),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(make_config: Callable[..., Config], overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_config(*overrides)
+
+
+def numbers_of(hint: Any, key: str) -> Iterator[tuple[str, type, list[Range]]]:
+    """Key, type and ranges of each number in a type: of sections, of lists and dicts."""
+    if dataclasses.is_dataclass(hint):
+        for name, inner in get_type_hints(hint, include_extras=True).items():
+            yield from numbers_of(inner, f"{key}.{name}" if key else name)
+    elif get_origin(hint) is Annotated:
+        of, *bounds = get_args(hint)
+        if of in (int, float):
+            yield key, of, [one for one in bounds if isinstance(one, Range)]
+    elif hint in (int, float):
+        yield key, hint, []
+    else:
+        for inner in get_args(hint):
+            yield from numbers_of(inner, key)
+
+
+NUMBERS = list(numbers_of(Config, ""))
+
+
+def with_value(config: Config, key: str, value: object) -> Config:
+    """A copy with another value there; of a list or dict the only one."""
+    config = copy.deepcopy(config)
+    *sections, name = key.split(".")
+    section = functools.reduce(getattr, sections, config)
+    old = getattr(section, name)
+    setattr(section, name, [value] if isinstance(old, list) else {"x": [[value]]} if isinstance(old, dict) else value)
+    return config
+
+
+@pytest.mark.parametrize(("key", "kind", "ranges"), NUMBERS, ids=[key for key, *_ in NUMBERS])
+def test_every_number_of_a_config_has_a_range_which_is_checked(
+    default: Config, key: str, kind: type, ranges: list[Range]
+):
+    (bounds,) = ranges
+    step = 1 if kind is int else 1e-9
+    inside = bounds.least + step * bounds.above, bounds.most - step * bounds.below
+    outside = [bounds.least - step * (not bounds.above), bounds.most + step * (not bounds.below), math.nan]
+    outside += [math.inf, -math.inf]
+    for value in inside if bounds.most < math.inf else inside[:1]:
+        assert list(out_of_bounds(with_value(default, key, kind(value)))) == []
+    for value in outside:
+        (line,) = out_of_bounds(with_value(default, key, value))
+        assert re.fullmatch(rf"{re.escape(key)}\S*: got {re.escape(str(value))}, wanted {re.escape(str(bounds))}", line)
+
+
+@pytest.fixture(scope="module")
+def default() -> Config:
+    return resolve(composed())
+
+
+def test_a_range_says_what_it_is():
+    assert (str(Range(1)), str(Range(0, 1, below=True))) == ("at least 1", "at least 0 and below 1")
+    assert str(Range(0, 1, above=True)) == "a number above 0 and at most 1"
 
 
 @pytest.mark.parametrize(

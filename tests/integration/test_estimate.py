@@ -272,7 +272,7 @@ def test_a_faster_network_and_fewer_rows_cost_less():
         ("estimate.rates=[]", "estimate.rates: got none"),
         ("estimate.recipes=[int8]", "estimate.recipes: got 'int8', wanted some of bf16; fp8; mxfp8"),
         ("estimate.sections=[speed]", "estimate.sections: got 'speed', wanted some of layouts"),
-        ("estimate.network=0", "estimate.network must be positive"),
+        ("estimate.network=0", "estimate.network: got 0.0, wanted a number above 0"),
     ],
 )
 def test_mistakes_are_told(override: str, message: str):

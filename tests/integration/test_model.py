@@ -12,8 +12,8 @@ from mxep.gemm import Linear, Recipe
 from mxep.integration.model import Transformer, rotate
 from mxep.integration.model import make_model as of_config
 from mxep.integration.named import linear_recipe, make_recipe
+from mxep.integration.names import VOCABULARY
 from mxep.integration.schema import Config
-from mxep.integration.tokenizer import VOCABULARY
 
 
 def make_model(config: Config, **changes: int) -> Transformer:

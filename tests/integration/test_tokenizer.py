@@ -155,7 +155,7 @@ def test_a_tokenizer_of_a_file_is_read(prepared: Callable[..., Config], tmp_path
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["data.vocabulary=255"], "data.vocabulary: got 255, wanted at least 256, one for each byte"),
+        (["data.vocabulary=255"], "data.vocabulary: got 255, wanted at least 256"),
         (["data.vocabulary=300", "data.tokenizer=x"], "data.vocabulary and data.tokenizer: got both, wanted one"),
         (["data.tokenizer=/no/such"], "data.tokenizer: /no/such: FileNotFoundError"),
         (

@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from mxep.comms import CapacityExceeded
@@ -436,6 +437,99 @@ def test_the_power_may_fail_at_any_moment_of_a_save(make_config: Callable[..., C
     assert max(order) < renamed < durable < min(i for i, call in enumerate(calls) if call[1] == "step-000001")
     assert state.find(tmp_path)["bf16"].name == "step-000002"
     assert [path.name for path in (tmp_path / "bf16").iterdir()] == ["step-000002"]
+
+
+def save_to_a_full_disk(rank: Rank, config: Config, folder: Path) -> str:
+    """The error of a save on whose disk the second file of tensors does not fit."""
+    trainer = make_trainer(rank, config, folder)
+    trainer.train_step()
+    trainer.save()
+    trainer.train_step()
+    save_file = checkpoint.save_file
+
+    def full(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        save_file(tensors, file)
+        if file.name == "optimizer.safetensors":
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with mock.patch.object(checkpoint, "save_file", full), pytest.raises(OSError, match="No space left") as error:
+        trainer.save()
+    return str(error.value)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_half_written(
+    make_config: Callable[..., Config], tmp_path: Path
+):
+    config = make_config("recipe=bf16", "parallel.ranks=1")
+    (message,) = run_ranks(save_to_a_full_disk, (config, tmp_path), world_size=1, timeout=60, device="cpu")
+    assert "optimizer.safetensors: I/O error" in message
+    assert [path.name for path in (tmp_path / "bf16").iterdir()] == ["step-000001"]
+
+
+def flip(file: Path, at: int) -> None:
+    """Flip a bit of the byte ``at``, from the end if it is negative."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 4
+    file.write_bytes(content)
+
+
+def refusals_of_each_flip(rank: Rank, config: Config, folder: Path) -> dict[str, str]:
+    """By file of a checkpoint, the error of loading it with a bit flipped in that file."""
+    trainer = make_trainer(rank, config, folder)
+    trainer.train_step()
+    trainer.save()
+    step, found = trainer.saved, {}
+    assert step is not None
+    dist.barrier()
+    files = sorted(file for file in step.rglob("*") if file.is_file())
+    for file in files:
+        for at in (-1, file.stat().st_size // 2):
+            if rank.rank == 0:
+                flip(file, at)
+            dist.barrier()
+            with pytest.raises(ValueError, match=r"SHA-256|not a checkpoint") as error:
+                trainer.load(step)
+            found[str(file.relative_to(step))] = str(error.value)
+            dist.barrier()
+            if rank.rank == 0:
+                flip(file, at)
+            dist.barrier()
+    trainer.load(step)
+    return found
+
+
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_a_bit_that_flips_in_any_file_of_a_checkpoint_is_noticed_on_all_ranks(
+    make_config: Callable[..., Config], tmp_path: Path, sharded: str
+):
+    model = ("model=qwen3_moe_tiny", "model.layers=1", "parallel.fsdp=true") if sharded == "true" else ()
+    config = make_config("recipe=bf16", "parallel.ranks=2", "train.compare=false", *model)
+    one, two = run_ranks(refusals_of_each_flip, (config, tmp_path), world_size=2, timeout=100, device="cpu")
+    assert one == two
+    tensors = {name: message for name, message in one.items() if name.endswith(".safetensors")}
+    assert len(tensors) == (4 if sharded == "true" else 2)
+    for name, message in tensors.items():
+        assert re.search(rf"{name}: got SHA-256 \w{{12}}, wanted \w{{12}}: the file is not what was saved", message)
+    assert one.keys() - tensors.keys() == {"metrics.jsonl", "state.json"}
+
+
+def load_a_nan(rank: Rank, config: Config, folder: Path) -> str:
+    trainer = make_trainer(rank, config, folder)
+    trainer.train_step()
+    with torch.no_grad():
+        next(trainer.model.parameters()).view(-1)[-1] = float("nan")
+    with mock.patch.object(checkpoint, "not_finite", return_value=None):
+        trainer.save()
+    assert trainer.saved is not None
+    with pytest.raises(ValueError, match="is not finite") as error:
+        make_trainer(rank, config, folder).load(trainer.saved)
+    return str(error.value)
+
+
+def test_a_checkpoint_with_a_nan_is_not_loaded(make_config: Callable[..., Config], tmp_path: Path):
+    config = make_config("recipe=bf16", "parallel.ranks=1")
+    (message,) = run_ranks(load_a_nan, (config, tmp_path), world_size=1, timeout=60, device="cpu")
+    assert "model.safetensors: embedding.weight is not finite, wanted finite numbers" in message
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": 1}'])

@@ -27,18 +27,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from . import files, tokenizer
 from .arguments import override_key
-from .bench.names import BENCH, bench_complaints, unknown
+from .bench.names import bench_complaints, unknown
+from .bounds import out_of_bounds
 from .names import (
     ALIGNMENT,
-    BACKENDS,
     CASES,
     CHANGES,
-    DISPATCHERS,
     ESTIMATES,
     KEPT_IN_FP8,
     LINEAR_CASES,
     RECIPES,
-    TASKS,
+    VOCABULARY,
+    is_recipe,
 )
 from .process import count_gpus
 from .schema import Config
@@ -50,35 +50,6 @@ everything else, above all what is written and where: what is in NOT_RESTORED, t
 
 NOT_RESTORED = ("model.pretrained", "train.wandb")
 """The checkpoint has the weights; and where it came from does not say what is sent away."""
-
-CHOICES = {
-    "backend": ("auto", *BACKENDS),
-    "bench.device": ("cuda", "cpu"),
-    "bench.name": BENCH,
-    "dispatcher.name": DISPATCHERS,
-    "dispatcher.capacity": ("worst_case", "exact", "factor"),
-    "dispatcher.overflow": ("raise", "drop"),
-    "parallel.device": ("auto", "cpu", "cuda"),
-    "task.name": TASKS,
-    "train.precision": ("bf16-mixed", "bf16-true", "32-true"),
-}
-"""Key -> the values it may have, besides null where the schema allows that."""
-
-POSITIVE = (
-    *("parallel.ranks", "parallel.ep", "dispatcher.timeout", "dispatcher.factor", "optimizer.lr", "optimizer.clip"),
-    "dispatcher.nodes_per_token",
-    *("model.dim", "model.layers", "model.heads", "model.experts", "model.hidden_dim"),
-    *("data.max_bytes", "data.batch", "data.length", "train.steps", "train.valid_batches", "train.micro_batches"),
-    *("verify.tokens", "verify.dim", "verify.hidden_dim", "verify.experts", "verify.top_k"),
-    *("estimate.tokens", "estimate.gpus_per_node", "estimate.nodes", "estimate.nvlink", "estimate.network"),
-    *("estimate.memory", "estimate.imbalance", "estimate.micro_batches", "estimate.layers"),
-)
-NOT_NEGATIVE = (
-    "estimate.optimizer_bytes",
-    "train.skip_bad_steps",
-    "train.checkpoint_every",
-    "optimizer.warmup",
-)
 
 OF_TRANSFORMERS = {
     "parallel.fsdp": False,
@@ -105,13 +76,10 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
         raise ConfigError(f"no value for {', '.join(sorted(missing))}: give it as {min(missing)}=...")
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
-    for key, choices in CHOICES.items():
-        if (value := attrgetter(key)(config)) is not None and value not in choices:
-            raise ConfigError(f"{key}: got {value!r}, wanted one of {', '.join(choices)}")
+    _refuse(out_of_bounds(config))
     _fill_parallel(config, ranks)
-    for complaints in (_out_of_range, _complaints):
-        if found := "; ".join(complaints(config)):
-            raise ConfigError(found)
+    _refuse(_unknown_recipes(config))
+    _refuse(_complaints(config))
     return config
 
 
@@ -169,18 +137,17 @@ def _fill_parallel(config: Config, ranks: int | None) -> None:
         parallel.ep = 1 if config.dispatcher.name == "local" else parallel.ranks
 
 
-def _out_of_range(config: Config) -> Iterator[str]:
-    for key in POSITIVE:
-        if (value := attrgetter(key)(config)) is not None and not value > 0:
-            yield f"{key} must be positive, got {value}"
-    for key in NOT_NEGATIVE:
-        if (value := attrgetter(key)(config)) is not None and value < 0:
-            yield f"{key} must be at least 0, got {value}"
-    named = rf"auto|bf16|({'|'.join(RECIPES[1:])})(_({'|'.join(CHANGES)}))*"
+def _refuse(complaints: Iterator[str]) -> None:
+    if found := "; ".join(complaints):
+        raise ConfigError(found)
+
+
+def _unknown_recipes(config: Config) -> Iterator[str]:
     for key, name in (("recipe", config.recipe.name), ("recipe.linear", config.recipe.linear)):
-        if name is not None and not re.fullmatch(named, name):
+        if name is not None and not is_recipe(name):
             changes = ", ".join(f"_{change}" for change in CHANGES)
-            yield f"{key}: got {name!r}, want {', '.join(RECIPES)}, auto; after fp8 and mxfp8 also {changes}"
+            rule = "each once, one of the last three, 32x32 after mxfp8 alone"
+            yield f"{key}: got {name!r}, want {', '.join(RECIPES)}, auto; after fp8 and mxfp8 also {changes} ({rule})"
 
 
 def _complaints(config: Config) -> Iterator[str]:
@@ -210,12 +177,14 @@ def _complaints(config: Config) -> Iterator[str]:
     linear = config.recipe.linear or "bf16"
     if model.dim % (alignment := _alignment(linear)):
         yield f"recipe.linear={linear} wants model.dim in {alignment}s, got {model.dim}"
+    if (decay := config.optimizer.weight_decay) > (most := 1 / config.optimizer.lr):
+        yield f"optimizer.weight_decay: got {decay}, wanted at most {most:g}, which is 1 / optimizer.lr"
     if config.dispatcher.overflow == "drop" and config.dispatcher.capacity != "factor":
         capacity = config.dispatcher.capacity
         yield f"dispatcher.overflow=drop: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
     if config.dispatcher.name == "local" and ep != 1:
         yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}"
-    if (of_node := config.dispatcher.ranks_per_node) is not None and (of_node < 1 or ep % of_node):
+    if (of_node := config.dispatcher.ranks_per_node) is not None and ep % of_node:
         yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {of_node}"
     nodes, trains = config.dispatcher.nodes_per_token, config.task.name in ("train", "compare")
     if nodes is not None and trains and config.dispatcher.name != "hierarchical":
@@ -293,12 +262,14 @@ def _of_transformers(config: Config, of_model: Mapping[str, Any]) -> Iterator[st
         kind = of_model.get("model_type")
         yield f"model.shared_experts: got {config.model.shared_experts}, but models of {kind} have none here: want 0"
     wrong = tokenizer.complaint(config.data)
-    least = tokenizer.VOCABULARY if wrong else tokenizer.vocabulary_of(config.data)
+    least = VOCABULARY if wrong else tokenizer.vocabulary_of(config.data)
     if (size := of_model.get("vocab_size", least)) < least:
         yield f"model.transformers.vocab_size must be at least {least}, one for each token of the data, got {size}"
     for key in of_model:
         if key.endswith("implementation"):  # some values name code to download
             yield f"model.transformers.{key}: wanted no such key: the model's own attention and mxep's experts run"
+        if re.search("coef|dropout|eps|initializer", key) and isinstance(of_model[key], float) and of_model[key] < 0:
+            yield f"model.transformers.{key}: got {of_model[key]}, wanted at least 0"
     if of_model.get("tie_word_embeddings"):
         yield "model.transformers.tie_word_embeddings: got true, wanted false: checkpoints hold each weight once"
     if config.train.graph and config.parallel.fsdp:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from .collective import from_all_ranks
 from .files import CHUNK, HELD_OUT, least_bytes, read
+from .names import VOCABULARY
 from .schema import DataConfig
-from .tokenizer import VOCABULARY, encode, make
+from .tokenizer import encode, make
 
 T = TypeVar("T", Tensor, str)
 

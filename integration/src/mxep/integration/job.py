@@ -21,12 +21,13 @@ from .arguments import override_key
 from .bench import picture, run
 from .bench.names import BENCH
 from .config import RESTORED, ConfigError, to_json
+from .folder import take
 from .launch import RanksFailed, run_in_place, run_ranks
 from .named import auto, recipes
 from .process import STOPPED, reports, under_torchrun
 from .results import Report, write
 from .schema import BenchConfig, CompareConfig, Config, EstimateConfig, VerifyConfig
-from .state import find, read_state, same_text
+from .state import TOKENIZER, changed, find, read_state, same_text
 from .train import Outcome, train
 
 Reported = BenchConfig | CompareConfig | EstimateConfig | VerifyConfig
@@ -38,8 +39,14 @@ def run_job(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
     Raises ValueError before anything ran, and with nothing in ``folder``, for mistakes that only torch can tell.
     """
     checkpoints = _check(config, checkpoints)
-    if reports():
-        OmegaConf.save(OmegaConf.create(to_json(config)), folder / "config.yaml")
+    with contextlib.ExitStack() as stack:
+        if reports():
+            resumed = None if config.resume is None else Path(config.resume)
+            stack.enter_context(take(folder, OmegaConf.to_yaml(OmegaConf.create(to_json(config))), resumed=resumed))
+        return _run(config, checkpoints, folder)
+
+
+def _run(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
     try:
         return TASKS[config.task.name](config, folder, checkpoints)
     except RanksFailed as error:
@@ -79,8 +86,10 @@ def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
 
 
 def _say_what_changed(name: str, folder: Path, config: Config) -> None:
-    """A line if run ``name`` goes on from another recipe, and one if with another text."""
+    """A line if run ``name`` goes on from another recipe, one if with another text, and one if with other tokens."""
     state, begin = read_state(folder), f"mxep: {name} goes on from {_short(folder)}"
+    if (folder / TOKENIZER).exists() and (reason := changed(folder, [TOKENIZER])):
+        print(f"mxep: {reason}", file=sys.stderr)
     if state.run != name:
         print(f"{begin}: weights and moments of {state.run}, step {state.step}", file=sys.stderr)
     if same_text(to_json(config)["data"], state.config.get("data") or {}):

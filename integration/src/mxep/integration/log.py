@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,24 @@ def log(
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields write(row) of run ``name``: a line of ``folder/metrics.jsonl``, and its numbers in ``folder/tensorboard``.
 
-    before: rows of a resumed run, which are written first. shown: on rank 0; others write nothing. With W&B the run is
-    in the project WANDB_PROJECT or "mxep", in a group named after ``folder``.
+    before: rows of a resumed run, which are written first. They replace what ``folder`` has of this run, which may
+    go on in its own folder. shown: on rank 0; others write nothing. With W&B the run is in the project WANDB_PROJECT or
+    "mxep", in a group named after ``folder``.
     """
     if not shown:
         yield lambda row: None
         return
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context((folder / "metrics.jsonl").open("a", buffering=1))
+        metrics = folder / "metrics.jsonl"
+        written = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        mine = json.dumps({"run": name})[:-1] + ","
+        metrics.write_text("".join(line for line in written if not line.startswith(mine)))
+        file = stack.enter_context(metrics.open("a", buffering=1))
         writer: Any = None
         if config.train.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
+            shutil.rmtree(folder / "tensorboard" / name, ignore_errors=True)
             writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard" / name)))
 
         run: Any = None

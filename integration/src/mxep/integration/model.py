@@ -24,8 +24,9 @@ from mxep.gemm import Linear, Recipe
 
 from .mesh import Mesh
 from .named import linear_recipe, make_capacity
+from .names import VOCABULARY
 from .schema import Config, ModelConfig
-from .tokenizer import VOCABULARY, vocabulary_of
+from .tokenizer import vocabulary_of
 
 if TYPE_CHECKING:
     from .transformers.model import CausalLM

@@ -1,5 +1,5 @@
 """What a run is made of, as typed sections: data only. Values, and what keys mean, are in configs/config.yaml and its
-groups; the checks are in config.py.
+groups; beside each type is what a value may be (`bounds`), and what must fit together is checked in config.py.
 
 Imported before anything heavy, so that a command line with a mistake is answered at once.
 """
@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from .bounds import Count, NotNegative, OneOf, Positive, Range, Seconds, Seed, Share
+from .folder import new_folder
+from .names import BACKENDS, BENCHES, DISPATCHERS, TASKS, VOCABULARY
 
 
 @dataclass
 class TaskConfig:
     """name: what to do, one of the tasks in job.py."""
 
-    name: str
+    name: Annotated[str, OneOf(TASKS)]
 
 
 @dataclass
@@ -30,14 +35,14 @@ class ModelConfig:
     null: mxep's own decoder. pretrained: a folder with such a model, as `save_pretrained` writes it, to start from: its
     config.json says the sizes, of which `layers` may be fewer."""
 
-    dim: int
-    layers: int
-    heads: int
-    experts: int
-    top_k: int
-    hidden_dim: int
-    shared_experts: int
-    balance_rate: float
+    dim: Count
+    layers: Count
+    heads: Count
+    experts: Count
+    top_k: Count
+    hidden_dim: Count
+    shared_experts: NotNegative
+    balance_rate: Share
     transformers: dict[str, Any] | None = None
     pretrained: str | None = None
 
@@ -47,10 +52,10 @@ class DataConfig:
     """What is learned: files, cut into batches of bytes or tokens."""
 
     path: str | None
-    max_bytes: int
-    batch: int
-    length: int
-    vocabulary: int | None = None
+    max_bytes: Count
+    batch: Count
+    length: Count
+    vocabulary: Annotated[int, Range(VOCABULARY)] | None = None
     tokenizer: str | None = None
 
 
@@ -66,53 +71,53 @@ class RecipeConfig:
 class DispatcherConfig:
     """How tokens reach experts, and how many rows fit on a rank."""
 
-    name: str
-    capacity: str
-    factor: float
-    overflow: str
-    timeout: float
-    ranks_per_node: int | None
-    nodes_per_token: int | None
+    name: Annotated[str, OneOf(DISPATCHERS)]
+    capacity: Annotated[str, OneOf(("worst_case", "exact", "factor"))]
+    factor: Positive
+    overflow: Annotated[str, OneOf(("raise", "drop"))]
+    timeout: Seconds
+    ranks_per_node: Count | None
+    nodes_per_token: Count | None
 
 
 @dataclass
 class ParallelConfig:
     """Processes, and which of them share one set of experts; ranks / ep sets work data-parallel."""
 
-    ranks: int | None
-    ep: int | None
+    ranks: Count | None
+    ep: Count | None
     fsdp: bool
-    device: str
-    timeout: float | None
+    device: Annotated[str, OneOf(("auto", "cpu", "cuda"))]
+    timeout: Seconds | None
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW with `lr` warmed up over `warmup` steps, then cosine down to `lr * final`; gradient norm at most `clip`."""
 
-    lr: float
-    warmup: int
-    final: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-    clip: float
+    lr: Annotated[float, Range(0, 1, above=True)]
+    warmup: NotNegative
+    final: Share
+    beta1: Annotated[float, Range(0, 1, below=True)]
+    beta2: Annotated[float, Range(0, 1, below=True)]
+    weight_decay: Annotated[float, Range(0)]
+    clip: Positive
 
 
 @dataclass
 class TrainConfig:
     """How a run trains; task=compare trains like this, too."""
 
-    steps: int
-    micro_batches: int
-    precision: str
+    steps: Count
+    micro_batches: Count
+    precision: Annotated[str, OneOf(("bf16-mixed", "bf16-true", "32-true"))]
     activation_checkpointing: bool
     compile: bool
     compare: bool
-    checkpoint_every: int | None
-    valid_batches: int
+    checkpoint_every: NotNegative | None
+    valid_batches: Count
     graph: bool | None
-    skip_bad_steps: int
+    skip_bad_steps: NotNegative
     tensorboard: bool
     wandb: bool = False
 
@@ -121,7 +126,7 @@ class TrainConfig:
 class CompareConfig:
     """task=compare trains the recipe and bf16 from each of `seeds`."""
 
-    seeds: list[int]
+    seeds: list[Seed]
     out: str | None
     commit: str | None
 
@@ -130,11 +135,11 @@ class CompareConfig:
 class VerifyConfig:
     """The layer and the linear that task=verify checks, `tokens` a rank."""
 
-    tokens: int
-    dim: int
-    hidden_dim: int
-    experts: int
-    top_k: int
+    tokens: Count
+    dim: Count
+    hidden_dim: Count
+    experts: Count
+    top_k: Count
     cases: list[str] | None
     out: str | None
     commit: str | None
@@ -144,13 +149,13 @@ class VerifyConfig:
 class BenchConfig:
     """What task=bench measures. shapes: kind of shape -> shapes; cpu_shapes: those of device "cpu"."""
 
-    name: str
-    device: str
+    name: Annotated[str, OneOf(BENCHES)]
+    device: Annotated[str, OneOf(("cuda", "cpu"))]
     backend: str | None
     sections: list[str] | None
     cases: list[str] | None
-    shapes: dict[str, list[list[int]]]
-    cpu_shapes: dict[str, list[list[int]]]
+    shapes: dict[str, list[list[Count]]]
+    cpu_shapes: dict[str, list[list[Count]]]
     out: str | None
     picture: str | None
     commit: str | None
@@ -164,16 +169,16 @@ class EstimateConfig:
     """Machines, and what of a stack of layers on them; the sections `model` and `dispatcher` count, too."""
 
     model: str | None
-    layers: int | None
-    tokens: int
-    gpus_per_node: int
-    nodes: int
-    nvlink: float
-    network: float
-    memory: float
-    optimizer_bytes: int
-    micro_batches: int
-    imbalance: float
+    layers: Count | None
+    tokens: Count
+    gpus_per_node: Count
+    nodes: Count
+    nvlink: Positive
+    network: Positive
+    memory: Positive
+    optimizer_bytes: NotNegative
+    micro_batches: Count
+    imbalance: Annotated[float, Range(1)]
     recipes: list[str]
     rates: list[str]
     sections: list[str] | None
@@ -198,8 +203,8 @@ class Config:
     verify: VerifyConfig
     bench: BenchConfig
     estimate: EstimateConfig
-    backend: str
-    seed: int
+    backend: Annotated[str, OneOf(("auto", *BACKENDS))]
+    seed: Seed
     resume: str | None
 
     @property
@@ -224,5 +229,7 @@ def configs_dir() -> Path:
 
 
 def register() -> None:
-    """Register the types with Hydra, under the name that configs/config.yaml starts from."""
+    """Register the types with Hydra, under the name that configs/config.yaml starts from, and the resolver that names
+    run folders: once in each config, as that of ``now``."""
     ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("new_folder", new_folder, replace=True, use_cache=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+DIGESTS = "sha256"
+"""Key of state.json: name of each file of the checkpoint -> its SHA-256, whatever its format."""
 TOKENIZER = "tokenizer.json"
 """Of a checkpoint, and of a run folder, if the text was read as tokens."""
 
@@ -53,18 +57,53 @@ def find(path: Path) -> dict[str, Path]:
 
 
 def read_state(folder: Path) -> State:
-    """What ``folder/step-N`` is. Raises ValueError where that cannot be read."""
+    """What ``folder/step-N`` is. Raises ValueError where that cannot be read, or is not what was written."""
     try:
         about = json.loads((folder / "state.json").read_text())
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        if (found := about.pop("format")) != FORMAT:
+        if (found := about["format"]) != FORMAT:
             raise ValueError(f"format: got {found}, wanted {FORMAT}")
         for key, kind in {"run": str, "step": int, "config": dict, "digest": str}.items():
             if not isinstance(about[key], kind):
                 raise ValueError(f"{key}: got {about[key]!r}, wanted {kind.__name__}")
+        if seal(about) != about:
+            raise ValueError("state.json is not what was saved")
+        if reason := changed(folder, ["metrics.jsonl"]):
+            raise ValueError(reason)
+        del about["format"], about[DIGESTS]
         return State(**about, metrics=metrics)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is not a checkpoint: {type(error).__name__}: {error}") from None
+
+
+def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of files in ``folder``, by name."""
+
+    def digest(name: str) -> tuple[str, str]:
+        with (folder / name).open("rb") as stream:
+            return name, hashlib.file_digest(stream, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as threads:
+        return dict(threads.map(digest, names))
+
+
+def changed(folder: Path, names: Iterable[str]) -> str:
+    """Which of these files of a checkpoint is not what was saved, in one line; "" if all are."""
+    saved = json.loads((folder / "state.json").read_text())[DIGESTS]
+    for name, found in digests_of(folder, names).items():
+        if found != (wanted := saved.get(name, "none")):
+            return (
+                f"{folder / name}: got SHA-256 {found[:12]}, wanted {wanted[:12]}: the file is not what was saved; "
+                "restore it from a copy, or go on from another checkpoint"
+            )
+    return ""
+
+
+def seal(about: dict[str, Any]) -> dict[str, Any]:
+    """``about`` with its own SHA-256 among those of the checkpoint's other files."""
+    digests = {name: digest for name, digest in about[DIGESTS].items() if name != "state.json"}
+    own = hashlib.sha256(json.dumps(about | {DIGESTS: digests}).encode()).hexdigest()
+    return about | {DIGESTS: {**digests, "state.json": own}}
 
 
 def steps(folder: Path) -> list[Path]:

@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .names import VOCABULARY
 from .schema import DataConfig
-
-VOCABULARY = 256
-"""Of bytes."""
 
 
 def complaint(config: DataConfig) -> str | None:
@@ -30,8 +28,6 @@ def complaint(config: DataConfig) -> str | None:
         return "data.vocabulary and data.tokenizer: got both, wanted one: train a tokenizer, or read one"
     if importlib.util.find_spec("tokenizers") is None:
         return "data.vocabulary and data.tokenizer want tokenizers: pip install 'mxep-integration[tokenizers]'"
-    if config.vocabulary is not None and config.vocabulary < VOCABULARY:
-        return f"data.vocabulary: got {config.vocabulary}, wanted at least {VOCABULARY}, one for each byte"
     try:
         vocabulary_of(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -131,6 +131,8 @@ class Trainer:
         self.name = recipe.name
         torch.manual_seed(config.seed)
         self.model = make_model(config, recipe, mesh, rank.device)
+        if (pretrained := config.model.pretrained) and (name := checkpoint.not_finite(self.model.state_dict())):
+            raise ConfigError(f"model.pretrained: {pretrained}: {name} is not finite, wanted finite numbers")
         self.gradients = ReducedGradients(self.model) if config.parallel.fsdp else Gradients(self.model, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.speed = Speed(self.model, config, rank.device)
