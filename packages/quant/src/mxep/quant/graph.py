@@ -10,11 +10,11 @@ Memory of a result may have been another tensor's before, within the same captur
 nodes that were captured after it was made: a dispatch mode looks at each allocation which nodes there are.
 
 Kernels of torch and CUTLASS take structures, whose gaps keep what lay on the host's stack. An integer beside such bytes
-looks like an address: 0 and 0x7fcd are 0x7fcd00000000, which may lie in an argument of some GiB. So do two sizes. So a
-word of a structure is an address in an argument or a result only if a tensor of the function begins there; another one
-that lies in them is an integer if its lower half is below SMALL, and else the function is not captured. Where tensors
-within an operator begin is not known: with a word below SMALL in a temporary, at which no known tensor begins, the
-function is not captured, either.
+looks like an address: 0 and 0x7fcd are 0x7fcd00000000, which may lie in an argument of some GiB. So a word of a
+structure that could be a small integer (below SMALL in its lower half) is an address only if a tensor of the function
+begins there. Where tensors within an operator begin is not known: with such a word in a temporary, at which no known
+tensor begins, the function is not captured. A tensor map holds an address and sizes, two to a word: where such a word
+could be an address, the function is not captured, either.
 """
 
 import ctypes
@@ -236,13 +236,11 @@ def _source_of(
 
     begins: where tensors begin, of a word that is a part of a structure.
     """
-    unknown = begins is not None and word not in begins
-    if unknown and word % (1 << 32) < SMALL:
+    small = begins is not None and word % (1 << 32) < SMALL
+    if small and begins is not None and word not in begins:
         return None
     found = [i for i, each in enumerate(sources) if each.start <= word < each.end and node not in each.without]
-    if found and unknown:
-        raise NotCaptured("an address could as well be two integers")
-    if found and begins is not None and word % (1 << 32) < SMALL:
+    if found and small:
         raise NotCaptured("an address could as well be a small integer")
     if any(sources[i].start == word for i in found):
         found = [i for i in found if sources[i].start == word or sources[i].form]
@@ -261,9 +259,10 @@ def _patches(
         for i, whole in node.addresses.items():
             word, begins = node.words[i], None if whole else known
             found = _source_of(word, node.handle, sources, begins)
-            if found is None and (temporary := _temporary_of(word, temporaries, begins)) is not None:
-                if whole is None and word not in known:
-                    raise NotCaptured("an address of a temporary could as well be two sizes")
+            temporary = _temporary_of(word, temporaries, begins) if found is None else None
+            if whole is None and (found or temporary) and word not in known:
+                raise NotCaptured("an address could as well be two sizes of a tensor map")
+            if temporary is not None:
                 if temporary not in used:
                     used.append(temporary)
                 found = len(sources) + used.index(temporary), word - temporary.start
