@@ -124,7 +124,9 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     taken = float(sum(not row.get("skipped") for row in state.metrics))
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
-            "step": torch.full((), taken, device=parameter.device),  # where the fused AdamW wants it
+            "step": torch.full(
+                (), taken, device=parameter.device, dtype=torch.float32
+            ),  # where the fused AdamW wants it
             **{key: moments[f"{moment}.{name}"] for moment, key in MOMENTS.items()},
         }
 

@@ -144,7 +144,7 @@ def nudge(model: nn.Module, seed: int) -> None:
     """Multiply each weight by its own number from 1 - NUDGE to 1 + NUDGE, which is the same on any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        relative = 2 * torch.rand(parameter.shape, generator=generator) - 1
+        relative = 2 * torch.rand(parameter.shape, generator=generator, dtype=torch.float32) - 1
         local(parameter).mul_((1 + NUDGE * relative[part(parameter)]).to(parameter.device))
 
 

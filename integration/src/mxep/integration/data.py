@@ -91,5 +91,5 @@ def make_batch(
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
     starts = torch.randint(0, len(text) - length, (batch,), generator=generator)
     here = starts.view(ranks, -1)[rank]
-    window = text[here[:, None] + torch.arange(length + 1)].long()
+    window = text[here[:, None] + torch.arange(length + 1, dtype=torch.int64)].long()
     return window[:, :-1], window[:, 1:]

@@ -108,7 +108,7 @@ class Layout:
         """Of meta tensors: what layer_work asks for."""
         (tokens, dim, hidden, _, top_k), own = self.shape, self.shape.experts // self.ranks
         sizes = {"ids": (tokens, top_k), "x": (tokens, dim), "w13": (own, 2 * hidden, dim), "w2": (own, dim, hidden)}
-        tensors = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
+        tensors = {name: torch.empty(size, device="meta", dtype=torch.float32) for name, size in sizes.items()}
         return cast(Problem, SimpleNamespace(shape=self.shape, traffic=self, **tensors))
 
     @property

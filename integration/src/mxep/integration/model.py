@@ -178,6 +178,6 @@ class Transformer(nn.Module):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def _rotation(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        frequency = 1e4 ** (-torch.arange(0, self.head_dim, 2, device=device) / self.head_dim)
-        angle = torch.arange(length, device=device)[:, None] * frequency
+        frequency = 1e4 ** (-torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim)
+        angle = torch.arange(length, device=device, dtype=torch.int64)[:, None] * frequency
         return angle.cos(), angle.sin()

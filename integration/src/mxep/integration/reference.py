@@ -142,7 +142,10 @@ class LinearProblem:
     @staticmethod
     def gaussian(tokens: int, dim: int, width: int, seed: int) -> LinearProblem:
         generator = torch.Generator().manual_seed(seed)
-        drawn = [torch.randn(s, generator=generator) for s in ((tokens, dim), (width, dim), (width,), (tokens, width))]
+        drawn = [
+            torch.randn(s, generator=generator, dtype=torch.float32)
+            for s in ((tokens, dim), (width, dim), (width,), (tokens, width))
+        ]
         drawn[1] *= dim**-0.5
         return LinearProblem(*(each.bfloat16().float() for each in drawn))
 

@@ -34,7 +34,7 @@ def backward(model: Any, inputs: Tensor, targets: Tensor, micro_batches: int) ->
     Gradients are added to what there is. No host sync.
     """
     device = inputs.device
-    loss = torch.zeros((), device=device)
+    loss = torch.zeros((), device=device, dtype=torch.float32)
     rows = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
     with quantize_weights_once() if micro_batches > 1 else contextlib.nullcontext():
         for micro_batch in cut(inputs, targets, micro_batches):

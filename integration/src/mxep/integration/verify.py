@@ -114,12 +114,18 @@ def make_problem(config: Config, rank: int, wide: float) -> Problem:
     for a first block, of which `wide` says how much larger tokens, and smaller weights, are."""
     sizes = config.verify
     weights_of = torch.Generator().manual_seed(config.seed)
-    w13 = torch.randn(sizes.experts, 2 * sizes.hidden_dim, sizes.dim, generator=weights_of) * sizes.dim**-0.5
-    w2 = torch.randn(sizes.experts, sizes.dim, sizes.hidden_dim, generator=weights_of) * sizes.hidden_dim**-0.5
+    w13 = (
+        torch.randn(sizes.experts, 2 * sizes.hidden_dim, sizes.dim, generator=weights_of, dtype=torch.float32)
+        * sizes.dim**-0.5
+    )
+    w2 = (
+        torch.randn(sizes.experts, sizes.dim, sizes.hidden_dim, generator=weights_of, dtype=torch.float32)
+        * sizes.hidden_dim**-0.5
+    )
     generator = torch.Generator().manual_seed(config.seed * 1000 + 1 + rank)
     tokens = max(1, sizes.tokens - DROPPED * rank)
-    x, d_out = (torch.randn(tokens, sizes.dim, generator=generator) for _ in range(2))
-    scores, expert_ids = torch.rand(tokens, sizes.experts, generator=generator).topk(sizes.top_k)
+    x, d_out = (torch.randn(tokens, sizes.dim, generator=generator, dtype=torch.float32) for _ in range(2))
+    scores, expert_ids = torch.rand(tokens, sizes.experts, generator=generator, dtype=torch.float32).topk(sizes.top_k)
     expert_ids[:DROPPED, 0] = -1
     x, d_out, w13, w2 = (tensor.bfloat16().float() for tensor in (x, d_out, w13, w2))
     for tensor, factor in ((x, wide), (d_out, wide), (w13, 1 / wide), (w2.mT, 1 / wide)):

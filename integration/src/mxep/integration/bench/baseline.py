@@ -117,7 +117,7 @@ class BaselineLayer:
         flat = ids.flatten()
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
+        inverse[order] = torch.arange(len(order), device=order.device, dtype=torch.int64)
         inverse = inverse.view(ids.shape)
         pairs = _Spread.apply(x, order, inverse)  # type: ignore[no-untyped-call]
         groups = self._groups(flat[order])
@@ -174,9 +174,9 @@ class Groups:
         offs = padded.cumsum(0)
         lies = counts.flatten().cumsum(0) - counts.flatten()
         goes = (offs - padded + counts.cumsum(0) - counts).flatten()
-        here = torch.arange(pairs, device=counts.device)
+        here = torch.arange(pairs, device=counts.device, dtype=torch.int64)
         position = here + (goes - lies).repeat_interleave(counts.flatten(), output_size=pairs)
-        index = torch.full((rows,), -1, device=counts.device)
+        index = torch.full((rows,), -1, device=counts.device, dtype=torch.int64)
         index[position] = here
         return Groups(index, position, offs.int(), sent, arrived)
 

@@ -131,7 +131,9 @@ def ceilings(rank: Rank) -> dict[str, float]:
     piece = tokens // len(peers) * dim
     buffer = transport.allocate(rank.world_size * piece)
     workspace = Workspace(transport, max_tokens=tokens, top_k=1, dim=dim, row_bytes=dim, num_experts=rank.world_size)
-    ids = torch.tensor(peers, dtype=torch.int32, device=rank.device)[torch.arange(tokens) % len(peers), None]
+    ids = torch.tensor(peers, dtype=torch.int32, device=rank.device)[
+        torch.arange(tokens, dtype=torch.int64) % len(peers), None
+    ]
 
     def copies() -> None:
         for peer in peers:

@@ -76,8 +76,8 @@ def routing(tokens: int, experts: int, top_k: int, skew: float, generator: torch
 
     Drawn without replacement: the K largest of log-probability plus Gumbel noise.
     """
-    uniform = torch.rand(tokens, experts, generator=generator, device=generator.device)
-    popularity = -skew * torch.arange(1, experts + 1, device=generator.device).log()
+    uniform = torch.rand(tokens, experts, generator=generator, device=generator.device, dtype=torch.float32)
+    popularity = -skew * torch.arange(1, experts + 1, device=generator.device, dtype=torch.float32).log()
     return (popularity - (-uniform.clamp_min(1e-20).log()).log()).topk(top_k, 1).indices.int()
 
 
@@ -90,10 +90,12 @@ class Problem:
         self.generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
         self.options: dict[str, Any] = {"generator": self.generator, "device": self.device}
         self.ids = routing(shape.tokens, shape.experts, shape.top_k, skew, self.generator)
-        self.weights = torch.rand(self.ids.shape, **self.options)
+        self.weights = torch.rand(self.ids.shape, **self.options, dtype=torch.float32)
         widths = shape.dim, shape.dim // BLOCK
         self.mxfp8 = [torch.randint(256, (shape.tokens, n), dtype=torch.uint8, **self.options) for n in widths]
-        self.bf16 = [torch.randn(shape.tokens, shape.dim, **self.options).bfloat16().view(torch.uint8)]
+        self.bf16 = [
+            torch.randn(shape.tokens, shape.dim, **self.options, dtype=torch.float32).bfloat16().view(torch.uint8)
+        ]
         self.all_ids = all_gather_tensor(self.ids)
         self.traffic = Traffic.of(self.all_ids, shape.experts)
         self.local_experts = shape.experts // self.ranks
@@ -127,7 +129,7 @@ class Exchange:
         self.workspace = Workspace(p.transport, **sizes, num_sms=num_sms)
         _, self.plan = self.dispatch(p.mxfp8)
         self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **p.options)
-        self.values = torch.rand(rows, **p.options)
+        self.values = torch.rand(rows, **p.options, dtype=torch.float32)
 
     def dispatch(self, payload: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], RoutingPlan]:
         """Everything that a first dispatch needs: the plan is made while rows travel."""
@@ -157,12 +159,14 @@ def differences(e: Exchange) -> list[str]:
         slots, _ = e.dispatch(payload)
         if not all(got[needed].equal(part) for got, part in zip(slots, wanted)):
             found.append(f"dispatch {name}")
-    sums = torch.zeros(len(needed), p.shape.dim, device=p.device)
+    sums = torch.zeros(len(needed), p.shape.dim, device=p.device, dtype=torch.float32)
     for row in e.plan.slot_rows.unbind(1):
         sums += e.rows[row.clamp_min(0)].float().masked_fill_(row[:, None] < 0, 0)
     arrived = torch.empty_like(sums, dtype=e.rows.dtype)
     dist.all_to_all_single(arrived, sums.to(e.rows.dtype))
-    wanted_sums = sum(arrived.view(p.ranks, -1, p.shape.dim).float().unbind(), torch.zeros((), device=p.device))
+    wanted_sums = sum(
+        arrived.view(p.ranks, -1, p.shape.dim).float().unbind(), torch.zeros((), device=p.device, dtype=torch.float32)
+    )
     if not e.combine()[0].equal(wanted_sums.to(e.rows.dtype)):
         found.append("combine bf16")
     return found

@@ -88,7 +88,7 @@ def ceilings(timer: Timer) -> dict[str, float]:
     """TB/s of a copy on a GPU, TF of square dense products."""
     size = DENSE if timer.cuda else BLOCK
     a, b = torch.randn(2, size, size, device=timer.device, dtype=torch.bfloat16)
-    qdata, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device=timer.device)
+    qdata, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device=timer.device, dtype=torch.float32)
 
     def fp8() -> torch.Tensor:
         return torch._scaled_mm(qdata[0], qdata[1].mT, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)

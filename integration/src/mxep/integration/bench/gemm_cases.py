@@ -46,7 +46,7 @@ class Problem:
     def of(a: Tensor, w: Tensor, dy: Tensor) -> Problem:
         units, groups = len(a) // BLOCK, len(w)
         sizes = [BLOCK * (units // groups + (g < units % groups)) for g in range(groups)]
-        return Problem(a, w, dy, torch.tensor(sizes, device=a.device).cumsum(0, dtype=torch.int32))
+        return Problem(a, w, dy, torch.tensor(sizes, device=a.device, dtype=torch.int64).cumsum(0, dtype=torch.int32))
 
     @staticmethod
     def gaussian(shape: Sequence[int], generator: torch.Generator) -> Problem:

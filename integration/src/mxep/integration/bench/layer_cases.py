@@ -79,7 +79,7 @@ class Problem:
             return torch.randn(sizes, dtype=torch.bfloat16, **options).mul_(std)
 
         self.ids = routing(tokens, experts, top_k, skew, generator)
-        scores = torch.rand(self.ids.shape, generator=generator, device=self.device) + 0.1
+        scores = torch.rand(self.ids.shape, generator=generator, device=self.device, dtype=torch.float32) + 0.1
         self.weights = scores / scores.sum(1, keepdim=True)
         self.x, self.d_out = draw(tokens, dim), draw(tokens, dim)
         own = experts // self.ranks
@@ -205,7 +205,7 @@ class Mxep(Layer):
         self.leaves = (self.x, self.weights, experts.gate_up_proj, experts.down_proj)
         self.main_grads: tuple[Tensor, ...] = ()
         if case.suffix == "main_grad":
-            self.main_grads = tuple(torch.zeros(w.shape, device=p.device) for w in (p.w13, p.w2))
+            self.main_grads = tuple(torch.zeros(w.shape, device=p.device, dtype=torch.float32) for w in (p.w13, p.w2))
             for weight, main_grad in zip(self.leaves[2:], self.main_grads):
                 weight.main_grad = main_grad  # type: ignore[attr-defined]
 

@@ -51,7 +51,11 @@ def sent_mb(p: Problem, case: Case, num_slots: int = 0) -> dict[str, float]:
 
     num_slots: that the hierarchical dispatcher has for a node. All of them cross, used or not.
     """
-    of_pairs, rank, size = case.baseline or case.dispatcher == "all_to_all", torch.arange(p.ranks), p.ranks_per_node
+    of_pairs, rank, size = (
+        case.baseline or case.dispatcher == "all_to_all",
+        torch.arange(p.ranks, dtype=torch.int64),
+        p.ranks_per_node,
+    )
     rows = torch.tensor(p.traffic.pairs if of_pairs else p.traffic.tokens, dtype=torch.float64)
     near = rank[:, None] // size == rank // size
     if case.dispatcher == "hierarchical":  # a rank passes on what came to it from those of its index

@@ -154,7 +154,7 @@ def router_calls(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, tuple[Call, Call
 
 def _router(at: At) -> Iterator[Row]:
     T, D, E = at.shape
-    draw = functools.partial(torch.randn, generator=at.generator, device=at.generator.device)
+    draw = functools.partial(torch.randn, generator=at.generator, device=at.generator.device, dtype=torch.float32)
     product_bytes, top_k_bytes = 2 * T * D + 4 * E * D + 4 * T * E, 4 * T * E + 12 * T * min(TOP_K, E)
     sets = rotations(product_bytes, at.timer.device)
     problems = [router_calls(draw(T, D).bfloat16(), draw(E, D), draw(T, E)) for _ in range(sets)]

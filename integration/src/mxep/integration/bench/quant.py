@@ -80,7 +80,7 @@ class Inputs:
 
     def weight(self) -> Tensor:
         """One per row."""
-        return torch.rand(self.rows, **self._where)
+        return torch.rand(self.rows, **self._where, dtype=torch.float32)
 
     def padding(self) -> Tensor:
         """The row index of groups padded to 32."""

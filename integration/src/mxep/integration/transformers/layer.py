@@ -199,7 +199,7 @@ def activation_of(experts: Any) -> SwiGLU | None:
     own = vars(experts)
     alpha = float(own.get("alpha", own.get("swiglu_alpha", 1.0)))
     limit = float(own.get("limit", own.get("swiglu_limit")) or math.inf)
-    gate = torch.linspace(-1, 1, 101, device="cpu") * (3 * limit if limit < math.inf else 20)
+    gate = torch.linspace(-1, 1, 101, device="cpu", dtype=torch.float32) * (3 * limit if limit < math.inf else 20)
     gate_up = SwiGLU(interleaved=not experts.is_concatenated).join(gate[None], gate.roll(37)[None])
     wanted = experts._apply_gate(gate_up)
     limits = (None, limit) if limit < math.inf else (None,)

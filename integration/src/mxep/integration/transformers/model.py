@@ -190,7 +190,7 @@ class RouterOf:
         self.moe = moe
         biases = [b for name, b in block.named_buffers() if name.endswith(BIAS)]
         self.bias = biases[0] if biases else None
-        self.load = torch.zeros(moe.dispatcher.num_experts, device=device)
+        self.load = torch.zeros(moe.dispatcher.num_experts, device=device, dtype=torch.float32)
         self.logits: Tensor | None = None
         experts.register_forward_hook(self._count)
 
@@ -219,7 +219,7 @@ class RouterOf:
         if not experts.training or routing is None or recomputing():
             return
         ids = routing.expert_ids.flatten().long()
-        rows = torch.zeros(len(self.load) + 1, device=ids.device)
+        rows = torch.zeros(len(self.load) + 1, device=ids.device, dtype=torch.float32)
         self.load += rows.scatter_add_(0, ids.clamp_min(-1) + 1, torch.ones_like(ids, dtype=torch.float32))[1:]
 
     @torch.no_grad()

@@ -15,12 +15,12 @@ class FaultRecord:
     """
 
     def __init__(self, world_size: int, *, pinned: bool) -> None:
-        self.values = torch.zeros(3 + world_size, dtype=torch.int64, pin_memory=pinned)
+        self.values = torch.zeros(3 + world_size, dtype=torch.int64, pin_memory=pinned, device="cpu")
         self._written = self.values.numpy()
 
     def state(self, timeout: float, device: torch.device) -> torch.Tensor:
         """(3,) int64 on the device, for waits: whether one has failed, the limit in ns, this record's address."""
-        return torch.tensor([0, int(timeout * 1e9), self.values.data_ptr()], device=device)
+        return torch.tensor([0, int(timeout * 1e9), self.values.data_ptr()], device=device, dtype=torch.int64)
 
     def check(self, rank: int, limit: float) -> None:
         """Raise what is written."""

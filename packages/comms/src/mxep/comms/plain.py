@@ -53,7 +53,7 @@ class PlainExchange:
         self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
     ) -> None:
         packed = _pack(payload)
-        slot = self.rank * self.layout.max_tokens + torch.arange(len(packed))
+        slot = self.rank * self.layout.max_tokens + torch.arange(len(packed), dtype=torch.int64, device="cpu")
         owner = owners(expert_ids, self.experts_per_rank)
         for destination, peer in enumerate(buffer.peers):
             needed = (owner == destination).any(1)
@@ -72,7 +72,7 @@ class PlainExchange:
     ) -> None:
         layout, local, width = self.layout, buffer.local, rows.shape[1] * rows.itemsize
         packed = _pack([sum_slots(rows, plan.slot_rows).view(torch.uint8)])
-        slot = self.rank * layout.max_tokens + torch.arange(layout.max_tokens)
+        slot = self.rank * layout.max_tokens + torch.arange(layout.max_tokens, dtype=torch.int64, device="cpu")
         # A slot whose rows were all dropped sends its zeroes: the token's rank, which cannot know, waits for a sum.
         was_sent = (plan.slot_rows != -1).any(1)
         padded = None if row_values is None else torch.cat((row_values, row_values.new_zeros(1)))
@@ -102,8 +102,8 @@ class PlainExchange:
 
     def _slots_of(self, owner: Tensor) -> Tensor:
         """(T, W) int32: where rank r's sum of token t arrives; -1 if no expert of t is on r."""
-        ranks = torch.arange(self.layout.world_size, dtype=torch.int32)
-        token = torch.arange(len(owner), dtype=torch.int32)
+        ranks = torch.arange(self.layout.world_size, dtype=torch.int32, device="cpu")
+        token = torch.arange(len(owner), dtype=torch.int32, device="cpu")
         needed = (owner[:, :, None] == ranks).any(1)
         return torch.where(needed, ranks * self.layout.max_tokens + token[:, None], -1)
 

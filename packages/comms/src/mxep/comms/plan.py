@@ -178,7 +178,7 @@ def plan_rows(
     row_of_pair = torch.where(dropped, DROPPED, row_of_pair)
 
     # Pairs without a row write into one more row, which is cut off; padding has one more pair, of weight 0.
-    flat = torch.arange(pairs, device=expert_ids.device)
+    flat = torch.arange(pairs, device=expert_ids.device, dtype=torch.int64)
     pair_of_row = local.new_full((max_rows + 1,), pairs)
     pair_of_row = pair_of_row.scatter_(0, torch.where(row_of_pair >= 0, row_of_pair, max_rows), flat)[:max_rows]
     row_slot = torch.where(pair_of_row < pairs, pair_of_row.div(top_k, rounding_mode="floor"), -1)
@@ -213,7 +213,7 @@ def _count(counts: Tensor, running: Tensor) -> None:
 
 def _live(expert_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """(W, T_max, K) bool: pairs of tokens that were sent."""
-    token = torch.arange(expert_ids.shape[1], device=expert_ids.device)
+    token = torch.arange(expert_ids.shape[1], device=expert_ids.device, dtype=torch.int64)
     return (token < num_tokens[:, None])[:, :, None].expand(expert_ids.shape)
 
 
@@ -236,7 +236,7 @@ def _rows_of_pairs(local: Tensor, sizes: Tensor, starts: Tensor) -> Tensor:
     # A stable sort by expert keeps the flat order within each; -1 (another rank's) sorts last.
     expert, order = torch.where(local >= 0, local, experts).sort(stable=True)
     shift = torch.cat((starts - (sizes.cumsum(0) - sizes), starts.new_zeros(1)))
-    place = torch.arange(len(local), device=local.device)
+    place = torch.arange(len(local), device=local.device, dtype=torch.int64)
     return torch.full_like(local, -1).scatter_(0, order, torch.where(expert < experts, place + shift[expert], -1))
 
 

@@ -58,9 +58,9 @@ class PutExchange:
         self, buffer: StagedBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
     ) -> None:
         layout, owner = self.layout, owners(expert_ids, self.experts_per_rank)
-        ranks = torch.arange(layout.world_size, device=owner.device)
+        ranks = torch.arange(layout.world_size, device=owner.device, dtype=torch.int64)
         needed = (owner[:, :, None] == ranks).any(1)
-        slot = self.rank * layout.max_tokens + torch.arange(len(owner), device=owner.device)
+        slot = self.rank * layout.max_tokens + torch.arange(len(owner), device=owner.device, dtype=torch.int64)
         offs = layout.rows_start + slot[:, None] * layout.row_bytes
         destinations = torch.where(needed, self.transport.bases + offs, -1)
         num_sms = min(filter(None, (num_sms, self.num_sms)), default=None)

@@ -47,7 +47,7 @@ def gather_part(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> 
     capability=ANY_GPU,
 )
 def add_rows(rows: Tensor, slot_rows: Tensor) -> Tensor:
-    total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device)
+    total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device, dtype=torch.float32)
     for row_index in slot_rows.unbind(1):
         total += _gather(rows, row_index).float()
     return total.to(rows.dtype)

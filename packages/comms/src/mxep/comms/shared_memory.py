@@ -64,7 +64,9 @@ class SharedMemoryTransport(Transport):
             gather_objects(None, self.group)  # nobody closes before all have mapped
         finally:
             os.close(fd)
-        return SymmetricBuffer(self.rank, peers, torch.tensor([peer.data_ptr() for peer in peers]))
+        return SymmetricBuffer(
+            self.rank, peers, torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device="cpu")
+        )
 
     def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None, op_id: int = 0) -> None:
         self.check()

@@ -59,7 +59,7 @@ class SymmetricMemoryTransport(CudaTransport):
         local = (torch if group is None else symm_mem).empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
         torch.cuda.synchronize(self.device)  # the zeroes are written, all earlier exchanges are over
         if group is None:
-            return SymmetricBuffer(0, [local], torch.tensor([local.data_ptr()], device=self.device))
+            return SymmetricBuffer(0, [local], torch.tensor([local.data_ptr()], device=self.device, dtype=torch.int64))
         handle = symm_mem.rendezvous(local, group)
         # get_remote_tensor, not get_buffer: torch may have cut the tensor from a larger segment, and only the former
         # adds the tensor's offset in it.
@@ -67,5 +67,5 @@ class SymmetricMemoryTransport(CudaTransport):
             local if rank == self.rank else handle.get_remote_tensor(rank, (nbytes,), torch.uint8)
             for rank in range(self.world_size)
         ]
-        pointers = torch.tensor([peer.data_ptr() for peer in peers], device=self.device)
+        pointers = torch.tensor([peer.data_ptr() for peer in peers], device=self.device, dtype=torch.int64)
         return SymmetricBuffer(self.rank, peers, pointers)

@@ -33,7 +33,7 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not parameters:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
         main_grad, grad = getattr(parameter, "main_grad", None), parameter.grad
@@ -54,7 +54,11 @@ def clip_grad_norm_(
     powers: list[Tensor] = []
     for groups, share in shares.items():
         norms = [norms.to(device, torch.float64) for norms in _norms(share, norm_type)]
-        own = torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.zeros((), device=device)
+        own = (
+            torch.linalg.vector_norm(torch.cat(norms), norm_type)
+            if norms
+            else torch.zeros((), device=device, dtype=torch.float32)
+        )
         powers.append(own.double() ** power)
         for group in groups:
             dist.all_reduce(powers[-1], reduction, group=group)

@@ -128,7 +128,7 @@ class MoE(nn.Module):
             raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {mesh.size()}")
         if mesh is None and dispatcher.world_size > 1:
             assert dispatcher.group is not None
-            mesh = ep_mesh(dispatcher.group, torch.empty(0, device=device).device)
+            mesh = ep_mesh(dispatcher.group, torch.empty(0, device=device, dtype=torch.float32).device)
         self.dim = dim
         self.hidden_dim = hidden_dim
         self.top_k = top_k

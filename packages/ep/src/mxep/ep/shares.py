@@ -31,11 +31,17 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def empty_share(shape: tuple[int, ...], mesh: DeviceMesh | None, **options: Any) -> Tensor:
+def empty_share(
+    shape: tuple[int, ...],
+    mesh: DeviceMesh | None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """An uninitialised tensor of `shape` (E, ...): this rank's experts of a DTensor, or without a mesh all of them."""
     if mesh is None:
-        return torch.empty(shape, **options)
-    local = torch.empty(shape[0] // mesh.size(), *shape[1:], **options)
+        return torch.empty(shape, device=device, dtype=dtype)
+    local = torch.empty(shape[0] // mesh.size(), *shape[1:], device=device, dtype=dtype)
     # from_local would move it to the mesh's device at once.
     spec = DTensor.from_local(local.to("meta"), mesh, [Shard(0)], run_check=False)._spec
     return DTensor(local, spec, requires_grad=False)

@@ -76,7 +76,7 @@ def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTens
     before, after = blocks.qdata.float(), shift_qdata(blocks.qdata, shift).float()
     counted = ~blocks.nan & ~after.isnan()
     if offs is not None:
-        row = torch.arange(before.shape[0], device=qdata.device)
+        row = torch.arange(before.shape[0], device=qdata.device, dtype=torch.int64)
         counted &= (row < offs[-1]).view(-1, 1, 1)
     changed = (counted & (after * power_of_two(127 + shift) != before)).sum()
     flushed = (counted & (after == 0) & (before != 0)).sum()

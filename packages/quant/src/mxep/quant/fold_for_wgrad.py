@@ -128,7 +128,10 @@ def _fold_for_wgrad(
     to_x = d // 2
     sizes = offs.diff(prepend=offs.new_zeros(1))
     out_offs = ((sizes + alignment - 1) // alignment * alignment).cumsum(0, dtype=torch.int32)
-    column = torch.arange(valid, device=x.device) + torch.nn.functional.pad(out_offs - offs, (1, 0))[group]
+    column = (
+        torch.arange(valid, device=x.device, dtype=torch.int64)
+        + torch.nn.functional.pad(out_offs - offs, (1, 0))[group]
+    )
     columns = padded_rows(capacity, len(offs), alignment)
     x_t = _shift_and_transpose(x, x_scale, x_max, to_x, column, columns)
     y_t = _shift_and_transpose(y, y_scale, y_max, d - to_x, column, columns)

@@ -43,7 +43,7 @@ def _group_sums(x: Tensor, scale: Tensor | None, block_size: int, offs: Tensor) 
     groups, (rows, width) = offs.shape[0], x.shape
     group = group_of_rows(offs, rows)
     first = torch.cat((offs.new_zeros(1), offs))[group]
-    lane = (torch.arange(rows, device=x.device) - first) % LANES
+    lane = (torch.arange(rows, device=x.device, dtype=torch.int64) - first) % LANES
     lanes = values.new_zeros((groups + 1) * LANES, width).index_add_(0, group * LANES + lane, values)
     lanes = lanes.view(groups + 1, LANES, width)[:groups]
     while (half := lanes.shape[1] // 2) > 0:

@@ -143,7 +143,7 @@ def _pad_index(group_sizes: Tensor, num_rows: int, alignment: int) -> tuple[Tens
     padded = (sizes + alignment - 1) // alignment * alignment
     offs = padded.cumsum(0).clamp(max=capacity).int()
     group = group_of_rows(offs, capacity).clamp(max=sizes.shape[0] - 1)
-    within = torch.arange(capacity, device=sizes.device) - (offs - padded)[group]
+    within = torch.arange(capacity, device=sizes.device, dtype=torch.int64) - (offs - padded)[group]
     source = (sizes.cumsum(0) - sizes)[group] + within
     mask = (within < sizes[group]) & (source < num_rows)
     return offs, torch.where(mask, source, -1).int()

@@ -184,7 +184,7 @@ def values_of(qdata: Tensor) -> Tensor:
     """The values of qdata in fp32, without scales. From a table on the CPU, in a third of the cast's time."""
     if qdata.device.type != "cpu":
         return qdata.float()
-    table = torch.arange(256, dtype=torch.uint8).view(qdata.dtype).float()
+    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(qdata.dtype).float()
     return table.index_select(0, qdata.view(torch.uint8).flatten().int()).view(qdata.shape)
 
 

@@ -76,7 +76,7 @@ class _RMSNormQuantize(torch.autograd.Function):
 
 def _reciprocal_of_length(x: Tensor) -> float:
     """1/D as fp32 has it."""
-    return float(torch.tensor(1.0 / x.shape[-1], dtype=torch.float32))
+    return float(torch.tensor(1.0 / x.shape[-1], dtype=torch.float32, device="cpu"))
 
 
 @op(
@@ -94,7 +94,7 @@ def rms_norm_quantize_op(
     values = x.float()
     mean = tree_sum(values * values) * _reciprocal_of_length(x)
     # torch's sqrt of fp32 is not rounded to nearest on every CPU (one in six numbers on one with AVX-512).
-    rstd = 1.0 / torch.sqrt((mean + torch.tensor(eps, dtype=torch.float32)).double()).float()
+    rstd = 1.0 / torch.sqrt((mean + torch.tensor(eps, dtype=torch.float32, device="cpu")).double()).float()
     h = (values * rstd.unsqueeze(-1)) * weight.float()
     return *quantize_rows.reference(h, dtype, mode, block_size), rstd
 

@@ -100,7 +100,7 @@ def _swizzle(scale: Tensor, offs: Tensor | None) -> Tensor:
         room = (starts.diff() + ROWS - 1) // ROWS * ROWS
         new_starts = torch.nn.functional.pad(room.cumsum(0), (1, 0))
         group = group_of_rows(offs, valid)
-        row = torch.arange(valid, device=offs.device) - starts[group] + new_starts[group]
+        row = torch.arange(valid, device=offs.device, dtype=torch.int64) - starts[group] + new_starts[group]
         row = torch.where(group < offs.shape[0], row, height)
         plain = plain.new_zeros(height + 1, cols).index_copy_(0, row, plain[:valid])[:height]
     padded = torch.nn.functional.pad(plain, (0, width - cols, 0, height - plain.shape[-2]))

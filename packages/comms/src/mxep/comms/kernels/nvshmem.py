@@ -91,7 +91,7 @@ def meet_kernel(
 
 def compile_put(library: str) -> Any:
     """``put_kernel``, for the current device."""
-    raw, longs = torch.empty(16, dtype=torch.uint8), torch.empty(2, dtype=torch.int64)
+    raw, longs = torch.empty(16, dtype=torch.uint8, device="cpu"), torch.empty(2, dtype=torch.int64, device="cpu")
     wide = 1 << PE_SHIFT
     libraries = {"libnvshmem_device": library}
     return put_kernel.run(
@@ -101,7 +101,11 @@ def compile_put(library: str) -> Any:
 
 def compile_meet(library: str, world_size: int) -> Any:
     """``meet_kernel`` of so many ranks, for the current device."""
-    raw, ints, longs = torch.empty(16, dtype=torch.uint8), torch.empty(4, dtype=torch.int32), torch.empty(2).long()
+    raw, ints, longs = (
+        torch.empty(16, dtype=torch.uint8, device="cpu"),
+        torch.empty(4, dtype=torch.int32, device="cpu"),
+        torch.empty(2, dtype=torch.int64, device="cpu"),
+    )
     wide = 1 << PE_SHIFT
     return meet_kernel.run(
         raw, ints, longs, wide, 2, 2, wide, *_meet_constants(world_size),

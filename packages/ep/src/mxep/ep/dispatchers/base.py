@@ -267,7 +267,7 @@ class TokenDispatcher(ABC):
         ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range. Of all ranks together,
         and the same on each. A forward that a checkpoint repeats counts again.
         """
-        first, *others = self._all_counts() or [torch.zeros(3, dtype=torch.int64)]
+        first, *others = self._all_counts() or [torch.zeros(3, dtype=torch.int64, device="cpu")]
         total = sum((each.to(first.device) for each in others), first)
         return {"dropped": total[len(total) // 2 : -1].sum(), "invalid": total[-1].clone()}
 

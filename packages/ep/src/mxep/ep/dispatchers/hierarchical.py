@@ -175,7 +175,7 @@ class HierarchicalDispatcher(TokenDispatcher):
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
         super().reserve(max_tokens, device)
-        most = most_tokens(max_tokens, torch.empty(0, device=device).device, self.group)
+        most = most_tokens(max_tokens, torch.empty(0, device=device, dtype=torch.float32).device, self.group)
         check_reserved(most, self.max_tokens)
         self._most_tokens = max(self._most_tokens, most)
 
@@ -305,7 +305,7 @@ def _plan_slots(
     ids, weights, counts = tensors
     wrong = (ids < -1) | (ids >= num_experts)
     ids = torch.where(wrong, -1, ids)
-    of_node = torch.arange(num_nodes, device=ids.device)
+    of_node = torch.arange(num_nodes, device=ids.device, dtype=torch.int64)
     here = ids.div(experts_per_node, rounding_mode="floor")[:, :, None] == of_node  # (T, K, N)
     needed = here.any(1)
     place = needed.cumsum(0) - 1

@@ -122,7 +122,7 @@ class SymmetricDispatcher(TokenDispatcher):
         ranks, so that the step can be made again; other layers that shared them need it, too.
         """
         super().reserve(max_tokens, device)
-        device = torch.empty(0, device=device).device
+        device = torch.empty(0, device=device, dtype=torch.float32).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # no exchange is in flight where buffers are given up
         transport = self._opened.get(device)
@@ -233,7 +233,7 @@ def check_reserved(most: int, max_tokens: int | None) -> None:
 
 def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
     """The most tokens of any rank. Collective: who is given max_tokens asks nobody."""
-    most = torch.tensor(tokens, device=device)
+    most = torch.tensor(tokens, device=device, dtype=torch.int64)
     if group is not None and group.size() > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return int(most)

@@ -137,7 +137,7 @@ def swizzle_along_tokens(scale: Tensor, offs: Tensor) -> Tensor:
     # Tiles of a group lie in row tile * width + column tile, those of all groups in row tile * columns + column tile.
     last = padded.offs.long() // COLS
     first = torch.nn.functional.pad(last[:-1], (1, 0))
-    tile = torch.arange(rows * columns, device=scale.device)
+    tile = torch.arange(rows * columns, device=scale.device, dtype=torch.int64)
     group = torch.searchsorted(last * rows, tile, right=True).clamp_(max=len(last) - 1)
     width = (last - first).clamp(min=1)[group]
     within = tile - first[group] * rows
