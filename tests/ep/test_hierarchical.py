@@ -404,9 +404,11 @@ def test_combine_sums_rows_as_defined_on_any_device(ctx: Context, case: tuple[st
     (kind, parts), tokens = case, 30 + ctx.rank
     ranks_per_node = max(1, ctx.world_size // 2 if ctx.world_size < 6 else 2)
     options = {"dim": DIM, "group": ctx.group, "max_tokens": 40}
-    dispatcher = make_dispatcher(kind, EXPERTS, **options, ranks_per_node=ranks_per_node)
-    if kind != "hierarchical":
+    if kind == "hierarchical":
+        options["ranks_per_node"] = ranks_per_node
+    else:
         ranks_per_node = 1
+    dispatcher = make_dispatcher(kind, EXPERTS, **options)
     factors = torch.tensor([2.0**30, 1.0, -(2.0**30), -0.75, 2.0**30, 1.5, -(2.0**30), 1, 1, 2.0**30, -(2.0**30), 1])
     factors = factors.bfloat16()
     generator = torch.Generator().manual_seed(ctx.rank)

@@ -399,7 +399,10 @@ def test_micro_batches_share_quantized_weights() -> None:
         (lambda: MoE(64, 32, 8, 2, gradient_reduction="max"), "'mean' or 'sum', got 'max'"),
         (lambda: local()(torch.zeros(3, 65, dtype=torch.bfloat16)), r"\(T, 64\).*got \(3, 65\)"),
         (lambda: MoE(64, 32, 8, 2, dispatcher=SymmetricDispatcher(4, dim=64)), "serves 4 experts, the layer has 8"),
-        (lambda: MoE(64, 32, 8, 2, dispatcher=local().dispatcher, max_tokens=3), "belong to the dispatcher"),
+        (
+            lambda: MoE(64, 32, 8, 2, dispatcher=local().dispatcher, max_tokens=3),
+            "expected none beside it, got max_tokens=3",
+        ),
     ],
 )
 def test_bad_input_is_named(make, message: str) -> None:

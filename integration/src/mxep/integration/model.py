@@ -45,7 +45,7 @@ def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device)
         group=mesh.ep,
         capacity=make_capacity(config),
         max_tokens=config.tokens_per_rank,
-        timeout=config.dispatcher.timeout,
+        timeout=None if config.dispatcher.name == "all_to_all" else config.dispatcher.timeout,
         ranks_per_node=config.dispatcher.ranks_per_node,
         nodes_per_token=config.dispatcher.nodes_per_token,
     )

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mxep.ep import MoE, make_dispatcher
+from mxep.ep import DispatchFields, MoE, make_dispatcher
 from mxep.gemm import Recipe, linear
 from mxep.gemm.backends import Backend, select
 from mxep.quant import BLOCK
@@ -172,7 +172,8 @@ def run_layer(problem: Problem, case: str, mesh: Mesh, device: torch.device, con
     recipe, kind = case.split("/")
     (experts, dim, hidden_dim), ranks = problem.down_proj.shape, mesh.ranks
     of_node = config.dispatcher.ranks_per_node or (1 if ranks % 2 else ranks // 2)
-    dispatcher = make_dispatcher(kind, experts, dim=dim, group=mesh.ep, ranks_per_node=of_node)
+    nodes: DispatchFields = {"ranks_per_node": of_node} if kind == "hierarchical" else {}
+    dispatcher = make_dispatcher(kind, experts, dim=dim, group=mesh.ep, **nodes)
     moe = MoE(
         dim,
         hidden_dim,

@@ -189,7 +189,7 @@ class Mxep(Layer):
             dispatcher=case.dispatcher,
             capacity=Capacity.factor(p.capacity) if case.bounded else Capacity(case.suffix),
             max_tokens=p.shape.tokens,
-            ranks_per_node=p.ranks_per_node,
+            ranks_per_node=p.ranks_per_node if case.dispatcher == "hierarchical" else None,
             router=nn.Identity(),  # what it would find is given
             backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]
             gradient_reduction="sum",  # as the baseline's

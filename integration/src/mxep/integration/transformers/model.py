@@ -81,7 +81,7 @@ class CausalLM(nn.Module):
             dispatcher=dispatcher.name,
             capacity=make_capacity(config),
             max_tokens=config.tokens_per_rank,
-            timeout=dispatcher.timeout,
+            timeout=None if dispatcher.name == "all_to_all" else dispatcher.timeout,
             ranks_per_node=dispatcher.ranks_per_node,
             nodes_per_token=dispatcher.nodes_per_token,
         )

@@ -39,7 +39,7 @@ class Capacity:
 
     @staticmethod
     def factor(load: float, overflow: str = "raise") -> "Capacity":
-        if not load > 0:
+        if not 0 < load < math.inf:
             raise ValueError(f"Capacity.factor: got {load}, wanted a positive number")
         if overflow not in ("raise", "drop"):
             raise ValueError(f"Capacity.factor: got overflow={overflow!r}, wanted 'raise' or 'drop'")

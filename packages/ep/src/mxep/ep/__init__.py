@@ -7,6 +7,8 @@ from .clip import clip_grad_norm_
 from .dispatchers import (
     DISPATCHERS,
     AllToAllDispatcher,
+    Dispatch,
+    DispatchFields,
     HierarchicalDispatcher,
     LocalDispatcher,
     Routing,
@@ -28,6 +30,8 @@ __version__ = installed_version()
 __all__ = [
     "DISPATCHERS",
     "AllToAllDispatcher",
+    "Dispatch",
+    "DispatchFields",
     "ExpertParallel",
     "Experts",
     "HierarchicalDispatcher",

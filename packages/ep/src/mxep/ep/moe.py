@@ -3,20 +3,19 @@
 x (..., D) -> router -> dispatch -> experts -> combine (+ shared expert) -> (..., D)
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mxep.comms import Capacity
 from mxep.gemm import Recipe
 from mxep.gemm.auto import recipe_name, recipe_of
 from mxep.quant import SwiGLU
 
 from .auto import pick_recipe, recipe_of_call
-from .dispatchers import Routing, TokenDispatcher, make_dispatcher
+from .dispatchers import Dispatch, DispatchFields, Routing, make_dispatcher
 from .experts import Experts
 from .functional import FLOATS, PLAIN
 from .router import Router
@@ -36,18 +35,12 @@ class MoE(nn.Module):
         recipe: a :class:`mxep.gemm.Recipe` or its name: ``"bf16"``, ``"fp8"``, ``"mxfp8"``, ...
             ``"auto"``: MXFP8 where it pays, else bf16, by max_tokens, or where that is None by the first call that
             trains (:func:`mxep.gemm.auto_recipe`). It is picked once; ``recipe`` is a Recipe from then on.
-        dispatcher: one of :data:`DISPATCHERS`, as ``"symmetric"``, or a dispatcher to share between layers.
-        capacity: bound on rows per rank; default ``Capacity.worst_case()``. Belongs to the dispatcher made here.
+        dispatch: how tokens travel, and within which limits: a :class:`Dispatch`. Or, in its place, any of its fields
+            by keyword: ``dispatcher="local", max_tokens=64``.
         num_shared_experts: width, in units of F, of the dense expert that every token takes, in the layer's recipe.
         shared_expert_gate: multiply that expert's output by sigmoid(x gate^T), one number a token (Qwen2-MoE).
         router: a module ``x (T, D) -> (expert_ids (T, K) int32, weights (T, K) fp32)``. Default: softmax over all
             experts, top-k, weights normalised to sum to 1.
-        max_tokens: most tokens a rank brings to one call, alike on all ranks; default: the most that any has brought.
-            In one process, and between CPUs unless the dispatcher is hierarchical, a larger batch makes larger buffers.
-            Elsewhere it raises ValueError, unless all ranks called :meth:`reserve` before. See SymmetricDispatcher.
-        timeout: seconds that a wait for a peer takes at most, for all layers of the group; default 60. all_to_all has
-            its process group's.
-        ranks_per_node, nodes_per_token: of :class:`HierarchicalDispatcher`; other dispatchers have none.
         backend: of the grouped GEMM.
         activation: of gate and up, of shared experts too: :class:`mxep.quant.SwiGLU`, clamped or not.
         bias: routed experts have biases.
@@ -80,15 +73,10 @@ class MoE(nn.Module):
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         recipe: str | Recipe = "mxfp8",
-        dispatcher: str | TokenDispatcher = "symmetric",
-        capacity: Capacity | None = None,
+        dispatch: Dispatch | None = None,
         num_shared_experts: int = 0,
         shared_expert_gate: bool = False,
         router: nn.Module | None = None,
-        max_tokens: int | None = None,
-        timeout: float | None = None,
-        ranks_per_node: int | None = None,
-        nodes_per_token: int | None = None,
         backend: str = "auto",
         activation: SwiGLU = PLAIN,
         bias: bool = False,
@@ -96,6 +84,7 @@ class MoE(nn.Module):
         gradient_reduction: Literal["mean", "sum"] = "mean",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        **fields: Unpack[DispatchFields],
     ) -> None:
         super().__init__()
         recipe = recipe_of(recipe)
@@ -110,20 +99,8 @@ class MoE(nn.Module):
         mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
         self.score_before_experts = score_before_experts
         self.rows_per_token = top_k if score_before_experts else 1
-        sent = None if max_tokens is None else max_tokens * self.rows_per_token
-        limits: dict[str, Any] = {"capacity": capacity, "max_tokens": sent, "timeout": timeout}
-        limits |= {"ranks_per_node": ranks_per_node, "nodes_per_token": nodes_per_token}
-        if isinstance(dispatcher, str):
-            dispatcher = make_dispatcher(dispatcher, num_experts, dim=dim, dtype=dtype, group=ranks, **limits)
-        elif any(limit is not None for limit in limits.values()):
-            raise ValueError(
-                "capacity, max_tokens, timeout, ranks_per_node and nodes_per_token belong to the dispatcher: "
-                "set them there, not beside it"
-            )
-        elif dispatcher.num_experts != num_experts:
-            raise ValueError(f"the dispatcher serves {dispatcher.num_experts} experts, the layer has {num_experts}")
-        else:
-            dispatcher.uses += 1
+        how = Dispatch.of(dispatch, fields).times(self.rows_per_token)
+        dispatcher = make_dispatcher(how, num_experts, dim=dim, dtype=dtype, group=ranks)
         if mesh is not None and mesh.size() != dispatcher.world_size:
             raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {mesh.size()}")
         if mesh is None and dispatcher.world_size > 1:
@@ -133,7 +110,7 @@ class MoE(nn.Module):
         self.hidden_dim = hidden_dim
         self.top_k = top_k
         self.dispatcher = dispatcher
-        sent = getattr(dispatcher, "max_tokens", sent)
+        sent = getattr(dispatcher, "max_tokens", how.max_tokens)
         self.max_tokens = sent and sent // self.rows_per_token
         self.auto = not isinstance(recipe, Recipe)
         self.recipe = self._pick(None) or recipe if self.auto else recipe

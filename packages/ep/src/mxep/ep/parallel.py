@@ -8,7 +8,7 @@ Expert weights (E, ...) are DTensors sharded on their first dimension, so that t
 at one degree and loads them at another; the router and the shared expert stay as they are.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch import nn
@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from mxep.comms import Capacity
 from mxep.gemm.auto import AUTO
 
-from .dispatchers import make_dispatcher
+from .dispatchers import Dispatch, DispatchFields, make_dispatcher
 from .moe import MoE
 from .shares import group_of
 
@@ -34,40 +33,35 @@ class ExpertParallel(ParallelStyle):
     ``reset_parameters`` of its modules. A rank draws its own experts only, the same for every degree.
 
     Args:
-        dispatcher: ``"symmetric"``, ``"hierarchical"``, ``"nvshmem"`` or ``"all_to_all"``.
-        capacity, max_tokens, timeout: as for :class:`MoE`.
+        dispatch: a :class:`Dispatch`, or any of its fields by keyword, as for :class:`MoE`.
 
     Rank 0's weights win. Raises ValueError for another module, a mesh of more dimensions, experts that do not divide.
     """
 
     def __init__(
         self,
-        *,
-        dispatcher: str = "symmetric",
-        capacity: Capacity | None = None,
-        max_tokens: int | None = None,
-        timeout: float | None = None,
+        dispatch: Dispatch | None = None,
+        **fields: Unpack[DispatchFields],
     ) -> None:
         super().__init__()
-        self.dispatcher = dispatcher
-        self.limits: dict[str, Any] = {"capacity": capacity, "max_tokens": max_tokens, "timeout": timeout}
+        self.dispatch = Dispatch.of(dispatch, fields)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MoE) or isinstance(module.experts.gate_up_proj, DTensor):
             raise ValueError(f"ExpertParallel wants an MoE that holds all its experts, got {type(module).__name__}")
-        experts, limits = module.experts, dict(self.limits)
-        if limits["max_tokens"] is not None:
-            limits["max_tokens"] *= module.rows_per_token
-        module.dispatcher = make_dispatcher(
-            self.dispatcher,
+        experts, how = module.experts, self.dispatch
+        dispatcher = make_dispatcher(
+            how.times(module.rows_per_token),
             experts.num_experts,
             dim=module.dim,
             dtype=experts.gate_up_proj.dtype,
             group=group_of(device_mesh),
-            **limits,
         )
+        if dispatcher.world_size != device_mesh.size():
+            raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {device_mesh.size()}")
+        module.dispatcher = dispatcher
         if module.auto:
-            module.max_tokens = self.limits["max_tokens"] or module.max_tokens
+            module.max_tokens = how.max_tokens or module.max_tokens
             module.recipe = module._pick(None) or AUTO
         for name, weight in list(experts.named_parameters(recurse=False)):
             sharded = nn.Parameter(

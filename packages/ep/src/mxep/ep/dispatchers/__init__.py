@@ -1,14 +1,13 @@
 """Token dispatchers, by name: how tokens reach experts, and results return."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 
-from mxep.comms import Capacity
-
 from .all_to_all import AllToAllDispatcher
 from .base import Routing, TokenDispatcher, find_dispatcher, unused_twin
+from .dispatch import DISPATCHERS, NODES, Dispatch, DispatchFields
 from .hierarchical import HierarchicalDispatcher
 from .local import LocalDispatcher
 from .symmetric import NvshmemDispatcher, SymmetricDispatcher
@@ -16,6 +15,8 @@ from .symmetric import NvshmemDispatcher, SymmetricDispatcher
 __all__ = [
     "DISPATCHERS",
     "AllToAllDispatcher",
+    "Dispatch",
+    "DispatchFields",
     "HierarchicalDispatcher",
     "LocalDispatcher",
     "NvshmemDispatcher",
@@ -26,44 +27,47 @@ __all__ = [
     "make_dispatcher",
 ]
 
-KINDS: dict[str, Any] = {
-    "local": LocalDispatcher,
-    "all_to_all": AllToAllDispatcher,
-    "symmetric": SymmetricDispatcher,
-    "hierarchical": HierarchicalDispatcher,
-    "nvshmem": NvshmemDispatcher,
-}
-DISPATCHERS = tuple(KINDS)
+KINDS: dict[str, Any] = dict(
+    zip(
+        DISPATCHERS,
+        (LocalDispatcher, AllToAllDispatcher, SymmetricDispatcher, HierarchicalDispatcher, NvshmemDispatcher),
+        strict=True,
+    )
+)
 
 
 def make_dispatcher(
-    name: str,
+    dispatch: str | TokenDispatcher | Dispatch,
     num_experts: int,
     *,
     dim: int,
     dtype: torch.dtype = torch.bfloat16,
     group: dist.ProcessGroup | None = None,
-    capacity: Capacity | None = None,
-    max_tokens: int | None = None,
-    timeout: float | None = None,
-    ranks_per_node: int | None = None,
-    nodes_per_token: int | None = None,
+    **fields: Unpack[DispatchFields],
 ) -> TokenDispatcher:
-    """The dispatcher called ``name``, one of :data:`DISPATCHERS`: one object for layers that ask for the same.
+    """The dispatcher of a :class:`Dispatch`, or of one's name and limits: one object for layers that ask for the same.
 
     It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one
     that only some of them still hold could not be. All symmetric ones of a group share their memory in any case.
 
-    timeout: see :class:`SymmetricDispatcher`; all_to_all has its process group's. ranks_per_node,
-    nodes_per_token: see :class:`HierarchicalDispatcher`; others have none. Raises ValueError on another name.
+    dtype: the widest that rows travel in. Raises ValueError as Dispatch does, and where a dispatcher to share serves
+    another number of experts.
     """
-    if name not in DISPATCHERS:
-        raise ValueError(f"unknown dispatcher {name!r}, one of {', '.join(DISPATCHERS)}")
-    sizes: dict[str, Any] = {"group": group, "capacity": capacity}
+    if isinstance(dispatch, Dispatch):
+        how = Dispatch.of(dispatch, fields)
+    else:
+        how = Dispatch.of(None, {**fields, "dispatcher": dispatch})
+    if isinstance(how.dispatcher, TokenDispatcher):
+        if how.dispatcher.num_experts != num_experts:
+            raise ValueError(f"the dispatcher serves {how.dispatcher.num_experts} experts, the layer has {num_experts}")
+        how.dispatcher.uses += 1
+        return how.dispatcher
+    name, limits = how.dispatcher, how.limits
+    sizes: dict[str, Any] = {"group": group, "capacity": limits["capacity"]}
     if name not in ("local", "all_to_all"):
-        sizes |= {"dim": dim, "dtype": dtype, "max_tokens": max_tokens, "timeout": timeout}
+        sizes |= {"dim": dim, "dtype": dtype, "max_tokens": limits["max_tokens"], "timeout": limits["timeout"]}
     if name == "hierarchical":
-        sizes |= {"ranks_per_node": ranks_per_node, "nodes_per_token": nodes_per_token}
+        sizes |= {key: limits[key] for key in NODES}
     made: TokenDispatcher = KINDS[name](num_experts, **sizes)
     twin = unused_twin(made)
     if twin is None:

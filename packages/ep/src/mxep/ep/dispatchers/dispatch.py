@@ -1,0 +1,127 @@
+"""Dispatch: how a layer's tokens travel, said and checked in one place, before anything is made.
+
+MoE(64, 32, 8, 2, dispatch=Dispatch("hierarchical", capacity=1.25, max_tokens=4096))
+MoE(64, 32, 8, 2, dispatcher="hierarchical", capacity=1.25, max_tokens=4096)            the same
+"""
+
+import dataclasses
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast
+
+from mxep.comms import Capacity
+
+from .base import TokenDispatcher
+
+DISPATCHERS = "local", "all_to_all", "symmetric", "hierarchical", "nvshmem"
+"""Their names."""
+NODES = "ranks_per_node", "nodes_per_token"
+_LACKS = {"local": NODES, "all_to_all": ("timeout", *NODES), "symmetric": NODES, "hierarchical": (), "nvshmem": NODES}
+"""What a dispatcher has no use for. Nothing waits in local, so that any timeout holds there."""
+_LEAST = {"max_tokens": 1, "ranks_per_node": 1, "nodes_per_token": 1}
+
+
+class DispatchFields(TypedDict, total=False):
+    """The fields of :class:`Dispatch`, where a function takes them by keyword."""
+
+    dispatcher: str | TokenDispatcher
+    capacity: Capacity | float | None
+    max_tokens: int | None
+    timeout: float | None
+    ranks_per_node: int | None
+    nodes_per_token: int | None
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """How tokens reach experts and return: a dispatcher and its limits.
+
+    Attributes:
+        dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers, which has limits of its own:
+            then there are none here.
+        capacity: bound on the rows of a rank's experts; a number c is ``Capacity.factor(c)``. None:
+            ``Capacity.worst_case()``. all_to_all's buffers have each step's size: it needs none and leaves no row out.
+        max_tokens: most tokens a rank brings to one call, alike on all ranks. None: the most that any has brought.
+            In one process, and between CPUs unless the dispatcher is hierarchical, a larger batch makes larger buffers.
+            Elsewhere it raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see SymmetricDispatcher.
+        timeout: seconds that a wait for a peer takes at most, for all layers of the group: see SymmetricDispatcher.
+            all_to_all has its process group's.
+        ranks_per_node, nodes_per_token: of hierarchical alone: see :class:`HierarchicalDispatcher`.
+
+    Raises ValueError for a value out of range, NaN included, for a limit that the dispatcher has not, and for a limit
+    beside a dispatcher to share.
+    """
+
+    dispatcher: str | TokenDispatcher = "symmetric"
+    capacity: Capacity | float | None = None
+    max_tokens: int | None = None
+    timeout: float | None = None
+    ranks_per_node: int | None = None
+    nodes_per_token: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dispatcher, TokenDispatcher) and self.dispatcher not in DISPATCHERS:
+            names = ", ".join(DISPATCHERS)
+            raise ValueError(f"dispatcher: expected one of {names}, or a TokenDispatcher, got {self.dispatcher!r}")
+        if not isinstance(self.capacity, Capacity | None):
+            if not _is_number(self.capacity):
+                raise ValueError(f"capacity: expected a Capacity, or a factor such as 1.25, got {self.capacity!r}")
+            object.__setattr__(self, "capacity", Capacity.factor(float(self.capacity)))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value, numbers.Integral) and value >= least):
+                raise ValueError(f"{name}: expected a whole number, at least {least}, got {value!r}")
+        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
+            raise ValueError(f"timeout: expected seconds, more than 0, got {self.timeout!r}")
+        given = {name: value for name, value in self.limits.items() if value is not None}
+        if isinstance(self.dispatcher, TokenDispatcher):
+            if given:
+                raise ValueError(
+                    f"a dispatcher to share has its own limits: expected none beside it, got {_said(given)}"
+                )
+            return
+        lacks = {name: value for name, value in given.items() if name in _LACKS[self.dispatcher]}
+        if lacks:
+            having = ", ".join(name for name in DISPATCHERS if not lacks.keys() & set(_LACKS[name]))
+            raise ValueError(
+                f"dispatcher {self.dispatcher!r} has no {', '.join(lacks)}: got {_said(lacks)}, expected none; "
+                f"{having} would take it"
+            )
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """All fields but the dispatcher, by name; capacity is a Capacity or None."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "dispatcher"}
+
+    @staticmethod
+    def of(dispatch: "Dispatch | None", fields: DispatchFields) -> "Dispatch":
+        """What a function with ``dispatch=None, **fields: Unpack[DispatchFields]`` was given: one or the other.
+
+        Raises ValueError for both, and TypeError for a keyword that is no field.
+        """
+        names = {field.name for field in dataclasses.fields(Dispatch)}
+        unknown = [name for name in fields if name not in names]
+        if unknown:
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+        if dispatch is None:
+            return Dispatch(**fields)
+        if not isinstance(dispatch, Dispatch):
+            raise ValueError(f"dispatch: expected a Dispatch, got {dispatch!r}: the keyword for that is dispatcher")
+        if given := [name for name, value in fields.items() if value is not None]:
+            raise ValueError(f"dispatch: expected it or its fields, got both: set {', '.join(given)} in it")
+        return dispatch
+
+    def times(self, rows_per_token: int) -> "Dispatch":
+        """For layers that send each token so many times: max_tokens of the dispatcher counts rows."""
+        if self.max_tokens is None:
+            return self
+        return dataclasses.replace(self, max_tokens=self.max_tokens * rows_per_token)
+
+
+def _said(limits: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in limits.items())
+
+
+def _is_number(value: object, kind: type = numbers.Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and not math.isnan(cast(float, value))
