@@ -126,7 +126,8 @@ def messages() -> dict[str, str]:
 
 
 def lines_of(page: str) -> list[str]:
-    """What the page says of messages, with `…` for anything."""
+    """What the page says of messages, with `…` for anything; its first section has messages of others, too."""
+    page = page.partition("## In any package")[2]
     cells = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     return cells + [
         line for block in re.findall(r"^```text\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()

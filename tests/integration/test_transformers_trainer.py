@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from integration.tiny_models import tiny, token_ids
 from mxep.integration.transformers import MxepCallback, expert_parallel
+from mxep.integration.transformers.restore import restore
 from mxep.integration.transformers.versions import own_expert_parallel
 from ranks import Context, distributed
 
@@ -46,6 +49,123 @@ def train(model: Any, folder: Path, batch: int, **options: Any) -> tuple[Any, li
     trainer = Trainer(model, arguments, train_dataset=Tokens(), callbacks=[MxepCallback()])
     trainer.train()
     return trainer, [each for each in trainer.state.log_history if "loss" in each]
+
+
+class Begin(TrainerCallback):
+    """The weights that training begins with: those of which a rank has a part made whole."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.step = state.global_step
+        self.weights = {name: whole(value).clone() for name, value in model.state_dict().items()}
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def equal_those_of(folder: Path, weights: dict[str, torch.Tensor]) -> bool:
+    saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in saved)
+
+
+def trainer_of(model: Any, folder: Path, **options: Any) -> tuple[Trainer, Begin]:
+    given = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True} | options
+    arguments = TrainingArguments(str(folder), per_device_train_batch_size=2, report_to=[], disable_tqdm=True, **given)
+    begin = Begin()
+    few = torch.utils.data.Subset(Tokens(), range(4))
+    return Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=few, callbacks=[MxepCallback(), begin]), begin
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_training_goes_on_with_the_experts_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    given, checkpoint = {"learning_rate": 1e-2}, tmp_path / "out/checkpoint-2"
+    trainer_of(model := tiny(kind, "mxep_bf16"), tmp_path / "out", **given)[0].train()
+    for how in ("the folder", "the last of output_dir", "a folder elsewhere"):
+        other = tiny(kind, "mxep_bf16")
+        for parameter in other.parameters():
+            torch.nn.init.normal_(parameter)
+        elsewhere = {"resume_from_checkpoint": str(checkpoint)} if how == "a folder elsewhere" else {}
+        folder = tmp_path / ("elsewhere" if elsewhere else "out")
+        trainer, begin = trainer_of(other, folder, **given, **elsewhere)
+        if how == "the last of output_dir":
+            shutil.rmtree(folder / "checkpoint-4")
+        trainer.train(resume_from_checkpoint=True if how == "the last of output_dir" else str(checkpoint))
+        assert begin.step == 2
+        assert equal_those_of(checkpoint, begin.weights), how
+        assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values())), how
+    trainer, _ = trainer_of(tiny(kind, "mxep_bf16"), tmp_path / "third")
+    if kind == "gpt_oss":  # saved as it is named: the Trainer's own way loads it
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    else:
+        with pytest.raises(
+            ValueError, match=r"a checkpoint of step 2 .*want its folder in TrainingArguments\(resume_from"
+        ):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_folder_of_another_run_is_not_taken_for_the_one_that_is_resumed(tmp_path: Path) -> None:
+    """With the same step and the same log, which is empty: its other weights tell."""
+    quiet = {"logging_strategy": "no", "max_steps": 2}
+    for seed, name in enumerate(("one", "two")):
+        trainer_of(tiny("qwen3_moe", "mxep_bf16"), tmp_path / name, seed=seed, data_seed=seed, **quiet)[0].train()
+    trainer, _ = trainer_of(tiny("qwen3_moe", "mxep_bf16"), tmp_path / "two", **quiet | {"max_steps": 3})
+    with pytest.raises(
+        ValueError, match=r"got another .* than the Trainer loaded, want the checkpoint that it resumed"
+    ):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "one/checkpoint-2"))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_best_models_experts_are_there_at_the_end(tmp_path: Path) -> None:
+    every = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    best = {"metric_for_best_model": "eval_loss", "learning_rate": 1e-3}  # random text: the loss goes up
+    trainer, _ = trainer_of(model := tiny("qwen3_moe", "mxep_bf16"), tmp_path, **every, **best)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert equal_those_of(tmp_path / "checkpoint-2", model.state_dict())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_shards_of_a_checkpoint_are_read_too(tmp_path: Path) -> None:
+    source = tiny("qwen3_moe")
+    source.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model = tiny("qwen3_moe")
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            torch.nn.init.zeros_(parameter)
+    assert len(restore(model, tmp_path)) == 4
+    assert all(map(torch.equal, model.state_dict().values(), source.state_dict().values()))
+    with pytest.raises(ValueError, match=r"got no model\.layers\.2\."):
+        restore(tiny("qwen3_moe", num_hidden_layers=3), tmp_path)
+
+
+@distributed(2, device="cpu")
+def test_ranks_go_on_with_their_parts_of_the_checkpoints_experts(ctx: Context, tmp_path: Path) -> None:
+    checkpoint, only_model = tmp_path / "one/checkpoint-2", {"save_only_model": True}
+    if own_expert_parallel is not None:
+        from transformers.distributed import DistributedConfig
+
+        if ctx.rank == 0:
+            tiny("qwen3_moe").save_pretrained(tmp_path / "model")
+        dist.barrier(ctx.group)
+        config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="mxep_bf16")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", distributed_config=config)
+        trainer_of(model, tmp_path / "one", **only_model)[0].train()
+        for ep_size in (2, 1):
+            config = DistributedConfig(fsdp_size=2, ep_size=ep_size, ep_implementation="mxep_bf16")
+            again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", distributed_config=config)
+            trainer, begin = trainer_of(again, tmp_path / "one", **only_model, save_strategy="no")
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+            assert any(isinstance(value, DTensor) for value in again.state_dict().values())
+            assert equal_those_of(checkpoint, begin.weights), ep_size
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    expert_parallel(model := tiny("qwen3_moe"), mesh, "mxep_bf16")
+    trainer, begin = trainer_of(model, tmp_path / "one", **only_model, save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert equal_those_of(checkpoint, begin.weights)
 
 
 @pytest.fixture

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
+
+from torch.distributed.tensor import DTensor
 
 from mxep.gemm import quantize_weights_once
 
 from .checks import check, load_report, raise_unserved
 from .layer import layers
 from .parallel import leave_to_ranks
+from .restore import is_saved_under_other_names, restore, resumed_folder, take_parts
 from .versions import TrainerCallback
 
 
@@ -23,6 +27,9 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
 
     With each loss it logs, of the last micro-batch and over all modules of experts, `mxep/rows` and `mxep/padding`
     (sums), `mxep/busiest` and `mxep/dead` (maxima); per_layer=True: also `mxep/NAME/busiest` and so on of each.
+
+    It loads the experts of the checkpoint that training resumes from, and of the best one (`load_best_model_at_end`),
+    which a Trainer of transformers 5 leaves out. ValueError where it does not find the checkpoint.
 
     Where gradients are accumulated, micro-batches share one quantization of each weight. That takes 2 bytes and a
     little for each element of the experts until the optimizer steps. share_quantized_weights=False: they do not.
@@ -44,10 +51,14 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if hasattr(model, "_ddp_params_and_buffers_to_ignore"):  # of a model that PEFT has wrapped since
             leave_to_ranks(model)
+        if model is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            model.register_load_state_dict_pre_hook(take_parts)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
         raise_unserved(model)
+        if state.global_step and not args.deepspeed and is_saved_under_other_names(model):
+            restore(model, resumed_folder(args, state))
         for _, layer in layers(model):
             layer.called = False  # so that the first step notices what replaced experts since, such as Liger's
         whole = getattr(model, "is_distributed_loading_by_transformers", False)  # a Trainer saves such on all ranks
@@ -56,6 +67,12 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
                 f"save_strategy: got {args.save_strategy.value!r}, want 'no' after expert_parallel: a Trainer saves on "
                 "one rank, which would wait for the others' experts; save after training (docs/transformers.md)"
             )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.close()
+        best = state.best_model_checkpoint if args.load_best_model_at_end and not args.deepspeed else None
+        if best is not None and is_saved_under_other_names(model):
+            restore(model, Path(best))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
