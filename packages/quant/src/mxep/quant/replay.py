@@ -72,7 +72,7 @@ class _Refused:
     def is_due(self) -> bool:
         """Count a call. Whether it tries again."""
         self.calls -= 1
-        return not self.calls
+        return self.calls <= 0  # below, where another thread counted in between
 
 
 class _Replay(NamedTuple):
@@ -239,14 +239,17 @@ def replayed(function: Callable[..., Tensors]) -> Replayed:
 def no_replays() -> Iterator[None]:
     """While it is open, in all threads, replayed functions are called: for who looks into them, as a debugger does."""
     global _paused
-    _paused += 1
+    with _pausing:
+        _paused += 1
     try:
         yield
     finally:
-        _paused -= 1
+        with _pausing:
+            _paused -= 1
 
 
 _paused = 0
+_pausing = threading.Lock()
 
 
 class _Here(threading.local):
