@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mxep.comms.plain import PlainExchange
-from mxep.ep import MoE
+from mxep.ep import MoE, SymmetricDispatcher
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FRAMES, MOST_FILES = 9, 7
@@ -35,7 +35,7 @@ def test_the_way_to_the_dispatch_kernel_is_the_pages_and_grows_no_frame(monkeypa
 
     plain = PlainExchange.dispatch
     monkeypatch.setattr(PlainExchange, "dispatch", dispatch)
-    moe = MoE(64, 32, 4, 2)
+    moe = MoE(64, 32, 4, 2, dispatcher=SymmetricDispatcher(4, dim=64))
     moe(torch.randn(5, 64).bfloat16())
     moe.close()
     pages = table()

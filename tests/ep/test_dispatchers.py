@@ -1,17 +1,23 @@
 """Dispatchers: who shares one, who is told of what was lost, and what becomes of their memory."""
 
 import copy
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from ep.problem import FixedRouting
 from mxep.comms import Capacity, CapacityExceeded, PeersDisagree
-from mxep.ep import MoE, __version__
+from mxep.ep import DISPATCHERS, MoE, __version__
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
 from mxep.ep.dispatchers.all_to_all import _room
 from mxep.ep.dispatchers.base import Routing, TokenDispatcher
@@ -175,7 +181,7 @@ def test_an_id_past_int32_is_no_experts(ctx: Context, kind: str) -> None:
         moe(torch.ones(2, 64, dtype=torch.bfloat16))
 
 
-@distributed(1, device="cpu")
+@distributed(2, device="cpu")
 def test_nvshmem_by_name_says_that_it_needs_cuda(ctx: Context) -> None:
     moe = MoE(64, 32, 4, 2, dispatcher="nvshmem", group=ctx.group)
     with pytest.raises(ValueError, match="dispatcher nvshmem: got tensors on cpu, wanted CUDA; on CPU use symmetric"):
@@ -197,7 +203,7 @@ def test_check_asks_the_transport_too(ctx: Context) -> None:
         dispatcher.check()
 
 
-@distributed(1, 2)
+@distributed(2)
 def test_layers_of_a_group_share_one_pair_of_buffers_and_compute_what_they_do_alone(ctx: Context) -> None:
     """F F B B of layers that differ in all sizes."""
     sizes = ((64, 32, 12, 3, 24), (32, 64, 4, 2, 40), (128, 32, 4, 1, 8))
@@ -275,7 +281,7 @@ def step(layers: list[MoE], x: torch.Tensor, d_out: torch.Tensor) -> list[torch.
     return [out, *map(local_tensor, grads)]
 
 
-@distributed(1, 2, 3, slow=[3])
+@distributed(2, 3, slow=[3])
 def test_larger_batches_make_larger_buffers_without_a_word_and_change_no_bit(ctx: Context) -> None:
     if ctx.device.type == "cuda" and ctx.world_size > 1:
         pytest.skip("between GPUs reserve() does")
@@ -502,3 +508,104 @@ def test_steps_of_all_to_all_that_receive_about_as_much_have_one_shape(ctx: Cont
     plans = [send(dispatcher, ctx, [[0]] * n + [[3]] * (101 - n)).plan for n in (49, 50)]
     assert plans[0].group_sizes.tolist() != plans[1].group_sizes.tolist()
     assert len({(len(plan.slot_rows), plan.max_rows) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_threads_may_call_layers_of_one_process_at_once(name: str) -> None:
+    """Outputs and gradients of two unrelated layers in two threads are those of one layer alone."""
+    layers, batches = [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        layers.append(MoE(64, 32, 4, 2, recipe="bf16", dispatcher=name, dtype=torch.float32, max_tokens=128))
+        batches.append(torch.randn(128, 64, requires_grad=True))
+
+    def step(i: int) -> list[torch.Tensor]:
+        out = layers[i](batches[i])
+        return [out, *torch.autograd.grad(out.square().sum(), [batches[i], *layers[i].experts.parameters()])]
+
+    wanted = [step(0), step(1)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            steps = [[threads.submit(step, i) for i in range(2)] for _ in range(20)]
+            wrong = [i for pair in steps for i in range(2) if not all(map(torch.equal, pair[i].result(), wanted[i]))]
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert all("LocalDispatcher(ranks=1" in repr(layer) for layer in layers)
+
+
+@distributed(2, device="cpu", name=["symmetric", "all_to_all", "hierarchical"])
+def test_with_peers_a_second_thread_raises_until_the_first_has_ended(ctx: Context, name: str) -> None:
+    group = dist.new_group([0, 1])
+    moe = MoE(64, 32, 4, 2, group=group, recipe="bf16", dispatcher=name, max_tokens=8)
+
+    def step() -> torch.Tensor:
+        out = moe(torch.ones(8, 64, dtype=torch.bfloat16))
+        out.sum().backward()  # in this thread on CPUs, in autograd's on GPUs
+        return out.detach()
+
+    def in_thread(called: str) -> torch.Tensor:
+        found: list[Any] = []
+
+        def run() -> None:
+            try:
+                found.append(step())
+            except RuntimeError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run, name=called)
+        thread.start()
+        thread.join()
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    first = in_thread("first")
+    assert torch.equal(step(), first), "a thread that has ended makes room"
+    with pytest.raises(RuntimeError, match="got thread 'other', expected 'MainThread'"):
+        in_thread("other")
+    other = MoE(64, 32, 4, 2, group=group, recipe="bf16", dispatcher=name, max_tokens=4)
+    with pytest.raises(RuntimeError, match="expected 'MainThread'"), ThreadPoolExecutor(1) as threads:
+        threads.submit(other.reserve, 4).result()
+    assert torch.equal(step(), first)
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_a_group_of_one_rank_has_the_limits_that_were_named(name: str) -> None:
+    """And with them what `check`, `reserve` and a larger batch do, but for all_to_all, which has none."""
+    layer = MoE(64, 32, 4, 1, recipe="bf16", dispatcher=name, max_tokens=8, capacity=Capacity.factor(0.5))
+    limited = name not in ("local", "all_to_all")
+    x, ids = torch.ones(8, 64, dtype=torch.bfloat16), torch.zeros(8, 1, dtype=torch.int32)
+    layer(x, expert_ids=ids, weights=torch.ones(8, 1))
+    with nullcontext() if name == "all_to_all" else pytest.raises(CapacityExceeded, match="4 on rank 0"):
+        layer.check()
+    layer.check()
+    for call in (lambda: layer(torch.ones(9, 64, dtype=torch.bfloat16)), lambda: layer.reserve(9)):
+        with pytest.raises(ValueError, match="max_tokens = 8") if limited else nullcontext():
+            call()
+    layer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        layer(x)
+
+
+def test_a_layer_made_before_the_process_group_says_so() -> None:
+    layer = MoE(64, 32, 4, 2, recipe="bf16")
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=True),
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        pytest.raises(ValueError, match="made for a process alone, and there is a process group now"),
+    ):
+        layer(torch.ones(2, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_a_layer_runs_within_fake_tensors(name: str, recipe: str) -> None:
+    with FakeTensorMode():
+        x = torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True)
+        out = MoE(64, 32, 4, 2, recipe=recipe, dispatcher=name)(x)
+        (dx,) = torch.autograd.grad(out.sum(), x)
+    assert out.shape == dx.shape == (16, 64)
+    assert MoE(64, 32, 4, 2, recipe=recipe, dispatcher=name)(torch.ones(2, 64, dtype=torch.bfloat16)).isfinite().all()

@@ -429,7 +429,7 @@ def test_a_layer_prints_its_sizes() -> None:
     moe = MoE(64, 32, 12, 3, num_shared_experts=2, max_tokens=24, capacity=Capacity.factor(1.5), recipe="mxfp8_e5m2")
     assert repr(moe).splitlines()[1:-1] == [
         "  dim=64, hidden_dim=32, num_experts=12, top_k=3, recipe=mxfp8_e5m2, "
-        "dispatcher=SymmetricDispatcher(ranks=1, capacity=Capacity.factor(1.5), max_tokens=24)",
+        "dispatcher=LocalDispatcher(ranks=1, capacity=Capacity.factor(1.5), max_tokens=24)",
         "  (router): Router(dim=64, num_experts=12, top_k=3, score=softmax)",
         "  (experts): Experts(num_experts=12, dim=64, hidden_dim=32, dtype=torch.bfloat16)",
         "  (shared): SharedExpert(dim=64, hidden_dim=64, dtype=torch.bfloat16)",
@@ -441,10 +441,11 @@ def test_a_layer_prints_its_sizes() -> None:
     assert "LocalDispatcher(ranks=1, capacity=Capacity.worst_case()), backend=reference\n" in one
 
 
-def test_a_layer_prints_what_its_batches_made_of_max_tokens() -> None:
-    moe = MoE(64, 32, 12, 3)
+@distributed(2)
+def test_a_layer_prints_what_its_batches_made_of_max_tokens(ctx: Context) -> None:
+    moe = MoE(64, 32, 12, 3, group=ctx.group, device=ctx.device)
     assert "max_tokens=first batch)" in repr(moe)
-    moe(torch.zeros(7, 64, dtype=torch.bfloat16))
+    moe(torch.zeros(7 - ctx.rank, 64, dtype=torch.bfloat16, device=ctx.device))
     assert "max_tokens=7 (so far))" in repr(moe)
 
 

@@ -12,6 +12,7 @@ import importlib.metadata
 from .capacity import Capacity, CapacityExceeded
 from .exchange import Handle, combine, dispatch
 from .nvshmem import NvshmemTransport
+from .one_thread import OneThread
 from .plan import DROPPED, RoutingPlan, make_plan, narrow_ids
 from .rows import gather_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
@@ -31,6 +32,7 @@ __all__ = [
     "CapacityExceeded",
     "Handle",
     "NvshmemTransport",
+    "OneThread",
     "PeerTimeout",
     "PeersDisagree",
     "RoutingPlan",

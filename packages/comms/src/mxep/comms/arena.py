@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+
+from .one_thread import OneThread
 
 if TYPE_CHECKING:
     from .transport import SymmetricBuffer, Transport
@@ -29,6 +31,7 @@ class Arena:
         refused: why this rank refused an exchange, after which there are no more.
         users: who opened the transport together and have not closed it, counted by whoever shares it.
         launches_are_counted: within `capturing`.
+        thread: which makes the exchanges.
     """
 
     device: torch.device
@@ -44,6 +47,7 @@ class Arena:
     refused: str | None = None
     users: int = 0
     launches_are_counted: bool = False
+    thread: OneThread = field(default_factory=OneThread)
 
     def graph_state(self, transport: Transport) -> tuple[SymmetricBuffer, bool] | None:
         """What a graph of the next exchanges holds for, whose launches the host counts: what the first stores to, and
@@ -54,6 +58,7 @@ class Arena:
         """
         if transport.access != "kernels" or self.refused is not None or not self.buffers:
             return None
+        self.thread.claim()
         transport.check()
         if self.in_flight is not None or self.stream not in (None, current_stream(self.device.index)):
             return None

@@ -124,9 +124,11 @@ class Workspace:
         """The next exchange's buffer; views of the last exchange but one end here, those of the last at this one's end.
 
         Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed, RuntimeError if one is in
-        flight across the start or the end of a CUDA graph's capture, or if this rank has refused one.
+        flight across the start or the end of a CUDA graph's capture, if this rank has refused one, or on a second
+        thread.
         """
         arena, transport = self.arena, self.transport
+        arena.thread.claim()
         transport.check()
         if arena.refused is not None:
             cure = "make the layers again, or call reserve() of each, on all ranks"

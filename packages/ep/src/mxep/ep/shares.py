@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -115,7 +116,7 @@ def init_normal_(weight: Tensor, std: float, *, per_expert: bool = False) -> Non
     per_expert: `weight` (E, ...) has a seed an expert, and a rank draws only the experts that it holds.
     """
     local = local_tensor(weight)
-    if local.is_meta:
+    if local.is_meta or isinstance(local, FakeTensor):
         return
     seed = int(torch.randint(2**62, (), device="cpu"))
     offset: tuple[int, ...] = (0,) * weight.dim()

@@ -47,6 +47,7 @@ def make_dispatcher(
 ) -> TokenDispatcher:
     """The dispatcher of a :class:`Dispatch`, or of one's name and limits: one object for layers that ask for the same.
 
+    A group of one rank exchanges nothing: its dispatcher is a :class:`LocalDispatcher`, whatever the name.
     It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one
     that only some of them still hold could not be. All symmetric ones of a group share their memory in any case.
 
@@ -64,7 +65,12 @@ def make_dispatcher(
         return how.dispatcher
     name, limits = how.dispatcher, how.limits
     sizes: dict[str, Any] = {"group": group, "capacity": limits["capacity"]}
-    if name not in ("local", "all_to_all"):
+    if name != "local" and ranks_of(group) == 1:
+        sizes |= {"max_tokens": limits["max_tokens"], "stands_in_for": name}
+        if name == "all_to_all":  # which keeps to neither
+            sizes["capacity"] = sizes["max_tokens"] = None
+        name = "local"
+    elif name not in ("local", "all_to_all"):
         sizes |= {"dim": dim, "dtype": dtype, "max_tokens": limits["max_tokens"], "timeout": limits["timeout"]}
     if name == "hierarchical":
         sizes |= {key: limits[key] for key in NODES}
@@ -75,3 +81,8 @@ def make_dispatcher(
         return made
     twin.uses += 1
     return twin
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> int:
+    """How many ranks a group has; None: the default group if there is one, else this process alone."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1

@@ -53,6 +53,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
+        self.claim()
         given = narrow_ids(expert_ids, self.num_experts)
         width = sum(_widths(payload))
         planned = _plan_rows([given, weights], self.num_local_experts, self.world_size, width)
@@ -81,6 +82,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         assert isinstance(routing, AllToAllRouting)
+        self.claim()
         outgoing, room = _joined(payload, routing.token), len(routing.plan.slot_rows)
         return Done(_parts(self._all_to_all(outgoing, routing.sent, routing.received, room), _widths(payload)))
 
@@ -88,6 +90,7 @@ class AllToAllDispatcher(TokenDispatcher):
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
         assert isinstance(routing, AllToAllRouting)
+        self.claim()
         payload = [rows.contiguous().view(torch.uint8)]
         if row_values is not None:
             payload.append(row_values[:, None].view(torch.uint8))

@@ -32,6 +32,7 @@ from mxep.quant.replay import Replayed, replayed
 from ..version import installed_version
 from .handles import Handle
 from .memory import made_to_stay
+from .shared import exchanges_of
 
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
@@ -56,6 +57,12 @@ def unused_twin(made: "TokenDispatcher") -> "TokenDispatcher | None":
         if each is not made and each.shared and alike and each.uses and not each.used:
             return each
     return None
+
+
+def check_reserved(most: int, max_tokens: int | None) -> None:
+    """Raise ValueError where more was reserved than a dispatcher was made for."""
+    if max_tokens is not None and most > max_tokens:
+        raise ValueError(f"reserve: got {most} tokens, wanted at most the max_tokens = {max_tokens} of this layer")
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,8 @@ class TokenDispatcher(ABC):
         capacity: bound on expert-major rows, :meth:`Capacity.worst_case` unless given.
         sizes: what else fixes the shapes that a kind of dispatcher gives, by name.
 
-    Several layers may share a dispatcher as long as every rank calls it in the same order.
+    Several layers may share a dispatcher as long as every rank calls it in the same order. Where the group has several
+    ranks one thread calls all its dispatchers, and a second one raises RuntimeError.
 
     Attributes:
         shapes: all that fixes shapes, as text, the same in every run.
@@ -128,6 +136,7 @@ class TokenDispatcher(ABC):
         self.group = (group or dist.group.WORLD) if self.spans_ranks and dist.is_initialized() else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.world_size = 1 if self.group is None else self.group.size()
+        self._exchanges = exchanges_of(self.group) if self.world_size > 1 and self.group is not None else None
         if num_experts % self.world_size:
             raise ValueError(
                 f"num_experts must be a multiple of the {self.world_size} ranks of the group, got {num_experts}"
@@ -178,6 +187,11 @@ class TokenDispatcher(ABC):
             raise TypeError(f"{type(self).__name__} of a process group cannot be pickled: save the layer's state_dict")
         return {**self.__dict__, **{name: {} for name in self.of_this_process}}
 
+    def claim(self) -> None:
+        """Before anything that peers take part in: RuntimeError on a second thread, see `mxep.comms.OneThread`."""
+        if self._exchanges is not None:
+            self._exchanges.thread.claim()
+
     def close(self) -> None:
         """One user less. When the last one has gone, memory shared with peers is given back. All ranks call it alike.
 
@@ -195,6 +209,7 @@ class TokenDispatcher(ABC):
         whose buffers have each step's size have nothing to do. Raises ValueError on all ranks for more than the
         max_tokens that the dispatcher was made with.
         """
+        self.claim()
         if max_tokens < 0:
             raise ValueError(f"reserve: got {max_tokens} tokens, wanted at least 0")
 
@@ -296,7 +311,7 @@ class TokenDispatcher(ABC):
         self.used = True
         if device not in self._counts:
             zeros = functools.partial(torch.zeros, 2 * owners + 1, dtype=torch.int64, device=device)
-            self._counts[device] = made_to_stay(device, zeros)
+            self._counts.setdefault(device, made_to_stay(device, zeros))  # another thread may have been as fast
         return self._counts[device]
 
     def _plan(

@@ -39,12 +39,12 @@ class Dispatch:
 
     Attributes:
         dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers, which has limits of its own:
-            then there are none here.
+            then there are none here. A group of one rank has the local one by any name.
         capacity: bound on the rows of a rank's experts; a number c is ``Capacity.factor(c)``. None:
             ``Capacity.worst_case()``. all_to_all's buffers have each step's size: it needs none and leaves no row out.
         max_tokens: most tokens a rank brings to one call, alike on all ranks. None: the most that any has brought.
-            In one process, and between CPUs unless the dispatcher is hierarchical, a larger batch makes larger buffers.
-            Elsewhere it raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see SymmetricDispatcher.
+            Between CPUs, unless the dispatcher is hierarchical, a larger batch makes larger buffers. Elsewhere it
+            raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see SymmetricDispatcher.
         timeout: seconds that a wait for a peer takes at most, for all layers of the group: see SymmetricDispatcher.
             all_to_all has its process group's.
         ranks_per_node, nodes_per_token: of hierarchical alone: see :class:`HierarchicalDispatcher`.

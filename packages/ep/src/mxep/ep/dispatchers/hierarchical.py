@@ -32,10 +32,10 @@ from torch import Tensor
 from mxep.comms import Capacity, Transport, batch_too_large, gather_rows, narrow_ids, sum_slots
 from mxep.quant.replay import replayed
 
-from .base import Payload, Routing, TokenDispatcher
+from .base import Payload, Routing, TokenDispatcher, check_reserved
 from .handles import Done, Handle, Later
 from .nodes import nodes_of, silence
-from .symmetric import SymmetricDispatcher, check_reserved, most_tokens
+from .symmetric import SymmetricDispatcher, most_tokens
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class HierarchicalDispatcher(TokenDispatcher):
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
+        self.claim()
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         tokens, top_k = expert_ids.shape
         max_tokens = self._max_tokens(tokens, expert_ids.device)
@@ -143,6 +144,7 @@ class HierarchicalDispatcher(TokenDispatcher):
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         assert isinstance(routing, HierarchicalRouting)
+        self.claim()
         within, of_node = self._within_by(routing), routing.within
         crossing = self._cross(gather_rows((_joined(payload),), routing.tokens))
         return Later(lambda: _parted(within.redispatch(crossing.wait(), of_node).wait(), payload))
@@ -151,6 +153,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
         assert isinstance(routing, HierarchicalRouting)
+        self.claim()
         sums, values = self._within_by(routing).combine(rows, routing.within, row_values).wait()
         crossing = self._cross((sums,) if values is None else (sums, values))
 

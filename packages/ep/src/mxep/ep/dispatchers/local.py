@@ -1,22 +1,57 @@
-"""LocalDispatcher: no expert parallelism. Slots are the tokens themselves; only the plan is made."""
+"""LocalDispatcher: no expert parallelism. Slots are the tokens themselves; only the plan is made.
 
+Threads may call it at once: nothing of an exchange is shared, and what plans count is added under a lock.
+"""
+
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import narrow_ids, sum_slots
+from mxep.comms import Capacity, batch_too_large, narrow_ids, sum_slots
 from mxep.quant.replay import replayed
 
-from .base import Payload, Routing, TokenDispatcher
+from .base import Payload, Routing, TokenDispatcher, check_reserved
 from .handles import Done, Handle
+
+_counting = threading.Lock()
+"""Of plans on a CPU, which add to the counts of all layers that share a dispatcher."""
 
 
 class LocalDispatcher(TokenDispatcher):
-    """All experts live on this process; see :class:`TokenDispatcher`."""
+    """All experts live on this process; see :class:`TokenDispatcher`.
+
+    Args:
+        max_tokens: the most tokens of a call, else ValueError; None: any number.
+        stands_in_for: the dispatcher that was asked for by name, for a group of one rank. Such a layer raises
+            ValueError where a process group of several ranks was initialised after it was made.
+    """
 
     spans_ranks = False
     in_graphs = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        capacity: Capacity | None = None,
+        max_tokens: int | None = None,
+        stands_in_for: str | None = None,
+    ) -> None:
+        sizes: dict[str, object] = {"max_tokens": max_tokens, "stands_in_for": stands_in_for}
+        super().__init__(num_experts, group=group, capacity=capacity, sizes=sizes)
+        self._most = max_tokens
+        if max_tokens is not None:  # else a layer's own counts, which decides what "auto" picks
+            self.max_tokens = max_tokens
+        self._made_alone = stands_in_for is not None and not dist.is_initialized()
+
+    def __repr__(self) -> str:
+        most = "" if self._most is None else f", max_tokens={self._most}"
+        return f"{super().__repr__()[:-1]}{most})"
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int]:
         return 1, num_tokens
@@ -27,10 +62,25 @@ class LocalDispatcher(TokenDispatcher):
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
+        if self.uses < 1:
+            raise RuntimeError("dispatcher: closed")
+        if self._made_alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "the dispatcher was made for a process alone, and there is a process group now: initialise it before "
+                "making the layer"
+            )
+        if self._most is not None and len(expert_ids) > self._most:
+            raise ValueError(batch_too_large(len(expert_ids), self._most))
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         num_tokens = torch.full((1,), len(expert_ids), dtype=torch.int32, device=expert_ids.device)
-        plan = self._plan(expert_ids[None], weights[None], num_tokens, alignment=alignment, capacity=self.capacity)
+        tables = expert_ids[None], weights[None], num_tokens
+        with _counting if expert_ids.is_cpu else nullcontext():
+            plan = self._plan(*tables, alignment=alignment, capacity=self.capacity)
         return Done((payload, Routing(plan, expert_ids, self.num_local_experts)))
+
+    def reserve(self, max_tokens: int, device: torch.device | str) -> None:
+        super().reserve(max_tokens, device)
+        check_reserved(max_tokens, self._most)
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         return Done(payload)

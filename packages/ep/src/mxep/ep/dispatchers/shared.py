@@ -6,16 +6,39 @@ objects are collected differs from rank to rank. A process alone has nobody to a
 
 import weakref
 from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mxep.comms import NvshmemTransport, SharedMemoryTransport, SymmetricMemoryTransport, Transport
+from mxep.comms import NvshmemTransport, OneThread, SharedMemoryTransport, SymmetricMemoryTransport, Transport
 
 Key = tuple[str | None, torch.device, type[Transport]]
 _open: dict[Key, Transport] = {}
 _alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class Exchanges:
+    """Of all dispatchers of a group. thread: which makes them. dispatches: how many collectives have begun."""
+
+    thread: OneThread = field(default_factory=OneThread)
+    dispatches: int = 0
+
+
+_of_groups: dict[str, tuple[dist.ProcessGroup, Exchanges]] = {}
+"""By the group's name."""
+
+
+def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
+    """What the dispatchers of a group share, of those that are no transport's as well."""
+    for stale in [name for name, (each, _) in _of_groups.items() if not lives(each)]:
+        del _of_groups[stale]
+    name = str(group.group_name)
+    if name not in _of_groups or _of_groups[name][0] is not group:  # names are used again
+        _of_groups[name] = group, Exchanges()
+    return _of_groups[name][1]
 
 
 def open_transport(

@@ -23,7 +23,7 @@ from mxep.comms import (
     narrow_ids,
 )
 
-from .base import Payload, Routing, TokenDispatcher
+from .base import Payload, Routing, TokenDispatcher, check_reserved
 from .handles import Handle, Later
 from .memory import made_to_stay
 from .shared import close_transport, has_failed, open_transport
@@ -85,6 +85,7 @@ class SymmetricDispatcher(TokenDispatcher):
     def dispatch(
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
+        self.claim()
         expert_ids = narrow_ids(expert_ids, self.num_experts)
         workspace = self._workspace(expert_ids)
         sms = OVERLAP_SMS if overlap else None
@@ -223,12 +224,6 @@ class SymmetricDispatcher(TokenDispatcher):
 
         made = self._workspaces[device, max_tokens, top_k] = made_to_stay(device, make)
         return made
-
-
-def check_reserved(most: int, max_tokens: int | None) -> None:
-    """Raise ValueError where more was reserved than a dispatcher was made for."""
-    if max_tokens is not None and most > max_tokens:
-        raise ValueError(f"reserve: got {most} tokens, wanted at most the max_tokens = {max_tokens} of this layer")
 
 
 def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
