@@ -127,6 +127,65 @@ def test_main_grads_are_those_of_separate_products() -> None:
     torch.testing.assert_close(main_grad, want)
 
 
+class Writing(nn.Module):
+    """A forward that rotates q in place and joins rows and heads by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(D, n) for n in (D, KV, KV))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q *= 2
+        k.mul_(3).add_(1)
+        return torch.cat([each.view(-1, 16) for each in (q, k, v)])
+
+
+def test_copies_may_be_written_to_and_viewed_anyhow(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    writing = convert(Writing(), "mxfp8", backend="reference")
+    wanted = train(writing, list(writing.parameters()))
+    with caplog.at_level(logging.INFO, "mxep.gemm"):
+        join_linears(writing)
+    assert "results are views of one, which no forward may write to (copies=True" in caplog.text
+    with pytest.raises(RuntimeError, match="view"):
+        writing(given())
+    for x in (given(), given()[:1, :1]):  # a row, which is contiguous, is a view all the same
+        join_linears(revert_and_convert(writing), copies=True)
+        assert writing(x).shape == (x.shape[:-1].numel() * 8, 16)
+    got = train(writing, list(writing.parameters()))
+    assert torch.equal(got[0], wanted[0])
+    assert close(got, wanted)
+
+
+def revert_and_convert(module: nn.Module) -> nn.Module:
+    return convert(revert(module), "mxfp8", backend="reference")
+
+
+def test_grad_mode_is_part_of_what_an_input_is() -> None:
+    attention, x = convert(Attention(), "mxfp8", backend="reference"), given().detach()
+    join_linears(attention)
+    with torch.no_grad():
+        attention.q_proj(x)
+    k = attention.k_proj(x)
+    assert k.requires_grad, "what was computed without a graph does not serve"
+    (gradient,) = torch.autograd.grad(k.sum(), attention.k_proj.weight)
+    assert gradient.any()
+    v = attention.v_proj(x)
+    attention.q_proj(x)
+    with torch.no_grad():
+        assert not attention.k_proj(x).requires_grad
+    assert v.requires_grad
+
+
+def test_autocast_is_part_of_what_an_input_is() -> None:
+    attention, x = convert(Attention(), "mxfp8", backend="reference"), given().detach()
+    join_linears(attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention.q_proj(x).dtype == torch.bfloat16
+    assert attention.k_proj(x).dtype == torch.float32
+
+
 def test_another_input_gets_a_product_of_its_own_and_a_warning() -> None:
     torch.manual_seed(0)
     attention, (x, y) = convert(Attention(), "mxfp8", backend="reference"), (given(), given() + 1)

@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import snr
@@ -100,6 +102,81 @@ def test_default_leaves_alone(make: Callable[[], nn.Module], left: str) -> None:
     model = convert(make())
     assert list(converted(model)) == ["a.weight"]
     assert any(left in name for name, _ in model.named_modules())
+
+
+def pruned(linear: nn.Linear) -> nn.Module:
+    prune.l1_unstructured(linear, "weight", 0.5)
+    return linear
+
+
+COMPUTED: list[Callable[[nn.Linear], nn.Module]] = [
+    nn.utils.weight_norm,
+    nn.utils.spectral_norm,
+    pruned,
+    nn.utils.parametrizations.weight_norm,
+    nn.utils.parametrizations.orthogonal,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize("compute", COMPUTED)
+def test_a_weight_that_is_computed_before_each_forward_is_left_alone(
+    compute: Callable[[nn.Linear], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    made, x = compute(nn.Linear(32, 32)), torch.randn(4, 32)
+    model = nn.Sequential(made, nn.Linear(32, 32))
+    wanted = made.eval()(x)
+    with caplog.at_level(logging.INFO, "mxep.gemm"):
+        convert(model)
+    assert list(converted(model)) == ["1.weight"]
+    assert re.search(r"left alone \((parametrized|its weight is computed before each forward.*)\): 0\.", caplog.text)
+    assert torch.equal(made(x), wanted)
+    model(x).sum().backward()
+    other = compute(nn.Linear(32, 32))
+    with pytest.raises(ValueError, match=r"got no parameter that passes the filter.*(parametrized|is computed before)"):
+        convert(nn.Sequential(other))
+    with pytest.raises(ValueError, match="want it plain: convert before"):
+        convert(nn.Sequential(other), filter=lambda fqn, _: "bias" not in fqn)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize("compute", COMPUTED)
+def test_a_converted_linear_multiplies_by_the_weight_that_is_computed_later(
+    compute: Callable[[nn.Linear], nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 32), torch.randn(4, 32)
+    convert(nn.Sequential(layer))
+    compute(layer)
+    layer.eval()
+    out = layer(x)
+    assert torch.equal(out, linear(x, layer.weight, layer.bias, recipe="mxfp8"))
+    out.sum().backward()
+    assert any(p.grad is not None and p.grad.any() for name, p in layer.named_parameters() if name != "bias")
+
+
+def test_linears_with_a_forward_of_their_own_are_named_where_nothing_is_converted() -> None:
+    class Float8Linear(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input
+
+    with pytest.raises(ValueError, match=r"left alone: .*a Float8Linear, which has a forward of its own.*0\.weight"):
+        convert(nn.Sequential(Float8Linear(32, 32)))
+
+
+def test_a_linear_without_a_shape_or_another_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"0\.weight: got a parameter without a shape, want one: run the model once"):
+        convert(nn.Sequential(nn.LazyLinear(32)))
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(32, 32)
+            self.scale = nn.Parameter(torch.ones(32))
+
+    assert list(converted(convert(Scaled()))) == ["weight"]
+    with pytest.raises(ValueError, match="scale: got a parameter of a linear, want its weight"):
+        convert(Scaled(), filter=lambda fqn, _: True)
 
 
 def test_a_filter_decides_and_biases_follow_their_weights() -> None:

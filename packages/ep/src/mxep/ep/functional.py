@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from mxep import quant
 from mxep.comms import narrow_ids
 from mxep.gemm import Recipe, grouped_mm
+from mxep.gemm.anomaly import for_anomaly_mode
 from mxep.gemm.backends import Backend
 from mxep.gemm.functional import between_graphs, joined, taken_apart
 from mxep.quant import SwiGLU
@@ -194,7 +195,8 @@ class _Combine(torch.autograd.Function):
         recipe, plan = ctx.recipe, ctx.routing.plan
         slots = ctx.dispatcher.redispatch(tuple(pack([d_out], recipe, recipe.grad_fmt)), ctx.routing).wait()
         wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
-        return wire.rows(slots, plan.row_slot, plan.offs, copy=ctx.dispatcher.borrows), None, None, None
+        d_rows = wire.rows(slots, plan.row_slot, plan.offs, copy=ctx.dispatcher.borrows)
+        return for_anomaly_mode(d_rows, plan.offs), None, None, None
 
 
 def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:
@@ -226,7 +228,8 @@ class _SwiGLU(torch.autograd.Function):
         *parts, row_weight, offs = ctx.saved_tensors
         gate_up = joined(parts, ctx.rest)
         d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
-        return d_gate_up, d_row_weight if row_weight is not None else None, None, None, None
+        d_weight = None if row_weight is None else for_anomaly_mode(d_row_weight, offs)
+        return for_anomaly_mode(d_gate_up, offs), d_weight, None, None, None
 
 
 def swiglu_forward(

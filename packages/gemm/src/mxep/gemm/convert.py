@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from mxep.gemm.auto import recipe_name, recipe_of
@@ -56,8 +57,10 @@ def convert(
     What counts are products within the forward of the module that owns the weight: a `checkpoint` goes around that.
 
     ValueError: unknown recipe or backend, no parameter passes the filter, one that does is neither 3-D floating nor the
-    weight of an nn.Linear, or is converted already, or its module is parametrized or has a forward of its own, not its
-    class's. At a product, with the parameter's name: K or N that do not fit the recipe, wrong dtypes or offs.
+    weight of an nn.Linear, or is converted already, or its module is parametrized, computes the weight in a hook
+    (weight_norm, spectral_norm, pruning), has no shape yet or a forward of its own, not its class's; a shard of tensor
+    parallelism that does not fit the recipe. At a product, with the parameter's name: K or N that do not fit the
+    recipe, wrong dtypes or offs.
     """
     recipe = recipe_of(recipe)
     if isinstance(backend, str) and backend not in ("auto", *BACKENDS):
@@ -116,11 +119,22 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
         linear = is_linear(module)
         if linear and name == "bias":
             continue
-        if filter is None and linear:
-            reason = reason_to_leave(fqn.removesuffix(".weight"), module, vocabulary, largest)  # type: ignore[arg-type]
-            if is_parametrized(module) or reason is not None:
-                left.setdefault(reason or "parametrized", []).append(fqn)
+        if filter is None and (linear or _is_computed(module, name)):
+            if is_parametrized(module):
+                reason: str | None = "parametrized"
+            elif _is_computed(module, name):
+                reason = "its weight is computed before each forward, as by weight_norm, spectral_norm or pruning"
+            elif name != "weight":
+                reason = "not the weight of its linear"
+            else:
+                assert isinstance(module, nn.Linear)
+                reason = reason_to_leave(fqn.removesuffix(".weight"), module, vocabulary, largest)
+            if reason is not None:
+                left.setdefault(reason, []).append(fqn)
                 continue
+        elif filter is None and isinstance(module, nn.Linear) and not _is_weight(parameter) and name != "bias":
+            left.setdefault(f"a {type(module).__name__}, which has a forward of its own", []).append(fqn)
+            continue
         elif filter is not None:
             if not filter(fqn, parameter):
                 continue
@@ -166,7 +180,23 @@ def _is_weight(parameter: Tensor) -> bool:
     return parameter.dim() == 3 and parameter.is_floating_point()
 
 
+def _is_computed(module: nn.Module, name: str) -> bool:
+    """Whether a hook makes an attribute of this parameter before each forward: `weight` of `weight_orig`, say."""
+    attribute, _, suffix = name.rpartition("_")
+    return suffix in ("orig", "g", "v") and isinstance(module.__dict__.get(attribute), Tensor)
+
+
 def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, recipe: Recipe | str) -> None:
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(f"{fqn}: got a parameter without a shape, want one: run the model once, then convert")
+    if _is_computed(module, name):
+        raise ValueError(
+            f"{fqn}: got a {type(module).__name__} whose weight is computed before each forward (weight_norm, "
+            "spectral_norm, pruning), want it plain: convert before, or make it permanent (remove_weight_norm, "
+            "remove_spectral_norm, prune.remove)"
+        )
+    if is_linear(module) and name != "weight" and not is_parametrized(module):
+        raise ValueError(f"{fqn}: got a parameter of a linear, want its weight: take it out of the filter")
     if not _is_weight(parameter) and not (is_linear(module) and parameter.is_floating_point()):
         got = f"{parameter.dtype} {tuple(parameter.shape)} of a {type(module).__name__}"
         raise ValueError(

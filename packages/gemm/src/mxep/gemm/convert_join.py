@@ -27,13 +27,16 @@ SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"), ("gate_pr
 """Names of linears that read one input in most models."""
 
 
-def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> Module:
+def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *, copies: bool = False) -> Module:
     """Compute converted linears that read one input together, in place; returns the model. Which ones is logged.
 
     siblings: names that children of one module have. Where all of them are linears that `convert` converted alike, of
     one dtype and as many in_features, they are joined; the first that is called computes for all. Say it only of those
     that are called with the same tensor: others are computed for nothing, and the first such call warns.
     Where weights are DTensors in forward (tensor parallelism, FSDP2 around each of them) they are separate, as before.
+    copies: each result is a tensor of its own. Without, results are views of one tensor. torch then refuses to write to
+    them in place, and a `.view` that joins their last two axes, as q.view(-1, head_dim). Models that do either need
+    copies, which cost a read and a write of the results.
     Before PEFT, whose layers take the names. `revert` undoes it.
 
     ValueError: there are none.
@@ -43,23 +46,24 @@ def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS) ->
         for names in siblings:
             modules = [parent._modules.get(name) for name in names]
             if len(names) > 1 and _alike(modules):
-                joined = Joined(modules, ", ".join(f"{prefix}.{name}".lstrip(".") for name in names))
+                joined = Joined(modules, ", ".join(f"{prefix}.{name}".lstrip(".") for name in names), copies)
                 for module in modules:
                     state_of(module).joined = joined  # type: ignore[union-attr]
                 found.append(f"{prefix}.{' + '.join(names)}".lstrip("."))
     if not found:
         wanted = "; ".join(", ".join(names) for names in siblings)
         raise ValueError(f"join_linears: got no converted siblings, want nn.Linear modules named {wanted}, converted")
-    logging.getLogger("mxep.gemm").info("join_linears: %s", by_pattern(found))
+    results = "copies" if copies else "views of one, which no forward may write to (copies=True gives it tensors)"
+    logging.getLogger("mxep.gemm").info("join_linears: %s; results are %s", by_pattern(found), results)
     return model
 
 
 class Joined:
     """Siblings, and what was computed for those that have not been called yet."""
 
-    def __init__(self, modules: Sequence[Any], names: str) -> None:
+    def __init__(self, modules: Sequence[Any], names: str, copies: bool) -> None:
         self.modules = tuple(modules)
-        self.names = names
+        self.names, self.copies = names, copies
         self.held: tuple[Tensor, Any, dict[int, Tensor]] | None = None
         self.warned = False
 
@@ -77,7 +81,7 @@ class Joined:
             out = held[2].pop(place)
             if not held[2]:
                 self.held = None
-            return out
+            return out.clone() if self.copies else out
         if held is not None and held[0] is not x and not self.warned:
             self.warned = True
             tell(
@@ -90,7 +94,7 @@ class Joined:
         outs = dict(enumerate(linear_together(x, weights, biases, **options)))
         out = outs.pop(place)
         self.held = (x, circumstances, outs)
-        return out
+        return out.clone() if self.copies else out
 
 
 def _circumstances(x: Tensor, *weights: Tensor) -> Any:

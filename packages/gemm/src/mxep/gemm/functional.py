@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 import mxep.gemm.compiled as compiled
 import mxep.gemm.steps as steps
+from mxep.gemm.anomaly import for_anomaly_mode
 from mxep.gemm.backends import Backend, QuantizedWeight, select
 from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
@@ -179,6 +180,7 @@ class _GroupedMM(torch.autograd.Function):
             left = [qdata, *[None] * (len(widths) - 1)] if recipe.wgrad == "mx" else [*map(steps.parts_of, dys)]
             ctx.saved_operands = SavedOperands.of((offs, left, a), *dys)
         dbias = steps.joined_sums(dys, offs).to(bias_dtype) if need_bias else None
+        da = for_anomaly_mode(da, offs)
         if len(widths) == 1:
             return da, dw, dbias, *[None] * 7
         dws = [None] * len(widths) if dw is None else dw.split(widths, 1)

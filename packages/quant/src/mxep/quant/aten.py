@@ -49,6 +49,12 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return to
 
 
+def _isnan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A plain tensor, of values: what torch's anomaly mode asks of gradients."""
+    result: Tensor = func(args[0].dequantize(), **kwargs)
+    return result
+
+
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
     mx, size = args
     if -1 in size and mx.numel():
@@ -165,6 +171,7 @@ HANDLERS: dict[Any, Handler] = {
     aten._to_copy.default: _in_memory,
     aten.empty_like.default: _in_memory,
     aten.is_pinned.default: _is_pinned,
+    aten.isnan.default: _isnan,
     aten._pin_memory.default: _same_parts,
     aten.copy_.default: _copy_,
     aten.split.Tensor: _split,

@@ -91,7 +91,9 @@ def check_parts(
     if orig_dtype not in VALUE_DTYPES:
         raise ValueError(f"orig_dtype: got {orig_dtype}, want one of {VALUE_DTYPES}")
     if scale.dtype != SCALE_DTYPE:
-        raise ValueError(f"scales: got dtype {scale.dtype}, want {SCALE_DTYPE} or its bytes as torch.uint8")
+        raise ValueError(
+            f"scales: got dtype {scale.dtype}, want {SCALE_DTYPE}: from_qdata_and_scales takes its bytes, too"
+        )
     *rest, n, k = qdata.shape
     wanted = *rest, n if axis == -1 else n // block_size, k if axis == -2 else k // block_size
     if scale.shape != wanted:
