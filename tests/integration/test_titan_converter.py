@@ -38,6 +38,31 @@ def make_trainer(ctx: Context, *arguments: str, change: Any = None) -> tuple[Any
     return trainer, args
 
 
+@pytest.mark.parametrize(
+    ("converters", "linear", "refused"),
+    [
+        (["quantize.linear.float8", "mxep"], "mxfp8", "quantize.linear.float8"),
+        (["mxep", "quantize.linear.mx"], "fp8", "quantize.linear.mx"),
+        (["mxep", "quantize.grouped_mm.float8"], None, "quantize.grouped_mm.float8"),
+        (["quantize.linear.float8", "mxep"], None, None),
+    ],
+)
+def test_two_converters_of_the_same_weights_are_refused(
+    converters: list[str], linear: str | None, refused: str | None
+) -> None:
+    from types import SimpleNamespace
+
+    from mxep.integration.titan_converter import Converter, ConverterOptions
+
+    config = SimpleNamespace(mxep=ConverterOptions(linear=linear), model=SimpleNamespace(converters=converters))
+    mesh = SimpleNamespace(tp_enabled=False, get_optional_mesh=lambda name: None)
+    if refused is None:
+        Converter(config, mesh)
+        return
+    with pytest.raises(ValueError, match=f"model.converters: got {refused} beside mxep, want one to quantize"):
+        Converter(config, mesh)
+
+
 @pytest.mark.slow
 @distributed(2, device="cpu", timeout=280)
 @pytest.mark.parametrize("model", ["qwen3-debug", "deepseek-debug"])

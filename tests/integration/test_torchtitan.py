@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,72 @@ def test_linears_multiply_by_the_recipe() -> None:
     assert linears(narrow, "mxfp8") is narrow
     with pytest.raises(ValueError, match="mxfp9"):
         linears(config, "mxfp9")
+    with pytest.raises(ValueError, match="backend: got 'best', want one of auto"):
+        linears(config, "mxfp8", "best")
+
+
+def test_linears_beside_torchtitans_own_quantization_are_refused() -> None:
+    """As Float8's converter leaves a model: its config's class is a child of Linear's."""
+    import types
+
+    from torchtitan.config import Configurable
+    from torchtitan.config.override import apply_overrides
+    from torchtitan.models.common.linear import Linear
+
+    # torchao, which defines the real ones, may be missing.
+    float8 = types.new_class("Float8Linear.Config", (Linear.Config,), exec_body=lambda names: names.update(
+        __module__="torchtitan.components.quantization.float8"
+    ))  # fmt: skip
+
+    class Layer(Configurable):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Configurable.Config):
+            attention: Any
+
+    class Attention(Configurable):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Configurable.Config):
+            wo: Any
+
+    class Model(Configurable):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Configurable.Config):
+            layers: list[Any]
+
+    made = Model.Config(layers=[Layer.Config(attention=Attention.Config(wo=float8(in_features=D, out_features=F)))])
+    with pytest.raises(ValueError, match=r"linears: got Float8Linear\.Config, .*leave out its converter"):
+        apply_overrides(overridden("mxfp8", linear="mxfp8"), made)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": float("nan")}, "capacity: expected a Capacity, or a factor"),
+        ({"capacity": -1}, "Capacity.factor: got .*, (wanted|expected) a positive number"),
+        ({"max_tokens": 0}, "max_tokens: expected a whole number, at least 1, got 0"),
+        ({"max_tokens": 1.5}, "max_tokens: expected a whole number"),
+        ({"timeout": -1}, "timeout: expected seconds, more than 0, got -1"),
+        ({"dispatcher": "fast"}, "dispatcher: expected one of local, .*got 'fast'"),
+        ({"ranks_per_node": 2}, "dispatcher 'symmetric' has no ranks_per_node"),
+        ({"backend": "best"}, "backend: got 'best', want one of auto"),
+        ({"overflow": "lose", "capacity": 1.5}, "overflow"),
+        ({"recipe": "mxfp9"}, "mxfp9"),
+        ({"quantize_once": "no"}, "quantize_once: got 'no', want true or false"),
+    ],
+)
+def test_options_are_checked_before_anything_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configs(**options)
+
+
+def test_options_of_nodes_reach_the_dispatcher() -> None:
+    from mxep.integration.titan import Options
+
+    options = Options(dispatcher="hierarchical", ranks_per_node=2, nodes_per_token=1, capacity=1.25, overflow="drop")
+    dispatch = options.dispatch()
+    assert (dispatch.ranks_per_node, dispatch.nodes_per_token) == (2, 1)
+    assert (dispatch.capacity.kind, dispatch.capacity.overflow) == ("factor", "drop")
+    assert options.make_dispatcher(8, 64, None).world_size == 1, "without EP nothing travels"
 
 
 @pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])

@@ -13,7 +13,14 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+)
 
 from integration.tiny_models import CONFIGS, step, tiny, token_ids, worst
 from mxep.gemm import Recipe
@@ -254,7 +261,8 @@ def test_experts_that_are_replaced_after_a_forward_are_noticed_by_a_trainer(
 ) -> None:
     step(model := tiny("qwen3_moe", "mxep_bf16"))
     check(replaced_forwards(copy.deepcopy(model), monkeypatch))  # it ran, and what runs from now on is not known
-    MxepCallback().on_train_begin(TrainingArguments(str(tmp_path), save_strategy="no", report_to=[]), None, None, model)
+    arguments = TrainingArguments(str(tmp_path), save_strategy="no", report_to=[])
+    MxepCallback().on_train_begin(arguments, TrainerState(), None, model)
     with pytest.raises(RuntimeError, match=r"leave out what replaced them .*use_liger_kernel=False"):
         check(replaced_forwards(model, monkeypatch))
 

@@ -17,10 +17,11 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from mxep.comms import Capacity
-from mxep.ep import TokenDispatcher, make_dispatcher, run_experts
+from mxep.ep import Dispatch, TokenDispatcher, make_dispatcher, run_experts
 from mxep.ep.auto import pick_recipe
 from mxep.gemm import Recipe, quantize_weights_once_a_step
 from mxep.gemm.auto import recipe_of
+from mxep.gemm.backends import BACKENDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +31,13 @@ class Options:
     Attributes:
         recipe: "mxfp8", "fp8", "bf16" or another name of :class:`mxep.gemm.Recipe`; "auto": MXFP8 where it pays, by
             max_tokens, else bf16.
-        dispatcher: "symmetric", "hierarchical", "all_to_all" or "nvshmem", between the ranks of the ep mesh. Without EP
-            it is "local".
+        dispatcher, max_tokens, timeout, ranks_per_node, nodes_per_token: of :class:`mxep.ep.Dispatch`, between the
+            ranks of the ep mesh. Without EP nothing travels. max_tokens: local_batch_size * seq_len / context parallel
+            degree; torch.compile needs it with EP.
         capacity: rows that fit on a rank, in balanced loads, or None for the worst case.
         overflow: what happens to rows over the capacity: "raise" before the optimizer steps, or "drop".
-        max_tokens: most tokens a rank brings to a layer, local_batch_size * seq_len / context parallel degree.
-            torch.compile needs it with EP. None: the most so far, between GPUs of the first batch.
         dtype: of the activations: "bfloat16", or "float32" where training.mixed_precision_param is that.
         backend: of the grouped GEMM.
-        timeout: seconds that a wait for a peer takes at most. None: 60.
         quantize_once: whether the micro-batches of a step share quantized weights.
     """
 
@@ -47,9 +46,11 @@ class Options:
     capacity: float | None = None
     overflow: Literal["raise", "drop"] = "raise"
     max_tokens: int | None = None
+    timeout: float | None = None
+    ranks_per_node: int | None = None
+    nodes_per_token: int | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     backend: str = "auto"
-    timeout: float | None = None
     quantize_once: bool = False
 
     def check(self, dim: int, hidden_dim: int) -> None:
@@ -58,23 +59,33 @@ class Options:
         if not isinstance(recipe, Recipe):
             if self.max_tokens is None:
                 raise ValueError("recipe: got 'auto' without max_tokens, want both, as it is picked by that")
-        elif recipe.scaling == "mx" and (dim % 32 or hidden_dim % 32):
-            raise ValueError(f"recipe {recipe.name} wants dim and hidden_dim in 32s, got {dim}, {hidden_dim}")
+        elif dim % recipe.group_alignment or hidden_dim % recipe.group_alignment:
+            raise ValueError(
+                f"recipe {recipe.name} wants dim and hidden_dim in {recipe.group_alignment}s, got {dim}, {hidden_dim}"
+            )
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype: got {self.dtype!r}, wanted 'bfloat16' or 'float32'")
+        check_backend(self.backend)
+        if not isinstance(self.quantize_once, bool):
+            raise ValueError(f"quantize_once: got {self.quantize_once!r}, want true or false")
         if self.capacity is None and self.overflow != "raise":
             raise ValueError("overflow='drop' needs a capacity, such as 1.5")
-        self.rows()
+        self.dispatch()
 
-    def rows(self) -> Capacity:
-        return Capacity.worst_case() if self.capacity is None else Capacity.factor(self.capacity, self.overflow)
+    def dispatch(self) -> Dispatch:
+        """ValueError as its own."""
+        capacity: Capacity | float | None = self.capacity
+        if self.overflow != "raise" and isinstance(capacity, int | float):
+            capacity = Capacity.factor(capacity, self.overflow)
+        names = "dispatcher", "max_tokens", "timeout", "ranks_per_node", "nodes_per_token"
+        return Dispatch(capacity=capacity, **{name: getattr(self, name) for name in names})
 
     def make_dispatcher(self, num_experts: int, dim: int, group: dist.ProcessGroup | None) -> TokenDispatcher:
         """The dispatcher of a group, shared by layers that are alike, and checked before each optimizer step."""
-        name = self.dispatcher if group is not None else "local"
-        limits: dict[str, Any] = {"capacity": self.rows(), "max_tokens": self.max_tokens, "timeout": self.timeout}
-        dtype = getattr(torch, self.dtype)
-        made = make_dispatcher(name, num_experts, dim=dim, dtype=dtype, group=group, **limits)
+        dispatch = self.dispatch()
+        if group is None:
+            dispatch = Dispatch("local", dispatch.capacity, dispatch.max_tokens)
+        made = make_dispatcher(dispatch, num_experts, dim=dim, dtype=getattr(torch, self.dtype), group=group)
         check_before_steps(made)
         if self.quantize_once:
             quantize_weights_once_a_step()
@@ -106,6 +117,12 @@ class Options:
             recipe = picked
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": self.backend}
         return run_experts(x, expert_ids, scores.float(), (w1, w3), w2, **how)[0]
+
+
+def check_backend(backend: str) -> None:
+    """ValueError for a name that is none."""
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend: got {backend!r}, want one of auto, {', '.join(BACKENDS)}")
 
 
 _checked: weakref.WeakSet[TokenDispatcher] = weakref.WeakSet()

@@ -86,7 +86,10 @@ class RoutedMoE(MoE):  # type: ignore[misc]
 
 
 class Converter:
-    """Converts all MoEs of a model. ValueError for those whose experts mxep does not compute, and for TP."""
+    """Converts all MoEs of a model.
+
+    ValueError for those whose experts mxep does not compute, for TP, and beside torchtitan's own quantization.
+    """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         if parallel_dims.tp_enabled:
@@ -94,6 +97,12 @@ class Converter:
                 "mxep's converter for torchtitan 0.2 does not support tensor parallelism: set its degree to 1"
             )
         self.options: ConverterOptions = job_config.mxep
+        kinds = ("quantize.grouped_mm", "quantize.linear")[: 1 if self.options.linear is None else 2]
+        if others := [name for name in job_config.model.converters if name.startswith(kinds)]:
+            raise ValueError(
+                f"model.converters: got {', '.join(others)} beside mxep, want one to quantize: leave them out, or "
+                "mxep.linear where they are of linears"
+            )
         mesh = parallel_dims.get_optional_mesh("ep")
         self.group = None if mesh is None else mesh.get_group()
 

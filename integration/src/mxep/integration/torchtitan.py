@@ -33,7 +33,7 @@ from mxep.gemm.auto import recipe_of
 from mxep.gemm.linear import module_forward
 
 from . import titan
-from .titan import Options
+from .titan import Options, check_backend
 
 
 class Routed(NamedTuple):
@@ -130,11 +130,23 @@ class QuantizedLinear(Linear):  # type: ignore[misc]
     target=Linear.Config,
     fqns=[f"*layers.*.{part}.*" for part in ("attention", "feed_forward", "shared_experts")],
     description="linears by mxep",
-    exact=True,
 )
 def linears(config: Any, recipe: str = "mxfp8", backend: str = "auto") -> Any:
-    """Those whose sizes the recipe can not take stay as they are. ValueError for a recipe that is none."""
+    """Those whose sizes the recipe can not take stay as they are, and so do classes of a model's own.
+
+    ValueError for a recipe or backend that is none, and beside converters of torchtitan (Float8, MX, NVFP4), which take
+    the linears first: exact=True would leave these to them in silence.
+    """
     chosen = Recipe.named(recipe)
+    check_backend(backend)
+    kind = type(config)
+    if "quantization" in kind.__module__:
+        raise ValueError(
+            f"linears: got {kind.__qualname__}, which torchtitan's own quantization made, want Linear.Config: leave "
+            "out its converter, or mxep's override of linears"
+        )
+    if kind is not Linear.Config:
+        return config
     if config.in_features % chosen.group_alignment or config.out_features % chosen.group_alignment:
         return config
     return derive(config, QuantizedLinear.Config, recipe=chosen, backend=backend)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from mxep.comms import Capacity
-from mxep.ep import LocalDispatcher, TokenDispatcher
+from mxep.ep import Dispatch, DispatchFields, LocalDispatcher, TokenDispatcher
 from mxep.gemm import Recipe
+from mxep.gemm.backends import BACKENDS
 
 from .layer import KEY, MAX_TOKENS, WEIGHTS, Layer, activation_of, check_experts
 
@@ -22,35 +21,38 @@ _local: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDic
 """By number of experts: layers share one, so that a check asks the device once."""
 
 
-@dataclass(frozen=True, eq=False)
 class Implementation:
     """What `experts_implementation=` and `ep_implementation=` may name, once it is registered.
 
     Attributes:
         name: of it in transformers.
         recipe, backend: as for `mxep.ep.MoE`; "auto" is picked anew for each module of experts, once.
-        dispatcher: ``"symmetric"``, ``"hierarchical"``, ``"nvshmem"`` or ``"all_to_all"``, where experts are spread
-            over ranks.
-        capacity, max_tokens, timeout, ranks_per_node, nodes_per_token: of that dispatcher, as for `mxep.ep.MoE`.
-            max_tokens None: what MXEP_MAX_TOKENS says in the environment, else the most so far, between GPUs of the
-            first batch.
+        dispatch: how tokens travel where experts are spread over ranks: a `mxep.ep.Dispatch`, or its fields by keyword.
+            Its max_tokens None: what MXEP_MAX_TOKENS says in the environment, else the most so far, between GPUs of
+            the first batch. **Padding counts**: transformers gives a layer every token of a padded batch, also of its
+            capacity and loads. Pack sequences instead (`DataCollatorWithFlattening`).
+
+    ValueError as of `Dispatch`, and for a backend that is none.
     """
 
-    name: str
-    recipe: Recipe | Literal["auto"]
-    backend: str = "auto"
-    dispatcher: str = "symmetric"
-    capacity: Capacity | None = None
-    max_tokens: int | None = None
-    timeout: float | None = None
-    ranks_per_node: int | None = None
-    nodes_per_token: int | None = None
+    def __init__(
+        self,
+        name: str,
+        recipe: Recipe | Literal["auto"],
+        backend: str = "auto",
+        dispatch: Dispatch | None = None,
+        **fields: Unpack[DispatchFields],
+    ) -> None:
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend: got {backend!r}, want one of auto, {', '.join(BACKENDS)}")
+        self.name, self.recipe, self.backend = name, recipe, backend
+        self.dispatch = Dispatch.of(dispatch, fields)
 
     def most_tokens(self) -> int | None:
         """What was registered, else what the environment says."""
         said = os.environ.get(MAX_TOKENS)
-        if self.max_tokens is not None or not said:
-            return self.max_tokens
+        if self.dispatch.max_tokens is not None or not said:
+            return self.dispatch.max_tokens
         if not said.isdecimal() or int(said) < 1:
             raise ValueError(
                 f"{MAX_TOKENS}: got {said!r}, want the most tokens (batch times length) that a rank brings"

@@ -8,6 +8,7 @@ E experts in all, W ranks of the mesh.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -64,16 +65,11 @@ def _own(implementation: Implementation) -> type:
 def _dispatcher(experts: Any, num_experts: int, mesh: DeviceMesh, how: Implementation) -> TokenDispatcher:
     weight = experts.down_proj
     return make_dispatcher(
-        how.dispatcher,
+        replace(how.dispatch, max_tokens=how.most_tokens()),
         num_experts,
         dim=weight.shape[2 if experts.is_transposed else 1],
         dtype=weight.dtype,
         group=group_of(mesh),
-        capacity=how.capacity,
-        max_tokens=how.most_tokens(),
-        timeout=how.timeout,
-        ranks_per_node=how.ranks_per_node,
-        nodes_per_token=how.nodes_per_token,
     )
 
 
