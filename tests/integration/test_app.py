@@ -14,9 +14,11 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
-from mxep.integration import state
+from mxep.integration import job, state
+from mxep.integration.train import Outcome, Run
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
 MARK = "MXEP_TEST_MARK"
@@ -122,6 +124,63 @@ def test_ctrl_c_leaves_a_checkpoint_says_how_to_go_on_and_leaves_no_process(text
     assert json.loads((folder / "summary.json").read_text())["runs"][0]["stopped"]
 
 
+def test_ctrl_c_during_start_is_one_line_of_the_command_and_ends_all_of_it(tmp_path: Path):
+    """The fork server imports torch for seconds; a terminal's Ctrl-C reaches it, too."""
+    environment = {**os.environ, MARK: "start"}
+    with subprocess.Popen(
+        command("model=tiny", folder=tmp_path / "run"),
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            imports = lambda: any(b"forkserver" in one.joinpath("cmdline").read_bytes() for one in processes("start"))  # noqa: E731
+            assert wait_until(imports, within=START)
+            time.sleep(0.3)
+            os.killpg(process.pid, signal.SIGINT)
+            _, err = process.communicate(timeout=20)
+        finally:
+            for one in processes("start"):
+                os.kill(int(one.name), signal.SIGKILL)
+    assert (process.returncode, err) == (130, "mxep: stopped before there was anything to save\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sigterm_during_the_loss_on_held_out_text_ends_the_run_which_goes_on_there(mxep, text: Path, tmp_path: Path):
+    def end() -> None:
+        wait_until(lambda: bool(list((tmp_path / "run" / "mxfp8").glob("step-*"))), within=START)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end).start()
+    given = *TINY, f"data.path={text}", "train.compare=false", "train.steps=2", "parallel.ranks=2"
+    finished = mxep(*given, "train.valid_batches=1000000")
+    assert finished.code == 130, finished.err
+    assert "mxep: stopped (mxfp8, step 2 of 2); go on with: mxep resume=" in finished.err
+    went_on = mxep(f"resume={tmp_path / 'run'}", "train.valid_batches=1", "parallel.ranks=2")
+    assert went_on.code == 0, went_on.err
+    (run,) = json.loads((tmp_path / "run" / "summary.json").read_text())["runs"]
+    assert (run["steps"], run["stopped"]) == (2, False)
+    assert run["valid_loss"] > 0
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_that_stops_before_its_first_checkpoint_names_none(
+    mxep, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+):
+    given = *TINY, f"data.path={text}", "train.compare=false", "train.steps=1", "parallel.ranks=1"
+    if resumed:
+        before = tmp_path / "before"
+        assert mxep(*given, f"hydra.run.dir={before}").code == 0
+        given = f"resume={before}", "parallel.ranks=1"
+    stopped = Outcome([Run("mxfp8", 0, True, [], None)], "text", 3.0)
+    monkeypatch.setattr(job, "_on_ranks", lambda *rest, **options: stopped)
+    finished = mxep(*given)
+    assert finished.code == 130
+    how = f"go on with: mxep resume={before} parallel.ranks=1" if resumed else "there is no checkpoint to go on from"
+    assert f"mxep: stopped (mxfp8, step 0 of 1); {how}\n" in finished.err
+
+
 def test_a_killed_rank_is_named_in_one_message_and_ends_the_job(mxep, text: Path, tmp_path: Path):
     def kill_rank_1() -> None:
         wait_until(lambda: steps_of(tmp_path / "run") > LINES, within=START)
@@ -134,6 +193,7 @@ def test_a_killed_rank_is_named_in_one_message_and_ends_the_job(mxep, text: Path
     assert finished.code == 1
     messages = [line for line in finished.err.splitlines() if "step" not in line and "backend" not in line]
     assert messages[0] == "mxep: rank 1 was killed by SIGKILL before it returned"
+    assert messages[1].startswith("(most likely out of memory: ")
     assert len(messages) == 2
     assert not multiprocessing.active_children()
 
@@ -166,5 +226,5 @@ def test_minus_m_runs_one_job_after_the_other(mxep, text: Path, tmp_path: Path):
     curves = [json.loads((tmp_path / "sweep" / str(i) / "summary.json").read_text())["runs"] for i in range(2)]
     assert curves[0][0]["train_loss"] != curves[1][0]["train_loss"]
     table = finished.out.partition("Sweep: ")[2]
-    for job, (run,) in enumerate(curves):
-        assert re.search(rf"^ *{job}: seed={job} +bf16 +{run['valid_loss']:.4f} ", table, re.MULTILINE), finished.out
+    for i, (run,) in enumerate(curves):
+        assert re.search(rf"^ *{i}: seed={i} +bf16 +{run['valid_loss']:.4f} ", table, re.MULTILINE), finished.out

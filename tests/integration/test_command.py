@@ -45,6 +45,12 @@ def alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["parallel.ranks=3"], "model.experts must be a multiple of 3 (parallel.ep), got 8: try parallel.ep=1 or "),
         (["recipe.name=mxfp8_up"], "recipe: got 'mxfp8_up', want bf16, fp8, mxfp8"),
         (["task=bench", "bench=layer"], "needs a CUDA device, and there is none here; bench.device=cpu tries"),
+        (["backend=hopper"], "backend=hopper: got ranks on CPUs, wanted CUDA devices of compute capability 9.0"),
+        (["dispatcher=nvshmem"], "dispatcher=nvshmem: got ranks on CPUs, wanted CUDA devices"),
+        (["parallel.device=cuda"], "parallel.device=cuda: got 0 CUDA devices here, wanted one for each of 2 ranks"),
+        (["optimizer.beta1=1"], "optimizer.beta1: got 1.0, wanted at least 0 and below 1"),
+        (["recipe.name=fp8_floor_ceil"], "recipe: got 'fp8_floor_ceil', want bf16, fp8, mxfp8"),
+        (["model=qwen3_30b_a3b", "model.layers=4800"], "billion parameters take"),
         (["task=bench", "bench=quant", "bench.device=cpu"], "bench=quant measures CUDA devices alone"),
         (
             ["task=bench", "bench=layer", "bench.device=cpu", "bench.models=[x]"],

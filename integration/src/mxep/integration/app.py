@@ -26,11 +26,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from . import __version__, arguments, files
+from . import __version__, arguments, files, machine
 from .config import ConfigError
 from .names import TASKS
 from .prepare import prepare
-from .process import STOPPED, count_gpus, reports, start_fork_server, under_torchrun
+from .process import (
+    STOPPED,
+    count_gpus,
+    end_fork_server,
+    end_on_signals,
+    raise_on_signals,
+    reports,
+    start_fork_server,
+    under_torchrun,
+)
 from .schema import configs_dir, register
 
 
@@ -39,6 +48,7 @@ def main() -> None:
     if "--version" in sys.argv[1:]:
         print(f"mxep {__version__}, torch {version('torch')}")
         return
+    end_on_signals()
     register()
     done: list[tuple[Path, list[str]]] = []
 
@@ -63,6 +73,7 @@ def main() -> None:
             print(f"mxep: {error}", file=sys.stderr)
         sys.exit(1)
     finally:
+        raise_on_signals()
         if len(done) > 1 and reports():
             from .report import show_sweep
 
@@ -94,7 +105,10 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
     try:
+        end_on_signals(lambda: _remove_empty(folder))
         config, checkpoints = prepare(raw, overrides)
+        if missing := "; ".join(machine.complaints(config)):
+            raise ConfigError(missing)
         if reports() and config.task.name in ("train", "compare") and config.data.path is not None:
             for note in files.notes(config.data):
                 print(f"mxep: data.path: {note}", file=sys.stderr)
@@ -102,7 +116,7 @@ def _job(raw: DictConfig, done: list[tuple[Path, list[str]]]) -> None:
             # What transformers imports, torchao for one, may start CUDA, which a rank forked then could not use.
             early = config.model.transformers is not None and not count_gpus()
             server = start_fork_server(*["mxep.integration.transformers.model"] * early)
-            atexit.register(server._stop)  # waits for its end, so that the command leaves nothing behind
+            atexit.register(end_fork_server, server)  # so that the command leaves nothing behind
         from .job import run_job
 
         code = run_job(config, checkpoints, folder)

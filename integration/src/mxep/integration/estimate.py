@@ -36,7 +36,7 @@ from .named import make_capacity
 from .names import CASES, ESTIMATES, KEPT_IN_FP8
 from .results import Report, Row, Section
 from .schema import Config
-from .sizes import NAMES, sizes_of
+from .sizes import NAMES, moe_layers, sizes_of
 
 GIB = 1 << 30
 BOUNDS = ("worst_case", "exact")  # capacities that a case of bench=layer names
@@ -100,11 +100,8 @@ def model_of(config: Config) -> tuple[Shape, int]:
         names = " or ".join(NAMES[missing[0]])
         raise ConfigError(f"estimate.model: {file} has no {names}: wanted one of an MoE model")
 
-    every = found.get("decoder_sparse_step") or found.get("interleave_moe_layer_step") or 1
-    dense = {*range(found.get("first_k_dense_replace") or 0), *(found.get("mlp_only_layers") or ())}
-    layers = [i for i in range(sizes["layers"]) if i not in dense and not (i + 1) % every]
     shape = Shape(tokens, sizes["dim"], sizes["hidden_dim"], sizes["experts"], sizes["top_k"])
-    return shape, len(found.get("moe_layers") or layers)
+    return shape, moe_layers(found, sizes["layers"])
 
 
 def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator[Row]:

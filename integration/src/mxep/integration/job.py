@@ -22,9 +22,9 @@ from .bench import picture, run
 from .bench.names import BENCH
 from .config import RESTORED, ConfigError, to_json
 from .folder import take
-from .launch import RanksFailed, run_in_place, run_ranks
+from .launch import OUT_OF_MEMORY, RanksFailed, run_in_place, run_ranks
 from .named import auto, recipes
-from .process import STOPPED, reports, under_torchrun
+from .process import STOPPED, raise_on_signals, reports, under_torchrun
 from .results import Report, write
 from .schema import BenchConfig, CompareConfig, Config, EstimateConfig, VerifyConfig
 from .state import TOKENIZER, changed, find, read_state, same_text
@@ -36,9 +36,11 @@ Reported = BenchConfig | CompareConfig | EstimateConfig | VerifyConfig
 def run_job(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
     """Run what `prepare` made and return the exit code; what goes wrong ends in one message on stderr.
 
-    Raises ValueError before anything ran, and with nothing in ``folder``, for mistakes that only torch can tell.
+    Raises ValueError before anything ran, and with nothing in ``folder``, for mistakes that only torch can tell, and if
+    it is another run's.
     """
     checkpoints = _check(config, checkpoints)
+    raise_on_signals()  # a job has answers of its own
     with contextlib.ExitStack() as stack:
         if reports():
             resumed = None if config.resume is None else Path(config.resume)
@@ -49,9 +51,18 @@ def run_job(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
 def _run(config: Config, checkpoints: dict[str, str], folder: Path) -> int:
     try:
         return TASKS[config.task.name](config, folder, checkpoints)
+    except KeyboardInterrupt:
+        if not (how := _how_to_resume(config, folder)) or not reports():
+            raise
+        print(f"mxep: stopped at once{how}", file=sys.stderr)
+        return STOPPED
     except RanksFailed as error:
-        (folder / "error.txt").write_text(f"{error}\n")
-        story = f"\n(the whole story: {_short(folder / 'error.txt')})"
+        try:
+            (folder / "error.txt").write_text(f"{error}\n")
+            hint = f"{OUT_OF_MEMORY}; " if OUT_OF_MEMORY in str(error) else ""
+            story = f"\n({hint}the whole story: {_short(folder / 'error.txt')})"
+        except OSError as of_file:  # a full disk, for one, which may be why the rank failed
+            story = f"\n(no error.txt: {of_file}; the whole story:)\n{error}"
         return _failed(f"{error.first}{story}{_how_to_resume(config, folder)}")
     except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -110,7 +121,9 @@ def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     if outcome.stopped:
         run = outcome.runs[-1]
         where = f"{run.name}, step {run.steps} of {config.train.steps}"
-        print(f"mxep: stopped ({where}); go on with: {_resume_command(folder)}", file=sys.stderr)
+        start = folder if _newest(folder) else config.resume and Path(config.resume)
+        how = f"go on with: {_resume_command(start)}" if start else "there is no checkpoint to go on from"
+        print(f"mxep: stopped ({where}); {how}", file=sys.stderr)
     else:
         report.show(summary, Console())
         print(f"run folder: {_short(folder)}")
@@ -163,10 +176,10 @@ TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {
 
 def _on_ranks(fn: Callable[..., Any], args: Sequence[Any], config: Config, *, device: str | None = None) -> Any:
     """What ``fn(Rank, *args)`` returns on rank 0; under torchrun on this rank. device: None is parallel.device."""
-    device = device or config.parallel.device
+    how: Any = {"device": device or config.parallel.device, "steps": config.task.name in ("train", "compare")}
     if under_torchrun():
-        return run_in_place(fn, args, device=device)
-    return run_ranks(fn, args, world_size=config.ranks, timeout=config.parallel.timeout, device=device)[0]
+        return run_in_place(fn, args, **how)
+    return run_ranks(fn, args, world_size=config.ranks, timeout=config.parallel.timeout, **how)[0]
 
 
 def _finish(results: Report, section: Reported, file: Path) -> int:
@@ -201,13 +214,16 @@ def _resume_command(folder: Path) -> str:
 
 def _how_to_resume(config: Config, folder: Path) -> str:
     """A line, if the run that failed left a checkpoint."""
-    if config.task.name != "train":
-        return ""
-    try:
-        step = list(find(folder).values())[-1]
-    except ValueError:
+    if config.task.name != "train" or not (step := _newest(folder)):
         return ""
     return f"\ngo on from {_short(step)} with: {_resume_command(folder)}"
+
+
+def _newest(folder: Path) -> Path | None:
+    """The newest checkpoint of the last run in ``folder`` that has one."""
+    with contextlib.suppress(ValueError):
+        return list(find(folder).values())[-1]
+    return None
 
 
 def _failed(message: str) -> int:

@@ -7,7 +7,7 @@
 - A rank that raises or dies ends the job: `RanksFailed` carries every traceback that arrived, the first one first, and
   no process is left behind. A job over its time limit ends the same way, with the stack of every rank still running.
 - Ctrl-C (SIGINT) and SIGTERM reach the ranks as SIGUSR1, which only sets `Rank.stop`: "stop after this step". A second
-  signal kills them at once.
+  signal kills them at once, as does the first one before they have started, or of a job that has no steps.
 - Each rank leads a process group of its own, so the terminal's Ctrl-C does not hit it and killing it takes its children
   along. It ends itself when the caller is gone, even by SIGKILL.
 
@@ -37,6 +37,7 @@ from .rank import FunctionName, Rank, StopFlag, init_process_group, rank_main, s
 
 T = TypeVar("T")
 
+OUT_OF_MEMORY = "most likely out of memory: the system ends a process that takes the last of it by SIGKILL"
 GRACE = 0.3
 """Seconds after the first failure in which the other ranks may still report theirs."""
 
@@ -59,6 +60,7 @@ def run_ranks(
     world_size: int,
     timeout: float | None = None,
     device: str = "auto",
+    steps: bool = True,
 ) -> list[T]:
     """Call `fn(Rank, *args)` in `world_size` new processes and return their results, in rank order.
 
@@ -66,6 +68,7 @@ def run_ranks(
     args, results: pickled by value (tensors too).
     timeout: seconds for the whole job, start included; None is no limit.
     device: "cpu" (gloo), "cuda" (rank r on device r, nccl + gloo), or "auto": "cuda" if there are enough of them.
+    steps: `fn` looks at `Rank.stop`. If it does not, Ctrl-C and SIGTERM raise KeyboardInterrupt here.
 
     The default process group is up when `fn` starts and gone after it. Each rank has cores // world_size threads.
     Raises RanksFailed, or ValueError for a bad world size or device.
@@ -84,7 +87,7 @@ def run_ranks(
                 process.start()
                 sender.close()
                 ranks.append(_Process(rank, process, receiver))
-            with _forward_signals(ranks):
+            with _forward_signals(ranks if steps else []):
                 _collect(ranks, timeout, Path(scratch))
         finally:
             # First those that still run: one that failed may wait for them while it takes its group down.
@@ -93,13 +96,16 @@ def run_ranks(
     return [one.value for one in ranks]
 
 
-def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str = "auto") -> T:
-    """Call `fn(Rank, *args)` in this process, which torchrun started (RANK, WORLD_SIZE, LOCAL_RANK are set)."""
+def run_in_place(fn: Callable[..., T], args: Sequence[Any] = (), *, device: str = "auto", steps: bool = True) -> T:
+    """Call `fn(Rank, *args)` in this process, which torchrun started (RANK, WORLD_SIZE, LOCAL_RANK are set).
+
+    steps: as of `run_ranks`.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = resolve_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     here = init_process_group(device, rank, world_size)
     stop = StopFlag()
-    with _handler(stop.request):
+    with _handler(stop.request) if steps else contextlib.nullcontext():
         try:
             return fn(Rank(rank, world_size, here, stop), *args)
         finally:
@@ -157,6 +163,8 @@ class _Process:
             self.error, self.story = (f"rank {self.rank} raised:{each}" for each in content)
         elif kind == "died":
             self.error = self.story = content
+            if "SIGKILL" in content:
+                self.story += f"\n({OUT_OF_MEMORY})"
             self.died = True
 
     def kill(self) -> None:
@@ -212,12 +220,13 @@ def _stacks(ranks: list[_Process], scratch: Path) -> str:
 
 @contextlib.contextmanager
 def _forward_signals(ranks: list[_Process]) -> Iterator[None]:
-    """SIGINT and SIGTERM ask the ranks to stop after their step; the second one raises KeyboardInterrupt here."""
+    """SIGINT and SIGTERM ask the ranks to stop after their step; the second one raises KeyboardInterrupt here. Without
+    ranks the first one does."""
     stopping = False
 
     def forward(number: int, frame: object) -> None:
         nonlocal stopping
-        if stopping or not all(one.ready for one in ranks):
+        if stopping or not ranks or not all(one.ready for one in ranks):
             raise KeyboardInterrupt
         stopping = True
         for one in ranks:

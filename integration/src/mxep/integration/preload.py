@@ -9,9 +9,11 @@ import gc
 import importlib
 import signal
 
-# A scheduler's SIGTERM reaches the whole process group. The caller asks the ranks to stop after their step; they need
-# the fork server until then, and it ends with the caller in any case.
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+# A scheduler's SIGTERM and a terminal's Ctrl-C reach the whole process group. The caller asks the ranks to stop after
+# their step; they need the fork server until then, and it ends with the caller in any case.
+for _number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(_number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 # What is imported stays: collections would only look at it, again and again, for a fifth of the time.
 gc.disable()  # until `preloaded`, which is imported last

@@ -118,7 +118,8 @@ def rank_main(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     stop = StopFlag()
     signal.signal(signal.SIGUSR1, stop.request)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores both
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with stack_file(scratch, rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR2, file=stack)
         faulthandler.enable(stack)  # where a signal such as SIGSEGV kills it

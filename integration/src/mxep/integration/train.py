@@ -54,8 +54,8 @@ from .step import backward, cut, measure
 class Run:
     """One finished or stopped training run.
 
-    name: the recipe's. steps: done. stopped: by a signal, before the last step. metrics: a dict for each step, as in
-    metrics.jsonl. valid_loss: nats a byte on held-out text; None if stopped.
+    name: the recipe's. steps: done. stopped: by a signal, before the last step or during the loss on held-out text.
+    metrics: a dict for each step, as in metrics.jsonl. valid_loss: nats a byte on held-out text; None if stopped.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Trainer:
         self.step, self.metrics, self.saved = state.step, state.metrics, folder
 
     def run(self) -> Run:
-        """The steps left, or those until a signal; then a checkpoint, and the loss on held-out text if done."""
+        """The steps left, or those until a signal; a checkpoint; without a signal the loss on held-out text."""
         try:
             with deterministic(self.config, self.rank.device):
                 return self._run()
@@ -184,8 +184,8 @@ class Trainer:
             if every is not None and self.step and self.saved != self._checkpoint():
                 self.save()
             self._close_graphs()  # held-out text wants their memory
-            stopped = self.step < steps
-            return Run(self.name, self.step, stopped, self.metrics, None if stopped else self.validate())
+            valid_loss = None if self.step < steps else self.validate()
+            return Run(self.name, self.step, valid_loss is None, self.metrics, valid_loss)
 
     def train_step(self) -> None:
         """One optimizer step, or one left out; appends its row to ``metrics``."""
@@ -245,13 +245,17 @@ class Trainer:
         return None
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss on held-out text, the same batches for every run."""
+    def validate(self) -> float | None:
+        """Mean loss on held-out text, the same batches for every run; None if a signal came before its end."""
         self.model.eval()
         train = self.config.train
         # Seed 0 whatever config.seed is, so that runs of several seeds are comparable.
-        batches = (self._batch(self.text.valid, 0, i) for i in range(train.valid_batches))
-        losses = [self.model.loss(*one) for batch in batches for one in cut(*batch, train.micro_batches)]
+        losses = []
+        for i in range(train.valid_batches):
+            if any(all_gather(self.rank.stop.requested)):
+                return None
+            batch = self._batch(self.text.valid, 0, i)
+            losses += [self.model.loss(*one) for one in cut(*batch, train.micro_batches)]
         mean = torch.stack(losses).mean()
         if lost := _of_all_ranks(self._lost_rows()):
             raise CapacityExceeded(f"{self.name}, held-out text: {lost}")
