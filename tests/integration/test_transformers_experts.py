@@ -13,9 +13,11 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from mxep.gemm import grouped_mm
+from mxep.ep import LocalDispatcher, run_experts
+from mxep.gemm import Recipe, grouped_mm
 from mxep.integration.snr import snr
-from mxep.integration.transformers import layer
+from mxep.integration.transformers import NAMES, layer
+from mxep.quant import SwiGLU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, DIM = 40, 64
@@ -72,6 +74,53 @@ class Garbage(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def of_recipe(experts: Any, recipe: Recipe) -> dict[str, Tensor]:
+    """What `run` gives, by mxep.ep's function of the recipe: no name is looked up."""
+    experts.zero_grad()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, DIM, generator=generator, requires_grad=True)
+    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(TOKENS)])
+    weights = torch.rand(TOKENS, 2, generator=generator, requires_grad=True)
+    how = {"dispatcher": LocalDispatcher(4), "recipe": recipe}
+    out, _ = run_experts(x, ids, weights, experts.gate_up_proj, experts.down_proj, **how)
+    out.backward(torch.randn(out.shape, generator=generator))
+    grads = {name: p.grad for name, p in experts.named_parameters()}
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad} | grads
+
+
+def test_each_name_gives_the_bits_of_its_recipe_and_of_no_other() -> None:
+    """An SNR cannot tell FP8 from MXFP8. Rows of weights differ by up to 2^15, so that tiles have other scales."""
+    experts = made("qwen3_moe", "Qwen3MoeExperts")
+    for parameter in experts.parameters():
+        powers = torch.randint(-15, 1, parameter.shape[:2], generator=torch.Generator().manual_seed(2))
+        parameter.data *= torch.exp2(powers.float())[..., None]
+    wanted = {
+        name: of_recipe(experts, Recipe.named(name.removeprefix("mxep_"))) for name in NAMES if name != "mxep_auto"
+    }
+    for name in wanted:
+        got = run(experts, name)
+        equal = [other for other, its in wanted.items() if all(torch.equal(got[each], its[each]) for each in got)]
+        assert equal == [name]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "wanted"),
+    [
+        ("qwen3_moe", "Qwen3MoeExperts", SwiGLU()),
+        ("gpt_oss", "GptOssExperts", SwiGLU(1.7, 7.0, 1.0, interleaved=True)),
+        ("deepseek_v4", "DeepseekV4Experts", SwiGLU(1.0, 7.0)),  # it has `limit`
+        ("minimax_m3_vl", "MiniMaxM3VLExperts", SwiGLU(1.7, 7.0, 1.0)),  # `swiglu_limit` and `swiglu_alpha`
+        ("hy_v4", "HYV4Experts", SwiGLU(1.0, 7.0)),  # `swiglu_limit`
+        ("nemotron_h", "NemotronHExperts", None),
+    ],
+)
+def test_a_gate_is_known_with_its_limits(folder: str, name: str, wanted: SwiGLU | None) -> None:
+    file = MODELS / folder / f"modeling_{folder}.py"
+    if not file.exists() or name not in DECORATED.findall(file.read_text()):
+        pytest.skip(f"this transformers does not decorate {name}")
+    assert layer.activation_of(made(folder, name)) == wanted
 
 
 def test_a_gate_of_its_own_keeps_what_it_wants_and_refuses_fp8() -> None:

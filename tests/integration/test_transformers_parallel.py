@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -132,6 +133,40 @@ def test_a_batch_that_is_too_large_says_what_to_set_and_the_environment_sets_it(
     os.environ["MXEP_MAX_TOKENS"] = "8k"
     with pytest.raises(ValueError, match="MXEP_MAX_TOKENS: got '8k', want the most tokens"):
         expert_parallel(tiny("qwen3_moe"), mesh, "mxep_bf16")
+
+
+@distributed(2)
+def test_ranks_generate_texts_of_other_lengths(ctx: Context) -> None:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    model = tiny("qwen3_moe").to(ctx.device).eval()
+    lengths = {"min_new_tokens": 3 + 6 * ctx.rank, "max_new_tokens": 3 + 6 * ctx.rank, "do_sample": False}
+    ids = token_ids(2, seed=ctx.rank).to(ctx.device)
+    wanted = copy.deepcopy(model).generate(input_ids=ids, **lengths)
+    expert_parallel(model, mesh, "mxep_bf16")
+    for options in ({}, {"synced_gpus": None}, {"num_beams": 2}):
+        got = model.generate(input_ids=ids, **lengths, **options)
+        assert got.shape == wanted.shape
+        assert "num_beams" in options or torch.equal(got, wanted)
+    of_mean_loss(ctx, model)  # nothing is out of step
+    copied = copy.deepcopy(model)
+    assert copied.generate.args[0].__self__ is copied
+
+
+@distributed(2)
+def test_a_spread_model_is_saved_whole_or_not_at_all(ctx: Context, tmp_path: Path) -> None:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    model = tiny("qwen3_moe")
+    wanted = copy.deepcopy(model.state_dict())
+    expert_parallel(model.to(ctx.device), mesh, "mxep_bf16")
+    for given in ({}, {"state_dict": model.state_dict()}):
+        with pytest.raises(ValueError, match=r"want whole weights .*get_model_state_dict.*on rank 0 save_pretrained"):
+            model.save_pretrained(tmp_path / "part", **given)
+    assert not (tmp_path / "part").exists()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if ctx.rank == 0:
+        model.save_pretrained(tmp_path / "whole", state_dict=state)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+        assert all(torch.equal(saved[name], value) for name, value in wanted.items())
 
 
 @pytest.mark.slow

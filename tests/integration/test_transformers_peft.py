@@ -23,6 +23,7 @@ from mxep.ep.shares import local_tensor
 from mxep.gemm import convert, convert_mode
 from mxep.integration.snr import snr
 from mxep.integration.transformers import expert_parallel
+from mxep.integration.transformers.layer import layers
 from ranks import Context, distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,6 +52,17 @@ def test_lora_over_mxeps_experts_equals_lora_over_the_models_own(targets: str) -
     assert all(torch.equal(got[name], value) for name, value in step(model.train()).items())
     merged = copy.deepcopy(model).merge_and_unload()
     assert worst({"logits": wanted["logits"]}, {"logits": merged(input_ids=token_ids()).logits.detach()})[0] > 110
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_lora_on_experts_leaves_them_fused(kind: str) -> None:
+    plain, model = tiny(kind, "mxep_mxfp8_gate_up_fp8"), with_lora(tiny(kind, "mxep_mxfp8_gate_up_fp8"), "experts")
+    step(plain), step(model)
+    activations = [[layer.activation for _, layer in layers(each)] for each in (plain, model)]
+    assert activations[0] == activations[1]
+    assert None not in activations[1]
+    with torch.no_grad(), model.disable_adapter():
+        assert torch.equal(model(input_ids=token_ids()).logits, plain(input_ids=token_ids()).logits)
 
 
 @distributed(2)

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from integration.tiny_models import tiny, token_ids
-from mxep.integration.transformers import MxepCallback, expert_parallel
+from mxep.integration.transformers import MxepCallback, expert_parallel, load_report
 from mxep.integration.transformers.restore import restore
 from mxep.integration.transformers.versions import own_expert_parallel
 from ranks import Context, distributed
@@ -140,6 +140,22 @@ def test_shards_of_a_checkpoint_are_read_too(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.state_dict().values(), source.state_dict().values()))
     with pytest.raises(ValueError, match=r"got no model\.layers\.2\."):
         restore(tiny("qwen3_moe", num_hidden_layers=3), tmp_path)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_packed_batch_has_rows_of_its_tokens_alone_and_a_padded_one_of_pads_too() -> None:
+    model, texts = (
+        tiny("qwen3_moe", "mxep_bf16"),
+        [token_ids(1, seed=i)[0, :length] for i, length in enumerate((5, 24))],
+    )
+    alone = [model(input_ids=text[None]).logits[0] for text in texts]
+    packed = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in texts])
+    out = model(**packed, use_cache=False)  # as a Trainer has it: with a cache transformers makes no mask of sequences
+    torch.testing.assert_close(out.logits[0], torch.cat(alone), rtol=1e-4, atol=1e-5)
+    assert {each["rows"] for each in load_report(model).values()} == {2 * (5 + 24)}
+    padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    model(input_ids=padded, attention_mask=(padded != 0).long())
+    assert {each["rows"] for each in load_report(model).values()} == {2 * 2 * 24}
 
 
 @distributed(2, device="cpu")

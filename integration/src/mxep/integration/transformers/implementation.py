@@ -15,7 +15,7 @@ from mxep.ep import Dispatch, DispatchFields, LocalDispatcher, TokenDispatcher
 from mxep.gemm import Recipe
 from mxep.gemm.backends import BACKENDS
 
-from .layer import KEY, MAX_TOKENS, WEIGHTS, Layer, activation_of, check_experts
+from .layer import KEY, MAX_TOKENS, Layer, activation_of, check_experts, has_own_parameters
 
 _local: weakref.WeakValueDictionary[int, TokenDispatcher] = weakref.WeakValueDictionary()
 """By number of experts: layers share one, so that a check asks the device once."""
@@ -80,7 +80,7 @@ class Implementation:
             num_experts = experts.down_proj.shape[0]
             dispatcher = _local.get(num_experts) or LocalDispatcher(num_experts)
             _local[num_experts] = dispatcher
-        cleans = any(name not in WEIGHTS for name, _ in experts.named_parameters())
+        cleans = has_own_parameters(experts)
         activation = activation_of(experts)
         if activation is None and isinstance(self.recipe, Recipe) and self.recipe.saved_gate_up == "fp8":
             raise ValueError(

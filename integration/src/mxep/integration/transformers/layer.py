@@ -187,13 +187,19 @@ class Layer:
         return type(None), ()  # a dispatcher belongs to this process: the next forward makes one
 
 
+def has_own_parameters(experts: nn.Module) -> bool:
+    """Whether there are parameters besides weights and biases, and besides those that make them (PEFT's adapters)."""
+    names = (name for name, _ in experts.named_parameters())
+    return any(name not in WEIGHTS and not name.startswith("parametrizations.") for name in names)
+
+
 @torch.no_grad()
 def activation_of(experts: Any) -> SwiGLU | None:
     """What the module computes between its products, if mxep.ep's layer has it fused; else None.
 
     A gate is code of the model's own. It is known by what it makes of a few numbers, beyond any limit that it has.
     """
-    extras = any(name not in WEIGHTS for name, _ in experts.named_parameters()) or any(True for _ in experts.buffers())
+    extras = has_own_parameters(experts) or any(True for _ in experts.buffers())
     if not experts.has_gate or getattr(experts, "has_post_expert_norm", False) or extras:
         return None
     own = vars(experts)

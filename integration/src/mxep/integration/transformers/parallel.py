@@ -8,6 +8,7 @@ E experts in all, W ranks of the mesh.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -87,6 +88,10 @@ def expert_parallel(
     `mxep.ep.data_parallel` does the rest, and `mxep.ep.parameter_groups` what optimizers want. Over all ranks of the
     world, plain DistributedDataParallel, and so a Trainer, leaves them alone, too.
 
+    `save_pretrained` takes whole weights alone (`get_model_state_dict`), or raises ValueError.
+    `generate` has `synced_gpus=True` from then on, unless it is given another: all ranks of the world must call it, and
+    each goes on until the longest is done.
+
     PEFT's adapters on experts, which are there before, become DTensors that every rank has whole.
 
     implementation: a registered name. gradient_reduction: as for `mxep.ep.MoE`.
@@ -128,7 +133,27 @@ def expert_parallel(
         _replicate(linear, mesh)
     if everywhere:  # else copies want a reduction: DistributedDataParallel, which knows nothing of it, refuses DTensors
         leave_to_ranks(model)
+    for part in model.modules():  # of a model that PEFT wraps, its own
+        if hasattr(type(part), "generate") and hasattr(part, "config"):
+            part.generate = functools.partial(_generate, part.generate)  # type: ignore[assignment]
+            part.save_pretrained = functools.partial(_save_pretrained, part.save_pretrained)  # type: ignore[assignment]
     return list(found)
+
+
+def _save_pretrained(own: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
+    """`save_pretrained` of whole weights. Without them a rank would write its own experts, or wait for the others'."""
+    if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
+        raise ValueError(
+            "state_dict: got none, or one of DTensors, want whole weights after expert_parallel: on all ranks state = "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
+            "torch.distributed.checkpoint.state_dict, then on rank 0 save_pretrained(FOLDER, state_dict=state)"
+        )
+    return own(*args, state_dict=state_dict, **kwargs)
+
+
+def _generate(own: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+    """`generate` in which ranks that are done go on until all are: others need their experts."""
+    return own(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
 
 
 def leave_to_ranks(model: Any) -> None:
