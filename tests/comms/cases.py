@@ -75,7 +75,7 @@ def gather(group: dist.ProcessGroup, mine: Sent) -> list[Sent]:
 
 @dataclass(frozen=True)
 class Expected:
-    """The plan as python sees it. pairs: per routed or padding row (rank, token, k) or None."""
+    """The plan as python sees it. pairs: per row that fits or is padding (rank, token, k) or None."""
 
     pairs: list[tuple[int, int, int] | None]
     offs: list[int]
@@ -90,21 +90,30 @@ class Expected:
 
 
 def expected_plan(everyone: list[Sent], experts: range, alignment: int, max_rows: int) -> Expected:
+    """Of what fits: no level is tried but one by one, and an expert's rows are handed out one by one."""
+    asked: list[dict[int, list[tuple[int, int, int]]]] = [{} for _ in experts]
+    for rank, sent in enumerate(everyone):
+        for token, row in enumerate(sent.ids.tolist()):
+            for k, chosen in enumerate(row):
+                if chosen in experts:
+                    asked[chosen - experts.start].setdefault(rank, []).append((rank, token, k))
+    sizes = [sum(map(len, by_rank.values())) for by_rank in asked]
+    level = 0
+    while level < max(sizes) and sum(min(n, level + 1) + -min(n, level + 1) % alignment for n in sizes) <= max_rows:
+        level += 1
     pairs: list[tuple[int, int, int] | None] = []
-    ends, sizes = [], []
-    for expert in experts:
-        mine = [
-            (rank, token, k)
-            for rank, sent in enumerate(everyone)
-            for token, row in enumerate(sent.ids.tolist())
-            for k, chosen in enumerate(row)
-            if chosen == expert
-        ]
-        pairs += mine + [None] * (-len(mine) % alignment)
-        ends.append(min(len(pairs), max_rows))
-        sizes.append(len(mine))
-    overflow = sum(pair is not None for pair in pairs[max_rows:])
-    return Expected(pairs[:max_rows], ends, sizes, overflow)
+    ends = []
+    for by_rank, size in zip(asked, sizes):
+        room, given = min(size, level), dict.fromkeys(by_rank, 0)
+        while room:
+            for rank in sorted(given):
+                if room and given[rank] < len(by_rank[rank]):
+                    given[rank] += 1
+                    room -= 1
+        pairs += [pair for rank in sorted(given) for pair in by_rank[rank][: given[rank]]]
+        pairs += [None] * (-len(pairs) % alignment)
+        ends.append(len(pairs))
+    return Expected(pairs, ends, sizes, sum(sizes) - sum(pair is not None for pair in pairs))
 
 
 def expert_outputs(sent: Sent, rank: int, dim: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:

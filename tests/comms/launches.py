@@ -26,8 +26,8 @@ def tables(T: int, top_k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def make_plan(experts: int) -> None:
     """Of several sizes: kernels are compiled once for all."""
     for T, alignment in ((1, 1), (128, 32), (8192, 48)):
-        plan.make_plan(*tables(T), experts, experts, alignment, W * T * K, 4 * experts)
-    plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 4 * (experts - 1))
+        plan.make_plan(*tables(T), experts, experts, alignment, W * T * K, 4 * experts, 1)
+    plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 4 * (experts - 1), 1)
 
 
 def ints(*shape: int) -> torch.Tensor:

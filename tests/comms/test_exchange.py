@@ -107,8 +107,10 @@ def lost_pairs(workspace: Workspace, everyone: list[Sent], rank: int, alignment:
     """(token, k) of this rank that did not fit the capacity of the rank they went to."""
     lost = set()
     for owner in range(workspace.transport.world_size):
-        everything = expected_plan(everyone, my_experts(workspace, owner), alignment, 10**9).pairs
-        lost |= {pair[1:] for pair in everything[max_rows:] if pair is not None and pair[0] == rank}
+        everything, kept = (
+            expected_plan(everyone, my_experts(workspace, owner), alignment, rows).pairs for rows in (10**9, max_rows)
+        )
+        lost |= {pair[1:] for pair in set(everything) - set(kept) if pair is not None and pair[0] == rank}
     return lost
 
 

@@ -17,7 +17,7 @@ SLOT_ROWS = torch.tensor([[0, 3], [-1, 1], [2, -2], [-2, -2], [-1, -1], [4, 5]],
 def calls():
     tables = IDS[None].repeat(2, 1, 1), torch.rand(2, 3, 2), torch.tensor([3, 1], dtype=torch.int32)
     return {
-        "make_plan": (plan.plan_rows, (*tables, 2, 2, 4, 16, 4, torch.zeros(5, dtype=torch.int64))),
+        "make_plan": (plan.plan_rows, (*tables, 2, 2, 4, 16, 4, 1, torch.zeros(5, dtype=torch.int64))),
         "gather_rows": (rows.gather_part, (content(0, 3, 20), torch.tensor([2, -1, 0, 0], dtype=torch.int32), None)),
         "sum_slots": (rows.add_rows, (torch.randn(8, 5).bfloat16(), SLOT_ROWS)),
     }

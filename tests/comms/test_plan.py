@@ -1,5 +1,7 @@
 """make_plan against python loops, and the capacities."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 
 from comms.cases import CASES, Sent, assert_bitwise, bring, expected_plan
 from mxep.comms import DROPPED, Capacity, RoutingPlan, make_plan
+from mxep.comms.capacity import ANY_ID
+from mxep.comms.plan import plan_rows
 
 
 def tables(everyone: list[Sent], max_tokens: int, *, poison: int = 0) -> tuple[torch.Tensor, ...]:
@@ -94,19 +98,24 @@ def test_a_plan_is_what_loops_make(case, capacity, alignment):
         check_plan(plan, everyone, max_tokens, experts, exact=capacity == Capacity.exact())
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_plan_of_any_shape_is_what_loops_make(data):
-    world, e, top_k = (data.draw(st.integers(1, 4)) for _ in range(3))
-    max_tokens = data.draw(st.integers(0, 6))
-    alignment = data.draw(st.sampled_from([1, 2, 3, 32]))
-    identifier = st.integers(-1, world * e - 1)
+def draw_tables(data, world: int, e: int, top_k: int, max_tokens: int) -> list[Sent]:
+    identifier = st.sampled_from([-1, 0, *range(world * e)])
     everyone = []
     for _ in range(world):
         tokens = data.draw(st.integers(0, max_tokens))
         ids = data.draw(st.lists(identifier, min_size=tokens * top_k, max_size=tokens * top_k))
         ids_of_rank = torch.tensor(ids, dtype=torch.int32).view(tokens, top_k)
         everyone.append(Sent((), ids_of_rank, torch.rand(tokens, top_k)))
+    return everyone
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_plan_of_any_shape_is_what_loops_make(data):
+    world, e, top_k = (data.draw(st.integers(1, 4)) for _ in range(3))
+    max_tokens = data.draw(st.integers(0, 6))
+    alignment = data.draw(st.sampled_from([1, 2, 3, 32]))
+    everyone = draw_tables(data, world, e, top_k, max_tokens)
     rank = data.draw(st.integers(0, world - 1))
     capacity = data.draw(st.sampled_from(CAPACITIES))
     options = {"first_expert": rank * e, "num_local_experts": e, "alignment": alignment, "capacity": capacity}
@@ -114,6 +123,91 @@ def test_a_plan_of_any_shape_is_what_loops_make(data):
     plan = make_plan(*tables(everyone, max_tokens), **options)
     exact = capacity == Capacity.exact()
     check_plan(plan, everyone, max_tokens, range(rank * e, (rank + 1) * e), exact=exact)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_whatever_room_there_is_experts_and_sources_are_capped_as_loops_say(data):
+    world, e, top_k = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    max_tokens, alignment = data.draw(st.integers(0, 12)), data.draw(st.sampled_from([1, 2, 16, 32]))
+    everyone = draw_tables(data, world, e, top_k, max_tokens)
+    rank, tiles = data.draw(st.integers(0, world - 1)), data.draw(st.integers(0, 12))
+    max_rows = tiles * alignment + data.draw(st.integers(0, alignment - 1))
+    sizes = rank * e, e, alignment, max_rows, data.draw(st.sampled_from([ANY_ID, world * e])), 1
+    plan = RoutingPlan(*plan_rows(*tables(everyone, max_tokens), *sizes, None), alignment=alignment)
+    check_plan(plan, everyone, max_tokens, range(rank * e, (rank + 1) * e), exact=False)
+
+
+def plan_of(asked: list[list[int]], *, max_rows: int, alignment: int) -> RoutingPlan:
+    """asked: by expert, the pairs of each rank; a pair is a token of its own, dealt in turns to the experts."""
+    world, e = len(asked[0]), len(asked)
+    ids_of = [[i for turn in range(99) for i in range(e) if turn < asked[i][rank]] for rank in range(world)]
+    ids = torch.full((world, max(map(len, ids_of)), 1), -1, dtype=torch.int32)
+    for rank, found in enumerate(ids_of):
+        ids[rank, : len(found), 0] = torch.tensor(found, dtype=torch.int32)
+    tokens = torch.tensor(list(map(len, ids_of)), dtype=torch.int32)
+    fields = plan_rows(ids, torch.ones(ids.shape), tokens, 0, e, alignment, max_rows, e, 1, None)
+    return RoutingPlan(*fields, alignment=alignment)
+
+
+def kept_of(plan: RoutingPlan, world: int) -> list[list[int]]:
+    """By expert, the rows that each rank keeps."""
+    ends, slots, per_rank = [0, *plan.offs.tolist()], plan.row_slot.tolist(), len(plan.slot_rows) // world
+    rows = [[slot // per_rank for slot in slots[i:j] if slot >= 0] for i, j in itertools.pairwise(ends)]
+    return [[found.count(rank) for rank in range(world)] for found in rows]
+
+
+def test_the_example_of_what_does_not_fit():
+    asked = [[6, 1], [0, 2], [1, 3]]
+    plan = plan_of(asked, max_rows=8, alignment=2)
+    assert kept_of(plan, 2) == [[1, 1], [0, 2], [1, 1]]
+    assert plan.offs.tolist() == [2, 4, 6]
+    assert plan.row_slot.tolist()[6:] == [-1, -1]
+    assert plan.group_sizes.tolist() == [7, 2, 4]
+    assert (plan.needed.tolist(), plan.overflow.tolist()) == ([14], [7])
+    # Rank 0 has brought experts 0 2 0 0 0 0 0, rank 1 0 1 2 1 2 2: each keeps its first.
+    assert plan.row_slot.tolist()[:6] == [0, 7, 8, 10, 1, 9]
+
+
+def test_balanced_experts_lose_alike_and_a_hot_one_loses_alone():
+    assert kept_of(plan_of([[32]] * 8, max_rows=231, alignment=1), 1) == [[28]] * 8  # 224; 7 rows stay empty
+    assert kept_of(plan_of([[64]] + [[9]] * 7, max_rows=100, alignment=1), 1) == [[37]] + [[9]] * 7
+    assert kept_of(plan_of([[64], [9], [0], [33]], max_rows=128, alignment=32), 1) == [[32], [9], [0], [32]]
+    assert kept_of(plan_of([[5], [0], [1]], max_rows=1, alignment=1), 1) == [[0], [0], [0]]
+
+
+def test_sources_share_an_expert_alike_and_ties_go_to_the_lower_rank():
+    assert kept_of(plan_of([[9, 1, 9, 9]], max_rows=12, alignment=1), 4) == [[4, 1, 4, 3]]
+    assert kept_of(plan_of([[0, 3, 3, 3]], max_rows=2, alignment=1), 4) == [[0, 1, 1, 0]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_blocks_of_a_table_keep_what_they_would_as_tables(data):
+    world, blocks, e = (data.draw(st.integers(1, 3)) for _ in range(3))
+    tokens, top_k = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 2))
+    alignment, max_rows = data.draw(st.sampled_from([1, 2])), data.draw(st.integers(0, 20))
+    sizes = 0, e, alignment, max_rows, ANY_ID
+    shape = blocks, world, tokens, top_k
+    flat = data.draw(
+        st.lists(st.integers(-1, e - 1), min_size=torch.Size(shape).numel(), max_size=torch.Size(shape).numel())
+    )
+    apart, weights = torch.tensor(flat, dtype=torch.int32).view(shape), torch.rand(shape)
+
+    def plan(ids: torch.Tensor, weights: torch.Tensor, blocks: int) -> RoutingPlan:
+        num_tokens = torch.full(ids.shape[:1], ids.shape[1], dtype=torch.int32)
+        fields = plan_rows(ids.contiguous(), weights.contiguous(), num_tokens, *sizes, blocks, None)
+        return RoutingPlan(*fields, alignment=alignment)
+
+    got = plan(*(table.transpose(0, 1).flatten(1, 2) for table in (apart, weights)), blocks)
+    wanted = plan(*(table.flatten(0, 1) for table in (apart, weights)), 1)
+    assert torch.equal(got.offs, wanted.offs)
+    assert torch.equal(got.counts, wanted.counts)
+    found = got.slot_rows.view(world, blocks, tokens, top_k).transpose(0, 1) < 0
+    assert torch.equal(found, wanted.slot_rows.view(shape) < 0)
+    rows = got.slot_rows[got.slot_rows >= 0]  # in the order of slots for each expert
+    experts = torch.searchsorted(got.offs.long(), rows.long(), right=True)
+    assert all((rows[experts == i].diff() == 1).all() for i in range(e))
 
 
 def test_the_worst_case_holds_whatever_distinct_experts_ask():
@@ -193,6 +287,8 @@ def test_bad_tables_are_refused(index, table, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"blocks": 0}, "blocks: got 0, wanted a divisor of T_max = 2"),
+        ({"blocks": 3}, "blocks: got 3, wanted a divisor of T_max = 2"),
         ({"alignment": 0}, "alignment: got 0, wanted at least 1"),
         ({"num_local_experts": 0}, "num_local_experts: got 0, wanted at least 1"),
         ({"num_experts": 3}, "experts 0 to 3: got 3 in all"),

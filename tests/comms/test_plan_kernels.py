@@ -45,6 +45,7 @@ class Case:
     alignment: int = 32
     room: float = 1.0
     """R_max as a part of what everything would need."""
+    blocks: int = 1
     full: bool = False
     """All senders bring T tokens, all routed to valid, distinct experts; else fewer, with -1, twins and wrong ids."""
 
@@ -70,7 +71,7 @@ class Case:
         return ids, weights, torch.randint(0, self.T + 1, (self.W,), generator=random, dtype=torch.int32)
 
     def plan(self, tables: Sequence[Tensor]) -> tuple[Any, ...]:
-        return *tables, self.first, self.e, self.alignment, self.max_rows, self.E
+        return *tables, self.first, self.e, self.alignment, self.max_rows, self.E, self.blocks
 
 
 CASES = {
@@ -88,6 +89,9 @@ CASES = {
     "600 experts": Case(1, 50, 8, 600, 600, full=True),
     "more ranks than programs": Case(2, 5, 3, 40, 2, alignment=8, room=0.2),
     "600 experts of 50 ranks": Case(3, 50, 4, 600, 12, room=0.05),
+    "three blocks of 2 ranks": Case(2, 120, 4, 16, 8, room=0.3, alignment=16, blocks=3),
+    "blocks of a token": Case(4, 7, 3, 8, 4, room=0.5, alignment=1, blocks=7),
+    "one source, half the room": Case(1, 200, 4, 8, 8, room=0.5),
 }
 LARGE = {
     "300 ranks": Case(300, 1, 1, 300, 1, alignment=4),

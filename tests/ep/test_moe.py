@@ -207,12 +207,12 @@ def test_overflow_of_a_capacity_factor_is_raised_with_numbers_before_the_optimiz
     to_rank_0 = (torch.arange(120)[:, None] + torch.arange(3)) % 6
     ranks.whole = dataclasses.replace(ranks.whole, expert_ids=to_rank_0.int())
     # Rank 0's 6 experts get 60 rows each, padded to 64. A factor of 0.01 allows 2 rows and 6 * 31 of padding, 192 in
-    # multiples of 32: three experts fit, 180 rows do not.
+    # multiples of 32: each keeps 32 rows, 168 do not fit.
     moe = MoE(
         64, 32, 12, 3, group=ctx.group, router=ranks.router(ctx), capacity=Capacity.factor(0.01), device=ctx.device
     )
     moe(ranks.tokens_of(ctx))
-    with pytest.raises(CapacityExceeded, match="192 on each rank: 180 on rank 0, which needed 384; "):  # on both
+    with pytest.raises(CapacityExceeded, match="192 on each rank: 168 on rank 0, which needed 384; "):  # on both
         moe.check()
     moe.check()  # said once
 

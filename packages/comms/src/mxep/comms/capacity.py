@@ -24,8 +24,10 @@ class Capacity:
 
     - :meth:`worst_case`: S * min(K, e) rows and e * (m - 1) of padding. Always fits, unless a token names an expert
       twice and K > e.
-    - :meth:`factor` (c): c times the balanced load T_max * K, and the padding; at most the worst case. Rows past it are
-      left out, as if they were not routed, and counted; overflow: "raise" makes an error of that, "drop" does not.
+    - :meth:`factor` (c): c times the balanced load T_max * K, and the padding; at most the worst case. Rows that do not
+      fit are left out, as if they were not routed, and counted; overflow: "raise" makes an error of that, "drop" not.
+      All experts of a rank are capped at one number of rows, the largest with which their padded rows fit, and an
+      expert shares its rows alike between the ranks that its tokens come from, of which each keeps its first.
     - :meth:`exact`: what this step needs, read from the device (a host sync).
     """
 

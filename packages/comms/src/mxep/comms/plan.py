@@ -12,6 +12,18 @@ Two ranks of T_max = 2 send to this one, which owns experts 0 and 1; K = 2, grou
     offs   4   8            group_sizes  2  2
 
 Rows of an expert are ordered by (source rank, token, place in the token's list): by the flat index, slot * K + k.
+
+**What does not fit.** Experts are capped at one common level: the largest L with which the padded groups of min(n, L)
+rows fit R_max. An expert shares its rows between the sources likewise, one each in turn, in the order of ranks, as long
+as a source has more; a source keeps its first. Three experts of 7, 2 and 4 pairs, R_max = 8, groups padded to 2:
+
+    expert          0         1       2
+    pairs           7         2       4       padded: 8 + 2 + 4 = 14 of 8 rows
+    L = 2           2         2       2       L = 3 or 4 would need 4 + 2 + 4; rows 6 and 7 stay empty
+    of rank 0, 1    6, 1      0, 2    1, 3
+    kept of them    1, 1      0, 2    1, 1
+
+So an expert that gets few tokens loses none to a busy one, nor a rank with few tokens to one with many.
 """
 
 from dataclasses import dataclass
@@ -37,7 +49,7 @@ class RoutingPlan:
         row_slot: (R_max,) int32 the row's slot, -1 on padding.
         row_weight: (R_max,) fp32 routing weight, 0 on padding.
         slot_rows: (S, K) int32 row of each pair; -1: not for this rank, -2 (DROPPED): for this rank, but did not fit.
-        offs: (e,) int32 inclusive cumulative sum of the padded group sizes, at most R_max.
+        offs: (e,) int32 inclusive cumulative sum of the padded sizes of what fits of each group, at most R_max.
         group_sizes: (e,) int32 rows of each expert, without padding and before any were dropped.
         counts: (2 O + 1,) int64 what every rank finds alike, as it has the tables of all senders: of the O owners of
             experts in turn the padded rows that they need, then the rows that did not fit R_max; then invalid ids.
@@ -86,6 +98,7 @@ def make_plan(
     capacity: Capacity | None = None,
     num_experts: int | None = None,
     running: Tensor | None = None,
+    blocks: int = 1,
 ) -> RoutingPlan:
     """Plan the rows of experts first_expert .. first_expert + num_local_experts - 1.
 
@@ -98,6 +111,8 @@ def make_plan(
         num_experts: E, the bound that makes an id invalid; None checks only for ids below -1. A multiple of
             num_local_experts, where owners have equal shares: then overflow is counted for all of them.
         running: what earlier plans counted, as ``counts``, which is updated: the most rows needed, sums of the others.
+        blocks: B, a divisor of T_max. A table's T_max tokens are B blocks from sources of their own, between which rows
+            that do not fit are shared: block b of table w is source b * W + w's.
 
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """
@@ -107,6 +122,8 @@ def make_plan(
         raise ValueError(f"{name}: got {value}, wanted at least 1")
     if num_experts is not None and first_expert + num_local_experts > num_experts:
         raise ValueError(f"experts {first_expert} to {first_expert + num_local_experts - 1}: got {num_experts} in all")
+    if blocks < 1 or expert_ids.shape[1] % blocks:
+        raise ValueError(f"blocks: got {blocks}, wanted a divisor of T_max = {expert_ids.shape[1]}")
     bound = ANY_ID if num_experts is None else num_experts
     if expert_ids.is_cpu and type(expert_ids) is Tensor:  # a fake tensor has no ids
         check_ids(expert_ids[_live(expert_ids, num_tokens)], bound)
@@ -119,7 +136,7 @@ def make_plan(
         max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, alignment=alignment)
     sizes = first_expert, num_local_experts, alignment, max_rows, bound
     exact = capacity.kind == "exact"
-    fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, None if exact else running)
+    fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, blocks, None if exact else running)
     plan = RoutingPlan(*fields, alignment=alignment)
     if exact:
         plan.overflow.zero_()  # whose R_max is not ours
@@ -164,21 +181,29 @@ def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: 
 )
 def plan_rows(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
-    alignment: int, max_rows: int, num_experts: int, running: Tensor | None,
+    alignment: int, max_rows: int, num_experts: int, blocks: int, running: Tensor | None,
 ) -> PlanTensors:  # fmt: skip
     """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them."""
-    top_k = expert_ids.shape[2]
+    num_tables, max_tokens, top_k = expert_ids.shape
     pairs = expert_ids.numel()
     local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
-    sizes = _group_sizes(local, num_local_experts)
-    padded = _round_up(sizes, alignment)
+    # Pairs by (expert, where in the tables they are from): one group each, in the order of rows.
+    sources = num_tables * blocks
+    source = torch.arange(sources, dtype=torch.int64, device=local.device)
+    group = local * sources + source.repeat_interleave(max_tokens // blocks * top_k, output_size=pairs)
+    of_sources = _group_sizes(torch.where(local >= 0, group, -1), num_local_experts * sources).view(-1, sources)
+    sizes = of_sources.sum(1)
+    kept = _capped(sizes, alignment, max_rows)
+    padded = _round_up(kept, alignment)
     ends = padded.cumsum(0)
-    row_of_pair = _rows_of_pairs(local, sizes, ends - padded)
-    dropped = row_of_pair >= max_rows
-    row_of_pair = torch.where(dropped, DROPPED, row_of_pair)
+    in_rank_order = source.view(num_tables, blocks).t().flatten()
+    shares = torch.empty_like(of_sources)
+    shares[:, in_rank_order] = _shares(of_sources[:, in_rank_order], kept)
+    starts = (ends - padded)[:, None] + shares.cumsum(1) - shares
+    row_of_pair = _rows_of_pairs(torch.where(local >= 0, group, -1), *map(Tensor.flatten, (of_sources, shares, starts)))
 
     # Pairs without a row write into one more row, which is cut off; padding has one more pair, of weight 0.
-    flat = torch.arange(pairs, device=expert_ids.device, dtype=torch.int64)
+    flat = torch.arange(pairs, dtype=torch.int64, device=expert_ids.device)
     pair_of_row = local.new_full((max_rows + 1,), pairs)
     pair_of_row = pair_of_row.scatter_(0, torch.where(row_of_pair >= 0, row_of_pair, max_rows), flat)[:max_rows]
     row_slot = torch.where(pair_of_row < pairs, pair_of_row.div(top_k, rounding_mode="floor"), -1)
@@ -188,17 +213,15 @@ def plan_rows(
     owners = num_owners(num_experts, num_local_experts)
     first, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
     sizes_of = _group_sizes(_local_ids(expert_ids, num_tokens, first, counted), counted).view(owners, -1)
-    padded_of = _round_up(sizes_of, alignment)
-    live_ends = padded_of.cumsum(1) - padded_of + sizes_of
-    overflow = torch.minimum((live_ends - max_rows).clamp_min(0), sizes_of).sum(1)
-    counts = torch.cat((padded_of.sum(1), overflow, wrong.sum()[None]))
+    overflow = (sizes_of - _capped(sizes_of, alignment, max_rows)).sum(1)
+    counts = torch.cat((_round_up(sizes_of, alignment).sum(1), overflow, wrong.sum()[None]))
     if running is not None:
         _count(counts, running)
     return (
         row_slot.int(),
         row_weight,
         row_of_pair.int().view(-1, top_k),
-        ends.clamp(max=max_rows).int(),
+        ends.int(),
         sizes.int(),
         counts,
         num_tokens.clone(),
@@ -213,7 +236,7 @@ def _count(counts: Tensor, running: Tensor) -> None:
 
 def _live(expert_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """(W, T_max, K) bool: pairs of tokens that were sent."""
-    token = torch.arange(expert_ids.shape[1], device=expert_ids.device, dtype=torch.int64)
+    token = torch.arange(expert_ids.shape[1], dtype=torch.int64, device=expert_ids.device)
     return (token < num_tokens[:, None])[:, :, None].expand(expert_ids.shape)
 
 
@@ -230,14 +253,44 @@ def _group_sizes(local: Tensor, num_local_experts: int) -> Tensor:
     return counts.scatter_add_(0, torch.where(local >= 0, local, num_local_experts), torch.ones_like(local))[:-1]
 
 
-def _rows_of_pairs(local: Tensor, sizes: Tensor, starts: Tensor) -> Tensor:
-    """(S * K,) int64 row of each pair, -1 of those without an expert; an expert's rows begin at its start."""
-    experts = sizes.shape[0]
-    # A stable sort by expert keeps the flat order within each; -1 (another rank's) sorts last.
-    expert, order = torch.where(local >= 0, local, experts).sort(stable=True)
-    shift = torch.cat((starts - (sizes.cumsum(0) - sizes), starts.new_zeros(1)))
-    place = torch.arange(len(local), device=local.device, dtype=torch.int64)
-    return torch.full_like(local, -1).scatter_(0, order, torch.where(expert < experts, place + shift[expert], -1))
+def _capped(sizes: Tensor, alignment: int, max_rows: int) -> Tensor:
+    """(..., e) sizes of groups -> those of what fits: capped at one level, a number of whole tiles."""
+    tiles = _round_up(sizes, alignment).div(alignment, rounding_mode="floor")
+    level = _level(tiles, torch.full_like(tiles[..., 0], max_rows // alignment)) * alignment
+    return torch.minimum(sizes, level[..., None])
+
+
+def _shares(of_sources: Tensor, kept: Tensor) -> Tensor:
+    """(e, sources) sizes, in the order of ranks, and (e,) how many fit -> (e, sources) how many fit of each."""
+    level = _level(of_sources, kept)[:, None]
+    shares = torch.minimum(of_sources, level)
+    more = of_sources > level
+    return shares + (more & (more.cumsum(1) <= (kept - shares.sum(1))[:, None]))
+
+
+def _level(sizes: Tensor, room: Tensor) -> Tensor:
+    """(..., n) sizes, (...) room -> (...) the largest level with min(sizes, level).sum(-1) <= room, or more than all.
+
+    That sum is the least of: the i smallest sizes, and n - i times the level. So one of these has to fit.
+    """
+    ascending = sizes.sort(-1).values
+    others = torch.arange(sizes.shape[-1], 0, -1, dtype=torch.int64, device=sizes.device)
+    return (room[..., None] - (ascending.cumsum(-1) - ascending)).div(others, rounding_mode="floor").amax(-1)
+
+
+def _rows_of_pairs(group: Tensor, sizes: Tensor, shares: Tensor, starts: Tensor) -> Tensor:
+    """(S * K,) group of each pair or -1 -> row, -1 without a group, DROPPED past the group's share.
+
+    Of each group: how many pairs it has, how many of these fit, and the first one's row.
+    """
+    groups = sizes.shape[0]
+    # A stable sort keeps the flat order within each group; -1 sorts last.
+    group, order = torch.where(group >= 0, group, groups).sort(stable=True)
+    of_groups = torch.stack((shares, starts, sizes.cumsum(0) - sizes))
+    share, start, first = torch.cat((of_groups, of_groups.new_zeros(3, 1)), 1)[:, group]
+    place = torch.arange(len(group), dtype=torch.int64, device=group.device) - first
+    rows = torch.where(place < share, start + place, DROPPED)
+    return torch.empty_like(rows).scatter_(0, order, torch.where(group < groups, rows, -1))
 
 
 def _round_up(sizes: Tensor, alignment: int) -> Tensor:

@@ -9,6 +9,9 @@ most 256 chunks (128 of many experts) unless there are more senders. Only `place
 own, and `count` has filled all rows by then, so padding needs no pass of its own. The rows of other ranks' experts are
 counted as well: program o sums what rank o needs and what does not fit there, so every rank knows who overflows.
 
+Levels (`plan.py`) are searched bit by bit, by all programs, only where the groups do not fit. A source is a block of a
+table: the kernels have so many tables of a block's tokens each.
+
 The order of a pair among those of its expert in a tile, for segments of 32 pairs and four experts a word:
 
     ids            1    0    1    1    a segment of 4
@@ -43,15 +46,16 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _live_pairs(num_tokens_ptr, source, max_tokens, TOP_K: tl.constexpr):
-    """Pairs that `source` sent, whatever number it gave."""
-    return tl.minimum(tl.load(num_tokens_ptr + source), max_tokens) * TOP_K
+def _live_pairs(num_tokens_ptr, source, blocks, max_tokens, TOP_K: tl.constexpr):
+    """Pairs in a block, whatever number of tokens its table gave."""
+    tokens = tl.load(num_tokens_ptr + source // blocks)
+    return tl.minimum(tl.maximum(tokens, 0) - source % blocks * max_tokens, max_tokens) * TOP_K
 
 
-@triton.jit(do_not_specialize=["max_tokens", "chunk", "first_counted", "counted", "num_experts", "max_rows"])
+@triton.jit(do_not_specialize=["max_tokens", "blocks", "chunk", "first_counted", "counted", "num_experts", "max_rows"])
 def count_kernel(
     ids_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_slot_ptr, row_weight_ptr,
-    max_tokens, chunk, first_counted, counted, num_experts, max_rows,
+    max_tokens, blocks, chunk, first_counted, counted, num_experts, max_rows,
     TOP_K: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Experts first_counted .. first_counted + counted - 1 are counted, BINS at a time."""
@@ -59,7 +63,7 @@ def count_kernel(
     program = source * tl.num_programs(0) + tl.program_id(0)
     lane = tl.arange(0, TILE)
     begin = tl.program_id(0) * chunk
-    end = tl.minimum(begin + chunk, _live_pairs(num_tokens_ptr, source, max_tokens, TOP_K))
+    end = tl.minimum(begin + chunk, _live_pairs(num_tokens_ptr, source, blocks, max_tokens, TOP_K))
     ids_ptr += source * max_tokens * TOP_K
     wrong = tl.zeros((TILE,), tl.int32)
     for section in range(0, counted, BINS):
@@ -107,20 +111,60 @@ def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constex
     return sizes, earlier
 
 
+@triton.jit
+def _level(sizes, room, bits):
+    """sizes (N,), room () or (N, M), (M,) -> the largest level below 2^bits with sum(min(sizes, level), 0) <= room."""
+    level = room * 0
+    for bit in range(bits):
+        higher = level + (1 << (bits - 1 - bit))
+        level = tl.where(tl.sum(tl.minimum(sizes, higher), 0) <= room, higher, level)
+    return level
+
+
+@triton.jit
+def _capped(sizes, alignment, max_rows, bits):
+    """Sizes of groups -> those of what fits, capped at one level. bits: of R_max in tiles."""
+    tiles = (sizes + alignment - 1) // alignment
+    kept = sizes
+    if tl.sum(tiles, 0) * alignment > max_rows:
+        kept = tl.minimum(sizes, _level(tiles, max_rows // alignment, bits) * alignment)
+    return kept
+
+
+@triton.jit
+def _sizes_of_sources(
+    counts_ptr, counted, experts, sources, blocks, chunks_of_source,
+    SOURCES: tl.constexpr, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """(SOURCES,) numbers of the sources in the order of ranks, (SOURCES, EXPERTS) their pairs of each expert."""
+    rank = tl.arange(0, SOURCES)
+    tables = sources // blocks
+    source = rank % tables * blocks + rank // tables
+    expert = tl.arange(0, EXPERTS)[None, None, :]
+    sizes = tl.zeros((SOURCES, EXPERTS), tl.int32)
+    for first in range(0, chunks_of_source, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)[None, :, None]
+        mask = (rank < sources)[:, None, None] & (chunk < chunks_of_source) & (expert < experts)
+        each = (source * chunks_of_source)[:, None, None] + chunk
+        sizes += tl.sum(tl.load(counts_ptr + each * counted + expert, mask=mask, other=0), 1)
+    return source, sizes
+
+
 @triton.jit(
     do_not_specialize=[
-        "max_tokens", "pairs", "chunk", "chunks", "chunks_of_source", "first_counted", "counted", "first_expert",
-        "experts", "owners", "alignment", "max_rows",
+        "max_tokens", "blocks", "pairs", "chunk", "chunks", "chunks_of_source", "first_counted", "counted",
+        "first_expert", "experts", "owners", "alignment", "max_rows", "tile_bits", "pair_bits",
     ]
 )  # fmt: skip
 def place_kernel(
     ids_ptr, weights_ptr, num_tokens_ptr, counts_ptr, wrong_ptr, row_slot_ptr, row_weight_ptr, slot_rows_ptr, offs_ptr,
     group_sizes_ptr, totals_ptr, running_ptr, own_tokens_ptr,
-    max_tokens, pairs, chunk, chunks, chunks_of_source, first_counted, counted, first_expert, experts, owners,
-    alignment, max_rows,
+    max_tokens, blocks, pairs, chunk, chunks, chunks_of_source, first_counted, counted, first_expert, experts, owners,
+    alignment, max_rows, tile_bits, pair_bits,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
+    SOURCES: tl.constexpr, CHUNKS_OF_SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """pairs: of each source.
+    """pairs: of each source. tile_bits, pair_bits: of R_max in tiles, and of `pairs`.
 
     totals (2 owners + 1,): rows that owners need, rows that do not fit, wrong ids. running: the same of all plans.
     own_tokens: a copy of num_tokens.
@@ -130,11 +174,28 @@ def place_kernel(
     expert = tl.arange(0, EXPERTS)
     here_ptr = counts_ptr + (first_expert - first_counted)
     sizes, earlier = _sizes(here_ptr, counted, experts, chunks, this_chunk, EXPERTS, CHUNKS)
-    padded = (sizes + alignment - 1) // alignment * alignment
+    kept = _capped(sizes, alignment, max_rows, tile_bits)
+    padded = (kept + alignment - 1) // alignment * alignment
     ends = tl.cumsum(padded, 0)
-    start = ends - padded
+    next_row = ends - padded
+    end_row = next_row + kept
+    if tl.sum(sizes - kept, 0) == 0:
+        next_row += earlier
+    else:
+        # This source's share of each expert, and what lies before it.
+        sources = tl.num_programs(1)
+        each, of_sources = _sizes_of_sources(
+            here_ptr, counted, experts, sources, blocks, chunks_of_source, SOURCES, EXPERTS, CHUNKS_OF_SOURCE
+        )
+        level = _level(of_sources, kept, pair_bits)[None, :]
+        shares = tl.minimum(of_sources, level)
+        more = (of_sources > level).to(tl.int32)
+        shares += more * (tl.cumsum(more, 0) <= (kept - tl.sum(shares, 0))[None, :]).to(tl.int32)
+        before = (each < source)[:, None]
+        end_row = next_row + tl.sum(tl.where((each <= source)[:, None], shares, 0), 0)
+        next_row += tl.sum(tl.where(before, shares - of_sources, 0), 0) + earlier
     if this_chunk == 0:
-        tl.store(offs_ptr + expert, tl.minimum(ends, max_rows), mask=expert < experts)
+        tl.store(offs_ptr + expert, ends, mask=expert < experts)
         tl.store(group_sizes_ptr + expert, sizes, mask=expert < experts)
         wrong = tl.zeros((1024,), tl.int32)
         for first in range(0, chunks, 1024):
@@ -144,14 +205,12 @@ def place_kernel(
         tl.store(totals_ptr + 2 * owners, all_wrong)
         if running_ptr is not None:
             tl.store(running_ptr + 2 * owners, tl.load(running_ptr + 2 * owners) + all_wrong)
-    if tl.program_id(0) == 0:
-        tl.store(own_tokens_ptr + source, tl.load(num_tokens_ptr + source))
+    if (tl.program_id(0) == 0) & (source % blocks == 0):
+        tl.store(own_tokens_ptr + source // blocks, tl.load(num_tokens_ptr + source // blocks))
     for owner in range(this_chunk, owners, chunks):
         of_owner, _ = _sizes(counts_ptr + owner * experts, counted, experts, chunks, 0, EXPERTS, CHUNKS)
-        needed = (of_owner + alignment - 1) // alignment * alignment
-        past = tl.cumsum(needed, 0) - needed + of_owner - max_rows
-        all_needed = tl.sum(needed, 0).to(tl.int64)
-        all_dropped = tl.sum(tl.minimum(tl.maximum(past, 0), of_owner), 0).to(tl.int64)
+        all_needed = tl.sum((of_owner + alignment - 1) // alignment * alignment, 0).to(tl.int64)
+        all_dropped = tl.sum(of_owner - _capped(of_owner, alignment, max_rows, tile_bits), 0).to(tl.int64)
         tl.store(totals_ptr + owner, all_needed)
         tl.store(totals_ptr + owners + owner, all_dropped)
         if running_ptr is not None:
@@ -162,9 +221,8 @@ def place_kernel(
     TILE: tl.constexpr = SEGMENTS * SEGMENT
     lane = tl.arange(0, TILE)
     flat0 = source * max_tokens * TOP_K
-    valid = tl.minimum(_live_pairs(num_tokens_ptr, source, max_tokens, TOP_K), pairs)
+    valid = tl.minimum(_live_pairs(num_tokens_ptr, source, blocks, max_tokens, TOP_K), pairs)
     begin = tl.program_id(0) * chunk
-    next_row = start + earlier
     for first in range(begin, tl.minimum(begin + chunk, pairs), TILE):
         pair = first + lane
         local = tl.load(ids_ptr + flat0 + pair, mask=pair < valid, other=-1) - first_expert
@@ -175,44 +233,49 @@ def place_kernel(
         next_row += tl.sum(of_segment, 0)
         first_row = tl.reshape(first_row, (SEGMENTS * EXPERTS,))
         row = tl.gather(first_row, lane // SEGMENT * EXPERTS + tl.maximum(local, 0), 0) + place - 1
-        kept = mask & (row < max_rows)
-        pair_row = tl.where(kept, row, tl.where(mask, -2, -1))
+        fits = mask & (row < tl.gather(end_row, tl.maximum(local, 0), 0))
+        pair_row = tl.where(fits, row, tl.where(mask, -2, -1))
         tl.store(slot_rows_ptr + source * pairs + pair, pair_row, mask=pair < pairs)
         flat = flat0 + pair
-        tl.store(row_slot_ptr + row, flat // TOP_K, mask=kept)
-        tl.store(row_weight_ptr + row, tl.load(weights_ptr + flat, mask=kept, other=0.0), mask=kept)
+        tl.store(row_slot_ptr + row, flat // TOP_K, mask=fits)
+        tl.store(row_weight_ptr + row, tl.load(weights_ptr + flat, mask=fits, other=0.0), mask=fits)
 
 
 def make_plan(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
-    alignment: int, max_rows: int, num_experts: int, running: Tensor | None = None,
+    alignment: int, max_rows: int, num_experts: int, blocks: int, running: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """mxep::make_plan."""
-    sources, max_tokens, top_k = expert_ids.shape
+    tables, max_tokens, top_k = expert_ids.shape
     expert_ids, weights, num_tokens = expert_ids.contiguous(), weights.contiguous(), num_tokens.contiguous()
-    device, pairs = expert_ids.device, max_tokens * top_k
+    device = expert_ids.device
     row_slot = torch.empty(max_rows, dtype=torch.int32, device=device)
     row_weight = torch.empty(max_rows, dtype=torch.float32, device=device)
-    slot_rows = torch.empty((sources * max_tokens, top_k), dtype=torch.int32, device=device)
+    slot_rows = torch.empty((tables * max_tokens, top_k), dtype=torch.int32, device=device)
     offs, group_sizes = (torch.empty(num_local_experts, dtype=torch.int32, device=device) for _ in range(2))
     owners = num_owners(num_experts, num_local_experts)
     first_counted, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
     totals, own_tokens = torch.empty(2 * owners + 1, dtype=torch.int64, device=device), torch.empty_like(num_tokens)
 
+    sources, max_tokens = tables * blocks, max_tokens // blocks
+    pairs = max_tokens * top_k
     experts, segments, chunk, chunks = _shape(num_local_experts, sources, pairs)
+    in_block = next_power_of_2(sources)
     bins = min(MOST_BINS, max(LEAST_EXPERTS, next_power_of_2(counted)))
     counts, wrong = (torch.empty(sources * chunks * n, dtype=torch.int32, device=device) for n in (counted, 1))
     options = {"TOP_K": max(top_k, 1), "num_warps": NUM_WARPS}
     launch(count_kernel, (chunks, sources),
         expert_ids, num_tokens, counts, wrong, row_slot, row_weight,
-        max_tokens, chunk, first_counted, counted, num_experts, max_rows,
+        max_tokens, blocks, chunk, first_counted, counted, num_experts, max_rows,
         BINS=bins, TILE=COUNT_TILE, **options,
     )  # fmt: skip
     launch(place_kernel, (chunks, sources),
         expert_ids, weights, num_tokens, counts, wrong, row_slot, row_weight, slot_rows, offs, group_sizes, totals,
-        running, own_tokens, max_tokens, pairs, chunk, sources * chunks, chunks, first_counted, counted,
+        running, own_tokens, max_tokens, blocks, pairs, chunk, sources * chunks, chunks, first_counted, counted,
         first_expert, num_local_experts, owners, alignment, max_rows,
-        EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts), **options,
+        (max_rows // alignment).bit_length(), pairs.bit_length(),
+        EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts),
+        SOURCES=in_block, CHUNKS_OF_SOURCE=max(1, COUNTS_AT_ONCE // (experts * in_block)), **options,
     )  # fmt: skip
     return row_slot, row_weight, slot_rows, offs, group_sizes, totals, own_tokens
 

@@ -168,6 +168,8 @@ class TokenDispatcher(ABC):
     """Whether slots are the dispatcher's, and written again by a later exchange."""
     in_graphs = False
     """Whether exchanges need nothing of the host, and a routing is no more than a plan: see :meth:`graph_state`."""
+    blocks = 1
+    """Of each sender's tokens, from sources of their own: see :func:`mxep.comms.make_plan`."""
     row_dtype: torch.dtype | None = None
     """The widest dtype of rows that there is room for; None: any."""
 
@@ -320,7 +322,7 @@ class TokenDispatcher(ABC):
         """invalid: ids that are not in the tables any more."""
         total = self._running_counts(ids.device, self.world_size)
         sizes = self.rank * self.num_local_experts, self.num_local_experts, alignment, capacity, self.num_experts
-        fields = _plan([ids, weights, num_tokens, total], *sizes, invalid)
+        fields = _plan([ids, weights, num_tokens, total], *sizes, self.blocks, invalid)
         plan = RoutingPlan(*fields, alignment=alignment)  # type: ignore[misc]
         self._room = max(self._room, (ids.shape[1], ids.shape[2], alignment, plan.max_rows))
         return plan
@@ -334,12 +336,14 @@ def _plan(
     alignment: int,
     capacity: Capacity,
     num_experts: int,
+    blocks: int,
     invalid: int,
 ) -> list[Tensor]:
     """[ids, weights, num_tokens, the dispatcher's counts, which are updated] -> the tensors of a RoutingPlan."""
     ids, weights, num_tokens, running = tensors
     of = {"first_expert": first_expert, "num_local_experts": num_local_experts, "num_experts": num_experts}
-    plan = make_plan(ids, weights, num_tokens, **of, alignment=alignment, capacity=capacity, running=running)
+    of |= {"alignment": alignment, "blocks": blocks}
+    plan = make_plan(ids, weights, num_tokens, **of, capacity=capacity, running=running)
     if invalid:
         plan.counts[-1] += invalid
         running[-1] += invalid

@@ -12,8 +12,12 @@ of this rank, T_max of any, K experts a token, E in all. C slots for the tokens 
 capacity: an equal split sends all of them, used or not. Slot m C + i holds the i-th token that needs node m:
 
     N = 2, C = 2, E = 4    token 0 [0, 3]    token 1 [2, -1]    token 2 [3, 2]
-    slots                        [0, 2]            [-1, 3]            [-1, -1]    node 1 has no third slot: lost
-    tokens                 [0, -1, 0, 1]
+    slots                        [0, 2]            [-1, -1]           [-1, 3]    node 1 has no third slot: lost
+    tokens                 [0, -1, 0, 2]
+
+Where n > C tokens of a rank need a node, C of them go, spread evenly over the batch: the i-th of them goes if i C / n
+and (i + 1) C / n round to different numbers. Nothing is known here of how busy their experts are. The plan within a
+node shares what does not fit an expert between all W ranks, as the other dispatchers do: it gets blocks of C slots.
 
 **Order of sums.** A token's rows on one rank are summed in its list's order, then the sums of a node's ranks in rank
 order, then those of nodes in node order: each in fp32, rounded once to the rows' dtype. With one node, or nodes of one
@@ -209,6 +213,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             sizes = self._sizes | {"max_tokens": here}
             made = SymmetricDispatcher(self.experts_per_node, group=self.nodes.within, capacity=capacity, **sizes)
             made._counts = self._node_counts
+            made.blocks = self.nodes.count
             self._within[num_slots] = made
         return self._within[num_slots]
 
@@ -311,8 +316,10 @@ def _plan_slots(
     of_node = torch.arange(num_nodes, device=ids.device, dtype=torch.int64)
     here = ids.div(experts_per_node, rounding_mode="floor")[:, :, None] == of_node  # (T, K, N)
     needed = here.any(1)
-    place = needed.cumsum(0) - 1
-    fits = needed & (place < num_slots)
+    before, total = needed.cumsum(0) - needed.long(), needed.sum(0).clamp_min(num_slots)
+    # Where not all fit, tokens that are spread evenly do.
+    place = (before * num_slots + total // 2) // total
+    fits = needed & (place < ((before + 1) * num_slots + total // 2) // total)
     slots = torch.where(fits, of_node * num_slots + place, -1)
     # Tokens without a slot write into one more, which is cut off.
     all_slots = num_nodes * num_slots
