@@ -78,7 +78,8 @@ def _composed(*tensors: Any, dispatcher, recipe, backend, activation, wgrad_scal
     """`run_experts` of the functions that it would compose for a recipe with wgrad "bf16"."""
     how = dispatcher, recipe, select(backend, tensors[0].device), activation
     config = LayerConfig(*how, wgrad_scale=wgrad_scale)
-    return mxep.ep.experts._compose(*tensors, config=config, gate_up_bias=None)
+    out, _, routing = mxep.ep.experts._compose(*tensors, config=config, gate_up_bias=None, drops=False)
+    return out, routing
 
 
 def _plain(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

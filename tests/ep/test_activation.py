@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ep.problem import FixedRouting
+from mxep.comms import DROPPED, Capacity
 from mxep.ep import LocalDispatcher, MoE, combine, dispatch, expert_mlp, run_experts
 from mxep.ep.bias import add_down_bias
 from mxep.ep.functional import PLAIN
@@ -129,6 +130,37 @@ def test_ranks_that_share_experts_have_the_gradients_of_the_mean(ctx, dispatcher
         pairs.append((wanted[name].chunk(2)[ctx.rank] / 2, parameter.grad.to_local()))
     # On a GPU the recipe's products are of bf16, whatever the parameters are.
     assert min(snr(a, b.cpu()) for a, b in pairs) > (120 if ctx.device.type == "cpu" else 40)
+
+
+@pytest.mark.parametrize("form", ["mxfp8", "mxfp8_wgrad_bf16", "compiled", "no gradients", "score_before_experts"])
+def test_rows_that_are_dropped_have_no_bias(form: str) -> None:
+    torch.manual_seed(0)
+    drop, before = Capacity.factor(0.5, overflow="drop"), form == "score_before_experts"
+    how = {"recipe": form if form.startswith("mxfp8") else "bf16", "score_before_experts": before, "bias": True}
+    moes = [MoE(D, F, E, K, dispatcher="local", device=DEVICE, capacity=c, **how) for c in (drop, None)]
+    for name in ("gate_up_bias", "down_bias"):
+        torch.nn.init.normal_(getattr(moes[0].experts, name))
+    moes[1].load_state_dict(moes[0].state_dict())
+    given, ids, d_out = problem(4 * T)
+    ids, found = ids.to(DEVICE), []
+    run = torch.compile(moes[0], fullgraph=True, backend="aot_eager") if form == "compiled" else moes[0]
+    for moe, call in zip(moes, (run, moes[1])):
+        x, weights = given["x"].to(DEVICE, torch.bfloat16), given["weights"].float().to(DEVICE)
+        x, weights = (leaf.requires_grad_(form != "no gradients") for leaf in (x, weights))
+        with torch.set_grad_enabled(form != "no gradients"):
+            out = call(x, expert_ids=ids, weights=weights)
+            if form != "no gradients":
+                out.backward(d_out.to(out))
+            if moe is moes[0]:
+                moe(x.detach(), expert_ids=ids, weights=weights.detach())  # whose routing is known, not a graph's
+                lost = (moe.last_routing.plan.slot_rows == DROPPED).view(ids.shape)
+                assert lost.all(1).any()
+                assert lost.any(1).logical_and(~lost.all(1)).any()
+                assert not out[lost.all(1)].any()
+                ids = torch.where(lost, -1, ids)
+        found.append([out, x.grad, weights.grad, *(p.grad for p in moe.experts.parameters())])
+    for got, wanted in zip(*found):
+        assert torch.equal(got, wanted) if wanted is not None else got is None
 
 
 def test_bias_gradients_of_a_backward_in_two() -> None:

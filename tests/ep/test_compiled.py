@@ -296,7 +296,7 @@ def test_a_schema_gives_the_shapes_that_the_layer_saves(dispatcher: dict) -> Non
         names = moe.dispatcher.key, recipe, "auto", 1.0, None
         for needs in itertools.product((True, False), repeat=2):
             proj, down = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
-            options = None, *names, [*needs, False], True
+            options = None, *names, [*needs, False], True, False
             saved = forward_op(x, weights, [proj], down, ids, *options)
             with FakeTensorMode() as mode:
                 one, two, three, four, five = map(mode.from_tensor, (x, weights, proj, down, ids))

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from ep.problem import FixedRouting
-from mxep.comms import Capacity, CapacityExceeded, PeersDisagree
+from mxep.comms import DROPPED, Capacity, CapacityExceeded, PeersDisagree, make_plan
 from mxep.ep import DISPATCHERS, MoE, __version__
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
 from mxep.ep.dispatchers.all_to_all import _room
@@ -117,11 +117,11 @@ def test_every_rank_is_told_in_the_step_in_which_one_overflows(ctx: Context) -> 
 
 @distributed(2)
 def test_dropped_pairs_are_as_good_as_not_routed_and_no_error(ctx: Context) -> None:
-    """Expert 0 gets 60 tokens of each rank and has room for 90: rank 1's from the 30th on are left out there."""
+    """Expert 0 gets 60 tokens of each rank and has room for 90: the last 15 of each are left out there."""
     ids = torch.tensor([0, 6]).repeat(60, 1)
     ids[1::2, 1] = -1
     kept = ids.clone()
-    kept[30 * (2 - ctx.rank) :, 0] = -1
+    kept[45:, 0] = -1
     generator = torch.Generator().manual_seed(ctx.rank)
     weights = torch.rand(60, 2, generator=generator)
     x, d_out = (torch.randn(60, 64, generator=generator).to(ctx.device, torch.bfloat16) for _ in range(2))
@@ -141,7 +141,61 @@ def test_dropped_pairs_are_as_good_as_not_routed_and_no_error(ctx: Context) -> N
         answers.append((out, leaf.grad, router.weights.grad, *(p.grad for p in moe.experts.parameters())))
     for got, wanted in zip(*answers):
         assert torch.equal(*(t.to_local() if hasattr(t, "to_local") else t for t in (got, wanted)))
-    assert not answers[0][2][30 * (2 - ctx.rank) :, 0].any()
+    assert not answers[0][2][45:, 0].any()
+
+
+def lost_pairs(ctx: Context, ids: torch.Tensor, capacity: Capacity, num_experts: int) -> torch.Tensor:
+    """(T, K) bool: which of this rank's pairs the owners' plans leave out, of tables that a collective brought."""
+    found = [ids] * ctx.world_size
+    dist.all_gather_object(found, ids, group=ctx.group)
+    max_tokens, own = max(map(len, found)), num_experts // ctx.world_size
+    tables = torch.stack([torch.nn.functional.pad(each, (0, 0, 0, max_tokens - len(each)), value=-1) for each in found])
+    of = tables.int(), torch.ones(tables.shape), torch.tensor(list(map(len, found)), dtype=torch.int32)
+    lost = torch.zeros_like(ids, dtype=torch.bool)
+    for first in range(0, num_experts, own):
+        sizes = {"first_expert": first, "num_local_experts": own, "num_experts": num_experts}
+        plan = make_plan(*of, **sizes, alignment=1, capacity=capacity)
+        lost |= plan.slot_rows.view(tables.shape)[ctx.rank, : len(ids)] == DROPPED
+    return lost
+
+
+def trained_biases(ctx: Context, ids: torch.Tensor, dispatcher: TokenDispatcher) -> tuple[list[torch.Tensor], MoE]:
+    """A layer with biases: its output and all gradients."""
+    generator = torch.Generator().manual_seed(ctx.rank)
+    x, d_out = (torch.randn(len(ids), 64, generator=generator).requires_grad_() for _ in range(2))
+    router = FixedRouting(ids.int(), torch.rand(ids.shape, generator=generator))
+    how = {"recipe": "bf16", "bias": True, "dtype": torch.float32}
+    moe = MoE(64, 32, 12, 3, router=router, dispatcher=dispatcher, **how)
+    torch.manual_seed(1)
+    for parameter in moe.experts.parameters():
+        torch.nn.init.normal_(local_tensor(parameter.data), std=0.2)
+    out = moe(x)
+    out.backward(d_out.detach())
+    return [out, x.grad, router.weights.grad, *(local_tensor(p.grad) for p in moe.experts.parameters())], moe
+
+
+@distributed(4, device="cpu")
+def test_symmetric_and_hierarchical_drop_the_same_pairs_with_their_biases(ctx: Context) -> None:
+    """Most tokens choose expert 0; T is ragged, some ids are -1. There are slots enough between nodes."""
+    tokens = (20, 20, 17, 0)[ctx.rank]
+    ids = torch.stack([torch.randperm(12, generator=torch.Generator().manual_seed(t))[:3] for t in range(20)])[:tokens]
+    ids[: 9 + 5 * ctx.rank] = torch.tensor([0, 1, -1])
+    capacity = Capacity.factor(1.2, overflow="drop")
+    lost = lost_pairs(ctx, ids, capacity, 12)
+    how = {"dim": 64, "dtype": torch.float32, "group": ctx.group, "max_tokens": 20}
+    for name, nodes in (("symmetric", {}), ("hierarchical", {"ranks_per_node": 2})):
+        dropping, roomy = (make_dispatcher(name, 12, capacity=c, **nodes, **how) for c in (capacity, None))
+        got, moe = trained_biases(ctx, ids, dropping)
+        wanted, _ = trained_biases(ctx, torch.where(lost, -1, ids), roomy)
+        assert all(map(torch.equal, got, wanted)), name
+        assert not got[2][lost].any()
+        total = torch.tensor(int(lost.sum()))
+        dist.all_reduce(total, group=ctx.group)
+        assert moe.dispatcher.counts()["dropped"] == total > 20
+        moe.check()
+    sized = [make_dispatcher("all_to_all", 12, capacity=c, **how) for c in (capacity, None)]
+    got, wanted = (trained_biases(ctx, ids, each)[0] for each in sized)
+    assert all(map(torch.equal, got, wanted)), "buffers of each step's size lose nothing"
 
 
 @distributed(2, 3)

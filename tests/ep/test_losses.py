@@ -70,6 +70,20 @@ def test_ids_out_of_range_count_as_little_as_minus_one() -> None:
     assert load_balancing_loss(logits, wrong).equal(load_balancing_loss(logits, ids))
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_nan_logits_of_tokens_that_are_not_routed_reach_no_loss_and_no_gradient(score: str) -> None:
+    logits, ids = torch.randn(5, 4), torch.tensor([[0, 1], [-1, -1], [2, -1], [9, -1], [3, 0]])
+    found = []
+    for unrouted in (0.0, float("nan"), float("inf")):
+        leaf = logits.clone()
+        leaf[[1, 3]] = unrouted
+        loss = load_balancing_loss(leaf.requires_grad_(), ids, score=score)
+        loss.backward()
+        assert not leaf.grad[[1, 3]].any()
+        found.append((loss, leaf.grad))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
 def test_no_tokens_have_no_loss_and_a_gradient_without_nans() -> None:
     logits = torch.zeros(0, E, requires_grad=True)
     for loss in (load_balancing_loss(logits, torch.zeros(0, K)), router_z_loss(logits)):

@@ -74,6 +74,25 @@ def test_it_multiplies_no_bias_of_what_an_expert_returns() -> None:
     torch.testing.assert_close(moe(x.float(), expert_ids=ids, weights=weights), without + added)
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_nan_weights_and_infinite_tokens_of_minus_one_reach_no_gradient(before: bool) -> None:
+    x, ids, weights, d_out = given(T, 2)
+    weights = weights.detach().clone()
+    ids[0], ids[1, 1] = -1, -1
+    wanted, found = [], []
+    for results, unrouted in ((wanted, 0.0), (found, float("nan"))):
+        moe = MoE(D, H, E, 2, dispatcher="local", recipe="bf16", score_before_experts=before, bias=True)
+        torch.manual_seed(0)
+        for parameter in moe.experts.parameters():
+            torch.nn.init.normal_(parameter.data)
+        tokens, of_ids = x.detach().clone(), torch.where(ids >= 0, weights, unrouted).requires_grad_()
+        tokens[0] = unrouted * float("inf") if unrouted else 1.0
+        out = moe(tokens.requires_grad_(), expert_ids=ids, weights=of_ids)
+        out.backward(d_out)
+        results += [out, tokens.grad, of_ids.grad, *(p.grad for p in moe.experts.parameters())]
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_it_compiles_in_one_graph() -> None:
     torch._dynamo.reset()
     moe = MoE(D, H, E, 2, dispatcher="local", backend="reference", score_before_experts=True)

@@ -59,8 +59,9 @@ def compiled_layer(
     down_proj: Tensor,
     gate_up_bias: Tensor | None,
     config: LayerConfig,
-) -> Tensor:
-    """out (T, D), as of `run_experts`, where there is no `unsupported_reason`."""
+    drops: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """out (T, D), as of `run_experts`, where there is no `unsupported_reason`; if `drops`, which pairs have a row."""
     expert_ids = checked_tokens(x, expert_ids, weights, config.dispatcher)
     proj, down_proj = tuple(local_weight(half) for half in tensors_of(gate_up_proj)), local_weight(down_proj)
     bias = None if gate_up_bias is None else local_weight(gate_up_bias)
@@ -69,8 +70,8 @@ def compiled_layer(
     backward = torch.is_grad_enabled() and (any(needs) or x.requires_grad or weights.requires_grad)
     names = config.dispatcher.key, config.recipe.name, config.backend.name
     how = *names, config.wgrad_scale, config.activation.packed, needs, backward
-    out: Tensor = forward_op(x, weights, list(proj), down_proj, expert_ids, bias, *how)[0]
-    return out
+    out, *others = forward_op(x, weights, list(proj), down_proj, expert_ids, bias, *how, drops)
+    return out, others[-1].detach() if drops else None
 
 
 @torch.library.custom_op("mxep::layer_forward", mutates_args=())
@@ -88,32 +89,34 @@ def forward_op(
     activation: list[float] | None,
     needs: list[bool],
     backward: bool,
+    drops: bool,
 ) -> list[Tensor]:
     config = _config(x.device, dispatcher, recipe, backend, wgrad_scale, activation)
     with torch.no_grad():
         tensors = [x, weights, expert_ids, gate_up_bias, *_halves(gate_up_proj), down_proj]
-        _, made = layer_forward(tensors, *config.of_passes, backward, _needs(needs))
+        _, made = layer_forward(tensors, *config.of_passes, backward, _needs(needs), drops)
+    kept = [made.pop()] if drops else []
     if not backward:
-        return made[:1]
+        return made[:1] + kept
     saved = made[1 + len(PLAN) :]
     if weights_are_held():
         # An output is the graph's to write over: what is held for others, which comes last, goes out as a copy.
         own = sum(num_parts(config.recipe, _needs(needs)))
         saved[own:] = [part.clone() for part in saved[own:]]
-    return [made[0], *saved, *made[1 : 1 + len(PLAN)]]
+    return [made[0], *saved, *made[1 : 1 + len(PLAN)], *kept]
 
 
 @forward_op.register_fake
 def _(x: Tensor, weights: Tensor, proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any) -> list[Tensor]:
-    _, *names, needs, backward = how
-    out = x.new_empty(x.shape)
+    _, *names, needs, backward, drops = how
+    out, kept = x.new_empty(x.shape), [weights.new_empty(weights.shape)] if drops else []
     if not backward:
-        return [out]
+        return [out, *kept]
     config = _config(x.device, *names)
     plan, recipe = _plan_of_shapes(ids, weights, config), config.recipe
     experts, copied = (weight_of(proj), down_proj), config.dispatcher.borrows
     saved = Saved.shapes(x, plan, experts, recipe, config.backend, _needs(needs), copied=copied)
-    return [out, *saved, *tensors_of_plan(plan)]
+    return [out, *saved, *tensors_of_plan(plan), *kept]
 
 
 @torch.library.custom_op("mxep::layer_backward", mutates_args=())
@@ -151,8 +154,8 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, _, gate_up_proj, down_proj, expert_ids, bias, *ctx.names, _ = inputs
-    _, *saved = output
+    _, _, gate_up_proj, down_proj, expert_ids, bias, *ctx.names, _, drops = inputs
+    saved = output[1:-1] if drops else output[1:]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.halves = len(gate_up_proj)
     ctx.save_for_backward(*gate_up_proj, down_proj, expert_ids, *saved)
@@ -169,7 +172,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         d_proj = list(rest.pop(0)) if ctx.halves == 2 else [rest.pop(0)]
     d_down = rest.pop(0) if needs[1] else None
     d_bias = rest.pop(0).to(ctx.bias_dtype) if needs[2] else None
-    return dx, d_weights, d_proj, d_down, None, d_bias, *[None] * 7
+    return dx, d_weights, d_proj, d_down, None, d_bias, *[None] * 8
 
 
 forward_op.register_autograd(_differentiate, setup_context=_setup_context)

@@ -21,7 +21,7 @@ from .bias import add_down_bias
 from .checks import check_weights
 from .compiled import compiled_layer, unsupported_reason
 from .dispatchers.base import Routing, TokenDispatcher
-from .functional import PLAIN, checked_tokens, combine, dispatch, expert_mlp
+from .functional import PLAIN, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
 from .layer import Layer, needs_of
 from .passes import LayerConfig, layer_forward
 from .shares import empty_share, init_normal_, local_tensor, local_weight
@@ -125,18 +125,22 @@ def run_experts(
         how |= {"score_before_experts": score_before_experts}
         return between_graphs(run_experts, x, expert_ids, weights, gate_up_proj, down_proj, **how)
     if score_before_experts:
+        routed = (expert_ids >= 0) & (expert_ids < dispatcher.num_experts)
+        weights = torch.where(routed, weights, 0.0)  # others may be NaN, which times a gradient of 0 is NaN, too
         x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # weights are fp32: rounded once
         shape, expert_ids = expert_ids.shape, expert_ids.reshape(-1, 1)
         weights = torch.ones_like(expert_ids, dtype=weights.dtype)
     bias = None if down_bias is None else local_weight(down_bias)
     if bias is not None and bias.shape != (wanted := (dispatcher.num_local_experts, x.shape[1])):
         raise ValueError(f"down_bias: got shape {tuple(bias.shape)}, want (experts here, D) = {wanted}")
-    ids = expert_ids
+    ids, drops = expert_ids, bias is not None and dispatcher.capacity.overflow == "drop"
     routing: Routing | None = None
+    kept: Tensor | None = None
     if recipe.wgrad == "bf16":
-        out, routing = _compose(x, ids, weights, gate_up_proj, down_proj, config=config, gate_up_bias=gate_up_bias)
+        how = {"config": config, "gate_up_bias": gate_up_bias, "drops": drops}
+        out, kept, routing = _compose(x, ids, weights, gate_up_proj, down_proj, **how)
     elif torch.compiler.is_compiling():
-        out = compiled_layer(x, ids, weights, gate_up_proj, down_proj, gate_up_bias, config)
+        out, kept = compiled_layer(x, ids, weights, gate_up_proj, down_proj, gate_up_bias, config, drops)
     else:
         ids = checked_tokens(x, ids, weights, dispatcher)
         gate, *halves = tensors_of(gate_up_proj)
@@ -149,11 +153,14 @@ def run_experts(
         check_no_tangent(x, weights, here, down, other, here_bias)
         with torch.no_grad():
             given = [x, weights, ids, here_bias, here, other, down]
-            routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads))
+            routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads), drops)
+            kept = made.pop() if drops else None
         out = Layer.apply(*tensors, config, routing, made) if backward else made[0]  # type: ignore[no-untyped-call]
         del made
     if bias is not None:
         group = dispatcher.group if dispatcher.spans_ranks else None
+        if kept is not None:  # what was dropped is not routed
+            expert_ids = torch.where(kept > 0, expert_ids, -1)
         out = add_down_bias(out, expert_ids, weights, bias, scale=wgrad_scale, group=group)
     if score_before_experts and shape[1] > 1:
         out = out.unflatten(0, shape).sum(1)
@@ -169,8 +176,9 @@ def _compose(
     *,
     config: LayerConfig,
     gate_up_bias: Tensor | None,
-) -> tuple[Tensor, Routing]:
-    """Of a recipe whose weight gradients take unquantized operands."""
+    drops: bool,
+) -> tuple[Tensor, Tensor | None, Routing]:
+    """Of a recipe whose weight gradients take unquantized operands: out, which pairs have a row if `drops`, routing."""
     how: dict[str, Any] = {"dispatcher": config.dispatcher, "recipe": config.recipe}
     rows, row_weight, routing = dispatch(x, expert_ids, weights, **how)
     y = expert_mlp(
@@ -186,7 +194,9 @@ def _compose(
         activation=config.activation,
         gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
     )
-    return combine(y, routing, **how), routing
+    if drops:
+        return *combine_and_kept(y, routing, **how), routing
+    return combine(y, routing, **how), None, routing
 
 
 def _main_grad(weight: Weight) -> Tensor | None:

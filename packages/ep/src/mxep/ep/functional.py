@@ -105,8 +105,16 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
 @_between_graphs
 def combine(y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
     """Combine the experts' rows: ``y`` (R_max, D) -> (T, D) in y's dtype. Fixed order, fp32 sums."""
-    out: Tensor = _Combine.apply(y, routing, dispatcher, recipe)  # type: ignore[no-untyped-call]
+    out: Tensor = _Combine.apply(y, routing, dispatcher, recipe, False)[0]  # type: ignore[no-untyped-call]
     return out
+
+
+def combine_and_kept(
+    y: Tensor, routing: Routing, *, dispatcher: TokenDispatcher, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """:func:`combine`, and which pairs have a row: (T, K) fp32, 1 or 0."""
+    out, kept = _Combine.apply(y, routing, dispatcher, recipe, True)  # type: ignore[no-untyped-call]
+    return out, kept
 
 
 @_between_graphs
@@ -184,19 +192,24 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, routing: Routing, dispatcher: TokenDispatcher, recipe: Recipe) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, routing: Routing, dispatcher: TokenDispatcher, recipe: Recipe, drops: bool
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.dispatcher, ctx.routing, ctx.recipe = dispatcher, routing, recipe
-        out, _ = dispatcher.combine(y, routing).wait()
-        return out
+        values = torch.ones_like(routing.plan.row_weight) if drops else None
+        out, kept = dispatcher.combine(y, routing, values).wait()
+        if kept is not None:
+            ctx.mark_non_differentiable(kept)
+        return out, kept
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
         recipe, plan = ctx.recipe, ctx.routing.plan
         slots = ctx.dispatcher.redispatch(tuple(pack([d_out], recipe, recipe.grad_fmt)), ctx.routing).wait()
         wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
         d_rows = wire.rows(slots, plan.row_slot, plan.offs, copy=ctx.dispatcher.borrows)
-        return for_anomaly_mode(d_rows, plan.offs), None, None, None
+        return for_anomaly_mode(d_rows, plan.offs), None, None, None, None
 
 
 def saved_gate_up(gate_up: Tensor, recipe: Recipe) -> Tensor:

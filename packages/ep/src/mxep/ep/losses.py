@@ -43,10 +43,10 @@ def load_balancing_loss(
     )
     if group is not None:
         counts = wait_tensor(torch.ops._c10d_functional.all_reduce(counts, "sum", group.group_name))
-    routed = valid.any(1, keepdim=True).float()
-    logits = logits.float()
+    routed = valid.any(1, keepdim=True)
+    logits = torch.where(routed, logits.float(), 0.0)  # what is not counted may be NaN
     scores = (logits if score == "softmax" else F.logsigmoid(logits)).softmax(-1)
-    products = counts * (scores * routed).sum(0)
+    products = counts * torch.where(routed, scores, 0.0).sum(0)
     return products.sum() * (num_experts / (counts.sum() * routed.sum()).clamp_min(1))
 
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mxep.comms import RoutingPlan
@@ -73,11 +74,14 @@ def layer_forward(
     activation: SwiGLU,
     backward: bool,
     needs: Needs,
+    drops: bool = False,
     *,
     replays: bool = True,
 ) -> tuple[Routing, Tensors]:
     """[x, weights, expert_ids, gate_up's bias or None, gate_up_proj, its other half or None, down_proj] -> the routing,
     [out, *plan, and if backward will be what it needs, as `Saved` lists it]. The list is emptied.
+
+    drops: which pairs have a row is the last result, too: (T, K) fp32, 1 or 0.
 
     needs: whether the parameters have gradients, if backward will be. The exchanges and dx are made in any case, as
     ranks do not know what the others need. replays: as a graph, if the dispatcher can be in one; such a graph is of
@@ -90,7 +94,7 @@ def layer_forward(
         held = is_held(whole(*experts[:2]), recipe)
         tensors += rowwise_weights.direct(list(experts), recipe, backend, backward) if held else [None] * 4
         if dispatcher.in_graphs:
-            how = recipe, backend, activation, backward, needs
+            how = recipe, backend, activation, backward, needs, drops
             results = _Pass.of(dispatcher, layer_forward).replay(tensors, *how)
             if results is not None:
                 return routing_of(results[1 : 1 + len(PLAN)], expert_ids, dispatcher, recipe), results
@@ -108,12 +112,15 @@ def layer_forward(
     copy, keep = backward and needs[0] and dispatcher.borrows, (backward and needs[0], backward)
     of_mlp = [plan.row_slot, plan.row_weight, plan.offs, w13, bias, w2, *slots]
     y, rows, gate_up = mlp_forward(of_mlp, wire, recipe, backend, copy, keep, activation)
-    out, _ = dispatcher.combine(y, routing).wait()
+    out, kept = dispatcher.combine(y, routing, torch.ones_like(plan.row_weight) if drops else None).wait()
     made = [out, *tensors_of_plan(plan)]
     if backward:
         gate, up, down_proj = experts
         later = saved_weight(w13, whole(gate, up), amax13), saved_weight(w2, down_proj, amax2)
         made += Saved(rows, gate_up, later).flat()
+    if drops:
+        assert kept is not None
+        made.append(kept)
     return routing, made
 
 
