@@ -102,6 +102,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["train.steps=0"], "train.steps: got 0, wanted at least 1"),
         (["dispatcher.nodes_per_token=0"], "dispatcher.nodes_per_token: got 0, wanted at least 1"),
         (["dispatcher.nodes_per_token=2"], "nodes_per_token: got 2 with symmetric, want dispatcher=hierarchical"),
+        (["dispatcher.ranks_per_node=2"], "ranks_per_node: got 2 with symmetric, want dispatcher=hierarchical"),
         (
             ["dispatcher=hierarchical", "dispatcher.ranks_per_node=3"],
             "ranks_per_node must divide 2 (parallel.ep), got 3",

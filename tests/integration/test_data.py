@@ -74,3 +74,18 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path):
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(ValueError, match="got 5 bytes, wanted at least"):
         load_text(str(tmp_path / "short.txt"), length=32)
+
+
+@pytest.mark.parametrize("windows", [1, 2, 5])
+def test_windows_begin_anywhere_and_the_last_one_ends_with_the_last_token(windows: int):
+    length = 8
+    text = torch.arange(length + windows, dtype=torch.int32)
+    starts, ends = set(), set()
+    for step in range(20):
+        inputs, targets = make_batch(text, seed=0, step=step, batch=8, length=length)
+        assert (inputs.shape, targets.shape) == ((8, length), (8, length))
+        assert torch.equal(targets, inputs + 1)
+        starts |= set(inputs[:, 0].tolist())
+        ends |= set(targets[:, -1].tolist())
+    assert starts == set(range(windows))
+    assert max(ends) == length + windows - 1

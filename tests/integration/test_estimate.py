@@ -3,9 +3,11 @@
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -264,9 +266,75 @@ def test_a_faster_network_and_fewer_rows_cost_less():
     assert all(busy[layout] > plain[layout] for layout in plain)
 
 
+SMALL = "model.dim=2048", "model.hidden_dim=768", "model.experts=128", "model.top_k=8", "estimate.recipes=[mxfp8]"
+
+
+def rows_of(*overrides: str) -> tuple[dict[str, Any], str]:
+    """Rows of layouts by name, and the sentence."""
+    report = task.estimate(prepared(*SMALL, *overrides))
+    return {row["layout"]: row for row in report.sections["layouts"].rows}, report.about["sentence"]
+
+
+def test_states_are_sharded_over_copies_where_they_do_not_fit_whole():
+    given = "model.layers=48", "estimate.nodes=4", "estimate.micro_batches=2"
+    whole, _ = rows_of(*given, "estimate.fsdp=false")
+    sharded, sentence = rows_of(*given, "estimate.fsdp=true")
+    name = "mxfp8/symmetric 8"  # 4 copies
+    for what in ("weights", "gradients", "optimizer"):
+        assert sharded[name]["memory"][what] == pytest.approx(whole[name]["memory"][what] / 4, rel=1e-4)
+    of_layer = 3 * 16 * 2048 * 768 * 2 / task.GIB
+    assert sharded[name]["memory"]["gathered"] == pytest.approx(3 * of_layer, rel=1e-4)
+    # Two gathers a micro-batch and a scatter a step, where two passes of a ring made the sum: 5 for 2.
+    assert sharded[name]["grad ms"] == pytest.approx(2.5 * whole[name]["grad ms"], rel=1e-4)
+    assert "32 copies" not in sentence
+    assert re.match(
+        r"EP \d+ inside a node, \d+ copies sharded by FSDP2, fits with [\d.]+ GiB \(.*; next best: EP ", sentence
+    )
+    where_needed, _ = rows_of(*given, f"estimate.memory={whole[name]['GiB'] - 1}")
+    assert (whole[name]["fsdp"], where_needed[name]["fsdp"], "fsdp" in where_needed[name]["note"]) == (
+        False,
+        True,
+        True,
+    )
+    assert sharded["mxfp8/all_to_all 32"] == whole["mxfp8/all_to_all 32"], "one copy"
+    assert whole[name] == rows_of(*given)[0][name], "it fits"
+
+
+def test_what_does_not_fit_is_never_the_best():
+    rows, sentence = rows_of("model.layers=48", "estimate.memory=20")
+    assert not any("best" in row or "best" in row["note"] for row in rows.values())
+    assert all("over" in row["note"] for row in rows.values())
+    least = min((row for row in rows.values() if row["dispatcher"] != "nvshmem"), key=lambda row: row["GiB"])
+    assert sentence.startswith(f"Nothing fits in 20 GiB; the least is EP {least['EP']} inside a node")
+    assert f"takes {least['GiB']:.1f} GiB" in sentence
+
+
+def test_pipeline_stages_share_layers_and_gpus_and_wait_for_each_other():
+    given = "model.layers=48", "estimate.nodes=4", "estimate.fsdp=false", "estimate.memory=1000"
+    one, _ = rows_of(*given, "estimate.micro_batches=6")
+    four, sentence = rows_of(*given, "estimate.micro_batches=6", "estimate.pipeline_stages=4")
+    name = "mxfp8/symmetric 8"
+    assert max(row["EP"] for row in four.values()) == 8, "of 32 GPUs a stage has 8"
+    assert four[name]["memory"]["weights"] == pytest.approx(one[name]["memory"]["weights"] / 4, rel=1e-4)
+    assert four[name]["memory"]["kept"] == pytest.approx(one[name]["memory"]["kept"], rel=1e-4), "of four micro-batches"
+    assert four[name]["ktok/s"] == pytest.approx(one[name]["ktok/s"] * 6 / 9, rel=1e-3)
+    assert re.match(r"EP \d inside a node, \d cop(y|ies), 4 pipeline stages, fits with", sentence)
+    with pytest.raises(ConfigError, match=r"pipeline_stages: got 5, wanted a divisor of 8, the GPUs"):
+        prepared("estimate.pipeline_stages=5")
+
+
+def test_it_runs_anywhere_by_rates_that_the_package_has(mxep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    finished = mxep("task=estimate", *SMALL)
+    assert finished.code == 0, finished.err
+    said = " ".join(finished.out.partition("\nEP ")[2].split())
+    assert re.match(r"\d inside a node, \d cop.*, fits with [\d.]+ GiB .*; next best: EP \d", said)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("estimate.imbalance=0.5", "estimate.imbalance: got 0.5, wanted at least 1"),
         ("estimate.model=nowhere", "estimate.model: no such file: nowhere"),
         ("estimate.rates=[a.json]", "estimate.rates: no such file: a.json: run it in mxep's repository"),
         ("estimate.rates=[]", "estimate.rates: got none"),

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mxep.ep import make_dispatcher
+from mxep.comms import Capacity
+from mxep.ep import Dispatch, TokenDispatcher, make_dispatcher
 from mxep.gemm import Linear, Recipe
 from mxep.integration.model import Transformer, rotate
 from mxep.integration.model import make_model as of_config
@@ -84,10 +85,25 @@ def test_shared_experts_are_there_if_the_config_has_some(make_config: Callable[.
         assert any(".moe.shared." in name for name in names) == bool(shared)
 
 
-def test_the_dispatcher_has_the_nodes_per_token_of_the_config(make_config: Callable[..., Config]):
-    config = make_config("dispatcher=hierarchical", "dispatcher.nodes_per_token=2", "parallel.ep=1")
-    with pytest.raises(ValueError, match="nodes_per_token: got 2, wanted 1 to 1, the nodes"):  # of one process
-        of_config(config, Recipe.named("bf16"), SimpleNamespace(ep=None), torch.device("cpu"))
+def test_the_dispatcher_is_made_of_all_that_the_config_says(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+):
+    seen = []
+
+    def make(dispatch: Dispatch, experts: int, *, dim: int, group: None) -> TokenDispatcher:
+        seen.append(dispatch)
+        return make_dispatcher("local", experts, dim=dim)
+
+    monkeypatch.setattr("mxep.integration.model.make_dispatcher", make)
+    nodes = "dispatcher=hierarchical", "dispatcher.nodes_per_token=2", "dispatcher.ranks_per_node=1"
+    limits = "dispatcher.capacity=factor", "dispatcher.factor=1.25", "dispatcher.timeout=7", "train.micro_batches=2"
+    for given in (nodes, ["dispatcher=all_to_all"]):
+        of_config(make_config(*given, *limits), Recipe.bf16(), SimpleNamespace(ep=None), torch.device("cpu"))
+    same = {"capacity": Capacity.factor(1.25), "max_tokens": 32}  # 4 sequences of 32 over 2 ranks, in halves
+    assert seen == [
+        Dispatch("hierarchical", timeout=7.0, ranks_per_node=1, nodes_per_token=2, **same),
+        Dispatch("all_to_all", **same),
+    ]
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():

@@ -117,6 +117,20 @@ def test_the_page_has_all_sections_the_numbers_of_metrics_jsonl_and_needs_no_net
     assert where["command"].startswith("mxep model=tiny")
 
 
+def test_rates_of_a_run_are_means_over_its_time_and_a_step_takes_the_median():
+    steps = [(1.0, 100.0, 2.0), (3.0, 400.0, 6.0), (4.0, 50.0, 1.0)]  # seconds, tokens/s, TFLOP/s
+    run = made_up("bf16", 3)
+    for row, (seconds, tokens, tflops) in zip(run.metrics, steps, strict=True):
+        row |= {"seconds": seconds, "tokens_per_s": tokens, "tflops": tflops, "mfu": tflops / 10, "peak_gib": tokens}
+    (summary,) = report.summarize(Outcome([run], "", 3.0))["runs"]
+    assert summary["tokens_per_s"] == pytest.approx((100 + 1200 + 200) / 8)
+    assert summary["tflops"] == pytest.approx((2 + 18 + 4) / 8)
+    assert summary["mfu"] == pytest.approx(2.4 / 8)
+    assert (summary["seconds"], summary["ms_a_step"], summary["peak_gib"]) == (8.0, 3000.0, 400.0)
+    run.metrics[1]["mfu"] = None
+    assert report.summarize(Outcome([run], "", 3.0))["runs"][0]["mfu"] is None
+
+
 def test_loss_png_shows_the_difference_each_layers_load_and_losses_from_near_their_minimum():
     bf16, mxfp8 = made_up("bf16", 200), made_up("mxfp8", 200, above=0.25)
     losses, difference, *loads, _ = curves.figure({"": {"bf16": bf16, "mxfp8": mxfp8}}, "", 3.2).axes

@@ -186,9 +186,10 @@ def _complaints(config: Config) -> Iterator[str]:
         yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}"
     if (of_node := config.dispatcher.ranks_per_node) is not None and ep % of_node:
         yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {of_node}"
-    nodes, trains = config.dispatcher.nodes_per_token, config.task.name in ("train", "compare")
-    if nodes is not None and trains and config.dispatcher.name != "hierarchical":
-        yield f"dispatcher.nodes_per_token: got {nodes} with {config.dispatcher.name}, want dispatcher=hierarchical"
+    if config.task.name in ("train", "compare") and config.dispatcher.name != "hierarchical":
+        for key in ("nodes_per_token", "ranks_per_node"):
+            if (nodes := getattr(config.dispatcher, key)) is not None:
+                yield f"dispatcher.{key}: got {nodes} with {config.dispatcher.name}, want dispatcher=hierarchical"
     if config.dispatcher.name == "nvshmem" and ep != ranks:
         yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
     if config.train.graph and sizes_on_host(config):
@@ -296,10 +297,12 @@ def _of_estimate(config: Config) -> Iterator[str]:
     yield from unknown("estimate.sections", wanted.sections or (), ESTIMATES)
     if wanted.model and not Path(wanted.model).exists():
         yield f"estimate.model: no such file: {wanted.model}"
-    if missing := [file for file in wanted.rates if not Path(file).exists()]:
-        cure = "run it in mxep's repository, which has those of the default, or name what bench=layer wrote"
+    if (gpus := wanted.gpus_per_node * wanted.nodes) % wanted.pipeline_stages:
+        yield f"estimate.pipeline_stages: got {wanted.pipeline_stages}, wanted a divisor of {gpus}, the GPUs"
+    if missing := [file for file in wanted.rates or () if not Path(file).exists()]:
+        cure = "run it in mxep's repository, or leave it out for the rates of H200s that come with the package"
         yield f"estimate.rates: no such file: {', '.join(missing)}: {cure}"
-    if not wanted.rates:
+    if wanted.rates == []:
         yield "estimate.rates: got none, wanted JSON files that bench=layer wrote"
 
 

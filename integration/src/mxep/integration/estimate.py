@@ -7,10 +7,13 @@
 
 Costs are of `estimate_costs`. Besides:
 
-    gradients   of experts are reduced over their replicas, in a ring, beside micro-batches: the longer counts
+    gradients   of experts are reduced over their copies, in a ring, beside micro-batches: the longer counts
+    FSDP        weights, gradients and the optimizer over copies of experts. Weights are gathered for forward and again
+                for backward of each micro-batch, a layer beside the next one's; gradients are scattered once a step
+    pipeline    S stages of M micro-batches take (M + S - 1) / M times as long as one; the first keeps min(S, M) of them
     memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
                 besides, and exchange buffers, which all share. Nothing but experts, no library's
-    over        more than a rank may take
+    over        more than a rank may take: never the best
     ~           no measurement covers it: the letters are in docs/scaling.md. j, a part of the job's ranks where NVSHMEM
                 takes all, is there to compare with, never the best
 """
@@ -20,6 +23,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +44,7 @@ from .schema import Config
 from .sizes import NAMES, moe_layers, sizes_of
 
 GIB = 1 << 30
+RATES = Path(__file__).parent / "rates"
 BOUNDS = ("worst_case", "exact")  # capacities that a case of bench=layer names
 MEASURED_RANKS, MEASURED_ROWS = 4, 2048  # most ranks, fewest rows an expert, of what was fitted
 _OFF = {"off": "+.1%"}
@@ -62,11 +68,11 @@ def estimate(config: Config) -> Report:
     """What `config.estimate` names. ConfigError for a model or rates that cannot be used."""
     begin, wanted = time.monotonic(), config.estimate
     with _json_of("estimate.rates"):
-        rows = read(wanted.rates)
+        rows = read(wanted.rates or sorted(map(str, RATES.glob("*.json"))))
         rates = fit(rows)
     with _json_of("estimate.model"):
         shape, layers = model_of(config)
-    layers = wanted.layers or layers
+    layers = wanted.layers or math.ceil(layers / wanted.pipeline_stages)
     speeds = {"NVLink GB/s": wanted.nvlink, "network GB/s": wanted.network, "GiB": wanted.memory}
     sections = {name: SECTIONS[name].empty() for name in wanted.sections or SECTIONS}
     report = Report(f"mxep estimate, {wanted.nodes} x {wanted.gpus_per_node} GPUs", speeds, sections)
@@ -75,8 +81,36 @@ def estimate(config: Config) -> Report:
         made = errors(section, rows) if section.endswith("errors") else _of_best(section, found)
         for row in found if section == "layouts" else made:
             report.add(section, row)
+    report.about["sentence"] = sentence(found, config)
+    report.remarks = textwrap.wrap(report.about["sentence"], 80)
     report.seconds = time.monotonic() - begin
     return report
+
+
+def sentence(found: list[Row], config: Config) -> str:
+    """The layout with most tokens/s of those that have room, and the next one."""
+    can_run = sorted((row for row in found if row["dispatcher"] != "nvshmem"), key=lambda row: -row["ktok/s"])
+    fit = [row for row in can_run if "best" in row or row["GiB"] <= config.estimate.memory]
+    if not fit:
+        least = min(can_run, key=lambda row: row["GiB"])
+        more = "more GPUs, pipeline stages, or fewer tokens a rank"
+        return f"Nothing fits in {config.estimate.memory:g} GiB; the least is {_said(least, config)}: take {more}"
+    best = fit[0]
+    others = [row for row in fit if row["recipe"] == best["recipe"] and row is not best]
+    others = others or fit[1:]
+    after = f"; next best: {_said(others[0], config)}" if others else "; no other layout fits"
+    return f"{_said(best, config)}{after}"
+
+
+def _said(row: Row, config: Config) -> str:
+    wanted, ep = config.estimate, row["EP"]
+    where = "inside a node" if ep <= wanted.gpus_per_node else f"over {ep // wanted.gpus_per_node} nodes"
+    copies = wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages // ep
+    what = f"{copies} {'copy' if copies == 1 else 'copies'}{' sharded by FSDP2' * row['fsdp']}"
+    stages = f", {wanted.pipeline_stages} pipeline stages" * (wanted.pipeline_stages > 1)
+    fits = "fits with" if row["GiB"] <= wanted.memory else "takes"
+    kind = f"{row['recipe']}/{row['dispatcher']}"
+    return f"EP {ep} {where}, {what}{stages}, {fits} {row['GiB']:.1f} GiB ({kind}, {row['ktok/s']:.0f} ktok/s)"
 
 
 @contextlib.contextmanager
@@ -107,7 +141,7 @@ def model_of(config: Config) -> tuple[Shape, int]:
 def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator[Row]:
     """Rows of all layouts, the best of each recipe marked."""
     wanted = config.estimate
-    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
+    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages
     sizes = [ep for ep in range(1, min(world, MOST_RANKS) + 1) if not (world % ep or shape.experts % ep)]
     bounds = make_capacity(config), wanted.imbalance, node, config.dispatcher.nodes_per_token
     for recipe in wanted.recipes:
@@ -124,25 +158,40 @@ def layouts(config: Config, rates: Rates, shape: Shape, layers: int) -> Iterator
                 for kind in kinds
             ]
         can_run = [row for row in found if row["dispatcher"] != "nvshmem"]  # whose times are lower bounds
-        best = max([row for row in can_run if row["GiB"] <= wanted.memory] or can_run, key=lambda row: row["ktok/s"])
-        best |= {"best": True, "note": f"best {best['note']}".strip()}
+        if fit := [row for row in can_run if row["GiB"] <= wanted.memory]:
+            best = max(fit, key=lambda row: row["ktok/s"])
+            best |= {"best": True, "note": f"best {best['note']}".strip()}
         yield from found
 
 
 def _row(config: Config, rates: Rates, layout: Layout, layers: int) -> Row:
+    """Of a layout whose states are whole on each rank, or sharded over its copies, as `estimate.fsdp` says."""
+    wanted = config.estimate
+    whole = _row_of(config, rates, layout, layers, fsdp=False)
+    copies = wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages // layout.ranks
+    if copies == 1 or wanted.fsdp is False or (wanted.fsdp is None and whole["GiB"] <= wanted.memory):
+        return whole
+    return _row_of(config, rates, layout, layers, fsdp=True)
+
+
+def _row_of(config: Config, rates: Rates, layout: Layout, layers: int, *, fsdp: bool) -> Row:
     wanted, shape, ep, dispatcher = config.estimate, layout.shape, layout.ranks, layout.case.dispatcher
-    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes
+    node, world = wanted.gpus_per_node, wanted.gpus_per_node * wanted.nodes // wanted.pipeline_stages
     stages = rates.stages(layout, wanted.nvlink, wanted.network)
     ms = sum(stages.values()) / 1e3
     weights = 3 * shape.experts // ep * shape.dim * shape.hidden
     replicas, near = world // ep, max(1, node // ep)
-    ring = 2 * 2 * weights * (replicas - 1) / replicas  # bytes of bf16 gradients that a rank sends
+    once = 2 * weights * (replicas - 1) / replicas  # bytes of a gather, or a scatter, in bf16 that a rank sends
+    ring = once * ((2 * wanted.micro_batches + 1) if fsdp else 2)
     lanes = [ring / wanted.nvlink if near > 1 else 0.0, ring / near / wanted.network if replicas > near else 0.0]
     grad_ms = rates.us[BASELINE, "NCCL"][0] * WIRE * max(lanes) / 1e3 / wanted.micro_batches
     of_layer = memory(layout)
     parameters = {"weights": 2, "gradients": 2, "optimizer": wanted.optimizer_bytes}
-    sizes = {name: float(layers * weights * size) for name, size in parameters.items()}
-    sizes |= {"kept": layers * of_layer.kept, "work": of_layer.work}
+    shards, gathered = (replicas, 3) if fsdp else (1, 0)  # two layers' weights and the gradients of one are whole
+    sizes = {name: float(layers * weights * size) / shards for name, size in parameters.items()}
+    in_flight = min(wanted.pipeline_stages, wanted.micro_batches)
+    sizes |= {"kept": in_flight * layers * of_layer.kept, "work": of_layer.work}
+    sizes |= {"gathered": float(gathered * 2 * weights)} if fsdp else {}
     sizes |= {"buffers": of_layer.buffers}
     gib = sum(sizes.values()) / GIB
     few_rows = rows_per_expert(shape.tokens, shape.top_k, ep, shape.experts) < MEASURED_ROWS
@@ -153,10 +202,11 @@ def _row(config: Config, rates: Rates, layout: Layout, layers: int) -> Row:
     note = "".join(mark for mark, holds in marks.items() if holds)
     row = {"layout": f"{layout.what} {ep}", "recipe": layout.case.whole_recipe, "dispatcher": dispatcher, "EP": ep}
     row |= zip(("NVL MB", "net MB"), (sum(leg) / 1e6 for leg in zip(*layout.wire)))
-    row |= {"ms": ms, "grad ms": grad_ms, "GiB": gib}
+    row |= {"ms": ms, "grad ms": grad_ms, "GiB": gib, "fsdp": fsdp}
+    waiting = (wanted.micro_batches + wanted.pipeline_stages - 1) / wanted.micro_batches
     return row | {
-        "ktok/s": shape.tokens * world / layers / max(ms, grad_ms),
-        "note": " ".join(filter(None, ["over" * (gib > wanted.memory), note and f"~{note}"])),
+        "ktok/s": shape.tokens * world / layers / max(ms, grad_ms) / waiting,
+        "note": " ".join(filter(None, ["fsdp" * fsdp, "over" * (gib > wanted.memory), note and f"~{note}"])),
         "stages": stages,
         "memory": {name: size / GIB for name, size in sizes.items()},
     }

@@ -23,7 +23,7 @@ from mxep.ep import Experts, MoE, Router, SharedExpert, TokenDispatcher, make_di
 from mxep.gemm import Linear, Recipe
 
 from .mesh import Mesh
-from .named import linear_recipe, make_capacity
+from .named import linear_recipe, make_dispatch
 from .names import VOCABULARY
 from .schema import Config, ModelConfig
 from .tokenizer import vocabulary_of
@@ -38,17 +38,8 @@ def make_model(config: Config, recipe: Recipe, mesh: Mesh, device: torch.device)
         from .transformers.model import CausalLM
 
         return CausalLM(config, recipe, mesh, device)
-    dispatcher = make_dispatcher(
-        config.dispatcher.name,
-        config.model.experts,
-        dim=config.model.dim,
-        group=mesh.ep,
-        capacity=make_capacity(config),
-        max_tokens=config.tokens_per_rank,
-        timeout=None if config.dispatcher.name == "all_to_all" else config.dispatcher.timeout,
-        ranks_per_node=config.dispatcher.ranks_per_node,
-        nodes_per_token=config.dispatcher.nodes_per_token,
-    )
+    dispatch, experts = make_dispatch(config), config.model.experts
+    dispatcher = make_dispatcher(dispatch, experts, dim=config.model.dim, group=mesh.ep)
     # Drawn on the CPU, so that one seed is one model on every device.
     how = config.backend, linear_recipe(config, recipe), vocabulary_of(config.data)
     return Transformer(config.model, dispatcher, recipe, *how).to(device)

@@ -1,8 +1,9 @@
-"""What the names of a checked Config mean: its recipes and its capacity."""
+"""What the names of a checked Config mean: its recipes, its dispatch and its capacity."""
 
 from __future__ import annotations
 
 from mxep.comms import Capacity
+from mxep.ep import Dispatch
 from mxep.ep.auto import rows_per_expert
 from mxep.gemm import Recipe
 from mxep.gemm.auto import AUTO, recipe_of_experts
@@ -36,6 +37,19 @@ def recipes(config: Config) -> list[Recipe]:
     """What task=train trains: bf16 first with train.compare, then the config's recipe."""
     recipe = make_recipe(config)
     return [Recipe.bf16(), recipe] if config.train.compare and recipe.scaling != "none" else [recipe]
+
+
+def make_dispatch(config: Config) -> Dispatch:
+    """How the config's layers dispatch tokens."""
+    section = config.dispatcher
+    return Dispatch(
+        section.name,
+        make_capacity(config),
+        max_tokens=config.tokens_per_rank,
+        timeout=None if section.name == "all_to_all" else section.timeout,
+        ranks_per_node=section.ranks_per_node,
+        nodes_per_token=section.nodes_per_token,
+    )
 
 
 def make_capacity(config: Config) -> Capacity:

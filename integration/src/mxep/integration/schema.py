@@ -178,9 +178,11 @@ class EstimateConfig:
     memory: Positive
     optimizer_bytes: NotNegative
     micro_batches: Count
+    pipeline_stages: Count
+    fsdp: bool | None
     imbalance: Annotated[float, Range(1)]
     recipes: list[str]
-    rates: list[str]
+    rates: list[str] | None
     sections: list[str] | None
     out: str | None
     picture: str | None

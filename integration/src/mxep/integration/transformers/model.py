@@ -38,7 +38,7 @@ from mxep.gemm import Recipe, convert, join_linears
 from ..config import ConfigError
 from ..graph import is_causal_alone
 from ..mesh import Mesh
-from ..named import linear_recipe, make_capacity
+from ..named import linear_recipe, make_dispatch
 from ..schema import Config
 from .implementation import Implementation
 from .layer import KEY, Layer
@@ -68,7 +68,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: Config, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
         super().__init__()
-        dispatcher, section = config.dispatcher, config.model
+        section = config.model
         if config.train.precision == "32-true" and device.type != "cpu" and config.backend != "reference":
             raise ConfigError(
                 f"train.precision=32-true: got backend={config.backend}, want backend=reference: on GPUs "
@@ -78,12 +78,7 @@ class CausalLM(nn.Module):
             f"mxep_train_{recipe.name}_{next(_numbers)}",
             recipe,
             config.backend,
-            dispatcher=dispatcher.name,
-            capacity=make_capacity(config),
-            max_tokens=config.tokens_per_rank,
-            timeout=None if dispatcher.name == "all_to_all" else dispatcher.timeout,
-            ranks_per_node=dispatcher.ranks_per_node,
-            nodes_per_token=dispatcher.nodes_per_token,
+            make_dispatch(config),
         )
         register(how)
         assert section.transformers is not None
