@@ -491,3 +491,31 @@ def test_backends_on_the_gpu_share_it_folded_or_not() -> None:
         with quantize_weights_once() as once:
             assert all(torch.equal(step(p, w, backend=name), wanted) for _ in range(2))
             assert once.quantizations == 2
+
+
+class Scaled(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return 2 * w
+
+
+def test_a_frozen_weight_whose_adapter_comes_and_goes_is_quantized_anew() -> None:
+    """As PEFT does in each forward with adapters on experts; a reference pass switches them off (DPO)."""
+    p = problem()
+    layer = nn.Module()
+    layer.w = nn.Parameter(p.w.clone(), requires_grad=False)
+    wanted = step(p, layer.w)
+    with quantize_weights_once() as once:
+        for _ in range(2):
+            assert torch.equal(step(p, layer.w), wanted)
+            version = layer.w._version
+            torch.nn.utils.parametrize.register_parametrization(layer, "w", Scaled())
+            assert not torch.equal(step(p, layer.w), wanted)
+            torch.nn.utils.parametrize.remove_parametrizations(layer, "w", leave_parametrized=False)
+            assert layer.w._version != version, "else this tests nothing"
+        assert once.nbytes > 0
+        layer.w.mul_(2)
+        assert torch.equal(step(p, layer.w), step(p, 2 * p.w)), "what is written is seen"
+        a, out = forward(p, layer.w)
+        layer.w.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward(p.dy)

@@ -80,7 +80,8 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
     It holds for the process: every `grouped_mm`, MoE layer and converted module, whichever comes first, on all
     threads (autograd's, too) and streams. Within another one it joins that, which closes with the last of them.
     Weights must not change while it is open. RuntimeError if a torch optimizer steps, or at the next use of a weight
-    that was written to in place. Writes that count no version are not seen: through `.data`, raw pointers, or a CUDA
+    that was written to in place. One that requires no gradient is quantized anew instead: adapters that are switched off
+    and on (PEFT's, on experts) put the same weight back, which counts as a write. Writes that count no version are not seen: through `.data`, raw pointers, or a CUDA
     graph that is replayed.
 
     What is held: a byte for each element and way, and scales. Under FSDP2 that is of gathered weights, and of all of
@@ -150,7 +151,8 @@ class QuantizedOnce:
         key = quantize, *places, capturing, recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, id(backend)
         with _lock:
             held = self._held.get(key)
-            if held is None:
+            frozen = not any(x.requires_grad for x in parts)
+            if held is None or (frozen and held.version != version):
                 # Of weights that are gone; a weak reference keeps a storage's address from being used again.
                 for gone in [key for key, held in self._held.items() if any(x.expired() for x in held.storages)]:
                     del self._held[gone]
