@@ -23,7 +23,7 @@ PACKAGES = {
 }
 MOST_LINES = 500
 # Besides a package's `__all__`, with a line each in its README.
-PUBLIC_MODULES = {"mxep.quant.device", "mxep.quant.launch", "mxep.quant.op", "mxep.quant.replay"}
+PUBLIC_MODULES = {f"mxep.quant.{name}" for name in ("device", "launch", "modes", "op", "replay")}
 
 
 def name_of(path: Path) -> str:

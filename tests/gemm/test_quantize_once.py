@@ -498,24 +498,25 @@ class Scaled(nn.Module):
         return 2 * w
 
 
-def test_a_frozen_weight_whose_adapter_comes_and_goes_is_quantized_anew() -> None:
-    """As PEFT does in each forward with adapters on experts; a reference pass switches them off (DPO)."""
+def test_a_weight_whose_adapter_comes_and_goes_is_as_it_was() -> None:
+    """As PEFT's do in each forward, on experts; a reference pass switches them off (DPO)."""
     p = problem()
     layer = nn.Module()
     layer.w = nn.Parameter(p.w.clone(), requires_grad=False)
-    wanted = step(p, layer.w)
-    with quantize_weights_once() as once:
-        for _ in range(2):
-            assert torch.equal(step(p, layer.w), wanted)
-            version = layer.w._version
-            torch.nn.utils.parametrize.register_parametrization(layer, "w", Scaled())
-            assert not torch.equal(step(p, layer.w), wanted)
-            torch.nn.utils.parametrize.remove_parametrizations(layer, "w", leave_parametrized=False)
-            assert layer.w._version != version, "else this tests nothing"
-        assert once.nbytes > 0
-        layer.w.mul_(2)
-        assert torch.equal(step(p, layer.w), step(p, 2 * p.w)), "what is written is seen"
-        a, out = forward(p, layer.w)
-        layer.w.zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.backward(p.dy)
+    for recipe in (MX, Recipe.fp8(), Recipe.named("mxfp8_32x32")):
+        wanted = step(p, layer.w, recipe)
+        with quantize_weights_once() as once:
+            for _ in range(2):
+                assert torch.equal(step(p, layer.w, recipe), wanted)
+                version = layer.w._version
+                torch.nn.utils.parametrize.register_parametrization(layer, "w", Scaled())
+                assert not torch.equal(step(p, layer.w, recipe), wanted)
+                torch.nn.utils.parametrize.remove_parametrizations(layer, "w", leave_parametrized=False)
+                assert layer.w._version != version, "else this tests nothing"
+            held = once.nbytes
+            assert torch.equal(step(p, layer.w, recipe), wanted)
+            assert once.nbytes == held
+            layer.w[0, 0, 0] += 100.0
+            with pytest.raises(RuntimeError, match="was written to within"):
+                forward(p, layer.w, recipe)
+        layer.w.copy_(p.w)

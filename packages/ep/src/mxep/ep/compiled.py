@@ -28,6 +28,7 @@ from mxep.gemm.backends import BACKENDS, select
 from mxep.gemm.quantize_once import weights_are_held
 from mxep.gemm.several import Weight, tensors_of, weight_of
 from mxep.quant import E4M3, SwiGLU
+from mxep.quant.modes import count_flops, offer_flops
 
 from .checks import check_weights
 from .dispatchers.base import find_dispatcher
@@ -216,3 +217,25 @@ def _plan_of_shapes(expert_ids: Tensor, weights: Tensor, config: LayerConfig) ->
         capacity=dispatcher.capacity,
         num_experts=dispatcher.num_experts,
     )
+
+
+@count_flops(torch.ops.mxep.layer_forward)
+def _flops_forward(
+    x: Tensor, weights: Tensor, gate_up_proj: list[Tensor], down_proj: Tensor, *_: Any, out_val: Any
+) -> int:
+    """2 M N K of both products, of T * K rows: what this rank's tokens cost, wherever their experts are."""
+    elements = sum(w[0].numel() for w in (*gate_up_proj, down_proj))
+    return 2 * weights.numel() * elements
+
+
+@count_flops(torch.ops.mxep.layer_backward)
+def _flops_backward(
+    d_out: Tensor, saved: Any, gate_up_proj: list[Tensor], down_proj: Tensor, ids: Tensor, *how: Any, out_val: Any
+) -> int:
+    """Two dgrads, and a wgrad of each weight that needs one."""
+    of_gate_up, of_down = 2 * sum(w[0].numel() for w in gate_up_proj), 2 * down_proj[0].numel()
+    needs: list[bool] = how[-1]
+    return ids.numel() * (of_gate_up * (1 + needs[0]) + of_down * (1 + needs[1]))
+
+
+offer_flops()

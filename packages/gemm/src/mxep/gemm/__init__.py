@@ -11,6 +11,7 @@ nn.Linear modules and experts that call torch's grouped mm, `diagnostics` tells 
 
 import importlib.metadata
 
+import mxep.gemm.flops  # noqa: F401  torch's counter learns of the ops
 from mxep.gemm.auto import auto_recipe
 from mxep.gemm.backends import BACKENDS, Backend, QuantizedWeight, quantize_weight
 from mxep.gemm.convert import convert, converted, revert

@@ -80,9 +80,9 @@ def quantize_weights_once() -> "Iterator[QuantizedOnce]":
     It holds for the process: every `grouped_mm`, MoE layer and converted module, whichever comes first, on all
     threads (autograd's, too) and streams. Within another one it joins that, which closes with the last of them.
     Weights must not change while it is open. RuntimeError if a torch optimizer steps, or at the next use of a weight
-    that was written to in place. One that requires no gradient is quantized anew instead: adapters that are switched off
-    and on (PEFT's, on experts) put the same weight back, which counts as a write. Writes that count no version are not seen: through `.data`, raw pointers, or a CUDA
-    graph that is replayed.
+    that was written to in place and has other values. One that has the same, as PEFT puts experts' weights back when it
+    has added its adapters to them, is quantized once more to see that, which waits for the device. Writes that count no
+    version are not seen: through `.data`, raw pointers, or a CUDA graph that is replayed.
 
     What is held: a byte for each element and way, and scales. Under FSDP2 that is of gathered weights, and of all of
     them. A weight is the memory it lies in: views share, other memory under the same parameter (`.data =`, `.to()`)
@@ -151,23 +151,24 @@ class QuantizedOnce:
         key = quantize, *places, capturing, recipe.scaling, recipe.fmt, recipe.mode, recipe.weight_block, id(backend)
         with _lock:
             held = self._held.get(key)
-            frozen = not any(x.requires_grad for x in parts)
-            if held is None or (frozen and held.version != version):
+            if held is None:
                 # Of weights that are gone; a weak reference keeps a storage's address from being used again.
                 for gone in [key for key, held in self._held.items() if any(x.expired() for x in held.storages)]:
                     del self._held[gone]
-                with torch.inference_mode(False), torch.no_grad():  # others may want to save them for backward
-                    made = quantize([*parts, amax], recipe, backend, *how)
-                made = [x.join() if type(x) is MXParts else x for x in made]
+                made = _made(quantize, parts, amax, recipe, backend, *how)
                 storages = [StorageWeakRef(x.untyped_storage()) for x in parts]
                 held = self._held[key] = _Held(made, storages, version, backend, *_point_in_time(first, capturing))
                 self.quantizations += 1
+        held.wait()
         if held.version != version:
+            again = None if capturing else _made(quantize, parts, amax, recipe, backend, *how)
+            if again is not None and _same(again, held.made):  # written to, but as it was: by PEFT, say
+                held.version = version
+                return held.made
             raise RuntimeError(
                 f"a weight {tuple(first.shape)} was written to within quantize_weights_once(), which has its old "
                 "values: close it before weights change"
             )
-        held.wait()
         return held.made
 
     def _close(self) -> None:
@@ -179,7 +180,24 @@ _lock = threading.RLock()
 _open: QuantizedOnce | None = None
 
 
-@dataclass(frozen=True)
+def _made(quantize: Replayed, parts: tuple[Tensor, ...], amax: Tensor | None, *how: Any) -> Tensors:
+    with torch.inference_mode(False), torch.no_grad():  # others may want to save them for backward
+        made = quantize([*parts, amax], *how)
+    return [x.join() if type(x) is MXParts else x for x in made]
+
+
+def _same(one: Tensors, other: Tensors) -> bool:
+    """Whether all bytes are. Waits for the device."""
+    pairs = zip(_plain(one), _plain(other), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def _plain(made: Tensors) -> list[Tensor]:
+    plain = ((x.qdata, x.scale) if isinstance(x, MXTensor) else (x,) for x in made if x is not None)
+    return list(itertools.chain.from_iterable(plain))
+
+
+@dataclass
 class _Held:
     """backend: here, as its id is part of the key. stream, event: where it was made, and by when."""
 
@@ -191,8 +209,7 @@ class _Held:
     event: torch.cuda.Event | None
 
     def plain(self) -> list[Tensor]:
-        plain = ((x.qdata, x.scale) if isinstance(x, MXTensor) else (x,) for x in self.made if x is not None)
-        return list(itertools.chain.from_iterable(plain))
+        return _plain(self.made)
 
     def wait(self) -> None:
         """Before work on the current stream may use them; their memory stays until that is done."""
