@@ -361,3 +361,20 @@ def test_a_step_that_check_refuses_is_not_taken(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match="3 expert ids"):
         train(model, tmp_path, callback, gradient_accumulation_steps=2)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_changes_nothing(kind: str, default: torch.dtype) -> None:
+    model = tiny(kind, "mxep_bf16")
+    wanted, again = step(model), copy.deepcopy(model)
+    again.set_experts_implementation("mxep_mxfp8")
+    again.set_experts_implementation("mxep_bf16")  # makes layers anew
+    torch.set_default_dtype(default)
+    try:
+        got, report = step(again), load_report(again)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert report == load_report(model)
+    assert {layer.activation for _, layer in layers(again)} == {layer.activation for _, layer in layers(model)}

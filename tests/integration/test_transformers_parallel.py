@@ -2,16 +2,19 @@
 
 import copy
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
 
@@ -19,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from integration.tiny_models import TOKENS, step, tiny, token_ids, worst
 from mxep.comms import PeersDisagree
+from mxep.ep import MoE
 from mxep.gemm import Recipe
 from mxep.integration.transformers import (
     Implementation,
@@ -150,6 +154,29 @@ def test_ranks_generate_texts_of_other_lengths(ctx: Context) -> None:
     of_mean_loss(ctx, model)  # nothing is out of step
     copied = copy.deepcopy(model)
     assert copied.generate.args[0].__self__ is copied
+
+
+@distributed(2, device="cpu")
+def test_errors_of_torch_that_people_meet_are_on_the_page(ctx: Context) -> None:
+    page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text().partition("## In any package")[0]
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",))
+    model = tiny("qwen3_moe")
+    whole_weights = copy.deepcopy(model.state_dict())
+    expert_parallel(model, mesh, "mxep_bf16")
+    step(model)
+    layer = MoE(64, 32, 4, 2, group=ctx.group, dtype=torch.float32)
+    mistakes = {
+        "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "foreach": lambda: torch.optim.AdamW(model.parameters(), foreach=True).step(),
+        "DistributedDataParallel": lambda: DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), layer)),
+        "DTensor as x": lambda: layer(distribute_tensor(torch.ones(8, 64), mesh, [Replicate()])),
+        "load_state_dict": lambda: model.load_state_dict(whole_weights),
+    }
+    for name, mistake in mistakes.items():
+        with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor") as caught:
+            mistake()
+        op = re.search(r"aten\.\w+\.\w+ got mixed", str(caught.value))[0]
+        assert op in page, (name, op)
 
 
 @distributed(2)
