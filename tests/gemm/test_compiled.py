@@ -231,3 +231,21 @@ def test_the_ops_pass_opcheck(recipe: str) -> None:
     _, *saved = forward_op(*given, torch.bfloat16, 1.0, [True, True, False])
     args = p.dy, saved, [p.w], p.offs, recipe, "reference", torch.bfloat16, 1.0, [True, True]
     torch.library.opcheck(backward_op, args, test_utils=TESTS)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_32x32"])
+def test_no_output_of_an_op_is_what_is_held_for_others(recipe: str) -> None:
+    """A graph may write over its outputs."""
+    a, w = torch.randn(64, 64, dtype=torch.bfloat16), torch.randn(1, 96, 64, dtype=torch.bfloat16)
+    given = a, [w], None, torch.tensor([64], dtype=torch.int32), recipe, "reference", a.dtype, 1.0, [True, True, False]
+    with quantize_weights_once() as once:
+        for _ in range(2):
+            made = torch.ops.mxep.product_forward(*given)
+            held = {x.untyped_storage().data_ptr() for each in once._held.values() for x in each.plain()}
+            assert held
+            assert not held & {x.untyped_storage().data_ptr() for x in made}
+            wanted = [x.clone() for x in made]
+            for x in (x for x in made if x.dim()):  # what there is not has no axes
+                x.view(torch.uint8).zero_()
+            again = zip(torch.ops.mxep.product_forward(*given), wanted)
+            assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in again if x.dim())

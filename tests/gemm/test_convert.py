@@ -765,3 +765,34 @@ def test_gradients_of_reverted_and_of_multiplied_weights_tell_nothing() -> None:
         model(x, offs).square().sum().backward()
         model.__class__ = Experts  # from here on nobody knows
         model(x, offs).square().sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+def test_main_grads_may_be_views_of_one_flat_buffer(recipe: str) -> None:
+    """As Megatron has them: each lies at an offset of its own."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.randn(2, 64, 64, dtype=torch.bfloat16)) for _ in range(2))
+
+        def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+            hidden = torch._grouped_mm(x, self.first.mT, offs=offs)
+            out: Tensor = torch._grouped_mm(hidden, self.second[:, :32].mT, offs=offs)
+            return out
+
+    torch.manual_seed(0)
+    model, x = convert(Two(), recipe), torch.randn(64, 64, dtype=torch.bfloat16)
+    offs = torch.tensor([32, 64], dtype=torch.int32)
+    model(x, offs).sum().backward()
+    wanted = [p.grad for p in (model.first, model.second)]
+    model.first.grad = model.second.grad = None
+    flat = torch.ones(3, 2 * 64 * 64)
+    model.first.main_grad, model.second.main_grad = (flat[i].view(2, 64, 64) for i in (1, 2))  # type: ignore[attr-defined]
+    model(x, offs).sum().backward()
+    assert model.first.grad is None
+    assert model.second.grad is None
+    assert (flat[0] == 1).all(), "nothing is written beside them"
+    for got, grad in zip(flat[1:], wanted):
+        assert grad is not None
+        torch.testing.assert_close(got.view(2, 64, 64) - 1, grad.float(), rtol=2**-7, atol=2**-6)

@@ -382,3 +382,18 @@ def test_in_bf16_a_backend_that_derives_from_reference_multiplies_itself() -> No
     x, w = draw(5, 64), draw(96, 64, seed=1)
     want = 2 * linear(x, w, recipe="bf16", backend="reference")
     assert torch.equal(linear(x, w, recipe="bf16", backend=Doubling()), want)
+
+
+def test_dequant_multiplies_fp32_operands_as_bf16() -> None:
+    """As it says: fp32 sums of operands rounded to bf16, forward and backward; not fp32 products."""
+    random = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=random) for shape in ((64, 32), (48, 32), (64, 48)))
+    rounded = [each.bfloat16().float() for each in (x, w, dy)]
+    a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+    out = linear(a, b, recipe="bf16", backend="dequant")
+    grads = torch.autograd.grad(out, (a, b), dy)
+    wanted = rounded[0] @ rounded[1].T, rounded[2] @ rounded[1], rounded[2].T @ rounded[0]
+    for got, want in zip((out, *grads), wanted):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, got.bfloat16().float()), "rounded to bf16, which comes out of it"
+        torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-5)

@@ -255,3 +255,17 @@ def test_on_hopper_it_is_the_reference(recipe: str, rows: tuple[int, ...]) -> No
     assert all(torch.equal(a, b) for a, b in zip((*again[0], *again[1]), (*got[0], *got[1])))
     apart_ = case.step(apart(recipe=recipe, backend="hopper"))
     assert all(torch.equal(a, b) for a, b in zip(got[0], apart_[0]))
+
+
+def test_a_main_grad_whose_gradient_was_not_asked_for_gets_nothing() -> None:
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    main_grads = [None, torch.zeros(32, 64), torch.zeros(32, 64)]
+    for recipe in ("fp8", "mxfp8", "mxfp8_wgrad_bf16"):
+        outs = linear_together(x, weights, recipe=recipe, backend="reference", main_grads=main_grads)
+        (asked,) = torch.autograd.grad(sum(out.sum() for out in outs), weights[0], retain_graph=True)
+        assert asked.any()
+        assert not any(main_grad.any() for main_grad in main_grads if main_grad is not None), recipe
+        (dx,) = torch.autograd.grad(sum(out.sum() for out in outs), x)
+        assert dx.any()
+        assert not any(main_grad.any() for main_grad in main_grads if main_grad is not None), recipe

@@ -170,3 +170,23 @@ def test_each_layout_in_mxfp8_whatever_lies_in_rows_without_a_token(
     for each in wanted:
         # Two products of two quantized operands, 28.4 dB each, and as many behind each gradient.
         assert snr(wanted[each], got[each]) > 20, each
+
+
+@pytest.mark.parametrize("name", ["limit", "swiglu_limit"])
+@pytest.mark.parametrize("alpha", [None, "alpha", "swiglu_alpha"])
+def test_a_limit_and_an_alpha_are_found_by_either_name(name: str, alpha: str | None) -> None:
+    class Experts(torch.nn.Module):
+        has_gate, is_concatenated = True, True
+
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self, name, 5.0)
+            if alpha is not None:
+                setattr(self, alpha, 1.5)
+
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, -1)
+            gate, up = gate.clamp(max=5.0), up.clamp(-5.0, 5.0)
+            return up * gate * torch.sigmoid(gate * (1.0 if alpha is None else 1.5))
+
+    assert layer.activation_of(Experts()) == SwiGLU(1.0 if alpha is None else 1.5, 5.0)

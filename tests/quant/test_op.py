@@ -105,3 +105,12 @@ def test_launch_is_the_launch_of_triton_whatever_it_specializes_for(device: str)
             wanted = x[:count] * factor + (0 if extra is None else extra[:count])
             torch.testing.assert_close(y[:count], wanted)
             assert y[count:].isnan().all()
+
+
+def test_an_op_with_a_default_is_refused() -> None:
+    """torch drops arguments that equal their default, and places would no longer say which is which."""
+    with pytest.raises(AssertionError, match="torch leaves out what has its default"):
+
+        @op("mxep_test::with_default", fake=lambda x, factor: x.new_empty(x.shape))
+        def with_default(x: Tensor, factor: int = 2) -> Tensor:
+            return x * factor
