@@ -30,6 +30,13 @@ def make_plan(experts: int) -> None:
     plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 4 * (experts - 1), 1)
 
 
+def make_plan_of_many(ranks: int) -> None:
+    """Of 4 experts each: shares of many sources."""
+    shape = ranks, 512, K
+    of = torch.empty(shape, dtype=torch.int32), torch.empty(shape), torch.empty(ranks, dtype=torch.int32)
+    plan.make_plan(*of, 4, 4, 32, 512 * K, 4 * ranks, 1)
+
+
 def ints(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32)
 
@@ -61,6 +68,7 @@ def combine() -> None:
 LAUNCHES = {
     "barrier": lambda: signals.barrier(buffer().pointers, state(), 1, True),
     "make_plan 256": lambda: make_plan(256),
+    "make_plan 64 ranks": lambda: make_plan_of_many(64),
     "dispatch": dispatch_mxfp8,
     "tables": lambda: exchange().dispatch_tables(buffer(), ints(T, K), torch.empty(T, K)),
     "combine": combine,

@@ -91,6 +91,7 @@ CASES = {
     "600 experts of 50 ranks": Case(3, 50, 4, 600, 12, room=0.05),
     "three blocks of 2 ranks": Case(2, 120, 4, 16, 8, room=0.3, alignment=16, blocks=3),
     "blocks of a token": Case(4, 7, 3, 8, 4, room=0.5, alignment=1, blocks=7),
+    "shares that are not equal": Case(2, 60, 3, 10, 4, room=0.5, alignment=8),
     "one source, half the room": Case(1, 200, 4, 8, 8, room=0.5),
 }
 LARGE = {

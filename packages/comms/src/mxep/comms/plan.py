@@ -190,7 +190,7 @@ def plan_rows(
     # Pairs by (expert, where in the tables they are from): one group each, in the order of rows.
     sources = num_tables * blocks
     source = torch.arange(sources, dtype=torch.int64, device=local.device)
-    group = local * sources + source.repeat_interleave(max_tokens // blocks * top_k, output_size=pairs)
+    group = local * sources + source[:, None].expand(-1, max_tokens // blocks * top_k).flatten()
     of_sources = _group_sizes(torch.where(local >= 0, group, -1), num_local_experts * sources).view(-1, sources)
     sizes = of_sources.sum(1)
     kept = _capped(sizes, alignment, max_rows)

@@ -39,6 +39,8 @@ LEAST_EXPERTS = 32
 TILE_COUNTS = 1024
 """Segments x experts of a tile: 32 words a thread of 8 warps."""
 COUNTS_AT_ONCE = 8192
+SHARES_AT_ONCE = 2048
+"""Read where groups do not fit. With 8192 the kernel for 16 ranks takes 176 registers, not 124: a program an SM."""
 COUNT_TILE = 1024
 MOST_BINS = 512
 """Experts that a pass over the ids counts."""
@@ -275,7 +277,7 @@ def make_plan(
         first_expert, num_local_experts, owners, alignment, max_rows,
         (max_rows // alignment).bit_length(), pairs.bit_length(),
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts),
-        SOURCES=in_block, CHUNKS_OF_SOURCE=max(1, COUNTS_AT_ONCE // (experts * in_block)), **options,
+        SOURCES=in_block, CHUNKS_OF_SOURCE=max(1, SHARES_AT_ONCE // (experts * in_block)), **options,
     )  # fmt: skip
     return row_slot, row_weight, slot_rows, offs, group_sizes, totals, own_tokens
 
