@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ep.problem import FixedRouting, Ranks, make_ranks, share
 from mxep.comms import Capacity, CapacityExceeded
-from mxep.ep import ExpertParallel, MoE, Router, SymmetricDispatcher
+from mxep.ep import ExpertParallel, MoE, Router, SymmetricDispatcher, load_balancing_loss
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.integration.names import CASES
 from mxep.integration.reference import Results, quantizers
@@ -414,6 +414,75 @@ def test_ids_out_of_range_are_refused_before_anything_moves() -> None:
     moe = local(router=FixedRouting(torch.tensor([[0, 8]]).int(), torch.ones(1, 2)))
     with pytest.raises(ValueError, match="8"):
         moe(torch.zeros(1, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("wrong", [99, 8, -2, 2**31 - 1, 2**31, 2**40, -(2**40)])
+@pytest.mark.parametrize("dispatcher", ["local", "all_to_all", "symmetric"])
+def test_a_wrong_id_is_named_as_it_was_given(dispatcher: str, wrong: int) -> None:
+    moe = MoE(64, 32, 8, 2, dispatcher=dispatcher)
+    weights, x = torch.ones(2, 2), torch.zeros(2, 64, dtype=torch.bfloat16)
+    for dtype in (torch.int64, torch.int32)[: 1 + (abs(wrong) < 2**31)]:
+        with pytest.raises(ValueError, match=rf"expert ids.*\[{wrong}\]"):
+            moe(x, expert_ids=torch.tensor([[0, wrong], [1, -1]], dtype=dtype), weights=weights)
+    # A copy of the ids is kept: writing to them afterwards changes nothing.
+    ids, leaf = torch.tensor([[0, 7], [1, -1]]), x.clone().requires_grad_()
+    out = moe(leaf, expert_ids=ids, weights=weights)
+    ids.fill_(3)
+    out.sum().backward()
+    moe.check()
+
+
+def test_last_routing_is_of_the_last_forward_or_of_none() -> None:
+    moe, x = local(), torch.randn(5, 64, dtype=torch.bfloat16)
+    checkpoint(moe, x.requires_grad_(), use_reentrant=False)
+    out, first = moe(x), moe.last_routing
+    again = checkpoint(moe, x[:3], use_reentrant=False)
+    last = moe.last_routing
+    assert (len(first.expert_ids), len(last.expert_ids)) == (5, 3)
+    moe(x)
+    last = moe.last_routing
+    (out.sum() + again.sum()).backward()
+    assert moe.last_routing is last, "of what the checkpoint computed again"
+    assert copy.deepcopy(moe).last_routing is None
+    with pytest.raises(ValueError, match="expert ids"):
+        moe(x, expert_ids=torch.full((5, 2), 9), weights=torch.ones(5, 2))
+    assert moe.last_routing is None
+    moe(x)
+    torch.compile(moe, backend="eager", fullgraph=True)(x)
+    assert moe.last_routing is None
+
+
+def test_logits_of_a_forward_that_failed_are_nobodys() -> None:
+    router = Router(64, 8, 2, keep_logits=True)
+    router(torch.randn(5, 64))
+    with pytest.raises(ValueError, match="mask: expected bool"):
+        router(torch.randn(5, 64), torch.ones(5))
+    assert router.last_logits is router.last_expert_ids is None
+
+
+@distributed(2)
+def test_a_rank_outside_of_the_group_is_told_so(ctx: Context) -> None:
+    group = torch.distributed.GroupMember.NON_GROUP_MEMBER  # as `new_group` gives it to other ranks
+    for dispatcher in ("local", "all_to_all", "symmetric", "hierarchical"):
+        with pytest.raises(
+            ValueError, match=f"this rank, {ctx.rank}, got -100, torch's NON_GROUP_MEMBER: only its ranks make"
+        ):
+            MoE(64, 32, 8, 2, group=group, dispatcher=dispatcher)
+    router = Router(64, 8, 2, balance=True)
+    with pytest.raises(ValueError, match="NON_GROUP_MEMBER"):
+        router.update_bias(group=group)
+    with pytest.raises(ValueError, match="NON_GROUP_MEMBER"):
+        load_balancing_loss(torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int32), group=group)
+
+
+@distributed(2, 3)
+def test_update_bias_is_of_all_ranks_loads(ctx: Context) -> None:
+    """Expert 0 is busy on rank 0 alone, and idle over all ranks."""
+    router = Router(64, 3, 1, balance=True, device=ctx.device)
+    router.load[:] = torch.tensor([9, 0, 0] if ctx.rank == 0 else [0, 30, 6])
+    router.update_bias(0.5, ctx.group)
+    assert router.expert_bias.tolist() == [0.5, -0.5, 0.5]
+    assert router.load.tolist() == [0, 0, 0]
 
 
 def test_a_copy_of_a_layer_shares_its_dispatcher_and_computes_the_same() -> None:

@@ -13,7 +13,7 @@ from .capacity import Capacity, CapacityExceeded
 from .exchange import Handle, combine, dispatch
 from .nvshmem import NvshmemTransport
 from .one_thread import OneThread
-from .plan import DROPPED, RoutingPlan, make_plan, narrow_ids
+from .plan import DROPPED, RoutingPlan, check_ids, make_plan, narrow_ids
 from .rows import gather_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
@@ -42,6 +42,7 @@ __all__ = [
     "Transport",
     "Workspace",
     "batch_too_large",
+    "check_ids",
     "combine",
     "dispatch",
     "gather_rows",

@@ -42,7 +42,7 @@ class PlainExchange:
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
         layout, tokens = self.layout, expert_ids.shape[0]
-        ids = narrow_ids(expert_ids, layout.world_size * self.experts_per_rank)
+        ids = narrow_ids(expert_ids)
         for peer in buffer.peers:
             layout.ids(peer)[self.rank, :tokens] = ids
             layout.values(peer)[self.rank, :tokens] = weights

@@ -145,9 +145,9 @@ def make_plan(
     return plan
 
 
-def narrow_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
-    """The ids as int32, the tensor itself if it is. Clamped first: no invalid int64 wraps around into a valid id."""
-    return expert_ids if expert_ids.dtype == torch.int32 else expert_ids.clamp(-2, num_experts).int()
+def narrow_ids(expert_ids: Tensor) -> Tensor:
+    """The ids as int32, the tensor itself if it is. Clamped to int32's range: no int64 wraps around into a valid id."""
+    return expert_ids if expert_ids.dtype == torch.int32 else expert_ids.clamp(-(2**31), 2**31 - 1).int()
 
 
 def check_ids(expert_ids: Tensor, num_experts: int) -> None:

@@ -45,7 +45,7 @@ class PutExchange:
         ids = layout.ids(local)[self.rank].view(-1)[: tokens * top_k]
         values = layout.values(local)[self.rank].view(-1)[: tokens * top_k]
         count = layout.num_tokens(local)[self.rank : self.rank + 1]
-        ids.copy_(narrow_ids(expert_ids.reshape(-1), layout.world_size * self.experts_per_rank))
+        ids.copy_(narrow_ids(expert_ids.reshape(-1)))
         values.copy_(weights.reshape(-1))
         count.fill_(tokens)
         for table in (ids, values, count):

@@ -18,7 +18,11 @@ from .shares import local_tensor
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float | str = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients so that their norm over all parameters, of all ranks, is at most ``max_norm``.
 
@@ -29,12 +33,14 @@ def clip_grad_norm_(
     Returns the norm before, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. One all-reduce of a number for
     each mesh dimension that shards parameters; no host sync, unless ``error_if_nonfinite``, which raises RuntimeError.
     ValueError for a gradient that is a partial sum, and for a parameter that has both kinds of gradients. As in torch,
-    the factor is ``max_norm / (norm + 1e-6)``.
+    the factor is ``max_norm / (norm + 1e-6)``, norm_type may be any number or its text, as "inf", and the norm of order
+    0 is the number of parameters whose gradient is not all zero.
     """
+    norm_type = float(norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not parameters:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor | None]] = {}
     for parameter in parameters:
         main_grad, grad = getattr(parameter, "main_grad", None), parameter.grad
         if main_grad is not None and grad is not None and main_grad is not grad:
@@ -45,24 +51,9 @@ def clip_grad_norm_(
         grad = grad if main_grad is None else main_grad
         # Also without a gradient here: the others wait in the same all-reduces.
         share = shares.setdefault(_sharded_over(grad if isinstance(grad, DTensor) else parameter), [])
-        if grad is not None:
-            share.append(local_tensor(grad))
-    power = 1.0 if norm_type == float("inf") else norm_type
-    reduction = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-    grads = [grad for share in shares.values() for grad in share]
-    device = parameters[0].device
-    powers: list[Tensor] = []
-    for groups, share in shares.items():
-        norms = [norms.to(device, torch.float64) for norms in _norms(share, norm_type)]
-        own = (
-            torch.linalg.vector_norm(torch.cat(norms), norm_type)
-            if norms
-            else torch.zeros((), device=device, dtype=torch.float32)
-        )
-        powers.append(own.double() ** power)
-        for group in groups:
-            dist.all_reduce(powers[-1], reduction, group=group)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(powers) ** (1 / power), norm_type)
+        share.append(None if grad is None else local_tensor(grad))
+    grads = [grad for share in shares.values() for grad in share if grad is not None]
+    total = _total_norm(shares, norm_type, parameters[0].device)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}: nothing was clipped")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -71,6 +62,31 @@ def clip_grad_norm_(
         exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # of theirs, it is one launch
         torch._foreach_mul_(of_a_kind, factor.to(first.device, exact))
     return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
+
+
+def _total_norm(
+    shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor | None]], norm_type: float, device: torch.device
+) -> Tensor:
+    """0-d fp64. shares: what this rank holds of each parameter's gradient, by the groups that share it out."""
+    # Norms of parts make the whole's: as their largest, their least, whether any is not 0, or a sum of powers.
+    of_none, power, reduction = 0.0, 1.0, dist.ReduceOp.MAX
+    if norm_type == -float("inf"):
+        of_none, reduction = float("inf"), dist.ReduceOp.MIN
+    elif norm_type not in (0.0, float("inf")):
+        of_none, power, reduction = float("inf") if norm_type < 0 else 0.0, norm_type, dist.ReduceOp.SUM
+    totals: list[Tensor] = []
+    for groups, share in shares.items():
+        none = torch.full((), of_none, device=device, dtype=torch.float64)
+        if norm_type == 0:
+            own = torch.stack([none if grad is None else grad.any().to(none) for grad in share])
+        else:
+            norms = [norms.to(none) for norms in _norms([grad for grad in share if grad is not None], norm_type)]
+            own = (torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else none) ** power
+        for group in groups:
+            dist.all_reduce(own, reduction, group=group)
+        totals.append(own.sum() if norm_type == 0 else own ** (1 / power))
+    total: Tensor = torch.stack(totals)
+    return total.sum() if norm_type == 0 else torch.linalg.vector_norm(total, norm_type)
 
 
 def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -80,7 +80,7 @@ def dispatch(
 
 
 def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-    """The ids as int32, once shapes and dtypes are found to fit."""
+    """The ids as a copy of their own, int32 but for eager CPU tensors, once shapes and dtypes are found to fit."""
     if x.dim() != 2 or expert_ids.dim() != 2 or weights.shape != expert_ids.shape or len(x) != len(expert_ids):
         raise ValueError(
             "dispatch wants x (T, D), expert_ids (T, K), weights (T, K), "
@@ -97,7 +97,9 @@ def checked_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, dispatcher: T
             f"the dispatcher has room for rows of {widest}, got {x.dtype}: cast x, or make the layer "
             f"(or its dispatcher) with dtype={x.dtype}"
         )
-    ids = narrow_ids(expert_ids, dispatcher.num_experts)
+    if expert_ids.is_cpu and not torch.compiler.is_compiling():
+        return expert_ids.clone(memory_format=torch.contiguous_format)  # the dispatcher names wrong ids as they are
+    ids = narrow_ids(expert_ids)
     # A copy of its own, which backward reads.
     return ids.clone(memory_format=torch.contiguous_format) if ids is expert_ids else ids
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import wait_tensor
 from torch.nn import functional as F
 
+from .shares import checked_group
+
 
 def load_balancing_loss(
     logits: Tensor, expert_ids: Tensor, *, score: str = "softmax", group: dist.ProcessGroup | None = None
@@ -24,9 +26,10 @@ def load_balancing_loss(
     """0-d fp32: 1 at perfect balance, up to E / K where all tokens choose the same experts. No host sync.
 
     logits: (T, E), differentiable, such as `Router.last_logits`. expert_ids: (T, K) int32 or int64. Ids outside
-    0 .. E-1 are not counted, nor are tokens that have no others. score: "softmax", or "sigmoid", whose scores are
-    divided by a token's sum. group: f_e is of the rows of all its ranks, by one all-reduce of E counts, that all call,
-    also those without tokens. The mean of the ranks' losses is then the whole batch's, if all have as many tokens.
+    0 .. E-1 are not counted, nor are tokens that have no others, as padding. score: "softmax", or "sigmoid", whose
+    scores are divided by a token's sum. group: f_e is of the rows of all its ranks, by one all-reduce of E counts, that
+    all call, also those without tokens. The mean of the ranks' losses is then the whole batch's, if all have as many
+    tokens.
 
     ValueError: another score, or sizes that do not fit.
     """
@@ -41,7 +44,7 @@ def load_balancing_loss(
     counts = torch.zeros(num_experts, device=logits.device, dtype=torch.float32).scatter_add_(
         0, ids, valid.flatten().float()
     )
-    if group is not None:
+    if (group := checked_group(group)) is not None:
         counts = wait_tensor(torch.ops._c10d_functional.all_reduce(counts, "sum", group.group_name))
     routed = valid.any(1, keepdim=True)
     logits = torch.where(routed, logits.float(), 0.0)  # what is not counted may be NaN
@@ -51,6 +54,10 @@ def load_balancing_loss(
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """0-d fp32: the mean over tokens of the squared logsumexp. logits: (T, E), differentiable."""
-    z = logits.float().logsumexp(-1)
-    return z.square().sum() / max(z.numel(), 1)
+    """0-d fp32: the mean over tokens of the squared logsumexp. logits: (T, E), differentiable.
+
+    Tokens whose logits are all -inf, as `Router` has them of padding, are not counted.
+    """
+    padding = (logits == float("-inf")).all(-1, keepdim=True)
+    z = logits.float().masked_fill(padding, 0.0).logsumexp(-1).masked_fill(padding[..., 0], 0.0)
+    return z.square().sum() / (~padding).sum().clamp_min(1)

@@ -3,7 +3,8 @@
 x (..., D) -> router -> dispatch -> experts -> combine (+ shared expert) -> (..., D)
 """
 
-from typing import Any, Literal, Unpack
+from collections.abc import Callable
+from typing import Any, Literal, Self, Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from .auto import pick_recipe, recipe_of_call
 from .dispatchers import Dispatch, DispatchFields, Routing, make_dispatcher
 from .experts import Experts
 from .functional import FLOATS, PLAIN
-from .router import Router
+from .recomputation import recomputing
+from .router import Router, checked_mask
 from .shared_expert import SharedExpert
 from .shares import ep_mesh, group_of
 
@@ -56,7 +58,8 @@ class MoE(nn.Module):
     ``shared.gate_up_proj``, ``shared.down_proj``, ``shared.gate`` (1, D). Given a mesh or a group of several ranks,
     expert weights are DTensors, of which each rank holds its E / W experts. Those with an attribute ``main_grad``
     (fp32) get their gradients added there and have none themselves (biases, and the gate, have their own). After
-    forward, ``last_routing`` tells where rows went. Weights are quantized at each call; micro-batches share that within
+    forward, ``last_routing`` tells where rows went; it is None of a compiled layer, of a forward that failed and of a
+    copy, and not of what a checkpoint recomputes. Weights are quantized at each call; micro-batches share that within
     ``mxep.gemm.quantize_weights_once()``.
 
     Raises ValueError on sizes that do not fit.
@@ -99,8 +102,8 @@ class MoE(nn.Module):
         mesh, ranks = (group, group_of(group)) if isinstance(group, DeviceMesh) else (None, group)
         self.score_before_experts = score_before_experts
         self.rows_per_token = top_k if score_before_experts else 1
-        how = Dispatch.of(dispatch, fields).times(self.rows_per_token)
-        dispatcher = make_dispatcher(how, num_experts, dim=dim, dtype=dtype, group=ranks)
+        how = Dispatch.of(dispatch, fields)
+        dispatcher = make_dispatcher(how.times(self.rows_per_token), num_experts, dim=dim, dtype=dtype, group=ranks)
         if mesh is not None and mesh.size() != dispatcher.world_size:
             raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {mesh.size()}")
         if mesh is None and dispatcher.world_size > 1:
@@ -110,8 +113,10 @@ class MoE(nn.Module):
         self.hidden_dim = hidden_dim
         self.top_k = top_k
         self.dispatcher = dispatcher
-        sent = getattr(dispatcher, "max_tokens", how.max_tokens)
-        self.max_tokens = sent and sent // self.rows_per_token
+        self.dispatch = None if dispatcher is how.dispatcher else how
+        self.max_tokens = how.max_tokens
+        if self.dispatch is None and (sent := getattr(dispatcher, "max_tokens", None)) is not None:
+            self.max_tokens = sent // self.rows_per_token
         self.auto = not isinstance(recipe, Recipe)
         self.recipe = self._pick(None) or recipe if self.auto else recipe
         self.backend = backend
@@ -124,20 +129,42 @@ class MoE(nn.Module):
             shared_dim = num_shared_experts * hidden_dim
             self.shared = SharedExpert(dim, shared_dim, gate=shared_expert_gate, device=device, dtype=dtype)
         self.last_routing = None
+        self.register_load_state_dict_post_hook(_follow_dtype)  # type: ignore[no-untyped-call]
 
-    def forward(self, x: Tensor, *, expert_ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        expert_ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """``x`` (T, D) or (B, S, D) bf16 or fp32 -> the same shape and dtype, or within torch.autocast its dtype.
 
+        mask: (T,) or (B, S) bool, False for padding, as attention masks have it. Padding is in no expert, shared ones
+        included: its output and its gradient are 0, whatever it holds, and it counts in no load, loss or capacity. In
+        max_tokens it does.
         expert_ids (T, K) int32 or int64, weights (T, K) fp32: a routing from outside, such as one to replay, instead of
         the router's. T counts the tokens of all B sequences. Both or neither, else ValueError.
         """
+        keeps = torch.compiler.is_compiling() or not recomputing()
+        if keeps:
+            self.last_routing = None
         if x.dim() not in (2, 3) or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (T, {self.dim}) or (B, S, {self.dim}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.dim)
+        padding = None
+        if mask is not None:
+            mask = checked_mask(mask, x)
+            padding = ~mask[:, None]
+            tokens = tokens.masked_fill(padding, 0.0)
         if expert_ids is None and weights is None:
-            expert_ids, weights = self.router(tokens)
+            masked = mask is not None and isinstance(self.router, Router)
+            expert_ids, weights = self.router(tokens, mask) if masked else self.router(tokens)
         if expert_ids is None or weights is None:
             raise ValueError("a routing from outside is expert_ids and weights, got one of them")
+        if padding is not None:
+            expert_ids, weights = expert_ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
         if torch.is_autocast_enabled(x.device.type):  # as a linear does; the router has seen x as it is
             tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
         recipe = self.recipe
@@ -148,12 +175,20 @@ class MoE(nn.Module):
         options |= {"activation": self.activation, "score_before_experts": self.score_before_experts}
         out: Tensor
         out, routing = self.experts(tokens, expert_ids, weights, **options)
-        if not torch.compiler.is_compiling():
+        if keeps:
             self.last_routing = routing
         if self.shared is not None:
             out = out + self.shared(tokens, recipe=recipe, backend=self.backend, activation=self.activation)
         out = torch.ops.aten._unsafe_view.default(out, x.shape)  # as F.linear's: FSDP2 warns of a module's views
         return out
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        _follow_dtype(self)
+        return self
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "last_routing": None}
 
     def _pick(self, x: Tensor | None) -> Recipe | None:
         """What "auto" is, if that is known."""
@@ -192,3 +227,16 @@ class MoE(nn.Module):
         return (
             f"{sizes}, top_k={self.top_k}, recipe={recipe_name(self.recipe)}, dispatcher={self.dispatcher!r}{backend}"
         )
+
+
+def _follow_dtype(moe: MoE, _: object = None) -> None:
+    """Another dispatcher for experts that have become wider than the rows which it has room for.
+
+    One to share is left to who made it.
+    """
+    old, dtype = moe.dispatcher, moe.experts.down_proj.dtype
+    if moe.dispatch is None or old.row_dtype is None or dtype not in FLOATS or dtype.itemsize <= old.row_dtype.itemsize:
+        return
+    how, sizes = moe.dispatch.times(moe.rows_per_token), {"dim": moe.dim, "dtype": dtype, "group": old.group}
+    moe.dispatcher = make_dispatcher(how, old.num_experts, **sizes)  # type: ignore[arg-type]
+    old.close()

@@ -12,8 +12,10 @@ T tokens, D model dim, E experts in all, K experts a token.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from mxep.gemm import fp32_linear, top_k
 from mxep.gemm.top_k import scores_of
 
 from .recomputation import recomputing
-from .shares import init_normal_
+from .shares import checked_group, init_normal_
 
 
 class Router(nn.Module):
@@ -43,11 +45,16 @@ class Router(nn.Module):
             are there for :func:`load_balancing_loss` and :func:`router_z_loss`, until the next forward. They are not of
             what a checkpoint recomputes, unless it recomputes a compiled router. A reentrant checkpoint leaves logits
             without a gradient, and torch.compile cannot keep them of a checkpoint within its graph. Copies, pickles and
-            state dicts of the router have none.
+            state dicts of the router have none. A masked token has logits of -inf and ids of -1: no loss counts it.
+        dtype: of ``weight``, fp32 or bf16, for good.
 
     Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32. Then, too, the attribute
-    ``load`` (E,) fp32, the number of rows each expert got on this rank since the last update, over all micro-batches;
+    ``load`` (E,) int64, the number of rows each expert got on this rank since the last update, over all micro-batches;
     what a checkpoint recomputes counts once.
+
+    **These dtypes stay.** ``.to(dtype)``, ``.half()``, ``.double()`` and the like move the router and do not cast it,
+    and what is loaded in another dtype is cast back. FSDP2's ``MixedPrecisionPolicy(param_dtype=)`` is the one that
+    cannot be kept out: the router warns if its weight was cast. ``fully_shard(router)`` by itself, without a policy.
     """
 
     expert_bias: Tensor | None
@@ -92,22 +99,39 @@ class Router(nn.Module):
         self.keep_logits = keep_logits
         self.last_logits = self.last_expert_ids = None
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
+        self._dtype = dtype
         zeros = torch.zeros(num_experts, device=device, dtype=torch.float32) if balance else None
         self.register_buffer("expert_bias", zeros)
         # No buffer: DistributedDataParallel would overwrite it with rank 0's before each forward.
-        self.load = None if zeros is None else zeros.clone()
+        self.load = None if zeros is None else zeros.long()
         self.reset_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A layer cast to bf16 keeps these in fp32: a bias update of 1e-3 would round away.
-        kept = self.expert_bias, self.load
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.expert_bias is not None and self.load is not None:
-            self.expert_bias, self.load = (
-                old.to(new.device) if old is not None and new.dtype != torch.float32 else new
-                for old, new in zip(kept, (self.expert_bias, fn(self.load)))
-            )
+        def move(x: Tensor) -> Tensor:
+            made = fn(x)
+            return made if made.dtype == x.dtype else x.to(made.device)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        self._keep_dtypes()
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._keep_dtypes()  # assign=True takes tensors as they are
+
+    def _keep_dtypes(self) -> None:
+        """The weight, the bias and the load as they were made, whatever was assigned; the load where the bias is."""
+        if self.weight.dtype != self._dtype:
+            self.weight = nn.Parameter(self.weight.detach().to(self._dtype), requires_grad=self.weight.requires_grad)
+        if self.expert_bias is not None:
+            if self.expert_bias.dtype != torch.float32:
+                self.expert_bias = self.expert_bias.float()
+            self._move_load(self.expert_bias.device)
+
+    def _move_load(self, device: torch.device) -> None:
+        if self.load is not None and self.load.device != device:
+            counted = not self.load.is_meta
+            self.load = self.load.to(device) if counted else torch.zeros_like(self.load, device=device)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "last_logits": None, "last_expert_ids": None}
@@ -133,11 +157,23 @@ class Router(nn.Module):
             self.expert_bias.zero_()
             self.load.zero_()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32, these differentiable, on
-        CUDA once and not by torch.func."""
+        CUDA once and not by torch.func.
+
+        mask: (T,) bool, False for padding, which has ids of -1, weights and gradients of 0, and counts nowhere.
+        """
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
+        keeps = self.keep_logits and (torch.compiler.is_compiling() or not recomputing())
+        if keeps:
+            self.last_logits = self.last_expert_ids = None
+        if self.weight.dtype != self._dtype and not torch.compiler.is_compiling():
+            _warn_of_cast(self.weight.dtype, self._dtype)
+        padding = None
+        if mask is not None:
+            padding = ~checked_mask(mask, x)[:, None]
+            x = x.masked_fill(padding, 0.0)
         with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere
             logits = fp32_linear(x, self.weight)
             choice = None
@@ -146,12 +182,13 @@ class Router(nn.Module):
             expert_ids, weights = top_k(logits, self.top_k, self.score, choice=choice)
             if not self.normalize:
                 weights = scores_of(logits, self.score).gather(1, expert_ids.long())
+        if padding is not None:
+            expert_ids, weights = expert_ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
+            logits = logits.masked_fill(padding, float("-inf"))
         if self.load is not None and self.training:
-            if self.load.device != x.device:  # FSDP2 moves parameters and buffers by itself
-                self.load = self.load.to(x.device)
+            self._move_load(x.device)  # FSDP2 moves parameters and buffers by itself
             _count_load(self.load, expert_ids)
-        expert_ids = expert_ids.int()
-        if self.keep_logits and (torch.compiler.is_compiling() or not recomputing()):
+        if keeps:
             self.last_logits, self.last_expert_ids = logits, expert_ids
         return expert_ids, weights if self.scale == 1 else weights * self.scale
 
@@ -177,10 +214,30 @@ class Router(nn.Module):
         """
         if self.expert_bias is None or self.load is None:
             raise RuntimeError("this router keeps no bias; build it with balance=True")
+        self._keep_dtypes()
         if dist.is_initialized():
-            dist.all_reduce(self.load, group=group)
-        self.expert_bias += rate * torch.sign(self.load.mean() - self.load)
+            dist.all_reduce(self.load, group=checked_group(group))
+        self.expert_bias += rate * torch.sign(self.load.sum() - self.num_experts * self.load)
         self.load.zero_()
+
+
+def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask of x (..., D) as (T,). ValueError if it does not fit."""
+    shapes = (x.shape[:-1], (x.shape[:-1].numel(),))
+    if mask.dtype != torch.bool or mask.shape not in shapes or mask.device != x.device:
+        got = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
+        raise ValueError(f"mask: expected bool {tuple(x.shape[:-1])} on {x.device}, False for padding, got {got}")
+    return mask.reshape(-1)
+
+
+@functools.cache
+def _warn_of_cast(got: torch.dtype, own: torch.dtype) -> None:
+    """Once a process: layers are alike."""
+    warnings.warn(
+        f"a router's weight was cast to {got} and routes elsewhere than in {own}: FSDP2's MixedPrecisionPolicy does "
+        "that; fully_shard(moe.router) first, without a policy",
+        stacklevel=3,
+    )
 
 
 # An op, so that a compiled router asks when it runs: checkpointed as a whole, it runs again in backward.
@@ -188,4 +245,4 @@ class Router(nn.Module):
 def _count_load(load: Tensor, expert_ids: Tensor) -> None:
     if not recomputing():
         ids = expert_ids.flatten().long()
-        load.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+        load.scatter_add_(0, ids.clamp_min(0), (ids >= 0).long())

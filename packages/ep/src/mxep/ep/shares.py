@@ -32,6 +32,16 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
+def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group itself. ValueError for what torch's `new_group` gives to ranks that are not in it."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group: expected a process group with this rank, {dist.get_rank()}, got {group!r}"
+            + (", torch's NON_GROUP_MEMBER: only its ranks make and call what uses it" if group == -100 else "")
+        )
+    return group
+
+
 def empty_share(
     shape: tuple[int, ...],
     mesh: DeviceMesh | None,

@@ -37,7 +37,7 @@ KINDS: dict[str, Any] = dict(
 
 
 def make_dispatcher(
-    dispatch: str | TokenDispatcher | Dispatch,
+    name: str | TokenDispatcher | Dispatch,
     num_experts: int,
     *,
     dim: int,
@@ -45,7 +45,7 @@ def make_dispatcher(
     group: dist.ProcessGroup | None = None,
     **fields: Unpack[DispatchFields],
 ) -> TokenDispatcher:
-    """The dispatcher of a :class:`Dispatch`, or of one's name and limits: one object for layers that ask for the same.
+    """The dispatcher of a name and limits, or of a :class:`Dispatch` in its place: one for layers that ask for the same.
 
     A group of one rank exchanges nothing: its dispatcher is a :class:`LocalDispatcher`, whatever the name.
     It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one
@@ -54,27 +54,25 @@ def make_dispatcher(
     dtype: the widest that rows travel in. Raises ValueError as Dispatch does, and where a dispatcher to share serves
     another number of experts.
     """
-    if isinstance(dispatch, Dispatch):
-        how = Dispatch.of(dispatch, fields)
-    else:
-        how = Dispatch.of(None, {**fields, "dispatcher": dispatch})
+    given = name if isinstance(name, Dispatch) else None
+    how = Dispatch.of(given, fields if isinstance(name, Dispatch) else {**fields, "dispatcher": name})
     if isinstance(how.dispatcher, TokenDispatcher):
         if how.dispatcher.num_experts != num_experts:
             raise ValueError(f"the dispatcher serves {how.dispatcher.num_experts} experts, the layer has {num_experts}")
         how.dispatcher.uses += 1
         return how.dispatcher
-    name, limits = how.dispatcher, how.limits
+    kind, limits = how.dispatcher, how.limits
     sizes: dict[str, Any] = {"group": group, "capacity": limits["capacity"]}
-    if name != "local" and ranks_of(group) == 1:
-        sizes |= {"max_tokens": limits["max_tokens"], "stands_in_for": name}
-        if name == "all_to_all":  # which keeps to neither
+    if kind != "local" and ranks_of(group) == 1:
+        sizes |= {"max_tokens": limits["max_tokens"], "stands_in_for": kind}
+        if kind == "all_to_all":  # which keeps to neither
             sizes["capacity"] = sizes["max_tokens"] = None
-        name = "local"
-    elif name not in ("local", "all_to_all"):
+        kind = "local"
+    elif kind not in ("local", "all_to_all"):
         sizes |= {"dim": dim, "dtype": dtype, "max_tokens": limits["max_tokens"], "timeout": limits["timeout"]}
-    if name == "hierarchical":
+    if kind == "hierarchical":
         sizes |= {key: limits[key] for key in NODES}
-    made: TokenDispatcher = KINDS[name](num_experts, **sizes)
+    made: TokenDispatcher = KINDS[kind](num_experts, **sizes)
     twin = unused_twin(made)
     if twin is None:
         made.shared = True

@@ -54,16 +54,16 @@ class AllToAllDispatcher(TokenDispatcher):
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
         self.claim()
-        given = narrow_ids(expert_ids, self.num_experts)
         width = sum(_widths(payload))
-        planned = _plan_rows([given, weights], self.num_local_experts, self.world_size, width)
-        sizes, expert_ids, token, tables, position, rows, sums = planned
+        planned = _plan_rows([narrow_ids(expert_ids), weights], self.num_local_experts, self.world_size, width)
+        sizes, routed, token, tables, position, rows, sums = planned
         sent, received, invalid, widths = self._exchange_sizes(sizes)
         if set(widths) != {width}:  # as of recipes that ranks have picked by other max_tokens
             raise ValueError(f"payload: got rows of {widths} bytes, by rank, wanted the same on all ranks")
         if any(invalid) and expert_ids.device.type == "cpu":
+            wrong = expert_ids[(expert_ids < -1) | (expert_ids >= self.num_experts)]
             whose = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(invalid) if n)
-            found = given[given.clamp(-1, self.num_experts - 1) != given].unique().tolist() or ""
+            found = wrong.unique().tolist() or ""
             raise ValueError(f"expert ids must lie in -1..{self.num_experts - 1}, got others: {whose} {found}")
         outgoing = _joined(payload, token, tables)
         arrived = self._all_to_all(outgoing, sent, received, _room(sum(received)))
@@ -77,7 +77,7 @@ class AllToAllDispatcher(TokenDispatcher):
             invalid=sum(invalid),
         )
         way = token, position, rows, sums, sent, received
-        routing = AllToAllRouting(plan, expert_ids, self.num_local_experts, *way)
+        routing = AllToAllRouting(plan, routed, self.num_local_experts, *way)
         return Done((tuple(slots), routing))
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:

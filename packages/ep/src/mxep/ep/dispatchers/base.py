@@ -29,6 +29,7 @@ from torch import Tensor
 from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
 from mxep.quant.replay import Replayed, replayed
 
+from ..shares import checked_group
 from ..version import installed_version
 from .handles import Handle
 from .memory import made_to_stay
@@ -133,6 +134,7 @@ class TokenDispatcher(ABC):
         capacity: Capacity | None = None,
         sizes: dict[str, object] | None = None,
     ) -> None:
+        group = checked_group(group)
         self.group = (group or dist.group.WORLD) if self.spans_ranks and dist.is_initialized() else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.world_size = 1 if self.group is None else self.group.size()

@@ -127,7 +127,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
         self.claim()
-        expert_ids = narrow_ids(expert_ids, self.num_experts)
+        expert_ids = narrow_ids(expert_ids)
         tokens, top_k = expert_ids.shape
         max_tokens = self._max_tokens(tokens, expert_ids.device)
         within = self._within_of(max_tokens, self.slots_per_node(max_tokens, top_k))

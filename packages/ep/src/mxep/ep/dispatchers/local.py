@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, batch_too_large, narrow_ids, sum_slots
+from mxep.comms import Capacity, batch_too_large, check_ids, narrow_ids, sum_slots
 from mxep.quant.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, check_reserved
@@ -71,7 +71,9 @@ class LocalDispatcher(TokenDispatcher):
             )
         if self._most is not None and len(expert_ids) > self._most:
             raise ValueError(batch_too_large(len(expert_ids), self._most))
-        expert_ids = narrow_ids(expert_ids, self.num_experts)
+        if type(expert_ids) is Tensor and expert_ids.is_cpu:
+            check_ids(expert_ids, self.num_experts)
+        expert_ids = narrow_ids(expert_ids)
         num_tokens = torch.full((1,), len(expert_ids), dtype=torch.int32, device=expert_ids.device)
         tables = expert_ids[None], weights[None], num_tokens
         with _counting if expert_ids.is_cpu else nullcontext():

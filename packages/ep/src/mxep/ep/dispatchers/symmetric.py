@@ -86,7 +86,8 @@ class SymmetricDispatcher(TokenDispatcher):
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
         self.claim()
-        expert_ids = narrow_ids(expert_ids, self.num_experts)
+        given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # a CPU's are named if they are wrong
+        expert_ids = narrow_ids(given)
         workspace = self._workspace(expert_ids)
         sms = OVERLAP_SMS if overlap else None
         try:
@@ -94,12 +95,12 @@ class SymmetricDispatcher(TokenDispatcher):
             if not fits and workspace.transport.access == "host":  # whose peers learn of it in time, and raise it too
                 workspace.outgrow(len(expert_ids))
                 raise BatchTooLarge
-            handle = dispatch(workspace, payload, expert_ids, weights, async_op=True, num_sms=sms)
+            handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms)
         except BatchTooLarge:  # on all ranks alike
             if self.max_tokens is not None:
                 raise
             workspace = self._grow(expert_ids)
-            handle = dispatch(workspace, payload, expert_ids, weights, async_op=True, num_sms=sms)
+            handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms)
         assert handle.tables is not None
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
