@@ -45,7 +45,7 @@ def make_dispatcher(
     group: dist.ProcessGroup | None = None,
     **fields: Unpack[DispatchFields],
 ) -> TokenDispatcher:
-    """The dispatcher of a name and limits, or of a :class:`Dispatch` in its place: one for layers that ask for the same.
+    """The dispatcher of a name and limits, or of a :class:`Dispatch`: one object for layers that ask for the same.
 
     A group of one rank exchanges nothing: its dispatcher is a :class:`LocalDispatcher`, whatever the name.
     It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one
