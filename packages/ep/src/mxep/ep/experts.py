@@ -112,13 +112,16 @@ def run_experts(
     Under torch.compile it is an op of one graph, with `fullgraph=True` too, and the routing is None. It breaks the
     graph, and fails a full one with the reason, with a `main_grad`, with a dispatcher that learns its sizes at run
     time, as with `Capacity.exact()` or without ``max_tokens``, with a recipe or a backend that has no name, and with
-    wgrad "bf16", for which it composes the functions of `functional.py`.
+    wgrad "bf16", for which it composes the functions of `functional.py`. torch.export, which knows no breaks, raises
+    RuntimeError there.
 
     Raises ValueError as `dispatch` and `grouped_mm` do, before any exchange.
     """
     main_grads = _main_grad(gate_up_proj), _main_grad(down_proj)
     config = LayerConfig(dispatcher, recipe, select(backend, x.device), activation, main_grads, wgrad_scale)
     if torch.compiler.is_compiling() and (reason := unsupported_reason(config)) is not None:
+        if not torch.compiler.is_dynamo_compiling():  # torch.export traces without it, and knows no breaks
+            raise RuntimeError(f"run_experts is in no exported graph: {reason}")
         torch._dynamo.graph_break(msg=f"run_experts is in no graph: {reason}")
         how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": backend, "activation": activation}
         how |= {"wgrad_scale": wgrad_scale, "gate_up_bias": gate_up_bias, "down_bias": down_bias}

@@ -51,6 +51,8 @@ def _between_graphs(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*tensors: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling() and ("dispatcher" in options or options["recipe"].scaling != "none"):
+            if not torch.compiler.is_dynamo_compiling():  # torch.export traces without it, and knows no breaks
+                raise RuntimeError(f"{function.__name__} is in no exported graph: export run_experts, or an MoE")
             return between_graphs(function, *tensors, **options)
         return function(*tensors, **options)
 

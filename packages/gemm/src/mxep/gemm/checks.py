@@ -55,7 +55,7 @@ def check_operands(
             f"offs: got {offs.dtype} {tuple(offs.shape)}, want torch.int32 (G,) = ({num_groups},), "
             "the inclusive cumulative group sizes: sizes.cumsum(0, dtype=torch.int32)"
         )
-    if offs.device.type == "cpu" and not torch.compiler.is_compiling():
+    if type(offs) is Tensor and offs.is_cpu and not torch.compiler.is_compiling():  # a fake tensor has no sizes
         _check_offs(offs.tolist(), a.shape[0], recipe)
 
 
