@@ -73,6 +73,16 @@ def test_evaluation_before_training_computes_in_bf16_and_picks_nothing() -> None
     assert moe.recipe == MXFP8
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_layer_in_eval_mode_picks_where_gradients_are_wanted(grad: bool) -> None:
+    """As a model that is fine-tuned in eval mode, without dropout."""
+    moe = layer().eval()
+    with torch.set_grad_enabled(grad):
+        out = moe(tokens(300))
+    assert moe.recipe == (MXFP8 if grad else "auto")
+    assert torch.equal(out, layer("mxfp8" if grad else "bf16")(tokens(300)))
+
+
 def test_sizes_that_mxfp8_does_not_take_get_bf16() -> None:
     moe = MoE(48, 96, E, K, recipe="auto", dispatcher="local", max_tokens=10**6)
     assert moe.recipe == BF16

@@ -467,6 +467,22 @@ def test_reserve_gives_up_what_one_rank_knows_to_have_failed_on_all_and_they_go_
         each.check()
 
 
+@distributed(2, device="cpu")
+def test_reserve_after_a_failed_step_forgets_what_that_step_lost(ctx: Context) -> None:
+    one = symmetric(ctx, max_tokens=8, capacity=Capacity.factor(0.25))
+    send(one, ctx, [[0]] * 4)  # 8 rows, of which 2 fit, in the step that fails
+    assert one.counts()["dropped"] == 6
+    if ctx.rank:
+        with pytest.raises(ValueError, match=r"expert ids: got \[9\]"):
+            send(one, ctx, [[9]])
+    dist.barrier(ctx.group)
+    one.reserve(0, ctx.device)
+    assert not one.passes
+    assert one.counts()["dropped"] == 0
+    send(one, ctx, [[0], [3]] if ctx.rank else [[1], [2]])
+    one.check()
+
+
 @distributed(2)
 def test_a_batch_larger_than_max_tokens_is_said_on_all_ranks_at_once_and_new_layers_work(ctx: Context) -> None:
     moe = MoE(64, 32, 4, 2, group=ctx.group, device=ctx.device, max_tokens=6)

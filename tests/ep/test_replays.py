@@ -1,6 +1,7 @@
 """A layer's passes are graphs from their second call on, or their steps are, and nobody can tell by the bits."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -102,6 +103,50 @@ def test_layers_and_micro_batches_in_flight_share_graphs_on_all_ranks(ctx, recip
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a, b)
     assert replays(layers[0]) == replayed
+
+
+@distributed(1, 2, device="cuda")
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_another_routing_in_each_step_is_one_replay_more_and_captures_nothing(ctx, recipe):
+    """Even ones, all rows to one expert of either rank, and none at all, of which ranks have other ones."""
+    torch.manual_seed(0)
+    layer = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe=recipe, group=ctx.group, max_tokens=T, device=ctx.device)
+    torch.manual_seed(ctx.rank)
+    x, d_out = torch.randn(2, T, DIM, device=ctx.device, dtype=torch.bfloat16)
+
+    def routing(step: int) -> tuple[Tensor, Tensor]:
+        ids = torch.rand(T, EXPERTS).argsort(1)[:, :TOP_K]
+        if step % 4 == 1:
+            ids[:, 0], ids[:, 1] = (step + ctx.rank) % EXPERTS, -1
+        elif step % 4 == 2:
+            ids[:] = -1
+        elif step % 4 == 3:
+            ids[ctx.rank :: 3, 1] = -1
+        return ids.to(ctx.device), torch.rand(T, TOP_K, device=ctx.device)
+
+    def step(ids: Tensor, weights: Tensor) -> list[Tensor]:
+        layer.zero_grad(set_to_none=True)
+        leaf, scale = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = layer(leaf, expert_ids=ids, weights=scale)
+        out.backward(d_out)
+        layer.check()
+        grads = (local_tensor(p.grad).clone() for p in layer.experts.parameters())
+        return [out.detach(), leaf.grad, scale.grad, *grads]
+
+    given = [routing(i) for i in range(10)]
+    got, counts = [], []
+    for each in given:
+        got.append(step(*each))
+        counts.append(replays(layer))
+    for before, after in itertools.pairwise(counts[2:]):  # the first makes the buffers, the next captures
+        assert after == {name: number + 1 for name, number in before.items()}
+    assert counts[-1].keys() == {"layer_forward", "layer_backward"}
+    with no_replays():
+        wanted = [step(*each) for each in given]
+    for one, other in zip(got, wanted):
+        assert all(map(torch.equal, one, other))
+    assert replays(layer) == counts[-1]
+    assert not any(each.refused for each in layer.dispatcher.passes.values())
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 200, 5000, 40000])
