@@ -378,3 +378,14 @@ def test_torchs_default_dtype_changes_nothing(kind: str, default: torch.dtype) -
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     assert report == load_report(model)
     assert {layer.activation for _, layer in layers(again)} == {layer.activation for _, layer in layers(model)}
+
+
+def test_a_model_whose_dispatcher_was_closed_leaves_others_theirs() -> None:
+    first, second = tiny("qwen3_moe", "mxep_bf16"), tiny("qwen3_moe", "mxep_bf16")
+    wanted = step(first)
+    for _, layer in layers(first):
+        layer.dispatcher.close()
+    with pytest.raises(RuntimeError, match="dispatcher: closed"):
+        step(first)
+    got = step(second)  # while the first is there
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)

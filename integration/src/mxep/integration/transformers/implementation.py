@@ -78,8 +78,11 @@ class Implementation:
         masks = dispatcher is None and getattr(experts, "_is_expert_parallel", True)
         if dispatcher is None:
             num_experts = experts.down_proj.shape[0]
-            dispatcher = _local.get(num_experts) or LocalDispatcher(num_experts)
-            _local[num_experts] = dispatcher
+            dispatcher = _local.get(num_experts)
+            if dispatcher is not None and dispatcher.uses > 0:
+                dispatcher.uses += 1
+            else:  # none, or all that shared it have closed it
+                dispatcher = _local[num_experts] = LocalDispatcher(num_experts)
         cleans = has_own_parameters(experts)
         activation = activation_of(experts)
         if activation is None and isinstance(self.recipe, Recipe) and self.recipe.saved_gate_up == "fp8":
