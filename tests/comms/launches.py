@@ -42,11 +42,11 @@ def ints(*shape: int) -> torch.Tensor:
 
 
 def state() -> torch.Tensor:
-    return torch.empty(3, dtype=torch.int64)
+    return torch.empty(4, dtype=torch.int64)
 
 
 def exchange() -> KernelExchange:
-    transport = SimpleNamespace(rank=1, state=state(), max_sms=132, clock=True)
+    transport = SimpleNamespace(rank=1, state=state(), max_sms=132, clock=True, arena=SimpleNamespace(exchanges=0))
     return KernelExchange(transport, Layout(W, T, K, 2 * D), 32, None)
 
 
@@ -57,11 +57,12 @@ def buffer() -> SymmetricBuffer:
 def dispatch_mxfp8() -> None:
     payload = [torch.empty(T, width, dtype=torch.uint8) for width in (D, D // 32)]
     exchange().dispatch(buffer(), payload, ints(T, K))
+    exchange().dispatch(buffer(), payload, ints(T, K), number=ints(1))
 
 
 def combine() -> None:
     rows, out = torch.empty(65536, D, dtype=torch.bfloat16), torch.empty(T, D, dtype=torch.bfloat16)
-    of_slots = SimpleNamespace(slot_rows=ints(W * T, K), num_tokens=ints(W))
+    of_slots = SimpleNamespace(slot_rows=ints(W * T, K), num_tokens=ints(W), dispatch=ints(1))
     exchange().combine(buffer(), rows, torch.empty(65536), of_slots, ints(T, K), out, torch.empty(T, K))
 
 
@@ -70,6 +71,6 @@ LAUNCHES = {
     "make_plan 256": lambda: make_plan(256),
     "make_plan 64 ranks": lambda: make_plan_of_many(64),
     "dispatch": dispatch_mxfp8,
-    "tables": lambda: exchange().dispatch_tables(buffer(), ints(T, K), torch.empty(T, K)),
+    "tables": lambda: exchange().dispatch_tables(buffer(), ints(T, K), torch.empty(T, K), ints(1)),
     "combine": combine,
 }

@@ -1,11 +1,13 @@
 """Exchanges by puts on a machine without NVSHMEM: puts are copies into the shared memory of CPU processes."""
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxep.comms import SharedMemoryTransport
+from mxep.comms.cuda import FaultRecord
 from mxep.comms.layout import PE_SHIFT, step_of
 from mxep.comms.transport import StagedBuffer
 
@@ -14,6 +16,16 @@ class PlayedTransport(SharedMemoryTransport):
     """Rank r is PE W - 1 - r: whoever takes one for the other misroutes. Staging starts as NaN."""
 
     access = "puts"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.record = FaultRecord(self.world_size, pinned=False)
+        self.state = self.record.state(self.timeout, self.device)
+
+    def check(self) -> None:
+        super().check()
+        if hasattr(self, "record"):
+            self.record.check(self.rank, self.timeout)
 
     @property
     def bases(self) -> Tensor:

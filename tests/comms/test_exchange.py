@@ -20,6 +20,7 @@ from comms.cases import (
 from mxep.comms import (
     Capacity,
     Handle,
+    PeersDisagree,
     RoutingPlan,
     Transport,
     Workspace,
@@ -61,7 +62,7 @@ def bring_to(workspace: Workspace, case: str, rank: int, seed: int) -> Sent:
 def plan_slots(workspace: Workspace, handle: Handle, *, alignment: int = 4, capacity: Capacity | None = None):
     handle.wait()
     e = workspace.num_local_experts
-    return make_plan(
+    plan = make_plan(
         *handle.tables,
         first_expert=workspace.transport.rank * e,
         num_local_experts=e,
@@ -69,6 +70,37 @@ def plan_slots(workspace: Workspace, handle: Handle, *, alignment: int = 4, capa
         capacity=capacity,
         num_experts=workspace.num_experts,
     )
+    return dataclasses.replace(plan, dispatch=handle.number)
+
+
+def cross(ctx: Context, workspace: Workspace, *, redispatch: bool = False) -> None:
+    """Two dispatches, of which rank 1 takes the first for the second one, and the others the second."""
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    plans = [plan_slots(workspace, dispatch(workspace, mine.payload, mine.ids, mine.weights)) for _ in range(2)]
+    plan = plans[ctx.rank != 1]
+    if redispatch:
+        dispatch(workspace, mine.payload, mine.ids, plan=plan).wait()
+    else:
+        rows = torch.zeros(plan.max_rows, workspace.dim, dtype=torch.bfloat16, device=ctx.device)
+        combine(workspace, rows, plan, mine.ids).wait()
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+    workspace.transport.check()
+
+
+def check_crossed(ctx: Context, kind: type | None) -> None:
+    for redispatch in (False, True):
+        workspace = make_workspace(ctx, kind)
+        step = "dispatch" if redispatch else "combine"
+        others = "".join(f", rank {rank} of dispatch 2" for rank in range(2, ctx.world_size))
+        said = f"rank {ctx.rank} met peers in a {step} of other dispatches: rank 0 of dispatch 2, rank 1 of dispatch 1"
+        with pytest.raises(PeersDisagree, match=said + others):
+            cross(ctx, workspace, redispatch=redispatch)
+
+
+@distributed(2, 3)
+def test_ranks_that_take_one_dispatch_for_another_are_told(ctx: Context):
+    check_crossed(ctx, None)
 
 
 def my_experts(workspace: Workspace, rank: int) -> range:

@@ -9,6 +9,7 @@ from comms.played import PlayedTransport
 from comms.test_exchange import (
     bring_to,
     check_cases,
+    check_crossed,
     check_one_token,
     check_other_sizes,
     check_over_capacity,
@@ -116,6 +117,12 @@ def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
         workspace.transport.check()
 
 
+@distributed(2, 3, device="cpu")
+def test_ranks_that_take_one_dispatch_for_another_are_told(ctx: Context):
+    check_crossed(ctx, InterpretedTransport)
+    check_crossed(ctx, PlayedTransport)
+
+
 @distributed(3, device="cpu")
 def test_a_rank_with_too_many_tokens_tells_its_peers_at_once_what_to_set(ctx: Context):
     check_too_many_tokens(ctx, InterpretedTransport)
@@ -133,7 +140,7 @@ def test_an_id_past_int32_is_no_experts_after_it_was_narrowed(ctx: Context):
     for kind in (InterpretedTransport, PlayedTransport, SharedMemoryTransport):
         workspace = make_workspace(ctx, kind, top_k=2)
         buffer = workspace.begin("tables")
-        workspace.steps.dispatch_tables(buffer, ids, torch.ones(2, 2))
+        workspace.steps.dispatch_tables(buffer, ids, torch.ones(2, 2), torch.empty(1, dtype=torch.int32))
         told = workspace.layout.ids(buffer.local)[0, :2].tolist()
         assert told == [[5, -2], [5, 1]]  # there are 5 experts
 

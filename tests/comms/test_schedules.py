@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from comms.scheduled import Ranks, ScheduledContext
-from comms.test_exchange import bring_to, check_arrived, check_return, make_workspace, my_experts, plan_slots
+from comms.test_exchange import bring_to, check_arrived, check_return, cross, make_workspace, my_experts, plan_slots
 from mxep.comms import PeersDisagree
 from mxep.comms import dispatch as dispatch_tokens
 from mxep.comms.kernels import combine, dispatch, signals
@@ -49,7 +49,7 @@ def rounds(ctx: ScheduledContext, cases: tuple[str, ...] = ("random", "full")) -
         plan = plan_slots(workspace, handle)
         check_arrived(handle.wait(), plan, everyone, experts, case)
         check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, case)
-        again = dispatch_tokens(workspace, mine.payload, mine.ids).wait()
+        again = dispatch_tokens(workspace, mine.payload, mine.ids, plan=plan).wait()
         ctx.read(*again)
         check_arrived(again, plan, everyone, experts, f"{case}, again")
     check_return(ctx, workspace, plan, everyone, torch.bfloat16, seed, f"{case}, again")
@@ -66,13 +66,19 @@ def one_buffer(ctx: ScheduledContext, barriers: bool = True) -> None:
         ctx.read(*dispatch_tokens(workspace, mine.payload, mine.ids).wait())
 
 
+def crossed(ctx: ScheduledContext) -> None:
+    for redispatch in (False, True):
+        with pytest.raises(PeersDisagree, match="rank 0 of dispatch 2, rank 1 of dispatch 1"):
+            cross(ctx, make_workspace(ctx, max_tokens=TOKENS), redispatch=redispatch)
+
+
 def wild_ids(ctx: ScheduledContext) -> None:
     """Tables are int32: cut off, 2**32 would be expert 0 and 2**40 + 1 expert 1."""
     workspace = make_workspace(ctx, top_k=2)
     wrong, layout = workspace.num_experts, workspace.layout
     ids = torch.tensor([[1, 2**32], [-(2**32), 2**40 + 1], [-1, wrong], [2**31, -(2**31) - 1]])
     buffer = workspace.begin("wild ids")
-    workspace.steps.dispatch_tables(buffer, ids, torch.ones(ids.shape))
+    workspace.steps.dispatch_tables(buffer, ids, torch.ones(ids.shape), torch.empty(1, dtype=torch.int32))
     tables = layout.ids(buffer.local)[:, : len(ids)].tolist()
     assert tables == [[[1, wrong], [-2, wrong], [-1, wrong], [wrong, -2]]] * ctx.world_size
 
@@ -82,6 +88,10 @@ def test_tokens_go_out_and_sums_come_home(seed, world_size, programs, resident):
     """resident: on a GPU that is full, where programs start when others have ended."""
     cases = ("random", "full", "not routed") if world_size == 2 else ("duplicates",)
     play(lambda ctx: rounds(ctx, cases), seed, world_size=world_size, programs=programs, resident=resident)
+
+
+def test_ranks_that_take_one_dispatch_for_another_are_told(seed):
+    play(crossed, seed)
 
 
 def test_a_buffer_may_be_used_again_at_once_after_a_barrier(seed):
@@ -99,12 +109,18 @@ def missed(body: Callable[..., Any], **options: Any) -> None:
 
 
 def test_a_buffer_that_is_used_again_without_a_barrier_is_noticed():
-    with pytest.raises(Race, match=r"rank \d's buffer 1 .* at dispatch.py:\d+ store_part.*: nothing orders them"):
+    with pytest.raises(Race, match=r"rank \d's buffer 1 .*(store_part|send_dispatch).*: nothing orders them"):
         missed(lambda ctx: one_buffer(ctx, barriers=False))
 
 
 MEET = "signal_and_wait(pointers_ptr, local_base, 0, signal, state_ptr, rank, W, WP, CLOCK)"
-LEAVE = "leave_chunk(pointers_ptr, counters_ptr, chunk, stored, chunk_tiles, signal, rank, W, WP)"
+LEAVE = (
+    "leave_chunk(pointers_ptr, counters_ptr, counters_start, chunk, stored, chunk_tiles, signal, dispatch, rank, W, WP)"
+)
+MEET_ROWS = MEET.replace("local_base, 0", "local_base, 1")
+SEND = "send_dispatch(pointers_ptr, counters_start, dispatch, rank, W, WP)"
+COMPARE = "compare_dispatches(counters_ptr, dispatch, signal, state_ptr, W, WP)"
+NOT_RAISED = pytest.fail.Exception
 CLAMP = "tl.minimum(tl.maximum(ids, -2), W * experts_per_rank)"
 MUTATIONS = {
     # A signal says more than is true.
@@ -114,7 +130,7 @@ MUTATIONS = {
     ),
     "a chunk announced before its tiles arrived": (
         rounds, combine.leave_chunk,
-        "if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):\n            sig", "sig", Race
+        "if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):", "if True:", Race
     ),
     "arrived before all have": (rounds, signals.arrive, "+ share == count", "+ share <= count", Race),
     "rows announced by each": (rounds, dispatch.dispatch_kernel, "+ 3, 1, programs)", "+ 3, 0, 0)", Race),
@@ -143,6 +159,19 @@ MUTATIONS = {
         rounds, combine.combine_kernel, "chunk = now\n            stored = 0", "chunk = now", Deadlock
     ),
     "the last chunk not left": (rounds, combine.combine_kernel, f"{LEAVE}\n    if", "if", Deadlock),
+    # It is not said, or not heard, which dispatch it is.
+    "a dispatch not sent with rows": (rounds, dispatch.dispatch_kernel, SEND, "pass", (Race, PeersDisagree)),
+    "a dispatch not sent with sums": (rounds, combine.leave_chunk, SEND, "pass", (Race, PeersDisagree)),
+    "a dispatch sent behind the signal": (
+        rounds, dispatch.dispatch_kernel, f"{SEND}\n        {MEET_ROWS}", f"{MEET_ROWS}\n        {SEND}",
+        (Race, PeersDisagree),
+    ),
+    "a dispatch sent with each chunk": (rounds, combine.leave_chunk, "if chunk == 0:", "if chunk >= 0:", Race),
+    "dispatches of rows not compared": (crossed, dispatch.dispatch_kernel, COMPARE, "pass", NOT_RAISED),
+    "dispatches of sums not compared": (crossed, combine.combine_kernel, COMPARE, "pass", NOT_RAISED),
+    "dispatches not counted": (
+        crossed, signals.number_dispatch, "tl.store(state_ptr + 3, number)", "pass", NOT_RAISED
+    ),
     "ids not clamped": (wild_ids, dispatch.dispatch_tables_kernel, CLAMP, "ids", AssertionError),
 }  # fmt: skip
 """What is taken away: from which kernel, what it reads instead, and who tells."""
@@ -160,8 +189,10 @@ def test_a_program_that_waits_for_one_that_finds_no_room_is_noticed(monkeypatch)
     """Only the last to arrive waits for peers. If all did, all would be well where there is room for all."""
     monkeypatch.setattr(dispatch, "signal_peers", signals.signal_peers, raising=False)
     monkeypatch.setattr(dispatch, "wait_for_peers", signals.wait_for_peers, raising=False)
-    rest = "1, signal, state_ptr, rank, W, WP, CLOCK)"
-    old = f"if arrive(counters_ptr + 3, 1, programs):\n        signal_and_wait(pointers_ptr, local_base, {rest}"
+    old = (
+        "if arrive(counters_ptr + 3, 1, programs):\n        dispatch = load_dispatch(dispatch_ptr)\n"
+        f"        {SEND}\n        {MEET_ROWS}\n        {COMPARE}"
+    )
     new = (
         "full = arrive(counters_ptr + 3, 1, programs)\n"
         "    if full:\n"

@@ -237,6 +237,7 @@ def test_a_capture_and_what_comes_after_one_begin_with_a_barrier(monkeypatch):
     for capture in (0, 5, 5, 0, 0):
         monkeypatch.setattr("mxep.comms.workspace.capture_of", lambda stream, capture=capture: capture)
         workspace.begin("exchange")
+        workspace.arena.exchanges += 1
     assert met == ["exchange, exchange 1", "exchange, exchange 3", "exchange, exchange 4"]
     transport.close()
 

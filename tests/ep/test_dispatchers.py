@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ep.problem import FixedRouting
 from mxep.comms import DROPPED, Capacity, CapacityExceeded, PeersDisagree, make_plan
+from mxep.comms.transport import timeout_of
 from mxep.ep import DISPATCHERS, MoE, __version__
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, find_dispatcher, make_dispatcher
 from mxep.ep.dispatchers.all_to_all import _room
@@ -679,3 +681,83 @@ def test_a_layer_runs_within_fake_tensors(name: str, recipe: str) -> None:
         (dx,) = torch.autograd.grad(out.sum(), x)
     assert out.shape == dx.shape == (16, 64)
     assert MoE(64, 32, 4, 2, recipe=recipe, dispatcher=name)(torch.ones(2, 64, dtype=torch.bfloat16)).isfinite().all()
+
+
+EXCHANGING = "symmetric", "all_to_all", "hierarchical"
+
+
+def spread(ctx: Context, name: str, **options) -> MoE:
+    """A layer between ranks, which are nodes of one rank each where the dispatcher has nodes."""
+    nodes = {"ranks_per_node": 1} if name == "hierarchical" else {}
+    torch.manual_seed(0)
+    return MoE(64, 32, 4, 2, group=ctx.group, recipe="bf16", dispatcher=name, max_tokens=16, **nodes, **options)
+
+
+@distributed(2, device="cpu", name=EXCHANGING)
+def test_backwards_in_another_order_raise_on_every_rank(ctx: Context, name: str) -> None:
+    """F F B B: the op ids and sizes are alike, but not whose gradients they are. The same order is none of it."""
+    for orders in (((0, 1), (0, 1)), ((0, 1), (1, 0))):
+        moe = spread(ctx, name)
+        generator = torch.Generator().manual_seed(ctx.rank)
+        xs = [torch.randn(16, 64, generator=generator).bfloat16().requires_grad_() for _ in range(2)]
+        ids = torch.tensor([[0, 3]], dtype=torch.int32).expand(16, 2)
+        outs = [moe(x, expert_ids=ids, weights=torch.ones(16, 2)) for x in xs]
+        with torch.no_grad():
+            moe(xs[0], expert_ids=ids, weights=torch.ones(16, 2))  # an evaluation in between
+        said, wrong = r"rank 0 .*dispatch \d+, rank 1 .*dispatch \d+", orders[0] != orders[1]
+        with pytest.raises(PeersDisagree, match=said) if wrong else nullcontext():
+            for i in orders[ctx.rank]:
+                outs[i].sum().backward()
+
+
+@distributed(2, device="cpu", name=("symmetric", "hierarchical"))
+def test_an_abandoned_forward_is_not_taken_for_the_next(ctx: Context, name: str) -> None:
+    """Rank 1 fails between dispatch and combine, and goes on with the next batch."""
+    moe, x = spread(ctx, name), torch.ones(16, 64, dtype=torch.bfloat16)
+    moe(x)
+    if ctx.rank == 1:
+        failing = mock.patch("mxep.ep.passes.mlp_forward", side_effect=MemoryError("of this batch alone"))
+        with failing, pytest.raises(MemoryError):
+            moe(x)
+    with pytest.raises(PeersDisagree, match=r"rank 0 at combine"):
+        moe(x)
+    with pytest.raises((PeersDisagree, RuntimeError)):
+        moe(x)
+
+
+@distributed(2, device="cpu")
+def test_an_exchange_that_failed_before_peers_heard_of_it_may_be_made_again(ctx: Context) -> None:
+    moe = spread(ctx, "symmetric")
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(ctx.rank)).bfloat16()
+    wanted = moe(x)
+    for times in range(1, 3):  # an odd number would leave its buffers out of step
+        for _ in range(times * (ctx.rank == 0)):
+            failing = mock.patch("mxep.comms.plain._pack", side_effect=MemoryError)
+            with failing, pytest.raises(MemoryError):
+                moe(x)
+        assert torch.equal(moe(x), wanted)
+
+
+@distributed(2, device="cpu", name=EXCHANGING)
+def test_a_forward_that_a_checkpoint_repeats_is_a_dispatch_of_its_own(ctx: Context, name: str) -> None:
+    moe = spread(ctx, name)
+    grads = []
+    for call in (moe, lambda x: checkpoint(moe, x, use_reentrant=False)):
+        xs = [torch.full((16, 64), 1.0 + i, dtype=torch.bfloat16, requires_grad=True) for i in range(2)]
+        outs = [call(x) for x in xs]
+        grads.append(torch.autograd.grad(sum(out.sum() for out in outs), xs))
+    assert all(map(torch.equal, *grads))
+
+
+@distributed(2, device="cpu", name=("symmetric", "hierarchical"))
+def test_a_wait_is_as_long_as_the_process_groups_unless_it_is_named(ctx: Context, name: str) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    for timeout, seconds in ((None, 77), (9.0, 9)):
+        nodes = {"ranks_per_node": 2} if name == "hierarchical" else {}
+        moe = MoE(64, 32, 4, 2, group=group, recipe="bf16", dispatcher=name, max_tokens=4, timeout=timeout, **nodes)
+        moe(torch.ones(4, 64, dtype=torch.bfloat16))
+        (transport,) = moe.dispatcher._transports()
+        assert transport.timeout == seconds
+        moe.close()
+    apart = make_dispatcher("hierarchical", 4, dim=32, group=group, ranks_per_node=1)
+    assert timeout_of(apart.nodes.within, torch.device("cpu")) == 77

@@ -23,7 +23,7 @@ class Arena:
     Attributes:
         device: the transport's.
         buffers: two, of one size, that exchanges alternate between; none before the first workspace.
-        exchanges: how many began.
+        exchanges: how many began. dispatches: how many brought tables, between CPUs; a device counts by itself.
         signal_pad: of a barrier that moves no rows, where exchanges run on a stream.
         stream: that the last exchange began on. in_flight: tensors that it uses, until it is over. done: when it is.
         capture: the CUDA graph's that the last exchange is part of, 0 if none. was_captured: whether any was.
@@ -37,6 +37,7 @@ class Arena:
     device: torch.device
     buffers: tuple[SymmetricBuffer, ...] = ()
     exchanges: int = 0
+    dispatches: int = 0
     signal_pad: SymmetricBuffer | None = None
     stream: torch.cuda.Stream | None = None
     in_flight: object = None

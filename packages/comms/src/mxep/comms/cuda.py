@@ -11,7 +11,7 @@ class FaultRecord:
     """What a kernel writes when a wait has failed, in memory that the host reads without waiting for the device.
 
     values: (3 + W,) int64: whether it is written, channel, the signal waited for, the signals seen of each rank. A
-    signal is epoch << 32 | op id, see `kernels/signals.py`.
+    signal is epoch << 32 | op id, see `kernels/signals.py`. Channel -1: what follows are the ranks' dispatches.
     """
 
     def __init__(self, world_size: int, *, pinned: bool) -> None:
@@ -19,14 +19,17 @@ class FaultRecord:
         self._written = self.values.numpy()
 
     def state(self, timeout: float, device: torch.device) -> torch.Tensor:
-        """(3,) int64 on the device, for waits: whether one has failed, the limit in ns, this record's address."""
-        return torch.tensor([0, int(timeout * 1e9), self.values.data_ptr()], device=device, dtype=torch.int64)
+        """(4,) int64 on the device, for waits: whether one has failed, the limit in ns, this record's address; and how
+        many dispatches brought tables."""
+        return torch.tensor([0, int(timeout * 1e9), self.values.data_ptr(), 0], device=device, dtype=torch.int64)
 
     def check(self, rank: int, limit: float) -> None:
         """Raise what is written."""
         if not self._written[0]:
             return
-        _, _, signal, *seen = self.values.tolist()
+        _, channel, signal, *seen = self.values.tolist()
+        if channel < 0:
+            raise PeersDisagree.over_dispatches(rank, step_of(signal), seen)
         epoch = signal >> 32
         # Epochs wrap around at 2^31: behind is who is less than half a turn behind.
         missing = {peer: its >> 32 for peer, its in enumerate(seen) if (epoch - (its >> 32)) % 2**32 in range(1, 2**31)}
@@ -39,7 +42,7 @@ class CudaTransport(Transport):
     """Base of the transports of CUDA tensors.
 
     Attributes:
-        state: of the fault record, (3,) int64 on the device. clock: whether kernels have a GPU's clock to wait by.
+        state: of the fault record, (4,) int64 on the device. clock: whether kernels have a GPU's clock to wait by.
         max_sms: multiprocessors that an exchange may use.
     """
 
@@ -47,12 +50,14 @@ class CudaTransport(Transport):
     max_sms: int
     clock = True
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str | None, timeout: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device | str | None, timeout: float | None
+    ) -> None:
         super().__init__(group, cuda_device(device), timeout)
         # First come, first served would put an exchange's few programs behind all other kernels in flight.
         self.stream = torch.cuda.Stream(self.device, priority=-1)
         self.record = FaultRecord(self.world_size, pinned=True)
-        self.state = self.record.state(timeout, self.device)
+        self.state = self.record.state(self.timeout, self.device)
 
     def check(self) -> None:
         super().check()

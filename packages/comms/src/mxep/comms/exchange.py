@@ -30,11 +30,13 @@ class Handle(Generic[T]):
 
     tables: of a dispatch with weights, already here: the senders' expert_ids (W, T_max, K) int32, weights (W, T_max, K)
         fp32 and num_tokens (W,) int32; rows past num_tokens hold anything. Borrowed as slots are.
+    number: of a dispatch with weights, for the plan of its tables: `RoutingPlan.dispatch`.
     """
 
     _in_flight: Workspace | None
     _result: T
     tables: Tables | None = None
+    number: Tensor | None = None
 
     def wait(self) -> T:
         """What arrived, slots or sums and values, for the current stream; the host does not wait."""
@@ -49,6 +51,7 @@ def dispatch(
     expert_ids: Tensor,
     weights: Tensor | None = None,
     *,
+    plan: RoutingPlan | None = None,
     async_op: bool = False,
     num_sms: int | None = None,
 ) -> Handle[tuple[Tensor, ...]]:
@@ -58,6 +61,7 @@ def dispatch(
         payload: uint8 (T, n_i) each; they travel side by side in one row.
         expert_ids: (T, K) int32 or int64, -1 is not routed.
         weights: (T, K) fp32. None: a redispatch along a plan that is made already, with the same ids. No tables travel.
+        plan: of a redispatch, along which it goes: peers compare its `dispatch`.
         async_op: something else computes before ``wait``. The plan of the handle's ``tables`` always may.
         num_sms: how many multiprocessors the rows may take, at most the workspace's; None: as many as it has. Limit it
             to leave multiprocessors for kernels that overlap: on H200s no other kernel was seen to start on one that an
@@ -70,30 +74,33 @@ def dispatch(
     (on CUDA such a pair is not sent, and make_plan counts it); PeerTimeout and PeersDisagree (on CUDA at a later
     exchange, or by ``workspace.transport.check()``). Peers of a rank with more tokens than max_tokens, or with invalid
     ids, get PeersDisagree that says so. The transport is of no use then. Peers of a rank that comes with
-    ``Workspace.outgrow`` instead get BatchTooLarge.
+    ``Workspace.outgrow`` instead get BatchTooLarge. PeersDisagree, too, where peers redispatch along the plan of
+    another dispatch.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
-            return dispatch(workspace, payload, expert_ids, weights, async_op=async_op, num_sms=num_sms)
+            return dispatch(workspace, payload, expert_ids, weights, plan=plan, async_op=async_op, num_sms=num_sms)
     if num_sms is not None and num_sms < 1:
         raise ValueError(f"num_sms: got {num_sms}, wanted at least 1, or None")
     expert_ids, weights = _check_tokens(workspace, payload, expert_ids, weights)
+    number = None if plan is None else plan.dispatch
     buffer = workspace.begin("dispatch")
     if not async_op and weights is None:
         # After it: every rank's tokens for this rank are in its slots.
-        workspace.steps.dispatch(buffer, payload, expert_ids, num_sms)
+        workspace.steps.dispatch(buffer, payload, expert_ids, num_sms, number)
         return Handle(None, workspace.slots(buffer, payload))
     workspace.enter_stream((payload, expert_ids))
     try:
-        workspace.steps.dispatch(buffer, payload, expert_ids, num_sms)
+        workspace.steps.dispatch(buffer, payload, expert_ids, num_sms, number)
     finally:
         workspace.leave_stream()
     tables = None
     if weights is not None:
         # After it: the tables of all W ranks are here.
-        workspace.steps.dispatch_tables(buffer, expert_ids, weights)
+        number = expert_ids.new_empty(1, dtype=torch.int32)
+        workspace.steps.dispatch_tables(buffer, expert_ids, weights, number)
         tables = workspace.tables(buffer)
-    return Handle(workspace, workspace.slots(buffer, payload), tables)
+    return Handle(workspace, workspace.slots(buffer, payload), tables, number)
 
 
 def combine(
@@ -112,7 +119,7 @@ def combine(
 
     Args:
         rows: (R_max, D) bf16 or fp32, expert-major as ``plan`` has them; rows past its last group are not read.
-        plan: of the dispatch that brought them.
+        plan: of the dispatch that brought them. Peers whose plan is of another one, if both know it, raise.
         expert_ids: (T, K) of that dispatch, this rank's own tokens.
         row_values: (R_max,) fp32, one number a row that goes back with it.
         async_op: something else computes before ``wait``.

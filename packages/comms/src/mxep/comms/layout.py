@@ -2,12 +2,13 @@
 
     signals     (CHANNELS, W) int64                the signal pad: one for each sender, see `kernels/signals.py`
     counters    (NUM_COUNTERS,) int64              the rank's local counters, which no peer touches
+    dispatches  (W,) int64                         which dispatch each sender's rows belong to, see `RoutingPlan`
     rows        (W * T_max, row_bytes) uint8       slots (source rank, token)
     ids         (W, T_max, K) int32                the senders' tables
     values      (W, T_max, K) fp32                 routing weights of a dispatch, row values of a combine
     num_tokens  (W,) int32                         T of each sender
 
-Signals come first, then counters, at the same offset whatever the layout: layouts may share buffers.
+Signals come first, then counters and dispatches, at the same offset whatever the layout: layouts may share buffers.
 Every region starts on a multiple of 16 bytes, and so does every row.
 """
 
@@ -66,7 +67,11 @@ class Layout:
 
     @cached_property
     def rows_start(self) -> int:
-        return round_up(self.counters_start + NUM_COUNTERS * 8, ROWS_ALIGNMENT)
+        return round_up(self.dispatches_start + self.world_size * 8, ROWS_ALIGNMENT)
+
+    @cached_property
+    def dispatches_start(self) -> int:
+        return self.counters_start + NUM_COUNTERS * 8
 
     @cached_property
     def ids_start(self) -> int:
@@ -97,6 +102,9 @@ class Layout:
         room for, 0 for wrong ids.
         """
         return self.mark << 27 | STEPS.index(step) << 24 | number
+
+    def dispatches(self, buffer: Tensor) -> Tensor:
+        return buffer[self.dispatches_start :][: self.world_size * 8].view(torch.int64)
 
     def rows(self, buffer: Tensor) -> Tensor:
         return buffer[self.rows_start : self.ids_start].view(-1, self.row_bytes)

@@ -56,7 +56,11 @@ class NvshmemTransport(CudaTransport):
     access = "puts"
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None, timeout: float = 60.0
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float | None = None,
     ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("NvshmemTransport: got no CUDA device; on CPU use SharedMemoryTransport")

@@ -33,14 +33,17 @@ class PlainExchange:
 
         tokens: that there is no room for; 0 if that is not why.
         """
+        self._count()
         self.transport.signal(self.layout.op_id("refused", tokens))
 
     def outgrow(self, tokens: int) -> None:
         """Meet the peers' dispatch with more tokens than there are slots for: BatchTooLarge there."""
+        self._count()
         with contextlib.suppress(BatchTooLarge):
             self._meet("outgrown", min(tokens, 2**24 - 1))
 
-    def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
+    def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
+        """Gives the dispatch a number."""
         layout, tokens = self.layout, expert_ids.shape[0]
         ids = narrow_ids(expert_ids)
         for peer in buffer.peers:
@@ -48,17 +51,27 @@ class PlainExchange:
             layout.values(peer)[self.rank, :tokens] = weights
             layout.num_tokens(peer)[self.rank] = tokens
         self._meet("dispatch_tables", layout.top_k)
+        arena = self.transport.arena
+        arena.dispatches += 1
+        number.fill_(arena.dispatches)
 
     def dispatch(
-        self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
+        self,
+        buffer: SymmetricBuffer,
+        payload: Sequence[Tensor],
+        expert_ids: Tensor,
+        num_sms: int | None = None,
+        number: Tensor | None = None,
     ) -> None:
+        """number: of the dispatch that this repeats; None: a new one."""
         packed = _pack(payload)
         slot = self.rank * self.layout.max_tokens + torch.arange(len(packed), dtype=torch.int64, device="cpu")
         owner = owners(expert_ids, self.experts_per_rank)
         for destination, peer in enumerate(buffer.peers):
             needed = (owner == destination).any(1)
             self._store(peer, slot[needed], packed[needed])
-        self._meet("dispatch", width_of(payload))
+        self._count()
+        self._meet("dispatch", width_of(payload), number)
 
     def combine(
         self,
@@ -83,7 +96,8 @@ class PlainExchange:
             if padded is not None:
                 row = plan.slot_rows[of_rank][sent]
                 layout.values(peer)[self.rank, sent] = padded[torch.where(row >= 0, row, len(padded) - 1)]
-        self._meet("combine", width)
+        self._count()
+        self._meet("combine", width, plan.dispatch)
         arrived = layout.rows(local)[:, :width].view(rows.dtype)
         owner = owners(expert_ids, self.experts_per_rank)
         out.copy_(sum_slots(arrived, self._slots_of(owner)))
@@ -91,9 +105,14 @@ class PlainExchange:
             table = layout.values(local)[:, : expert_ids.shape[0]]
             values.copy_(torch.where(owner >= 0, table.gather(0, owner.clamp_min(0).long()[None])[0], 0.0))
 
-    def _meet(self, step: str, number: int) -> None:
+    def _count(self) -> None:
+        self.transport.check()  # which nothing may keep from telling peers now
+        self.transport.arena.exchanges += 1
+
+    def _meet(self, step: str, number: int, dispatch: Tensor | None = None) -> None:
         name = f"{step}, exchange {self.transport.arena.exchanges - 1}"
-        self.transport.barrier(name, op_id=self.layout.op_id(step, number))
+        of = 0 if dispatch is None else int(dispatch)
+        self.transport.barrier(name, op_id=self.layout.op_id(step, number), dispatch=of)
 
     def _store(self, peer: Tensor, index: Tensor, packed: Tensor) -> None:
         """Row i of ``packed`` (N, n) into row ``index[i]`` of a peer, in words of 8 bytes."""

@@ -55,6 +55,8 @@ class RoutingPlan:
             experts in turn the padded rows that they need, then the rows that did not fit R_max; then invalid ids.
         num_tokens: (W,) int32 tokens of each sender.
         alignment: what the groups are padded to.
+        dispatch: (1,) int32 the number of its dispatch, as ranks count them alike; :func:`redispatch <dispatch>` and
+            `combine` compare it with the peers'. None: not known, nothing is compared. Of no meaning without peers.
     """
 
     row_slot: Tensor
@@ -65,6 +67,7 @@ class RoutingPlan:
     counts: Tensor
     num_tokens: Tensor
     alignment: int
+    dispatch: Tensor | None = None
 
     @property
     def needed(self) -> Tensor:

@@ -3,6 +3,7 @@
     stage     rows that go out, side by side in the buffer's staging area
     put       row i of it -> each of its destinations; bytes [0, n) of a row arrive in order and alone
     meet      all puts of this rank have landed; signal; wait for all signals (`kernels/signals.py`)
+    compare   the numbers of dispatches that came along with rows
 
     step               staged                                       destinations of a row
     dispatch_tables    this rank's entry of its own tables          (W,)  the same entry on every other rank
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .kernels.signals import compare
 from .kernels.staged import stage_sums, sum_arrived_slots
 from .layout import ALIGNMENT, ROWS, TABLES, Layout, round_up
 from .nvshmem import NvshmemTransport
@@ -38,8 +40,9 @@ class PutExchange:
         with contextlib.suppress(RuntimeError):  # which says what we know
             for channel in (ROWS, TABLES):
                 self._meet(buffer, channel, "refused", tokens)
+        self.transport.arena.exchanges += 1
 
-    def dispatch_tables(self, buffer: StagedBuffer, expert_ids: Tensor, weights: Tensor) -> None:
+    def dispatch_tables(self, buffer: StagedBuffer, expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
         layout, local = self.layout, buffer.local
         tokens, top_k = expert_ids.shape
         ids = layout.ids(local)[self.rank].view(-1)[: tokens * top_k]
@@ -53,9 +56,17 @@ class PutExchange:
             others[self.rank].fill_(-1)  # not "= -1", which copies from the host
             self.transport.put(buffer, table.view(torch.uint8).view(1, -1), others[None], self.num_sms)
         self._meet(buffer, TABLES, "dispatch_tables", layout.top_k)
+        dispatches = self.transport.state[3:]
+        dispatches.add_(1).bitwise_and_(2**31 - 1)
+        number.copy_(dispatches)
 
     def dispatch(
-        self, buffer: StagedBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
+        self,
+        buffer: StagedBuffer,
+        payload: Sequence[Tensor],
+        expert_ids: Tensor,
+        num_sms: int | None = None,
+        number: Tensor | None = None,
     ) -> None:
         layout, owner = self.layout, owners(expert_ids, self.experts_per_rank)
         ranks = torch.arange(layout.world_size, device=owner.device, dtype=torch.int64)
@@ -65,7 +76,7 @@ class PutExchange:
         destinations = torch.where(needed, self.transport.bases + offs, -1)
         num_sms = min(filter(None, (num_sms, self.num_sms)), default=None)
         self.transport.put(buffer, self._stage(buffer, payload), destinations, num_sms)
-        self._meet(buffer, ROWS, "dispatch", width_of(payload))
+        self._meet_with_rows(buffer, "dispatch", width_of(payload), number)
 
     def combine(
         self,
@@ -89,8 +100,22 @@ class PutExchange:
             source = layout.values(staging).view(layout.world_size, -1).view(torch.uint8)
             entry = layout.values_start + self.rank * source.shape[1]
             self.transport.put(buffer, source, (bases + entry)[:, None], self.num_sms)
-        self._meet(buffer, ROWS, "combine", width)
+        self._meet_with_rows(buffer, "combine", width, plan.dispatch)
         sum_arrived_slots(layout, buffer.local, expert_ids, self.experts_per_rank, out, values)
+
+    def _meet_with_rows(self, buffer: StagedBuffer, step: str, width: int, number: Tensor | None) -> None:
+        """number: of the dispatch that rows belong to, which peers compare."""
+        layout, word = self.layout, self.layout.dispatches(buffer.staging)[:1]
+        if number is None:
+            word.zero_()
+        else:
+            word.copy_(number)
+        there = self.transport.bases + (layout.dispatches_start + 8 * self.rank)
+        self.transport.put(buffer, word.view(torch.uint8)[None], there[None], self.num_sms)
+        self._meet(buffer, ROWS, step, width)
+        self.transport.arena.exchanges += 1
+        op_id = layout.op_id(step, width)
+        compare(buffer.local, number, self.transport.state, layout.counters_start, op_id, layout.world_size)
 
     def _meet(self, buffer: StagedBuffer, channel: int, step: str, number: int) -> None:
         self.transport.meet(buffer, channel, self.layout.op_id(step, number), self.layout.counters_start)

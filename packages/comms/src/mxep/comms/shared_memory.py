@@ -11,6 +11,7 @@ in order, and loads; other machines are refused.
 
 Before the signal, each rank writes the op id of what it is doing (`Layout.op_id`) into one of two rows in turn: a peer
 may be in the next barrier already, but not in the one after that. Ranks with different op ids raise PeersDisagree.
+The upper half of that word is the number of the dispatch that the exchange belongs to, which is compared likewise.
 """
 
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .layout import step_of
 from .transport import BatchTooLarge, PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, gather_objects
 
 POLLS = 200
@@ -32,7 +34,7 @@ class SharedMemoryTransport(Transport):
 
     Args:
         group: ranks on this machine; None is the default group, or this process alone if there is none.
-        timeout: seconds that a barrier waits for a peer.
+        timeout: seconds that a barrier waits for a peer; None: as the group's own collectives.
 
     Collective. Raises RuntimeError where it cannot work: not Linux on x86-64, or ranks on several machines, in several
     containers or of several users.
@@ -40,7 +42,7 @@ class SharedMemoryTransport(Transport):
 
     access = "host"
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> None:
         if platform.system() != "Linux" or platform.machine() != "x86_64":
             got = f"{platform.system()} on {platform.machine()}"
             raise RuntimeError(
@@ -68,26 +70,29 @@ class SharedMemoryTransport(Transport):
             self.rank, peers, torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device="cpu")
         )
 
-    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None, op_id: int = 0) -> None:
+    def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None, op_id: int = 0, dispatch: int = 0) -> None:
         self.check()
-        self.signal(op_id)
+        self.signal(op_id, dispatch)
         # Acquire: what a peer stored before its signal is visible once the signal is.
         if not self._wait():
             seen = self._signals[self.rank].tolist()
             missing = {peer: number for peer, number in enumerate(seen) if number < self._counter}
             raise self._failed(PeerTimeout(self.rank, missing, step, self._counter, self.timeout))
-        op_ids = self._op_ids[self.rank][self._counter % 2].tolist()
+        found = self._op_ids[self.rank][self._counter % 2].tolist()
+        op_ids, dispatches = [word & 0xFFFFFFFF for word in found], [word >> 32 for word in found]
         if any(each != op_id for each in op_ids):
             if (too_large := BatchTooLarge.found(self.rank, op_ids)) is not None:
                 raise too_large
             raise self._failed(PeersDisagree.over(self.rank, op_ids))
+        if any(each != dispatch for each in dispatches):
+            raise self._failed(PeersDisagree.over_dispatches(self.rank, step_of(op_id), dispatches))
 
-    def signal(self, op_id: int) -> None:
+    def signal(self, op_id: int, dispatch: int = 0) -> None:
         """Enter the next barrier, and do not wait there."""
         self._counter += 1
         # Release: the stores of this exchange are older than the signal, and x86 shows them in that order.
         for op_ids, signals in zip(self._op_ids, self._signals):
-            op_ids[self._counter % 2, self.rank] = op_id
+            op_ids[self._counter % 2, self.rank] = dispatch << 32 | op_id
             signals[self.rank] = self._counter
 
     def _failed(self, error: RuntimeError) -> RuntimeError:

@@ -20,7 +20,8 @@ class SymmetricMemoryTransport(CudaTransport):
     Args:
         group: ranks of one NVLink domain; None is the default group, or this process alone if there is none.
         device: this rank's device; None is the current one.
-        timeout: seconds that a barrier waits for a peer, on the device, by its clock. A wait that fails does not stop
+        timeout: seconds that a barrier waits for a peer, on the device, by its clock; None: as the group's own
+            collectives. A wait that fails does not stop
             the stream: later kernels compute with whatever is there, :meth:`check` and the next exchange raise.
 
     Collective. A rank alone takes plain memory. Raises RuntimeError without CUDA.
@@ -29,7 +30,11 @@ class SymmetricMemoryTransport(CudaTransport):
     access = "kernels"
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None, timeout: float = 60.0
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float | None = None,
     ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("SymmetricMemoryTransport: got no CUDA device; on CPU use SharedMemoryTransport")

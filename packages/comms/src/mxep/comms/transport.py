@@ -64,18 +64,19 @@ class Transport(ABC):
         rank, world_size: of ``group``. device: where buffers are. group: None for a process alone.
         stream: of exchanges that the caller does not wait for, those of all its workspaces one after the other: a
             kernel that waits on every multiprocessor must never keep out the one that its peers wait for. None on CPU.
-        timeout: seconds that a wait for a peer takes at most. arena: what its workspaces share.
+        timeout: seconds that a wait for a peer takes at most; None: the process group's own.
+        arena: what its workspaces share.
     """
 
     access: ClassVar[str]
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> None:
         self.group = (group or dist.group.WORLD) if dist.is_initialized() else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.world_size = 1 if self.group is None else self.group.size()
         self.device = device
         self.stream: torch.cuda.Stream | None = None
-        self.timeout = timeout
+        self.timeout = timeout_of(self.group, device) if timeout is None else timeout
         self.arena = Arena(device)
         self._buffers: list[SymmetricBuffer] = []
         self._unusable: str | None = None
@@ -150,6 +151,13 @@ class PeersDisagree(RuntimeError):
         )
         return cls(f"rank {rank} met peers in other exchanges: {', '.join(found)}")
 
+    @classmethod
+    def over_dispatches(cls, rank: int, step: str, dispatches: Sequence[int]) -> "PeersDisagree":
+        """What to raise on ``rank`` where ranks met in the same exchange of these dispatches, 0 of a new one."""
+        found = (f"rank {peer} of {f'dispatch {n}' if n else 'a new one'}" for peer, n in enumerate(dispatches))
+        why = "ranks ran forwards or backwards in another order, or one left out an exchange"
+        return cls(f"rank {rank} met peers in a {step} of other dispatches: {', '.join(found)}: {why}")
+
 
 class BatchTooLarge(PeersDisagree):
     """A rank brought more tokens than there are slots for. All ranks learn of it in the same dispatch, for which
@@ -176,6 +184,15 @@ def batch_too_large(tokens: int, max_tokens: int) -> str:
 def room_for(tokens: int) -> str:
     cure = f"set max_tokens={tokens} or more, on all ranks, where the layer or workspace is made"
     return f"{cure}, or call reserve({tokens}) of a layer made without it"
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Seconds that a group's own collectives on a device wait: torch's default is 600 of NCCL and 1800 of gloo."""
+    if group is None:
+        return dist.default_pg_timeout.total_seconds()  # nobody is waited for
+    served = [each for each in group._device_types if each.type == device.type] or group._device_types
+    options: Any = group._get_backend(served[0]).options
+    return float(options._timeout.total_seconds())
 
 
 def signal_pad_bytes(world_size: int) -> int:

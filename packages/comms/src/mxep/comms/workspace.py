@@ -123,6 +123,8 @@ class Workspace:
     def begin(self, step: str) -> SymmetricBuffer:
         """The next exchange's buffer; views of the last exchange but one end here, those of the last at this one's end.
 
+        `steps` count it once peers are told of it: what failed before that may be made again, in the same buffer.
+
         Raises PeerTimeout or PeersDisagree if an earlier exchange is known to have failed, RuntimeError if one is in
         flight across the start or the end of a CUDA graph's capture, if this rank has refused one, or on a second
         thread.
@@ -143,9 +145,7 @@ class Workspace:
             if unknown:
                 # After it: all ranks have read what any earlier exchange brought.
                 transport.barrier(f"{step}, exchange {arena.exchanges}", arena.signal_pad)
-        buffer = arena.buffers[arena.exchanges % 2]
-        arena.exchanges += 1
-        return buffer
+        return arena.buffers[arena.exchanges % 2]
 
     def refuse(self, why: str, *, tokens: int = 0) -> None:
         """Do not come to the next exchange, and tell the peers: they raise PeersDisagree. A rank alone just goes on."""

@@ -14,6 +14,7 @@ do. Layers that are checkpointed are not chained where they are computed again: 
 on all ranks.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -207,7 +208,7 @@ def _plan_of_shapes(expert_ids: Tensor, weights: Tensor, config: LayerConfig) ->
     dispatcher, alignment, top_k = config.dispatcher, config.recipe.group_alignment, expert_ids.shape[1]
     sizes = dispatcher.static_tokens(expert_ids.shape[0])
     assert sizes is not None
-    return make_plan(
+    plan = make_plan(
         expert_ids.new_empty(*sizes, top_k),
         weights.new_empty(*sizes, top_k),
         expert_ids.new_empty(sizes[0]),
@@ -217,6 +218,7 @@ def _plan_of_shapes(expert_ids: Tensor, weights: Tensor, config: LayerConfig) ->
         capacity=dispatcher.capacity,
         num_experts=dispatcher.num_experts,
     )
+    return dataclasses.replace(plan, dispatch=expert_ids.new_empty(1))
 
 
 @count_flops(torch.ops.mxep.layer_forward)

@@ -21,7 +21,16 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.comms.kernels.dispatch import Launches, owner_of, tokens_per_tile
-from mxep.comms.kernels.signals import arrive, next_signal, next_ticket, signal_peers, wait_for_peers
+from mxep.comms.kernels.signals import (
+    arrive,
+    compare_dispatches,
+    load_dispatch,
+    next_signal,
+    next_ticket,
+    send_dispatch,
+    signal_peers,
+    wait_for_peers,
+)
 from mxep.comms.launch import cdiv, launch, next_power_of_2
 from mxep.comms.layout import CHANNELS, CHUNKS, round_up
 from mxep.comms.plan import RoutingPlan
@@ -143,26 +152,31 @@ def sum_arrived(
 
 @triton.jit
 def leave_chunk(
-    pointers_ptr, counters_ptr, chunk, stored, chunk_tiles, signal, rank, W: tl.constexpr, WP: tl.constexpr
+    pointers_ptr, counters_ptr, counters_start, chunk, stored, chunk_tiles, signal, dispatch, rank,
+    W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
     """Count the tiles of a chunk that this program has stored; the last program to count signals the chunk."""
     if stored > 0:
         if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):
+            if chunk == 0:
+                send_dispatch(pointers_ptr, counters_start, dispatch, rank, W, WP)
             signal_peers(pointers_ptr, 1 + chunk, signal, rank, W, WP)
 
 
 @triton.jit(do_not_specialize=SCALARS)
 def combine_kernel(
     rows_ptr, row_values_ptr, slot_rows_ptr, num_tokens_ptr, ids_ptr, out_ptr, values_ptr, pointers_ptr, state_ptr,
-    num_tokens, max_tokens, rank, experts_per_rank, chunk_tiles, chunks, lag, op_id, values_start,
+    dispatch_ptr, num_tokens, max_tokens, rank, experts_per_rank, chunk_tiles, chunks, lag, op_id, values_start,
     counters_start, rows_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr, TICKET_TILES: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """num_tokens_ptr (W,): tokens of each rank; num_tokens: of this one. row_values and values None: rows alone."""
+    """num_tokens_ptr (W,): tokens of each rank; num_tokens: of this one. row_values and values None: rows alone.
+    dispatch_ptr (1,): the number of the plan's dispatch, or None."""
     local_base = tl.load(pointers_ptr + rank)
     counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 1, op_id)
+    dispatch = load_dispatch(dispatch_ptr)
     tokens = tl.arange(0, BLOCK_T)
     chunk = 0
     stored = 0
@@ -171,7 +185,9 @@ def combine_kernel(
     while tile < (chunks + lag) * chunk_tiles:
         now = tile // chunk_tiles
         if now > chunk:
-            leave_chunk(pointers_ptr, counters_ptr, chunk, stored, chunk_tiles, signal, rank, W, WP)
+            leave_chunk(
+                pointers_ptr, counters_ptr, counters_start, chunk, stored, chunk_tiles, signal, dispatch, rank, W, WP
+            )
             if now >= lag:
                 wait_for_peers(local_base, 1 + now - lag, signal, state_ptr, W, WP, CLOCK)
             chunk = now
@@ -204,8 +220,9 @@ def combine_kernel(
                 experts_per_rank, rows_start, values_start, W, K, KP, D, BLOCK, ROW_ELEMENTS, BLOCK_T,
             )  # fmt: skip
         tile = next_tile
-    leave_chunk(pointers_ptr, counters_ptr, chunk, stored, chunk_tiles, signal, rank, W, WP)
+    leave_chunk(pointers_ptr, counters_ptr, counters_start, chunk, stored, chunk_tiles, signal, dispatch, rank, W, WP)
     if arrive(counters_ptr + ARRIVED_AT_END, 1, tl.num_programs(0)):
+        compare_dispatches(counters_ptr, dispatch, signal, state_ptr, W, WP)
         tl.store(counters_ptr + 1, signal >> 32)
         tl.store(counters_ptr + TILE_COUNTER, tl.zeros((), tl.int64))
 
@@ -243,10 +260,11 @@ class Combine(Launches):
         programs, scalars, constants = self._known[key]
         launch(combine_kernel, (programs,),
             rows.contiguous(), None if row_values is None else row_values.contiguous(), plan.slot_rows,
-            plan.num_tokens, expert_ids, out, values, buffer.pointers, self.state, expert_ids.shape[0],
+            plan.num_tokens, expert_ids, out, values, buffer.pointers, self.state, plan.dispatch, expert_ids.shape[0],
             self.layout.max_tokens, self.rank, self.experts_per_rank, *scalars,
             **constants, **self._clock, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
+        self.arena.exchanges += 1
 
     def _of_combine(self, dtype: torch.dtype, dim: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
         """(programs, scalars, constexprs)."""

@@ -16,7 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.comms.cuda import CudaTransport
-from mxep.comms.kernels.signals import arrive, next_signal, signal_and_wait
+from mxep.comms.kernels.signals import (
+    arrive,
+    compare_dispatches,
+    load_dispatch,
+    next_signal,
+    number_dispatch,
+    send_dispatch,
+    signal_and_wait,
+)
 from mxep.comms.launch import launch, next_power_of_2
 from mxep.comms.layout import Layout
 from mxep.comms.transport import SymmetricBuffer
@@ -80,13 +88,14 @@ def store_part(
 
 @triton.jit(do_not_specialize=SCALARS)
 def dispatch_kernel(
-    ids_ptr, part0_ptr, part1_ptr, pointers_ptr, state_ptr,
+    ids_ptr, part0_ptr, part1_ptr, pointers_ptr, state_ptr, dispatch_ptr,
     num_tokens, max_tokens, rank, experts_per_rank, op_id, counters_start, rows_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROW_BYTES: tl.constexpr,
     WIDTH0: tl.constexpr, BLOCK0: tl.constexpr, OFFSET1: tl.constexpr, WIDTH1: tl.constexpr, BLOCK1: tl.constexpr,
     BLOCK_T: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Token t into slot (rank, t) of each rank that needs it. part1 None: a row has one part."""
+    """Token t into slot (rank, t) of each rank that needs it. part1 None: a row has one part. dispatch_ptr (1,): the
+    number of the dispatch that this repeats; None: a new one."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     local_base = tl.load(pointers_ptr + rank)
@@ -113,17 +122,20 @@ def dispatch_kernel(
     counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 1, op_id)
     if arrive(counters_ptr + 3, 1, programs):
+        dispatch = load_dispatch(dispatch_ptr)
+        send_dispatch(pointers_ptr, counters_start, dispatch, rank, W, WP)
         signal_and_wait(pointers_ptr, local_base, 1, signal, state_ptr, rank, W, WP, CLOCK)
+        compare_dispatches(counters_ptr, dispatch, signal, state_ptr, W, WP)
         tl.store(counters_ptr + 1, signal >> 32)
 
 
 @triton.jit(do_not_specialize=SCALARS)
 def dispatch_tables_kernel(
-    ids_ptr, weights_ptr, pointers_ptr, state_ptr, num_tokens, max_tokens, rank, experts_per_rank, op_id,
+    ids_ptr, weights_ptr, pointers_ptr, state_ptr, dispatch_ptr, num_tokens, max_tokens, rank, experts_per_rank, op_id,
     ids_start, values_start, num_tokens_start, counters_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Ids (T, K), weights (T, K) and T into entry `rank` of every rank's tables."""
+    """Ids (T, K), weights (T, K) and T into entry `rank` of every rank's tables. dispatch_ptr (1,): gets its number."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     local_base = tl.load(pointers_ptr + rank)
@@ -150,6 +162,7 @@ def dispatch_tables_kernel(
     signal = next_signal(counters_ptr, 0, op_id)
     if arrive(counters_ptr + 2, 1, programs):
         signal_and_wait(pointers_ptr, local_base, 0, signal, state_ptr, rank, W, WP, CLOCK)
+        number_dispatch(dispatch_ptr, state_ptr)
         tl.store(counters_ptr, signal >> 32)
 
 
@@ -177,7 +190,7 @@ class Launches:
     """
 
     def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:
-        self.rank, self.state = transport.rank, transport.state
+        self.rank, self.state, self.arena = transport.rank, transport.state, transport.arena
         self.layout, self.experts_per_rank = layout, experts_per_rank
         self.max_sms = min(num_sms or transport.max_sms, transport.max_sms)
         world_size, top_k = layout.world_size, layout.top_k
@@ -195,17 +208,22 @@ class Dispatch(Launches):
         layout, op_id = self.layout, self.layout.op_id("dispatch_tables", self.layout.top_k)
         return op_id, layout.ids_start, layout.values_start, layout.num_tokens_start, layout.counters_start
 
-    def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor) -> None:
+    def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
         tokens, top_k = expert_ids.shape
         programs = max(1, min(-(-tokens * top_k // TABLE_PAIRS), self.max_sms))
         launch(dispatch_tables_kernel, (programs,),
-            expert_ids, weights, buffer.pointers, self.state, tokens, self.layout.max_tokens, self.rank,
+            expert_ids, weights, buffer.pointers, self.state, number, tokens, self.layout.max_tokens, self.rank,
             self.experts_per_rank, *self._tables,
             **self._ranks, K=top_k, BLOCK=TABLE_PAIRS, **self._clock, num_warps=8,
         )  # fmt: skip
 
     def dispatch(
-        self, buffer: SymmetricBuffer, payload: Sequence[Tensor], expert_ids: Tensor, num_sms: int | None = None
+        self,
+        buffer: SymmetricBuffer,
+        payload: Sequence[Tensor],
+        expert_ids: Tensor,
+        num_sms: int | None = None,
+        number: Tensor | None = None,
     ) -> None:
         if len(payload) > MOST_PARTS:
             payload = (torch.cat(tuple(payload), 1),)
@@ -221,10 +239,11 @@ class Dispatch(Launches):
         tokens, layout = expert_ids.shape[0], self.layout
         block_t = tokens_per_tile(tile_tokens, tokens, sms)
         launch(dispatch_kernel, (max(1, min(-(-tokens // block_t), sms)),),
-            expert_ids, part0, part1, buffer.pointers, self.state, tokens, layout.max_tokens, self.rank,
+            expert_ids, part0, part1, buffer.pointers, self.state, number, tokens, layout.max_tokens, self.rank,
             self.experts_per_rank, op_id, layout.counters_start, layout.rows_start,
             **constants, BLOCK_T=block_t, **self._clock, num_warps=NUM_WARPS,
         )  # fmt: skip
+        self.arena.exchanges += 1
 
     def _of_dispatch(self, sms: int, part0: Tensor, part1: Tensor | None) -> tuple[int, int, dict[str, Any]]:
         """(op id, tokens of the largest tile, constexprs)."""

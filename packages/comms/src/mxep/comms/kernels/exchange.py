@@ -13,3 +13,4 @@ class KernelExchange(Dispatch, Combine):
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
         scalars = self.rank, self.layout.op_id("refused", tokens), self.layout.counters_start
         launch(refuse_kernel, (1,), buffer.pointers, *scalars, **self._ranks, num_warps=1)
+        self.arena.exchanges += 1

@@ -16,7 +16,11 @@ by 2^32 at a time until it wraps around, and has one writer. Whether it has arri
 Time limit. A wait reads the GPU's clock, in ns (the interpreter counts polls). When time is up, or a peer's op id
 differs, the first program to notice writes a fault record where the host can read it without waiting for the device
 (`FaultRecord` of `cuda.py`), and goes on. Later waits end at once. So streams never hang, and the host raises.
-State: (3,) int64 on the device: whether a wait has failed, the limit in ns, the fault record's address.
+State: (4,) int64 on the device: whether a wait has failed, the limit in ns, the fault record's address, and how many
+dispatches there were. The last one of tables numbers the dispatch, on the device, as a graph of it may be replayed.
+
+Dispatches. Op ids tell a combine from a dispatch, but not of which dispatch it is. So a rank stores that number, of its
+plan, into every rank's `dispatches` before its first signal of rows. Who has waited for all signals compares them.
 """
 
 import triton
@@ -25,7 +29,10 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from mxep.comms.launch import launch, next_power_of_2
+from mxep.comms.layout import NUM_COUNTERS
 
+DISPATCHES = tl.constexpr(NUM_COUNTERS)
+"""Where they begin behind the counters."""
 POLL_NS = tl.constexpr(20_000)
 """ns that a poll counts for under the interpreter."""
 
@@ -61,6 +68,56 @@ def signal_peers(pointers_ptr, channel, signal, rank, W: tl.constexpr, WP: tl.co
 
 
 @triton.jit
+def record_fault(state_ptr, channel, signal, seen, peer, mask):
+    """Where the host reads it, unless there is one."""
+    if tl.atomic_cas(state_ptr, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
+        fault_ptr = tl.load(state_ptr + 2).to(tl.pointer_type(tl.int64))
+        tl.store(fault_ptr + 1, tl.zeros((), tl.int64) + channel)
+        tl.store(fault_ptr + 2, signal)
+        tl.store(fault_ptr + 3 + peer, seen, mask=mask)
+        tl.debug_barrier()
+        # A fence between the record and the flag that says it is written.
+        tl.atomic_add(state_ptr, tl.zeros((), tl.int64), sem="acq_rel", scope="sys")
+        tl.store(fault_ptr, tl.full((), 1, tl.int64))
+
+
+@triton.jit
+def load_dispatch(dispatch_ptr):
+    """The number of a plan's dispatch, 0 where there is none."""
+    number = tl.zeros((), tl.int64)
+    if dispatch_ptr is not None:
+        number += tl.load(dispatch_ptr)
+    return number
+
+
+@triton.jit
+def send_dispatch(pointers_ptr, counters_start, dispatch, rank, W: tl.constexpr, WP: tl.constexpr):
+    """To every rank, before the first signal of rows."""
+    peer = tl.arange(0, WP)
+    base = tl.load(pointers_ptr + peer, mask=peer < W, other=0)
+    ptrs = (base + counters_start).to(tl.pointer_type(tl.int64)) + (DISPATCHES + rank)
+    tl.store(ptrs, tl.zeros((WP,), tl.int64) + dispatch, mask=peer < W)
+    tl.debug_barrier()  # all threads' stores before the signal of one
+
+
+@triton.jit
+def compare_dispatches(counters_ptr, dispatch, signal, state_ptr, W: tl.constexpr, WP: tl.constexpr):
+    """With the peers', once all their signals are here."""
+    peer = tl.arange(0, WP)
+    seen = tl.load(counters_ptr + DISPATCHES + peer, mask=peer < W, other=0)
+    if tl.max(((seen != dispatch) & (peer < W)).to(tl.int32), 0) != 0:
+        record_fault(state_ptr, -1, signal, seen, peer, peer < W)
+
+
+@triton.jit
+def number_dispatch(dispatch_ptr, state_ptr):
+    """Count a dispatch, and tell its plan."""
+    number = (tl.load(state_ptr + 3) + 1) & 0x7FFFFFFF
+    tl.store(state_ptr + 3, number)
+    tl.store(dispatch_ptr, number.to(tl.int32))
+
+
+@triton.jit
 def wait_for_peers(local_base, channel, signal, state_ptr, W: tl.constexpr, WP: tl.constexpr, CLOCK: tl.constexpr):
     peer = tl.arange(0, WP)
     mask = peer < W
@@ -85,15 +142,7 @@ def wait_for_peers(local_base, channel, signal, state_ptr, W: tl.constexpr, WP: 
     tl.debug_barrier()
     wrong = (seen - least < 0) | (((seen ^ signal) >> 32 == 0) & (seen != signal))
     if tl.max(wrong.to(tl.int32), 0) != 0:
-        if tl.atomic_cas(state_ptr, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
-            fault_ptr = tl.load(state_ptr + 2).to(tl.pointer_type(tl.int64))
-            tl.store(fault_ptr + 1, tl.zeros((), tl.int64) + channel)
-            tl.store(fault_ptr + 2, signal)
-            tl.store(fault_ptr + 3 + peer, seen, mask=mask)
-            tl.debug_barrier()
-            # A fence between the record and the flag that says it is written.
-            tl.atomic_add(state_ptr, tl.zeros((), tl.int64), sem="acq_rel", scope="sys")
-            tl.store(fault_ptr, tl.full((), 1, tl.int64))
+        record_fault(state_ptr, channel, signal, seen, peer, mask)
 
 
 @triton.jit
@@ -121,6 +170,22 @@ def refuse_kernel(pointers_ptr, rank, op_id, counters_start, W: tl.constexpr, WP
     counters_ptr = (tl.load(pointers_ptr + rank) + counters_start).to(tl.pointer_type(tl.int64))
     for channel in tl.static_range(2):
         signal_peers(pointers_ptr, channel, next_signal(counters_ptr, channel, op_id), rank, W, WP)
+
+
+@triton.jit(do_not_specialize=["counters_start", "op_id"])
+def compare_kernel(buffer_ptr, dispatch_ptr, state_ptr, counters_start, op_id, W: tl.constexpr, WP: tl.constexpr):
+    """The dispatches that came by puts."""
+    counters_ptr = (buffer_ptr.to(tl.int64) + counters_start).to(tl.pointer_type(tl.int64))
+    signal = tl.zeros((), tl.int64) + op_id
+    compare_dispatches(counters_ptr, load_dispatch(dispatch_ptr), signal, state_ptr, W, WP)
+
+
+def compare(
+    buffer: Tensor, number: Tensor | None, state: Tensor, counters_start: int, op_id: int, world_size: int
+) -> None:
+    """Dispatches that came into a buffer with this rank's, after the signals of its rows."""
+    ranks = {"W": world_size, "WP": next_power_of_2(world_size)}
+    launch(compare_kernel, (1,), buffer, number, state, counters_start, op_id, **ranks, num_warps=1)
 
 
 def barrier(pointers: Tensor, state: Tensor, rank: int, clock: bool) -> None:

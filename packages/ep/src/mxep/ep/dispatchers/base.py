@@ -349,4 +349,5 @@ def _plan(
     if invalid:
         plan.counts[-1] += invalid
         running[-1] += invalid
-    return [getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "alignment"]
+    fields = (field.name for field in dataclasses.fields(plan))
+    return [getattr(plan, name) for name in fields if name not in ("alignment", "dispatch")]

@@ -45,7 +45,7 @@ class Dispatch:
         max_tokens: most tokens a rank brings to one call, alike on all ranks. None: the most that any has brought.
             Between CPUs, unless the dispatcher is hierarchical, a larger batch makes larger buffers. Elsewhere it
             raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see SymmetricDispatcher.
-        timeout: seconds that a wait for a peer takes at most, for all layers of the group: see SymmetricDispatcher.
+        timeout: seconds that a wait for a peer takes at most, for all layers of the group; None: the process group's.
             all_to_all has its process group's.
         ranks_per_node, nodes_per_token: of hierarchical alone: see :class:`HierarchicalDispatcher`.
 

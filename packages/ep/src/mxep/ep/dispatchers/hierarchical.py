@@ -9,15 +9,16 @@
 
 N nodes of L ranks, W = N L; rank r is rank l = r % L of node n = r // L, and node m owns experts m E / N on. T tokens
 of this rank, T_max of any, K experts a token, E in all. C slots for the tokens of each node, as follows from the
-capacity: an equal split sends all of them, used or not. Slot m C + i holds the i-th token that needs node m:
+capacity: an equal split sends all of them, used or not, and a row before them, whose bytes say which exchange it is
+(`headers.py`): B = C + 1. Slot m B + 1 + i holds the i-th token that needs node m:
 
     N = 2, C = 2, E = 4    token 0 [0, 3]    token 1 [2, -1]    token 2 [3, 2]
-    slots                        [0, 2]            [-1, -1]           [-1, 3]    node 1 has no third slot: lost
-    tokens                 [0, -1, 0, 2]
+    slots                        [1, 4]            [-1, -1]           [-1, 5]    node 1 has no third slot: lost
+    tokens                 [-1, 0, -1, -1, 0, 2]
 
 Where n > C tokens of a rank need a node, C of them go, spread evenly over the batch: the i-th of them goes if i C / n
 and (i + 1) C / n round to different numbers. Nothing is known here of how busy their experts are. The plan within a
-node shares what does not fit an expert between all W ranks, as the other dispatchers do: it gets blocks of C slots.
+node shares what does not fit an expert between all W ranks, as the other dispatchers do: it gets blocks of B slots.
 
 **Order of sums.** A token's rows on one rank are summed in its list's order, then the sums of a node's ranks in rank
 order, then those of nodes in node order: each in fp32, rounded once to the rows' dtype. With one node, or nodes of one
@@ -33,11 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, Transport, batch_too_large, gather_rows, narrow_ids, sum_slots
+from mxep.comms import Capacity, PeersDisagree, Transport, batch_too_large, gather_rows, narrow_ids, sum_slots
 from mxep.quant.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, check_reserved
 from .handles import Done, Handle, Later
+from .headers import Headers
+from .memory import made_to_stay
 from .nodes import nodes_of, silence
 from .symmetric import SymmetricDispatcher, most_tokens
 
@@ -49,7 +52,7 @@ class HierarchicalRouting(Routing):
     Attributes:
         within: of the tokens that came to this rank from all nodes, whose plan it is.
         slots: (T, N) int32, the slot of each token for each node, -1 where it has none.
-        tokens: (N C,) int32, the token in each slot, -1 in unused ones.
+        tokens: (N B,) int32, the token in each slot, -1 in unused ones and headers.
     """
 
     within: Routing
@@ -60,7 +63,7 @@ class HierarchicalRouting(Routing):
         """As of a routing, but ``dropped`` and ``invalid`` are of this node's experts alone: ``counts()`` has all.
 
         ``sent`` counts rows between nodes, one per (token, node), the own node's included; ``sent_within`` rows from
-        this rank within its node. What an all-to-all sends is all N C slots.
+        this rank within its node. What an all-to-all sends is all N B slots.
         """
         return super().stats() | {"sent_within": self.within.wire_rows()}
 
@@ -109,6 +112,10 @@ class HierarchicalDispatcher(TokenDispatcher):
         self.row_dtype: torch.dtype = dtype
         self.max_tokens = max_tokens
         self._sizes: dict[str, Any] = sizes
+        first, step = (self.rank % self.nodes.ranks, self.nodes.ranks)
+        self._headers = Headers(self.rank, list(range(first, self.world_size, step)))
+        self._heads: dict[tuple[torch.device, int], Tensor] = {}
+        """The headers' rows, by B."""
         self._most_tokens = 0
         """Where max_tokens was not given."""
         self._within: dict[int, SymmetricDispatcher] = {}
@@ -134,7 +141,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         counts = self._running_counts(expert_ids.device, 1)
         sizes = self.nodes.count, self.slots_per_node(max_tokens, top_k), self.experts_per_node, self.num_experts
         ids, slots, token_of, tables = _plan_slots([expert_ids, weights, counts], *sizes)
-        crossing = self._cross(gather_rows((_joined(payload), tables), token_of))
+        number = torch.zeros(1, dtype=torch.int32, device=ids.device)  # a new one
+        crossing = self._cross(gather_rows((_joined(payload), tables), token_of), number, "dispatch")
 
         def finish() -> tuple[Payload, Routing]:
             rows, tables = crossing.wait()
@@ -150,7 +158,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         assert isinstance(routing, HierarchicalRouting)
         self.claim()
         within, of_node = self._within_by(routing), routing.within
-        crossing = self._cross(gather_rows((_joined(payload),), routing.tokens))
+        rows = gather_rows((_joined(payload),), routing.tokens)
+        crossing = self._cross(rows, _number(routing), "redispatch")
         return Later(lambda: _parted(within.redispatch(crossing.wait(), of_node).wait(), payload))
 
     def combine(
@@ -159,7 +168,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         assert isinstance(routing, HierarchicalRouting)
         self.claim()
         sums, values = self._within_by(routing).combine(rows, routing.within, row_values).wait()
-        crossing = self._cross((sums,) if values is None else (sums, values))
+        crossing = self._cross((sums,) if values is None else (sums, values), _number(routing), "combine")
 
         def finish() -> tuple[Tensor, Tensor | None]:
             rows, *values = crossing.wait()
@@ -172,6 +181,7 @@ class HierarchicalDispatcher(TokenDispatcher):
     def check(self) -> None:
         for counts in self._node_counts.values():
             counts.tolist()  # all exchanges are over
+        self._headers.check()
         for transport in self._transports():
             transport.check()  # before a collective that a rank which is gone would not come to
         try:
@@ -207,7 +217,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         if self.uses < 1:
             raise RuntimeError("dispatcher: closed")
         if num_slots not in self._within:
-            here, capacity = self.nodes.count * num_slots, self.capacity
+            here, capacity = self.nodes.count * (num_slots + 1), self.capacity
             if capacity.kind == "factor":  # times T_max K rows, and not the slots' K
                 capacity = Capacity.factor(capacity.load * max_tokens / here, capacity.overflow)
             sizes = self._sizes | {"max_tokens": here}
@@ -218,15 +228,18 @@ class HierarchicalDispatcher(TokenDispatcher):
         return self._within[num_slots]
 
     def _within_by(self, routing: HierarchicalRouting) -> SymmetricDispatcher:
-        num_slots = len(routing.tokens) // self.nodes.count
+        num_slots = len(routing.tokens) // self.nodes.count - 1
         if num_slots not in self._within:
             raise RuntimeError("dispatcher: got a routing from before it was closed, wanted close() after backward")
         return self._within[num_slots]
 
-    def _cross(self, outgoing: Sequence[Tensor]) -> Handle[Payload]:
-        """(N C, n_i) each, C rows to each node -> as many, C rows from each."""
+    def _cross(self, outgoing: Sequence[Tensor], number: Tensor, step: str) -> Handle[Payload]:
+        """(N B, n_i) each, B rows to each node -> as many, B rows from each. number: of the dispatch, (1,) int32."""
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
+        self._headers.check()
+        heads = self._heads_of(outgoing[0])
+        self._headers.mark(outgoing[0].view(torch.uint8), heads, number, step)
         incoming, works = tuple(map(torch.empty_like, outgoing)), []
         for received, sent in zip(incoming, outgoing):
             parts = received.view(torch.uint8), sent.view(torch.uint8)
@@ -234,13 +247,27 @@ class HierarchicalDispatcher(TokenDispatcher):
 
         def arrived() -> Payload:
             try:
-                for work in works:
+                for i, work in enumerate(works):
                     work.wait()
+                    if i == 0:  # before another one, to which these peers might not come
+                        self._headers.compare(incoming[0].view(torch.uint8), heads, number, step)
+            except PeersDisagree:
+                raise
             except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process instead
                 raise RuntimeError(f"{error}: {silence(across)}") from error
             return incoming
 
         return Later(arrived)
+
+    def _heads_of(self, rows: Tensor) -> Tensor:
+        """(N,) int64: the first row of each node's."""
+        nodes, device = self.nodes.count, rows.device
+        key = device, len(rows) // nodes
+        if key not in self._heads:
+            self._heads[key] = made_to_stay(
+                device, lambda: torch.arange(nodes, dtype=torch.int64, device=device) * key[1]
+            )
+        return self._heads[key]
 
     def _share(self, top_k: int) -> float:
         return share_of_node(self.nodes.count, self.nodes_per_token, self.experts_per_node, top_k)
@@ -293,6 +320,11 @@ def slots_per_node(capacity: Capacity, max_tokens: int, share: float) -> int:
     return min(max_tokens, max(1, math.ceil(capacity.load * max_tokens * share)))
 
 
+def _number(routing: HierarchicalRouting) -> Tensor:
+    assert routing.plan.dispatch is not None
+    return routing.plan.dispatch
+
+
 def _joined(payload: Payload) -> Tensor:
     return payload[0] if len(payload) == 1 else torch.cat(payload, 1)
 
@@ -320,9 +352,9 @@ def _plan_slots(
     # Where not all fit, tokens that are spread evenly do.
     place = (before * num_slots + total // 2) // total
     fits = needed & (place < ((before + 1) * num_slots + total // 2) // total)
-    slots = torch.where(fits, of_node * num_slots + place, -1)
+    slots = torch.where(fits, of_node * (num_slots + 1) + 1 + place, -1)  # behind the header
     # Tokens without a slot write into one more, which is cut off.
-    all_slots = num_nodes * num_slots
+    all_slots = num_nodes * (num_slots + 1)
     token = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None].expand(slots.shape)
     tokens = token.new_full((all_slots + 1,), -1)
     tokens.scatter_(0, torch.where(fits, slots, all_slots).flatten(), token.flatten())
@@ -335,7 +367,7 @@ def _plan_slots(
 
 @replayed
 def _read_tables(tensors: list[Tensor], first_expert: int, experts_per_node: int) -> list[Tensor]:
-    """[tables (N C, 8 K)] -> [ids among the node's experts (N C, K) int32, weights (N C, K)]."""
+    """[tables (N B, 8 K)] -> [ids among the node's experts (N B, K) int32, weights (N B, K)]."""
     ids, weights = tensors[0].view(torch.int32).chunk(2, 1)
     ids = ids - (1 + first_expert)
     return [torch.where((ids >= 0) & (ids < experts_per_node), ids, -1), weights.contiguous().view(torch.float32)]
@@ -343,7 +375,7 @@ def _read_tables(tensors: list[Tensor], first_expert: int, experts_per_node: int
 
 @replayed
 def _sum_rows(tensors: list[Any], experts_per_node: int) -> list[Tensor | None]:
-    """[rows of nodes (N C, D), values (N C, K) or None, slots, expert_ids] -> [sums (T, D), values (T, K)]."""
+    """[rows of nodes (N B, D), values (N B, K) or None, slots, expert_ids] -> [sums (T, D), values (T, K)]."""
     rows, values, slots, ids = tensors
     out = sum_slots(rows, slots)
     if values is None:

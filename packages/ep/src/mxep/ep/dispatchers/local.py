@@ -3,6 +3,7 @@
 Threads may call it at once: nothing of an exchange is shared, and what plans count is added under a lock.
 """
 
+import dataclasses
 import threading
 from contextlib import nullcontext
 from typing import Any
@@ -78,6 +79,7 @@ class LocalDispatcher(TokenDispatcher):
         tables = expert_ids[None], weights[None], num_tokens
         with _counting if expert_ids.is_cpu else nullcontext():
             plan = self._plan(*tables, alignment=alignment, capacity=self.capacity)
+        plan = dataclasses.replace(plan, dispatch=num_tokens)  # any: a plan's tensors are tensors to a compiler
         return Done((payload, Routing(plan, expert_ids, self.num_local_experts)))
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:

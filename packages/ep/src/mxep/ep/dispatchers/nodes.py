@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mxep.comms.transport import timeout_of
+
 from .shared import lives
 
 GRACE = 1.0
@@ -44,7 +46,7 @@ _known: dict[tuple[str, int | None], tuple[dist.ProcessGroup, Nodes]] = {}
 def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
     """The group's nodes, of so many ranks each; None: as hosts have them. Collective at the first call of a kind.
 
-    timeout: seconds that a collective between nodes takes at most; None: torch's default. Of the first call.
+    timeout: seconds that a collective between nodes takes at most; None: as those of the group. Of the first call.
 
     Raises ValueError on all ranks if they do not fit or ask for different numbers.
     """
@@ -60,6 +62,7 @@ def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float 
 
 def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) -> Nodes:
     world_size, rank = group.size(), group.rank()
+    timeout = timeout_of(group, group._device_types[0]) if timeout is None else timeout
     found: list[tuple[str, int | None]] = [("", None)] * world_size
     dist.all_gather_object(found, (platform.node(), ranks), group=group)
     hosts, given = [host for host, _ in found], {each for _, each in found}

@@ -61,7 +61,7 @@ def open_transport(
     # Names of groups are used again.
     if found is None or found.group is not group or has_failed(found):
         make: Any = kind
-        found = transports[key] = make(group, timeout=60.0 if timeout is None else timeout)
+        found = transports[key] = make(group, timeout=timeout)
     elif timeout is not None and timeout != found.timeout:
         others = f"{found.timeout:g} s as other layers of the group have, whose buffers it shares"
         raise ValueError(f"timeout: got {timeout:g} s, wanted {others}")

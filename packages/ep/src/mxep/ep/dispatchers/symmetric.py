@@ -4,6 +4,7 @@ A token travels once per destination rank; each receiver makes its own plan. Wor
 sizes: only then the ranks talk through collectives. All of a group's lie in one pair of buffers (`shared.py`).
 """
 
+import dataclasses
 import functools
 from contextlib import AbstractContextManager, nullcontext
 
@@ -42,7 +43,8 @@ class SymmetricDispatcher(TokenDispatcher):
             CPUs. Between GPUs only the first batch and :meth:`reserve` do: their hosts do not wait to hear of peers'.
             A rank that brings more than T_max raises ValueError, its peers PeersDisagree, which say what to set. Then
             the layers have to be made again, or each be given ``reserve`` if max_tokens is None.
-        timeout: seconds that a wait for a peer takes at most, the same for all of a group; None: as they have, or 60.
+        timeout: seconds that a wait for a peer takes at most, the same for all of a group. None: as they have, or as
+            the process group's own collectives. It bounds how late a rank may come from between two steps, too.
     """
 
     borrows = True
@@ -104,12 +106,14 @@ class SymmetricDispatcher(TokenDispatcher):
         assert handle.tables is not None
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
+        plan = dataclasses.replace(plan, dispatch=handle.number)
         routing = Routing(plan, expert_ids, self.num_local_experts)
         return Later(lambda: (handle.wait(), routing))
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         workspace, ids = self._workspace_of(routing), routing.expert_ids
-        return dispatch(workspace, payload, ids, async_op=overlap, num_sms=OVERLAP_SMS if overlap else None)
+        sms = OVERLAP_SMS if overlap else None
+        return dispatch(workspace, payload, ids, plan=routing.plan, async_op=overlap, num_sms=sms)
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
