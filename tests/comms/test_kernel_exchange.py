@@ -152,3 +152,10 @@ def test_a_record_tells_who_is_late_across_the_wrap():
     with pytest.raises(PeerTimeout, match="for rank 1 ") as info:
         record.check(0, 1.0)
     assert info.value.missing == (1,)
+
+
+def test_a_rank_that_waits_at_a_barrier_is_told_that_its_peers_may_have_captured_no_graph():
+    record = FaultRecord(2, pinned=False)
+    record.values[:] = torch.tensor([1, 0, 2 << 32, 2 << 32, 1 << 32])
+    with pytest.raises(PeerTimeout, match=r"at barrier, barrier 2, for rank 1 .* capture on all ranks or on none"):
+        record.check(0, 1.0)

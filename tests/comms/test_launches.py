@@ -29,7 +29,7 @@ def test_a_plan_of_another_size_compiles_nothing(rows):
     assert set(made.values()) == {1}, made
 
 
-@pytest.mark.parametrize("launch", ["barrier", "dispatch", "tables", "combine"])
+@pytest.mark.parametrize("launch", ["barrier", "dispatch", "redispatch", "tables", "combine"])
 def test_ranks_meet_by_release_and_acquire_at_system_scope(rows, launch):
     """What `test_schedules.py` shows to be enough, and each of it to be needed, reaches the code of the GPU."""
     (order,) = [row["order"] for row in rows if row["launch"] == launch]

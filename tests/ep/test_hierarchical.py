@@ -497,3 +497,19 @@ def test_a_captured_layer_replays_with_other_tokens_as_it_computes_eagerly(ctx: 
         assert all(tensor.any() for tensor in wanted)
         assert all(torch.equal(*pair) for pair in zip(replayed, wanted, strict=True)), seed
     moe.check()
+
+
+@distributed(2, device="cpu")
+def test_nodes_that_were_given_other_sizes_are_told_before_anything_is_sent(ctx: Context) -> None:
+    x = torch.ones(4, DIM, dtype=torch.bfloat16)
+    given = {"max_tokens": 4 + ctx.rank}, {"max_tokens": 4, "capacity": Capacity.factor(1.0 + ctx.rank)}
+    for options, name in zip(given, ("max_tokens", "capacity")):
+        moe = MoE(DIM, 32, EXPERTS, 2, group=ctx.group, dispatcher="hierarchical", ranks_per_node=1, **options)
+        with pytest.raises(ValueError, match=f"ranks disagree on {name}: got"):
+            moe(x)
+    recipe = ("bf16", "mxfp8")[ctx.rank]
+    moe = MoE(
+        DIM, 32, EXPERTS, 2, group=ctx.group, dispatcher="hierarchical", ranks_per_node=1, max_tokens=4, recipe=recipe
+    )
+    with pytest.raises(ValueError, match="ranks disagree on bytes of a row: got"):
+        moe(x)

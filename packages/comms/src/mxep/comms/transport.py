@@ -125,7 +125,10 @@ class PeerTimeout(RuntimeError):
 
     def __init__(self, rank: int, missing: Mapping[int, int], step: str, counter: int, limit: float) -> None:
         late = ", ".join(f"rank {peer} (last seen at barrier {seen})" for peer, seen in missing.items())
-        super().__init__(f"rank {rank} waited {limit:g} s at {step}, barrier {counter}, for {late}")
+        why = ""
+        if step == "barrier":  # as exchanges begin with one where a graph was captured
+            why = ": if those ranks have captured no CUDA graph of their layers, capture on all ranks or on none"
+        super().__init__(f"rank {rank} waited {limit:g} s at {step}, barrier {counter}, for {late}{why}")
         self.missing = tuple(missing)
         self.step, self.counter, self.limit = step, counter, limit
 

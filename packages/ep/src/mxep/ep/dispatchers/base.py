@@ -284,7 +284,8 @@ class TokenDispatcher(ABC):
         """What was counted since the last check, as 0-d int64 tensors on the device, no host sync.
 
         ``dropped``: rows that did not fit the capacity. ``invalid``: expert ids out of range. Of all ranks together,
-        and the same on each. A forward that a checkpoint repeats counts again.
+        and the same on each. A forward that a checkpoint repeats counts again. Collective with the hierarchical
+        dispatcher: there all ranks call it.
         """
         first, *others = self._all_counts() or [torch.zeros(3, dtype=torch.int64, device="cpu")]
         total = sum((each.to(first.device) for each in others), first)

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, PeersDisagree, Transport, batch_too_large, gather_rows, narrow_ids, sum_slots
+from mxep.comms.transport import check_agreement
 from mxep.quant.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, check_reserved
@@ -116,6 +117,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         self._headers = Headers(self.rank, list(range(first, self.world_size, step)))
         self._heads: dict[tuple[torch.device, int], Tensor] = {}
         """The headers' rows, by B."""
+        self._agreed: set[tuple[int, int, int]] = set()
+        """What sizes blocks between nodes, and ranks have compared."""
         self._most_tokens = 0
         """Where max_tokens was not given."""
         self._within: dict[int, SymmetricDispatcher] = {}
@@ -138,6 +141,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         tokens, top_k = expert_ids.shape
         max_tokens = self._max_tokens(tokens, expert_ids.device)
         within = self._within_of(max_tokens, self.slots_per_node(max_tokens, top_k))
+        self._agree(max_tokens, top_k, sum(part.shape[1] for part in payload))
         counts = self._running_counts(expert_ids.device, 1)
         sizes = self.nodes.count, self.slots_per_node(max_tokens, top_k), self.experts_per_node, self.num_experts
         ids, slots, token_of, tables = _plan_slots([expert_ids, weights, counts], *sizes)
@@ -212,6 +216,18 @@ class HierarchicalDispatcher(TokenDispatcher):
         if tokens > most:
             raise ValueError(batch_too_large(tokens, most))
         return max(1, most)
+
+    def _agree(self, max_tokens: int, top_k: int, row_bytes: int) -> None:
+        """ValueError on all ranks if blocks would differ in size. Collective where these are new."""
+        sizes = max_tokens, top_k, row_bytes
+        if sizes in self._agreed:
+            return
+        named: dict[str, object] = {"max_tokens": max_tokens, "top_k": top_k, "bytes of a row": row_bytes}
+        named |= {"capacity": str(self.capacity), "nodes_per_token": self.nodes_per_token}
+        named |= {"num_experts": self.num_experts, "dim": self._sizes["dim"]}
+        if self.world_size > 1:
+            check_agreement("dispatcher hierarchical", named, self.group)
+        self._agreed.add(sizes)
 
     def _within_of(self, max_tokens: int, num_slots: int) -> SymmetricDispatcher:
         if self.uses < 1:
