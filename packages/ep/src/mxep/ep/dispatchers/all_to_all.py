@@ -82,7 +82,8 @@ class AllToAllDispatcher(TokenDispatcher):
         count = 0 if exchanges is None else exchanges.dispatches % 2**29
         number = torch.full((1,), count, dtype=torch.int32, device=expert_ids.device)
         outgoing, ways = _joined(payload, token, tables), (sent, received, heads, heads_received)
-        arrived = self._all_to_all(outgoing, *ways, _room(sum(received)), number, "dispatch")
+        room = self.world_size + _room(sum(received) - self.world_size)
+        arrived = self._all_to_all(outgoing, *ways, room, number, "dispatch")
         *slots, ids, weight = _parts(arrived, [*_widths(payload), 4, 4])
         plan = self._plan(
             ids.view(torch.int32)[None],
