@@ -79,7 +79,8 @@ def memory(
         w13, w2 = x.new_empty(local, 2 * hidden_dim, dim), x.new_empty(local, dim, hidden_dim)
         flat = Saved.shapes(x, plan, (w13, w2), how, Hopper(), (True, True, False), copied=True)
         of_rows, of_gate_up = num_parts(how, (True, True, False))
-        fields = [getattr(plan, field.name) for field in dataclasses.fields(RoutingPlan) if field.name != "alignment"]
+        names = {field.name for field in dataclasses.fields(RoutingPlan)} - {"alignment", "dispatch"}
+        fields = [getattr(plan, name) for name in names]
         return Memory(
             max_rows=plan.max_rows,
             keeps_rows=how.scaling == "none" or keeps_rows(plan.max_rows, len(plan.slot_rows), copied=True),
