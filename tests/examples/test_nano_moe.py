@@ -68,8 +68,12 @@ def results(layer: torch.nn.Module, x: Tensor, d_out: Tensor, routing: Routing |
     return found | dict(zip(("router", "gate_up_proj", "down_proj"), (p.grad for p in layer.parameters())))
 
 
-def assert_same_bits(moe: MoE, nano: nano_moe.NanoMoE, x: Tensor, routing: Routing | None = None) -> None:
+def assert_same_bits(
+    moe: MoE, nano: nano_moe.NanoMoE, x: Tensor, routing: Routing | None = None, nan_at: int | None = None
+) -> None:
     d_out = tokens(*x.shape)
+    if nan_at is not None:
+        d_out[nan_at, 3] = torch.nan
     theirs, mine = results(moe, x, d_out, routing), results(nano, x, d_out, routing)
     for name, expected in theirs.items():
         got = mine[name]
@@ -127,15 +131,16 @@ def test_nan_and_inf_reach_the_same_elements(folded: bool) -> None:
     x = tokens(60, 64)
     x[3, 40], x[11, 5] = torch.nan, torch.inf
     ids = torch.stack((torch.arange(60) % 3, torch.full((60,), 3)), 1)
-    ids[[3, 11], 1] = -1  # expert 3, and 1, have finite tokens only
-    assert_same_bits(*layers(64, 96, 4, 2, folded=folded), x, (ids, torch.rand(60, 2)))
+    ids[[3, 11], 1] = -1  # expert 3 has finite tokens only; expert 1 gets a NaN in d_out, in one of its two blocks
+    assert_same_bits(*layers(64, 96, 4, 2, folded=folded), x, (ids, torch.rand(60, 2)), nan_at=22)
 
 
 def test_quantize_and_fold_have_mxeps_bytes() -> None:
-    """From the smallest numbers of fp32 to the largest, zeros and infinities among them."""
+    """From the smallest numbers of fp32 to the largest, with zeros, a NaN and infinities."""
     torch.manual_seed(0)
     x = torch.randn(500, 4, 32) * torch.exp2(torch.randint(-150, 128, (500, 4, 1)).float())
     x[torch.rand(500, 4) < 0.1] = 0.0
+    x[7, 2, 5], x[8, 0, 1] = torch.nan, torch.inf
     x = x.flatten(1)
     expected, mx = quant.quantize(x), nano_moe.quantize(x)
     for wanted, got in ((expected, mx), (quant.fold(expected), nano_moe.fold(mx))):
