@@ -150,7 +150,7 @@ def test_a_layer_that_is_told_its_dtype_is_made_alike(dtype: torch.dtype) -> Non
         }
         assert router.expert_bias is not None
         assert router.load is not None
-        assert (router.expert_bias.dtype, router.load.dtype) == (torch.float32, torch.float32)
+        assert (router.expert_bias.dtype, router.load.dtype) == (torch.float32, torch.int64)
     with default(device="meta"):
         assert all(x.is_meta for x in MoE(64, 32, 8, 2, dispatcher="local").parameters())
 

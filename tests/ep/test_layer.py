@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ep.problem import make_ranks
 from mxep.comms import Capacity
 from mxep.ep import combine, dispatch, expert_mlp, make_dispatcher, run_experts
-from mxep.ep.dispatchers import LocalDispatcher
+from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher
 from mxep.gemm import Recipe
 from mxep.gemm.backends.reference import Reference
 from ranks import distributed
@@ -129,7 +129,7 @@ def test_weights_that_do_not_fit_and_errors_on_the_way_leave_no_move_behind(ctx)
     ranks = make_ranks([20], seed=10)
     x, ids, weights, proj, down, _ = inputs(ranks, ctx)
     e = len(down)
-    dispatcher = make_dispatcher("symmetric", e, dim=x.shape[1], group=ctx.group)
+    dispatcher = SymmetricDispatcher(e, dim=x.shape[1], group=ctx.group)
     how = {"dispatcher": dispatcher, "recipe": Recipe.mxfp8()}
     for wrong, message in (
         ({"gate_up_proj": proj[1:]}, r"gate_up_proj: got shape .*want \(experts here, 2 F, D\)"),

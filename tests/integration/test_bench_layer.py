@@ -45,7 +45,12 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     """Stages and what calls cost the host of few cases: torch's profiler takes a second a case to list operators."""
     picture, sections = tmp_path / "picture.svg", {}
     for names, cases, *files in ((TIMED, CASES), (COUNTED, ("baseline fp8", MX), f"bench.picture={picture}")):
-        out = f"bench.out={tmp_path / 'out.json'}", "bench.commit=abc1234", f"bench.sections=[{','.join(names)}]"
+        out = (
+            f"bench.out={tmp_path / 'out.json'}",
+            f"hydra.run.dir={tmp_path / names[0]}",
+            "bench.commit=abc1234",
+            f"bench.sections=[{','.join(names)}]",
+        )
         wanted = f"bench.cases=[{','.join(json.dumps(case) for case in cases)}]"
         finished = mxep(*ON_CPU, "parallel.ranks=2", "bench.models=[tiny,host]", wanted, *out, *files)
         assert finished.code == 0, finished.out + finished.err

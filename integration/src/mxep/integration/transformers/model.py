@@ -177,7 +177,7 @@ class CausalLM(nn.Module):
 class RouterOf:
     """What the trainer asks of an `mxep.ep.Router`, of the router in ``block`` beside ``experts``, run as ``moe``.
 
-    load: (E,) fp32, the number of this rank's rows for each expert since the last update, over all micro-batches; what
+    load: (E,) int64, the number of this rank's rows for each expert since the last update, over all micro-batches; what
     a checkpoint recomputes counts once.
     """
 
@@ -185,7 +185,7 @@ class RouterOf:
         self.moe = moe
         biases = [b for name, b in block.named_buffers() if name.endswith(BIAS)]
         self.bias = biases[0] if biases else None
-        self.load = torch.zeros(moe.dispatcher.num_experts, device=device, dtype=torch.float32)
+        self.load = torch.zeros(moe.dispatcher.num_experts, device=device, dtype=torch.int64)
         self.logits: Tensor | None = None
         experts.register_forward_hook(self._count)
 
@@ -214,8 +214,7 @@ class RouterOf:
         if not experts.training or routing is None or recomputing():
             return
         ids = routing.expert_ids.flatten().long()
-        rows = torch.zeros(len(self.load) + 1, device=ids.device, dtype=torch.float32)
-        self.load += rows.scatter_add_(0, ids.clamp_min(-1) + 1, torch.ones_like(ids, dtype=torch.float32))[1:]
+        self.load.scatter_add_(0, ids.clamp_min(0), (ids >= 0).long())
 
     @torch.no_grad()
     def update_bias(self, rate: float) -> None:
@@ -225,7 +224,8 @@ class RouterOf:
         """
         if self.bias is not None and rate:
             dist.all_reduce(self.load)
-            self.bias += rate * torch.sign(self.load.mean() - self.load)
+            towards_balance = torch.sign(self.load.sum() - len(self.load) * self.load)
+            self.bias.add_(towards_balance.to(self.bias.dtype), alpha=rate)
         self.load.zero_()
 
 

@@ -17,7 +17,16 @@ from .plan import DROPPED, RoutingPlan, check_ids, make_plan, narrow_ids
 from .rows import gather_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
-from .transport import BatchTooLarge, PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, batch_too_large
+from .transport import (
+    BatchTooLarge,
+    PeersDisagree,
+    PeerTimeout,
+    SymmetricBuffer,
+    Transport,
+    batch_too_large,
+    check_agreement,
+    timeout_of,
+)
 from .workspace import Workspace
 
 try:
@@ -42,6 +51,7 @@ __all__ = [
     "Transport",
     "Workspace",
     "batch_too_large",
+    "check_agreement",
     "check_ids",
     "combine",
     "dispatch",
@@ -49,4 +59,5 @@ __all__ = [
     "make_plan",
     "narrow_ids",
     "sum_slots",
+    "timeout_of",
 ]

@@ -217,7 +217,10 @@ class Router(nn.Module):
         self._keep_dtypes()
         if dist.is_initialized():
             dist.all_reduce(self.load, group=checked_group(group))
-        self.expert_bias += rate * torch.sign(self.load.sum() - self.num_experts * self.load)
+        towards_balance = torch.sign(
+            self.load.sum() - self.num_experts * self.load
+        )  # int64: times rate, torch's default
+        self.expert_bias.add_(towards_balance.to(self.expert_bias.dtype), alpha=rate)
         self.load.zero_()
 
 

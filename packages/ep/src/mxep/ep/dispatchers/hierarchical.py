@@ -34,8 +34,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, PeersDisagree, Transport, batch_too_large, gather_rows, narrow_ids, sum_slots
-from mxep.comms.transport import check_agreement
+from mxep.comms import (
+    Capacity,
+    PeersDisagree,
+    Transport,
+    batch_too_large,
+    check_agreement,
+    gather_rows,
+    narrow_ids,
+    sum_slots,
+)
 from mxep.quant.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, check_reserved

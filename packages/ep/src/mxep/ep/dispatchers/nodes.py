@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mxep.comms.transport import timeout_of
+from mxep.comms import timeout_of
 
 from .shared import lives
 
