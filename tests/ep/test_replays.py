@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mxep.ep import MoE, shared_expert, steps
+from mxep.ep.dispatchers import AllToAllDispatcher, LocalDispatcher, SymmetricDispatcher, TokenDispatcher
 from mxep.ep.dispatchers.all_to_all import _plan_rows
 from mxep.ep.passes import _Pass
 from mxep.ep.shared_expert import SharedExpert
@@ -23,7 +24,7 @@ T, DIM, HIDDEN_DIM, EXPERTS, TOP_K = 200, 128, 64, 8, 2
 STEPS = (steps.pack_rows, steps.rowwise_weights, steps.mlp_forward, steps.colwise_weights, steps.mlp_backward)
 
 
-def make_layer(recipe: str, dispatcher: str) -> MoE:
+def make_layer(recipe: str, dispatcher: str | TokenDispatcher) -> MoE:
     torch.manual_seed(0)
     limits = {"max_tokens": T} if dispatcher == "symmetric" else {}
     return MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, recipe=recipe, dispatcher=dispatcher, device="cuda", **limits)
@@ -51,7 +52,7 @@ def test_replays_have_the_bits_of_the_functions(recipe, dispatcher):
     # By name a rank alone has the local one.
     made = {
         "local": lambda: LocalDispatcher(EXPERTS),
-        "symmetric": lambda: SymmetricDispatcher(EXPERTS, dim=DIM),
+        "symmetric": lambda: SymmetricDispatcher(EXPERTS, dim=DIM, max_tokens=T),
         "all_to_all": lambda: AllToAllDispatcher(EXPERTS),
     }[dispatcher]()
     layer, before = make_layer(recipe, made), sum(step.replays for step in STEPS)
