@@ -100,6 +100,10 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
         (["recipe=bf16", "recipe.linear=mxfp8", "model.dim=40"], "recipe.linear=mxfp8 wants model.dim in 32s, got 40"),
         (["verify.cases=[int3/linear]"], "verify.cases: got 'int3/linear', wanted some of bf16/local"),
         (["train.steps=0"], "train.steps: got 0, wanted at least 1"),
+        (
+            ["train.steps=99999999999999999999"],
+            "got 99999999999999999999, wanted at least 1 and at most 9223372036854775807",
+        ),
         (["dispatcher.nodes_per_token=0"], "dispatcher.nodes_per_token: got 0, wanted at least 1"),
         (["dispatcher.nodes_per_token=2"], "nodes_per_token: got 2 with symmetric, want dispatcher=hierarchical"),
         (["dispatcher.ranks_per_node=2"], "ranks_per_node: got 2 with symmetric, want dispatcher=hierarchical"),

@@ -321,6 +321,8 @@ def test_pipeline_stages_share_layers_and_gpus_and_wait_for_each_other():
     assert re.match(r"EP \d inside a node, \d cop(y|ies), 4 pipeline stages, fits with", sentence)
     with pytest.raises(ConfigError, match=r"pipeline_stages: got 5, wanted a divisor of 8, the GPUs"):
         prepared("estimate.pipeline_stages=5")
+    with pytest.raises(ConfigError, match=r"pipeline_stages: got 8, wanted at most 4, the model's MoE layers"):
+        rows_of("model.layers=4", "estimate.pipeline_stages=8")
 
 
 def test_it_runs_anywhere_by_rates_that_the_package_has(mxep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -47,8 +47,9 @@ class OneOf:
         return f"one of {', '.join(self.names)}"
 
 
-Count = Annotated[int, Range(1)]
-NotNegative = Annotated[int, Range(0)]
+INT64 = 2**63 - 1  # the largest integer of torch's sizes
+Count = Annotated[int, Range(1, INT64)]
+NotNegative = Annotated[int, Range(0, INT64)]
 Positive = Annotated[float, Range(0, above=True)]
 Share = Annotated[float, Range(0, 1)]
 Seconds = Annotated[float, Range(0, 2_000_000, above=True)]  # poll() takes 2^31 ms

@@ -72,6 +72,10 @@ def estimate(config: Config) -> Report:
         rates = fit(rows)
     with _json_of("estimate.model"):
         shape, layers = model_of(config)
+    if wanted.layers is None and wanted.pipeline_stages > layers:
+        raise ConfigError(
+            f"estimate.pipeline_stages: got {wanted.pipeline_stages}, wanted at most {layers}, the model's MoE layers"
+        )
     layers = wanted.layers or math.ceil(layers / wanted.pipeline_stages)
     speeds = {"NVLink GB/s": wanted.nvlink, "network GB/s": wanted.network, "GiB": wanted.memory}
     sections = {name: SECTIONS[name].empty() for name in wanted.sections or SECTIONS}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from .bounds import Count, NotNegative, OneOf, Positive, Range, Seconds, Seed, Share
+from .bounds import INT64, Count, NotNegative, OneOf, Positive, Range, Seconds, Seed, Share
 from .folder import new_folder
 from .names import BACKENDS, BENCHES, DISPATCHERS, TASKS, VOCABULARY
 
@@ -55,7 +55,7 @@ class DataConfig:
     max_bytes: Count
     batch: Count
     length: Count
-    vocabulary: Annotated[int, Range(VOCABULARY)] | None = None
+    vocabulary: Annotated[int, Range(VOCABULARY, INT64)] | None = None
     tokenizer: str | None = None
 
 
