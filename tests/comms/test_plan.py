@@ -1,6 +1,7 @@
 """make_plan against python loops, and the capacities."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -241,6 +242,9 @@ def test_capacities_have_the_sizes_they_promise():
         Capacity.factor(0)
     with pytest.raises(ValueError, match="got overflow='forget', wanted 'raise' or 'drop'"):
         Capacity.factor(1.0, overflow="forget")
+    for wrong in (("factor", -1.0), ("factor", math.nan), ("factor", True), ("factor", "1.25"), ("twice",)):
+        with pytest.raises(ValueError, match=r"Capacity.*: got .*, wanted"):
+            Capacity(*wrong)
 
 
 def test_the_factor_that_would_have_been_enough_is_and_the_one_below_is_not():

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import math
 import shutil
 from pathlib import Path
 
@@ -267,6 +268,15 @@ def test_clipping_takes_main_grads_and_says_what_is_not_finite(ctx: Context) -> 
     assert clip_grad_norm_(block.parameters(), 1e9).isinf()
     with pytest.raises(RuntimeError, match="nan: nothing was clipped"):  # inf * 0, on all ranks
         clip_grad_norm_(block.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("wrong", [(-1.0, 2.0), (math.nan, 2.0), (1.0, math.nan), (1.0, "nan")])
+def test_clipping_turns_no_gradient_around_or_into_nan(wrong: tuple) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="expected a max_norm of at least 0 and a norm, got"):
+        clip_grad_norm_([weight], *wrong)
+    assert torch.equal(weight.grad, torch.ones(3))
 
 
 # ── DistributedDataParallel ──────────────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,6 @@
 """Auxiliary losses of routers: values where these are known, a plain formula's gradients, and who keeps logits."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from mxep.ep import Router, load_balancing_loss, router_z_loss
+from mxep.ep import MoE, Router, load_balancing_loss, router_z_loss
 from ranks import Context, distributed
 
 T, E, K = 48, 8, 2
@@ -170,6 +171,18 @@ def test_a_router_keeps_the_logits_of_a_forward_where_that_is_wanted() -> None:
     other = Router(16, E, K)
     other(x)
     assert other.last_logits is other.last_expert_ids is None
+
+
+def test_a_forward_that_fails_or_is_routed_from_outside_leaves_no_logits() -> None:
+    x = torch.randn(T, 64)
+    moe = MoE(64, 32, E, K, router=Router(64, E, K, keep_logits=True), dispatcher="local", dtype=torch.float32)
+    routing = {"expert_ids": torch.zeros(T, K, dtype=torch.int32), "weights": torch.ones(T, K)}
+    for call in (lambda: moe(x[:, :32]), lambda: moe(x, **routing), lambda: moe.router(x[:, :32])):
+        moe(x)
+        assert moe.router.last_logits is not None
+        with contextlib.suppress(ValueError):
+            call()
+        assert moe.router.last_logits is moe.router.last_expert_ids is None
 
 
 def test_copies_pickles_and_state_dicts_have_no_logits() -> None:

@@ -119,6 +119,21 @@ def test_a_router_of_ones_own_and_a_routing_from_outside_are_masked() -> None:
         assert moe.last_routing.stats()["routed"] == 20
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_wgrad_bf16"])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_nan_gradient_of_padding_reaches_no_gradient(recipe: str, shared: int) -> None:
+    torch.manual_seed(0)
+    moe = MoE(64, 32, 8, 2, dispatcher="local", recipe=recipe, bias=True, num_shared_experts=shared)
+    mask, x, d_out = torch.arange(24) < 10, torch.randn(24, 64).bfloat16(), torch.randn(24, 64).bfloat16()
+    found = []
+    for filler in (0.0, float("nan")):
+        leaf = x.clone().requires_grad_()
+        moe(leaf, mask=mask).backward(d_out.masked_fill(~mask[:, None], filler))
+        found.append([leaf.grad, *(parameter.grad for parameter in moe.parameters())])
+        moe.zero_grad()
+    assert all(map(torch.equal, *found))
+
+
 def test_padding_takes_no_room_of_a_capacity() -> None:
     mask = torch.arange(64) < 16
     moe = MoE(64, 32, 8, 2, dispatcher="local", recipe="bf16", capacity=Capacity.factor(0.25))

@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 from ep.problem import FixedRouting
+from mxep.comms import DROPPED, Capacity
 from mxep.ep import ExpertParallel, MoE, SymmetricDispatcher
 from mxep.ep.shares import local_tensor
 from mxep.integration.snr import snr
@@ -45,6 +46,18 @@ def train(moe: MoE, x: Tensor, ids: Tensor, weights: Tensor, d_out: Tensor) -> l
     out = moe(x, expert_ids=ids, weights=weights)
     out.backward(d_out)
     return [out.detach(), x.grad, weights.grad, *(w.grad for w in moe.experts.parameters())]  # type: ignore[list-item]
+
+
+def test_a_nan_weight_of_a_dropped_row_reaches_no_gradient() -> None:
+    torch.manual_seed(0)
+    capacity = Capacity.factor(0.5, overflow="drop")
+    moe = MoE(D, H, E, 2, dispatcher="local", recipe="bf16", score_before_experts=True, capacity=capacity)
+    x, ids, weights, d_out = given(T, 2)
+    wanted = train(moe, x, ids, weights, d_out)
+    dropped = moe.last_routing.plan.slot_rows.view(T, 2) == DROPPED
+    assert dropped.sum() > 10
+    got = train(moe, x, ids, weights.masked_fill(dropped, float("nan")), d_out)
+    assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -1,6 +1,7 @@
 """Capacity: how many expert-major rows a plan has room for. The size is static; the number of valid rows is not."""
 
 import math
+import numbers
 from dataclasses import dataclass
 
 from .layout import round_up
@@ -18,7 +19,7 @@ class CapacityExceeded(RuntimeError):
 
 @dataclass(frozen=True)
 class Capacity:
-    """How R_max follows from the shapes; made by one of the three constructors.
+    """How R_max follows from the shapes; made by one of the three constructors. ValueError for a value out of range.
 
     With S slots, K experts a token, e local experts and groups padded to m rows:
 
@@ -35,17 +36,23 @@ class Capacity:
     load: float = 0.0
     overflow: str = "raise"
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("worst_case", "factor", "exact"):
+            raise ValueError(f"Capacity: got {self.kind!r}, wanted worst_case(), factor(c) or exact()")
+        number = isinstance(self.load, numbers.Real) and not isinstance(self.load, bool)
+        if self.kind == "factor" and not (number and 0 < self.load < math.inf):
+            raise ValueError(f"Capacity.factor: got {self.load!r}, wanted a positive number")
+        if self.overflow not in ("raise", "drop"):
+            raise ValueError(f"Capacity.factor: got overflow={self.overflow!r}, wanted 'raise' or 'drop'")
+        object.__setattr__(self, "load", float(self.load))
+
     @staticmethod
     def worst_case() -> "Capacity":
         return Capacity("worst_case")
 
     @staticmethod
     def factor(load: float, overflow: str = "raise") -> "Capacity":
-        if not 0 < load < math.inf:
-            raise ValueError(f"Capacity.factor: got {load}, wanted a positive number")
-        if overflow not in ("raise", "drop"):
-            raise ValueError(f"Capacity.factor: got overflow={overflow!r}, wanted 'raise' or 'drop'")
-        return Capacity("factor", float(load), overflow)
+        return Capacity("factor", load, overflow)
 
     @staticmethod
     def exact() -> "Capacity":

@@ -4,8 +4,9 @@
 
 The layer's routing weight multiplies before the down-projection, so its bias is added where the weights are, to a
 token's sum: S @ down_bias, with S (T, E) the weights by expert. That is a product a hundredth of the layer's size, and
-its gradients take d_out as it is, unquantized. Ranks that share experts gather the bias, (E, D), and reduce its
-gradient: torch's own collectives. gate_up's is added by the product's kernel (`steps.py`).
+its gradients take d_out as it is, unquantized. A token without experts has none, as its d_out may be NaN. Ranks that
+share experts gather the bias, (E, D), and reduce its gradient: torch's own collectives. gate_up's is added by the
+product's kernel (`steps.py`).
 """
 
 from typing import Any
@@ -38,8 +39,8 @@ def add_down_bias(
     by_expert = weights.new_zeros(len(weights), num_experts)
     ids = expert_ids.clamp(0, num_experts - 1).long()
     by_expert = by_expert.scatter_add(1, ids, torch.where(here, weights, 0.0))
-    with torch.autocast(out.device.type, enabled=False):  # which would round out, too
-        return torch.addmm(out, by_expert.to(out.dtype), whole.to(out.dtype))
+    operands = out, by_expert.to(out.dtype), whole.to(out.dtype), here.any(1, keepdim=True)
+    return _AddBias.apply(*operands)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def scaled_gradient(x: Tensor, scale: float) -> Tensor:
@@ -59,6 +60,27 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.scale, None
+
+
+class _AddBias(torch.autograd.Function):
+    """out (T, D) + by_expert (T, E) @ bias (E, D). The bias is not given the gradient of a token that is not routed
+    (T, 1): of padding it may be NaN, which a weight of 0 does not take away."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, by_expert: Tensor, bias: Tensor, routed: Tensor) -> Tensor:
+        ctx.save_for_backward(by_expert, bias, routed)
+        with torch.autocast(out.device.type, enabled=False):  # which would round out, too
+            return torch.addmm(out, by_expert, bias)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        by_expert, bias, routed = ctx.saved_tensors
+        d_routed = torch.where(routed, d_out, 0.0)
+        _, needs_weights, needs_bias, _ = ctx.needs_input_grad
+        with torch.autocast(d_out.device.type, enabled=False):
+            d_by_expert = d_routed @ bias.t() if needs_weights else None
+            d_bias = by_expert.t() @ d_routed if needs_bias else None
+        return d_out, d_by_expert, d_bias, None
 
 
 class _Gathered(torch.autograd.Function):

@@ -32,11 +32,14 @@ def clip_grad_norm_(
 
     Returns the norm before, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. One all-reduce of a number for
     each mesh dimension that shards parameters; no host sync, unless ``error_if_nonfinite``, which raises RuntimeError.
-    ValueError for a gradient that is a partial sum, and for a parameter that has both kinds of gradients. As in torch,
+    ValueError for a max_norm that is negative or NaN, for a norm_type of NaN, for a gradient that is a partial sum, and
+    for a parameter that has both kinds of gradients. As in torch,
     the factor is ``max_norm / (norm + 1e-6)``, norm_type may be any number or its text, as "inf", and the norm of order
     0 is the number of parameters whose gradient is not all zero.
     """
     norm_type = float(norm_type)
+    if norm_type != norm_type or not max_norm >= 0:  # as they are, they would turn gradients around, or into NaN
+        raise ValueError(f"clip_grad_norm_: expected a max_norm of at least 0 and a norm, got {max_norm}, {norm_type}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not parameters:
         return torch.zeros((), dtype=torch.float32, device="cpu")

@@ -21,7 +21,7 @@ from .bias import add_down_bias
 from .checks import check_weights
 from .compiled import compiled_layer, unsupported_reason
 from .dispatchers.base import Routing, TokenDispatcher
-from .functional import PLAIN, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
+from .functional import PLAIN, Weighted, checked_tokens, combine, combine_and_kept, dispatch, expert_mlp
 from .layer import Layer, needs_of
 from .passes import LayerConfig, layer_forward
 from .shares import empty_share, init_normal_, local_tensor, local_weight
@@ -130,7 +130,10 @@ def run_experts(
     if score_before_experts:
         routed = (expert_ids >= 0) & (expert_ids < dispatcher.num_experts)
         weights = torch.where(routed, weights, 0.0)  # others may be NaN, which times a gradient of 0 is NaN, too
-        x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # weights are fp32: rounded once
+        if dispatcher.capacity.overflow == "drop":
+            x = Weighted.apply(x, weights).flatten(0, 1)  # type: ignore[no-untyped-call]
+        else:
+            x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)  # weights are fp32: rounded once
         shape, expert_ids = expert_ids.shape, expert_ids.reshape(-1, 1)
         weights = torch.ones_like(expert_ids, dtype=weights.dtype)
     bias = None if down_bias is None else local_weight(down_bias)

@@ -173,6 +173,23 @@ def expert_mlp(
     return grouped_mm(h, down_proj, offs, out_dtype=rows.dtype, main_grad=main_grads[1], **options)
 
 
+class Weighted(torch.autograd.Function):
+    """x (T, D) times each of its weights (T, K) fp32 -> (T, K, D) in x's dtype, for rows that may be dropped: a product
+    whose gradient is 0 gives x none, even if its weight is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        return (x[:, None] * weights[..., None]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        x, weights = ctx.saved_tensors
+        counted = torch.where(d_out.any(-1), weights, 0.0)
+        dx = (d_out * counted[..., None]).sum(1).to(x.dtype)
+        return dx, (d_out * x[:, None].float()).sum(-1)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(

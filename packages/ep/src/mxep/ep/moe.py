@@ -148,8 +148,11 @@ class MoE(nn.Module):
         the router's. T counts the tokens of all B sequences. Both or neither, else ValueError.
         """
         keeps = torch.compiler.is_compiling() or not recomputing()
+        router = self.router if isinstance(self.router, Router) else None
         if keeps:
             self.last_routing = None
+            if router is not None and router.keep_logits:  # a routing from outside has none
+                router.last_logits = router.last_expert_ids = None
         if x.dim() not in (2, 3) or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (T, {self.dim}) or (B, S, {self.dim}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.dim)
@@ -159,7 +162,7 @@ class MoE(nn.Module):
             padding = ~mask[:, None]
             tokens = tokens.masked_fill(padding, 0.0)
         if expert_ids is None and weights is None:
-            masked = mask is not None and isinstance(self.router, Router)
+            masked = mask is not None and router is not None
             expert_ids, weights = self.router(tokens, mask) if masked else self.router(tokens)
         if expert_ids is None or weights is None:
             raise ValueError("a routing from outside is expert_ids and weights, got one of them")
@@ -179,6 +182,8 @@ class MoE(nn.Module):
             self.last_routing = routing
         if self.shared is not None:
             out = out + self.shared(tokens, recipe=recipe, backend=self.backend, activation=self.activation)
+        if padding is not None:  # the gradient that comes of it, which may be NaN, ends here
+            out = out.masked_fill(padding, 0.0)
         out = torch.ops.aten._unsafe_view.default(out, x.shape)  # as F.linear's: FSDP2 warns of a module's views
         return out
 

@@ -163,11 +163,11 @@ class Router(nn.Module):
 
         mask: (T,) bool, False for padding, which has ids of -1, weights and gradients of 0, and counts nowhere.
         """
-        if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
-            raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
         keeps = self.keep_logits and (torch.compiler.is_compiling() or not recomputing())
         if keeps:
             self.last_logits = self.last_expert_ids = None
+        if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
+            raise ValueError(f"x must be (T, {self.weight.shape[1]}), got {tuple(x.shape)}")
         if self.weight.dtype != self._dtype and not torch.compiler.is_compiling():
             _warn_of_cast(self.weight.dtype, self._dtype)
         padding = None
