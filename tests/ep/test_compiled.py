@@ -198,7 +198,7 @@ def routed(layers: int, how: dict, biased: bool) -> tuple:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("dispatcher", [{"dispatch": "local"}, {"dispatch": "symmetric", "max_tokens": 64}], ids=str)
+@pytest.mark.parametrize("dispatcher", [{"name": "local"}, {"name": "symmetric", "max_tokens": 64}], ids=str)
 def test_the_functional_is_one_graph_over_several_layers(dispatcher: dict, biased: bool) -> None:
     torch.compiler.reset()
     how = {"activation": GPT_OSS["activation"]} if biased else {}

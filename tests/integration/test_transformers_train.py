@@ -240,7 +240,7 @@ def test_a_deepseek_moves_its_routers_biases_towards_balance(prepared: Callable[
     results = run_ranks(bias_of_a_step, (config, tmp_path), world_size=2, timeout=120, device="cpu")
     load = sum(load for _, load in results)
     for bias, _ in results:
-        assert torch.equal(bias, config.model.balance_rate * torch.sign(load.mean() - load))
+        assert torch.equal(bias, config.model.balance_rate * torch.sign(load.float().mean() - load))
 
 
 @pytest.mark.parametrize("name", MODELS)
