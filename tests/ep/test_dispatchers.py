@@ -725,6 +725,24 @@ def test_an_abandoned_forward_is_not_taken_for_the_next(ctx: Context, name: str)
         moe(x)
 
 
+@distributed(2, device="cpu", name=("symmetric", "hierarchical", "all_to_all"), backward=(False, True))
+def test_peers_of_a_rank_that_raised_say_why_at_their_time_out(ctx: Context, name: str, backward: bool) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    options = {"ranks_per_node": 1} if name == "hierarchical" else {}
+    moe = MoE(64, 32, 4, 2, group=group, recipe="bf16", dispatcher=name, max_tokens=16, **options)
+    x = torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True)
+    moe(x)  # which makes buffers, together
+    step = moe(x).sum().backward if backward else lambda: moe(x)
+    if ctx.rank == 1:
+        function = "mxep.ep.layer.layer_backward" if backward else "mxep.ep.experts.layer_forward"
+        with mock.patch(function, side_effect=MemoryError("no room for h")), pytest.raises(MemoryError):
+            step()
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 1 raised MemoryError: no room for h \(\d+ s ago\)"):
+            step()
+    dist.barrier()
+
+
 @distributed(2, device="cpu")
 def test_an_exchange_that_failed_before_peers_heard_of_it_may_be_made_again(ctx: Context) -> None:
     moe = spread(ctx, "symmetric")

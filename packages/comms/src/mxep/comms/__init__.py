@@ -11,6 +11,7 @@ import importlib.metadata
 
 from .capacity import Capacity, CapacityExceeded
 from .exchange import Handle, combine, dispatch
+from .failures import tell_failure, told_failures
 from .nvshmem import NvshmemTransport
 from .one_thread import OneThread
 from .plan import DROPPED, RoutingPlan, check_ids, make_plan, narrow_ids
@@ -59,5 +60,7 @@ __all__ = [
     "make_plan",
     "narrow_ids",
     "sum_slots",
+    "tell_failure",
     "timeout_of",
+    "told_failures",
 ]

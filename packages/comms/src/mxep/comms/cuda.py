@@ -23,8 +23,8 @@ class FaultRecord:
         many dispatches brought tables."""
         return torch.tensor([0, int(timeout * 1e9), self.values.data_ptr(), 0], device=device, dtype=torch.int64)
 
-    def check(self, rank: int, limit: float) -> None:
-        """Raise what is written."""
+    def check(self, rank: int, limit: float, group: dist.ProcessGroup | None = None) -> None:
+        """Raise what is written. group: whose late ranks may have told why."""
         if not self._written[0]:
             return
         _, channel, signal, *seen = self.values.tolist()
@@ -34,7 +34,7 @@ class FaultRecord:
         # Epochs wrap around at 2^31: behind is who is less than half a turn behind.
         missing = {peer: its >> 32 for peer, its in enumerate(seen) if (epoch - (its >> 32)) % 2**32 in range(1, 2**31)}
         if missing:
-            raise PeerTimeout(rank, missing, step_of(signal), epoch, limit)
+            raise PeerTimeout(rank, missing, step_of(signal), epoch, limit, group)
         raise PeersDisagree.over(rank, [its & 0xFFFFFFFF for its in seen])
 
 
@@ -61,7 +61,7 @@ class CudaTransport(Transport):
 
     def check(self) -> None:
         super().check()
-        self.record.check(self.rank, self.timeout)
+        self.record.check(self.rank, self.timeout, self.group)
 
 
 def cuda_device(device: torch.device | str | None) -> torch.device:

@@ -77,7 +77,7 @@ class SharedMemoryTransport(Transport):
         if not self._wait():
             seen = self._signals[self.rank].tolist()
             missing = {peer: number for peer, number in enumerate(seen) if number < self._counter}
-            raise self._failed(PeerTimeout(self.rank, missing, step, self._counter, self.timeout))
+            raise self._failed(PeerTimeout(self.rank, missing, step, self._counter, self.timeout, self.group))
         found = self._op_ids[self.rank][self._counter % 2].tolist()
         op_ids, dispatches = [word & 0xFFFFFFFF for word in found], [word >> 32 for word in found]
         if any(each != op_id for each in op_ids):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arena import Arena
+from .failures import told_failures
 from .layout import step_of
 
 T = TypeVar("T")
@@ -123,12 +124,21 @@ class PeerTimeout(RuntimeError):
         counter: number of the barrier. limit: seconds that were waited.
     """
 
-    def __init__(self, rank: int, missing: Mapping[int, int], step: str, counter: int, limit: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        missing: Mapping[int, int],
+        step: str,
+        counter: int,
+        limit: float,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         late = ", ".join(f"rank {peer} (last seen at barrier {seen})" for peer, seen in missing.items())
         why = ""
         if step == "barrier":  # as exchanges begin with one where a graph was captured
             why = ": if those ranks have captured no CUDA graph of their layers, capture on all ranks or on none"
-        super().__init__(f"rank {rank} waited {limit:g} s at {step}, barrier {counter}, for {late}{why}")
+        told = "" if group is None else told_failures(group, missing)
+        super().__init__(f"rank {rank} waited {limit:g} s at {step}, barrier {counter}, for {late}{why}{told}")
         self.missing = tuple(missing)
         self.step, self.counter, self.limit = step, counter, limit
 

@@ -4,7 +4,9 @@ e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_pro
 up part; with an interleaved activation gate and up take turns.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,8 @@ from .layer import Layer, needs_of
 from .passes import LayerConfig, layer_forward
 from .shares import empty_share, init_normal_, local_tensor, local_weight
 from .steps import whole
+
+_T = TypeVar("_T")
 
 
 class Experts(nn.Module):
@@ -79,6 +83,24 @@ class Experts(nn.Module):
         return f"num_experts={num_experts}{here}, dim={dim}, hidden_dim={hidden_dim}, dtype={self.down_proj.dtype}"
 
 
+def tells_peers(run: Callable[..., _T]) -> Callable[..., _T]:
+    """A function with a dispatcher, that tells its peers what it raises: they may wait for this rank."""
+
+    @functools.wraps(run)
+    def telling(*args: Any, **how: Any) -> _T:
+        if torch.compiler.is_compiling():
+            return run(*args, **how)
+        try:
+            return run(*args, **how)
+        except BaseException as error:
+            if isinstance(how.get("dispatcher"), TokenDispatcher):
+                how["dispatcher"].failed(error)
+            raise
+
+    return telling
+
+
+@tells_peers
 def run_experts(
     x: Tensor,
     expert_ids: Tensor,

@@ -134,7 +134,7 @@ class AllToAllDispatcher(TokenDispatcher):
         incoming = outgoing
         if self.world_size > 1:
             incoming = torch.empty_like(outgoing)
-            dist.all_to_all_single(incoming, outgoing, group=self.group)
+            self._collective(incoming, outgoing)
         sent, received, invalid, widths = torch.cat((outgoing[:, :1], incoming), 1).t().tolist()
         return sent, received, invalid, widths, incoming[:, 0].cumsum(0) - incoming[:, 0]
 
@@ -157,9 +157,19 @@ class AllToAllDispatcher(TokenDispatcher):
         self._headers.mark(outgoing, heads, number, step)
         incoming = outgoing.new_empty(room, outgoing.shape[1])
         of_ranks = incoming[: sum(received)], outgoing[: sum(sent)], received, sent
-        dist.all_to_all_single(*of_ranks, group=self.group)
+        self._collective(*of_ranks)
         self._headers.compare(incoming, heads_received, number, step)
         return incoming
+
+    def _collective(
+        self, incoming: Tensor, outgoing: Tensor, received: list[int] | None = None, sent: list[int] | None = None
+    ) -> None:
+        try:
+            dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
+        except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process instead
+            if told := self.told():
+                raise RuntimeError(f"{error}{told}") from error
+            raise
 
     def check(self) -> None:
         for counts in self._counts.values():

@@ -26,7 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, CapacityExceeded, RoutingPlan, Transport, make_plan
+from mxep.comms import (
+    Capacity,
+    CapacityExceeded,
+    PeersDisagree,
+    PeerTimeout,
+    RoutingPlan,
+    Transport,
+    make_plan,
+    tell_failure,
+    told_failures,
+)
 from mxep.quant.replay import Replayed, replayed
 
 from ..shares import checked_group
@@ -190,6 +200,15 @@ class TokenDispatcher(ABC):
         if self.group is not None:
             raise TypeError(f"{type(self).__name__} of a process group cannot be pickled: save the layer's state_dict")
         return {**self.__dict__, **{name: {} for name in self.of_this_process}}
+
+    def failed(self, error: BaseException) -> None:
+        """Tell peers, who may wait for this rank until their time-out, what it raised."""
+        if self.world_size > 1 and not isinstance(error, PeerTimeout | PeersDisagree):
+            tell_failure(self.group, error)
+
+    def told(self) -> str:
+        """What peers have told that they raised, as the end of a message."""
+        return told_failures(self.group, range(self.world_size))
 
     def claim(self) -> None:
         """Before anything that peers take part in: RuntimeError on a second thread, see `mxep.comms.OneThread`."""

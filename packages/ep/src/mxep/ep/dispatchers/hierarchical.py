@@ -278,7 +278,7 @@ class HierarchicalDispatcher(TokenDispatcher):
             except PeersDisagree:
                 raise
             except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process instead
-                raise RuntimeError(f"{error}: {silence(across)}") from error
+                raise RuntimeError(f"{error}: {silence(across)}{self.told()}") from error
             return incoming
 
         return Later(arrived)
