@@ -4,9 +4,7 @@ e local experts of E, D model dim, F hidden dim. The first F rows of gate_up_pro
 up part; with an interleaved activation gate and up take turns.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +26,6 @@ from .layer import Layer, needs_of
 from .passes import LayerConfig, layer_forward
 from .shares import empty_share, init_normal_, local_tensor, local_weight
 from .steps import whole
-
-_T = TypeVar("_T")
 
 
 class Experts(nn.Module):
@@ -83,24 +79,6 @@ class Experts(nn.Module):
         return f"num_experts={num_experts}{here}, dim={dim}, hidden_dim={hidden_dim}, dtype={self.down_proj.dtype}"
 
 
-def tells_peers(run: Callable[..., _T]) -> Callable[..., _T]:
-    """A function with a dispatcher, that tells its peers what it raises: they may wait for this rank."""
-
-    @functools.wraps(run)
-    def telling(*args: Any, **how: Any) -> _T:
-        if torch.compiler.is_compiling():
-            return run(*args, **how)
-        try:
-            return run(*args, **how)
-        except BaseException as error:
-            if isinstance(how.get("dispatcher"), TokenDispatcher):
-                how["dispatcher"].failed(error)
-            raise
-
-    return telling
-
-
-@tells_peers
 def run_experts(
     x: Tensor,
     expert_ids: Tensor,
@@ -179,10 +157,14 @@ def run_experts(
         grads = [each is not None and each.requires_grad for each in tensors]
         backward = torch.is_grad_enabled() and any(grads)
         check_no_tangent(x, weights, here, down, other, here_bias)
-        with torch.no_grad():
-            given = [x, weights, ids, here_bias, here, other, down]
-            routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads), drops)
-            kept = made.pop() if drops else None
+        try:
+            with torch.no_grad():
+                given = [x, weights, ids, here_bias, here, other, down]
+                routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads), drops)
+        except BaseException as error:
+            dispatcher.failed(error)
+            raise
+        kept = made.pop() if drops else None
         out = Layer.apply(*tensors, config, routing, made) if backward else made[0]  # type: ignore[no-untyped-call]
         del made
     if bias is not None:
