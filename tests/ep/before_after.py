@@ -2,8 +2,8 @@
 
     PYTHONPATH=$(ls -d packages/*/src | tr '\n' ':') torchrun --nproc-per-node 2 tests/ep/before_after.py NAME
 
-Run it in turn with the sources of either commit. Qwen3-30B's sizes: D 2048, F 768, 128 experts, top-8. "host" is the time
-until a step is launched, of an idle GPU. docs/results/exchanges-h100.json has what it printed.
+Run it in turn with the sources of either commit. Sizes are Qwen3-30B's: D 2048, F 768, 128 experts, top-8. "host" is
+the time until a step is launched, of an idle GPU. docs/results/exchanges-h100.json has what it printed.
 """
 
 import os
