@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
 from mxep.integration.bench import run
 from mxep.integration.bench.model import BASELINE, LEAST_SNR, PLAIN, Shape, Subject, measure
 from mxep.integration.bench.names import MODELS
@@ -36,7 +38,9 @@ def rows_of(mxep: Any, folder: Path, *overrides: str) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_kind_of_experts_is_compared_and_timed(mxep, tmp_path: Path, ranks: int) -> None:
     shape = f"+bench.shapes.tiny={json.dumps([SHAPE])}", "bench.models=[tiny]"
+    before = modeling_qwen3_moe.create_causal_mask
     rows = rows_of(mxep, tmp_path, *shape, f"parallel.ranks={ranks}")
+    assert modeling_qwen3_moe.create_causal_mask is before, "other models of the process have their masks"
     assert list(rows) == list(MODELS)
     if ranks > 1 and own_expert_parallel is None:
         assert rows.pop("transformers bf16")["note"] == "wants transformers 5.23"

@@ -36,7 +36,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -62,7 +61,7 @@ from ..snr import snr
 from ..timer import Alternative, Timer, failure
 from ..transformers import Implementation, check, expert_parallel, register
 from ..transformers.layer import layers
-from ..transformers.model import multiply_by
+from ..transformers.model import CAUSAL, multiply_by
 from ..transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
 from .baseline import BaselineLayer
 from .layer import GIB, memory_of
@@ -163,16 +162,13 @@ class Subject:
         """Collective."""
         rank = bench.rank
         config = _config(name, shape)
-        kind = config.model_type
-        modeling: Any = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-        modeling.create_causal_mask = lambda *_, **__: None
         limits: dict[str, Any] = {"max_tokens": shape.tokens, "capacity": Capacity.factor(CAPACITY)}
         for recipe in RECIPES:
             register(Implementation(f"bench mxep {recipe}", Recipe.named(recipe), **limits))
         ALL_EXPERTS_FUNCTIONS.register(f"bench {BASELINE}", _baseline)
         ALL_EXPERTS_FUNCTIONS.register(f"bench {PLAIN}", lambda experts, hidden_states, *_: hidden_states)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=CAUSAL)
         if rank.world_size > 1:
             mesh = init_device_mesh(rank.device.type, (rank.world_size,))
             expert_parallel(model, mesh, "bench mxep bf16")

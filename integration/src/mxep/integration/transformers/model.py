@@ -49,10 +49,10 @@ _numbers = itertools.count()
 """Of the names that models register: one each, as two of one recipe may differ in all else."""
 
 
-_CAUSAL = "mxep_causal"
+CAUSAL = "mxep_causal"
 """SDPA with is_causal and no mask. transformers (5.17 to 5.23) makes none for a name of others; for "sdpa" it does
 while a graph is captured, and attention takes longer with it."""
-ALL_ATTENTION_FUNCTIONS.register(_CAUSAL, sdpa_attention_forward)
+ALL_ATTENTION_FUNCTIONS.register(CAUSAL, sdpa_attention_forward)
 
 
 BIAS = "e_score_correction_bias"
@@ -88,7 +88,7 @@ class CausalLM(nn.Module):
         sizes = AutoConfig.for_model(**section.transformers)
         made: dict[str, Any] = {"dtype": dtype}
         if is_causal_alone(sizes.to_dict()):
-            made["attn_implementation"] = _CAUSAL
+            made["attn_implementation"] = CAUSAL
         if section.pretrained is None:
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(sizes, **made)
