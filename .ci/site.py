@@ -16,7 +16,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "tests/README.md": "tests.md",
     "integration/README.md": "packages/integration.md",
-    **{f"packages/{name}/README.md": f"packages/{name}.md" for name in ("quant", "comms", "gemm", "ep")},
+    **{f"packages/{name}/README.md": f"packages/{name}.md" for name in ("runtime", "quant", "comms", "gemm", "ep")},
 }
 """In the repository -> in the site."""
 SOURCES = {page: source for source, page in PAGES.items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mxep.gemm import quantize_weights_once
-from mxep.quant import replay
+from mxep.runtime import replay
 
 
 class GraphOnCPU:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {name: ROOT / f"packages/{name}/src/mxep/{name}" for name in ("quant", "comms", "gemm", "ep")}
+PACKAGES = {name: ROOT / f"packages/{name}/src/mxep/{name}" for name in ("runtime", "quant", "comms", "gemm", "ep")}
 
 
 def public_names(package: Path) -> list[str]:

@@ -39,7 +39,7 @@ from mxep.ep.passes import LayerConfig
 from mxep.ep.shares import local_tensor
 from mxep.gemm.backends import select
 from mxep.integration.graph import capturing
-from mxep.quant.replay import no_replays
+from mxep.runtime.replay import no_replays
 
 SHAPES = {  # tokens a rank, dim, hidden dim, experts of a rank, top-k
     "qwen3_30b": (8192, 2048, 768, 64, 8),

@@ -6,7 +6,7 @@ import torch
 from mxep.ep import LocalDispatcher, run_experts
 from mxep.gemm import Recipe, quantize_weights_once
 from mxep.gemm.backends import Backend, select
-from mxep.quant.replay import no_replays
+from mxep.runtime.replay import no_replays
 
 E, K, D, F, T = 4, 2, 64, 32, 20
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,8 +15,8 @@ from mxep.ep import run_experts, shared_expert
 from mxep.ep.dispatchers import LocalDispatcher
 from mxep.ep.shared_expert import SharedExpert
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.quant import graph, replay
-from mxep.quant.replay import no_replays
+from mxep.runtime import graph, replay
+from mxep.runtime.replay import no_replays
 from titan_bench import checked_passes
 
 T, DIM, HIDDEN_DIM, EXPERTS, TOP_K = 6, 32, 32, 4, 2

@@ -15,8 +15,8 @@ from mxep.ep.passes import _Pass
 from mxep.ep.shared_expert import SharedExpert
 from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.quant.pools import idle_bytes
-from mxep.quant.replay import no_replays
+from mxep.runtime.pools import idle_bytes
+from mxep.runtime.replay import no_replays
 from ranks import distributed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

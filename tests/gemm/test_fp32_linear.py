@@ -11,7 +11,7 @@ from torch import Tensor
 from mxep.gemm import fp32_linear
 from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
 from mxep.gemm.kernels import fp32_linear as kernels
-from mxep.quant.launch import cdiv
+from mxep.runtime.launch import cdiv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -96,6 +96,6 @@ def test_swiglu_loads_sixteen_bytes_a_thread_whatever_the_width(rows):
 
 
 def test_before_ada_triton_has_no_e4m3():
-    """Why `mxep.quant.op.E4M3_CAPABILITY` is 8.9."""
+    """Why `mxep.runtime.op.E4M3_CAPABILITY` is 8.9."""
     has = {sm: CUDABackend(GPUTarget("cuda", sm, 32)).parse_options({}).supported_fp8_dtypes for sm in (80, 86, 89)}
     assert ["fp8e4nv" in formats for formats in has.values()] == [False, False, True]

@@ -35,8 +35,8 @@ from mxep.ep.passes import PASS_BYTES
 from mxep.ep.saved import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
-from mxep.quant.replay import MOST_BYTES
 from mxep.quant.shapes import padded_rows
+from mxep.runtime.replay import MOST_BYTES
 
 from .bench.layer_cases import BASELINE, MX, Case, Problem, Shape
 from .bench.layer_work import WIRE, row_bytes, work

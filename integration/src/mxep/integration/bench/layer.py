@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch
 
-from mxep.quant.pools import idle_bytes
+from mxep.runtime.pools import idle_bytes
 
 from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from ..reference import Results as Tensors

@@ -32,8 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxep.runtime.op import ANY_GPU, op
+
 from .capacity import ANY_ID, Capacity, num_owners
-from .op import ANY_GPU, op
 
 DROPPED = -2
 """In ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""

@@ -29,7 +29,7 @@ from mxep.gemm.backends import BACKENDS, select
 from mxep.gemm.quantize_once import weights_are_held
 from mxep.gemm.several import Weight, tensors_of, weight_of
 from mxep.quant import E4M3, SwiGLU
-from mxep.quant.modes import count_flops, offer_flops
+from mxep.runtime.modes import count_flops, offer_flops
 
 from .checks import check_weights
 from .dispatchers.base import find_dispatcher

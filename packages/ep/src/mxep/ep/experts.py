@@ -15,7 +15,7 @@ from mxep.gemm.backends import Backend, select
 from mxep.gemm.functional import between_graphs
 from mxep.gemm.several import Weight, joined, tensors_of
 from mxep.quant import SwiGLU
-from mxep.quant.op import check_no_tangent
+from mxep.runtime.op import check_no_tangent
 
 from .bias import add_down_bias
 from .checks import check_weights

@@ -3,7 +3,7 @@
     layer_forward    x, weights, expert_ids, experts -> out, the routing, what backward needs (`saved.py`)
     layer_backward   d_out and these                 -> dx, d_weights, and the gradients of the experts
 
-A pass is replayed as a whole (`mxep.quant.replay`) with a dispatcher that needs nothing of the host; with one that
+A pass is replayed as a whole (`mxep.runtime.replay`) with a dispatcher that needs nothing of the host; with one that
 does, its steps between exchanges are (`steps.py`). Weights that `quantize_weights_once` holds are arguments of a pass.
 
 T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows that fit, e local experts.
@@ -25,7 +25,7 @@ from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, is_held, saved_weight
 from mxep.gemm.several import Weight
 from mxep.quant import SwiGLU
-from mxep.quant.replay import Replayed, Tensors
+from mxep.runtime.replay import Replayed, Tensors
 
 from .dispatchers.base import Routing, TokenDispatcher
 from .saved import Needs, Saved

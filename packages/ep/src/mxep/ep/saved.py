@@ -24,7 +24,7 @@ from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.gemm.several import Weight, tensors_of
 from mxep.quant import MXTensor
-from mxep.quant.replay import MXParts
+from mxep.quant.parts import MXParts
 
 Needs = tuple[bool, bool, bool]
 """Whether gate_up_proj, down_proj and gate_up's bias have gradients."""

@@ -8,7 +8,7 @@
     out (T, D) = h w2^T                        dx (T, D) = d_gate_up w13;   dw13 = d_gate_up^T x
 
 x is quantized once for gate and up, which are one product. One autograd function, so that no MXTensor crosses autograd
-and torch.compile has it in one graph, but where wgrad is "bf16"; each half is replayed (`mxep.quant.replay`). T is any
+and torch.compile has it in one graph, but where wgrad is "bf16"; `mxep.runtime.replay` replays each half. T is any
 number: products are `mxep.gemm.linear`'s.
 
 With a gate (Qwen2-MoE) a token's out is multiplied by sigmoid(x gate^T), a number, in torch's own operations.
@@ -28,7 +28,8 @@ from mxep.gemm.functional import between_graphs, joined, taken_apart
 from mxep.gemm.partial_backward import is_wanted
 from mxep.gemm.quantize_once import SavedWeight, is_held
 from mxep.quant import MXTensor, SwiGLU
-from mxep.quant.replay import MXParts, Tensors, replayed
+from mxep.quant.parts import MXParts
+from mxep.runtime.replay import Tensors, replayed
 
 from .functional import PLAIN, saved_gate_up, swiglu, swiglu_backward, swiglu_forward
 from .shares import init_normal_

@@ -1,4 +1,4 @@
-"""What a layer computes between its exchanges: functions of lists of tensors, which are replayed (`mxep.quant.replay`).
+"""What a layer computes between its exchanges: functions of lists, which `mxep.runtime.replay` replays.
 
     pack_rows        x or d_out (T, D)            -> the parts of its rows
     rowwise_weights  gate_up_proj, down_proj      -> each as forward wants it, and its amax
@@ -22,7 +22,7 @@ from mxep.gemm import Recipe
 from mxep.gemm.backends import Backend
 from mxep.gemm.quantize_once import SavedWeight, rowwise_and_saved
 from mxep.quant import SwiGLU, group_sums
-from mxep.quant.replay import Tensors, replayed
+from mxep.runtime.replay import Tensors, replayed
 
 from .functional import saved_gate_up, swiglu_backward, swiglu_forward
 from .wire_format import WireFormat, pack

@@ -21,7 +21,7 @@ from mxep.gemm.quantize_once import is_held, weights_are_held
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import weight_of
 from mxep.quant import BLOCK, E4M3, MXTensor
-from mxep.quant.replay import MXParts
+from mxep.quant.parts import MXParts
 
 
 def is_known_by_name(a: Tensor, recipe: Recipe, backend: Backend) -> bool:

@@ -21,7 +21,7 @@ from mxep.gemm.backends.base import ends
 from mxep.gemm.backends.hopper import fp8_grouped_wgrad
 from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_reference, parts_of
 from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
-from mxep.quant.replay import no_replays
+from mxep.runtime.replay import no_replays
 
 HARMFUL_DB = 40.0  # SNR of folding below which other backends are advised; MX itself stands near 28 dB
 _WATCHED = ("forward", "dgrad", "prepare_wgrad", "quantize_weight_rowwise", "quantize_weight_colwise")

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from mxep.gemm.partial_backward import is_wanted
-from mxep.quant.op import op
+from mxep.runtime.op import op
 
 _DEVICE = "cuda"
 """Where the ops are called; elsewhere, torch's products."""

@@ -29,7 +29,7 @@ from mxep.gemm.checks import check_operands, check_quantized_weight, check_tenso
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
-from mxep.quant.replay import MXParts
+from mxep.quant.parts import MXParts
 
 
 def grouped_mm(

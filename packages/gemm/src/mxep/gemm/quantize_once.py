@@ -23,7 +23,8 @@ from mxep.gemm.backends.base import Backend
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import Weight, quantize_colwise, quantize_rowwise, tensors_of, weight_of
 from mxep.quant import MXTensor
-from mxep.quant.replay import MXParts, Replayed, Tensors, replayed
+from mxep.quant.parts import MXParts
+from mxep.runtime.replay import Replayed, Tensors, replayed
 
 
 class SavedWeight(NamedTuple):

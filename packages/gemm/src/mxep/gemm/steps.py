@@ -1,5 +1,5 @@
 """What a product computes, forward and backward: functions of lists of tensors, which are replayed
-(`mxep.quant.replay`).
+(`mxep.runtime.replay`).
 
 M rows, N out features, K in features, G groups.
 """
@@ -15,7 +15,8 @@ from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import tensors_of, weight_of
 from mxep.quant import MXTensor, group_sums
-from mxep.quant.replay import MXParts, Tensors, replayed
+from mxep.quant.parts import MXParts
+from mxep.runtime.replay import Tensors, replayed
 
 
 @replayed

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mxep.quant.op import op
+from mxep.runtime.op import op
 
 _DEVICE = "cuda"
 """Where the ops are called; elsewhere, torch's functions."""

@@ -31,11 +31,11 @@ from torch import Tensor
 from mxep.quant.checks import BLOCKS_2D, check_block
 from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
-from mxep.quant.op import op
 from mxep.quant.ops import NAN_ELEMENT, pick_mx, values_of
 from mxep.quant.scales import NAN_SCALE, power_of_two
 from mxep.quant.shapes import empty_rows, num_rows, picked_shape
 from mxep.quant.tensor import MXTensor
+from mxep.runtime.op import op
 
 
 @dataclass(frozen=True)

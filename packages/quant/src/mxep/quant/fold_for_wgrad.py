@@ -43,11 +43,11 @@ from torch import Tensor
 
 from mxep.quant.fold import shift_qdata
 from mxep.quant.groups import check_offs, group_of_rows, valid_rows
-from mxep.quant.op import op
 from mxep.quant.ops import NAN_ELEMENT, pick_mx
 from mxep.quant.scales import NAN_SCALE
 from mxep.quant.shapes import num_rows, padded_rows
 from mxep.quant.tensor import MXTensor
+from mxep.runtime.op import op
 
 
 @dataclass(frozen=True)

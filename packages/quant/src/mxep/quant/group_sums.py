@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mxep.quant.groups import check_offs, group_of_rows
-from mxep.quant.op import op
 from mxep.quant.ops import decode
 from mxep.quant.shapes import GROUP_SUMS_LANES as LANES
 from mxep.quant.shapes import empty_group_sums
 from mxep.quant.tensor import MXTensor
+from mxep.runtime.op import op
 
 
 def group_sums(x: Tensor, offs: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.quant.op import op
 from mxep.quant.ops import bytewise, pick_rows
 from mxep.quant.shapes import empty_picked, padded_rows
 from mxep.quant.tensor import MXTensor
+from mxep.runtime.op import op
 
 
 @dataclass(frozen=True)

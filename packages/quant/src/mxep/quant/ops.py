@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from mxep.quant.formats import SCALE_DTYPE, ScaleMode, format_of
-from mxep.quant.op import op
 from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
 from mxep.quant.shapes import (
     empty_2d,
@@ -40,6 +39,7 @@ from mxep.quant.shapes import (
     stacked,
     stacked_shape,
 )
+from mxep.runtime.op import op
 
 NAN_ELEMENT = 0x7F
 

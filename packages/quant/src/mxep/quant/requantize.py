@@ -21,10 +21,10 @@ from torch import Tensor
 from mxep.quant.checks import check_block, check_format, check_mode
 from mxep.quant.formats import BLOCK, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
-from mxep.quant.op import op
 from mxep.quant.ops import bytewise, decode, quantize_columns
 from mxep.quant.shapes import empty_columns, num_rows, picked_shape, round_up
 from mxep.quant.tensor import MXTensor, wrap
+from mxep.runtime.op import op
 
 
 def requantize(

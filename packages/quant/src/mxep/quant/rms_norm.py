@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from mxep.quant.checks import check_block, check_format, check_mode, check_values
 from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
-from mxep.quant.op import op
 from mxep.quant.ops import quantize_rows
 from mxep.quant.shapes import RMS_NORM_PARTS, empty_rows
 from mxep.quant.swiglu import tree_sum
 from mxep.quant.tensor import MXTensor
+from mxep.runtime.op import op
 
 
 def rms_norm_quantize(

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from mxep.quant.formats import BLOCK, SCALE_DTYPE
 from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
-from mxep.quant.op import op
 from mxep.quant.ops import pick_mx
 from mxep.quant.shapes import SWIZZLE_COLS as COLS
 from mxep.quant.shapes import SWIZZLE_ROWS as ROWS
 from mxep.quant.shapes import num_rows, swizzled_shape
 from mxep.quant.tensor import MXTensor
+from mxep.runtime.op import op
 
 
 def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None) -> Tensor:

@@ -28,7 +28,7 @@ from mxep.quant import ops
 from mxep.quant.aten import HANDLERS
 from mxep.quant.checks import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts
 from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, format_of
-from mxep.quant.op import check_no_tangent
+from mxep.runtime.op import check_no_tangent
 
 
 class MXTensor(Tensor):

@@ -31,10 +31,10 @@ from mxep.comms.kernels.signals import (
     signal_peers,
     wait_for_peers,
 )
-from mxep.comms.launch import cdiv, launch, next_power_of_2
 from mxep.comms.layout import CHANNELS, CHUNKS, round_up
 from mxep.comms.plan import RoutingPlan
 from mxep.comms.transport import SymmetricBuffer
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_BYTES = 16384
 CHUNK_BYTES = 12 << 20

@@ -25,9 +25,9 @@ from mxep.comms.kernels.signals import (
     send_dispatch,
     signal_and_wait,
 )
-from mxep.comms.launch import launch, next_power_of_2
 from mxep.comms.layout import Layout
 from mxep.comms.transport import SymmetricBuffer
+from mxep.runtime.launch import launch, next_power_of_2
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 MOST_PARTS = 2

@@ -3,8 +3,8 @@
 from mxep.comms.kernels.combine import Combine
 from mxep.comms.kernels.dispatch import Dispatch
 from mxep.comms.kernels.signals import refuse_kernel
-from mxep.comms.launch import launch
 from mxep.comms.transport import SymmetricBuffer
+from mxep.runtime.launch import launch
 
 
 class KernelExchange(Dispatch, Combine):

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.comms.kernels.dispatch import WORDS
-from mxep.comms.launch import cdiv, launch, next_power_of_2
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_BYTES = 16384
 NUM_WARPS = 8

@@ -21,8 +21,8 @@ from torch import Tensor
 from triton.language import core
 
 from mxep.comms.kernels.signals import next_signal, wait_for_peers
-from mxep.comms.launch import cdiv, next_power_of_2
 from mxep.comms.layout import PE_SHIFT
+from mxep.runtime.launch import cdiv, next_power_of_2
 
 SIGNAL_SET = tl.constexpr(9)
 CMP_GE = tl.constexpr(5)

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.comms.capacity import num_owners
-from mxep.comms.launch import cdiv, launch, next_power_of_2
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 SEGMENT = 32
 """Pairs whose order is found by bytes that count: at most 255."""

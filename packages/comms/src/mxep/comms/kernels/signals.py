@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from mxep.comms.launch import launch, next_power_of_2
 from mxep.comms.layout import NUM_COUNTERS
+from mxep.runtime.launch import launch, next_power_of_2
 
 DISPATCHES = tl.constexpr(NUM_COUNTERS)
 """Where they begin behind the counters."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mxep.comms.kernels.combine import is_sent, rows_of_slots, store_sum, sum_arrived
 from mxep.comms.kernels.dispatch import tokens_per_tile
-from mxep.comms.launch import cdiv, launch, next_power_of_2
 from mxep.comms.layout import Layout
 from mxep.comms.plan import RoutingPlan
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_ELEMENTS = 8192
 PROGRAMS = 264

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, gather_rows, narrow_ids, sum_slots
-from mxep.quant.replay import replayed
+from mxep.runtime.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher
 from .handles import Done, Handle

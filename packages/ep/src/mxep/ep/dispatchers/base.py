@@ -37,7 +37,7 @@ from mxep.comms import (
     tell_failure,
     told_failures,
 )
-from mxep.quant.replay import Replayed, replayed
+from mxep.runtime.replay import Replayed, replayed
 
 from ..shares import checked_group
 from ..version import installed_version

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mxep.comms import PeersDisagree
-from mxep.quant.replay import replayed
+from mxep.runtime.replay import replayed
 
 from .memory import made_to_stay
 

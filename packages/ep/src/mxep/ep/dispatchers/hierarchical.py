@@ -44,7 +44,7 @@ from mxep.comms import (
     narrow_ids,
     sum_slots,
 )
-from mxep.quant.replay import replayed
+from mxep.runtime.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, check_reserved
 from .handles import Done, Handle, Later

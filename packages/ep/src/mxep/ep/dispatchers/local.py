@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, batch_too_large, check_ids, narrow_ids, sum_slots
-from mxep.quant.replay import replayed
+from mxep.runtime.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, check_reserved
 from .handles import Done, Handle

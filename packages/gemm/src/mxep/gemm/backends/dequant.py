@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mxep.gemm.backends.base import AlongTokens, Backend
 from mxep.quant import MXTensor, group_of_rows
-from mxep.quant.modes import mode_listens
+from mxep.runtime.modes import mode_listens
 
 ALIGNMENT = 8
 """torch's grouped mm wants rows of 16 bytes: N and K in 8 bf16."""

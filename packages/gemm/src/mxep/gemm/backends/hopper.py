@@ -23,7 +23,7 @@ from mxep.gemm.backends.reference import grouped_mm_reference
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor, WgradOperands, fold, fold_for_wgrad
-from mxep.quant.op import op
+from mxep.runtime.op import op
 
 
 class Hopper(Backend):

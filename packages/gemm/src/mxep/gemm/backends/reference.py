@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxep.gemm.backends.base import AlongTokens, Backend
 from mxep.quant import MXTensor
-from mxep.quant.op import op
+from mxep.runtime.op import op
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 

@@ -20,7 +20,7 @@ from mxep.gemm.backends.base import AlongTokens, Backend, ends
 from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.recipe import Recipe
 from mxep.quant import BLOCK, MXTensor
-from mxep.quant.op import op
+from mxep.runtime.op import op
 
 OLDEST = (8, 9)
 """The first compute capability whose E4M3 Triton converts."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from mxep.quant.device import as_bytes, group_bounds, num_sms
-from mxep.quant.launch import cdiv, launch, next_power_of_2
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 BLOCK = tl.constexpr(32)
 

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import num_sms, on_hopper
-from mxep.quant.launch import cdiv, launch, next_power_of_2
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 BLOCK_E, BLOCK_T, BLOCK_D, BLOCK_K = 64, 128, 128, 64
 """Tiles of forward are BLOCK_E x BLOCK_T, of wgrad BLOCK_E x BLOCK_D, of 4 warps, two programs an SM."""

@@ -12,7 +12,7 @@ from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.gemm.kernels.hopper_device import grouped_mm_kernel
 from mxep.gemm.quantize_once import in_graph_tree
 from mxep.quant.device import num_sms as num_sms_of
-from mxep.quant.launch import cdiv, launch
+from mxep.runtime.launch import cdiv, launch
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, HOPPER_BLOCK_K
 HALF_ROWS = BLOCK_M // 2

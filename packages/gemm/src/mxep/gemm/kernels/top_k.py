@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.launch import cdiv, launch, next_power_of_2
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 ELEMENTS = 2048
 """Of a program: padded rows."""

@@ -1,7 +1,7 @@
 """Triton kernels behind the ops of mxep.quant: one file a subject, each with its launchers.
 
 A launcher has its op's signature and takes CUDA tensors (or CPU tensors under Triton's interpreter), vectors packed:
-`mxep.quant.op` sees to that. Its result equals that of the op's plain-torch reference bit for bit, where the reference
+`mxep.runtime.op` sees to that. Its result equals that of the op's plain-torch reference bit for bit, where that
 specifies it. Device functions that they share, and other packages' kernels, too, are in `mxep.quant.device`.
 
     tile        device functions: a tile loaded, quantized along its columns or rows, stored transposed

@@ -22,8 +22,8 @@ from mxep.quant.kernels.tile import (
     quantize_tile_rows,
     store_transposed,
 )
-from mxep.quant.launch import cdiv, launch
 from mxep.quant.shapes import empty_both, empty_columns
+from mxep.runtime.launch import cdiv, launch
 
 TILE = (256, 64)
 LONG_TILE = (64, 128)

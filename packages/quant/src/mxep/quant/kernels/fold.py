@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import NAN_SCALE, as_bytes, num_sms, rows_of, shifted, valid_rows
-from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_rows, picked_shape
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_ELEMENTS = 2048
 """That a program takes at a time: several short rows, or a longer one (padded to a power of two)."""

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from mxep.quant.device import NAN_SCALE, as_bytes, group_bounds, num_sms, rows_of, shifted, valid_rows
 from mxep.quant.kernels.tile import store_transposed
-from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import num_rows, padded_rows
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 SCALE_ELEMENTS = 8192
 """Scales that a program looks at, at a time; PROGRAMS_PER_SM start and take several such pieces each."""

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import as_bytes, group_bounds, valid_rows
-from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import SWIZZLE_ROWS, empty_picked, num_rows, padded_rows, swizzled_shape
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 WIDE = (8, 1024)
 NUM_WARPS = 4

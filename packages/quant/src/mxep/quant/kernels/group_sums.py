@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import as_bytes, group_bounds, power_of_two
-from mxep.quant.launch import cdiv, launch
 from mxep.quant.shapes import GROUP_SUMS_LANES, empty_group_sums
+from mxep.runtime.launch import cdiv, launch
 
 BLOCK_N = 128
 

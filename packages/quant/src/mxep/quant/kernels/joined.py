@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
-from mxep.quant.launch import launch, next_power_of_2
 from mxep.quant.shapes import empty_rows, joined_shape
+from mxep.runtime.launch import launch, next_power_of_2
 
 
 @triton.jit

@@ -23,8 +23,8 @@ from torch import Tensor
 from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax
 from mxep.quant.kernels.columns import column_amax, quantize_long_columns
 from mxep.quant.kernels.rows import LONGEST, quantize_rows
-from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_columns, empty_rows, stacked, stacked_shape
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 ROWS_PER_PROGRAM = 192
 """About. Few: many atomics, one for each column of a program. Many: few programs."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mxep.quant.device import as_bytes, on_hopper, power_of_two, valid_rows
 from mxep.quant.kernels.tile import program_tile, quantize_tile_columns
-from mxep.quant.launch import cdiv, launch
 from mxep.quant.shapes import empty_columns, picked_shape
+from mxep.runtime.launch import cdiv, launch
 
 TILE = (128, 128)
 NUM_WARPS = 4

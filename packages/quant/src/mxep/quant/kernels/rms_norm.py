@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mxep.quant.device import abs_bits, as_bytes, num_sms, reciprocal, scale_of_amax
 from mxep.quant.kernels.chunks import joined, load_chunk, store_chunk, sums_of_eight, tree_sum
-from mxep.quant.launch import launch, next_power_of_2
 from mxep.quant.shapes import RMS_NORM_PARTS, empty_rows
+from mxep.runtime.launch import launch, next_power_of_2
 
 WARP_ELEMENTS, BACKWARD_WARP_ELEMENTS = 1024, 512
 THREAD_ELEMENTS = 8

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
-from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_2d, empty_rows
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_ELEMENTS = 4096
 LONG_ELEMENTS = 8192

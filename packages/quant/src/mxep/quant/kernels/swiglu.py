@@ -37,8 +37,8 @@ from mxep.quant.device import (
 )
 from mxep.quant.kernels.activation import glu, joined_pairs, split_pairs, unclamped
 from mxep.quant.kernels.chunks import amax, joined, load_chunk, store_chunk, sums_of_eight, tree_sum
-from mxep.quant.launch import cdiv, launch, next_power_of_2
 from mxep.quant.shapes import empty_swiglu, empty_swiglu_backward
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 WARP_ELEMENTS = 2048
 """Of a row, padded to a power of two, for each warp of its program, at most."""

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.launch import launch
-from mxep.quant.op import op
+from mxep.runtime.launch import launch
+from mxep.runtime.op import op
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

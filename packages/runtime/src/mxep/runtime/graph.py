@@ -31,8 +31,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mxep.quant.driver import RELAXED, Node, NotCaptured, call, captured_nodes, driver, nodes_of, relaxed
-from mxep.quant.pools import Pool, capture_pool, forget, scratch, side_stream
+from mxep.runtime.driver import RELAXED, Node, NotCaptured, call, captured_nodes, driver, nodes_of, relaxed
+from mxep.runtime.pools import Pool, capture_pool, forget, scratch, side_stream
 
 SHARED = 32 << 20
 """Bytes of a segment up to which it shares a tensor with others: to allocate and to free one costs the host 5 us."""
@@ -138,7 +138,7 @@ class _Allocations(TorchDispatchMode):
     """
 
     wants_allocations_alone = True
-    """For `mxep.quant.modes`."""
+    """For `mxep.runtime.modes`."""
 
     def __init__(self, stream: int, given: Flat) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

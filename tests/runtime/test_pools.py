@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.quant import pools
-from mxep.quant.driver import NotCapturedNow
-from mxep.quant.graph import MovingGraph
-from mxep.quant.replay import Replayed, replayed
+from mxep.runtime import pools
+from mxep.runtime.driver import NotCapturedNow
+from mxep.runtime.graph import MovingGraph
+from mxep.runtime.replay import Replayed, replayed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.quant import graph, quantize
-from mxep.quant.driver import NotCaptured
-from mxep.quant.graph import MovingGraph
-from mxep.quant.pools import idle_bytes
-from mxep.quant.replay import replayed
+from mxep.quant import quantize
+from mxep.runtime import graph
+from mxep.runtime.driver import NotCaptured
+from mxep.runtime.graph import MovingGraph
+from mxep.runtime.pools import idle_bytes
+from mxep.runtime.replay import replayed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -98,7 +99,7 @@ def test_a_graph_is_destroyed_where_a_capture_of_another_thread_allows_it(monkey
             return lambda *_: self.calls.append(name)
 
     fake = Driver()
-    for place in ("mxep.quant.driver.driver", "mxep.quant.graph.driver"):
+    for place in ("mxep.runtime.driver.driver", "mxep.runtime.graph.driver"):
         monkeypatch.setattr(place, lambda: fake)
     graph._destroy(ctypes.c_void_p(), ctypes.c_void_p())
     assert fake.calls == [], "of a capture that failed there is none"
@@ -196,8 +197,8 @@ class Driver:
 
 
 def node_of(monkeypatch: pytest.MonkeyPatch, fake: Driver) -> graph.Node:
-    monkeypatch.setattr("mxep.quant.driver.driver", lambda: fake)
-    monkeypatch.setattr("mxep.quant.driver._sizes_of_parameters", lambda params: fake.sizes)
+    monkeypatch.setattr("mxep.runtime.driver.driver", lambda: fake)
+    monkeypatch.setattr("mxep.runtime.driver._sizes_of_parameters", lambda params: fake.sizes)
     return graph.Node.of(1)
 
 

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mxep.quant.checks import Axis
-from mxep.quant.graph import MovingGraph
-from mxep.quant.tensor import MXTensor
+from mxep.runtime.graph import MovingGraph
 
 MOST_GRAPHS = 256
 """Of a function."""
@@ -34,24 +32,27 @@ Tensors = list[Any]
 """Tensors, MXTensors or their parts, and None."""
 
 
-class MXParts(NamedTuple):
-    """An MXTensor, taken apart: a wrapper costs the host as much as a launch."""
+class _Parts(NamedTuple):
+    """How an object of tensors is taken apart, and put together."""
 
-    qdata: Tensor
-    scale: Tensor
-    row_index: Tensor | None
-    axis: Axis
-    block_size: int
-    dtype: torch.dtype
+    whole: type
+    tensors: int
+    apart: Callable[[Any], Any]
 
-    @staticmethod
-    def of(x: MXTensor) -> "MXParts":
-        """Its parts."""
-        return MXParts(x.qdata, x.scale, x.row_index, x.axis, x.block_size, x.dtype)
 
-    def join(self) -> MXTensor:
-        """The MXTensor."""
-        return MXTensor(*self, trusted=True)
+_PARTS: dict[type, _Parts] = {}
+"""By the type of its parts, a NamedTuple of which the first are its tensors."""
+
+
+def register_parts(parts: type, whole: type, tensors: int) -> None:
+    """Let replayed functions take and give objects of type `whole` as `parts`, a NamedTuple.
+
+    The first `tensors` fields are tensors or None, the others hashable. `parts.of(whole)` and `parts.join()` convert.
+    """
+    _PARTS[parts] = _WHOLE[whole] = _Parts(whole, tensors, parts.of)  # type: ignore[attr-defined]
+
+
+_WHOLE: dict[type, _Parts] = {}
 
 
 class _Refused:
@@ -185,8 +186,9 @@ class Replayed:
             joined.clear()
             results: Tensors = []
             for x in self.direct(list(tensors), *static):
-                results += x[:3] if type(x) is MXParts else [x]
-                joined.append(x[3:] if type(x) is MXParts else None)
+                known = _PARTS.get(type(x))
+                results += [x] if known is None else x[: known.tensors]
+                joined.append(None if known is None else (type(x), known.tensors, x[known.tensors :]))
             return results
 
         why = ""
@@ -202,7 +204,7 @@ class Replayed:
         return self._told(why)
 
     def _told(self, why: str) -> str:
-        logging.getLogger("mxep.quant").debug("%s is not replayed: %s", self.function.__name__, why)
+        logging.getLogger("mxep.runtime").debug("%s is not replayed: %s", self.function.__name__, why)
         return why
 
     def _keep(self, key: Hashable, kind: _Replay | _Refused | bool | None) -> None:
@@ -215,17 +217,17 @@ class Replayed:
 
     def direct(self, tensors: Tensors, *static: Any) -> Tensors:
         """The function itself, called as it would be replayed."""
-        whole = [x.join() if type(x) is MXParts else x for x in tensors]
+        whole = [x.join() if type(x) in _PARTS else x for x in tensors]
         tensors.clear()
-        return [MXParts.of(x) if type(x) is MXTensor else x for x in self.function(whole, *static)]
+        return [_WHOLE[type(x)].apart(x) if type(x) in _WHOLE else x for x in self.function(whole, *static)]
 
 
 def replayed(function: Callable[..., Tensors]) -> Replayed:
     """Replay a function (tensors, *static) -> tensors on CUDA; elsewhere it is called as ever.
 
-    tensors, and what it returns: lists of tensors, MXTensors and None; it returns what it made, views of that, or what
-    it got. It owns the list, and may empty it so that memory goes early. static: hashable; with shapes, strides and
-    dtypes it decides all that the function does. Its callers give and get an MXTensor as `MXParts`.
+    tensors, and what it returns: lists of tensors, objects of tensors (`register_parts`) and None; it returns what it
+    made, views of that, or what it got. It owns the list, and may empty it so that memory goes early. static: hashable;
+    with shapes, strides and dtypes it decides all that the function does. Its callers give and get objects as parts.
 
     It must not read from the device, nor decide by anything but its arguments, and other tensors that it uses have to
     stay where they are. Not replayed: CPU tensors, other subclasses, with gradients enabled, under torch.compile or a
@@ -264,7 +266,7 @@ _here = _Here()
 
 def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
     rest = iter(flat)
-    return [next(rest) if of is None else MXParts(*(next(rest) for _ in range(3)), *of) for of in joined]  # type: ignore[arg-type]
+    return [next(rest) if of is None else of[0](*(next(rest) for _ in range(of[1])), *of[2]) for of in joined]
 
 
 def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | None, Tensors, tuple[int, ...]]:
@@ -277,9 +279,9 @@ def _taken_apart(tensors: Tensors, static: tuple[Any, ...]) -> tuple[Hashable | 
         static = *static, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     flat: Tensors = []
     for x in tensors:
-        if type(x) is MXParts:
-            flat += x[:3]
-            static = *static, len(flat), x[3:]
+        if (known := _PARTS.get(type(x))) is not None:
+            flat += x[: known.tensors]
+            static = *static, len(flat), x[known.tensors :]
         else:
             flat.append(x)
     read = _reader(*map(type, flat))
@@ -352,6 +354,6 @@ def _stream(device: int) -> int:
 
 @functools.cache
 def _launch() -> Any:
-    from mxep.quant import launch  # imports Triton: only where there is CUDA
+    from mxep.runtime import launch  # imports Triton: only where there is CUDA
 
     return launch

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mxep.quant.driver import NotCapturedNow
+from mxep.runtime.driver import NotCapturedNow
 
 Pool = tuple[int, int]
 _pools: set[Pool] = set()

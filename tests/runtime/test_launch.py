@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from mxep.quant import launch
+from mxep.runtime import launch
 
 
 def facts(*args: Any) -> tuple[Any, ...]:

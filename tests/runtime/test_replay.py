@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs_on_cpu import replays_on_the_cpu
-from mxep.quant import MXTensor, quantize, replay, swiglu_quantize
-from mxep.quant.driver import NotCaptured
-from mxep.quant.pools import idle_bytes
-from mxep.quant.replay import MXParts, Replayed, replayed
+from mxep.quant import MXTensor, quantize, swiglu_quantize
+from mxep.quant.parts import MXParts
+from mxep.runtime import replay
+from mxep.runtime.driver import NotCaptured
+from mxep.runtime.pools import idle_bytes
+from mxep.runtime.replay import Replayed, replayed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -1,1 +1,0 @@
-../../../../quant/src/mxep/quant/modes.py
