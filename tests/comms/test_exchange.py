@@ -1,6 +1,7 @@
 """dispatch, make_plan, combine over real ranks: bitwise what plain collectives and python loops make."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from comms.cases import (
     gather,
 )
 from mxep.comms import (
+    NEW,
     Capacity,
     Handle,
     PeersDisagree,
@@ -25,9 +27,11 @@ from mxep.comms import (
     Transport,
     Workspace,
     combine,
+    describe_dispatch,
     dispatch,
     gather_rows,
     make_plan,
+    new_dispatch,
 )
 from ranks import Context, distributed
 
@@ -101,6 +105,39 @@ def check_crossed(ctx: Context, kind: type | None) -> None:
 @distributed(2, 3)
 def test_ranks_that_take_one_dispatch_for_another_are_told(ctx: Context):
     check_crossed(ctx, None)
+
+
+def meet_with_layers(ctx: Context, workspace: Workspace, new_dispatches: Sequence[int]) -> None:
+    """New dispatches, of the layers that each rank names."""
+    mine = bring_to(workspace, "full", ctx.rank, 0).to(ctx.device)
+    workspace.transport.announce(new_dispatches[ctx.rank])
+    dispatch(workspace, mine.payload, mine.ids, mine.weights).wait()
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+    workspace.transport.check()
+
+
+def check_layers(ctx: Context, kind: type | None) -> None:
+    workspace = make_workspace(ctx, kind)
+    for of_ranks in ([new_dispatch(7, 2)] * 2, [NEW, new_dispatch(7, 0)], [new_dispatch(7, 0), NEW]):
+        meet_with_layers(ctx, workspace, of_ranks)
+    said = "rank 0 of a new one of layer 7, rank 1 of a new one of layer 7, after 1 of its passes failed"
+    with pytest.raises(PeersDisagree, match=f"rank {ctx.rank} met peers in a dispatch of other dispatches: {said}"):
+        meet_with_layers(ctx, workspace, [new_dispatch(7, failures) for failures in range(2)])
+
+
+@distributed(2)
+def test_new_dispatches_of_other_layers_are_told_apart(ctx: Context):
+    check_layers(ctx, None)
+
+
+def test_numbers_of_layers_and_failures_fit_a_header_and_start_again():
+    for layer, failures in ((1, 0), (65535, 0), (65536, 4095), (3, 4096 + 5)):
+        number = new_dispatch(layer, failures)
+        assert -(2**29) <= number < NEW
+        assert f"layer {(layer - 1) % 65535 + 1}" in (said := describe_dispatch(number))
+        assert (f"after {failures % 4096} " in said) == (failures > 0)
+    assert new_dispatch(0, 5) == NEW
 
 
 def my_experts(workspace: Workspace, rank: int) -> range:

@@ -10,6 +10,7 @@ from comms.test_exchange import (
     bring_to,
     check_cases,
     check_crossed,
+    check_layers,
     check_one_token,
     check_other_sizes,
     check_over_capacity,
@@ -121,6 +122,12 @@ def test_ranks_that_send_rows_of_other_widths_are_told(ctx: Context):
 def test_ranks_that_take_one_dispatch_for_another_are_told(ctx: Context):
     check_crossed(ctx, InterpretedTransport)
     check_crossed(ctx, PlayedTransport)
+
+
+@distributed(2, device="cpu")
+def test_new_dispatches_of_other_layers_are_told_apart(ctx: Context):
+    check_layers(ctx, InterpretedTransport)
+    check_layers(ctx, PlayedTransport)
 
 
 @distributed(3, device="cpu")

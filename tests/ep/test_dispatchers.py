@@ -710,6 +710,46 @@ def test_backwards_in_another_order_raise_on_every_rank(ctx: Context, name: str)
                 outs[i].sum().backward()
 
 
+@distributed(2, device="cpu", name=EXCHANGING)
+def test_layers_called_in_another_order_raise_on_every_rank(ctx: Context, name: str) -> None:
+    """Two of one size, whose op ids, sizes and numbers of dispatches are alike."""
+    x = torch.ones(16, 64, dtype=torch.bfloat16)
+    for orders in (((0, 1), (0, 1)), ((0, 1), (1, 0))):
+        layers = [spread(ctx, name) for _ in range(2)]
+        said, wrong = r"rank 0 .*of layer \d+, rank 1 .*of layer \d+", orders[0] != orders[1]
+        with pytest.raises(PeersDisagree, match=said) if wrong else nullcontext():
+            for i in orders[ctx.rank]:
+                layers[i](x)
+
+
+@distributed(2, device="cpu", name=EXCHANGING)
+def test_a_layer_without_a_number_is_taken_for_any(ctx: Context, name: str) -> None:
+    """As one rank's compiled graphs have none, while another's compiler has given up."""
+    moe, x = spread(ctx, name), torch.ones(16, 64, dtype=torch.bfloat16)
+    ids, weights = torch.tensor([[0, 3]], dtype=torch.int32).expand(16, 2), torch.ones(16, 2)
+    out = moe(x, expert_ids=ids, weights=weights)
+    for numbered in range(3):
+        if ctx.rank == numbered:
+            again = moe(x, expert_ids=ids, weights=weights)
+        else:
+            again, _ = moe.experts(x, ids, weights, dispatcher=moe.dispatcher, recipe=moe.recipe)
+        assert torch.equal(again, out)
+
+
+@distributed(2, device="cpu", name=EXCHANGING)
+def test_a_forward_repeated_after_all_was_sent_is_not_taken_for_the_next(ctx: Context, name: str) -> None:
+    moe, x = spread(ctx, name), torch.ones(16, 64, dtype=torch.bfloat16)
+    moe(x)
+    if ctx.rank == 1:
+        after_combine = mock.patch("mxep.ep.passes.tensors_of_plan", side_effect=MemoryError)
+        with after_combine, pytest.raises(MemoryError):
+            moe(x)
+    else:
+        moe(x)
+    with pytest.raises(PeersDisagree, match=r"rank 1 .*layer \d+, after 1 of its passes failed"):
+        moe(x)
+
+
 @distributed(2, device="cpu", name=("symmetric", "hierarchical"))
 def test_an_abandoned_forward_is_not_taken_for_the_next(ctx: Context, name: str) -> None:
     """Rank 1 fails between dispatch and combine, and goes on with the next batch."""

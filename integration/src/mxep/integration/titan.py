@@ -99,11 +99,12 @@ class Options:
         scores: Tensor,
         weights: tuple[Tensor, Tensor, Tensor],
         dispatcher: TokenDispatcher,
+        layer: int,
     ) -> Tensor:
         """x (T, D) -> (T, D).
 
         recipe: of that name, or "auto". expert_ids, scores: (T, K). weights: w1 (e, F, D), w2 (e, D, F), w3 (e, F, D),
-        or DTensors of them.
+        or DTensors of them. layer: of ``dispatcher.number_layer()``; 0 if compiled, as graphs serve all layers.
 
         Gradients of weights are sums over the tokens of all ranks, as torchtitan divides the loss by all tokens.
         """
@@ -115,7 +116,7 @@ class Options:
             picked = pick_recipe(None, *sizes, dispatcher, max_tokens=self.max_tokens)
             assert picked is not None
             recipe = picked
-        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": self.backend}
+        how: dict[str, Any] = {"dispatcher": dispatcher, "recipe": recipe, "backend": self.backend, "layer": layer}
         return run_experts(x, expert_ids, scores.float(), (w1, w3), w2, **how)[0]
 
 

@@ -56,12 +56,14 @@ class Experts(GroupedExperts):  # type: ignore[misc]
     options: Options
     recipe: Recipe | str
     dispatcher: TokenDispatcher
+    number: int
     load_E: Tensor | None = None  # no buffer: checkpoints would have it
 
     def routed(self, x: Tensor, expert_ids: Tensor, scores: Scores) -> Tensor:
         """x (T, D) -> (T, D): dispatch, experts and combine."""
         weights = self.w1, self.w2, self.w3
-        return self.options.run(self.recipe, x, expert_ids, scores.scores, weights, self.dispatcher)
+        number = 0 if torch.compiler.is_compiling() else self.number
+        return self.options.run(self.recipe, x, expert_ids, scores.scores, weights, self.dispatcher, number)
 
     def init_weights(self, init_std: float) -> None:
         super().init_weights(init_std)
@@ -124,6 +126,7 @@ class Converter:
             moe.__class__, experts.__class__ = RoutedMoE, Experts
             experts.options, experts.recipe = self.options, recipe_of(self.options.recipe)
             experts.dispatcher = self.options.make_dispatcher(num_experts, dim, self.group)
+            experts.number = experts.dispatcher.number_layer()
         if self.options.linear is not None:
             convert_linears(model, self.options.linear, self.options.backend)
 

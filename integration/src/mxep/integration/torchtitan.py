@@ -43,6 +43,7 @@ class Routed(NamedTuple):
     scores_TK: Tensor
     counts_E: Tensor
     dispatcher: TokenDispatcher
+    layer: int
 
 
 class Dispatcher(Configurable):  # type: ignore[misc]
@@ -61,11 +62,13 @@ class Dispatcher(Configurable):  # type: ignore[misc]
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
         group = None if ep_mesh is None else ep_mesh.get_group()
         self.dispatcher = self.config.options.make_dispatcher(self.config.num_experts, self.config.dim, group)
+        self.number = self.dispatcher.number_layer()
 
     def dispatch(
         self, x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, counts_E: Tensor
     ) -> tuple[Tensor, Routed, None]:
-        return x_TD, Routed(expert_ids_TK, scores_TK, counts_E, self.dispatcher), None
+        number = 0 if torch.compiler.is_compiling() else self.number
+        return x_TD, Routed(expert_ids_TK, scores_TK, counts_E, self.dispatcher, number), None
 
     def combine(self, out_TD: Tensor, metadata: None, x_TD: Tensor) -> Tensor:
         return out_TD
@@ -88,7 +91,8 @@ class Experts(GroupedExperts):  # type: ignore[misc]
         if self.training:
             self.load_E.add_(routed.counts_E.detach())
         weights = self.w1_EFD, self.w2_EDF, self.w3_EFD
-        return self.options.run(self.recipe, x_TD, routed.expert_ids_TK, routed.scores_TK, weights, routed.dispatcher)
+        tokens = x_TD, routed.expert_ids_TK, routed.scores_TK
+        return self.options.run(self.recipe, *tokens, weights, routed.dispatcher, routed.layer)
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         self.load_E = torch.zeros_like(self.load_E, device=buffer_device or self.w1_EFD.device)

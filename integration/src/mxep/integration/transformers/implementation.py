@@ -72,8 +72,9 @@ class Implementation:
         dispatcher: where experts are spread over ranks; None: where they were.
         """
         found: Layer | None = getattr(experts, KEY, None)
+        number = 0 if dispatcher is None else dispatcher.number_layer()
         if dispatcher is None and found is not None and found.parallel:
-            dispatcher, wgrad_scale = found.dispatcher, found.wgrad_scale
+            dispatcher, wgrad_scale, number = found.dispatcher, found.wgrad_scale, found.number
         check_experts(experts, self.name, self.recipe, spread=dispatcher is not None)
         masks = dispatcher is None and getattr(experts, "_is_expert_parallel", True)
         if dispatcher is None:
@@ -90,7 +91,7 @@ class Implementation:
                 f"{type(experts).__name__}: got recipe {self.recipe.name} for a gate of the model's own, which keeps "
                 "its input itself, want one without gate_up_fp8"
             )
-        how = activation, cleans, masks, wgrad_scale, self.most_tokens()
+        how = activation, cleans, masks, wgrad_scale, self.most_tokens(), number
         layer = Layer(self, self.recipe, self.backend, dispatcher, *how)
         experts.__dict__[KEY] = layer  # nn.Module's own way costs more
         return layer

@@ -49,6 +49,7 @@ class Layer:
             nothing are zeroed for these.
         masks: whether expert ids from E on mean "not here", as transformers' own expert parallelism has it.
         wgrad_scale: factor of weight gradients.
+        number: of `TokenDispatcher.number_layer`.
         called: whether a forward was computed here.
         last_routing: the last forward's; None before, and after a compiled one.
         trained_routing: the same of forwards with gradients on: not of evaluation, generation or a reference pass.
@@ -63,6 +64,7 @@ class Layer:
     masks: bool
     wgrad_scale: float = 1.0
     max_tokens: int | None = None
+    number: int = 0
     called: bool = False
     last_routing: Routing | None = field(default=None, repr=False)
     trained_routing: Routing | None = field(default=None, repr=False)
@@ -109,6 +111,7 @@ class Layer:
         if not isinstance(recipe, Recipe):
             self.recipe, recipe = recipe_of_call(self._pick, experts, x, expert_ids)
         routing: Routing | None
+        how: dict[str, Any] = {} if torch.compiler.is_compiling() else {"layer": self.number}
         if self.activation is None:
             out, routing = self._composed(experts, x, expert_ids, weights, recipe)
         else:
@@ -126,6 +129,7 @@ class Layer:
                 activation=self.activation,
                 gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
                 down_bias=experts.down_proj_bias if experts.has_bias else None,
+                **how,
             )
         if torch.compiler.is_compiling():
             routing = None
@@ -144,6 +148,8 @@ class Layer:
         self, experts: Any, x: Tensor, expert_ids: Tensor, weights: Tensor, recipe: Recipe
     ) -> tuple[Tensor, Routing]:
         dispatcher = self.dispatcher
+        if not torch.compiler.is_compiling():
+            dispatcher.begin(self.number)
         rows, row_weight, routing = dispatch(x, expert_ids, weights, dispatcher=dispatcher, recipe=recipe)
         row_weight = row_weight.to(x.dtype)[:, None]
         unused = (routing.plan.row_slot < 0)[:, None] if self.cleans else None

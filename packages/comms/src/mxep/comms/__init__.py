@@ -12,6 +12,7 @@ import importlib.metadata
 from .capacity import Capacity, CapacityExceeded
 from .exchange import Handle, combine, dispatch
 from .failures import tell_failure, told_failures
+from .layout import NEW, describe_dispatch, new_dispatch
 from .nvshmem import NvshmemTransport
 from .one_thread import OneThread
 from .plan import DROPPED, RoutingPlan, check_ids, make_plan, narrow_ids
@@ -37,6 +38,7 @@ except importlib.metadata.PackageNotFoundError:  # sources on the path, not inst
 
 __all__ = [
     "DROPPED",
+    "NEW",
     "BatchTooLarge",
     "Capacity",
     "CapacityExceeded",
@@ -55,10 +57,12 @@ __all__ = [
     "check_agreement",
     "check_ids",
     "combine",
+    "describe_dispatch",
     "dispatch",
     "gather_rows",
     "make_plan",
     "narrow_ids",
+    "new_dispatch",
     "sum_slots",
     "tell_failure",
     "timeout_of",

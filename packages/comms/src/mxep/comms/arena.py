@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .layout import NEW
 from .one_thread import OneThread
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class Arena:
         device: the transport's.
         buffers: two, of one size, that exchanges alternate between; none before the first workspace.
         exchanges: how many began. dispatches: how many brought tables, between CPUs; a device counts by itself.
+        new_dispatch: what the next new dispatch sends, see `Transport.announce`.
         signal_pad: of a barrier that moves no rows, where exchanges run on a stream.
         stream: that the last exchange began on. in_flight: tensors that it uses, until it is over. done: when it is.
         capture: the CUDA graph's that the last exchange is part of, 0 if none. was_captured: whether any was.
@@ -38,6 +40,7 @@ class Arena:
     buffers: tuple[SymmetricBuffer, ...] = ()
     exchanges: int = 0
     dispatches: int = 0
+    new_dispatch: int = NEW
     signal_pad: SymmetricBuffer | None = None
     stream: torch.cuda.Stream | None = None
     in_flight: object = None

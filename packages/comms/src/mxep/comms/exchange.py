@@ -75,7 +75,7 @@ def dispatch(
     exchange, or by ``workspace.transport.check()``). Peers of a rank with more tokens than max_tokens, or with invalid
     ids, get PeersDisagree that says so. The transport is of no use then. Peers of a rank that comes with
     ``Workspace.outgrow`` instead get BatchTooLarge. PeersDisagree, too, where peers redispatch along the plan of
-    another dispatch.
+    another dispatch, or where a new dispatch is another layer's there.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
@@ -85,6 +85,8 @@ def dispatch(
     expert_ids, weights = _check_tokens(workspace, payload, expert_ids, weights)
     number = None if plan is None else plan.dispatch
     buffer = workspace.begin("dispatch")
+    if weights is not None:
+        number = workspace.new_dispatch()
     if not async_op and weights is None:
         # After it: every rank's tokens for this rank are in its slots.
         workspace.steps.dispatch(buffer, payload, expert_ids, num_sms, number)

@@ -35,6 +35,34 @@ PE_SHIFT = 40
 TABLES, ROWS = 0, 1
 """Channels of tables and of the first rows."""
 
+NEW = -1
+"""What ranks send with a new dispatch of a layer without a number; it is like any other new one."""
+LAYERS, FAILURES = 2**16, 2**12
+"""Numbers of layers and of failures start again there: headers of 32 bits hold both, and two bits more."""
+
+
+def new_dispatch(layer: int, failures: int) -> int:
+    """What ranks send with a new dispatch, which has no number yet: -1 - (layer + failures * 2^16).
+
+    layer: its number among the layers of the group, from 1 on; 0: not known. failures: passes that raised on this rank
+    after they had sent something.
+    """
+    return NEW - ((layer - 1) % (LAYERS - 1) + 1 + failures % FAILURES * LAYERS) if layer else NEW
+
+
+def differ(number: int, other: int) -> bool:
+    """Whether two ranks are in different dispatches, as far as they know: `kernels/signals.py` has the same."""
+    return number != other and max(number, other) != NEW
+
+
+def describe_dispatch(number: int) -> str:
+    """For an error."""
+    if number >= NEW:
+        return f"dispatch {number}" if number > 0 else "a new one"
+    failures, layer = divmod(NEW - number, LAYERS)
+    again = f", after {failures} of its passes failed" if failures else ""
+    return f"a new one of layer {layer}{again}"
+
 
 def round_up(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment

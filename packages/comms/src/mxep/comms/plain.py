@@ -63,7 +63,7 @@ class PlainExchange:
         num_sms: int | None = None,
         number: Tensor | None = None,
     ) -> None:
-        """number: of the dispatch that this repeats; None: a new one."""
+        """number: of the dispatch that this repeats, or `Workspace.new_dispatch`; None: not known."""
         packed = _pack(payload)
         slot = self.rank * self.layout.max_tokens + torch.arange(len(packed), dtype=torch.int64, device="cpu")
         owner = owners(expert_ids, self.experts_per_rank)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .layout import step_of
+from .layout import differ, step_of
 from .transport import BatchTooLarge, PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, gather_objects
 
 POLLS = 200
@@ -84,7 +84,7 @@ class SharedMemoryTransport(Transport):
             if (too_large := BatchTooLarge.found(self.rank, op_ids)) is not None:
                 raise too_large
             raise self._failed(PeersDisagree.over(self.rank, op_ids))
-        if any(each != dispatch for each in dispatches):
+        if any(differ(each, dispatch) for each in dispatches):
             raise self._failed(PeersDisagree.over_dispatches(self.rank, step_of(op_id), dispatches))
 
     def signal(self, op_id: int, dispatch: int = 0) -> None:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arena import Arena
+from .arena import Arena, current_stream
 from .failures import told_failures
-from .layout import step_of
+from .layout import NEW, describe_dispatch, step_of
 
 T = TypeVar("T")
 
@@ -67,6 +67,7 @@ class Transport(ABC):
             kernel that waits on every multiprocessor must never keep out the one that its peers wait for. None on CPU.
         timeout: seconds that a wait for a peer takes at most; None: the process group's own.
         arena: what its workspaces share.
+        new_dispatch: (1,) int32 on the device, what the next new dispatch sends: `new_dispatch` of `layout.py`.
     """
 
     access: ClassVar[str]
@@ -79,6 +80,7 @@ class Transport(ABC):
         self.stream: torch.cuda.Stream | None = None
         self.timeout = timeout_of(self.group, device) if timeout is None else timeout
         self.arena = Arena(device)
+        self.new_dispatch = torch.full((1,), NEW, dtype=torch.int32, device=device)
         self._buffers: list[SymmetricBuffer] = []
         self._unusable: str | None = None
 
@@ -98,6 +100,19 @@ class Transport(ABC):
         signal_pad: of :func:`signal_pad_bytes`, to meet over. Barriers that may run at once, on two streams, need one
         each.
         """
+
+    def announce(self, new_dispatch: int) -> None:
+        """What the next new dispatch sends, and those after it.
+
+        It is written now for a graph of exchanges that may be launched next: one graph serves many layers. A dispatch
+        outside of such a graph writes it itself, in the order of its stream, or of the graph that is captured.
+        """
+        arena = self.arena
+        arena.new_dispatch = new_dispatch
+        if self.stream is None or torch.cuda.is_current_stream_capturing():
+            return
+        if arena.stream in (None, current_stream(self.device.index)):
+            self.new_dispatch.fill_(new_dispatch)
 
     def free(self, buffer: SymmetricBuffer) -> None:
         """Let go of a buffer that no exchange is in flight in. Local; views that are still held stay valid."""
@@ -166,9 +181,9 @@ class PeersDisagree(RuntimeError):
 
     @classmethod
     def over_dispatches(cls, rank: int, step: str, dispatches: Sequence[int]) -> "PeersDisagree":
-        """What to raise on ``rank`` where ranks met in the same exchange of these dispatches, 0 of a new one."""
-        found = (f"rank {peer} of {f'dispatch {n}' if n else 'a new one'}" for peer, n in enumerate(dispatches))
-        why = "ranks ran forwards or backwards in another order, or one left out an exchange"
+        """What to raise on ``rank`` where ranks met in the same exchange of these dispatches."""
+        found = (f"rank {peer} of {describe_dispatch(number)}" for peer, number in enumerate(dispatches))
+        why = "ranks ran forwards or backwards in another order, or one left out or repeated an exchange"
         return cls(f"rank {rank} met peers in a {step} of other dispatches: {', '.join(found)}: {why}")
 
 

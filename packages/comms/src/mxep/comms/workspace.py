@@ -163,6 +163,13 @@ class Workspace:
         self.begin("outgrown")
         self.steps.outgrow(tokens)
 
+    def new_dispatch(self) -> Tensor:
+        """(1,) int32, what peers compare of a dispatch that has no number yet. To be asked for after `begin`."""
+        number = self.transport.new_dispatch
+        if not self.arena.launches_are_counted:  # else it is written before each launch
+            number.fill_(self.arena.new_dispatch)
+        return number
+
     def slots(self, buffer: SymmetricBuffer, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Views of the parts that lie side by side in the buffer's slots, (S, n_i) each."""
         widths = tuple(part.shape[1] for part in payload)

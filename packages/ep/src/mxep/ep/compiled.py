@@ -94,7 +94,8 @@ def forward_op(
     drops: bool,
 ) -> list[Tensor]:
     config = _config(x.device, dispatcher, recipe, backend, wgrad_scale, activation)
-    with torch.no_grad():
+    config.dispatcher.begin(0)  # one graph serves many layers
+    with config.dispatcher.watched(), torch.no_grad():
         tensors = [x, weights, expert_ids, gate_up_bias, *_halves(gate_up_proj), down_proj]
         _, made = layer_forward(tensors, *config.of_passes, backward, _needs(needs), drops)
     kept = [made.pop()] if drops else []
@@ -136,7 +137,7 @@ def backward_op(
     needs: list[bool],
 ) -> list[Tensor]:
     config = _config(d_out.device, dispatcher, recipe, backend, wgrad_scale, activation)
-    with torch.no_grad():
+    with config.dispatcher.watched(), torch.no_grad():
         experts = *_halves(gate_up_proj), down_proj, *config.main_grads
         tensors = [d_out, expert_ids, *experts, *saved[-len(PLAN) :], *saved[: -len(PLAN)]]
         _, grads = layer_backward(tensors, *config.of_passes, wgrad_scale, _needs(needs))

@@ -94,6 +94,7 @@ def run_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     score_before_experts: bool = False,
+    layer: int = 0,
 ) -> tuple[Tensor, Routing | None]:
     """``x`` (T, D) -> (T, D), summed over each token's experts, and the routing.
 
@@ -108,6 +109,8 @@ def run_experts(
             the routing weight multiplies; ranks gather it. Or DTensors. They have ordinary gradients.
         score_before_experts: the routing weight multiplies what an expert is given, not what it returns (Llama 4). Each
             of the T K products is a token to the dispatcher, whose ``max_tokens`` counts them, and to the routing.
+        layer: of ``dispatcher.number_layer()``. Ranks that call numbered layers in other orders raise PeersDisagree.
+            0: not known. Under torch.compile it is not.
 
     Under torch.compile it is an op of one graph, with `fullgraph=True` too, and the routing is None. It breaks the
     graph, and fails a full one with the reason, with a `main_grad`, with a dispatcher that learns its sizes at run
@@ -127,6 +130,8 @@ def run_experts(
         how |= {"wgrad_scale": wgrad_scale, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
         how |= {"score_before_experts": score_before_experts}
         return between_graphs(run_experts, x, expert_ids, weights, gate_up_proj, down_proj, **how)
+    if not torch.compiler.is_compiling():
+        dispatcher.begin(layer)
     if score_before_experts:
         routed = (expert_ids >= 0) & (expert_ids < dispatcher.num_experts)
         weights = torch.where(routed, weights, 0.0)  # others may be NaN, which times a gradient of 0 is NaN, too
@@ -157,13 +162,9 @@ def run_experts(
         grads = [each is not None and each.requires_grad for each in tensors]
         backward = torch.is_grad_enabled() and any(grads)
         check_no_tangent(x, weights, here, down, other, here_bias)
-        try:
-            with torch.no_grad():
-                given = [x, weights, ids, here_bias, here, other, down]
-                routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads), drops)
-        except BaseException as error:
-            dispatcher.failed(error)
-            raise
+        with dispatcher.watched(), torch.no_grad():
+            given = [x, weights, ids, here_bias, here, other, down]
+            routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads), drops)
         kept = made.pop() if drops else None
         out = Layer.apply(*tensors, config, routing, made) if backward else made[0]  # type: ignore[no-untyped-call]
         del made

@@ -91,11 +91,8 @@ class Layer(torch.autograd.Function):
             if share is not None:
                 share.check()
         how = *config.of_passes, config.wgrad_scale, needs_of(ctx.needs_input_grad), routing
-        try:
+        with config.dispatcher.watched():
             _, (dx, d_weights, *grads) = layer_backward(tensors, *how, wanted=wanted, left=left)
-        except BaseException as error:
-            config.dispatcher.failed(error)
-            raise
         if left:
             ctx.saved_operands = SavedOperands.of(left, d_out)
         return dx, d_weights, *_of_parameters(ctx, grads)

@@ -112,7 +112,7 @@ class MoE(nn.Module):
         self.dim = dim
         self.hidden_dim = hidden_dim
         self.top_k = top_k
-        self.dispatcher = dispatcher
+        self.dispatcher, self.number = dispatcher, dispatcher.number_layer()
         self.dispatch = None if dispatcher is how.dispatcher else how
         self.max_tokens = how.max_tokens
         if self.dispatch is None and (sent := getattr(dispatcher, "max_tokens", None)) is not None:
@@ -176,6 +176,8 @@ class MoE(nn.Module):
         options: dict[str, Any] = {"dispatcher": self.dispatcher, "recipe": recipe, "backend": self.backend}
         options["wgrad_scale"] = 1 / self.dispatcher.world_size if self.gradient_reduction == "mean" else 1.0
         options |= {"activation": self.activation, "score_before_experts": self.score_before_experts}
+        if not torch.compiler.is_compiling():  # a graph of one number would not serve other layers
+            options["layer"] = self.number
         out: Tensor
         out, routing = self.experts(tokens, expert_ids, weights, **options)
         if keeps:

@@ -59,7 +59,8 @@ class ExpertParallel(ParallelStyle):
         )
         if dispatcher.world_size != device_mesh.size():
             raise ValueError(f"the dispatcher serves {dispatcher.world_size} ranks, the mesh has {device_mesh.size()}")
-        module.dispatcher, module.dispatch = dispatcher, None if dispatcher is how.dispatcher else how
+        module.dispatcher, module.number = dispatcher, dispatcher.number_layer()
+        module.dispatch = None if dispatcher is how.dispatcher else how
         if module.auto:
             module.max_tokens = how.max_tokens or module.max_tokens
             module.recipe = module._pick(None) or AUTO

@@ -95,7 +95,7 @@ def dispatch_kernel(
     BLOCK_T: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Token t into slot (rank, t) of each rank that needs it. part1 None: a row has one part. dispatch_ptr (1,): the
-    number of the dispatch that this repeats; None: a new one."""
+    number of the dispatch that this repeats, or what a new one sends; None: not known."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     local_base = tl.load(pointers_ptr + rank)

@@ -20,7 +20,8 @@ State: (4,) int64 on the device: whether a wait has failed, the limit in ns, the
 dispatches there were. The last one of tables numbers the dispatch, on the device, as a graph of it may be replayed.
 
 Dispatches. Op ids tell a combine from a dispatch, but not of which dispatch it is. So a rank stores that number, of its
-plan, into every rank's `dispatches` before its first signal of rows. Who has waited for all signals compares them.
+plan, into every rank's `dispatches` before its first signal of rows. Who has waited for all signals compares them. A
+new dispatch has no number before its tables have met: it sends which layer's it is (`new_dispatch` of `layout.py`).
 """
 
 import triton
@@ -28,11 +29,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from mxep.comms.layout import NUM_COUNTERS
+from mxep.comms.layout import NEW, NUM_COUNTERS
 from mxep.runtime.launch import launch, next_power_of_2
 
 DISPATCHES = tl.constexpr(NUM_COUNTERS)
 """Where they begin behind the counters."""
+ANY_NEW = tl.constexpr(NEW)
 POLL_NS = tl.constexpr(20_000)
 """ns that a poll counts for under the interpreter."""
 
@@ -105,7 +107,8 @@ def compare_dispatches(counters_ptr, dispatch, signal, state_ptr, W: tl.constexp
     """With the peers', once all their signals are here."""
     peer = tl.arange(0, WP)
     seen = tl.load(counters_ptr + DISPATCHES + peer, mask=peer < W, other=0)
-    if tl.max(((seen != dispatch) & (peer < W)).to(tl.int32), 0) != 0:
+    wrong = (seen != dispatch) & (tl.maximum(seen, dispatch) != ANY_NEW) & (peer < W)
+    if tl.max(wrong.to(tl.int32), 0) != 0:
         record_fault(state_ptr, -1, signal, seen, peer, peer < W)
 
 

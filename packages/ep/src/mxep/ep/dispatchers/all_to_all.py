@@ -83,7 +83,8 @@ class AllToAllDispatcher(TokenDispatcher):
         number = torch.full((1,), count, dtype=torch.int32, device=expert_ids.device)
         outgoing, ways = _joined(payload, token, tables), (sent, received, heads, heads_received)
         room = self.world_size + _room(sum(received) - self.world_size)
-        arrived = self._all_to_all(outgoing, *ways, room, number, "dispatch")
+        header = self._headers.new(self.new_dispatch, expert_ids.device)
+        arrived = self._all_to_all(outgoing, *ways, room, header, "dispatch")
         *slots, ids, weight = _parts(arrived, [*_widths(payload), 4, 4])
         plan = self._plan(
             ids.view(torch.int32)[None],
@@ -125,6 +126,9 @@ class AllToAllDispatcher(TokenDispatcher):
         (of_pairs,) = gather_rows(values, routing.position.flatten())
         return Done((out, of_pairs.view(torch.float32).view(routing.position.shape)))
 
+    def _sent(self) -> int:
+        return 0 if self._exchanges is None else self._exchanges.collectives
+
     def _exchange_sizes(self, outgoing: Tensor) -> tuple[list[int], list[int], list[int], list[int], Tensor]:
         """(W, 3), what goes to each rank -> on the host: rows to each, and what came from each, by column; and on the
         device the first row from each.
@@ -164,6 +168,8 @@ class AllToAllDispatcher(TokenDispatcher):
     def _collective(
         self, incoming: Tensor, outgoing: Tensor, received: list[int] | None = None, sent: list[int] | None = None
     ) -> None:
+        if self._exchanges is not None:
+            self._exchanges.collectives += 1
         try:
             dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
         except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process instead

@@ -17,8 +17,8 @@ import functools
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import (
+    NEW,
     Capacity,
     CapacityExceeded,
     PeersDisagree,
@@ -34,6 +35,7 @@ from mxep.comms import (
     RoutingPlan,
     Transport,
     make_plan,
+    new_dispatch,
     tell_failure,
     told_failures,
 )
@@ -180,6 +182,8 @@ class TokenDispatcher(ABC):
     """Whether slots are the dispatcher's, and written again by a later exchange."""
     in_graphs = False
     """Whether exchanges need nothing of the host, and a routing is no more than a plan: see :meth:`graph_state`."""
+    new_dispatch = NEW
+    """What the next dispatch sends, see `begin`."""
     blocks = 1
     """Of each sender's tokens, from sources of their own: see :func:`mxep.comms.make_plan`."""
     row_dtype: torch.dtype | None = None
@@ -201,10 +205,45 @@ class TokenDispatcher(ABC):
             raise TypeError(f"{type(self).__name__} of a process group cannot be pickled: save the layer's state_dict")
         return {**self.__dict__, **{name: {} for name in self.of_this_process}}
 
-    def failed(self, error: BaseException) -> None:
-        """Tell peers, who may wait for this rank until their time-out, what it raised."""
-        if self.world_size > 1 and not isinstance(error, PeerTimeout | PeersDisagree):
+    def number_layer(self) -> int:
+        """A number for a layer that is made, for `begin`. All ranks make the layers of a group in one order, as they
+        make process groups. From 1 on; 0 where there are no peers. Layers that are made again begin anew."""
+        if self._exchanges is None:
+            return 0
+        self._exchanges.failures = 0
+        self._exchanges.layers += 1
+        return self._exchanges.layers
+
+    def begin(self, layer: int) -> None:
+        """The next dispatch is one of this layer; 0: of one without a number. Peers compare it, if both know it, and
+        raise PeersDisagree. Raises RuntimeError as `claim`."""
+        if self._exchanges is not None:
+            self.claim()
+            self.new_dispatch = new_dispatch(layer, self._exchanges.failures)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A pass, or a part of one. If it raises, peers, who may wait for this rank until their time-out, are told.
+
+        One that had sent something is over for its peers, perhaps: the next dispatch, which may repeat it, is not like
+        theirs.
+        """
+        if self._exchanges is None:
+            yield
+            return
+        sent = self._sent()
+        try:
+            yield
+        except (PeerTimeout, PeersDisagree):
+            raise
+        except BaseException as error:
+            self._exchanges.failures += self._sent() != sent
             tell_failure(self.group, error)
+            raise
+
+    def _sent(self) -> int:
+        """How many exchanges this rank has begun."""
+        return 0
 
     def told(self) -> str:
         """What peers have told that they raised, as the end of a message."""
@@ -235,6 +274,8 @@ class TokenDispatcher(ABC):
         self.claim()
         if max_tokens < 0:
             raise ValueError(f"reserve: got {max_tokens} tokens, wanted at least 0")
+        if self._exchanges is not None:
+            self._exchanges.failures = 0  # on all ranks, which make the step again
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         """(senders, the most tokens of each) of a dispatch of ``num_tokens``, where known without running it."""

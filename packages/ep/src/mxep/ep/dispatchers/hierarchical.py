@@ -153,7 +153,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         counts = self._running_counts(expert_ids.device, 1)
         sizes = self.nodes.count, self.slots_per_node(max_tokens, top_k), self.experts_per_node, self.num_experts
         ids, slots, token_of, tables = _plan_slots([expert_ids, weights, counts], *sizes)
-        number = torch.zeros(1, dtype=torch.int32, device=ids.device)  # a new one
+        number = self._headers.new(self.new_dispatch, ids.device)
+        within.new_dispatch = self.new_dispatch
         crossing = self._cross(gather_rows((_joined(payload), tables), token_of), number, "dispatch")
 
         def finish() -> tuple[Payload, Routing]:
@@ -262,6 +263,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
         self._headers.check()
+        if self._exchanges is not None:
+            self._exchanges.collectives += 1
         heads = self._heads_of(outgoing[0])
         self._headers.mark(outgoing[0].view(torch.uint8), heads, number, step)
         incoming, works = tuple(map(torch.empty_like, outgoing)), []
@@ -292,6 +295,10 @@ class HierarchicalDispatcher(TokenDispatcher):
                 device, lambda: torch.arange(nodes, dtype=torch.int64, device=device) * key[1]
             )
         return self._heads[key]
+
+    def _sent(self) -> int:
+        crossed = 0 if self._exchanges is None else self._exchanges.collectives
+        return crossed + sum(each._sent() for each in self._within.values())
 
     def _share(self, top_k: int) -> float:
         return share_of_node(self.nodes.count, self.nodes_per_token, self.experts_per_node, top_k)

@@ -21,10 +21,19 @@ _alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionar
 
 @dataclass(eq=False)
 class Exchanges:
-    """Of all dispatchers of a group. thread: which makes them. dispatches: how many collectives have begun."""
+    """What all dispatchers of a group share.
+
+    Attributes:
+        thread: which makes the exchanges. dispatches: how many there were, by collectives. collectives: of all kinds.
+        layers: how many have a number. failures: passes that raised on this rank after they had sent something, since a
+            layer was made or room was reserved, on all ranks.
+    """
 
     thread: OneThread = field(default_factory=OneThread)
     dispatches: int = 0
+    collectives: int = 0
+    layers: int = 0
+    failures: int = 0
 
 
 _of_groups: dict[str, tuple[dist.ProcessGroup, Exchanges]] = {}

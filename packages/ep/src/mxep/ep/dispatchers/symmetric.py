@@ -91,6 +91,7 @@ class SymmetricDispatcher(TokenDispatcher):
         given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # a CPU's are named if they are wrong
         expert_ids = narrow_ids(given)
         workspace = self._workspace(expert_ids)
+        workspace.transport.arena.new_dispatch = self.new_dispatch
         sms = OVERLAP_SMS if overlap else None
         try:
             fits = self.max_tokens is not None or len(expert_ids) <= workspace.max_tokens
@@ -146,6 +147,14 @@ class SymmetricDispatcher(TokenDispatcher):
         if self.max_tokens is None and most > self._most_tokens.get(device, 0):
             self._most_tokens[device] = most
             self.passes.clear()  # graphs of fewer slots
+
+    def begin(self, layer: int) -> None:
+        super().begin(layer)
+        for transport in self._opened.values():
+            transport.announce(self.new_dispatch)
+
+    def _sent(self) -> int:
+        return sum(transport.arena.exchanges for transport in self._opened.values())
 
     def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
         transport = self._transport_here()
