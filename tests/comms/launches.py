@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from mxep.comms.kernels import plan, signals
+from mxep.comms.kernels import all_to_all, gather, plan, signals
 from mxep.comms.kernels.exchange import KernelExchange
 from mxep.comms.layout import Layout
 from mxep.comms.transport import SymmetricBuffer
@@ -65,7 +65,36 @@ def combine() -> None:
     exchange().combine(buffer(), rows, torch.empty(65536), of_slots, ints(T, K), out, torch.empty(T, K))
 
 
+def plan_all_to_all(ranks: int) -> None:
+    """Of several sizes: kernels are compiled once for all."""
+    for T, experts in ((1, 1), (128, 32), (8192, 48)):
+        all_to_all.plan_all_to_all(ints(T, K), torch.empty(T, K), experts, ranks, 7392)
+    all_to_all.plan_all_to_all(ints(0, K), torch.empty(0, K), 5, ranks - 1, 48)
+
+
+def headers() -> None:
+    for rows in (1, 64, 99):
+        of = torch.empty(rows, 7392, dtype=torch.uint8), torch.empty(W, 3, dtype=torch.int64), ints(1)
+        all_to_all.mark_headers(*of, 1)
+        all_to_all.compare_headers(*of, ints(1 + W), 3)
+
+
+def join_rows(*widths: int, table: int = 0) -> None:
+    """Of T K rows and of fewer: compiled once."""
+    payload = [torch.empty(T, width, dtype=torch.uint8) for width in widths]
+    first, other = (*payload, None)[:2]
+    for rows in (W + T * K, 1, 33):
+        beside = torch.empty(rows, table, dtype=torch.uint8) if table else None
+        gather.join_rows(first, other, ints(rows), beside, ints(1), 2)
+
+
 LAUNCHES = {
+    "all_to_all's plan": lambda: plan_all_to_all(4),
+    "all_to_all's plan 256 ranks": lambda: plan_all_to_all(256),
+    "headers": headers,
+    "join mxfp8": lambda: join_rows(D, D // 32, table=8),
+    "join bf16": lambda: join_rows(2 * D, table=8),
+    "join combine": lambda: join_rows(2 * D, 4),
     "barrier": lambda: signals.barrier(buffer().pointers, state(), 1, True),
     "make_plan 256": lambda: make_plan(256),
     "make_plan 64 ranks": lambda: make_plan_of_many(64),

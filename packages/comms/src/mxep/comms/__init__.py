@@ -9,6 +9,7 @@ make_plan   which slot feeds which expert-major row, from the tables that came a
 
 import importlib.metadata
 
+from .all_to_all import compare_headers, mark_headers, plan_all_to_all
 from .capacity import Capacity, CapacityExceeded
 from .exchange import Handle, combine, dispatch
 from .failures import tell_failure, told_failures
@@ -16,7 +17,7 @@ from .layout import NEW, describe_dispatch, new_dispatch
 from .nvshmem import NvshmemTransport
 from .one_thread import OneThread
 from .plan import DROPPED, RoutingPlan, check_ids, make_plan, narrow_ids
-from .rows import gather_rows, sum_slots
+from .rows import gather_rows, join_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
 from .transport import (
@@ -57,12 +58,16 @@ __all__ = [
     "check_agreement",
     "check_ids",
     "combine",
+    "compare_headers",
     "describe_dispatch",
     "dispatch",
     "gather_rows",
+    "join_rows",
     "make_plan",
+    "mark_headers",
     "narrow_ids",
     "new_dispatch",
+    "plan_all_to_all",
     "sum_slots",
     "tell_failure",
     "timeout_of",

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from mxep.runtime.op import ANY_GPU, op
 
+ROW_ALIGNMENT = 16
+"""Of joined rows, in bytes."""
+
 
 def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None = None) -> tuple[Tensor, ...]:
     """Row i of a result is row ``row_index[i]`` of its part, a zero row where the index is negative.
@@ -16,6 +19,26 @@ def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tenso
     int32; rows past the last are neither read nor, on CUDA, written. Results: (R, n_i).
     """
     return tuple(gather_part(part, row_index, offs) for part in payload)
+
+
+def join_rows(
+    payload: Sequence[Tensor],
+    row_index: Tensor,
+    table: Tensor | None = None,
+    number: Tensor | None = None,
+    step: int = 0,
+) -> Tensor:
+    """Gather rows of bytes side by side: row i is row ``row_index[i]`` of each part, and then row i of the table.
+
+    payload: (S, n_i) uint8 each, at least one. row_index: (R,) int32. table: (R, m) uint8. number: (1,) int32.
+    Result: (R, n) uint8, where n is the sum of all n_i and m, rounded up to 16, so that parts can be read where they
+    lie in wide words. Zeros where the index is negative, and behind the table. With a number, rows whose index is
+    negative begin with the word of a header, number * 4 + step in int32, as far as n has room.
+    """
+    first, *others = payload
+    other = torch.cat(others, 1) if len(others) > 1 else (*others, None)[0]
+    joined: Tensor = join_parts(first, other, row_index, table, number, step)
+    return joined
 
 
 def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
@@ -38,6 +61,32 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
 )
 def gather_part(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format) if row_index is None else _gather(part, row_index)
+
+
+def _joined_width(*parts: Tensor | None) -> int:
+    return -(-sum(part.shape[1] for part in parts if part is not None) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+@op(
+    "mxep::join_rows",
+    fake=lambda first, other, row_index, table, number, step: first.new_empty(
+        row_index.shape[0], _joined_width(first, other, table)
+    ),
+    launcher="mxep.comms.kernels.gather:join_rows",
+    capability=ANY_GPU,
+)
+def join_parts(
+    first: Tensor, other: Tensor | None, row_index: Tensor, table: Tensor | None, number: Tensor | None, step: int
+) -> Tensor:
+    """See :func:`join_rows`."""
+    parts = [_gather(part, row_index) for part in (first, other) if part is not None]
+    parts += [] if table is None else [table]
+    behind = _joined_width(*parts) - sum(part.shape[1] for part in parts)
+    joined = torch.cat((*parts, first.new_zeros(len(row_index), behind)), 1)
+    if number is not None:
+        word = (number * 4 + step).view(torch.uint8)[: joined.shape[1]]
+        joined[:, : len(word)] = torch.where(row_index[:, None] < 0, word, joined[:, : len(word)])
+    return joined
 
 
 @op(

@@ -1,4 +1,7 @@
-"""Rows by an index, in words as wide as rows and their offsets allow. Programs past the last valid row end at once."""
+"""Rows by an index, in words as wide as rows and their offsets allow. Programs past the last valid row end at once.
+
+Joined rows are stored part by part into their columns, by one launch.
+"""
 
 import math
 
@@ -8,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.comms.kernels.dispatch import WORDS
+from mxep.comms.rows import ROW_ALIGNMENT
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_BYTES = 16384
@@ -52,5 +56,81 @@ def gather_rows(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> 
     launch(gather_kernel, (cdiv(len(out), at_once),),
         source, row_index, offs, target, source.stride(0), len(out),
         0 if offs is None else len(offs), WIDTH=width, BLOCK=block, BLOCK_T=at_once, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _join_part(
+    part_ptr, out_ptr, source, index, row, rows, part_stride, out_stride, number_ptr, step,
+    START: tl.constexpr, WORD: tl.constexpr, WIDTH: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows `source` of a part to its columns, which begin at byte START of the joined rows: WIDTH words of WORD bytes,
+    then zeros to END."""
+    column = tl.arange(0, BLOCK)[None, :]
+    offs = tl.maximum(source, 0).to(tl.int64)[:, None] * part_stride + column
+    x = tl.load(part_ptr + offs, mask=(source >= 0)[:, None] & (column < WIDTH), other=0)
+    if number_ptr is not None:
+        if START < 4:
+            byte = START + column * WORD
+            header = ((tl.load(number_ptr) * 4 + step).to(tl.int64) & 0xFFFFFFFF) >> (8 * tl.minimum(byte, 4))
+            x = tl.where((index < 0)[:, None] & (byte < 4), header.to(x.dtype), x)
+    offs = row.to(tl.int64)[:, None] * out_stride + column
+    tl.store(out_ptr + offs, x, mask=(row < rows)[:, None] & (column < END))
+
+
+@triton.jit(do_not_specialize=["rows", "step"])
+def join_kernel(
+    part0_ptr, part1_ptr, table_ptr, out0_ptr, out1_ptr, out2_ptr, index_ptr, number_ptr,
+    stride0, stride1, stride2, out_stride0, out_stride1, out_stride2, rows, step,
+    START0: tl.constexpr, WORD0: tl.constexpr, WIDTH0: tl.constexpr, END0: tl.constexpr, BLOCK0: tl.constexpr,
+    START1: tl.constexpr, WORD1: tl.constexpr, WIDTH1: tl.constexpr, END1: tl.constexpr, BLOCK1: tl.constexpr,
+    START2: tl.constexpr, WORD2: tl.constexpr, WIDTH2: tl.constexpr, END2: tl.constexpr, BLOCK2: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    index = tl.load(index_ptr + row, mask=row < rows, other=-1)
+    _join_part(part0_ptr, out0_ptr, index, index, row, rows, stride0, out_stride0, number_ptr, step,
+               START0, WORD0, WIDTH0, END0, BLOCK0)  # fmt: skip
+    if part1_ptr is not None:
+        _join_part(part1_ptr, out1_ptr, index, index, row, rows, stride1, out_stride1, number_ptr, step,
+                   START1, WORD1, WIDTH1, END1, BLOCK1)  # fmt: skip
+    if table_ptr is not None:
+        source = tl.where(row < rows, row, -1)
+        _join_part(table_ptr, out2_ptr, source, index, row, rows, stride2, out_stride2, number_ptr, step,
+                   START2, WORD2, WIDTH2, END2, BLOCK2)  # fmt: skip
+
+
+def join_rows(
+    first: Tensor, other: Tensor | None, row_index: Tensor, table: Tensor | None, number: Tensor | None, step: int
+) -> Tensor:
+    """mxep::join_rows."""
+    parts = [part if part is None or part.stride(1) == 1 else part.contiguous() for part in (first, other, table)]
+    last, used = max(i for i, part in enumerate(parts) if part is not None), 0
+    width = cdiv(sum(part.shape[1] for part in parts if part is not None), ROW_ALIGNMENT) * ROW_ALIGNMENT
+    out = torch.empty((len(row_index), width), dtype=torch.uint8, device=row_index.device)
+    if not out.numel():
+        return out
+    sources: list[Tensor | None] = []
+    targets: list[Tensor | None] = []
+    constants, nbytes = {}, 0
+    for i, part in enumerate(parts):
+        start, word, columns, end = used, 1, 0, 0
+        if part is not None:
+            used += part.shape[1]
+            end = width if i == last else used
+            word = math.gcd(8, part.shape[1], part.stride(0), part.storage_offset(), start, end)
+            columns, end = part.shape[1] // word, (end - start) // word
+        sources.append(None if part is None else part.view(WORDS[word]))
+        targets.append(None if part is None else out[:, start : start + end * word].view(WORDS[word]))
+        block = next_power_of_2(end)
+        nbytes += block * word
+        named = {"START": start, "WORD": word, "WIDTH": columns, "END": end, "BLOCK": block}
+        constants |= {f"{name}{i}": value for name, value in named.items()}
+    at_once = max(1, TILE_BYTES // next_power_of_2(nbytes))
+    strides = [0 if each is None else each.stride(0) for each in (*sources, *targets)]
+    launch(join_kernel, (cdiv(len(out), at_once),),
+        *sources, *targets, row_index, number, *strides, len(out), step,
+        **constants, BLOCK_T=at_once, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

@@ -11,16 +11,14 @@ a GPU's host reads what was found without waiting for it, at the next exchange o
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mxep.comms import NEW, PeersDisagree, describe_dispatch
+from mxep.comms import PeersDisagree, compare_headers, describe_dispatch, mark_headers
 from mxep.runtime.replay import replayed
 
 from .memory import made_to_stay
 
 STEPS = "", "dispatch", "redispatch", "combine"
-ANY_NEW = NEW * 4 + STEPS.index("dispatch")
 
 
 class Headers:
@@ -39,17 +37,17 @@ class Headers:
             self._new[device, number] = made
         return self._new[device, number]
 
-    def mark(self, rows: Tensor, heads: Tensor, number: Tensor, step: str) -> None:
-        """Write them into rows (R, n) uint8. heads: (W,) int64 the first row of each block. number: (1,) int32."""
-        _mark([rows, heads, number], STEPS.index(step))
+    def mark(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
+        """Write them into rows (R, n) uint8. sizes: (W, any) int64, rows of each block first. number: (1,) int32."""
+        _mark([rows, sizes, number], STEPS.index(step))
 
-    def compare(self, rows: Tensor, heads: Tensor, number: Tensor, step: str) -> None:
+    def compare(self, rows: Tensor, sizes: Tensor, number: Tensor, step: str) -> None:
         """Those that came with what this rank is at. Raises PeersDisagree, on CUDA at a later :meth:`check`."""
         device = rows.device
         if device not in self._found:
             self._found[device] = made_to_stay(device, lambda: self._make(device))
         found, seen = self._found[device]
-        _compare([rows, heads, number, found], STEPS.index(step))
+        _compare([rows, sizes, number, found], STEPS.index(step))
         if device.type == "cuda":
             seen.copy_(found, non_blocking=True)
         else:
@@ -73,30 +71,16 @@ def _said(word: int) -> str:
     return f"{STEPS[step]} of {describe_dispatch(number)}" if STEPS[step] else "none of this layer's"
 
 
-def _word(number: Tensor, step: int, size: int) -> Tensor:
-    return (number * 4 + step).view(torch.uint8)[:size]
-
-
-def _padded(rows: Tensor) -> Tensor:
-    """(N, 1 to 4) uint8 -> (N,) int32."""
-    return F.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)[:, 0]
-
-
 @replayed
 def _mark(tensors: list[Any], step: int) -> list[Tensor]:
-    rows, heads, number = tensors
-    size = min(4, rows.shape[1])
-    rows[:, :size].index_copy_(0, heads, _word(number, step, size).expand(len(heads), size))
+    rows, sizes, number = tensors
+    mark_headers(rows, sizes, number, step)
     return [rows]
 
 
 @replayed
 def _compare(tensors: list[Any], step: int) -> list[Tensor]:
-    """[rows, heads, number, found (1 + W,), which is updated once]."""
-    rows, heads, number, found = tensors
-    size = min(4, rows.shape[1])
-    seen, own = _padded(rows[:, :size].index_select(0, heads)), _padded(_word(number, step, size)[None])
-    differ = ((seen != own) & (torch.maximum(seen, own) != ANY_NEW)).any().int()
-    words = torch.cat((differ[None], seen))
-    found.copy_(torch.where(found[0] > 0, found, words * differ))
+    """[rows, sizes, number, found (1 + W,), which is updated once]."""
+    rows, sizes, number, found = tensors
+    compare_headers(rows, sizes, number, found, step)
     return [found]

@@ -123,8 +123,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         self._sizes: dict[str, Any] = sizes
         first, step = (self.rank % self.nodes.ranks, self.nodes.ranks)
         self._headers = Headers(self.rank, list(range(first, self.world_size, step)))
-        self._heads: dict[tuple[torch.device, int], Tensor] = {}
-        """The headers' rows, by B."""
+        self._blocks: dict[tuple[torch.device, int], Tensor] = {}
+        """Sizes of the nodes' blocks, by B."""
         self._agreed: set[tuple[int, int, int]] = set()
         """What sizes blocks between nodes, and ranks have compared."""
         self._most_tokens = 0
@@ -265,8 +265,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         self._headers.check()
         if self._exchanges is not None:
             self._exchanges.collectives += 1
-        heads = self._heads_of(outgoing[0])
-        self._headers.mark(outgoing[0].view(torch.uint8), heads, number, step)
+        sizes = self._block_sizes(outgoing[0])
+        self._headers.mark(outgoing[0].view(torch.uint8), sizes, number, step)
         incoming, works = tuple(map(torch.empty_like, outgoing)), []
         for received, sent in zip(incoming, outgoing):
             parts = received.view(torch.uint8), sent.view(torch.uint8)
@@ -277,7 +277,7 @@ class HierarchicalDispatcher(TokenDispatcher):
                 for i, work in enumerate(works):
                     work.wait()
                     if i == 0:  # before another one, to which these peers might not come
-                        self._headers.compare(incoming[0].view(torch.uint8), heads, number, step)
+                        self._headers.compare(incoming[0].view(torch.uint8), sizes, number, step)
             except PeersDisagree:
                 raise
             except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process instead
@@ -286,15 +286,15 @@ class HierarchicalDispatcher(TokenDispatcher):
 
         return Later(arrived)
 
-    def _heads_of(self, rows: Tensor) -> Tensor:
-        """(N,) int64: the first row of each node's."""
+    def _block_sizes(self, rows: Tensor) -> Tensor:
+        """(N, 1) int64: B of each node."""
         nodes, device = self.nodes.count, rows.device
         key = device, len(rows) // nodes
-        if key not in self._heads:
-            self._heads[key] = made_to_stay(
-                device, lambda: torch.arange(nodes, dtype=torch.int64, device=device) * key[1]
+        if key not in self._blocks:
+            self._blocks[key] = made_to_stay(
+                device, lambda: torch.full((nodes, 1), key[1], dtype=torch.int64, device=device)
             )
-        return self._heads[key]
+        return self._blocks[key]
 
     def _sent(self) -> int:
         crossed = 0 if self._exchanges is None else self._exchanges.collectives

@@ -1,0 +1,139 @@
+"""What an all-to-all of rows needs besides the rows: their order by destination rank, and headers that are compared.
+
+Before the rows to each rank goes a header, a row whose first bytes are a word (`join_rows` writes it):
+
+    word   number of the dispatch * 4 + step (1 dispatch, 2 redispatch, 3 combine), int32; the number of a new dispatch
+           is `layout.new_dispatch`
+
+W = 2 ranks of 2 experts, T = 2 tokens, K = 2:
+
+    expert_ids   token 0 [3, 0]   token 1 [-1, 2]
+
+    row          0       1       2       3       4       5
+    holds        header  0's 0   header  0's 3   1's 2   not sent
+    token        -1      0       -1      0       1       -1
+    position     [3, 1] [-1, 4]
+    rows         token 0  [-1, 1] of rank 0, [3, -1] of rank 1     token 1  [-1, 4] of rank 1, [-1, -1]
+    sums         [0, 1] [2, -1]
+    sizes        rank 0  2 rows     rank 1  3 rows
+"""
+
+import torch
+from torch import Tensor
+
+from mxep.runtime.op import ANY_GPU, op
+
+from .layout import NEW
+
+ANY_NEW = NEW * 4 + 1
+"""Word of a new dispatch of a layer without a number, which is like any other new one: see `layout.differ`."""
+AllToAllTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _fake_plan(
+    expert_ids: Tensor, weights: Tensor, experts_per_rank: int, num_ranks: int, width: int
+) -> AllToAllTensors:
+    (tokens, top_k), most = expert_ids.shape, min(expert_ids.shape[1], num_ranks)
+    all_rows = num_ranks + tokens * top_k
+    return (
+        expert_ids.new_empty(num_ranks, 3, dtype=torch.int64),
+        torch.empty_like(expert_ids, memory_format=torch.contiguous_format),
+        expert_ids.new_empty(all_rows),
+        expert_ids.new_empty(all_rows, 8, dtype=torch.uint8),
+        torch.empty_like(expert_ids, memory_format=torch.contiguous_format),
+        expert_ids.new_empty(tokens * most, top_k),
+        expert_ids.new_empty(tokens, most),
+    )
+
+
+@op(
+    "mxep::plan_all_to_all",
+    fake=_fake_plan,
+    launcher="mxep.comms.kernels.all_to_all:plan_all_to_all",
+    capability=ANY_GPU,
+)
+def plan_all_to_all(
+    expert_ids: Tensor, weights: Tensor, experts_per_rank: int, num_ranks: int, width: int
+) -> AllToAllTensors:
+    """Order (token, expert) pairs by destination rank, stably.
+
+    expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. width: goes into sizes as it is. P = min(K, W).
+
+    Results:
+        sizes: (W, 3) int64, for each rank: rows to it, the header included; invalid ids of all tokens; width.
+        ids: (T, K) int32, -1 for invalid ones.
+        token: (W + T K,) int32 of each row; -1 of headers, and of pairs that are not sent, which come last.
+        tables: (W + T K, 8) uint8, id and weight of each row; -1 and 0 of headers.
+        position: (T, K) int32 row of each pair, -1 for none.
+        rows: (T P, K) int32, for each of a token's ranks in ascending order the row of each pair, -1 of other pairs.
+        sums: (T, P) int32, which of `rows` are a token's, -1 behind its last rank.
+    """
+    top_k = expert_ids.shape[1]
+    wrong = (expert_ids < -1) | (expert_ids >= experts_per_rank * num_ranks)
+    ids = torch.where(wrong, -1, expert_ids)
+    rank = torch.where(ids >= 0, ids.div(experts_per_rank, rounding_mode="floor"), num_ranks)
+    headers = torch.arange(num_ranks, dtype=rank.dtype, device=rank.device)
+    ordered, order = torch.cat((headers, rank.flatten())).sort(stable=True)
+    first = torch.searchsorted(ordered, torch.arange(num_ranks + 1, dtype=rank.dtype, device=rank.device))
+    counts = first.diff()
+    sizes = torch.stack((counts, wrong.sum().expand_as(counts), torch.full_like(counts, width)), 1)
+    tables = torch.stack((ids.flatten(), weights.flatten().view(torch.int32)), 1)
+    no_pairs = tables.new_zeros(num_ranks, 2)
+    no_pairs[:, 0].fill_(-1)
+    tables = torch.cat((no_pairs, tables)).index_select(0, order)
+    pairs = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    position = torch.empty_like(pairs).scatter_(0, order, pairs)[num_ranks:].view(ids.shape)
+    position = torch.where(ids >= 0, position, -1)
+    # Each token's ranks in order, num_ranks behind the last.
+    again = (rank[:, :, None] == rank[:, None]).tril(-1).any(2)
+    of_token = rank.masked_fill(again, num_ranks).sort(1).values[:, : min(top_k, num_ranks)]
+    rows = torch.where(of_token[:, :, None] == rank[:, None], position[:, None], -1).view(-1, top_k)
+    sums = torch.arange(of_token.numel(), dtype=torch.int32, device=ids.device).view_as(of_token)
+    sums = torch.where(of_token < num_ranks, sums, -1)
+    sent = (order >= num_ranks) & (ordered < num_ranks)
+    token = torch.where(sent, (order - num_ranks).div(top_k, rounding_mode="floor"), -1).int()
+    return sizes, ids, token, tables.view(torch.uint8), position, rows, sums
+
+
+@op(
+    "mxep::mark_headers",
+    fake=lambda rows, sizes, number, step: None,
+    launcher="mxep.comms.kernels.all_to_all:mark_headers",
+    mutates_args=("rows",),
+    capability=ANY_GPU,
+)
+def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None:
+    """Write the word into the first row of each block, as far as a row has room.
+
+    rows: (R, n) uint8, its last axis dense. sizes: (W, any) int64, rows of each block first. number: (1,) int32.
+    """
+    size = min(4, rows.shape[1])
+    word = (number * 4 + step).view(torch.uint8)[:size]
+    rows[:, :size].index_copy_(0, _heads(sizes), word.expand(len(sizes), size))
+
+
+@op(
+    "mxep::compare_headers",
+    fake=lambda rows, sizes, number, found, step: None,
+    launcher="mxep.comms.kernels.all_to_all:compare_headers",
+    mutates_args=("found",),
+    capability=ANY_GPU,
+)
+def compare_headers(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, step: int) -> None:
+    """Compare the words that came with this rank's, and keep the first that differed.
+
+    rows, sizes, number: as of :func:`mark_headers`. found: (1 + W,) int32, whether any differed, and then the words of
+    all blocks; written where some differ and found[0] is 0.
+    """
+    size = min(4, rows.shape[1])
+    seen, own = torch.zeros(2, len(sizes), 4, dtype=torch.uint8, device=rows.device).unbind()
+    seen[:, :size] = rows[:, :size].index_select(0, _heads(sizes))
+    own[:, :size] = (number * 4 + step).view(torch.uint8)[:size]
+    seen, own = seen.view(torch.int32)[:, 0], own.view(torch.int32)[:, 0]
+    differ = ((seen != own) & (torch.maximum(seen, own) != ANY_NEW)).any()
+    words = torch.cat((torch.ones_like(number), seen))
+    found.copy_(torch.where(differ & (found[0] == 0), words, found))
+
+
+def _heads(sizes: Tensor) -> Tensor:
+    return sizes[:, 0].cumsum(0) - sizes[:, 0]

@@ -1,0 +1,209 @@
+"""Pairs by destination rank in two launches, without a sort; and headers, one small program each.
+
+    count   a program a chunk of tokens    ids -> counts (chunks, W), invalid ids (chunks,)
+    place   the same programs              counts -> the first row to each rank of this chunk's pairs
+                                           ids, tile by tile -> position, rows, sums; token and tables of these rows
+
+As for a plan (`plan.py`), every `place` program sums the counts of earlier chunks by itself, and finds the order within
+a tile by bytes that count. A tile is whole tokens, whose K pairs are padded to a power of two. Pairs that are not sent
+fill the rows behind all others: such a pair's row follows from its index and the number of sent pairs before it.
+Rows are int32: W + T K stays below 2^31, and so do T P K.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxep.comms.all_to_all import ANY_NEW as ANY_NEW_WORD
+from mxep.comms.kernels.plan import COUNTS_AT_ONCE, LEAST_EXPERTS, NUM_WARPS, SEGMENT, TILE_COUNTS, _order, _sizes
+from mxep.runtime.launch import cdiv, launch, next_power_of_2
+
+ANY_NEW = tl.constexpr(ANY_NEW_WORD)
+MOST_CHUNKS = 128
+COUNT_TILE = 1024
+
+
+@triton.jit
+def _owner(ids, experts_per_rank, num_ranks):
+    """Rank of each id, -1 of those that are none's; whether an id is invalid."""
+    valid = (ids >= 0) & (ids < experts_per_rank * num_ranks)
+    rank = tl.where(valid, tl.maximum(ids, 0) // experts_per_rank, -1)
+    return rank, (ids != -1) & (valid == 0)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunk", "experts_per_rank", "num_ranks"])
+def count_kernel(
+    ids_ptr, counts_ptr, wrong_ptr, pairs, chunk, experts_per_rank, num_ranks, RANKS: tl.constexpr, TILE: tl.constexpr
+):
+    """pairs: T K. chunk: pairs of a program."""
+    program = tl.program_id(0)
+    end = tl.minimum((program + 1) * chunk, pairs)
+    counts, wrong = tl.zeros((RANKS,), tl.int32), tl.zeros((TILE,), tl.int32)
+    for first in range(program * chunk, end, TILE):
+        pair = first + tl.arange(0, TILE)
+        ids = tl.load(ids_ptr + pair, mask=pair < end, other=-1)
+        rank, is_wrong = _owner(ids, experts_per_rank, num_ranks)
+        wrong += is_wrong.to(tl.int32)
+        counts += tl.histogram(rank, RANKS, mask=rank >= 0)
+    ranks = tl.arange(0, RANKS)
+    tl.store(counts_ptr + program * num_ranks + ranks, counts, mask=ranks < num_ranks)
+    tl.store(wrong_ptr + program, tl.sum(wrong, 0))
+
+
+@triton.jit(do_not_specialize=["tokens", "chunk", "experts_per_rank", "num_ranks", "most", "width"])
+def place_kernel(
+    ids_ptr, weights_ptr, counts_ptr, wrong_ptr,
+    sizes_ptr, valid_ids_ptr, token_ptr, tables_ptr, position_ptr, rows_ptr, sums_ptr,
+    tokens, chunk, experts_per_rank, num_ranks, most, width,
+    TOP_K: tl.constexpr, KP: tl.constexpr, RANKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """chunk: tokens of a program. most: P, ranks of a token. weights, tables: int32 words."""
+    TILE: tl.constexpr = SEGMENTS * SEGMENT
+    program, chunks, ranks = tl.program_id(0), tl.num_programs(0), tl.arange(0, RANKS)
+    sizes, earlier = _sizes(counts_ptr, num_ranks, num_ranks, chunks, program, RANKS, CHUNKS)
+    with_header = sizes + (ranks < num_ranks).to(tl.int32)
+    header = tl.cumsum(with_header, 0) - with_header
+    next_row = header + 1 + earlier
+    sent_before = tl.sum(earlier, 0)
+    all_sent = num_ranks + tl.sum(sizes, 0)
+    if program == 0:
+        wrong = tl.zeros((RANKS,), tl.int32)
+        for first in range(0, chunks, RANKS):
+            wrong += tl.load(wrong_ptr + first + ranks, mask=first + ranks < chunks, other=0)
+        mask = ranks < num_ranks
+        tl.store(sizes_ptr + ranks * 3, with_header.to(tl.int64), mask=mask)
+        tl.store(sizes_ptr + ranks * 3 + 1, ranks.to(tl.int64) * 0 + tl.sum(wrong, 0), mask=mask)
+        tl.store(sizes_ptr + ranks * 3 + 2, ranks.to(tl.int64) * 0 + width, mask=mask)
+        tl.store(token_ptr + header, -1, mask=mask)
+        tl.store(tables_ptr + header * 2, -1, mask=mask)
+        tl.store(tables_ptr + header * 2 + 1, 0, mask=mask)
+
+    lane = tl.arange(0, TILE)
+    k, column = lane % KP, tl.arange(0, KP)[None, :]
+    end = tl.minimum((program + 1) * chunk, tokens)
+    for first in range(program * chunk, end, TILE // KP):
+        token = first + lane // KP
+        pair = token * TOP_K + k
+        mask = (token < end) & (k < TOP_K)
+        ids = tl.load(ids_ptr + pair, mask=mask, other=-1)
+        rank, _ = _owner(ids, experts_per_rank, num_ranks)
+        is_sent = rank >= 0
+
+        place, of_segment = _order(rank, SEGMENTS, SEGMENT, RANKS)
+        first_row = next_row[None, :] + tl.cumsum(of_segment, 0) - of_segment
+        next_row += tl.sum(of_segment, 0)
+        first_row = tl.reshape(first_row, (SEGMENTS * RANKS,))
+        row = tl.gather(first_row, lane // SEGMENT * RANKS + tl.maximum(rank, 0), 0) + place - 1
+        before = sent_before + tl.cumsum(is_sent.to(tl.int32), 0)
+        sent_before += tl.sum(is_sent.to(tl.int32), 0)
+        row = tl.where(is_sent, row, all_sent + pair - before)
+        ids = tl.where(is_sent, ids, -1)
+        tl.store(valid_ids_ptr + pair, ids, mask=mask)
+        tl.store(token_ptr + row, tl.where(is_sent, token, -1), mask=mask)
+        tl.store(tables_ptr + row.to(tl.int64) * 2, ids, mask=mask)
+        tl.store(tables_ptr + row.to(tl.int64) * 2 + 1, tl.load(weights_ptr + pair, mask=mask, other=0), mask=mask)
+        position = tl.where(is_sent, row, -1)
+        tl.store(position_ptr + pair, position, mask=mask)
+
+        # How many of a token's ranks, each counted at its first pair, come before a pair's own.
+        rank, position = tl.reshape(rank, (TILE // KP, KP)), tl.reshape(position, (TILE // KP, KP))
+        place_of_rank, num = tl.zeros((TILE // KP, KP), tl.int32), tl.zeros((TILE // KP,), tl.int32)
+        for j in range(TOP_K):
+            other = tl.sum(tl.where(column == j, rank, 0), 1)
+            twins = tl.sum(((rank == other[:, None]) & (column < j)).to(tl.int32), 1)
+            counted = (other >= 0) & (twins == 0)
+            place_of_rank += (counted[:, None] & (other[:, None] < rank)).to(tl.int32)
+            num += counted.to(tl.int32)
+        token = first + tl.arange(0, TILE // KP)
+        for p in range(most):
+            of_rank = token.to(tl.int64) * most + p
+            mask_tk = (token < end)[:, None] & (column < TOP_K)
+            tl.store(rows_ptr + of_rank[:, None] * TOP_K + column, tl.where(place_of_rank == p, position, -1), mask_tk)
+            tl.store(sums_ptr + of_rank, tl.where(p < num, of_rank.to(tl.int32), -1), mask=token < end)
+
+
+def plan_all_to_all(
+    expert_ids: Tensor, weights: Tensor, experts_per_rank: int, num_ranks: int, width: int
+) -> tuple[Tensor, ...]:
+    """mxep::plan_all_to_all."""
+    (tokens, top_k), device = expert_ids.shape, expert_ids.device
+    expert_ids, weights = expert_ids.contiguous(), weights.contiguous()
+    most, all_rows = min(top_k, num_ranks), num_ranks + tokens * top_k
+    sizes = torch.empty((num_ranks, 3), dtype=torch.int64, device=device)
+    ids, position = (torch.empty((tokens, top_k), dtype=torch.int32, device=device) for _ in range(2))
+    token = torch.empty(all_rows, dtype=torch.int32, device=device)
+    tables = torch.empty((all_rows, 2), dtype=torch.int32, device=device)
+    rows = torch.empty((tokens * most, top_k), dtype=torch.int32, device=device)
+    sums = torch.empty((tokens, most), dtype=torch.int32, device=device)
+
+    ranks, of_token = max(LEAST_EXPERTS, next_power_of_2(num_ranks)), next_power_of_2(top_k)
+    segments = max(1, TILE_COUNTS // ranks, of_token // SEGMENT)
+    at_once = segments * SEGMENT // of_token
+    chunk = at_once * max(1, cdiv(tokens, at_once * MOST_CHUNKS))
+    chunks = max(1, cdiv(tokens, chunk))
+    counts, wrong = (torch.empty(chunks * n, dtype=torch.int32, device=device) for n in (num_ranks, 1))
+    launch(count_kernel, (chunks,),
+        expert_ids, counts, wrong, tokens * top_k, chunk * top_k, experts_per_rank, num_ranks,
+        RANKS=ranks, TILE=COUNT_TILE, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    launch(place_kernel, (chunks,),
+        expert_ids, weights.view(torch.int32), counts, wrong, sizes, ids, token, tables, position, rows, sums,
+        tokens, chunk, experts_per_rank, num_ranks, most, width,
+        TOP_K=top_k, KP=of_token, RANKS=ranks, SEGMENTS=segments, SEGMENT=SEGMENT,
+        CHUNKS=max(1, COUNTS_AT_ONCE // ranks), num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return sizes, ids, token, tables.view(torch.uint8), position, rows, sums
+
+
+@triton.jit
+def _header_bytes(rows_ptr, sizes_ptr, row_stride, size_stride, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """Pointers (BLOCKS, 4) to the first bytes of each block's first row, and which there are."""
+    block, byte = tl.arange(0, BLOCKS), tl.arange(0, 4)[None, :]
+    sizes = tl.load(sizes_ptr + block * size_stride, mask=block < blocks, other=0)
+    head = tl.cumsum(sizes, 0) - sizes
+    return rows_ptr + head[:, None] * row_stride + byte, (block < blocks)[:, None] & (byte < WIDTH)
+
+
+@triton.jit(do_not_specialize=["row_stride", "size_stride", "blocks", "step"])
+def mark_kernel(
+    rows_ptr, sizes_ptr, number_ptr, row_stride, size_stride, blocks, step, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
+):
+    ptrs, mask = _header_bytes(rows_ptr, sizes_ptr, row_stride, size_stride, blocks, WIDTH, BLOCKS)
+    word = tl.load(number_ptr) * 4 + step
+    tl.store(ptrs, ((word >> (8 * tl.arange(0, 4)[None, :])) & 255).to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["row_stride", "size_stride", "blocks", "step"])
+def compare_kernel(
+    rows_ptr, sizes_ptr, number_ptr, found_ptr, row_stride, size_stride, blocks, step,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    ptrs, mask = _header_bytes(rows_ptr, sizes_ptr, row_stride, size_stride, blocks, WIDTH, BLOCKS)
+    block, byte = tl.arange(0, BLOCKS), tl.arange(0, 4)[None, :]
+    seen = tl.sum(tl.load(ptrs, mask=mask, other=0).to(tl.int32) << (8 * byte), 1)
+    word = tl.load(number_ptr) * 4 + step
+    own = tl.sum(tl.where(byte < WIDTH, word & (255 << (8 * byte)), 0), 1)
+    differ = (block < blocks) & (seen != own) & (tl.maximum(seen, own) != ANY_NEW)
+    if (tl.sum(differ.to(tl.int32), 0) > 0) & (tl.load(found_ptr) == 0):
+        tl.store(found_ptr + 1 + block, seen, mask=block < blocks)
+        tl.store(found_ptr, 1)
+
+
+def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None:
+    """mxep::mark_headers."""
+    assert rows.stride(1) == 1 or rows.shape[1] == 1
+    launch(mark_kernel, (1,),
+        rows, sizes, number, rows.stride(0), sizes.stride(0), len(sizes), step,
+        WIDTH=min(4, rows.shape[1]), BLOCKS=next_power_of_2(len(sizes)), num_warps=1,
+    )  # fmt: skip
+
+
+def compare_headers(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, step: int) -> None:
+    """mxep::compare_headers."""
+    assert rows.stride(1) == 1 or rows.shape[1] == 1
+    launch(compare_kernel, (1,),
+        rows, sizes, number, found, rows.stride(0), sizes.stride(0), len(sizes), step,
+        WIDTH=min(4, rows.shape[1]), BLOCKS=next_power_of_2(len(sizes)), num_warps=1,
+    )  # fmt: skip
