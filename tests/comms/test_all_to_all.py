@@ -153,6 +153,7 @@ def test_joined_rows_of_any_strides_and_of_no_rows():
     index = INDEX.to(DEVICE)
     for part, other in (
         (wide[:, 3:20], wide[:, 32:64]),
+        (wide[:, 2:18], None),
         (wide[:, ::2], wide[:, 4:8]),
         (wide[:1].expand(4, 100), None),
         (wide[:, :4].expand(4, 4)[:, :1], wide[:, 1:2]),
