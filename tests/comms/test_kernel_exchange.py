@@ -28,6 +28,7 @@ from mxep.comms import (
     gather_rows,
 )
 from mxep.comms.cuda import FaultRecord
+from mxep.comms.kernels.dispatch import tokens_per_tile
 from mxep.comms.layout import CHANNELS
 from ranks import Context, distributed
 
@@ -167,3 +168,11 @@ def test_a_rank_that_waits_at_a_barrier_is_told_that_its_peers_may_have_captured
     record.values[:] = torch.tensor([1, 0, 2 << 32, 2 << 32, 1 << 32])
     with pytest.raises(PeerTimeout, match=r"at barrier, barrier 2, for rank 1 .* capture on all ranks or on none"):
         record.check(0, 1.0)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 20])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 80, 1000])
+def test_tiles_are_as_large_as_leaves_every_program_one(tokens: int, programs: int) -> None:
+    fitting = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or count * programs <= tokens]
+    assert tokens_per_tile(32, tokens, programs) == fitting[-1]
+    assert tokens_per_tile(4, tokens, programs) == min(4, fitting[-1])

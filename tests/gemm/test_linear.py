@@ -316,6 +316,20 @@ def test_tokens_of_a_small_weight_gradient_are_cut_into_parts_that_fill_the_gpu(
     assert parts_of_wgrad(2, 512, 2048, 8320, 132) == 1, "several groups have tiles enough"
 
 
+@pytest.mark.parametrize(("columns", "valid", "parts"), [(700, 600, 3), (8320, 8320, 4), (2048, 100, 2), (9001, 0, 8)])
+def test_parts_cover_all_valid_tokens_in_whole_blocks(columns: int, valid: int, parts: int) -> None:
+    from mxep.gemm.kernels.hopper import BLOCK_K, cuts_of_parts
+
+    cuts = cuts_of_parts(torch.tensor([valid], dtype=torch.int32), columns, parts)
+    assert cuts.dtype == torch.int32
+    sizes = cuts.diff(prepend=cuts.new_zeros(1)).tolist()
+    assert (len(sizes), sum(sizes)) == (parts, valid)
+    assert 0 <= min(sizes) <= max(sizes) < columns / parts + BLOCK_K, "none has much more than its share"
+    assert all(cut % BLOCK_K == 0 or cut == valid for cut in cuts.tolist())
+    if (columns, parts) == (700, 3):
+        assert cuts.tolist() == [256, 512, 600], "as its docstring says"
+
+
 @needs_hopper
 @pytest.mark.parametrize("tokens", [1, 100, 4096, 8192, 9001])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_e5m2", "fp8", "bf16", "mxfp8_wgrad_bf16"])

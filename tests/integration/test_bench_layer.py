@@ -186,10 +186,10 @@ def test_flops_bytes_and_floor_are_those_counted_by_hand():
 
 def test_stages_are_summed_by_name_and_overlap_shows():
     events = [
-        Event("dispatch_kernel", 0, 10),
-        Event("void cutlass::device_kernel<gemm>", 5, 25),  # overlaps by 5
-        Event("grouped_mm_kernel", 30, 40),  # after 5 of nothing
-        Event("what_is_this", 40, 44),
+        Event("dispatch_kernel", 100, 110),
+        Event("void cutlass::device_kernel<gemm>", 105, 125),  # overlaps by 5
+        Event("grouped_mm_kernel", 130, 140),  # after 5 of nothing
+        Event("what_is_this", 140, 144),
     ]
     found = breakdown(reversed(events), steps=2)
     assert found.us == {"dispatch": 5, "GEMMs": 15, "other": 2, "sum": 22, "busy": 19.5, "whole": 22}

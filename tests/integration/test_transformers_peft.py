@@ -97,6 +97,20 @@ def test_lora_over_experts_over_ranks_equals_one_process(ctx: Context, tmp_path:
         expert_parallel(with_lora(tiny(), "experts"), part)
 
 
+@distributed(1)
+def test_frozen_adapters_stay_frozen_over_ranks(ctx: Context) -> None:
+    if torch.__version__ < "2.13":
+        return
+    model = with_lora(tiny(), "both")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.requires_grad_(False)
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert set(trained.values()) == {True, False}
+    expert_parallel(model, DeviceMesh.from_group(ctx.group, ctx.device.type, mesh_dim_names=("ep",)), "mxep_bf16")
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == trained
+
+
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("first", ["convert", "peft"])
 def test_convert_before_and_after_peft_multiplies_every_product(

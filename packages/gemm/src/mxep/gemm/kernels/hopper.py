@@ -94,12 +94,20 @@ def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> i
 def _products_of_parts(y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, factor: float, parts: int) -> Tensor:
     """(parts, N, K) fp32: parts of the only group as groups."""
     (N, C), (K, _) = y_t.shape, x_t.shape
-    part = cdiv(cdiv(C, parts), BLOCK_K) * BLOCK_K
-    cuts = torch.arange(part, parts * part + 1, part, dtype=torch.int32, device=offs.device)
     out = torch.empty((parts, N, K), dtype=torch.float32, device=y_t.device)
-    exponents, cuts = exponent.expand(parts).contiguous(), torch.minimum(cuts, offs)
+    exponents, cuts = exponent.expand(parts).contiguous(), cuts_of_parts(offs, C, parts)
     _launch(out, y_t, x_t, exponents, None, None, cuts, N, K, C, ragged="contraction", factor=factor)
     return out
+
+
+def cuts_of_parts(offs: Tensor, columns: int, parts: int) -> Tensor:
+    """(parts,) int32: where each part of the only group's tokens ends. offs: (1,), the valid ones of the columns.
+
+    Example: 3 parts of 700 columns, 600 of them valid, end at 256, 512 and 600.
+    """
+    part = cdiv(cdiv(columns, parts), BLOCK_K) * BLOCK_K
+    cuts = torch.arange(part, parts * part + 1, part, dtype=torch.int32, device=offs.device)
+    return torch.minimum(cuts, offs)
 
 
 class Descriptor(NamedTuple):
