@@ -783,6 +783,34 @@ def test_peers_of_a_rank_that_raised_say_why_at_their_time_out(ctx: Context, nam
     dist.barrier()
 
 
+RAISING = {
+    "composed": {  # in the order in which a pass goes through them
+        "forward": ("ep.functional.pack", "gemm.functional.steps.run_forward", "ep.functional.swiglu_forward"),
+        "backward": ("ep.functional.pack", "gemm.functional.steps.backward", "ep.functional.swiglu_backward"),
+    },
+    "compiled": {"forward": ("ep.compiled.layer_forward",), "backward": ("ep.compiled.layer_backward",)},
+}
+
+
+@distributed(2, device="cpu", how=tuple(RAISING), when=("forward", "backward"))
+def test_composed_and_compiled_layers_tell_peers_what_they_raised(ctx: Context, how: str, when: str) -> None:
+    for function in RAISING[how][when]:
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+        recipe = "mxfp8_wgrad_bf16" if how == "composed" else "mxfp8"
+        moe = MoE(64, 32, 4, 2, group=group, recipe=recipe, dispatcher="symmetric", max_tokens=16)
+        layer = torch.compile(moe, fullgraph=True, backend="aot_eager") if how == "compiled" else moe
+        x = torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+        step = layer(x).sum().backward if when == "backward" else lambda layer=layer, x=x: layer(x)
+        if ctx.rank == 1:
+            with mock.patch(f"mxep.{function}", side_effect=MemoryError("no room for h")), pytest.raises(MemoryError):
+                step()
+        else:
+            with pytest.raises(RuntimeError, match=r"rank 1 raised MemoryError: no room for h \(\d+ s ago\)"):
+                step()
+        dist.barrier()
+
+
 @distributed(2, device="cpu")
 def test_an_exchange_that_failed_before_peers_heard_of_it_may_be_made_again(ctx: Context) -> None:
     moe = spread(ctx, "symmetric")

@@ -15,6 +15,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -113,7 +114,8 @@ class Layer:
         routing: Routing | None
         how: dict[str, Any] = {} if torch.compiler.is_compiling() else {"layer": self.number}
         if self.activation is None:
-            out, routing = self._composed(experts, x, expert_ids, weights, recipe)
+            with nullcontext() if torch.compiler.is_compiling() else self.dispatcher.watched():
+                out, routing = self._composed(experts, x, expert_ids, weights, recipe)
         else:
             gate_up = experts.gate_up_proj
             if len(gate_up) > len(down):  # rows for LongCat's zero experts, which have no weights to use
@@ -184,6 +186,7 @@ class Layer:
             backend=self.backend,
             bias=bias,
             wgrad_scale=self.wgrad_scale,
+            watched=self.dispatcher.watched if self.parallel and not torch.compiler.is_compiling() else None,
         )
 
     def __deepcopy__(self, memo: Any) -> Self:

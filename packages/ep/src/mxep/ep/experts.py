@@ -149,7 +149,8 @@ def run_experts(
     kept: Tensor | None = None
     if recipe.wgrad == "bf16":
         how = {"config": config, "gate_up_bias": gate_up_bias, "drops": drops}
-        out, kept, routing = _compose(x, ids, weights, gate_up_proj, down_proj, **how)
+        with dispatcher.watched():
+            out, kept, routing = _compose(x, ids, weights, gate_up_proj, down_proj, **how)
     elif torch.compiler.is_compiling():
         out, kept = compiled_layer(x, ids, weights, gate_up_proj, down_proj, gate_up_bias, config, drops)
     else:
@@ -204,6 +205,7 @@ def _compose(
         wgrad_scale=config.wgrad_scale,
         activation=config.activation,
         gate_up_bias=None if gate_up_bias is None else local_weight(gate_up_bias),
+        dispatcher=config.dispatcher,
     )
     if drops:
         return *combine_and_kept(y, routing, **how), routing

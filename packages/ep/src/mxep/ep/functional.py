@@ -21,6 +21,7 @@ T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows 
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -129,12 +130,14 @@ def swiglu(
     *,
     recipe: Recipe,
     activation: SwiGLU = PLAIN,
+    dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
     """``gate_up`` (R_max, 2F) x ``row_weight`` (R_max,) -> h (R_max, F), quantized by the recipe in the same pass.
 
     offs None: all rows are valid. The gradient of ``gate_up`` leaves as an MXTensor where the recipe quantizes.
+    dispatcher: of a layer, whose peers are told what backward raises.
     """
-    h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, recipe, activation)  # type: ignore[no-untyped-call]
+    h: Tensor = _SwiGLU.apply(gate_up, row_weight, offs, recipe, activation, dispatcher)  # type: ignore[no-untyped-call]
     return h
 
 
@@ -152,6 +155,7 @@ def expert_mlp(
     wgrad_scale: float = 1.0,
     activation: SwiGLU = PLAIN,
     gate_up_bias: Tensor | None = None,
+    dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
     """The experts' gated MLP over expert-major rows.
 
@@ -163,13 +167,16 @@ def expert_mlp(
         main_grads: fp32, of the weights' shapes, or None each: weight gradients are added there and not returned.
         wgrad_scale: factor of weight gradients: 1 / W makes sums over the tokens of W ranks those of a mean of losses.
         activation: of gate and up. gate_up_bias: (e, 2F) or None.
+        dispatcher: of a layer, whose peers are told what backward raises.
 
     Returns y (R_max, D) in the rows' dtype.
     """
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "wgrad_scale": wgrad_scale}
+    options["watched"] = None if dispatcher is None else dispatcher.watched
+    of_layer: dict[str, Any] = {} if dispatcher is None else {"dispatcher": dispatcher}
     bias = None if gate_up_bias is None else scaled_gradient(gate_up_bias, wgrad_scale)
     gate_up = grouped_mm(rows, gate_up_proj, offs, bias=bias, out_dtype=rows.dtype, main_grad=main_grads[0], **options)
-    h = swiglu(gate_up, row_weight, offs, recipe=recipe, activation=activation)
+    h = swiglu(gate_up, row_weight, offs, recipe=recipe, activation=activation, **of_layer)
     return grouped_mm(h, down_proj, offs, out_dtype=rows.dtype, main_grad=main_grads[1], **options)
 
 
@@ -207,7 +214,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        dx, d_weights = ctx.dispatcher.combine(d_rows.to(ctx.dtype), ctx.routing, d_row_weight).wait()
+        with ctx.dispatcher.watched():
+            dx, d_weights = ctx.dispatcher.combine(d_rows.to(ctx.dtype), ctx.routing, d_row_weight).wait()
         return dx, d_weights, None, None, None
 
 
@@ -226,10 +234,11 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        recipe, plan = ctx.recipe, ctx.routing.plan
-        slots = ctx.dispatcher.redispatch(tuple(pack([d_out], recipe, recipe.grad_fmt)), ctx.routing).wait()
-        wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
-        d_rows = wire.rows(slots, plan.row_slot, plan.offs, copy=ctx.dispatcher.borrows)
+        recipe, plan, dispatcher = ctx.recipe, ctx.routing.plan, ctx.dispatcher
+        with dispatcher.watched():
+            slots = dispatcher.redispatch(tuple(pack([d_out], recipe, recipe.grad_fmt)), ctx.routing).wait()
+            wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
+            d_rows = wire.rows(slots, plan.row_slot, plan.offs, copy=dispatcher.borrows)
         return for_anomaly_mode(d_rows, plan.offs), None, None, None, None
 
 
@@ -250,10 +259,11 @@ class _SwiGLU(torch.autograd.Function):
         offs: Tensor | None,
         recipe: Recipe,
         activation: SwiGLU,
+        dispatcher: TokenDispatcher | None,
     ) -> Tensor:
         parts, ctx.rest = taken_apart(saved_gate_up(gate_up, recipe))
         ctx.save_for_backward(*parts, row_weight, offs)
-        ctx.how = recipe, activation
+        ctx.how, ctx.dispatcher = (recipe, activation), dispatcher
         return swiglu_forward(gate_up, row_weight, offs, *ctx.how)
 
     @staticmethod
@@ -261,9 +271,10 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor | None, ...]:
         *parts, row_weight, offs = ctx.saved_tensors
         gate_up = joined(parts, ctx.rest)
-        d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
+        with nullcontext() if ctx.dispatcher is None else ctx.dispatcher.watched():
+            d_gate_up, d_row_weight, _ = swiglu_backward(d_h, gate_up, row_weight, offs, *ctx.how)
         d_weight = None if row_weight is None else for_anomaly_mode(d_row_weight, offs)
-        return for_anomaly_mode(d_gate_up, offs), d_weight, None, None, None
+        return for_anomaly_mode(d_gate_up, offs), d_weight, *[None] * 4
 
 
 def swiglu_forward(

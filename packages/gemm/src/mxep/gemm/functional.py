@@ -15,6 +15,7 @@ M rows (capacity), N out features, K in features, G groups.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
 from mxep.quant.parts import MXParts
 
+Watched = Callable[[], AbstractContextManager[None]]
+
 
 def grouped_mm(
     a: Tensor,
@@ -44,6 +47,7 @@ def grouped_mm(
     quantized_weight: QuantizedWeight | None = None,
     main_grad: Tensor | None = None,
     wgrad_scale: float = 1.0,
+    watched: Watched | None = None,
 ) -> Tensor:
     """(M, N): a[rows of g] @ w[g].T + bias[g] for every group g. Differentiable in a, w and bias, once.
 
@@ -62,6 +66,7 @@ def grouped_mm(
         backward computes all gradients. Products of unquantized operands come rounded to bf16 but from backend
         "reference"; all others are added in fp32.
     wgrad_scale: multiplies the gradient of w (not those of a and bias), before it is rounded or added.
+    watched: makes a context that backward runs in, for whoever has to know what it raises.
 
     The gradient may arrive as an MXTensor of outer dtype out_dtype: used as it is, in its own element format, if it has
     the recipe's blocks, else dequantized and quantized.
@@ -74,7 +79,7 @@ def grouped_mm(
     check_tensors(a=a, w=w)
     if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
         options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "quantized_weight": quantized_weight}
-        options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
+        options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale, "watched": watched}
         return between_graphs(grouped_mm, a, w, offs, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, offs, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
@@ -83,7 +88,7 @@ def grouped_mm(
     if quantized_weight is not None:
         check_quantized_weight(quantized_weight, w, recipe)
     how = quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale
-    out: Tensor = multiply(a, w, bias, offs, *how)
+    out: Tensor = multiply(a, w, bias, offs, *how, watched=watched)
     return out
 
 
@@ -99,6 +104,7 @@ def multiply(
     main_grad: Tensor | None,
     wgrad_scale: float,
     *more: Tensor | None,
+    watched: Watched | None = None,
 ) -> Any:
     """`grouped_mm` without its checks. offs None: one group of all rows, any number of them; then weights and
     main_grads are (N, K).
@@ -106,14 +112,14 @@ def multiply(
     more: further weights, then their main_grads. They are one weight, w's rows first, as bias is for all of them. Then
     what is returned are the results of each, views of one.
     """
-    given: Any = quantized_weight, main_grad, *more[len(more) // 2 :]
+    given: Any = watched, quantized_weight, main_grad, *more[len(more) // 2 :]
     plain = torch.compiler.is_compiling() and all(x is None for x in given)
     if plain and compiled.is_known_by_name(a, recipe, backend):
         ws: Any = w, *more[: len(more) // 2]
         return compiled.product(a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale)
     if offs is None:
         w, main_grad, *more = (x if x is None else x.unsqueeze(0) for x in (w, main_grad, *more))  # type: ignore[assignment]
-    how = quantized_weight, recipe, backend, out_dtype, main_grad, wgrad_scale
+    how = quantized_weight, recipe, backend, out_dtype, main_grad, wgrad_scale, watched
     return _GroupedMM.apply(a, w, bias, offs, *how, *more)  # type: ignore[no-untyped-call]
 
 
@@ -130,7 +136,7 @@ def between_graphs(function: Callable[..., _T], *tensors: Any, **options: Any) -
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:  # by name, and *more, torch.compile would miscount those of two weights
-        a, w, bias, offs, weight, recipe, backend, out_dtype, main_grad, wgrad_scale, *more = given
+        a, w, bias, offs, weight, recipe, backend, out_dtype, main_grad, wgrad_scale, watched, *more = given
         ws: Any = (w, *more[: len(more) // 2])
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
         how = recipe, backend, out_dtype, needs
@@ -138,7 +144,7 @@ class _GroupedMM(torch.autograd.Function):
         a_parts, ctx.a_rest = taken_apart(a_saved)
         w_parts, ctx.w_rest = taken_apart(first if needs[0] else None)
         ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *(others if needs[0] else ()))
-        ctx.recipe, ctx.backend, ctx.wgrad_scale = recipe, backend, wgrad_scale
+        ctx.recipe, ctx.backend, ctx.wgrad_scale, ctx.watched = recipe, backend, wgrad_scale, watched
         ctx.main_grads = main_grad, *more[len(more) // 2 :]
         ctx.saved_operands = None
         ctx.dtypes = a.dtype, w.dtype, bias.dtype if bias is not None else None
@@ -149,6 +155,13 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.watched is None:
+            return _GroupedMM._backward(ctx, *dys)
+        with ctx.watched():
+            return _GroupedMM._backward(ctx, *dys)
+
+    @staticmethod
+    def _backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         recipe, backend, kept, widths = ctx.recipe, ctx.backend, ctx.saved_operands, ctx.widths
         need_a, need_w, need_bias = (need and is_wanted(ctx, i) for i, need in enumerate(ctx.needs_input_grad[:3]))
         needs = [need_w] + [
@@ -182,15 +195,15 @@ class _GroupedMM(torch.autograd.Function):
         dbias = steps.joined_sums(dys, offs).to(bias_dtype) if need_bias else None
         da = for_anomaly_mode(da, offs)
         if len(widths) == 1:
-            return da, dw, dbias, *[None] * 7
+            return da, dw, dbias, *[None] * 8
         dws = [None] * len(widths) if dw is None else dw.split(widths, 1)
         dw, *others = (x if need and held is None else None for x, need, held in zip(dws, needs, ctx.main_grads))
-        return da, dw, dbias, *[None] * 7, *others, *[None] * len(others)
+        return da, dw, dbias, *[None] * 8, *others, *[None] * len(others)
 
 
 def _places(weights: int) -> tuple[int, ...]:
     """Of weights among the arguments of `_GroupedMM`."""
-    return (1, *range(10, 9 + weights))
+    return (1, *range(11, 10 + weights))
 
 
 _Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
