@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from mxep.comms.kernels import all_to_all, gather, plan, signals
+from mxep.comms.kernels import all_to_all, gather, nodes, plan, signals
 from mxep.comms.kernels.exchange import KernelExchange
 from mxep.comms.layout import Layout
 from mxep.comms.transport import SymmetricBuffer
@@ -88,7 +88,23 @@ def join_rows(*widths: int, table: int = 0) -> None:
         gather.join_rows(first, other, ints(rows), beside, ints(1), 2)
 
 
+def plan_slots(num_nodes: int) -> None:
+    """Of several sizes: kernels are compiled once for all."""
+    for T, slots in ((1, 1), (128, 16), (8192, 99)):
+        of = ints(T, K), torch.empty(T, K), torch.empty(3, dtype=torch.int64)
+        nodes.plan_slots(*of, num_nodes, slots, 16, 16 * num_nodes)
+
+
+def tables_of_slots() -> None:
+    for rows, experts in ((1, 1), (64, 16), (99, 5)):
+        nodes.read_tables(torch.empty(rows, 8 * K, dtype=torch.uint8), experts, experts)
+        nodes.pick_values(torch.empty(rows, K), ints(T, W), ints(T, K), experts)
+
+
 LAUNCHES = {
+    "nodes' plan": lambda: plan_slots(4),
+    "nodes' plan of 64": lambda: plan_slots(64),
+    "nodes' tables": tables_of_slots,
     "all_to_all's plan": lambda: plan_all_to_all(4),
     "all_to_all's plan 256 ranks": lambda: plan_all_to_all(256),
     "headers": headers,

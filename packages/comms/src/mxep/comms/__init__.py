@@ -14,6 +14,7 @@ from .capacity import Capacity, CapacityExceeded
 from .exchange import Handle, combine, dispatch
 from .failures import tell_failure, told_failures
 from .layout import NEW, describe_dispatch, new_dispatch
+from .nodes import pick_values, plan_slots, read_tables
 from .nvshmem import NvshmemTransport
 from .one_thread import OneThread
 from .plan import DROPPED, RoutingPlan, check_ids, make_plan, narrow_ids
@@ -67,7 +68,10 @@ __all__ = [
     "mark_headers",
     "narrow_ids",
     "new_dispatch",
+    "pick_values",
     "plan_all_to_all",
+    "plan_slots",
+    "read_tables",
     "sum_slots",
     "tell_failure",
     "timeout_of",

@@ -41,14 +41,18 @@ from mxep.comms import (
     batch_too_large,
     check_agreement,
     gather_rows,
+    join_rows,
     narrow_ids,
+    pick_values,
+    plan_slots,
+    read_tables,
     sum_slots,
 )
 from mxep.runtime.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, check_reserved
 from .handles import Done, Handle, Later
-from .headers import Headers
+from .headers import STEPS, Headers
 from .memory import made_to_stay
 from .nodes import nodes_of, silence
 from .symmetric import SymmetricDispatcher, most_tokens
@@ -155,7 +159,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         ids, slots, token_of, tables = _plan_slots([expert_ids, weights, counts], *sizes)
         number = self._headers.new(self.new_dispatch, ids.device)
         within.new_dispatch = self.new_dispatch
-        crossing = self._cross(gather_rows((_joined(payload), tables), token_of), number, "dispatch")
+        outgoing = self._join(payload, token_of, number, "dispatch"), *gather_rows((tables,), token_of)
+        crossing = self._cross(outgoing, number, "dispatch")
 
         def finish() -> tuple[Payload, Routing]:
             rows, tables = crossing.wait()
@@ -171,8 +176,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         assert isinstance(routing, HierarchicalRouting)
         self.claim()
         within, of_node = self._within_by(routing), routing.within
-        rows = gather_rows((_joined(payload),), routing.tokens)
-        crossing = self._cross(rows, _number(routing), "redispatch")
+        rows = self._join(payload, routing.tokens, _number(routing), "redispatch")
+        crossing = self._cross((rows,), _number(routing), "redispatch")
         return Later(lambda: _parted(within.redispatch(crossing.wait(), of_node).wait(), payload))
 
     def combine(
@@ -181,6 +186,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         assert isinstance(routing, HierarchicalRouting)
         self.claim()
         sums, values = self._within_by(routing).combine(rows, routing.within, row_values).wait()
+        if self.nodes.across is not None:
+            self._headers.mark(sums.view(torch.uint8), self._block_sizes(sums), _number(routing), "combine")
         crossing = self._cross((sums,) if values is None else (sums, values), _number(routing), "combine")
 
         def finish() -> tuple[Tensor, Tensor | None]:
@@ -258,15 +265,21 @@ class HierarchicalDispatcher(TokenDispatcher):
             raise RuntimeError("dispatcher: got a routing from before it was closed, wanted close() after backward")
         return self._within[num_slots]
 
+    def _join(self, payload: Payload, tokens: Tensor, number: Tensor, step: str) -> Tensor:
+        """(T, n_i) each -> (N B, n), the rows of slots, with headers if any other node has to see them."""
+        return join_rows(payload, tokens, None, None if self.nodes.across is None else number, STEPS.index(step))
+
     def _cross(self, outgoing: Sequence[Tensor], number: Tensor, step: str) -> Handle[Payload]:
-        """(N B, n_i) each, B rows to each node -> as many, B rows from each. number: of the dispatch, (1,) int32."""
+        """(N B, n_i) each, B rows to each node, of which the first one's have headers -> as many, B rows from each.
+
+        number: of the dispatch, (1,) int32.
+        """
         if (across := self.nodes.across) is None:
             return Done(tuple(outgoing))
         self._headers.check()
         if self._exchanges is not None:
             self._exchanges.collectives += 1
         sizes = self._block_sizes(outgoing[0])
-        self._headers.mark(outgoing[0].view(torch.uint8), sizes, number, step)
         incoming, works = tuple(map(torch.empty_like, outgoing)), []
         for received, sent in zip(incoming, outgoing):
             parts = received.view(torch.uint8), sent.view(torch.uint8)
@@ -356,62 +369,29 @@ def _number(routing: HierarchicalRouting) -> Tensor:
     return routing.plan.dispatch
 
 
-def _joined(payload: Payload) -> Tensor:
-    return payload[0] if len(payload) == 1 else torch.cat(payload, 1)
-
-
 def _parted(slots: Payload, payload: Payload) -> Payload:
     """Slots (S, n) in one part -> in the payload's."""
-    return torch.split(slots[0], [part.shape[1] for part in payload], 1)
+    widths = [part.shape[1] for part in payload]
+    return tuple(slots[0][:, : sum(widths)].split(widths, 1))
 
 
 @replayed
 def _plan_slots(
     tensors: list[Tensor], num_nodes: int, num_slots: int, experts_per_node: int, num_experts: int
 ) -> list[Tensor]:
-    """[expert_ids, weights, counts, which are updated] -> [ids (T, K), -1 for invalid ones, slots, tokens, tables].
-
-    tables: (T, 8 K) uint8, of each token its ids + 1, as unused slots are 0, and its weights.
-    """
+    """[expert_ids, weights, counts, which are updated] -> what `plan_slots` gives."""
     ids, weights, counts = tensors
-    wrong = (ids < -1) | (ids >= num_experts)
-    ids = torch.where(wrong, -1, ids)
-    of_node = torch.arange(num_nodes, device=ids.device, dtype=torch.int64)
-    here = ids.div(experts_per_node, rounding_mode="floor")[:, :, None] == of_node  # (T, K, N)
-    needed = here.any(1)
-    before, total = needed.cumsum(0) - needed.long(), needed.sum(0).clamp_min(num_slots)
-    # Where not all fit, tokens that are spread evenly do.
-    place = (before * num_slots + total // 2) // total
-    fits = needed & (place < ((before + 1) * num_slots + total // 2) // total)
-    slots = torch.where(fits, of_node * (num_slots + 1) + 1 + place, -1)  # behind the header
-    # Tokens without a slot write into one more, which is cut off.
-    all_slots = num_nodes * (num_slots + 1)
-    token = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None].expand(slots.shape)
-    tokens = token.new_full((all_slots + 1,), -1)
-    tokens.scatter_(0, torch.where(fits, slots, all_slots).flatten(), token.flatten())
-    lost = (here & (needed & ~fits)[:, None]).sum()
-    counts[0] = torch.maximum(counts[0], needed.sum(0).max())
-    counts[1:] += torch.stack((lost, wrong.sum()))
-    tables = torch.cat((ids + 1, weights.detach().view(torch.int32)), 1).view(torch.uint8)
-    return [ids, slots.int(), tokens[:-1], tables]
+    return list(plan_slots(ids, weights, counts, num_nodes, num_slots, experts_per_node, num_experts))
 
 
 @replayed
 def _read_tables(tensors: list[Tensor], first_expert: int, experts_per_node: int) -> list[Tensor]:
     """[tables (N B, 8 K)] -> [ids among the node's experts (N B, K) int32, weights (N B, K)]."""
-    ids, weights = tensors[0].view(torch.int32).chunk(2, 1)
-    ids = ids - (1 + first_expert)
-    return [torch.where((ids >= 0) & (ids < experts_per_node), ids, -1), weights.contiguous().view(torch.float32)]
+    return list(read_tables(tensors[0], first_expert, experts_per_node))
 
 
 @replayed
 def _sum_rows(tensors: list[Any], experts_per_node: int) -> list[Tensor | None]:
     """[rows of nodes (N B, D), values (N B, K) or None, slots, expert_ids] -> [sums (T, D), values (T, K)]."""
     rows, values, slots, ids = tensors
-    out = sum_slots(rows, slots)
-    if values is None:
-        return [out, None]
-    node = ids.div(experts_per_node, rounding_mode="floor").clamp_min(0)
-    slot = slots.gather(1, node.long())
-    of_pairs = values.gather(0, slot.clamp_min(0).long())
-    return [out, torch.where((ids >= 0) & (slot >= 0), of_pairs, 0.0)]
+    return [sum_slots(rows, slots), None if values is None else pick_values(values, slots, ids, experts_per_node)]
