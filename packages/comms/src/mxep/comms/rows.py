@@ -7,8 +7,7 @@ from torch import Tensor
 
 from mxep.runtime.op import ANY_GPU, op
 
-ROW_ALIGNMENT = 16
-"""Of joined rows, in bytes."""
+from .layout import ALIGNMENT, round_up
 
 
 def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -64,7 +63,7 @@ def gather_part(part: Tensor, row_index: Tensor | None, offs: Tensor | None) -> 
 
 
 def _joined_width(*parts: Tensor | None) -> int:
-    return -(-sum(part.shape[1] for part in parts if part is not None) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return round_up(sum(part.shape[1] for part in parts if part is not None), ALIGNMENT)
 
 
 @op(

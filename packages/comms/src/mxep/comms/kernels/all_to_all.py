@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.comms.all_to_all import ANY_NEW as ANY_NEW_WORD
 from mxep.comms.kernels.plan import COUNTS_AT_ONCE, LEAST_EXPERTS, NUM_WARPS, SEGMENT, TILE_COUNTS, _order, _sizes
+from mxep.comms.layout import NEW
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
-ANY_NEW = tl.constexpr(ANY_NEW_WORD)
+ANY_NEW = tl.constexpr(NEW * 4 + 1)
+"""As in `mxep.comms.all_to_all`."""
 MOST_CHUNKS = 128
 COUNT_TILE = 1024
 

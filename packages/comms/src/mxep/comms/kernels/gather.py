@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxep.comms.kernels.dispatch import WORDS
-from mxep.comms.rows import ROW_ALIGNMENT
+from mxep.comms.layout import ALIGNMENT, round_up
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_BYTES = 16384
@@ -107,7 +107,7 @@ def join_rows(
     """mxep::join_rows."""
     parts = [part if part is None or part.stride(1) == 1 else part.contiguous() for part in (first, other, table)]
     last, used = max(i for i, part in enumerate(parts) if part is not None), 0
-    width = cdiv(sum(part.shape[1] for part in parts if part is not None), ROW_ALIGNMENT) * ROW_ALIGNMENT
+    width = round_up(sum(part.shape[1] for part in parts if part is not None), ALIGNMENT)
     out = torch.empty((len(row_index), width), dtype=torch.uint8, device=row_index.device)
     if not out.numel():
         return out
