@@ -1,5 +1,6 @@
 """Clamped SwiGLU and biases of experts in the layer: against plain torch, and against the layer's parts."""
 
+import math
 from typing import Any
 
 import pytest
@@ -198,6 +199,59 @@ def test_autocast_rounds_no_sum() -> None:
         got = add_down_bias(out, ids.to(DEVICE), weights, b2)
     assert got.dtype == torch.float32
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bias_that_is_not_finite_is_its_own_tokens_alone(value: float) -> None:
+    """Tokens 0, 3, ... are of experts 0 and 1, others of two others, of one, or of none."""
+    given, _, d_out = problem()
+    out, weights, b2, d_out = (x.float() for x in (given["x"], given["weights"], given["down_bias"], d_out))
+    ids = torch.tensor([[0, 1], [2, 3], [-1, 2]]).repeat(len(out), 1)[: len(out)]
+    mine = (ids == 0).any(1)
+    weights = weights.masked_fill(ids == 1, 0.0)  # which a product cannot tell from no expert
+    found = []
+    for spoilt in (False, True):
+        bias = b2.clone()
+        bias[0, 5] = value if spoilt else bias[0, 5]
+        given = [x.clone().requires_grad_() for x in (out, weights, bias)]
+        got = add_down_bias(given[0], ids, given[1], given[2])
+        got.backward(torch.where(got.isfinite(), d_out, math.nan))
+        found.append([got.detach(), *(x.grad for x in given)])
+    (wanted, d_x, d_weights, d_bias), (got, *grads) = found
+    assert torch.equal(got[~mine], wanted[~mine])
+    assert not got[mine].isfinite().all(1).any()
+    assert torch.equal(grads[0][~mine], d_x[~mine])
+    assert torch.equal(grads[1][~mine], d_weights[~mine])
+    assert torch.equal(grads[2][2:], d_bias[2:])
+    assert not grads[2][:2].isfinite().any(), "of expert 1, too, whose tokens these are"
+
+
+@distributed(2, device="cpu", dispatcher=("symmetric", "hierarchical", "all_to_all"))
+def test_one_experts_nan_bias_reaches_no_token_of_others_over_ranks(ctx, dispatcher: str) -> None:
+    given, _, d_out = problem(2 * T)
+    here = slice(ctx.rank * T, (ctx.rank + 1) * T)
+    ids = torch.tensor([[0, 1], [E - 2, E - 1]]).repeat(T, 1)[:T]
+    odd = ids[:, 0] > 0
+    found = []
+    for spoilt in (False, True):
+        options = {"ranks_per_node": 1} if dispatcher == "hierarchical" else {}
+        router = FixedRouting(ids, given["weights"][here].float())
+        options |= {"recipe": "bf16", "router": router, "bias": True, "dtype": torch.float32, "dispatcher": dispatcher}
+        torch.manual_seed(0)
+        moe = MoE(D, F, E, 2, group=ctx.group, **options)
+        bias = local_tensor(moe.experts.down_bias)
+        with torch.no_grad():
+            if spoilt and ctx.rank == 0:
+                bias[0] = math.nan
+        x = given["x"][here].float().requires_grad_()
+        out = moe(x)
+        out.backward(torch.where(out.isfinite(), d_out[here].float(), math.nan))
+        grads = {name: local_tensor(p.grad) for name, p in moe.experts.named_parameters()}
+        found.append((out.detach()[odd], x.grad[odd], *(grad for grad in grads.values() if ctx.rank == 1)))
+        assert spoilt != bool(out[~odd].isfinite().all())
+    for wanted, got in zip(*found, strict=True):
+        assert wanted.isfinite().all()
+        assert torch.equal(got, wanted)
 
 
 def test_a_shared_expert_has_the_activation() -> None:

@@ -4,11 +4,13 @@
 
 The layer's routing weight multiplies before the down-projection, so its bias is added where the weights are, to a
 token's sum: S @ down_bias, with S (T, E) the weights by expert. That is a product a hundredth of the layer's size, and
-its gradients take d_out as it is, unquantized. A token without experts has none, as its d_out may be NaN. Ranks that
-share experts gather the bias, (E, D), and reduce its gradient: torch's own collectives. gate_up's is added by the
-product's kernel (`steps.py`).
+its gradients take d_out as it is, unquantized. A token without experts has none, as its d_out may be NaN. 0 times NaN
+is NaN, so what is not finite stays out of the products: the token's whole row, or the expert's, is NaN then, no other.
+Ranks that share experts gather the bias, (E, D), and reduce its gradient: torch's own collectives. gate_up's is added
+by the product's kernel (`steps.py`).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ def add_down_bias(
     by_expert = weights.new_zeros(len(weights), num_experts)
     ids = expert_ids.clamp(0, num_experts - 1).long()
     by_expert = by_expert.scatter_add(1, ids, torch.where(here, weights, 0.0))
-    operands = out, by_expert.to(out.dtype), whole.to(out.dtype), here.any(1, keepdim=True)
+    operands = out, by_expert.to(out.dtype), whole.to(out.dtype), ids, here
     return _AddBias.apply(*operands)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -63,24 +65,31 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """out (T, D) + by_expert (T, E) @ bias (E, D). The bias is not given the gradient of a token that is not routed
-    (T, 1): of padding it may be NaN, which a weight of 0 does not take away."""
+    """out (T, D) + by_expert (T, E) @ bias (E, D). ids (T, K) of experts, and which of them are routed (T, K)."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, by_expert: Tensor, bias: Tensor, routed: Tensor) -> Tensor:
-        ctx.save_for_backward(by_expert, bias, routed)
+    def forward(ctx: Any, out: Tensor, by_expert: Tensor, bias: Tensor, ids: Tensor, routed: Tensor) -> Tensor:
+        ctx.save_for_backward(by_expert, bias, ids, routed)
+        bad = ~bias.isfinite().all(1)
+        tokens = (bad[ids] & routed).any(1, keepdim=True)
+        operands = by_expert.masked_fill(tokens, math.nan), bias.masked_fill(bad[:, None], 0.0)
         with torch.autocast(out.device.type, enabled=False):  # which would round out, too
-            return torch.addmm(out, by_expert, bias)
+            return torch.addmm(out, *operands)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        by_expert, bias, routed = ctx.saved_tensors
-        d_routed = torch.where(routed, d_out, 0.0)
-        _, needs_weights, needs_bias, _ = ctx.needs_input_grad
+        by_expert, bias, ids, routed = ctx.saved_tensors
+        _, needs_weights, needs_bias, *_ = ctx.needs_input_grad
+        bad = ~d_out.isfinite().all(1, keepdim=True)
+        d_by_expert = d_bias = None
         with torch.autocast(d_out.device.type, enabled=False):
-            d_by_expert = d_routed @ bias.t() if needs_weights else None
-            d_bias = by_expert.t() @ d_routed if needs_bias else None
-        return d_out, d_by_expert, d_bias, None
+            if needs_weights:  # only elements of routed pairs are read
+                d_by_expert = d_out @ bias.t()
+            if needs_bias:
+                spoilt = ids.new_zeros(len(bias)).scatter_add(0, ids.flatten(), (bad & routed).flatten().long())
+                d_bias = by_expert.t() @ d_out.masked_fill(bad, 0.0)
+                d_bias = d_bias.masked_fill(spoilt[:, None] > 0, math.nan)
+        return d_out, d_by_expert, d_bias, None, None
 
 
 class _Gathered(torch.autograd.Function):
