@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from transformers import AutoModelForCausalLM
 from integration.tiny_models import TOKENS, step, tiny, token_ids, worst
 from mxep.comms import PeersDisagree
 from mxep.ep import MoE
-from mxep.gemm import Recipe
+from mxep.gemm import Linear, Recipe, convert
+from mxep.integration.snr import snr
 from mxep.integration.transformers import (
     Implementation,
     check,
@@ -249,3 +251,28 @@ def test_transformers_own_fsdp_and_ep_equal_one_process(ctx: Context, tmp_path: 
     config = DistributedConfig(tp_size=4, ep_size=4, ep_implementation="mxep_bf16")
     with pytest.raises(ValueError, match="got tp_size 4, want 1"):
         AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)
+
+
+@distributed(2, device="cpu", made_by=("convert", "Linear"))
+def test_transformers_own_tensor_parallelism_fails_at_once_where_shards_do_not_fit(ctx: Context, made_by: str) -> None:
+    sharded = pytest.importorskip("transformers.distributed.tensor_parallel")
+    if not hasattr(sharded, "apply_tensor_parallelism"):
+        pytest.skip("transformers shards otherwise")
+    mesh = DeviceMesh.from_group(ctx.group, "cpu", mesh_dim_names=("tp",))
+    x = torch.randn(4, 64)
+    for features in (64, 96):
+        model = nn.Sequential(nn.Linear(64, features, bias=False))
+        wanted = model(x)
+        if made_by == "convert":
+            convert(model, "mxfp8")
+        else:
+            model[0] = Linear.from_linear(model[0], "mxfp8")
+        plan = {"0.weight": "colwise_gather_output", "0": "colwise_gather_output"}
+        name = "0.weight" if made_by == "convert" else "weight"
+        said = f"^{name}: N: got 48, want a multiple of 32 .* the 96 features of 2 ranks on each: use fewer ranks, or"
+        assert not hasattr(model[0], "_is_hooked")
+        with pytest.raises(ValueError, match=said) if features == 96 else nullcontext():
+            sharded.apply_tensor_parallelism(model, mesh, plan)
+        assert model[0]._is_hooked
+        if features == 64:  # as each rank draws from one seed, its shard is of one weight
+            assert snr(wanted, model(x)) > 20

@@ -24,7 +24,7 @@ from mxep.gemm.auto import recipe_name, recipe_of
 from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert_linear import by_pattern, is_linear, reason_to_leave, vocabulary_of
 from mxep.gemm.convert_mode import Converted, Products, State, parameter_of, report, tell
-from mxep.gemm.linear import check_parallelized, module_forward
+from mxep.gemm.linear import MarkOfTransformers, check_parallelized, module_forward
 from mxep.gemm.recipe import Recipe
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -209,8 +209,8 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, reci
         raise ValueError(f"{fqn}: got a parametrized {type(module).__name__}, want it plain: convert before")
     if "forward" in module.__dict__:
         raise ValueError(
-            f"{fqn}: got a {type(module).__name__} whose forward was replaced (accelerate's hooks do that), want its "
-            "class's: convert before"
+            f"{fqn}: got a {type(module).__name__} whose forward was replaced (accelerate's hooks and transformers' "
+            "tp_plan do that), want its class's: convert before"
         )
     if getattr(module, "_distribute_module_applied", False) and hasattr(parameter, "device_mesh") and name == "weight":
         from mxep.gemm.tensor_parallel import check_shards
@@ -285,8 +285,13 @@ def _converted_class(base: Any) -> Any:
             check_parallelized(how.fqn, self, name, param, how.recipe)
         super(made, self).register_parameter(name, param)
 
+    def linear(self: nn.Module) -> tuple[str, Recipe | str] | None:
+        how = _weights(self).get("weight") if is_linear(self) else None
+        return None if how is None else (how.fqn, how.recipe)
+
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     methods = {"forward": forward, "__reduce_ex__": __reduce_ex__, "register_parameter": register_parameter}
+    methods["_is_hooked"] = MarkOfTransformers(linear)
     made: Any = type(base.__name__, (base,), {**names, "_mxep_base": base, **methods})
     return made
 

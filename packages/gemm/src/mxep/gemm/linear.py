@@ -13,6 +13,7 @@ quantizes x once for the three, and sums their gradients in its outer dtype.
 M rows, N out features, K in features.
 """
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -108,6 +109,30 @@ def rms_norm_input(
     return rms_norm_quantize(x, weight, eps=eps, fmt=recipe.fmt, mode=recipe.mode, block_size=block_size)
 
 
+class MarkOfTransformers:
+    """`_is_hooked`: transformers' tensor parallelism sets it on each module that it shards, past `register_parameter`.
+    ValueError then for a linear whose shards do not fit. (FSDP2 shards otherwise where there is a `__setattr__`.)
+
+    how: the weight's name and recipe, of a module; None: not of a linear that is converted.
+    """
+
+    def __init__(self, how: Callable[[Any], tuple[str, Recipe | str] | None]) -> None:
+        self.how = how
+
+    def __get__(self, module: nn.Module | None, _: type | None = None) -> bool:
+        if module is None or "_is_hooked" not in module.__dict__:
+            raise AttributeError("_is_hooked")
+        return bool(module.__dict__["_is_hooked"])
+
+    def __set__(self, module: nn.Module, value: bool) -> None:
+        module.__dict__["_is_hooked"] = value
+        weight: Any = module._parameters.get("weight")
+        if hasattr(weight, "device_mesh") and (how := self.how(module)) is not None:
+            from mxep.gemm.tensor_parallel import check_shards
+
+            check_shards(how[0], weight, how[1])
+
+
 class Linear(nn.Linear):
     """nn.Linear by a recipe: the same parameters, names and initialization; `linear` has what it computes.
 
@@ -144,6 +169,8 @@ class Linear(nn.Linear):
         if name == "weight" and "recipe" in self.__dict__:
             check_parallelized(name, self, name, param, self.recipe)
         super().register_parameter(name, param)
+
+    _is_hooked = MarkOfTransformers(lambda self: ("weight", self.recipe))
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
