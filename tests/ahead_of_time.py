@@ -149,9 +149,7 @@ def compile_launches(fn: Callable[[], object], target: int = 90) -> list[Compile
 
     run, tune, active, hook = JITFunction.run, Autotuner.run, driver._active, knobs.runtime.launch_enter_hook
     JITFunction.run, Autotuner.run = compile_only, all_configs
-    knobs.runtime.launch_enter_hook = lambda *_: (
-        None
-    )  # `launch` leaves kernels that are profiled to Triton
+    knobs.runtime.launch_enter_hook = lambda *_: None  # `launch` leaves kernels that are profiled to Triton
     driver.set_active(NoDevice())
     try:
         with torch.device("meta"):

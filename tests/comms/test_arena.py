@@ -81,14 +81,6 @@ class Played:
         yield
         self.stream, self.capture = outside, 0
 
-    def counted(self, count: int) -> int:
-        """As `exchanges`, of a graph within `capturing`."""
-        outside, self.stream, self.capture = self.stream, Stream(), 9
-        with self.arena.capturing():
-            barriers = self.exchanges(count)
-        self.stream, self.capture = outside, 0
-        return barriers
-
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Played:
@@ -97,49 +89,23 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 def test_until_a_user_captures_nobody_meets_before_an_exchange(played: Played) -> None:
     assert played.exchanges(3) == 0
-    assert played.counted(2) == 0
-    assert not played.arena.was_captured, "whoever launches such a graph says so"
-    assert played.exchanges(2) == 0
-
-
-def test_after_a_users_capture_a_graph_meets_as_often_as_a_peer_without_one(played: Played) -> None:
     with played.users_capture():
         assert played.exchanges(3) == 1
     assert played.exchanges(2) == 2
-    assert played.counted(2) == 2
-    assert played.exchanges(2) == 2
 
 
-def test_a_capture_makes_no_exchange_and_launches_are_counted(played: Played) -> None:
+def test_exchanges_of_records_are_counted_by_who_plays_them(played: Played) -> None:
     played.exchanges(3)
-    played.arena.done, stream = object(), played.stream  # type: ignore[assignment]
-    assert played.counted(2) == 0
-    arena = played.arena
-    assert (arena.exchanges, arena.stream, arena.done, arena.in_flight) == (3, stream, None, None)
-    for launches in (1, 2, 3):
-        played.arena.launched(2)
-        assert (arena.exchanges, arena.stream) == (3 + 2 * launches, stream)
+    arena, stream = played.arena, played.stream
+    for plays in (1, 2, 3):
+        arena.launched(2)
+        assert (arena.exchanges, arena.stream) == (3 + 2 * plays, stream)
     played.stream = Stream()
-    played.arena.launched(1)
+    arena.launched(1)
     assert (arena.exchanges, arena.stream) == (10, played.stream)
 
 
-def test_what_a_capture_leaves_is_put_right_if_it_fails(played: Played) -> None:
-    played.exchanges(1)
-    arena, stream = played.arena, played.stream
-    capturing = played.arena.capturing()
-    capturing.__enter__()
-    assert arena.launches_are_counted
-    assert arena.stream is None
-    played.exchanges(1)
-    arena.in_flight = arena.done = object()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="the function's"):
-        capturing.gen.throw(ValueError("the function's"))
-    assert not arena.launches_are_counted
-    assert (arena.exchanges, arena.stream, arena.done, arena.in_flight) == (1, stream, None, None)
-
-
-def test_a_graph_holds_for_the_buffer_that_is_next_and_for_whether_users_have_captured(played: Played) -> None:
+def test_a_record_holds_for_the_buffer_that_is_next_and_for_whether_users_have_captured(played: Played) -> None:
     states = []
     for _ in range(4):
         states.append(played.arena.graph_state(played.transport))
@@ -158,7 +124,7 @@ def test_a_graph_holds_for_the_buffer_that_is_next_and_for_whether_users_have_ca
     assert played.arena.graph_state(played.transport) == (played.arena.buffers[0], True)
 
 
-def test_there_is_no_graph_of_exchanges_that_others_may_be_in_the_way_of(played: Played) -> None:
+def test_there_is_no_record_of_exchanges_that_others_may_be_in_the_way_of(played: Played) -> None:
     transport, arena = played.transport, played.arena
     assert arena.graph_state(transport) is not None
     played.exchanges(1)

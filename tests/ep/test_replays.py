@@ -1,4 +1,4 @@
-"""A layer's passes are graphs from their second call on, or their steps are, and nobody can tell by the bits."""
+"""A layer's passes are played from their second call on, or their steps are, and nobody can tell by the bits."""
 
 import gc
 import itertools
@@ -11,11 +11,9 @@ from torch import Tensor
 from mxep.ep import MoE, shared_expert, steps
 from mxep.ep.dispatchers import AllToAllDispatcher, LocalDispatcher, SymmetricDispatcher, TokenDispatcher
 from mxep.ep.dispatchers.all_to_all import _plan_rows
-from mxep.ep.passes import _Pass
 from mxep.ep.shared_expert import SharedExpert
 from mxep.ep.shares import local_tensor
 from mxep.gemm import Recipe, quantize_weights_once
-from mxep.runtime.pools import idle_bytes
 from mxep.runtime.replay import no_replays
 from ranks import distributed
 
@@ -62,8 +60,8 @@ def test_replays_have_the_bits_of_the_functions(recipe, dispatcher):
     if dispatcher == "all_to_all":
         assert not replayed
         assert sum(step.replays for step in STEPS) > before
-    else:  # the first of each size was not, and where it made the buffers, the second neither
-        assert replayed["layer_forward"] in (5, 6)
+    else:  # the first of each size was recorded, but where it made the buffers
+        assert replayed["layer_forward"] == 6 - (dispatcher == "symmetric")
         assert replayed["layer_backward"] == 6
     with no_replays():
         wanted = [run(layer, *batch) for batch in batches]
@@ -145,7 +143,7 @@ def test_another_routing_in_each_step_is_one_replay_more_and_captures_nothing(ct
     for each in given:
         got.append(step(*each))
         counts.append(replays(layer))
-    for before, after in itertools.pairwise(counts[2:]):  # the first makes the buffers, the next captures
+    for before, after in itertools.pairwise(counts[2:]):  # the first makes the buffers, the next is recorded
         assert after == {name: number + 1 for name, number in before.items()}
     assert counts[-1].keys() == {"layer_forward", "layer_backward"}
     with no_replays():
@@ -210,7 +208,7 @@ def test_weights_that_change_in_place_are_quantized_anew():
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_32x32", "bf16"])
-def test_shared_experts_are_replayed_but_where_cublas_packs_its_parameters(recipe):
+def test_shared_experts_are_replayed(recipe):
     torch.manual_seed(0)
     shared = SharedExpert(DIM, HIDDEN_DIM, device="cuda")
     before = shared_expert._forward.replays, shared_expert._backward.replays
@@ -225,8 +223,7 @@ def test_shared_experts_are_replayed_but_where_cublas_packs_its_parameters(recip
     batches = [torch.randn(T, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     got = [step(x) for x in batches]
     after = shared_expert._forward.replays, shared_expert._backward.replays
-    packed = "NotCaptured: a kernel's parameters are packed"
-    assert after > before or (recipe == "bf16" and packed in shared_expert._forward.refused)
+    assert after >= (before[0] + 3, before[1] + 3)
     with no_replays():
         wanted = [step(x) for x in batches]
     assert all(torch.equal(a, b) for one, other in zip(got, wanted) for a, b in zip(one, other, strict=True))
@@ -273,31 +270,16 @@ def test_a_graph_of_replays_runs_with_other_tokens():
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
-def test_graphs_of_a_layer_keep_no_memory(recipe):
+def test_records_of_a_layer_keep_no_memory(recipe):
     layer = make_layer(recipe, "local")
     batches = [torch.randn(2, T - 10 * i, DIM, device="cuda", dtype=torch.bfloat16) for i in range(4)]
     run(layer, *batches[0])
-    run(layer, *batches[0])  # what a first capture alone leaves: a stream's workspace of cuBLAS, say
+    run(layer, *batches[0])
     torch.cuda.synchronize()
-    idle, allocated, before = idle_bytes(0), torch.cuda.memory_allocated(), sum(replays(layer).values())
+    allocated, before = torch.cuda.memory_allocated(), sum(replays(layer).values())
     for batch in batches[1:]:
         for _ in range(3):
             run(layer, *batch)
     layer.zero_grad(set_to_none=True)
     assert sum(replays(layer).values()) == before + 3 * 2 * 2
-    assert idle_bytes(0) == idle
     assert torch.cuda.memory_allocated() <= allocated
-
-
-def test_a_pass_that_allocates_too_much_is_called_and_its_steps_are_graphs(monkeypatch):
-    layer, batch = make_layer("mxfp8", "local"), torch.randn(2, T, DIM, device="cuda", dtype=torch.bfloat16)
-    with no_replays():
-        wanted = run(layer, *batch)
-    monkeypatch.setattr(_Pass, "most_bytes", 400_000)  # a step allocates less, a pass more
-    before = sum(step.replays for step in STEPS)
-    for _ in range(4):
-        got = run(layer, *batch)
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-    assert [each.replays for each in layer.dispatcher.passes.values()] == [0, 0]
-    assert all("more than 400000" in each.refused[0] for each in layer.dispatcher.passes.values())
-    assert sum(step.replays for step in STEPS) > before

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphs_on_cpu import MovingGraphOnCPU, assert_replays_are_alike, replays_on_the_cpu
 from mxep.gemm import grouped_mm, steps
+from records_on_cpu import assert_replays_are_alike, replays_on_the_cpu
 
 M, N, K, GROUPS = 64, 32, 64, 2
 
 
 @pytest.fixture(autouse=True)
 def replays_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with replays_on_the_cpu(monkeypatch, MovingGraphOnCPU):
+    with replays_on_the_cpu(monkeypatch):
         yield
 
 

@@ -288,19 +288,19 @@ def spoil(rank: Rank, config: BenchConfig) -> list[dict[str, object]]:
     return [row for _, row in layer.measure(run.Bench(rank, config, 0, Report("", {}, sections)))]
 
 
-def test_a_step_is_charged_for_what_it_adds_and_not_for_graphs_that_others_hold(monkeypatch: pytest.MonkeyPatch):
-    """2 GiB of tensors, 1 outside and 5 of others' graphs before; a step adds 3, 0.5 and 0.25."""
+def test_a_step_is_charged_for_what_it_adds(monkeypatch: pytest.MonkeyPatch):
+    """2 GiB of tensors and 1 outside before; a step adds 3 and 0.5."""
     gib, called = layer.GIB, []
-    found = iter([layer.Memory(2 * gib, gib, 5 * gib), layer.Memory(2 * gib, 3 * gib // 2, 21 * gib // 4)])
+    found = iter([layer.Memory(2 * gib, gib), layer.Memory(2 * gib, 3 * gib // 2)])
     monkeypatch.setattr(layer.Memory, "now", lambda: next(found))
     monkeypatch.setattr(layer, "free_memory", lambda _: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * gib)
     row = layer.memory_of(lambda: called.append("step"), torch.device("cuda"))
-    assert row == {"peak GiB": 3.75, "outside GiB": 0.5, "graphs GiB": 0.25}
+    assert row == {"peak GiB": 3.5, "outside GiB": 0.5}
     assert called == ["step"] * 3
-    less = layer.Memory(0, 4, 4).row(layer.Memory(0, 2, 2), 0)  # what goes meanwhile is no gain of the step's
+    less = layer.Memory(0, 4).row(layer.Memory(0, 2), 0)  # what goes meanwhile is no gain of the step's
     assert set(less.values()) == {0.0}
 
 

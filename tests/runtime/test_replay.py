@@ -1,23 +1,19 @@
-"""A function of tensors that is a CUDA graph from its second call of a kind on."""
+"""What makes a kind of calls, and what a function does that is recorded in its first call of one."""
 
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphs_on_cpu import replays_on_the_cpu
-from mxep.quant import MXTensor, quantize, swiglu_quantize
+from mxep.quant import MXTensor, quantize
 from mxep.quant.parts import MXParts
-from mxep.runtime import replay
-from mxep.runtime.driver import NotCaptured
-from mxep.runtime.pools import idle_bytes
+from mxep.runtime import graph, record, replay
 from mxep.runtime.replay import Replayed, replayed
+from records_on_cpu import replays_on_the_cpu
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -45,7 +41,7 @@ def replays_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_from_the_second_call_of_a_kind_on_a_graph_is_launched(replays_on_cpu: None) -> None:
+def test_from_the_second_call_of_a_kind_on_its_record_is_played(replays_on_cpu: None) -> None:
     calls = []
 
     @replayed
@@ -65,7 +61,7 @@ def test_from_the_second_call_of_a_kind_on_a_graph_is_launched(replays_on_cpu: N
             assert torch.equal(got.join().dequantize(), want.join().dequantize())
             assert (plain is None) == (other is None)
             assert plain is None or torch.equal(plain, other)
-        assert len(calls) == 2, kind
+        assert len(calls) == 1, kind
     assert function.replays == 5 * 3
     assert not function.refused
 
@@ -86,16 +82,16 @@ def test_streams_autocast_and_inference_are_kinds_of_their_own(
     assert function.replays == 0
 
 
-def test_kinds_that_came_once_make_room_for_others(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MOST_GRAPHS", 3)
+def test_kinds_that_come_again_are_kept(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_RECORDS", 3)
     function = replayed(lambda tensors: [tensors[0] + 1])
     for _ in range(2):
         function([torch.zeros(7)])
     for size in range(20, 40):
         function([torch.zeros(size)])
+        function([torch.zeros(7)])
     assert len(function._kinds) == 3
-    assert torch.equal(function([torch.zeros(7)])[0], torch.ones(7))
-    assert function.replays == 2, "what came again was kept"
+    assert function.replays == 1 + 20, "what came again was kept"
 
 
 def test_arguments_that_are_one_tensor_are_a_kind_of_their_own(replays_on_cpu: None) -> None:
@@ -169,75 +165,6 @@ def test_where_somebody_listens_the_function_is_called(replays_on_cpu: None, mon
     assert function.replays == 2
 
 
-def test_what_could_not_be_captured_is_tried_again_less_and_less_often(
-    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, tries, calls = replay.MovingGraph, [], 0
-
-    def capture(*args: Any) -> Any:
-        tries.append(calls)
-        if len(tries) < 4:
-            raise RuntimeError("CUDA error: transient")
-        return made(*args)
-
-    monkeypatch.setattr(replay, "MovingGraph", capture)
-    function = replayed(lambda tensors: [tensors[0] + 1])
-    for calls in range(1, 17):
-        assert function([torch.zeros(4)])[0].tolist() == [1.0] * 4
-        assert function.refused == (["RuntimeError: CUDA error: transient"] if 2 <= calls < 9 else [])
-    assert tries == [2, 3, 5, 9]
-    assert function.replays == 8
-
-
-def test_memory_of_another_thread_refuses_no_kind_for_ever(
-    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = iter([0, 2 * replay.MOST_BYTES])  # before and after the first call; nothing afterwards
-    monkeypatch.setattr(replay, "_allocated", lambda device: next(counts, 0))
-    function = replayed(lambda tensors: [tensors[0] + 1])
-    for _ in range(4):
-        function([torch.zeros(4)])
-    assert function.replays == 2
-    assert not function.refused
-
-
-def test_after_a_failed_capture_its_temporaries_are_gone_when_memory_is_freed(
-    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[weakref.ref[Tensor]] = []
-
-    @replayed
-    def function(tensors: list[Any]) -> list[Any]:
-        temporary = torch.zeros(8)
-        made.append(weakref.ref(temporary))
-        if len(made) == 2:
-            raise torch.OutOfMemoryError("full")
-        return [tensors[0] + 1]
-
-    alive: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(made[1]() is not None))
-    for _ in range(2):
-        function([torch.zeros(4)])
-    assert alive == [False]
-    assert function.replays == 1
-
-
-def test_after_a_launch_that_failed_the_function_is_called(replays_on_cpu: None) -> None:
-    class Broken:
-        def launch(self, *given: Any) -> list[Any]:
-            raise RuntimeError("a graph's launch: got error 1 of CUDA's driver")
-
-    function = replayed(lambda tensors: [tensors[0] + 1])
-    for _ in range(2):
-        function([torch.zeros(4)])
-    ((key, kept),) = function._kinds.items()
-    function._kinds[key] = kept._replace(graph=Broken())
-    assert function([torch.zeros(4)])[0].tolist() == [1.0] * 4
-    assert function.refused == ["RuntimeError: a graph's launch: got error 1 of CUDA's driver"]
-    function([torch.zeros(4)])
-    assert function.replays == 2, "another graph was captured"
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -298,120 +225,6 @@ def test_inference_tensors_are_a_kind_of_their_own(replays_on_cpu: None) -> None
     assert (function.replays, len(function._kinds)) == (1, 2)
 
 
-class Full:
-    """A graph for whose results there is no memory, the first time."""
-
-    def __init__(self, graph: Any) -> None:
-        self.graph, self.full = graph, True
-
-    def launch(self, *given: Any) -> list[Any]:
-        if self.full:
-            self.full = False
-            raise torch.OutOfMemoryError("full")
-        return self.graph.launch(*given)
-
-
-def test_a_launch_for_which_memory_is_short_is_the_functions(replays_on_cpu: None) -> None:
-    calls = []
-
-    @replayed
-    def function(tensors: list[Any]) -> list[Any]:
-        calls.append(len(tensors))
-        (x,) = tensors
-        tensors.clear()
-        return [x + 1]
-
-    for _ in range(2):
-        function([torch.zeros(4)])
-    ((key, kept),) = function._kinds.items()
-    function._kinds[key] = kept._replace(graph=Full(kept.graph))
-    before = function.replays
-    for launches, called in ((0, 3), (1, 3), (2, 3)):
-        assert torch.equal(function([torch.zeros(4)])[0], torch.ones(4))
-        assert (function.replays - before, len(calls)) == (launches, called)
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_a_capture_for_which_memory_is_short_is_made_once_more(
-    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch, always: bool
-) -> None:
-    function, captures, emptied = replayed(lambda tensors: [tensors[0] + 1]), [], []
-    made = replay.MovingGraph
-
-    def capture(*args: Any) -> Any:
-        captures.append(len(emptied))
-        if always or len(captures) == 1:
-            raise torch.OutOfMemoryError("full")
-        return made(*args)
-
-    monkeypatch.setattr(replay, "MovingGraph", capture)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    for _ in range(4):
-        assert torch.equal(function([torch.zeros(4)])[0], torch.ones(4))
-    assert captures == ([0, 1, 1, 2] if always else [0, 1]), "after what torch had cached went"
-    assert function.replays == (0 if always else 3)
-    assert function.refused == (["OutOfMemoryError: full"] if always else [])
-
-
-def test_what_cannot_be_captured_is_called_as_ever(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
-        raise NotCaptured("it reads from the device")
-
-    monkeypatch.setattr(replay, "MovingGraph", refuse)
-    function = replayed(lambda tensors: [tensors[0] * tensors[0].sum().item()])
-    for value in (1.0, 2.0, 3.0, 4.0):
-        assert function([torch.full((2,), value)])[0].tolist() == [2 * value * value] * 2
-    assert function.replays == 0
-    assert function.refused == ["NotCaptured: it reads from the device"]
-
-
-def test_what_allocates_too_much_is_never_captured(replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated, calls = [0], []
-
-    def function(tensors: list[Any], nbytes: int) -> list[Any]:
-        calls.append(nbytes)
-        allocated[0] += nbytes
-        return [tensors[0] + 1]
-
-    monkeypatch.setattr(replay, "_allocated", lambda device: allocated[0])
-    both = replayed(function)
-    for nbytes in (replay.MOST_BYTES, replay.MOST_BYTES + 1):
-        calls.clear()
-        for _ in range(4):
-            assert both([torch.zeros(2)], nbytes)[0].tolist() == [1.0, 1.0]
-        assert len(calls) == (2 if nbytes == replay.MOST_BYTES else 4)
-    assert both.replays == 3
-    assert both.refused == [f"it allocates {replay.MOST_BYTES + 1} bytes, more than {replay.MOST_BYTES}"]
-
-
-def test_the_parts_of_what_is_refused_are_graphs_but_where_the_whole_is_measured_again(
-    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocated = [0]
-    monkeypatch.setattr(replay, "_allocated", lambda device: allocated[0])
-
-    @replayed
-    def part(tensors: list[Any]) -> list[Any]:
-        allocated[0] += replay.MOST_BYTES  # a graph of it would allocate nothing here
-        return [tensors[0] + 1]
-
-    whole = replayed(lambda tensors: part(part(tensors)))
-    replays = []
-    for _ in range(9):
-        whole([torch.zeros(2)])
-        replays.append(part.replays)
-    assert whole.replays == 0
-    assert replays == [0, 0, 2, 2, 4, 6, 8, 8, 10], "the whole is measured in calls 1, 2, 4 and 8"
-
-
-def test_a_part_of_one_shape_is_replayed_where_the_whole_has_another_at_each_call(replays_on_cpu: None) -> None:
-    part = replayed(lambda tensors: [tensors[0] + 1])
-    whole = replayed(lambda tensors: [*part([tensors[0]]), tensors[1] * 2])
-    for n in range(1, 6):
-        assert whole([torch.zeros(2), torch.ones(n)])[0].tolist() == [1.0, 1.0]
-    assert (whole.replays, part.replays) == (0, 3)
-
-
 def test_an_error_of_a_first_call_leaves_replays_as_they_were(replays_on_cpu: None) -> None:
     function = replayed(lambda tensors: [tensors[0] + 1])
     with pytest.raises(ValueError, match="none"):
@@ -428,72 +241,6 @@ def test_errors_of_the_function_come_through(replays_on_cpu: None) -> None:
     for _ in range(3):
         with pytest.raises(ValueError, match="x: got nothing"):
             replayed(function)([torch.ones(2)])
-
-
-def test_what_else_decides_is_asked_and_told(replays_on_cpu: None) -> None:
-    class Counting(Replayed):
-        now: Any = "a"
-        seen: list[str]
-
-        def state(self, *static: Any) -> Any:
-            return self.now
-
-        @contextmanager
-        def capturing(self, *static: Any) -> Iterator[None]:
-            self.seen.append("capturing")
-            yield
-
-        def launched(self, *static: Any) -> None:
-            self.seen.append("launched")
-
-    function = Counting(lambda tensors: [tensors[0] + 1])
-    function.seen = []
-    for state in ("a", "b", None, None, None, "a"):
-        function.now = state
-        function([torch.zeros(2)])
-    assert function.seen == ["capturing", "launched"]
-    assert function.replays == 1
-
-
-@needs_gpu
-def test_a_replay_has_the_bits_of_the_function() -> None:
-    calls = []
-
-    @replayed
-    def function(tensors: list[Any], mode: str) -> list[Any]:
-        calls.append(mode)
-        gate_up, offs = tensors
-        return [swiglu_quantize(gate_up, None, offs=offs), gate_up.float().sum(0)]
-
-    offs = torch.tensor([32, 96], dtype=torch.int32, device="cuda")
-    kept = []
-    for i in range(8):
-        gate_up = torch.randn(96 if i % 2 else 128, 512, device="cuda", dtype=torch.bfloat16)
-        with torch.no_grad():
-            want = function.function([gate_up, offs], "x")
-            garbage = torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device="cuda")
-            del garbage
-            got = function([gate_up, offs], "x")
-        assert torch.equal(got[0].qdata[:96].view(torch.uint8), want[0].qdata[:96].view(torch.uint8))
-        assert torch.equal(got[0].scale[:96].view(torch.uint8), want[0].scale[:96].view(torch.uint8))
-        assert torch.equal(got[1], want[1])
-        kept.append(got)
-    assert function.replays == 6, "one of each shape went before"
-    assert len(calls) == 8 + 4
-
-
-@needs_gpu
-def test_what_allocates_too_much_leaves_no_memory_behind() -> None:
-    function = replayed(lambda tensors: [(torch.cat([tensors[0]] * 2) + 1)[:1].clone()])
-    x = torch.zeros(replay.MOST_BYTES // 4, dtype=torch.uint8, device="cuda")  # 4 of which it allocates, and a byte
-    before = idle_bytes(0)
-    with torch.no_grad():
-        for _ in range(3):
-            function([x])
-    assert function.replays == 0
-    assert len(function.refused) == 1
-    assert "bytes, more than" in function.refused[0]
-    assert idle_bytes(0) == before
 
 
 @needs_gpu
@@ -519,3 +266,106 @@ def test_where_gradients_or_modes_listen_the_function_is_called() -> None:
     captured.replay()
     assert y.tolist() == [2.0] * 4
     assert function.replays == 3
+
+
+def test_a_function_that_cannot_be_recorded_is_called_and_tried_less_and_less_often(
+    replays_on_cpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries, calls = [], 0
+
+    @replayed
+    def function(tensors: list[Any]) -> list[Any]:
+        if record.here.recorder is not None:
+            tries.append(calls)
+            if len(tries) < 4:
+                record.refuse("set-up")
+        return [tensors[0] + 1]
+
+    for calls in range(1, 17):
+        assert function([torch.zeros(4)])[0].tolist() == [1.0] * 4
+        assert function.refused == (["set-up"] if calls < 8 else [])
+    assert tries == [1, 2, 4, 8]
+    assert function.replays == 8
+    assert [each.levelname for each in caplog.records] == ["WARNING"], "told once"
+    assert "function is called, not replayed: set-up" in caplog.text
+
+
+def test_what_stands_in_the_way_of_a_play_leaves_the_call_to_the_function(
+    replays_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = replayed(lambda tensors: [tensors[0] + 1])
+    for error in (torch.OutOfMemoryError("full"), RuntimeError("error 1")):
+
+        def fail(*how: Any, error: Exception = error) -> None:
+            raise error
+
+        for _ in range(2):
+            function([torch.zeros(4)])
+        with monkeypatch.context() as patch:
+            patch.setattr(graph.Player, "play", fail)
+            assert function([torch.zeros(4)])[0].tolist() == [1.0] * 4
+    assert function.refused == ["RuntimeError: error 1"]
+    function([torch.zeros(4)])
+    function([torch.zeros(4)])
+    assert function.refused == []
+    assert function.replays == 1 + 2 + 1, "an OutOfMemoryError is forgotten, what else failed is recorded anew"
+
+
+def test_an_error_behind_a_part_of_a_play_comes_through(replays_on_cpu: None) -> None:
+    """Its first op may have added to a gradient: nothing is done twice."""
+
+    @replayed
+    def function(tensors: list[Any]) -> list[Any]:
+        total, x = tensors
+        total.add_(1)
+        return [total, torch.index_select(x, 0, x.long())]
+
+    total = torch.zeros(1)
+    for _ in range(2):
+        function([total, torch.zeros(3)])
+    with pytest.raises(IndexError):
+        function([total, torch.full((3,), 7.0)])
+    assert total.item() == 3
+
+
+def test_what_else_decides_is_asked_and_told(replays_on_cpu: None) -> None:
+    class Counting(Replayed):
+        now: Any = "a"
+        plays = 0
+
+        def state(self, *static: Any) -> Any:
+            return self.now
+
+        def launched(self, *static: Any) -> None:
+            self.plays += 1
+
+    function = Counting(lambda tensors: [tensors[0] + 1])
+    for state in ("a", "b", None, None, None, "a"):
+        function.now = state
+        function([torch.zeros(2)])
+    assert (function.plays, function.replays, len(function._kinds)) == (1, 1, 2)
+
+
+def test_functions_within_one_that_is_recorded_are_part_of_its_record(replays_on_cpu: None) -> None:
+    part = replayed(lambda tensors: [tensors[0] + 1])
+    whole = replayed(lambda tensors: part(part(tensors)))
+    for _ in range(3):
+        assert whole([torch.zeros(2)])[0].tolist() == [2.0, 2.0]
+    assert (whole.replays, part.replays) == (2, 0)
+
+
+def test_a_backend_of_a_users_own_says_itself_that_it_is_recordable(replays_on_cpu: None) -> None:
+    class Silent:
+        recordable = False
+
+    class Ours(Silent):
+        recordable = True
+
+    class Derived(Ours):
+        """Which may start kernels of its own."""
+
+    for kind, replays in ((Silent, 0), (Ours, 2), (Derived, 0), (int, 2)):
+        function, static = replayed(lambda tensors, how: [tensors[0] + 1]), kind()
+        for _ in range(3):
+            function([torch.zeros(2)], static)
+        assert function.replays == replays, kind

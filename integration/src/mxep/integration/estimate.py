@@ -246,7 +246,7 @@ def errors(section: str, rows: list[Row]) -> Iterator[Row]:
                 fitted[model] = fit(rows, without=model)
             ms = sum(fitted[model].stages(layout).values()) / 1e3
             yield out | {"ms": row["ms"], "est.": ms, "off": ms / row["ms"] - 1}
-        unlike = quantized_once or name == BASELINE or not row.get("graphs GiB", 1) < 0.01  # graphs had a pool
+        unlike = quantized_once or name == BASELINE or not row.get("graphs GiB", 0) < 0.01  # graphs had a pool once
         if section == "memory_errors" and "peak GiB" in row and not unlike:
             found = memory(layout)
             here = found.buffers if ranks == 1 else 0.0  # which are no peers' then, and torch's

@@ -31,12 +31,10 @@ from mxep.comms import Capacity
 from mxep.comms.layout import ALIGNMENT, round_up
 from mxep.comms.layout import Layout as Buffer
 from mxep.ep.dispatchers.hierarchical import share_of_node, slots_per_node
-from mxep.ep.passes import PASS_BYTES
 from mxep.ep.saved import keeps_rows
 from mxep.gemm import Recipe
 from mxep.gemm.kernels import HOPPER_BLOCK_K
 from mxep.quant.shapes import padded_rows
-from mxep.runtime.replay import MOST_BYTES
 
 from .bench.layer_cases import BASELINE, MX, Case, Problem, Shape
 from .bench.layer_work import WIRE, row_bytes, work
@@ -269,17 +267,12 @@ def _least_squares(amounts: Sequence[tuple[float, ...]], us: Sequence[float]) ->
 class Memory:
     """Bytes of a layer of bf16 weights on Hopper.
 
-    kept: until its backward. work: besides at its peak, with all gradients and the output, where passes are replayed: a
-    graph's arguments, results and temporaries are there to its end. A pass that would allocate more than PASS_BYTES is
-    refused, as are those of dispatchers that are in no graph: then its steps are replayed, up to MOST_BYTES each.
-    buffers: of exchanges.
-    called: kept + work where passes are called.
+    kept: until its backward. work: besides at its peak, with all gradients and the output. buffers: of exchanges.
     """
 
     kept: float
     work: float
     buffers: float
-    called: float
 
 
 def memory(layout: Layout) -> Memory:
@@ -333,18 +326,8 @@ def memory(layout: Layout) -> Memory:
     backward += [(plan if quantized else saved + plan, last, 4 * w)]
     if dispatcher == "all_to_all":  # rows gathered, joined, received and split
         backward.insert(4, (saved + plan, d_gate_up + d_rows + 8 * pairs * dim + 2 * w, 0))
-    still, besides, each = zip(*backward)
+    still, besides, _ = zip(*backward)
     called = max(forward, *(out + a + b for a, b in zip(still, besides)))
-    in_step = d_y[0] + d_h + h  # temporaries beside the results of the step before the last weight gradient
-    if dispatcher in ("local", "symmetric") and sum(each) <= PASS_BYTES:
-        peaks = [forward, kept + 6 * w + 2 * out + max(besides)]  # dx and weights' gradients, and out
-    elif in_step + d_gate_up * (not quantized) + each[2] + d_rows > MOST_BYTES:
-        peaks = [called]  # but for steps that take less
-    else:
-        peaks = [forward, out + kept + 1.5 * colwise + d_slots + d_rows + d_gate_up + 2 * w + in_step]
-        peaks += [out + saved + plan + d_gate_up + 6 * w + late]
-        if dispatcher == "all_to_all" or operands + 4 * w > MOST_BYTES:
-            peaks += [out + a + b for a, b in zip(still[4:], besides[4:])]
     of_node = Buffer(layout.near if crossing else ranks, crossing or tokens, top_k, round_up(2 * dim, ALIGNMENT)).nbytes
     buffers = 2 * of_node * copied if dispatcher != "nvshmem" else 4 * round_up(of_node, 16 * ALIGNMENT)  # and staging
-    return Memory(kept, max(peaks) - kept, buffers, called)
+    return Memory(kept, called - kept, buffers)

@@ -11,8 +11,8 @@ ms, fwd ms     forward and backward; forward alone: medians of sustained stretch
                replays of one CUDA graph a step, but in eager
 x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
 TF             flops of valid rows over ms (layer_work)
-peak GiB       most memory of a step above operands and parameters, in the allocator, outside of it and in graphs
-outside GiB    peers' memory, libraries' buffers; graphs GiB: what pools of graphs hold in which no tensor lies
+peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
+outside GiB    peers' memory, libraries' buffers
 kept GiB       in the allocator between forward and backward, above operands, parameters and the output
 caller's ms    of section host: forward and backward, with backward in the caller's thread instead of autograd's
 launches, ...  of forward and backward (layer_stages.counts)
@@ -38,8 +38,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from mxep.runtime.pools import idle_bytes
 
 from ..collective import FailedOnRanks, from_all_ranks, on_all_ranks
 from ..reference import Results as Tensors
@@ -71,7 +69,7 @@ SECTIONS = {
     "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", f"{TIMES}, sockets MB"),
     "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
-    "memory": table("memory", "model, what", "peak GiB, outside GiB, graphs GiB, kept GiB"),
+    "memory": table("memory", "model, what", "peak GiB, outside GiB, kept GiB"),
     "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
     "host": table(
         "host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, caller's ms, launches, allocations, ops"
@@ -274,15 +272,14 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
     """Of a step launched by the host, all of whose passes are replays by then, in GiB above what was there before;
     nothing on a CPU.
 
-    peak GiB: in the allocator, outside and in graphs. outside GiB: peers' memory, libraries' buffers. graphs GiB: what
-    pools of graphs hold in which no tensor lies. kept GiB, if `forward` is given: in the allocator while its output is
-    held, above that.
+    peak GiB: in the allocator and outside. outside GiB: peers' memory, libraries' buffers. kept GiB, if `forward` is
+    given: in the allocator while its output is held, above that.
     """
     if device.type != "cuda":
         return {}
     free_memory(device)
     before = Memory.now()
-    for _ in range(3):  # the second call of a kind is captured
+    for _ in range(3):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -297,20 +294,18 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the current GPU: in tensors, outside of torch's allocator, and in graphs' pools where no tensor lies."""
+    """Bytes of the current GPU: in tensors, and outside of torch's allocator."""
 
     allocated: int
     outside: int
-    graphs: int
 
     @classmethod
     def now(cls) -> Memory:
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
-        return cls(torch.cuda.memory_allocated(), outside, idle_bytes(torch.cuda.current_device()))
+        return cls(torch.cuda.memory_allocated(), outside)
 
     def row(self, after: Memory, peak: int) -> Row:
-        """What a step added; peak: in tensors. Graphs of other steps, which were there before, are none of its."""
-        outside, graphs = max(0, after.outside - self.outside), max(0, after.graphs - self.graphs)
-        in_all = peak - self.allocated + outside + graphs
-        return {"peak GiB": in_all / GIB, "outside GiB": outside / GIB, "graphs GiB": graphs / GIB}
+        """What a step added; peak: in tensors. What other steps left outside is none of its."""
+        outside = max(0, after.outside - self.outside)
+        return {"peak GiB": (peak - self.allocated + outside) / GIB, "outside GiB": outside / GIB}

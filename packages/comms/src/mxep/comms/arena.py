@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,7 +30,6 @@ class Arena:
         replaced: smaller buffers that graphs store to.
         refused: why this rank refused an exchange, after which there are no more.
         users: who opened the transport together and have not closed it, counted by whoever shares it.
-        launches_are_counted: within `capturing`.
         thread: which makes the exchanges.
     """
 
@@ -50,12 +47,11 @@ class Arena:
     replaced: tuple[SymmetricBuffer, ...] = ()
     refused: str | None = None
     users: int = 0
-    launches_are_counted: bool = False
     thread: OneThread = field(default_factory=OneThread)
 
     def graph_state(self, transport: Transport) -> tuple[SymmetricBuffer, bool] | None:
-        """What a graph of the next exchanges holds for, whose launches the host counts: what the first stores to, and
-        whether there are graphs whose launches nobody counts, so that each exchange begins with a barrier.
+        """What a record of the next exchanges holds for: what the first stores to, and whether there are graphs whose
+        launches nobody counts, so that each exchange begins with a barrier.
 
         None where exchanges are no kernels, one is in flight, or the last was on another stream. Raises as
         ``transport.check()``.
@@ -68,20 +64,8 @@ class Arena:
             return None
         return self.buffers[self.exchanges % 2], self.was_captured
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Exchanges within are captured, not made: `launched` counts those of each launch."""
-        exchanges, stream = self.exchanges, self.stream
-        self.stream = self.done = None  # of before the capture
-        self.launches_are_counted = True
-        try:
-            yield
-        finally:
-            self.launches_are_counted = False
-            self.exchanges, self.stream, self.done, self.in_flight = exchanges, stream, None, None
-
     def launched(self, exchanges: int) -> None:
-        """A graph of so many exchanges was launched on the current stream."""
+        """A record of so many exchanges was played on the current stream."""
         self.exchanges += exchanges
         self.stream = current_stream(self.device.index)
 

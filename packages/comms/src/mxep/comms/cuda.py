@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from mxep.runtime.record import fixed
+
 from .layout import step_of
 from .transport import PeersDisagree, PeerTimeout, Transport
 
@@ -58,6 +60,7 @@ class CudaTransport(Transport):
         self.stream = torch.cuda.Stream(self.device, priority=-1)
         self.record = FaultRecord(self.world_size, pinned=True)
         self.state = self.record.state(self.timeout, self.device)
+        fixed(self.state)
 
     def check(self) -> None:
         super().check()

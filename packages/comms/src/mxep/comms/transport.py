@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mxep.runtime.record import fixed
+
 from .arena import Arena, current_stream
 from .failures import told_failures
 from .layout import NEW, describe_dispatch, step_of
@@ -81,14 +83,17 @@ class Transport(ABC):
         self.timeout = timeout_of(self.group, device) if timeout is None else timeout
         self.arena = Arena(device)
         self.new_dispatch = torch.full((1,), NEW, dtype=torch.int32, device=device)
+        fixed(self.new_dispatch)
         self._buffers: list[SymmetricBuffer] = []
         self._unusable: str | None = None
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """A zeroed buffer. Raises ValueError if the ranks ask for different sizes."""
         check_agreement("allocate", {"nbytes": nbytes}, self.group)
-        self._buffers.append(self._allocate(nbytes))
-        return self._buffers[-1]
+        buffer = self._allocate(nbytes)
+        fixed(*buffer.peers, buffer.pointers)
+        self._buffers.append(buffer)
+        return buffer
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> SymmetricBuffer: ...
@@ -104,8 +109,8 @@ class Transport(ABC):
     def announce(self, new_dispatch: int) -> None:
         """What the next new dispatch sends, and those after it.
 
-        It is written now for a graph of exchanges that may be launched next: one graph serves many layers. A dispatch
-        outside of such a graph writes it itself, in the order of its stream, or of the graph that is captured.
+        It is written now for a record of exchanges that may be played next: one record serves many layers. A dispatch
+        that is made writes it itself, in the order of its stream, or of the graph that is captured.
         """
         arena = self.arena
         arena.new_dispatch = new_dispatch

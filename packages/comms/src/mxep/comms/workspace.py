@@ -32,9 +32,7 @@ sums a chunk that all ranks have stored, and has left B_i when it has left the l
 **A captured graph** may be replayed by its owner at any time, twice in a row with an odd number of exchanges, too: then
 a buffer is used twice in a row. So its first exchange begins with a barrier that moves no rows, after the reads of all
 that ran before; and so does every exchange outside of a graph once there has been a capture, as nobody tells the host
-of a replay. A graph within `Arena.capturing` has none unless there has been another: whoever launches it says so,
-and does it in the order of all exchanges. Then each of its exchanges begins with one: a peer may make the same
-exchanges outside of a graph, and ranks meet in the same barriers.
+of a replay. Who plays exchanges of a record (`mxep.runtime.replay`) does so in the order of all exchanges, and says so.
 """
 
 import ctypes
@@ -44,6 +42,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mxep.runtime.record import record_event, set_up, wait_event
 
 from .arena import current_stream
 from .layout import ALIGNMENT, Layout, round_up
@@ -166,7 +166,7 @@ class Workspace:
     def new_dispatch(self) -> Tensor:
         """(1,) int32, what peers compare of a dispatch that has no number yet. To be asked for after `begin`."""
         number = self.transport.new_dispatch
-        if not self.arena.launches_are_counted:  # else it is written before each launch
+        with set_up():  # a record serves many layers: `announce` writes it before each play
             number.fill_(self.arena.new_dispatch)
         return number
 
@@ -196,8 +196,8 @@ class Workspace:
         arena, stream = self.arena, self.transport.stream
         arena.in_flight = in_flight
         if stream is not None and arena.stream is not None:
-            self._begun.record(arena.stream)
-            stream.wait_event(self._begun)
+            record_event(self._begun, arena.stream)
+            wait_event(stream, self._begun)
             torch.cuda.set_stream(stream)
 
     def leave_stream(self) -> None:
@@ -205,7 +205,7 @@ class Workspace:
         arena, stream = self.arena, self.transport.stream
         if stream is not None and arena.stream is not None:
             torch.cuda.set_stream(arena.stream)
-            self._done.record(stream)
+            record_event(self._done, stream)
             arena.done = self._done
 
     def join(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -216,9 +216,9 @@ class Workspace:
         arena = self.arena
         if arena.done is not None:
             stream = stream or current_stream(self._device_index)
-            stream.wait_event(arena.done)
+            wait_event(stream, arena.done)
             if arena.in_flight is not None and arena.stream is not None and arena.stream != stream:
-                arena.stream.wait_event(arena.done)  # it owns the memory that is let go now
+                wait_event(arena.stream, arena.done)  # it owns the memory that is let go now
         arena.in_flight = None
 
     @functools.cached_property
@@ -249,8 +249,6 @@ class Workspace:
         capture: the one that this exchange is part of, 0 if none.
         """
         arena = self.arena
-        if arena.launches_are_counted:
-            return arena.was_captured
         changed = capture != arena.capture
         if changed and arena.in_flight is not None:
             if arena.capture:  # is over, and its events with it

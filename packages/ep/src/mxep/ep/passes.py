@@ -1,4 +1,4 @@
-"""The layer's two passes, over plain tensors: each is a CUDA graph where the dispatcher can be in one.
+"""The layer's two passes, over plain tensors: each is one record where the dispatcher can be in one.
 
     layer_forward    x, weights, expert_ids, experts -> out, the routing, what backward needs (`saved.py`)
     layer_backward   d_out and these                 -> dx, d_weights, and the gradients of the experts
@@ -12,7 +12,6 @@ T tokens of this rank, K experts a token, D model dim, F hidden dim, R_max rows 
 import dataclasses
 import weakref
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +59,6 @@ PLAN = tuple(field.name for field in dataclasses.fields(RoutingPlan) if field.na
 """The plan's tensors."""
 AFTER_PLAN = 7 + len(PLAN)
 """What `layer_backward` gets before `saved`."""
-PASS_BYTES = 2 << 30
-"""That a pass may allocate to be a graph. It takes an H200 0.75 to 1.9 ms for each GiB."""
 Pending = dict[int, tuple[Any, Any]]
 """Of gate_up_proj (0) and down_proj (1): the gradient of their rows and the rows, for a weight gradient to come."""
 
@@ -217,10 +214,9 @@ class _Pass(Replayed):
     """Of two exchanges. The dispatcher has the pass's graphs, and a pass knows it by a weak reference: it goes with its
     users, not when garbage is collected."""
 
-    most_bytes = PASS_BYTES
-
     def __init__(self, function: Callable[..., tuple[Routing, Tensors]], dispatcher: TokenDispatcher) -> None:
-        super().__init__(function)  # type: ignore[arg-type]  # which `direct` calls
+        donated = range(7, 64) if function is layer_backward else ()  # what forward saved
+        super().__init__(function, donated=donated)  # type: ignore[arg-type]  # which `direct` calls
         self.dispatcher: TokenDispatcher = weakref.proxy(dispatcher)
 
     @staticmethod
@@ -231,9 +227,6 @@ class _Pass(Replayed):
 
     def state(self, *_: Any) -> Hashable | None:
         return self.dispatcher.graph_state()
-
-    def capturing(self, *_: Any) -> AbstractContextManager[object]:
-        return self.dispatcher.capturing()
 
     def launched(self, *_: Any) -> None:
         self.dispatcher.launched(2)

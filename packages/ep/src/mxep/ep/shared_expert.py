@@ -14,6 +14,7 @@ number: products are `mxep.gemm.linear`'s.
 With a gate (Qwen2-MoE) a token's out is multiplied by sigmoid(x gate^T), a number, in torch's own operations.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ def _forward(
     return [out, kept, rows if needs[1] else None, *blocks, amax13, amax2]
 
 
-@replayed
+@partial(replayed, donated=range(1, 4))
 def _backward(
     tensors: Tensors,
     recipe: Recipe,

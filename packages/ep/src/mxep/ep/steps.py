@@ -13,6 +13,7 @@ backward kernel of SwiGLU, which reads gate_up anyway, writes it again for the g
 R_max rows, D model dim, F hidden dim, e local experts.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def mlp_forward(
     return [y, rows if keep[0] else None, kept]
 
 
-@replayed
+@partial(replayed, donated=range(3, 5))
 def mlp_backward(
     tensors: Tensors,
     wire: WireFormat,
@@ -114,7 +115,7 @@ def mlp_backward(
     return [d_rows, d_row_weight, d_gate_up, d_down_proj, *pending]
 
 
-@replayed
+@partial(replayed, donated=range(6))
 def wgrad(
     tensors: Tensors, recipe: Recipe, backend: Backend, scale: float, dtype: torch.dtype, halves: bool = False
 ) -> Tensors:

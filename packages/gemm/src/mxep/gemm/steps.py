@@ -5,6 +5,7 @@ M rows, N out features, K in features, G groups.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def forward(
     return [out, kept, blocks, saved.amax if needs[0] else None]
 
 
-@replayed
+@partial(replayed, donated=range(3))
 def backward(
     tensors: Tensors,
     recipe: Recipe,

@@ -1,313 +1,397 @@
-"""A CUDA graph of a function of tensors, whose arguments and results lie elsewhere at each launch.
+"""Play a record over other memory: what follows each other of its kernels, fills and copies is one CUDA graph.
 
-A captured graph holds addresses in its nodes' parameters. Those that lie in an argument, in a result or in a temporary
-are found once, and written anew before each launch, which costs the host 0.5 us a node, where a launch takes 4 us and
-the Python around it 20. Temporaries are captured in a pool of their own (`pools.py`). Each of its segments that a node
-refers to is a tensor of each launch, or small ones together: made before it and dropped after it, as those of a
-function that is called are. So between launches a graph has no memory.
+    record   kernel, fill, kernel | op of torch | kernel, copy       | between pieces
+    play     a graph                the op        a graph
 
-Memory of a result may have been another tensor's before, within the same capture. So an address is the result's only in
-nodes that were captured after it was made: a dispatch mode looks at each allocation which nodes there are.
+A graph's nodes are built of the record, with an edge for each order between them; nothing is captured. Before a launch
+its nodes get the addresses of what moves, tensor maps by the driver's own function. What is allocated when, `memory.py`
+says; all of it is torch's, on the stream of the launch.
 
-Kernels of torch and CUTLASS take structures, whose gaps keep what lay on the host's stack. An integer beside such bytes
-looks like an address: 0 and 0x7fcd are 0x7fcd00000000, which may lie in an argument of some GiB. So a word of a
-structure that could be a small integer (below SMALL in its lower half) is an address only if a tensor of the function
-begins there. Where tensors within an operator begin is not known: with such a word in a temporary, at which no known
-tensor begins, the function is not captured. A tensor map holds an address and sizes, two to a word: where such a word
-could be an address, the function is not captured, either.
+On a CPU, and for kernels under Triton's interpreter, steps are done one by one, over the same slab.
 """
 
 import ctypes
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mxep.runtime.driver import RELAXED, Node, NotCaptured, call, captured_nodes, driver, nodes_of, relaxed
-from mxep.runtime.pools import Pool, capture_pool, forget, scratch, side_stream
+from .driver import ON_DEVICE, CopyParams, KernelParams, MemsetParams, call, driver, patient_driver, relaxed
+from .memory import Sizes, cut, forms_of, nbytes_of, pieces_of
+from .record import Call, Copy, Fill, Launch, Record, Step, View
 
-SHARED = 32 << 20
-"""Bytes of a segment up to which it shares a tensor with others: to allocate and to free one costs the host 5 us."""
-SMALL = 1 << 20
-"""Above the integers that were seen beside such bytes: sizes of tiles and of shared memory."""
-_NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-Flat = Sequence[Tensor | None]
-_capturing = threading.Lock()
-"""Of the side streams, and of `pools.py`."""
+TENSOR_MAP = 128
+"""Bytes of a CUtensorMap."""
+_FORMATS: dict[str, Any] = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float, "f32": ctypes.c_float, "fp64": ctypes.c_double,
+}  # fmt: skip
+"""How a number is passed, by its type in a kernel's signature."""
 
 
-class MovingGraph:
-    """A graph of `function`, a function of no arguments that uses `given` and returns plain tensors or None.
+_empty = torch.empty
 
-    It is captured, not run: :meth:`launch` does. Raises NotCaptured, and what the function raises.
 
-    Args:
-        given: the arguments, on the current device, in memory of torch's. Those that are one tensor here have to be one
-            at each launch.
-        capturing: entered while the function runs.
+class Player:
+    """Plays a record on a device. Thread-safe; a CUDA graph is launched by one thread at a time.
+
+    donated: places of arguments that are the function's alone, whose memory goes when all that uses them is done.
+
+    Attributes:
+        has_begun: whether the last play that failed had done a part of it.
     """
 
-    def __init__(
-        self, function: Callable[[], Flat], given: Flat, capturing: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()
-        index = torch.cuda.current_device()
-        self._device, self._driver = torch.device("cuda", index), driver()
-        weakref.finalize(self, _destroy, self._graph, self._exec)
-        self._start = ctypes.CDLL("libcuda.so.1").cuGraphLaunch  # may wait for the device: other threads go on
-        with _capturing, relaxed(), capture_pool(index) as pool:
-            sources, known, temporaries = self._capture(function, given, capturing, pool)
-            # While there is the memory that it names.
-            call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
-        nodes = [Node.of(node) for node in nodes_of(self._graph)]
-        patches, used = _patches(nodes, sources, temporaries, known)
-        places, together = _laid_out(used)
-        self._made = [source.form for source in [*sources[len(given) :], *together]]
-        moving = {id(patch[0]): patch[0] for patch in patches}.values()
-        self._updates = [node.updater(self._exec) for node in moving]
-        here = [(source, 0) for source in range(len(sources))]
-        here += [(len(sources) + tensor, start) for tensor, start in places]
-        self._patches = [(node.words, i, here[k][0], here[k][1] + offset) for node, i, k, offset in patches]
+    has_begun = False
+
+    def __init__(self, record: Record, device: torch.device, donated: Collection[int] = ()) -> None:
+        self._record, self._device, given, sources = record, device, record.given, len(record.made)
+        sizes = Sizes(record, donated)
+        pieces = cut(sizes, pieces_of(record.steps))
+        self._bases = given + sources + len(pieces)
+        """Of memory: the arguments', then of what is made, then a slab of each piece."""
+        forms = forms_of(record)
+        layout = sizes.of(pieces)
+        in_slab = {
+            given + k: (given + sources + p, start)
+            for p, (starts, _) in enumerate(layout.slabs)
+            for k, start in starts.items()
+        }
+        self._pieces: list[_Piece] = []
+        for p, steps in enumerate(pieces):
+            slab = given + sources + p, layout.slabs[p][1]
+            makes = [(slab[0], torch.uint8, (slab[1],))] if slab[1] else []
+            makes += [(given + k, *forms.get(k, (torch.uint8, (record.made[k].nbytes,)))[:2]) for k in layout.makes[p]]
+            drops = [slab[0]] * (slab[1] > 0) + [given + k for k in layout.drops[p]] + layout.donated[p]
+            work = [record.steps[i] for i in steps]
+            called = isinstance(work[0].what, Call) or device.type != "cuda"
+            made = _Called(work, record, in_slab) if called else _Graph(work, steps, record, in_slab)
+            self._pieces.append(_Piece(makes, drops, made))
+        self._results = [_result(x, record, forms) for x in record.results]
+
+    def play(self, given: list[Tensor | None], addresses: Sequence[int]) -> list[Tensor | None]:
+        """The function's results for these arguments. addresses: of `given`, 0 of None.
+
+        given: loses those whose memory is not needed any more. torch.OutOfMemoryError: before anything was done, or as
+        the function itself would raise it, behind a part.
+        """
+        empty, device, more = _empty, self._device, self._bases - len(given)
+        given += [None] * more
+        held: list[Any] = given
+        bases = [*addresses, *[0] * more]
+        done = 0
+        try:
+            for piece in self._pieces:
+                for place, dtype, shape in piece.makes:
+                    made = held[place] = empty(shape, dtype=dtype, device=device)
+                    bases[place] = made.data_ptr()
+                piece.work.run(held, bases)
+                for place in piece.drops:
+                    held[place] = None
+                done += 1
+        except BaseException:
+            self.has_begun = done > 0
+            del given[self._record.given :]
+            raise
+        if self._record.written:
+            torch.autograd.graph.increment_version([x for i in self._record.written if (x := held[i]) is not None])
+        return [None if place is None else _seen(held[place], form) for place, form in self._results]
+
+
+class _Piece:
+    """makes: what is allocated before it: place, dtype and shape. drops: places whose memory nobody uses behind it."""
+
+    __slots__ = ("drops", "makes", "work")
+
+    def __init__(self, makes: list[Any], drops: list[int], work: Any) -> None:
+        self.makes, self.drops, self.work = makes, drops, work
+
+
+def _result(x: View | int | None, record: Record, forms: dict[int, Any]) -> tuple[int | None, View | None]:
+    """Which memory a result is, and how it is seen; None: as it is made."""
+    if x is None or isinstance(x, int):
+        return x, None
+    return x.source, None if forms.get(x.source - record.given) == x[2:] and x.offset == 0 else x
+
+
+def _seen(x: Tensor, view: View | None, start: int = 0) -> Tensor:
+    """A view of x's memory, which begins `start` bytes behind x's first: to autograd it is none."""
+    if view is None:
+        return x
+    at = start + view.offset
+    if at == 0 and view.dtype == x.dtype and x.shape == view.shape and x.stride() == view.strides:
+        return x
+    first = x.storage_offset() * x.itemsize + at
+    empty = torch.empty(0, dtype=view.dtype, device=x.device)
+    return empty.set_(x.untyped_storage(), first // view.dtype.itemsize, view.shape, view.strides)
+
+
+class _Work:
+    """Steps of a piece. in_slab: of places whose memory is in a slab: the slab's place, and where it begins there."""
+
+    def __init__(self, steps: Sequence[Step], record: Record, in_slab: dict[int, tuple[int, int]]) -> None:
+        self.steps, self.record, self.in_slab = steps, record, in_slab
+
+    def run(self, held: list[Any], bases: list[int]) -> None:
+        raise NotImplementedError
+
+
+class _Called(_Work):
+    """Steps that are done one by one."""
+
+    def __init__(self, *how: Any) -> None:
+        super().__init__(*how)
+        self._done = [self._doing(step.what) for step in self.steps]
+
+    def run(self, held: list[Any], bases: list[int]) -> None:
+        for do in self._done:
+            do(held, bases)
+
+    def _doing(self, what: Any) -> Callable[[list[Any], list[int]], Any]:
+        """A function that does a step."""
+        match what:
+            case Call(op, args, kwargs, made):
+                got = [self._getter(x) for x in args]
+                named = [(name, self._getter(x)) for name, x in kwargs.items()]
+
+                def call_(held: list[Any], bases: list[int]) -> None:
+                    out = op(*[get(held) for get in got], **{name: get(held) for name, get in named})
+                    if made:
+                        outs = (
+                            (out,)
+                            if isinstance(out, Tensor)
+                            else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+                        )
+                        for i, view in made:
+                            held[view.source] = outs[i]
+                            bases[view.source] = outs[i].data_ptr()
+
+                return call_
+            case Launch(kernel, _, grid, args, constants):
+                got = [self._getter(x) for x in args]
+                return lambda held, _: kernel[grid](*[_for_triton(get(held)) for get in got], **constants)
+            case Fill(to, value):
+                get = self._getter(to)
+                return lambda held, _: get(held).fill_(value)
+            case _:
+                target, start = self._getter(what.to), self._getter(what.start)
+                return lambda held, _: target(held).copy_(start(held))
+
+    def _getter(self, x: Any) -> Callable[[list[Any]], Any]:
+        """A function that gives what there is of a view, of a descriptor or a list of them, or of anything else."""
+        if isinstance(x, View):
+            if x.source < 0:
+                stays = self.record.fixed[-x.source - 1]
+                return lambda held: stays
+            place, start = self.in_slab.get(x.source, (x.source, 0))
+            return lambda held: _seen(held[place], x, start)
+        if hasattr(x, "for_triton"):
+            get = self._getter(x.base)
+            return lambda held: x._replace(base=get(held))
+        if type(x) in (list, tuple):
+            made, got = type(x), [self._getter(each) for each in x]
+            return lambda held: made(get(held) for get in got)
+        return lambda held: x
+
+
+def _for_triton(x: Any) -> Any:
+    return x.for_triton() if hasattr(x, "for_triton") else x
+
+
+class _Graph(_Work):
+    """Steps that are the nodes of a CUDA graph, which is made before its first launch."""
+
+    def __init__(self, steps: Sequence[Step], places: Sequence[int], *rest: Any) -> None:
+        super().__init__(steps, *rest)
+        self._first = places[0]
         self._lock = threading.Lock()
+        self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()
+        weakref.finalize(self, _destroy, self._graph, self._exec)
+        self._words: list[tuple[Any, int, int, int]] = []
+        """What moves: a node's words, which of them, the base and the bytes behind it that it gets."""
+        self._maps: list[tuple[ctypes.c_void_p, int, int]] = []
+        """Tensor maps whose memory moves."""
+        self._updates: list[Callable[[], int]] = []
+        self._start = patient_driver().cuGraphLaunch
 
-    def _capture(
-        self,
-        function: Callable[[], Flat],
-        given: Flat,
-        capturing: Callable[[], AbstractContextManager[object]],
-        pool: Pool,
-    ) -> tuple[list["_Source"], set[int], list["_Source"]]:
-        """What moves of arguments and results, where tensors begin, and where temporaries lie."""
-        side = side_stream(self._device.index, torch._C._cuda_getCurrentRawStream(self._device.index))
-        versions, stream = [_version(x) for x in given], ctypes.c_void_p(side.cuda_stream)
-        allocations = _Allocations(side.cuda_stream, given)
-        # Not torch's CUDAGraph, which leaves the random generator unusable if a capture fails.
-        with torch.cuda.stream(side), allocations:
-            call("cuStreamBeginCapture_v2", stream, RELAXED)
-            try:
-                with capturing():
-                    results = function()
-            finally:
-                ended = self._driver.cuStreamEndCapture(stream, ctypes.byref(self._graph))
-        if ended:
-            raise NotCaptured(f"cuStreamEndCapture: error {ended}")
-        self._written = [i for i, x in enumerate(given) if _version(x) != versions[i]]
-        self._results, sources = _places(given, results, allocations.nodes_before)
-        temporaries = [_Source.of_bytes(*segment) for segment in scratch()]
-        kept = allocations.alive({x.untyped_storage()._cdata for x in results if x is not None})
-        if any(each.start <= address < each.end for address in kept for each in temporaries):
-            forget(pool)
-            raise NotCaptured("it keeps a tensor that it makes, and does not give it")
-        return sources, allocations.begins | {x.data_ptr() for x in given if x is not None}, temporaries
-
-    def launch(self, given: Flat, addresses: Sequence[int]) -> list[Tensor | None]:
-        """The function's results for other arguments. addresses: of `given`, 0 of None."""
-        empty, device = torch.empty, self._device
-        made = [empty(shape, dtype=dtype, device=device) for dtype, shape in self._made]
-        places = [*addresses, *[x.data_ptr() for x in made]]
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
+    def run(self, held: list[Any], bases: list[int]) -> None:
         with self._lock:  # parameters are the graph's, and taken at the launch
-            for words, i, source, offset in self._patches:
-                words[i] = places[source] + offset
-            failed = 0
-            for update in self._updates:
-                failed = failed or update()
+            if not self._exec:
+                with relaxed():
+                    self._build(bases)
+                failed = 0
+            else:
+                failed = self._move(bases)
+            stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
             failed = failed or self._start(self._exec, stream)
         if failed:
             raise RuntimeError(f"a graph's launch: got error {failed} of CUDA's driver")
-        if self._written:
-            torch.autograd.graph.increment_version([x for i in self._written if (x := given[i]) is not None])
-        tensors = [*given, *made]
-        return [None if each is None else each.of(tensors) for each in self._results]
+
+    def _move(self, bases: list[int]) -> int:
+        for words, i, base, offset in self._words:
+            words[i] = bases[base] + offset
+        failed = 0
+        replace = driver().cuTensorMapReplaceAddress
+        for place, base, offset in self._maps:
+            failed = failed or replace(place, ctypes.c_void_p(bases[base] + offset))
+        for update in self._updates:
+            failed = failed or update()
+        return failed
+
+    def _build(self, bases: list[int]) -> None:
+        """Make the graph, with these addresses."""
+        context = ctypes.c_void_p()
+        call("cuCtxGetCurrent", ctypes.byref(context))
+        call("cuGraphCreate", ctypes.byref(self._graph), ctypes.c_uint(0))
+        nodes: list[Any] = []
+        moving: list[Any] = []
+        for step in self.steps:
+            wanted = [nodes[j - self._first] for j in sorted(step.after) if j >= self._first]
+            after = (ctypes.c_void_p * max(1, len(wanted)))(*wanted)
+            node = ctypes.c_void_p()
+            head = ctypes.byref(node), self._graph, after, ctypes.c_size_t(len(wanted))
+            before = len(self._words) + len(self._maps)
+            name, params, *rest = self._params(step.what, bases, context)
+            call(f"cuGraphAdd{name}Node{'_v2' if name == 'Kernel' else ''}", *head, *params)
+            if len(self._words) + len(self._maps) > before:
+                moving.append((name, node, params, rest))
+            nodes.append(node)
+        call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
+        for name, node, params, _ in moving:
+            update = getattr(driver(), f"cuGraphExec{name}NodeSetParams{'_v2' if name == 'Kernel' else ''}")
+            self._updates.append(_bound(update, self._exec, node, *params))
+
+    def _params(self, what: Any, bases: list[int], context: ctypes.c_void_p) -> tuple[Any, ...]:
+        """(which node, its parameters, what they refer to)."""
+        if isinstance(what, Launch) and 0 not in what.grid:
+            return self._of_kernel(what, bases)
+        if isinstance(what, Fill) and (nbytes := nbytes_of(what.to)):
+            fill = MemsetParams(0, 0, what.pattern, what.size, nbytes // what.size, 1)
+            self._address((ctypes.c_uint64 * 5).from_buffer(fill), 0, what.to, bases)
+            return "Memset", (ctypes.byref(fill), context), fill
+        if isinstance(what, Copy) and (nbytes := nbytes_of(what.to)):
+            kind = {"srcMemoryType": ON_DEVICE, "dstMemoryType": ON_DEVICE}
+            copy = CopyParams(**kind, width=nbytes, height=1, depth=1)
+            words = (ctypes.c_uint64 * (ctypes.sizeof(copy) // 8)).from_buffer(copy)
+            self._address(words, CopyParams.srcDevice.offset // 8, what.start, bases)
+            self._address(words, CopyParams.dstDevice.offset // 8, what.to, bases)
+            return "Memcpy", (ctypes.byref(copy), context), copy
+        return "Empty", ()
+
+    def _of_kernel(self, what: Launch, bases: list[int]) -> tuple[Any, ...]:
+        compiled = what.compiled
+        fields = list(_parameters(compiled, what.args))
+        words, places, aligned = _room([size for size, _ in fields])
+        pointers = (ctypes.c_void_p * len(fields))(*[aligned + 8 * place for place in places])
+        first = (aligned - ctypes.addressof(words)) // 8
+        for (size, x), place in zip(fields, places):
+            if isinstance(x, View):
+                self._address(words, first + place, x, bases)
+            elif size == TENSOR_MAP:
+                descriptor, meta = x
+                address, base, offset = self._where(descriptor.base, bases)
+                start = ctypes.c_void_p(aligned + 8 * place)
+                ctypes.memmove(start, _tensor_map(descriptor, meta, address), TENSOR_MAP)
+                if base is not None:
+                    self._maps.append((start, base, offset))
+            else:
+                ctypes.memmove(aligned + 8 * place, ctypes.addressof(x), size)
+        metadata = compiled.metadata
+        grid, block = (*what.grid, 1, 1)[:3], (32 * metadata.num_warps, 1, 1)
+        params = KernelParams(compiled.function, *grid, *block, metadata.shared, pointers)
+        return "Kernel", (ctypes.byref(params),), params, words, pointers
+
+    def _where(self, view: View, bases: list[int]) -> tuple[int, int | None, int]:
+        """(address, the base that it moves with or None, bytes behind that)."""
+        if view.source < 0:
+            return self.record.fixed[-view.source - 1].data_ptr(), None, 0
+        base, start = self.in_slab.get(view.source, (view.source, 0))
+        return bases[base] + start + view.offset, base, start + view.offset
+
+    def _address(self, words: Any, i: int, view: View, bases: list[int]) -> None:
+        words[i], base, offset = self._where(view, bases)
+        if base is not None:
+            self._words.append((words, i, base, offset))
 
 
-class _Allocations(TorchDispatchMode):
-    """What is known of the tensors of a function.
+def _bound(function: Any, *args: Any) -> Callable[[], int]:
+    return functools.partial(function, *args)
 
-    Attributes:
-        nodes_before: of each storage that is made and not given, by its address in torch: the nodes that were captured
-            before. begins: addresses at which tensors begin.
+
+def _parameters(compiled: Any, args: Sequence[Any]) -> Any:
+    """(bytes, what) of each parameter of a kernel: a view, a ctypes number, or (descriptor, what Triton knows of it).
+
+    They are what Triton's own launcher passes: no constexprs; a descriptor's map, shape and strides; then two addresses
+    of scratch memory, of which our kernels have none.
     """
-
-    wants_allocations_alone = True
-    """For `mxep.runtime.modes`."""
-
-    def __init__(self, stream: int, given: Flat) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nodes_before: dict[int, set[int]] = {}
-        self.begins: set[int] = set()
-        self._stream = stream
-        self._known = {x.untyped_storage()._cdata for x in given if x is not None}
-        self._storages: list[tuple[StorageWeakRef, int]] = []  # referred to, so that no address of one is used again
-
-    def alive(self, besides: Collection[int]) -> list[int]:
-        """Where the memory begins of storages that were made, or first seen, and are still there. besides: those."""
-        return [start for each, start in self._storages if each.cdata not in besides and not each.expired()]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import it, for seconds
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is not Tensor and kind is not Parameter for kind in types):
-            return NotImplemented  # a subclass, which says what it does with plain ones
-        if _NEVER & set(func.tags):
-            raise NotCaptured(f"{func} reads from the device, or changes what a tensor is")
-        before = captured_nodes(self._stream)
-        out = func(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.begins.update(x.data_ptr() for x in tensors)
-        for x in tensors:
-            if (storage := x.untyped_storage())._cdata not in self._known:
-                self._known.add(storage._cdata)
-                self.nodes_before[storage._cdata] = before
-                self._storages.append((StorageWeakRef(storage), storage.data_ptr()))
-        return out
-
-
-class _Source(NamedTuple):
-    """Memory that moves. form: of what is made; whether an argument has no gaps. without: nodes from before it was."""
-
-    start: int
-    end: int
-    form: Any
-    without: set[int]
-
-    @classmethod
-    def of_bytes(cls, start: int, nbytes: int) -> "_Source":
-        return cls(start, start + nbytes, (torch.uint8, (nbytes,)), set())
-
-
-class _Place(NamedTuple):
-    """Where a result is: a tensor of those given and made, as it is or seen in another form."""
-
-    tensor: int
-    form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int] | None
-
-    def of(self, tensors: Sequence[Any]) -> Tensor:
-        x: Tensor = tensors[self.tensor]
-        return x if self.form is None else _view(x, *self.form)
-
-
-def _places(given: Flat, results: Flat, nodes_before: dict[int, set[int]]) -> tuple[list[_Place | None], list[_Source]]:
-    """Where each result is, and all sources: of the arguments, then of what is made for the results."""
-    none = _Source(0, 0, None, set())
-    sources = [none if x is None else _Source(*_extent(x), x.is_contiguous(), set()) for x in given]
-    of_storage: dict[int, int] = {}
-    places: list[_Place | None] = []
-    for x in results:
-        if x is None:
-            places.append(None)
+    metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    for kind, x in zip(compiled.src.signature.values(), args):
+        if kind == "constexpr":
             continue
-        if same := [i for i, other in enumerate(given) if x is other]:
-            places.append(_Place(same[0], None))
-            continue
-        storage, (start, end), form = x.untyped_storage(), _extent(x), (x.dtype, tuple(x.shape), x.stride())
-        if storage._cdata in nodes_before:
-            if (i := of_storage.get(storage._cdata, -1)) < 0:
-                i = of_storage[storage._cdata] = len(sources)
-                first, nbytes = storage.data_ptr(), storage.nbytes()
-                whole = x.is_contiguous() and first == start and end - start == nbytes
-                made = (x.dtype, tuple(x.shape)) if whole else (torch.uint8, (nbytes,))
-                sources.append(_Source(first, first + nbytes, made, nodes_before[storage._cdata]))
-            made_dtype, made_shape = sources[i].form
-            as_made = (made_dtype, made_shape) == form[:2] and x.is_contiguous()
-            places.append(_Place(i, None if as_made else (*form, start - sources[i].start)))
-            continue
-        inside = [i for i, each in enumerate(sources[: len(given)]) if each.start <= start and end <= each.end]
-        if len(inside) != 1:
-            raise NotCaptured(f"a result {tuple(x.shape)} is neither made nor in one argument")
-        places.append(_Place(inside[0], (*form, start - sources[inside[0]].start)))
-    return places, sources
+        if kind.startswith("tensordesc"):
+            yield TENSOR_MAP, (x, next(metas))
+            yield from ((4, ctypes.c_int32(size)) for size in x.shape)
+            yield from ((8, ctypes.c_int64(stride)) for stride in x.strides)
+        elif kind.startswith("*"):
+            yield 8, x
+        else:
+            number = _FORMATS[kind](x)
+            yield ctypes.sizeof(number), number
+    yield 8, ctypes.c_uint64(0)
+    yield 8, ctypes.c_uint64(0)
 
 
-def _source_of(
-    word: int, node: int, sources: Sequence[_Source], begins: Collection[int] | None = None
-) -> tuple[int, int] | None:
-    """(source, bytes from its start) of an address in a node; None for what does not move.
-
-    begins: where tensors begin, of a word that is a part of a structure.
-    """
-    small = begins is not None and word % (1 << 32) < SMALL
-    if small and begins is not None and word not in begins:
-        return None
-    found = [i for i, each in enumerate(sources) if each.start <= word < each.end and node not in each.without]
-    if found and small:
-        raise NotCaptured("an address could as well be a small integer")
-    if any(sources[i].start == word for i in found):
-        found = [i for i in found if sources[i].start == word or sources[i].form]
-    if len({sources[i].start for i in found}) > 1:
-        raise NotCaptured("arguments overlap")
-    return (found[0], word - sources[found[0]].start) if found else None
+def unlike_a_node(compiled: Any, args: Sequence[Any]) -> str:
+    """Why a compiled kernel cannot be a node of a graph of ours; "" if it can."""
+    metadata = compiled.metadata
+    for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
+        if getattr(metadata, name, 0):
+            return f"{metadata.name} has {name}"
+    if getattr(metadata, "num_ctas", 1) != 1:
+        return f"{metadata.name} runs in clusters"
+    kinds = list(compiled.src.signature.values())[: len(args)]
+    if unknown := [kind for kind in kinds if kind not in ("constexpr", *_FORMATS) and str(kind)[:1] not in ("*", "t")]:
+        return f"{metadata.name} takes {unknown}"
+    descriptors = sum(str(kind).startswith("tensordesc") for kind in kinds)
+    if descriptors != len(getattr(metadata, "tensordesc_meta", None) or ()):
+        return f"{metadata.name} takes descriptors apart"
+    return ""
 
 
-def _patches(
-    nodes: Sequence[Node], sources: Sequence[_Source], temporaries: Sequence[_Source], known: Collection[int]
-) -> tuple[list[tuple[Node, int, int, int]], list[_Source]]:
-    """Of all words that move: the node, which of its words, the source, bytes from its start; and what temporaries are
-    sources, behind the others. known: where tensors begin."""
-    patches, used = [], list[_Source]()
-    for node in nodes:
-        for i, whole in node.addresses.items():
-            word, begins = node.words[i], None if whole else known
-            found = _source_of(word, node.handle, sources, begins)
-            temporary = _temporary_of(word, temporaries, begins) if found is None else None
-            if whole is None and (found or temporary) and word not in known:
-                raise NotCaptured("an address could as well be two sizes of a tensor map")
-            if temporary is not None:
-                if temporary not in used:
-                    used.append(temporary)
-                found = len(sources) + used.index(temporary), word - temporary.start
-            if found is not None:
-                patches.append((node, i, *found))
-    return patches, used
+def _room(sizes: Sequence[int]) -> tuple[Any, list[int], int]:
+    """Words for parameters of these bytes, which of them each begins at, counted from an address at which maps may lie;
+    and that address."""
+    places, end = [], 0
+    for size in sizes:
+        if size == TENSOR_MAP:
+            end = -(-end // 8) * 8
+        places.append(end)
+        end += -(-size // 8)
+    words = (ctypes.c_uint64 * (end + 8))()
+    return words, places, -(-ctypes.addressof(words) // 64) * 64
 
 
-def _laid_out(temporaries: Sequence[_Source]) -> tuple[list[tuple[int, int]], list[_Source]]:
-    """Of each: which tensor it lies in, how far behind its start; and the tensors, of bytes. Small ones share one."""
-    places, tensors, shared = list[tuple[int, int]](), list[_Source](), 0
-    apart = [each.end - each.start > SHARED for each in temporaries]
-    for each, alone in zip(temporaries, apart):
-        places.append((sum(apart[: len(places)]), 0) if alone else (sum(apart), shared))
-        shared += 0 if alone else each.end - each.start
-    tensors = [each for each, alone in zip(temporaries, apart) if alone]
-    return places, tensors + [_Source.of_bytes(0, shared)] * (shared > 0)
+class _Address:
+    """Stands for a tensor whose address alone is asked for."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
-def _temporary_of(word: int, temporaries: Sequence[_Source], begins: Collection[int] | None) -> _Source | None:
-    """In which of them an address lies. begins: as of `_source_of`."""
-    found = next((each for each in temporaries if each.start <= word < each.end), None)
-    # Where a tensor within an operator begins is not known, and an address that is overlooked writes anywhere.
-    if found and begins is not None and word % (1 << 32) < SMALL and word not in begins:
-        raise NotCaptured("an address of a temporary could as well be a small integer")
-    return found
+def _tensor_map(descriptor: Any, meta: Any, address: int) -> bytes:
+    """As Triton makes it."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
 
-
-def _version(x: Tensor | None) -> int | None:
-    return None if x is None or x.is_inference() else x._version
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) if x.numel() else 0
-    return x.data_ptr(), x.data_ptr() + elements * x.itemsize
-
-
-def _view(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Tensor:
-    """A view of x's memory, `start` bytes behind its first."""
-    first = x.storage_offset() * x.itemsize + start
-    if dtype.itemsize == x.dtype.itemsize:
-        x = x if x.dtype == dtype else x.view(dtype)
-        return x.as_strided(shape, strides, first // dtype.itemsize)
-    empty = torch.empty(0, dtype=dtype, device=x.device)
-    return empty.set_(x.untyped_storage(), first // dtype.itemsize, shape, strides)
+    made = make_tensordesc_arg(descriptor._replace(base=_Address(address)), meta)[0]
+    return ctypes.string_at(id(made) + type(made).__basicsize__ - TENSOR_MAP, TENSOR_MAP)
 
 
 def _destroy(graph: ctypes.c_void_p, exec_: ctypes.c_void_p) -> None:

@@ -14,6 +14,9 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from .graph import unlike_a_node
+from .record import here
+
 _IS_HIP = torch.version.hip is not None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...], Any]] = {}
 """By the key: what was compiled, its constexprs in order, and the kernel, whose id is part of the key."""
@@ -39,21 +42,27 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     # Interpreted, profiled, or on an AMD GPU, where kernels are specialized for the bytes of a storage, too.
     if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
         kernel[grid](*map(_for_triton, args), **constants)
+        if here.recorder is not None:
+            here.recorder.launch(kernel, None, grid, args, constants)
         return
     device = torch._C._cuda_getDevice()
     facts, values = _reader(*map(type, args))(*args)
     key = id(kernel), device, facts, *constants.items()
     found = _compiled.get(key)
-    x, y, z = (*grid, 1, 1)[:3]
     if found is None:
         compiled = kernel[grid](*map(_for_triton, args), **constants)
         if isinstance(compiled, CompiledKernel):
-            _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
-        return
-    compiled, constexprs, _ = found
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    how = compiled.function, compiled.packed_metadata, None, None, None
-    compiled.run(x, y, z, stream, *how, *values, *constexprs)
+            found = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
+            _compiled[key] = found
+    else:
+        compiled, constexprs, _ = found
+        x, y, z = (*grid, 1, 1)[:3]
+        how = compiled.function, compiled.packed_metadata, None, None, None
+        compiled.run(x, y, z, torch._C._cuda_getCurrentRawStream(device), *how, *values, *constexprs)
+    if (recorder := here.recorder) is not None:
+        recorder.launch(kernel, compiled, grid, args, constants)
+        if why := "it was compiled alone" if found is None else unlike_a_node(compiled, args):
+            recorder.refuse(why)
 
 
 def is_profiled() -> bool:

@@ -22,7 +22,7 @@ def mode_listens() -> bool:
         if isinstance(formulas, dict):
             _add_formulas(formulas)
             offer_flops()
-    return not getattr(modes[-1], "wants_allocations_alone", False)
+    return not getattr(modes[-1], "wants_torch_ops_alone", False)
 
 
 def _add_formulas(registry: dict[Any, Any]) -> None:

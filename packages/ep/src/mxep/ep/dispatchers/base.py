@@ -18,7 +18,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -39,6 +39,7 @@ from mxep.comms import (
     tell_failure,
     told_failures,
 )
+from mxep.runtime.record import fixed
 from mxep.runtime.replay import Replayed, replayed
 
 from ..shares import checked_group
@@ -313,15 +314,11 @@ class TokenDispatcher(ABC):
         """
 
     def graph_state(self) -> Hashable | None:
-        """What a graph of exchanges, captured within ``capturing()``, holds for besides tensors; None: not now."""
+        """What a record of exchanges holds for besides tensors; None: not now."""
         return None
 
-    def capturing(self) -> AbstractContextManager[object]:
-        """Entered while exchanges are captured, and not made."""
-        return nullcontext()
-
     def launched(self, exchanges: int) -> None:  # noqa: B027  what has no order has nothing to count
-        """A graph of so many exchanges was launched."""
+        """A record of so many exchanges was played."""
 
     def check(self) -> None:
         """Raise what was counted since the last check. It reads from the device: call it once a step, not in the layer.
@@ -377,6 +374,7 @@ class TokenDispatcher(ABC):
         if device not in self._counts:
             zeros = functools.partial(torch.zeros, 2 * owners + 1, dtype=torch.int64, device=device)
             self._counts.setdefault(device, made_to_stay(device, zeros))  # another thread may have been as fast
+            fixed(self._counts[device])
         return self._counts[device]
 
     def _plan(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxep.comms import Capacity, batch_too_large, check_ids, narrow_ids, sum_slots
+from mxep.comms import Capacity, batch_too_large, check_ids, gather_rows, narrow_ids, sum_slots
 from mxep.runtime.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, check_reserved
@@ -103,5 +103,5 @@ def _sum_rows(tensors: list[Any]) -> list[Tensor | None]:
     out = sum_slots(rows, slot_rows)
     if row_values is None:
         return [out, None]
-    values = row_values.index_select(0, slot_rows.clamp_min(0).flatten()).view(slot_rows.shape)
-    return [out, torch.where(slot_rows >= 0, values, 0.0)]
+    (values,) = gather_rows((row_values[:, None],), slot_rows.flatten())
+    return [out, values.view(slot_rows.shape)]

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 
 from mxep.gemm.quantize_once import in_graph_tree
+from mxep.runtime.record import set_up
 
 _T = TypeVar("_T")
 
@@ -14,8 +15,8 @@ _T = TypeVar("_T")
 def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
     """make(), whose tensors on the device outlive the call in which they are made.
 
-    What a thread allocates while torch.compile's mode="reduce-overhead" warms up or records belongs to graphs, which
-    raise if anything but outputs stays there. So another thread makes it then.
+    No record shows it. What a thread allocates while torch.compile's mode="reduce-overhead" warms up or records belongs
+    to graphs, which raise if anything but outputs stays there. So another thread makes it then.
     """
 
     def aside() -> _T:
@@ -24,7 +25,7 @@ def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
             torch.cuda.current_stream().synchronize()  # nobody waits for this thread's stream
         return made
 
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), set_up():
         if not in_graph_tree(device):
             return make()
         with ThreadPoolExecutor(1) as thread:

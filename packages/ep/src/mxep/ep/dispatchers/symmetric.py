@@ -6,7 +6,6 @@ sizes: only then the ranks talk through collectives. All of a group's lie in one
 
 import dataclasses
 import functools
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -159,10 +158,6 @@ class SymmetricDispatcher(TokenDispatcher):
     def graph_state(self) -> tuple[SymmetricBuffer, bool] | None:
         transport = self._transport_here()
         return None if transport is None else transport.arena.graph_state(transport)
-
-    def capturing(self) -> AbstractContextManager[object]:
-        transport = self._transport_here()
-        return nullcontext() if transport is None else transport.arena.capturing()
 
     def launched(self, exchanges: int) -> None:
         if (transport := self._transport_here()) is not None:

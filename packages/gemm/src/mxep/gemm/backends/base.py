@@ -57,11 +57,15 @@ class Backend(Protocol):
     wants_rowwise: whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once,
         and what is plain is quantized to one scale a row, weights to one a column, too.
     bf16_is_torchs: whether a linear's plain product in bf16 is torch's, and the backend is not asked.
+    recordable: whether all that it starts are ops of torch and kernels that `mxep.runtime.launch` starts, so that a
+        record shows it (`mxep.runtime.record`). Else calls with it are never played. Each class says so itself: what
+        is derived from one that is recordable may start kernels of its own.
     """
 
     name: str
     wants_rowwise: bool = False
     bf16_is_torchs: bool = True
+    recordable: bool = False
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         """None if it runs on `device`, else the reason why not, as the end of a sentence."""

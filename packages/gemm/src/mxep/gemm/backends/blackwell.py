@@ -33,6 +33,7 @@ class Blackwell(Backend):
     """See the module's docstring; `Backend` has the contract."""
 
     name = "blackwell"
+    recordable = True
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:

@@ -24,6 +24,7 @@ class Dequant(Backend):
     """See the module's docstring; `Backend` has the contract."""
 
     name = "dequant"
+    recordable = True
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type not in ("cpu", "cuda"):

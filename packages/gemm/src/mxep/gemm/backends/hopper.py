@@ -30,6 +30,7 @@ class Hopper(Backend):
     """See the module's docstring; `Backend` has the contract."""
 
     name = "hopper"
+    recordable = True
     wants_rowwise = True
 
     def unsupported_reason(self, device: torch.device) -> str | None:

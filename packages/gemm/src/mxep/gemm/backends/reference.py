@@ -25,6 +25,7 @@ class Reference(Backend):
     """See the module's docstring; `Backend` has the contract."""
 
     name = "reference"
+    recordable = True
     bf16_is_torchs = False
 
     def unsupported_reason(self, device: torch.device) -> str | None:

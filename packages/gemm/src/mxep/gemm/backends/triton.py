@@ -30,6 +30,7 @@ class Triton(Backend):
     """See the module's docstring; `Backend` has the contract."""
 
     name = "triton"
+    recordable = True
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type == "cuda":

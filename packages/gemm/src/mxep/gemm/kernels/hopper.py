@@ -13,6 +13,7 @@ from mxep.gemm.kernels.hopper_device import grouped_mm_kernel
 from mxep.gemm.quantize_once import in_graph_tree
 from mxep.quant.device import num_sms as num_sms_of
 from mxep.runtime.launch import cdiv, launch
+from mxep.runtime.record import fixed, set_up
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, HOPPER_BLOCK_K
 HALF_ROWS = BLOCK_M // 2
@@ -125,21 +126,21 @@ class Descriptor(NamedTuple):
         return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), self.layout)
 
 
-_zeros: dict[tuple[int, int], list[Tensor]] = {}
-"""By device and stream: zeros that were made together. Each is given away once."""
+_counters: dict[tuple[int, int], Tensor] = {}
+"""By device and stream."""
 
 
-def _zero(device: torch.device) -> Tensor:
-    """(1,) int32, a zero on the current stream that nobody else has."""
+def _tile_counter(device: torch.device) -> Tensor:
+    """(1,) int32, a zero on the current stream, which a kernel leaves as it was."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or in_graph_tree(device):
-        return torch.zeros(1, dtype=torch.int32, device=device)  # a replay wants it zeroed again
+        return torch.zeros(1, dtype=torch.int32, device=device)  # of a graph, which may run beside this stream
     index = torch._C._cuda_getDevice()
-    zeros = _zeros.setdefault((index, torch._C._cuda_getCurrentRawStream(index)), [])
-    while True:
-        try:
-            return zeros.pop()  # not asked before whether there is one: another thread of this stream may take the last
-        except IndexError:
-            zeros.extend(torch.zeros((64, 1), dtype=torch.int32, device=device).unbind())
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    if key not in _counters:
+        with set_up():
+            made = _counters.setdefault(key, torch.zeros(1, dtype=torch.int32, device=device))
+            fixed(made)
+    return _counters[key]
 
 
 def _launch(
@@ -164,7 +165,7 @@ def _launch(
     out_desc = None
     if out.dtype == torch.bfloat16:
         out_desc = Descriptor(out, (out.numel() // N, N), (N, 1), (HALF_ROWS, BLOCK_N // 2), _BF16)
-    tile_counter, groups = _zero(out.device), 1 if offs is None else offs.shape[0]
+    tile_counter, groups = _tile_counter(out.device), 1 if offs is None else offs.shape[0]
     launch(
         grouped_mm_kernel, (num_sms_of(a.device),),
         a_desc, b_desc, out, out_desc, a_scale, b_scale, bias, offs, tile_counter, groups, M, N, K, factor,

@@ -1,0 +1,397 @@
+"""A record: what a function did in one call, as steps over memory that may lie elsewhere at the next.
+
+    launch   a kernel, its grid and arguments           fill   memory, with one number
+    copy     memory to memory                           call   any other op of torch, which is called again
+
+A tensor is a `View`: which *source* its memory is of, how many bytes behind its start, dtype, shape and strides. A
+source is an argument, something that the function made, or memory that stays (`fixed`). Nothing is guessed: a tensor of
+any other memory, and an op that cannot be called again, make the function one that is not recorded. The call's own
+result stands, whatever becomes of its record.
+
+While a `Recorder` is open, `launch` notes kernels and a dispatch mode notes torch's ops. Kernels that are started in
+another way would be missed: who starts one says so, with :func:`refuse`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+Flat = Sequence[Tensor | None]
+
+
+class View(NamedTuple):
+    """A tensor: `offset` bytes behind the start of a source. Source -1 is the first of what stays, -2 the next."""
+
+    source: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Launch(NamedTuple):
+    """A kernel's start. args: views, descriptors whose `base` is a view, numbers. compiled: what Triton made of it."""
+
+    kernel: Any
+    compiled: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+class Fill(NamedTuple):
+    """Of a dense tensor, each `size` bytes of it with the bytes of `pattern`. value: the number."""
+
+    to: View
+    value: float
+    pattern: int
+    size: int
+
+
+class Copy(NamedTuple):
+    """Of a dense tensor to another."""
+
+    to: View
+    start: View
+
+
+class Call(NamedTuple):
+    """An op of torch. made: of each source that it makes, the place among its results and the view that it is there."""
+
+    op: Any
+    args: Any
+    kwargs: Any
+    made: tuple[tuple[int, View], ...]
+
+
+class Step(NamedTuple):
+    """What is done, and after which other steps, by their places."""
+
+    what: Launch | Fill | Copy | Call
+    after: frozenset[int]
+
+
+class Made(NamedTuple):
+    """A source that the function made. by: the place of the call that allocates it, or -1: who plays it allocates."""
+
+    nbytes: int
+    by: int
+
+
+class Record(NamedTuple):
+    """What a call did.
+
+    Attributes:
+        steps: in order. given: how many sources are arguments. made: the sources behind them. results: views, and the
+            place of an argument that is one. written: places of arguments that are written to. fixed: memory that is
+            used, which the record keeps alive.
+    """
+
+    steps: list[Step]
+    given: int
+    made: list[Made]
+    results: list[View | int | None]
+    written: list[int]
+    fixed: list[Tensor]
+
+
+class _Here(threading.local):
+    recorder: "Recorder | None" = None
+
+
+here = _Here()
+"""Of this thread. recorder: the one that is open and notes."""
+
+
+def refuse(why: str) -> None:
+    """The function that is recorded now, if one is, does what no record shows: it is not to be recorded."""
+    if here.recorder is not None:
+        here.recorder.refuse(why)
+
+
+@contextmanager
+def set_up() -> Iterator[None]:
+    """What is done within is done once, and in no record: workspaces, counters. Their tensors are to be `fixed`."""
+    recorder, here.recorder = here.recorder, None
+    try:
+        yield
+    finally:
+        here.recorder = recorder
+
+
+_fixed: dict[int, StorageWeakRef] = {}
+
+
+def fixed(*tensors: Tensor) -> None:
+    """Say of tensors that recorded functions may use them without being given them: their memory does not move while
+    they live, and a record keeps them alive."""
+    for x in tensors:
+        ref = StorageWeakRef(x.untyped_storage())
+        if ref.cdata not in _fixed or _fixed[ref.cdata].expired():
+            _fixed[ref.cdata] = ref  # referred to, so that nothing else has its cdata
+    if len(_fixed) > 4096:
+        for cdata in [cdata for cdata, ref in _fixed.items() if ref.expired()]:
+            del _fixed[cdata]
+
+
+def record_event(event: Any, stream: Any) -> None:
+    """`event.record(stream)`, which a record follows."""
+    event.record(stream)
+    if here.recorder is not None:
+        here.recorder.events[event] = here.recorder.tails.get(stream.cuda_stream, frozenset())
+
+
+def wait_event(stream: Any, event: Any) -> None:
+    """`stream.wait_event(event)`, which a record follows. An event of before it is waited for where it is played."""
+    stream.wait_event(event)
+    if (recorder := here.recorder) is not None:
+        tails = recorder.tails.get(stream.cuda_stream, frozenset())
+        recorder.tails[stream.cuda_stream] = tails | recorder.events.get(event, frozenset())
+
+
+_NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_aten = torch.ops.aten
+_EMPTY = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.empty_like.default,
+}
+_FILLS: dict[Any, Callable[..., Any]] = {
+    _aten.zeros.default: lambda *_: 0,
+    _aten.new_zeros.default: lambda *_: 0,
+    _aten.zeros_like.default: lambda *_: 0,
+    _aten.zero_.default: lambda *_: 0,
+    _aten.ones.default: lambda *_: 1,
+    _aten.new_ones.default: lambda *_: 1,
+    _aten.ones_like.default: lambda *_: 1,
+    _aten.full.default: lambda _, value, *__: value,
+    _aten.new_full.default: lambda _, __, value, *___: value,
+    _aten.full_like.default: lambda _, value, *__: value,
+    _aten.fill_.Scalar: lambda _, value, *__: value,
+}
+"""What an op fills its result with, by its arguments."""
+_COPIES = {_aten.clone.default, _aten.copy_.default, _aten._to_copy.default}
+_NOTHING = {_aten.record_stream.default}
+"""Ops of whoever owns memory, which is another's where a record is played."""
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what is done while it is open. given: the function's arguments, on one device.
+
+    Attributes:
+        why: the reason why there will be no record, or "".
+    """
+
+    wants_torch_ops_alone = True
+    """For `mxep.runtime.modes`: our ops may go past it."""
+
+    def __init__(self, given: Flat) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.why = ""
+        self.tails: dict[int, frozenset[int]] = {}
+        """By stream: what the next step there comes after."""
+        self.events: dict[Any, frozenset[int]] = {}
+        self._given = list(given)
+        self._device = next(x.device for x in given if x is not None)
+        self._versions = [_version(x) for x in given]
+        self._steps: list[Step] = []
+        self._made: list[Made] = []
+        self._sources: dict[int, list[tuple[int, int, int]]] = {}
+        """By storage: (source, address of its first byte, of that behind its last)."""
+        self._storages: list[StorageWeakRef] = []
+        """Of `_made`, referred to, so that nothing else gets its address in torch."""
+        self._fixed: list[Tensor] = []
+        self._places_of_fixed: dict[Any, int] = {}
+        for i, x in enumerate(given):
+            if x is not None:
+                places = self._sources.setdefault(x.untyped_storage()._cdata, [])
+                start, end = _extent(x)
+                if not any(start == other for _, other, _ in places):
+                    places.append((i, start, end))
+                elif other := [k for k, (_, start_, end_) in enumerate(places) if start_ == start and end > end_]:
+                    places[other[0]] = (i, start, end)
+
+    def __enter__(self) -> "Recorder":
+        here.recorder = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        here.recorder = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import it, for seconds
+
+    def refuse(self, why: str) -> None:
+        self.why = self.why or why
+
+    # ── what is noted ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def launch(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Any) -> None:
+        """For `mxep.runtime.launch`, after it has launched."""
+        if not self.why:
+            noted = tuple([self._argument(x) for x in args])
+            self._add(Launch(kernel, compiled, grid, noted, constants))
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not Tensor and kind is not Parameter for kind in types):
+            return NotImplemented  # a subclass, which says what it does with plain ones
+        kwargs, open_ = kwargs or {}, here.recorder
+        here.recorder = None  # what an op launches is the op's
+        try:
+            out = op(*args, **kwargs)
+        finally:
+            here.recorder = open_
+        if open_ is self and not self.why:
+            self._op(op, args, kwargs, out)
+        return out
+
+    def _op(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if op in _NOTHING:
+            return None
+        if _NEVER & set(op.tags):
+            return self.refuse(f"{op} reads from the device, or changes what a tensor is")
+        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        made: dict[int, int] = {}
+        for i, x in enumerate(outs):
+            cdata = x.untyped_storage()._cdata
+            if cdata not in self._sources and (cdata not in _fixed or _fixed[cdata].expired()):
+                made.setdefault(cdata, i)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.device != self._device for x in (*given, *outs)):
+            return self.refuse(f"{op} is of another device")
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+        if outs and not made and not writes:
+            return None  # a view
+        if op in _EMPTY:
+            self._make(outs[0], -1)
+        elif op in _FILLS and (pattern := _pattern(outs[0], value := _FILLS[op](*args))) is not None:
+            if made:
+                self._make(outs[0], -1)
+            self._add(Fill(self._view(outs[0]), value, *pattern))
+        elif op in _COPIES and _are_alike(outs[0], start := args[1] if op is _aten.copy_.default else args[0]):
+            if made:
+                self._make(outs[0], -1)
+            self._add(Copy(self._view(outs[0]), self._view(start)))
+        else:
+            seen = tree_map(lambda x: self._view(x) if isinstance(x, Tensor) else x, (args, kwargs))
+            for i in made.values():
+                self._make(outs[i], len(self._steps))
+            places = tuple((i, self._view(outs[i])) for i in made.values())
+            if any(view.offset for _, view in places):
+                return self.refuse(f"{op} gives a part of what it makes")
+            self._add(Call(op, seen[0], seen[1], places))
+            self.tails = dict.fromkeys(self.tails, frozenset([len(self._steps) - 1]))
+        return None
+
+    def _make(self, x: Tensor, by: int) -> None:
+        storage = x.untyped_storage()
+        start = storage.data_ptr()
+        self._sources[storage._cdata] = [(len(self._given) + len(self._made), start, start + storage.nbytes())]
+        self._made.append(Made(storage.nbytes(), by))
+        self._storages.append(StorageWeakRef(storage))
+
+    def _add(self, what: Launch | Fill | Copy | Call) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
+        step = Step(what, self.tails.get(stream, frozenset()))
+        self._steps.append(step)
+        self.tails[stream] = frozenset([len(self._steps) - 1])
+
+    def _argument(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._view(x)
+        if hasattr(x, "for_triton"):
+            return x._replace(base=self._view(x.base))
+        return x
+
+    def _view(self, x: Tensor) -> View:
+        """Where a tensor's memory is. Refuses the record if that is not known."""
+        storage = x.untyped_storage()
+        start, end = _extent(x)
+        form = x.dtype, tuple(x.shape), x.stride()
+        if (places := self._sources.get(storage._cdata)) is not None:
+            found = [(source, first) for source, first, last in places if first <= start and end <= last]
+            if not x.numel():  # which has no address
+                return View(places[0][0], 0, *form)
+            if len(found) == 1:
+                return View(found[0][0], start - found[0][1], *form)
+            self.refuse(f"a tensor {tuple(x.shape)} lies in {len(found) or 'no'} arguments, want one")
+        elif (ref := _fixed.get(storage._cdata)) is not None and not ref.expired():
+            key = start, *form
+            if key not in self._places_of_fixed:
+                self._fixed.append(x)
+                self._places_of_fixed[key] = -len(self._fixed)
+            return View(self._places_of_fixed[key], 0, *form)
+        else:
+            self.refuse(f"a tensor {tuple(x.shape)} of {x.dtype} is neither given, nor made, nor fixed")
+        return View(0, 0, *form)
+
+    def finish(self, results: Flat) -> Record | None:
+        """The record, after the function has returned plain tensors and None; None if `why` says why not."""
+        found: list[View | int | None] = []
+        kept = set()
+        for x in results:
+            same = [i for i, other in enumerate(self._given) if x is other]
+            if x is None or same:
+                found.append(same[0] if x is not None else None)
+                continue
+            view = self._view(x)
+            if view.source < 0:
+                self.refuse(f"a result {tuple(x.shape)} is memory that stays")
+            kept.add(x.untyped_storage()._cdata)
+            found.append(view)
+        if any(not each.expired() for each in self._storages if each.cdata not in kept):
+            self.refuse("it keeps a tensor that it makes, and does not give it")
+        written = [i for i, x in enumerate(self._given) if _version(x) != self._versions[i]]
+        if self.why:
+            return None
+        return Record(self._steps, len(self._given), self._made, found, written, self._fixed)
+
+
+def _version(x: Tensor | None) -> int | None:
+    return None if x is None or x.is_inference() else x._version
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + elements * x.itemsize
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether x has each byte between its first and its last once."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _are_alike(to: Tensor, start: Tensor) -> bool:
+    """Whether a copy moves bytes as they lie."""
+    same = to.dtype == start.dtype and to.shape == start.shape and to.stride() == start.stride()
+    return same and to.device == start.device and _is_dense(to) and to.is_neg() == start.is_neg()
+
+
+def _pattern(x: Tensor, value: Any) -> tuple[int, int] | None:
+    """(pattern, its bytes) of a dense tensor's fill; None if a memset cannot."""
+    if not isinstance(value, int | float | bool) or not _is_dense(x) or x.dtype.is_complex:
+        return None
+    if value == 0 and str(value)[0] != "-":
+        return 0, 1
+    word = torch.full((1,), value, dtype=x.dtype, device="cpu").view(torch.uint8).tolist()
+    if len(word) == 8 and word[:4] == word[4:]:
+        word = word[:4]
+    return None if len(word) > 4 else (int.from_bytes(bytes(word), "little"), len(word))
