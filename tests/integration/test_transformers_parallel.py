@@ -35,7 +35,7 @@ from mxep.integration.transformers import (
     route_llama4,
 )
 from mxep.integration.transformers.layer import layers
-from mxep.integration.transformers.versions import own_expert_parallel
+from mxep.integration.transformers.versions import own_expert_parallel, own_tensor_parallel
 from ranks import Context, distributed
 
 
@@ -276,3 +276,26 @@ def test_transformers_own_tensor_parallelism_fails_at_once_where_shards_do_not_f
         assert model[0]._is_hooked
         if features == 64:  # as each rank draws from one seed, its shard is of one weight
             assert snr(wanted, model(x)) > 20
+
+
+@distributed(2, device="cpu")
+def test_tensor_parallel_experts_are_served_or_refused_as_the_model_is_loaded(ctx: Context, tmp_path: Path) -> None:
+    distributed_config = pytest.importorskip("transformers.distributed").DistributedConfig
+    if not hasattr(own_tensor_parallel, "MoeExpertsParallel"):
+        pytest.skip("transformers shards otherwise")
+    least = {"mxep_bf16": 100, "mxep_mxfp8": 20}
+    for features in (64, 32):
+        model = tiny(moe_intermediate_size=features)
+        wanted, folder = model(input_ids=token_ids()).logits.detach(), tmp_path / str(features)
+        if ctx.rank == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        for name in least:
+            tp = distributed_config(tp_size=2)
+            said = "got 32 hidden features of experts for tp_size 2, want a multiple of 32 on .* or use mxep_bf16"
+            misfit = features == 32 and name == "mxep_mxfp8"
+            with pytest.raises(ValueError, match=said) if misfit else nullcontext():
+                spread = AutoModelForCausalLM.from_pretrained(
+                    folder, distributed_config=tp, experts_implementation=name
+                )
+                assert snr(wanted, spread(input_ids=token_ids()).logits.detach()) > least[name]

@@ -17,8 +17,9 @@ from mxep.gemm.auto import AUTO
 from .callback import MxepCallback
 from .checks import check, load_report
 from .implementation import Implementation
-from .parallel import expert_parallel, register
+from .parallel import check_tensor_parallelism, expert_parallel, register
 from .undecorated import route_experts, route_llama4
+from .versions import own_tensor_parallel
 
 __all__ = [
     "NAMES",
@@ -38,6 +39,9 @@ for _recipe in _RECIPES:
     register(Implementation(f"mxep_{_recipe}", Recipe.named(_recipe)))
 
 register(Implementation("mxep_auto", AUTO))
+
+if hasattr(own_tensor_parallel, "MoeExpertsParallel"):  # other versions shard in other ways
+    check_tensor_parallelism()
 
 NAMES = (*(f"mxep_{recipe}" for recipe in _RECIPES), "mxep_auto")
 """What importing this module registers."""

@@ -251,6 +251,19 @@ def check_experts(experts: Any, name: str, recipe: Recipe | Literal["auto"], *, 
             )
 
 
+def check_features(experts: Any, name: str, recipe: Recipe | Literal["auto"], ranks: int) -> None:
+    """ValueError, with a cure, for a module of experts whose hidden features, shared by `ranks`, `recipe` cannot serve.
+    "auto" serves what bf16 does."""
+    recipe = recipe if isinstance(recipe, Recipe) else UNQUANTIZED
+    features = experts.down_proj.shape[1 if experts.is_transposed else 2]
+    if features % (ranks * recipe.group_alignment):
+        raise ValueError(
+            f"{type(experts).__name__}, {name}: got {features} hidden features of experts for tp_size {ranks}, want a "
+            f"multiple of {recipe.group_alignment} on each rank for recipe {recipe.name}: lower tp_size, spread "
+            "experts instead (mxep's expert_parallel, or ep_size), or use mxep_bf16"
+        )
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether `@use_experts_implementation` of transformers decorates the module's class."""
     return hasattr(module, "has_gate") and hasattr(type(module), "_apply_gate") and hasattr(module, "down_proj")

@@ -23,8 +23,8 @@ from mxep.ep import TokenDispatcher, make_dispatcher
 from mxep.ep.shares import group_of
 
 from .implementation import Implementation
-from .layer import KEY, check_experts, is_experts
-from .versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
+from .layer import KEY, check_experts, check_features, is_experts
+from .versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel, own_tensor_parallel
 
 
 def register(implementation: Implementation) -> None:
@@ -61,6 +61,21 @@ def _own(implementation: Implementation) -> type:
             return self.layer.forward(self.experts, hidden_states, top_k_index, top_k_weights)
 
     return MxepEP
+
+
+def check_tensor_parallelism() -> None:
+    """Let transformers ask mxep, as it shards experts for tensor parallelism, whether their implementation takes the
+    shards. Else the first forward would find out."""
+    styles, style = own_tensor_parallel.ALL_PARALLEL_STYLES, "moe_tp_experts"
+
+    class MxepExpertsParallel(type(styles[style])):  # type: ignore[misc]
+        def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+            how = ALL_EXPERTS_FUNCTIONS.get(getattr(module.config, "_experts_implementation", None), None)
+            if isinstance(how, Implementation) and is_experts(module):
+                check_features(module, how.name, how.recipe, mesh.size())
+            return super().install_forward(module, mesh)
+
+    styles.register(style, MxepExpertsParallel())
 
 
 def _dispatcher(experts: Any, num_experts: int, mesh: DeviceMesh, how: Implementation) -> TokenDispatcher:

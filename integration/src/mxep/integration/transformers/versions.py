@@ -24,4 +24,15 @@ try:
 except ImportError:
     own_expert_parallel: Any = None  # type: ignore[no-redef]
 
-__all__ = ["ALL_EXPERTS_FUNCTIONS", "TrainerCallback", "default_apply_gate", "own_expert_parallel"]
+try:
+    from transformers.distributed import tensor_parallel as own_tensor_parallel
+except ImportError:
+    own_tensor_parallel: Any = None  # type: ignore[no-redef]
+
+__all__ = [
+    "ALL_EXPERTS_FUNCTIONS",
+    "TrainerCallback",
+    "default_apply_gate",
+    "own_expert_parallel",
+    "own_tensor_parallel",
+]

@@ -121,7 +121,7 @@ class MarkOfTransformers:
 
     def __get__(self, module: nn.Module | None, _: type | None = None) -> bool:
         if module is None or "_is_hooked" not in module.__dict__:
-            raise AttributeError("_is_hooked")
+            raise AttributeError  # torch has the words
         return bool(module.__dict__["_is_hooked"])
 
     def __set__(self, module: nn.Module, value: bool) -> None:
