@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from comms.cases import assert_bitwise
 from mxep.comms import pick_values, plan_slots, read_tables
@@ -132,10 +131,3 @@ def test_values_are_those_of_each_pairs_node(tokens, top_k, num_nodes):
         expert = int(ids[t, k])
         slot = int(slots[t, expert // 4]) if expert >= 0 else -1
         assert got[t, k] == (values[slot, k] if slot >= 0 else 0)
-
-
-def test_opcheck():
-    ids, slots = torch.tensor([[0, 3], [-1, 1]], dtype=torch.int32), torch.tensor([[1, -1], [2, 4]], dtype=torch.int32)
-    opcheck(plan_slots.opdef, (ids, torch.rand(2, 2), torch.zeros(3, dtype=torch.int64), 2, 2, 2, 4))
-    opcheck(read_tables.opdef, (torch.zeros(5, 16, dtype=torch.uint8), 1, 2))
-    opcheck(pick_values.opdef, (torch.rand(6, 2), slots, ids, 2))
