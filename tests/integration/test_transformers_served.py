@@ -288,6 +288,40 @@ def test_loads_are_of_forwards_that_train() -> None:
     assert load_report(model) == report
 
 
+def test_another_implementation_leaves_no_routing_of_the_one_before() -> None:
+    model = tiny("qwen3_moe", "mxep_bf16")
+    model(input_ids=token_ids(4))
+    experts = model.model.layers[0].mlp.experts
+    assert load_report(model)
+    model.set_experts_implementation("grouped_mm")
+    model(input_ids=token_ids(1))
+    with pytest.warns(UserWarning, match="load_report: experts_implementation is 'grouped_mm' now"):
+        assert load_report(model) == {}
+    layer = experts.__dict__["_mxep_layer"]
+    assert (layer.last_routing, layer.trained_routing) == (None, None)
+    callback = MxepCallback()
+    callback.on_train_begin(TrainingArguments(save_strategy="no", report_to=[]), TrainerState(), None, model=model)
+    step(model)
+    check(model)  # it was asked for, and is no replacement
+    model.set_experts_implementation("mxep_bf16")
+    model(input_ids=token_ids(1))
+    assert load_report(model)
+
+
+def test_an_empty_report_says_why() -> None:
+    register(Implementation("mxep_compiled", Recipe.bf16(), max_tokens=64))
+    model = tiny("qwen3_moe", "mxep_compiled")
+    with torch.no_grad():
+        model(input_ids=token_ids(1))
+    with pytest.warns(UserWarning, match="load_report: there was no forward in training"):
+        assert load_report(model) == {}
+    inputs = torch.randn(8, 64), torch.randint(0, 4, (8, 1)), torch.rand(8, 1)
+    for layer in model.model.layers:
+        torch.compile(layer.mlp.experts, backend="eager", fullgraph=True)(*inputs)
+    with pytest.warns(UserWarning, match="load_report: the last forwards were compiled"):
+        assert load_report(model) == {}
+
+
 def test_a_compiled_forward_leaves_no_routing_of_the_one_before() -> None:
     register(Implementation("mxep_compiled", Recipe.bf16(), max_tokens=64))
     model = tiny("qwen3_moe", "mxep_compiled")

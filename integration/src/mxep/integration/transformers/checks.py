@@ -8,6 +8,7 @@ So modules and calls count here, not the name in a config.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,8 +61,8 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
     ``rows``: that this rank's experts computed, padding included. ``padding``: of these. ``busiest``: tokens of the
     busiest expert over the mean, of all ranks that share the experts. ``dead``: experts without a token.
 
-    It reads from the device once. Ranks that share experts must call it together. RuntimeError as of `check`, and
-    before mxep has computed any.
+    It reads from the device once. Ranks that share experts must call it together. Modules that have no such forward are
+    left out; where all are, it warns and says why. RuntimeError as of `check`, and before mxep has computed any.
     """
     raise_unserved(model, ran=True)
     names, counted = [], []
@@ -78,9 +79,24 @@ def load_report(model: nn.Module) -> dict[str, dict[str, float]]:
         names.append(name)
         counted.append(torch.stack((stats["valid"], stats["padding"], busiest, (tokens == 0).sum())))
     if not counted:
+        if why := _why_no_load(model):
+            warnings.warn(f"load_report: {why}", stacklevel=2)
         return {}
     keys = "rows", "padding", "busiest", "dead"
     return {name: dict(zip(keys, values)) for name, values in zip(names, torch.stack(counted).tolist())}
+
+
+def _why_no_load(model: nn.Module) -> str | None:
+    """None of a model that mxep never ran."""
+    if not (found := list(layers(model))):
+        return None
+    configs = [model.get_submodule(name).config for name, layer in found if not layer.parallel]
+    if configs and not any(map(_implementation, configs)):
+        name = getattr(configs[0], "_experts_implementation", None)
+        return f"experts_implementation is {name!r} now, of whose forwards mxep knows nothing"
+    if all(layer.last_routing is None for _, layer in found):
+        return "the last forwards were compiled, and a graph keeps no routing: call the model uncompiled for a report"
+    return "there was no forward in training, with gradients on"
 
 
 def raise_unserved(model: nn.Module, *, ran: bool = False) -> None:
@@ -113,7 +129,7 @@ def _unserved(model: nn.Module, ran: bool) -> Iterator[tuple[str, str, str, str]
         if not is_experts(module):
             if named is not None:
                 yield name, kind, named.name, next((cure for of, cure in _CURES.items() if of in kind), _NO_WAY)
-        elif named is None and layer is None:
+        elif named is None and (layer is None or not layer.parallel):
             if wanted is not None:
                 got = getattr(own, "_experts_implementation", None)
                 yield name, kind, wanted.name, f"its config names {got!r}: model.set_experts_implementation({{name!r}})"

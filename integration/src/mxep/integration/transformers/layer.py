@@ -31,6 +31,8 @@ from mxep.ep.shares import local_weight
 from mxep.gemm import Recipe, grouped_mm
 from mxep.quant import SwiGLU
 
+from .versions import ALL_EXPERTS_FUNCTIONS
+
 KEY = "_mxep_layer"
 WEIGHTS = frozenset(f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias"))
 UNQUANTIZED = Recipe.bf16()
@@ -270,10 +272,13 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
-    """The modules of experts that mxep runs, by name; those that ran or are spread over ranks."""
+    """The modules of experts that mxep runs, or ran, by name; and those that are spread over ranks."""
     for name, module in model.named_modules():
         layer = module.__dict__.get(KEY)
         if layer is not None:
+            named = ALL_EXPERTS_FUNCTIONS.get(getattr(module.config, "_experts_implementation", None), None)
+            if not layer.parallel and not isinstance(named, type(layer.made_for)):  # another computes it now
+                layer.last_routing = layer.trained_routing = None
             yield name, layer
 
 
