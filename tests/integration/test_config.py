@@ -18,9 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from mxep.ep import DISPATCHERS
 from mxep.gemm import Recipe
 from mxep.integration import job
+from mxep.integration.arguments import complaint
 from mxep.integration.bounds import Range, out_of_bounds
 from mxep.integration.config import ConfigError, resolve, restore, to_json
 from mxep.integration.named import auto, make_recipe, recipes
+from mxep.integration.names import TASKS
 from mxep.integration.schema import Config, configs_dir, register
 from mxep.quant import E5M2, ScaleMode
 
@@ -217,9 +219,21 @@ def test_a_value_that_fits_passes(make_config: Callable[..., Config], overrides:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [["recipe=mxfp8,fp8", "-m"], ["recipe=[a]"], ["recipe=mine", "--config-dir=d"], ["model=null"], ["task=verify"]],
+)
+def test_what_hydra_reads_is_left_to_it(arguments: list[str]):
+    assert complaint(arguments, TASKS) is None
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["recipe=int3"], "Could not find 'recipe/int3'"),
+        (["recipe=int3"], "no such choice: recipe=int3; wanted auto, bf16, fp8"),
+        (["recipe=mxpf8"], "no such choice: recipe=mxpf8; did you mean mxfp8?"),
+        (["recipe=mxfp8_32x32"], "no such choice: recipe=mxfp8_32x32; did you mean recipe.name=mxfp8_32x32?"),
+        (["recipe.name=mxpf8"], "32x32 after mxfp8 alone); did you mean mxfp8?"),
+        (["recipe.linear=mxpf8_e5m2"], "; did you mean mxfp8_e5m2?"),
         (["model.width=3"], "no such key: model.width; "),
         (["train.step=3"], "no such key: train.step; did you mean train.steps?"),
         (["lr=3"], "no such key: lr; did you mean optimizer.lr?"),

@@ -335,6 +335,19 @@ def test_it_runs_anywhere_by_rates_that_the_package_has(mxep, tmp_path: Path, mo
     assert re.match(r"\d inside a node, \d cop.*, fits with [\d.]+ GiB .*; next best: EP \d", said)
 
 
+def test_a_tiny_model_takes_some_memory():
+    report = task.estimate(prepared("model.dim=64", "model.hidden_dim=64", "model.experts=8", "estimate.layers=1"))
+    best = re.findall(r"fits with (\d+) MiB", report.about["sentence"])
+    assert best
+    assert all(0 < int(mib) < 103 for mib in best)
+
+
+def test_layouts_are_tried_whatever_the_runs_own_ranks_are():
+    """Nothing of these fits 3 ranks, which task=estimate does not start."""
+    config = prepared("parallel.ranks=3", "model.experts=128", "data.batch=8", "dispatcher=local", "parallel.ep=3")
+    assert task.estimate(config).about["sentence"].startswith("EP ")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -151,6 +151,28 @@ def test_sharded_ranks_start_from_a_folder(make_config: Callable[..., Config], t
         assert [name for name, wanted in source.state_dict().items() if not torch.equal(weights[name], wanted)] == []
 
 
+def refused(rank: Rank, config: Config, folder: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        make_trainer(rank, config, folder)
+    return str(error.value)
+
+
+def test_weights_to_start_from_that_are_not_finite_are_named_on_every_rank(
+    make_config: Callable[..., Config], tmp_path: Path
+):
+    """An expert of rank 1 alone."""
+    source = tiny(vocab_size=256)
+    with torch.no_grad():
+        source.model.layers[0].mlp.experts.down_proj[3, 5, 7] = torch.inf
+    source.save_pretrained(tmp_path / "source")
+    sizes = {"dim": 64, "hidden_dim": 32, "experts": 4, "heads": 2}
+    given = *(f"model.{key}={size}" for key, size in sizes.items()), "recipe=bf16", "parallel.ranks=2"
+    config = make_config("model=qwen3_moe_tiny", *given, f"model.pretrained={tmp_path / 'source'}")
+    wanted = f"model.pretrained: {tmp_path / 'source'}: model.model.layers.0.mlp.experts.down_proj is not finite"
+    for message in run_ranks(refused, (config, tmp_path), world_size=2, timeout=60, device="cpu"):
+        assert message.startswith(wanted)
+
+
 def load_error(rank: Rank, config: Config, folder: Path) -> str:
     with pytest.raises(ValueError, match="wanted") as error:
         make_trainer(rank, config, folder).load(state.find(folder)["bf16"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, get_type_hints
 
-from .schema import Config
+from .names import CHANGES, RECIPES, is_recipe
+from .schema import Config, configs_dir
 
 
 def override_key(override: str) -> str:
@@ -16,7 +18,8 @@ def override_key(override: str) -> str:
 
 
 def complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
-    """A task without its key, or a key that there is not, for which Hydra would advise a `+`."""
+    """A task without its key, a key that there is not, for which Hydra would advise a `+`, or a choice that is none."""
+    own = any(argument.startswith(("-cd", "--config-", "hydra.searchpath")) for argument in arguments)
     for argument in arguments:
         if argument in tasks:
             return f"{argument}: wanted KEY=VALUE, as task={argument}"
@@ -28,7 +31,33 @@ def complaint(arguments: Sequence[str], tasks: Sequence[str]) -> str | None:
                 if name not in (types := get_type_hints(section)):
                     return f"no such key: {key}{_alike(key)}"
                 section = types[name]
+        if not own and (said := _unknown_choice(key, argument.partition("=")[2])):
+            return said
     return None
+
+
+def _unknown_choice(group: str, choice: str) -> str | None:
+    """Of a group of configs, such as recipe=mxpf8. Lists are Hydra's to read."""
+    known = sorted(file.stem for file in (configs_dir() / group).glob("*.yaml"))
+    if not known or choice in (*known, "null") or not re.fullmatch(r"\w+", choice):
+        return None
+    if group == "recipe" and is_recipe(choice):
+        return f"no such choice: recipe={choice}; did you mean recipe.name={choice}?"
+    near = did_you_mean(choice, known)
+    return f"no such choice: {group}={choice}{near or '; wanted ' + ', '.join(known)}"
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The end of a message: the name that is meant, if one is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def recipes_like(name: str) -> list[str]:
+    """Names of recipes with the changes that `name` has, in its order, as far as they are known."""
+    changes = [f"_{change}" for change in re.findall("|".join(CHANGES), name)]
+    known = [*RECIPES, "auto", *(base + "".join(changes) for base in RECIPES if changes)]
+    return [each for each in known if is_recipe(each)]
 
 
 def _alike(key: str) -> str:

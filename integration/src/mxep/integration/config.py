@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from . import files, tokenizer
-from .arguments import override_key
+from .arguments import did_you_mean, override_key, recipes_like
 from .bench.names import bench_complaints, unknown
 from .bounds import out_of_bounds
 from .names import (
@@ -147,23 +147,36 @@ def _unknown_recipes(config: Config) -> Iterator[str]:
         if name is not None and not is_recipe(name):
             changes = ", ".join(f"_{change}" for change in CHANGES)
             rule = "each once, one of the last three, 32x32 after mxfp8 alone"
-            yield f"{key}: got {name!r}, want {', '.join(RECIPES)}, auto; after fp8 and mxfp8 also {changes} ({rule})"
+            wanted = f"{', '.join(RECIPES)}, auto; after fp8 and mxfp8 also {changes} ({rule})"
+            yield f"{key}: got {name!r}, want {wanted}{did_you_mean(name, recipes_like(name))}"
+
+
+def _of_ranks(config: Config) -> Iterator[str]:
+    """How the run's ranks share experts and batch."""
+    experts, ranks, ep = config.model.experts, config.ranks, config.ep
+    if ranks % ep:
+        cure = f"parallel.ep={math.gcd(ranks, ep)} or parallel.ranks={ep * (ranks // ep + 1)}"
+        yield f"parallel.ranks must be a multiple of {ep} (parallel.ep), got {ranks}: try {cure}"
+    elif experts % ep:
+        cure = f"parallel.ep={math.gcd(ranks, experts)} or model.experts={ep * (experts // ep + 1)}"
+        yield f"model.experts must be a multiple of {ep} (parallel.ep), got {experts}: try {cure}"
+    if config.data.batch % (pieces := ranks * config.train.micro_batches):
+        cure = f"data.batch={pieces * (config.data.batch // pieces + 1)}"
+        of = "parallel.ranks" if pieces == ranks else "parallel.ranks times train.micro_batches"
+        yield f"data.batch must be a multiple of {pieces} ({of}), got {config.data.batch}: try {cure}"
+    if config.dispatcher.name == "local" and ep != 1:
+        yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}"
+    if (of_node := config.dispatcher.ranks_per_node) is not None and ep % of_node:
+        yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {of_node}"
+    if config.dispatcher.name == "nvshmem" and ep != ranks:
+        yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
 
 
 def _complaints(config: Config) -> Iterator[str]:
     """What does not fit; everything that a rank would trip over is caught here."""
     model, path = config.model, config.data.path
-    ranks, ep = config.ranks, config.ep
-    if ranks % ep:
-        cure = f"parallel.ep={math.gcd(ranks, ep)} or parallel.ranks={ep * (ranks // ep + 1)}"
-        yield f"parallel.ranks must be a multiple of {ep} (parallel.ep), got {ranks}: try {cure}"
-    elif model.experts % ep:
-        cure = f"parallel.ep={math.gcd(ranks, model.experts)} or model.experts={ep * (model.experts // ep + 1)}"
-        yield f"model.experts must be a multiple of {ep} (parallel.ep), got {model.experts}: try {cure}"
-    if config.data.batch % (pieces := ranks * config.train.micro_batches):
-        cure = f"data.batch={pieces * (config.data.batch // pieces + 1)}"
-        of = "parallel.ranks" if pieces == ranks else "parallel.ranks times train.micro_batches"
-        yield f"data.batch must be a multiple of {pieces} ({of}), got {config.data.batch}: try {cure}"
+    if config.task.name != "estimate":  # which tries layouts of its own
+        yield from _of_ranks(config)
     if model.transformers is not None:
         yield from _of_transformers(config, model.transformers)
     else:
@@ -182,16 +195,10 @@ def _complaints(config: Config) -> Iterator[str]:
     if config.dispatcher.overflow == "drop" and config.dispatcher.capacity != "factor":
         capacity = config.dispatcher.capacity
         yield f"dispatcher.overflow=drop: nothing overflows {capacity}; wanted dispatcher.capacity=factor"
-    if config.dispatcher.name == "local" and ep != 1:
-        yield f"the local dispatcher keeps all experts on each rank: parallel.ep must be 1, got {ep}"
-    if (of_node := config.dispatcher.ranks_per_node) is not None and ep % of_node:
-        yield f"dispatcher.ranks_per_node must divide {ep} (parallel.ep), got {of_node}"
     if config.task.name in ("train", "compare") and config.dispatcher.name != "hierarchical":
         for key in ("nodes_per_token", "ranks_per_node"):
             if (nodes := getattr(config.dispatcher, key)) is not None:
                 yield f"dispatcher.{key}: got {nodes} with {config.dispatcher.name}, want dispatcher=hierarchical"
-    if config.dispatcher.name == "nvshmem" and ep != ranks:
-        yield f"the nvshmem dispatcher takes all ranks: parallel.ep must be {ranks}, got {ep}"
     if config.train.graph and sizes_on_host(config):
         yield "train.graph=true: the host must read no sizes, but with all_to_all, exact capacity or reference it does"
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:

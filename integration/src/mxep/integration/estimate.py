@@ -114,7 +114,11 @@ def _said(row: Row, config: Config) -> str:
     stages = f", {wanted.pipeline_stages} pipeline stages" * (wanted.pipeline_stages > 1)
     fits = "fits with" if row["GiB"] <= wanted.memory else "takes"
     kind = f"{row['recipe']}/{row['dispatcher']}"
-    return f"EP {ep} {where}, {what}{stages}, {fits} {row['GiB']:.1f} GiB ({kind}, {row['ktok/s']:.0f} ktok/s)"
+    return f"EP {ep} {where}, {what}{stages}, {fits} {_room(row['GiB'])} ({kind}, {row['ktok/s']:.0f} ktok/s)"
+
+
+def _room(gib: float) -> str:
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{math.ceil(gib * 1024)} MiB"
 
 
 @contextlib.contextmanager
