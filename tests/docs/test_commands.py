@@ -133,7 +133,7 @@ def test_commands_are_found_in_bash_blocks_alone_with_their_comments_cut() -> No
     ("command", "said"),
     [
         ("mxep modle=tiny", "no such key: modle; did you mean model"),
-        ("mxep model=huge", "Could not find 'model/huge'"),
+        ("mxep model=huge", "no such choice: model=huge; wanted"),
         ("mxep train.steps=many", "train.steps"),
         ("mxep bench=layer", "task=train does not read it"),
         ("mxep parallel.ranks=3", "model.experts must be a multiple of 3"),

@@ -147,8 +147,8 @@ def _unknown_recipes(config: Config) -> Iterator[str]:
         if name is not None and not is_recipe(name):
             changes = ", ".join(f"_{change}" for change in CHANGES)
             rule = "each once, one of the last three, 32x32 after mxfp8 alone"
-            wanted = f"{', '.join(RECIPES)}, auto; after fp8 and mxfp8 also {changes} ({rule})"
-            yield f"{key}: got {name!r}, want {wanted}{did_you_mean(name, recipes_like(name))}"
+            near, bases = did_you_mean(name, recipes_like(name)), ", ".join((*RECIPES, "auto"))
+            yield f"{key}: got {name!r}, want {bases}; after fp8 and mxfp8 also {changes} ({rule}){near}"
 
 
 def _of_ranks(config: Config) -> Iterator[str]:
