@@ -722,6 +722,22 @@ def test_layers_called_in_another_order_raise_on_every_rank(ctx: Context, name: 
                 layers[i](x)
 
 
+@distributed(2, device="cuda")
+def test_layers_that_share_a_record_keep_their_numbers(ctx: Context) -> None:
+    """It is played for one and for the other from the second round on, and has neither's number in it."""
+    how = {"group": ctx.group, "recipe": "mxfp8", "dispatcher": "symmetric", "max_tokens": 16, "device": ctx.device}
+    layers = [MoE(64, 32, 4, 2, **how) for _ in range(2)]
+    x = torch.ones(16, 64, dtype=torch.bfloat16, device=ctx.device)
+    for _ in range(4):
+        for layer in layers:
+            layer(x)
+    layers[0].check()
+    with pytest.raises(PeersDisagree, match=r"rank 0 .*of layer \d+, rank 1 .*of layer \d+"):
+        for i in ((0, 1), (1, 0))[ctx.rank]:
+            layers[i](x)
+        layers[0].check()
+
+
 @distributed(2, device="cpu", name=EXCHANGING)
 def test_a_layer_without_a_number_is_taken_for_any(ctx: Context, name: str) -> None:
     """As one rank's compiled graphs have none, while another's compiler has given up."""
