@@ -3,9 +3,9 @@
     PYTHONPATH=$(ls -d packages/*/src | tr '\n' ':') python tests/ep/lengths.py [FILE.json]
 
 One layer on one GPU, all experts on it, forward + backward, called eagerly: D 2048, F 768, 64 experts, top-8, T drawn
-from 512 to 4096. "first" is the step that is recorded, "second" the first that is played, "third" a warm one, medians
-over the lengths, each with the device idle before it; "drawn" is a step's time where all lengths follow each other.
-docs/results/lengths-h100.json has what it printed.
+from 512 to 4096. "first" to "fourth" are the steps of a length: called, recorded, played for the first time, and warm.
+They are medians over the lengths, each with the device idle before it. "drawn" is a step's time where all lengths
+follow each other.
 """
 
 import contextlib
@@ -51,19 +51,21 @@ def measure(recipe: str) -> dict[str, float]:
             1::2
         ]
         all_called = milliseconds(lambda: [step(tokens) for tokens in drawn[LENGTHS : 2 * LENGTHS]])
-    times = [[milliseconds(partial(step, tokens)) for _ in range(3)] for tokens in drawn[LENGTHS : 2 * LENGTHS]]
-    first, second, third = (statistics.median(each) for each in zip(*times))
+    times = [[milliseconds(partial(step, tokens)) for _ in range(4)] for tokens in drawn[LENGTHS : 2 * LENGTHS]]
+    first, second, third, fourth = (statistics.median(each) for each in zip(*times))
     fresh = milliseconds(lambda: [step(tokens) for tokens in drawn[2 * LENGTHS :]])
-    again = milliseconds(lambda: [step(tokens) for tokens in drawn[2 * LENGTHS :]])
-    warm = milliseconds(lambda: [step(tokens) for tokens in drawn[2 * LENGTHS :]])
+    again, play, warm = (milliseconds(lambda: [step(tokens) for tokens in drawn[2 * LENGTHS :]]) for _ in range(3))
     torch.cuda.memory._record_memory_history(max_entries=100_000)
-    watched = [milliseconds(partial(step, tokens)) for tokens in range(4097, 4097 + LENGTHS)]
+    watched = [milliseconds(partial(step, tokens)) for tokens in range(4097, 4097 + LENGTHS) for _ in range(2)][1::2]
     torch.cuda.memory._record_memory_history(enabled=None)
-    unwatched = [milliseconds(partial(step, tokens)) for tokens in range(4200, 4200 + LENGTHS)]
-    found = {"called": statistics.median(called), "first": first, "second": second, "third": third}
+    others = range(4200, 4200 + LENGTHS)
+    unwatched = [milliseconds(partial(step, tokens)) for tokens in others for _ in range(2)][1::2]
+    found = {"called": statistics.median(called), "first": first, "second": second}
+    found |= {"third": third, "fourth": fourth}
     found |= {"drawn, called": all_called / LENGTHS, "drawn, never before": fresh / LENGTHS}
-    found |= {"drawn, the second time": again / LENGTHS, "drawn, warm": warm / LENGTHS}
-    found |= {"first, memory history on": statistics.median(watched), "first, off": statistics.median(unwatched)}
+    found |= {"drawn, the second time": again / LENGTHS, "drawn, the third": play / LENGTHS}
+    found |= {"drawn, warm": warm / LENGTHS}
+    found |= {"second, memory history on": statistics.median(watched), "second, off": statistics.median(unwatched)}
     fixed = [milliseconds(lambda: [step(2048) for _ in range(LENGTHS)]) for _ in range(3)][-1]
     return found | {"fixed 2048": fixed / LENGTHS}
 

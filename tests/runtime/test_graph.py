@@ -132,7 +132,7 @@ def test_a_users_pool_and_recorded_memory_history_leave_replays_on() -> None:
             got = [run(layer, *given) for _ in range(4)]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-    assert [each.replays for each in layer.dispatcher.passes.values()] == [3, 3]
+    assert [each.replays for each in layer.dispatcher.passes.values()] == [2, 2]
     assert all(torch.equal(a, b) for a, b in zip(got[0], got[-1]))
     del got, given
     gc.collect()
@@ -152,7 +152,7 @@ def step():
     layer(x).float().pow(2).sum().backward()
     return [p.grad.clone() for p in layer.parameters()]
 got = [step() for _ in range(4)]
-assert [each.replays for each in layer.dispatcher.passes.values()] == [3, 3]
+assert [each.replays for each in layer.dispatcher.passes.values()] == [2, 2]
 assert all(torch.equal(a, b) for a, b in zip(got[0], got[3]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -203,7 +203,8 @@ def test_a_users_capture_on_another_thread_survives_a_first_play() -> None:
     layer, started, done = make_layer(), threading.Event(), threading.Event()
     static = torch.zeros(4, device="cuda")
     x, d_out = batch()
-    run(layer, x, d_out)  # recorded
+    for _ in range(2):
+        run(layer, x, d_out)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
 
@@ -257,7 +258,7 @@ def test_kernels_on_two_streams_keep_their_order_in_the_graph() -> None:
             x = torch.randn(1 << 20, device="cuda")
             for got in function([x]):
                 assert torch.equal(got, x)
-    assert function.replays == 4
+    assert function.replays == 3
     (kind,) = function._kinds.values()
     assert [sorted(step.after) for step in kind.record.steps] == [[], [0], [0], [1, 2], [3]]
 

@@ -279,7 +279,7 @@ def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tens
         return {}
     free_memory(device)
     before = Memory.now()
-    for _ in range(3):
+    for _ in range(4):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()

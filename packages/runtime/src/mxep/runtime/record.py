@@ -12,6 +12,7 @@ While a `Recorder` is open, `launch` notes kernels and a dispatch mode notes tor
 another way would be missed: who starts one says so, with :func:`refuse`.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -185,6 +186,30 @@ _NOTHING = {_aten.record_stream.default}
 """Ops of whoever owns memory, which is another's where a record is played."""
 
 
+@functools.cache
+def _kind_of(op: Any) -> str:
+    """What has to be noted of an op of torch."""
+    if op in _NOTHING:
+        return "nothing"
+    for kind, ops in (("empty", _EMPTY), ("fill", _FILLS), ("copy", _COPIES)):
+        if op in ops:
+            return kind
+    alias = [each.alias_info for each in (*op._schema.arguments, *op._schema.returns)]
+    if any(each is not None and each.is_write for each in alias):
+        return "writes"
+    # What may be a view but need not, as reshape may, is looked at.
+    is_view = op._schema.returns and all(each.alias_info is not None for each in op._schema.returns)
+    return "view" if is_view and not set(op.tags) & _NEVER else "pure"
+
+
+def _tensors_in(args: Any) -> Iterator[Tensor]:
+    for x in args:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors_in(x)
+
+
 class Recorder(TorchDispatchMode):
     """Notes what is done while it is open. given: the function's arguments, on one device.
 
@@ -214,7 +239,7 @@ class Recorder(TorchDispatchMode):
         self._places_of_fixed: dict[Any, int] = {}
         for i, x in enumerate(given):
             if x is not None:
-                places = self._sources.setdefault(x.untyped_storage()._cdata, [])
+                places = self._sources.setdefault(_storage_of(x), [])
                 start, end = _extent(x)
                 if not any(start == other for _, other, _ in places):
                     places.append((i, start, end))
@@ -246,45 +271,53 @@ class Recorder(TorchDispatchMode):
             self._add(Launch(kernel, compiled, grid, noted, constants))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is not Tensor and kind is not Parameter for kind in types):
-            return NotImplemented  # a subclass, which says what it does with plain ones
-        kwargs, open_ = kwargs or {}, here.recorder
+        for kind in types:
+            if kind is not Tensor and kind is not Parameter:
+                return NotImplemented  # a subclass, which says what it does with plain ones
+        kind, open_ = _kind_of(op), here.recorder
+        if kind == "view" or open_ is not self or self.why:
+            return op(*args, **(kwargs or {}))
+        if kind == "empty":
+            out = op(*args, **(kwargs or {}))
+            if self._is_here(out):
+                self._make(out, -1)
+            return out
         here.recorder = None  # what an op launches is the op's
         try:
-            out = op(*args, **kwargs)
+            out = op(*args, **(kwargs or {}))
         finally:
             here.recorder = open_
-        if open_ is self and not self.why:
-            self._op(op, args, kwargs, out)
+        self._op(op, kind, args, kwargs or {}, out)
         return out
 
-    def _op(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if op in _NOTHING:
+    def _is_here(self, x: Tensor) -> bool:
+        if x.device != self._device:
+            self.refuse(f"a tensor {tuple(x.shape)} is of another device")
+        return x.device == self._device
+
+    def _op(self, op: Any, kind: str, args: Any, kwargs: Any, out: Any) -> None:
+        if kind == "nothing":
             return None
         if _NEVER & set(op.tags):
             return self.refuse(f"{op} reads from the device, or changes what a tensor is")
-        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        outs = [out] if isinstance(out, Tensor) else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         made: dict[int, int] = {}
         for i, x in enumerate(outs):
-            cdata = x.untyped_storage()._cdata
+            cdata = _storage_of(x)
             if cdata not in self._sources and (cdata not in _fixed or _fixed[cdata].expired()):
                 made.setdefault(cdata, i)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(x.device != self._device for x in (*given, *outs)):
-            return self.refuse(f"{op} is of another device")
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
-        if outs and not made and not writes:
-            return None  # a view
-        if op in _EMPTY:
-            self._make(outs[0], -1)
-        elif op in _FILLS and (pattern := _pattern(outs[0], value := _FILLS[op](*args))) is not None:
+        if not all(self._is_here(x) for x in (*outs, *_tensors_in(args), *_tensors_in(kwargs.values()))):
+            return None
+        if kind == "fill" and (pattern := _pattern(outs[0], value := _FILLS[op](*args))) is not None:
             if made:
                 self._make(outs[0], -1)
             self._add(Fill(self._view(outs[0]), value, *pattern))
-        elif op in _COPIES and _are_alike(outs[0], start := args[1] if op is _aten.copy_.default else args[0]):
+        elif kind == "copy" and _are_alike(outs[0], start := args[1] if op is _aten.copy_.default else args[0]):
             if made:
                 self._make(outs[0], -1)
             self._add(Copy(self._view(outs[0]), self._view(start)))
+        elif outs and not made and kind == "pure":
+            return None  # a view after all
         else:
             seen = tree_map(lambda x: self._view(x) if isinstance(x, Tensor) else x, (args, kwargs))
             for i in made.values():
@@ -318,17 +351,16 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, x: Tensor) -> View:
         """Where a tensor's memory is. Refuses the record if that is not known."""
-        storage = x.untyped_storage()
+        storage, form = _storage_of(x), (x.dtype, tuple(x.shape), x.stride())
         start, end = _extent(x)
-        form = x.dtype, tuple(x.shape), x.stride()
-        if (places := self._sources.get(storage._cdata)) is not None:
+        if (places := self._sources.get(storage)) is not None:
             found = [(source, first) for source, first, last in places if first <= start and end <= last]
             if not x.numel():  # which has no address
                 return View(places[0][0], 0, *form)
             if len(found) == 1:
                 return View(found[0][0], start - found[0][1], *form)
             self.refuse(f"a tensor {tuple(x.shape)} lies in {len(found) or 'no'} arguments, want one")
-        elif (ref := _fixed.get(storage._cdata)) is not None and not ref.expired():
+        elif (ref := _fixed.get(storage)) is not None and not ref.expired():
             key = start, *form
             if key not in self._places_of_fixed:
                 self._fixed.append(x)
@@ -364,7 +396,15 @@ def _version(x: Tensor | None) -> int | None:
     return None if x is None or x.is_inference() else x._version
 
 
+def _storage_of(x: Tensor) -> int:
+    """As `x.untyped_storage()._cdata`, without making an object."""
+    return torch._C._storage_address(x)  # type: ignore[attr-defined, no-any-return]
+
+
 def _extent(x: Tensor) -> tuple[int, int]:
+    if x.is_contiguous():
+        start = x.data_ptr()
+        return start, start + x.nbytes
     elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) if x.numel() else 0
     return x.data_ptr(), x.data_ptr() + elements * x.itemsize
 

@@ -1,8 +1,9 @@
-"""`@replayed`: a function of tensors that is recorded in its first call of a kind, and played from then on.
+"""`@replayed`: a function of tensors that is recorded in its second call of a kind, and played from then on.
 
 The Python between two launches costs the host more than the launches, and these more than a graph of them. Calls with
-tensors of the same shapes do the same. So the first such call is recorded as it runs (`record.py`), and all later ones
-play the record over their own memory (`graph.py`). Nothing runs twice, and nothing is captured. Unlike a graph that a
+tensors of the same shapes do the same. So the second such call is recorded as it runs (`record.py`), and all later ones
+play the record over their own memory (`graph.py`). The first is not, as shapes that never come again would pay for a
+record without having it played. Nothing runs twice, and nothing is captured. Unlike a graph that a
 user captures it fixes no memory of arguments and results: weights may move, calls may overlap, and all of it works
 under FSDP2, checkpoints and pipelines.
 """
@@ -74,8 +75,17 @@ class _Refused:
         return self.calls <= 0  # below, where another thread counted in between
 
 
+class _Seen:
+    """A kind of calls that came once."""
+
+    __slots__ = ("used",)
+
+    def __init__(self) -> None:
+        self.used = next(_clock)
+
+
 class _Recorded:
-    """A kind of calls that is.
+    """A kind of calls that is replayed.
 
     Attributes:
         player: of its record, made when it first comes again. joined: of each result, how the object that it is is put
@@ -104,7 +114,7 @@ class Replayed:
         functools.update_wrapper(self, function)
         self.function, self.donated = function, donated
         self.replays = 0
-        self._kinds: dict[Hashable, _Recorded | _Refused] = {}
+        self._kinds: dict[Hashable, _Recorded | _Refused | _Seen] = {}
         """By what decides the course."""
         self._lock = threading.Lock()
         self._warned = False
@@ -128,7 +138,7 @@ class Replayed:
     def replay(self, tensors: Tensors, *static: Any) -> Tensors | None:
         """The results of this call, recorded or played, which empties `tensors`; None where the function is to be
         called."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _here.calls:
             return None
         key, flat, addresses, parts = _taken_apart(tensors, static)
         state = None if key is None else self.state(*static)
@@ -136,6 +146,9 @@ class Replayed:
             return None
         key = key, state
         found = self._kinds.get(key)
+        if found is None:
+            flat.clear()
+            return self._call(key, tensors, static)
         if type(found) is _Refused and not found.is_due():
             return None
         if type(found) is not _Recorded:
@@ -162,6 +175,15 @@ class Replayed:
         self.launched(*static)
         return _joined(results, found.joined)
 
+    def _call(self, key: Hashable, tensors: Tensors, static: tuple[Any, ...]) -> Tensors:
+        """The results of a kind's first call. Its parts are no kinds of their own: if it comes again, they are its."""
+        self._keep(key, _Seen())
+        _here.calls = True
+        try:
+            return self.direct(tensors, *static)
+        finally:
+            _here.calls = False
+
     def _record(self, key: Hashable, tensors: Tensors, flat: Tensors, static: tuple[Any, ...], last: Any) -> Tensors:
         """The function's results, whatever becomes of the record."""
         recorder = Recorder(flat)
@@ -184,10 +206,12 @@ class Replayed:
         self._warned = True
         return why
 
-    def _keep(self, key: Hashable, kind: _Recorded | _Refused) -> None:
+    def _keep(self, key: Hashable, kind: _Recorded | _Refused | _Seen) -> None:
         with self._lock:
             if key not in self._kinds and len(self._kinds) >= MOST_RECORDS:
-                del self._kinds[min(self._kinds, key=lambda each: self._kinds[each].used)]
+                # What has no record goes first, then what was used least recently.
+                of = self._kinds
+                del of[min(of, key=lambda each: (type(of[each]) is _Recorded, of[each].used))]
             self._kinds[key] = kind
 
     def direct(self, tensors: Tensors, *static: Any) -> Tensors:
@@ -229,6 +253,15 @@ def no_replays() -> Iterator[None]:
 
 _paused = 0
 _pausing = threading.Lock()
+
+
+class _Here(threading.local):
+    """Of a thread. calls: the functions that it calls are parts of a kind's first call."""
+
+    calls = False
+
+
+_here = _Here()
 
 
 def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
