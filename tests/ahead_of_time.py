@@ -117,7 +117,8 @@ class Compiled:
 def compile_launches(fn: Callable[[], object], target: int = 90) -> list[Compiled]:
     """Call `fn` and compile every kernel it launches for sm_`target`, once each, in order; nothing is launched.
 
-    Tuned kernels are compiled with all their configs. RuntimeError where TRITON_INTERPRET is set.
+    Tuned kernels are compiled with all their configs. RuntimeError where TRITON_INTERPRET is set. AssertionError where
+    `mxep.runtime.graph` would lay out a kernel's parameters in another way than this version of Triton.
     """
     import torch
     from triton import knobs
@@ -125,6 +126,8 @@ def compile_launches(fn: Callable[[], object], target: int = 90) -> list[Compile
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
+
+    from mxep.runtime.graph import parameters_of
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: its kernels cannot be compiled; use `report`")
@@ -141,6 +144,8 @@ def compile_launches(fn: Callable[[], object], target: int = 90) -> list[Compile
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernels[kernel.hash] = kernel
+        ours, theirs = [size for size, _ in parameters_of(kernel, args)], sizes_in_ptx(kernel.asm["ptx"])
+        assert ours == theirs, f"{kernel.metadata.name}: a graph's node has parameters of {ours} bytes, want {theirs}"
         return kernel
 
     def all_configs(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,6 +164,13 @@ def compile_launches(fn: Callable[[], object], target: int = 90) -> list[Compile
         driver._active = active
         knobs.runtime.launch_enter_hook = hook
     return [_read(kernel, target) for kernel in kernels.values()]
+
+
+def sizes_in_ptx(ptx: str) -> list[int]:
+    """Bytes of each parameter of the only entry."""
+    (entry,) = re.findall(r"\.entry\s+\w+\((.*?)\)", ptx, re.S)
+    found = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\s[^,\[]*(?:\[(\d+)\])?", entry)
+    return [int(bits) // 8 * int(count or 1) for bits, count in found]
 
 
 def _cuobjdump(option: str, cubin: bytes) -> str:

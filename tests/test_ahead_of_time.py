@@ -2,7 +2,7 @@
 
 import pytest
 
-from ahead_of_time import report, table
+from ahead_of_time import report, sizes_in_ptx, table
 
 SOURCE = '''
 import torch
@@ -106,3 +106,28 @@ def test_an_error_names_the_launch(tmp_path):
     file.write_text("LAUNCHES = {'broken': lambda: 1 / 0}")
     with pytest.raises(RuntimeError, match=r"launch 'broken' for sm_\d+: ZeroDivisionError: division by zero"):
         report(file)
+
+
+def test_sizes_of_a_kernels_parameters_are_read_from_its_entry() -> None:
+    ptx = """
+.visible .entry grouped(
+\t.param .align 64 .b8 grouped_param_0[128],
+\t.param .u32 grouped_param_1,
+\t.param .u64 .ptr .global .align 16 grouped_param_2,
+\t.param .f32 grouped_param_3,
+\t.param .u8 grouped_param_4,
+\t.param .u64 .ptr .global .align 1 grouped_param_5
+)
+.reqntid 128
+"""
+    assert sizes_in_ptx(ptx) == [128, 4, 8, 4, 1, 8]
+
+
+def test_a_node_that_would_have_other_parameters_is_noticed(tmp_path) -> None:
+    """As where a version of Triton passes one more address of scratch memory."""
+    file = tmp_path / "launches.py"
+    patched = "import mxep.runtime.graph as graph\nreal = graph.parameters_of\n"
+    patched += "graph.parameters_of = lambda *of: list(real(*of))[:-1]\n"
+    file.write_text(patched + SOURCE)
+    with pytest.raises(RuntimeError, match="a graph's node has parameters of"):
+        report(file, ["=copy@90"], read=[])

@@ -285,7 +285,7 @@ class _Graph(_Work):
 
     def _of_kernel(self, what: Launch, bases: list[int]) -> tuple[Any, ...]:
         compiled = what.compiled
-        fields = list(_parameters(compiled, what.args))
+        fields = list(parameters_of(compiled, what.args))
         words, places, aligned = _room([size for size, _ in fields])
         pointers = (ctypes.c_void_p * len(fields))(*[aligned + 8 * place for place in places])
         first = (aligned - ctypes.addressof(words)) // 8
@@ -323,7 +323,7 @@ def _bound(function: Any, *args: Any) -> Callable[[], int]:
     return functools.partial(function, *args)
 
 
-def _parameters(compiled: Any, args: Sequence[Any]) -> Any:
+def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
     """(bytes, what) of each parameter of a kernel: a view, a ctypes number, or (descriptor, what Triton knows of it).
 
     They are what Triton's own launcher passes: no constexprs; a descriptor's map, shape and strides; then two addresses
