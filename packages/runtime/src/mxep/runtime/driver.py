@@ -1,4 +1,4 @@
-"""CUDA's driver, by ctypes: what a graph of recorded steps is built and launched with."""
+"""CUDA's driver through ctypes: structures and calls to build and launch graphs."""
 
 import ctypes
 import functools
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 RELAXED = 2
-"""A thread's mode in which its calls end no other thread's capture."""
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 ON_DEVICE = 2
 """CU_MEMORYTYPE_DEVICE."""
 
@@ -40,7 +40,7 @@ class MemsetParams(ctypes.Structure):
 
 
 class CopyParams(ctypes.Structure):
-    """CUDA_MEMCPY3D, of which a flat copy sets few."""
+    """CUDA_MEMCPY3D. A flat copy sets few of its fields."""
 
     _fields_ = [
         field
@@ -62,14 +62,14 @@ class CopyParams(ctypes.Structure):
 
 
 def call(name: str, *args: Any) -> None:
-    """Raises RuntimeError where the driver does not return success."""
+    """Call the driver. Raises RuntimeError if it does not return success."""
     if failed := getattr(driver(), name)(*args):
         raise RuntimeError(f"{name}: got error {failed} of CUDA's driver")
 
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Within it this thread may make and destroy graphs, which may end the capture of another one otherwise."""
+    """Let this thread build and destroy graphs without ending another thread's capture."""
     mode = ctypes.c_int(RELAXED)
     driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -80,11 +80,11 @@ def relaxed() -> Iterator[None]:
 
 @functools.cache
 def driver() -> Any:
-    """Its calls are shorter than giving up the interpreter's lock."""
+    """The driver. Calls keep the GIL, as they are shorter than releasing it."""
     return ctypes.PyDLL("libcuda.so.1")
 
 
 @functools.cache
 def patient_driver() -> Any:
-    """The same, for calls that may wait for the device: other threads go on."""
+    """The driver for calls that may wait for the device. They release the GIL."""
     return ctypes.CDLL("libcuda.so.1")

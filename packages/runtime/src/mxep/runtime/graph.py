@@ -1,13 +1,11 @@
-"""Play a record over other memory: what follows each other of its kernels, fills and copies is one CUDA graph.
+"""Play a record over other memory. Consecutive kernels, fills and copies become one CUDA graph.
 
     record   kernel, fill, kernel | op of torch | kernel, copy       | between pieces
     play     a graph                the op        a graph
 
-A graph's nodes are built of the record, with an edge for each order between them; nothing is captured. Before a launch
-its nodes get the addresses of what moves, tensor maps by the driver's own function. What is allocated when, `memory.py`
-says; all of it is torch's, on the stream of the launch.
-
-On a CPU, and for kernels under Triton's interpreter, steps are done one by one, over the same slab.
+The graph's nodes and edges are built from the record; nothing is captured. Before each launch the addresses that moved
+are written into the nodes. The driver itself re-addresses tensor maps. torch allocates all memory on the current
+stream; `memory.py` decides when. On a CPU the steps run one by one, over the same memory.
 """
 
 import ctypes
@@ -32,19 +30,19 @@ _FORMATS: dict[str, Any] = {
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
     "fp32": ctypes.c_float, "f32": ctypes.c_float, "fp64": ctypes.c_double,
 }  # fmt: skip
-"""How a number is passed, by its type in a kernel's signature."""
+"""C types of numbers, by their type in a kernel's signature."""
 
 
 _empty = torch.empty
 
 
 class Player:
-    """Plays a record on a device. Thread-safe; a CUDA graph is launched by one thread at a time.
+    """Plays a record on a device. Thread-safe: one thread at a time launches a graph.
 
-    donated: places of arguments that are the function's alone, whose memory goes when all that uses them is done.
+    donated: indices of arguments that nobody else holds. The player drops each after its last use.
 
     Attributes:
-        has_begun: whether the last play that failed had done a part of it.
+        has_begun: whether the last failed play had run some of the steps.
     """
 
     has_begun = False
@@ -54,7 +52,7 @@ class Player:
         sizes = Sizes(record, donated)
         pieces = cut(sizes, pieces_of(record.steps))
         self._bases = given + sources + len(pieces)
-        """Of memory: the arguments', then of what is made, then a slab of each piece."""
+        """Number of base addresses: arguments, then allocations, then one slab per piece."""
         forms = forms_of(record)
         layout = sizes.of(pieces)
         in_slab = {
@@ -75,10 +73,10 @@ class Player:
         self._results = [_result(x, record, forms) for x in record.results]
 
     def play(self, given: list[Tensor | None], addresses: Sequence[int]) -> list[Tensor | None]:
-        """The function's results for these arguments. addresses: of `given`, 0 of None.
+        """Run the steps on these arguments and return the function's results.
 
-        given: loses those whose memory is not needed any more. torch.OutOfMemoryError: before anything was done, or as
-        the function itself would raise it, behind a part.
+        given: the arguments; donated ones are dropped from the list. addresses: their addresses, 0 for None.
+        Raises torch.OutOfMemoryError. `has_begun` tells whether some steps had run by then.
         """
         empty, device, more = _empty, self._device, self._bases - len(given)
         given += [None] * more
@@ -104,7 +102,7 @@ class Player:
 
 
 class _Piece:
-    """makes: what is allocated before it: place, dtype and shape. drops: places whose memory nobody uses behind it."""
+    """makes: (base, dtype, shape) of each allocation before the piece. drops: bases that are freed after it."""
 
     __slots__ = ("drops", "makes", "work")
 
@@ -113,14 +111,14 @@ class _Piece:
 
 
 def _result(x: View | int | None, record: Record, forms: dict[int, Any]) -> tuple[int | None, View | None]:
-    """Which memory a result is, and how it is seen; None: as it is made."""
+    """(base, view) of a result. view None: the allocation itself."""
     if x is None or isinstance(x, int):
         return x, None
     return x.source, None if forms.get(x.source - record.given) == x[2:] and x.offset == 0 else x
 
 
 def _seen(x: Tensor, view: View | None, start: int = 0) -> Tensor:
-    """A view of x's memory, which begins `start` bytes behind x's first: to autograd it is none."""
+    """A tensor over x's memory, `start` bytes into it. Autograd does not see it as a view of x."""
     if view is None:
         return x
     at = start + view.offset
@@ -132,7 +130,7 @@ def _seen(x: Tensor, view: View | None, start: int = 0) -> Tensor:
 
 
 class _Work:
-    """Steps of a piece. in_slab: of places whose memory is in a slab: the slab's place, and where it begins there."""
+    """The steps of a piece. in_slab: for each source that lies in a slab, the slab's base and the offset there."""
 
     def __init__(self, steps: Sequence[Step], record: Record, in_slab: dict[int, tuple[int, int]]) -> None:
         self.steps, self.record, self.in_slab = steps, record, in_slab
@@ -142,7 +140,7 @@ class _Work:
 
 
 class _Called(_Work):
-    """Steps that are done one by one."""
+    """Steps that run one by one."""
 
     def __init__(self, *how: Any) -> None:
         super().__init__(*how)
@@ -153,7 +151,7 @@ class _Called(_Work):
             do(held, bases)
 
     def _doing(self, what: Any) -> Callable[[list[Any], list[int]], Any]:
-        """A function that does a step."""
+        """A function that runs one step."""
         match what:
             case Call(op, args, kwargs, made):
                 got = [self._getter(x) for x in args]
@@ -183,7 +181,7 @@ class _Called(_Work):
                 return lambda held, _: target(held).copy_(start(held))
 
     def _getter(self, x: Any) -> Callable[[list[Any]], Any]:
-        """A function that gives what there is of a view, of a descriptor or a list of them, or of anything else."""
+        """A function that returns the argument for a play: views and descriptors become tensors, the rest stays."""
         if isinstance(x, View):
             if x.source < 0:
                 stays = self.record.fixed[-x.source - 1]
@@ -204,7 +202,7 @@ def _for_triton(x: Any) -> Any:
 
 
 class _Graph(_Work):
-    """Steps that are the nodes of a CUDA graph, which is made before its first launch."""
+    """Steps that form a CUDA graph, built at its first launch."""
 
     def __init__(self, steps: Sequence[Step], places: Sequence[int], *rest: Any) -> None:
         super().__init__(steps, *rest)
@@ -213,9 +211,9 @@ class _Graph(_Work):
         self._graph, self._exec = ctypes.c_void_p(), ctypes.c_void_p()
         weakref.finalize(self, _destroy, self._graph, self._exec)
         self._words: list[tuple[Any, int, int, int]] = []
-        """What moves: a node's words, which of them, the base and the bytes behind it that it gets."""
+        """Moving addresses: (words of a node, index of the word, base, byte offset)."""
         self._maps: list[tuple[ctypes.c_void_p, int, int]] = []
-        """Tensor maps whose memory moves."""
+        """Tensor maps over moving memory: (address of the map, base, byte offset)."""
         self._updates: list[Callable[[], int]] = []
         self._start = patient_driver().cuGraphLaunch
 
@@ -244,7 +242,7 @@ class _Graph(_Work):
         return failed
 
     def _build(self, bases: list[int]) -> None:
-        """Make the graph, with these addresses."""
+        """Build the graph with these addresses."""
         context = ctypes.c_void_p()
         call("cuCtxGetCurrent", ctypes.byref(context))
         call("cuGraphCreate", ctypes.byref(self._graph), ctypes.c_uint(0))
@@ -267,7 +265,7 @@ class _Graph(_Work):
             self._updates.append(_bound(update, self._exec, node, *params))
 
     def _params(self, what: Any, bases: list[int], context: ctypes.c_void_p) -> tuple[Any, ...]:
-        """(which node, its parameters, what they refer to)."""
+        """(kind of node, its parameters, objects that must outlive them)."""
         if isinstance(what, Launch) and 0 not in what.grid:
             return self._of_kernel(what, bases)
         if isinstance(what, Fill) and (nbytes := nbytes_of(what.to)):
@@ -307,7 +305,7 @@ class _Graph(_Work):
         return "Kernel", (ctypes.byref(params),), params, words, pointers
 
     def _where(self, view: View, bases: list[int]) -> tuple[int, int | None, int]:
-        """(address, the base that it moves with or None, bytes behind that)."""
+        """(address, base or None for fixed memory, byte offset from the base)."""
         if view.source < 0:
             return self.record.fixed[-view.source - 1].data_ptr(), None, 0
         base, start = self.in_slab.get(view.source, (view.source, 0))
@@ -324,10 +322,10 @@ def _bound(function: Any, *args: Any) -> Callable[[], int]:
 
 
 def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
-    """(bytes, what) of each parameter of a kernel: a view, a ctypes number, or (descriptor, what Triton knows of it).
+    """(bytes, value) of each parameter of a kernel. A value is a view, a ctypes number, or (descriptor, its metadata).
 
-    They are what Triton's own launcher passes: no constexprs; a descriptor's map, shape and strides; then two addresses
-    of scratch memory, of which our kernels have none.
+    The order is that of Triton's own launcher: no constexprs; a descriptor as tensor map, shape and strides; at the end
+    two pointers to scratch memory, null for our kernels.
     """
     metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     for kind, x in zip(compiled.src.signature.values(), args):
@@ -347,7 +345,7 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
 
 
 def unlike_a_node(compiled: Any, args: Sequence[Any]) -> str:
-    """Why a compiled kernel cannot be a node of a graph of ours; "" if it can."""
+    """The reason why a compiled kernel cannot be a graph node; "" if it can."""
     metadata = compiled.metadata
     for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
         if getattr(metadata, name, 0):
@@ -364,8 +362,7 @@ def unlike_a_node(compiled: Any, args: Sequence[Any]) -> str:
 
 
 def _room(sizes: Sequence[int]) -> tuple[Any, list[int], int]:
-    """Words for parameters of these bytes, which of them each begins at, counted from an address at which maps may lie;
-    and that address."""
+    """A buffer for parameters of these sizes, the word at which each begins, and the aligned address of word 0."""
     places, end = [], 0
     for size in sizes:
         if size == TENSOR_MAP:
@@ -377,7 +374,7 @@ def _room(sizes: Sequence[int]) -> tuple[Any, list[int], int]:
 
 
 class _Address:
-    """Stands for a tensor whose address alone is asked for."""
+    """Stands in for a tensor where Triton reads only its address."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -387,7 +384,7 @@ class _Address:
 
 
 def _tensor_map(descriptor: Any, meta: Any, address: int) -> bytes:
-    """As Triton makes it."""
+    """The bytes of a tensor map, encoded by Triton."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     made = make_tensordesc_arg(descriptor._replace(base=_Address(address)), meta)[0]

@@ -1,9 +1,9 @@
-"""Where what a record makes lies when it is played: in slabs of graphs, which are cut where that lets memory go.
+"""Plan the memory of a record: one slab per graph for temporaries, and cuts that keep the peak low.
 
-A graph's temporaries share a slab. Two have the same bytes only where all that uses one comes before all that uses the
-other *by edges of the graph*. Results, and what several pieces use, are allocated before the first of these. One graph
-of a pass would take more memory at once than the function, which drops what it has used before it makes a gradient. So
-the graph is cut there.
+Two temporaries share bytes of a slab only if every user of one precedes every user of the other by edges of the graph.
+Results are allocated before the first graph that uses them, and so is memory that several graphs use. A pass in one
+graph would hold temporaries and gradients at once. The function frees temporaries before it allocates a gradient. So
+the graph is cut at such points until its peak is close to the function's.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 from .record import Call, Launch, Record, Step, View
 
 ALIGNMENT = 512
-"""Of memory in a slab, as torch's allocator has it."""
+"""Alignment in bytes of memory in a slab, equal to that of torch's allocator."""
 
 
 def pieces_of(steps: Sequence[Step]) -> list[list[int]]:
-    """Places of steps: what follows each other and is no call, or one call."""
+    """Indices of steps by piece. A torch op is a piece of its own; other consecutive steps form one."""
     pieces: list[list[int]] = []
     for i, step in enumerate(steps):
         is_call = isinstance(step.what, Call)
@@ -30,10 +30,10 @@ def pieces_of(steps: Sequence[Step]) -> list[list[int]]:
 
 
 class Layout(NamedTuple):
-    """Of pieces.
+    """Memory of each piece.
 
-    slabs: by piece: where sources begin in its slab, and its bytes. makes: sources that are allocated before it. drops,
-    donated: sources and arguments that nobody uses behind it. peak: the most bytes of all these at once.
+    slabs: offset of each source in the piece's slab, and the slab's bytes. makes: sources allocated before the piece.
+    drops, donated: sources and arguments that are free after it. peak: most bytes alive at once, over all pieces.
     """
 
     slabs: list[tuple[dict[int, int], int]]
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
 
 class Sizes:
-    """What memory a record takes, by how it is cut into pieces."""
+    """Computes the memory that a record takes for a given cut into pieces."""
 
     def __init__(self, record: Record, donated: Collection[int]) -> None:
         self.record = record
@@ -52,7 +52,7 @@ class Sizes:
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._bytes = {record.given + k: -(-made.nbytes // ALIGNMENT) * ALIGNMENT for k, made in enumerate(record.made)}
-        """Of sources; of arguments as far as they are used."""
+        """Bytes of each source. Of an argument, the bytes that the steps use."""
         for i, step in enumerate(record.steps):
             for view in _views(step):
                 self._first.setdefault(view.source, i)
@@ -67,7 +67,7 @@ class Sizes:
         self._donated = [i for i in given if i not in self._kept and i not in record.written]
         large = {source for source, nbytes in self._bytes.items() if nbytes >= SMALL and source in self._last}
         self.changes = {self._first[source] for source in large & self._kept}
-        """Steps before which a large result is allocated, or behind the last that uses other large memory."""
+        """Candidate cuts: steps before which a large result is allocated, or large memory has become free."""
         self.changes |= {self._last[x] + 1 for x in large if x >= record.given or x in self._donated}
 
     def of(self, pieces: Sequence[list[int]]) -> Layout:
@@ -100,20 +100,20 @@ class Sizes:
         return Layout(slabs, makes, drops, donated, peak)
 
     def called(self) -> int:
-        """The peak of the function, which drops memory after each step."""
+        """Peak of the function itself, which frees memory after each step."""
         return self.of([[i] for i in range(len(self.record.steps))]).peak
 
 
 MOST_CUTS = 4
-"""Of a graph, each of which costs a launch."""
+"""Most cuts of a record. Each costs one more graph launch."""
 CLOSE = 1.02
-"""A peak of memory within this factor of the function's is not cut for."""
+"""A peak within this factor of the function's needs no cut."""
 SMALL = 8 << 20
-"""Bytes above the function's peak that are not, either."""
+"""A peak this many bytes above the function's needs no cut. Smaller allocations are no candidates."""
 
 
 def cut(sizes: Sizes, pieces: list[list[int]]) -> list[list[int]]:
-    """Cut where what is dropped before makes room for what is made behind, if the peak is far above the function's."""
+    """Cut greedily until the peak is close to the function's, or no cut lowers it."""
     wanted = sizes.called()
     wanted = max(int(CLOSE * wanted), wanted + SMALL)
     peak = sizes.of(pieces).peak
@@ -135,9 +135,9 @@ def cut(sizes: Sizes, pieces: list[list[int]]) -> list[list[int]]:
 
 
 def packed(record: Record, steps: Sequence[int], sources: Sequence[int]) -> tuple[dict[int, int], int]:
-    """Where in a slab each source of a piece begins, and the slab's bytes.
+    """Offset in a slab of each source of a piece, and the slab's bytes.
 
-    Two share bytes only where each step that uses one is before each that uses the other, by edges of the graph.
+    Two sources share bytes only if each user of one precedes each user of the other by edges of the graph.
     """
     before: dict[int, int] = {}  # of each step, those before it, as bits
     users: dict[int, int] = dict.fromkeys(sources, 0)
@@ -149,7 +149,7 @@ def packed(record: Record, steps: Sequence[int], sources: Sequence[int]) -> tupl
         for view in _views(record.steps[i]):
             if (k := view.source - record.given) in users:
                 users[k] |= 1 << n
-    # What is before all users of a source.
+    # Steps that precede every user of a source.
     earlier = {}
     for k, bits in users.items():
         common = -1
@@ -175,7 +175,7 @@ def packed(record: Record, steps: Sequence[int], sources: Sequence[int]) -> tupl
 
 
 def forms_of(record: Record) -> dict[int, tuple[Any, ...]]:
-    """Of each source that is made and in a result: dtype, shape and strides of the tensor that is made there."""
+    """(dtype, shape, strides) of the allocation of each source that a result lies in."""
     forms: dict[int, tuple[Any, ...]] = {}
     for step in record.steps:
         if isinstance(step.what, Call):
@@ -191,7 +191,7 @@ def forms_of(record: Record) -> dict[int, tuple[Any, ...]]:
 
 
 def _views(step: Step) -> list[View]:
-    """Of a step."""
+    """The views that a step uses."""
     found: list[View] = []
 
     def add(x: Any) -> None:
@@ -225,7 +225,7 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """As torch gives a new tensor."""
+    """Strides of a contiguous tensor."""
     strides, stride = [], 1
     for size in reversed(shape):
         strides.append(stride)

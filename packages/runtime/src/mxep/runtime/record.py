@@ -1,15 +1,15 @@
-"""A record: what a function did in one call, as steps over memory that may lie elsewhere at the next.
+"""A record lists the steps of one call of a function, so that they can be repeated over other memory.
 
-    launch   a kernel, its grid and arguments           fill   memory, with one number
-    copy     memory to memory                           call   any other op of torch, which is called again
+    launch   start a kernel: its grid and arguments     fill   fill a tensor with one number
+    copy     copy one tensor to another                 call   call any other torch op again
 
-A tensor is a `View`: which *source* its memory is of, how many bytes behind its start, dtype, shape and strides. A
-source is an argument, something that the function made, or memory that stays (`fixed`). Nothing is guessed: a tensor of
-any other memory, and an op that cannot be called again, make the function one that is not recorded. The call's own
-result stands, whatever becomes of its record.
+Each tensor of a step is a `View`: a *source*, a byte offset into it, dtype, shape and strides. A source is an argument
+of the function, memory that the function allocated, or memory registered by `fixed`, which never moves. Nothing is
+guessed. A tensor of any other memory refuses the record, and so does an op that cannot be repeated. The recorded call
+itself returns its results in any case.
 
-While a `Recorder` is open, `launch` notes kernels and a dispatch mode notes torch's ops. Kernels that are started in
-another way would be missed: who starts one says so, with :func:`refuse`.
+While a `Recorder` is open, `launch` notes our kernels and a dispatch mode notes torch's ops. Neither sees a kernel that
+is started in another way. Code that starts one calls :func:`refuse`.
 """
 
 import functools
@@ -29,7 +29,7 @@ Flat = Sequence[Tensor | None]
 
 
 class View(NamedTuple):
-    """A tensor: `offset` bytes behind the start of a source. Source -1 is the first of what stays, -2 the next."""
+    """A tensor that begins `offset` bytes into a source. Source -1 is the first fixed tensor, -2 the second."""
 
     source: int
     offset: int
@@ -39,7 +39,7 @@ class View(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel's start. args: views, descriptors whose `base` is a view, numbers. compiled: what Triton made of it."""
+    """One kernel launch. args: views, tensor descriptors whose `base` is a view, numbers. compiled: Triton's binary."""
 
     kernel: Any
     compiled: Any
@@ -49,7 +49,7 @@ class Launch(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Of a dense tensor, each `size` bytes of it with the bytes of `pattern`. value: the number."""
+    """Fill a dense tensor with `value`. pattern: the value's bytes, `size` of them, as a memset node takes them."""
 
     to: View
     value: float
@@ -58,14 +58,14 @@ class Fill(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Of a dense tensor to another."""
+    """Copy a dense tensor to another of the same layout."""
 
     to: View
     start: View
 
 
 class Call(NamedTuple):
-    """An op of torch. made: of each source that it makes, the place among its results and the view that it is there."""
+    """A torch op. made: for each source that it allocates, the index of the result that holds it, and that view."""
 
     op: Any
     args: Any
@@ -74,26 +74,26 @@ class Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is done, and after which other steps, by their places."""
+    """One step, and the indices of the steps that it must follow."""
 
     what: Launch | Fill | Copy | Call
     after: frozenset[int]
 
 
 class Made(NamedTuple):
-    """A source that the function made. by: the place of the call that allocates it, or -1: who plays it allocates."""
+    """A source that the function allocated. by: index of the torch op that allocates it, or -1 if the player does."""
 
     nbytes: int
     by: int
 
 
 class Record(NamedTuple):
-    """What a call did.
+    """The steps of a call.
 
     Attributes:
-        steps: in order. given: how many sources are arguments. made: the sources behind them. results: views, and the
-            place of an argument that is one. written: places of arguments that are written to. fixed: memory that is
-            used, which the record keeps alive.
+        steps: in order. given: number of arguments, which are the first sources. made: the sources after them.
+        results: views; an int is the index of an argument that was returned itself. written: indices of arguments that
+            the steps modify. fixed: registered tensors in use, which the record keeps alive.
     """
 
     steps: list[Step]
@@ -109,18 +109,18 @@ class _Here(threading.local):
 
 
 here = _Here()
-"""Of this thread. recorder: the one that is open and notes."""
+"""State of this thread. recorder: the open one."""
 
 
 def refuse(why: str) -> None:
-    """The function that is recorded now, if one is, does what no record shows: it is not to be recorded."""
+    """Refuse the record that is being made on this thread, if one is. Its kind of calls will be called, not played."""
     if here.recorder is not None:
         here.recorder.refuse(why)
 
 
 @contextmanager
 def set_up() -> Iterator[None]:
-    """What is done within is done once, and in no record: workspaces, counters. Their tensors are to be `fixed`."""
+    """Code inside runs once and appears in no record, such as making a workspace. Register its tensors as `fixed`."""
     recorder, here.recorder = here.recorder, None
     try:
         yield
@@ -132,26 +132,26 @@ _fixed: dict[int, StorageWeakRef] = {}
 
 
 def fixed(*tensors: Tensor) -> None:
-    """Say of tensors that recorded functions may use them without being given them: their memory does not move while
-    they live, and a record keeps them alive."""
+    """Register tensors that recorded functions may use without receiving them as arguments. Their memory must not move
+    while they live. Records keep them alive."""
     for x in tensors:
         ref = StorageWeakRef(x.untyped_storage())
         if ref.cdata not in _fixed or _fixed[ref.cdata].expired():
-            _fixed[ref.cdata] = ref  # referred to, so that nothing else has its cdata
+            _fixed[ref.cdata] = ref  # the reference keeps torch from reusing its cdata
     if len(_fixed) > 4096:
         for cdata in [cdata for cdata, ref in _fixed.items() if ref.expired()]:
             del _fixed[cdata]
 
 
 def record_event(event: Any, stream: Any) -> None:
-    """`event.record(stream)`, which a record follows."""
+    """`event.record(stream)`, noted by an open record."""
     event.record(stream)
     if here.recorder is not None:
         here.recorder.events[event] = here.recorder.tails.get(stream.cuda_stream, frozenset())
 
 
 def wait_event(stream: Any, event: Any) -> None:
-    """`stream.wait_event(event)`, which a record follows. An event of before it is waited for where it is played."""
+    """`stream.wait_event(event)`, noted by an open record. Events from before the record add no edge."""
     stream.wait_event(event)
     if (recorder := here.recorder) is not None:
         tails = recorder.tails.get(stream.cuda_stream, frozenset())
@@ -180,15 +180,15 @@ _FILLS: dict[Any, Callable[..., Any]] = {
     _aten.full_like.default: lambda _, value, *__: value,
     _aten.fill_.Scalar: lambda _, value, *__: value,
 }
-"""What an op fills its result with, by its arguments."""
+"""For each op, a function from its arguments to the number that it fills its result with."""
 _COPIES = {_aten.clone.default, _aten.copy_.default, _aten._to_copy.default}
 _NOTHING = {_aten.record_stream.default}
-"""Ops of whoever owns memory, which is another's where a record is played."""
+"""Ops with no effect when played, as the player allocates the memory itself."""
 
 
 @functools.cache
 def _kind_of(op: Any) -> str:
-    """What has to be noted of an op of torch."""
+    """How a record treats a torch op: "empty", "fill", "copy", "view", "writes", "pure" or "nothing"."""
     if op in _NOTHING:
         return "nothing"
     for kind, ops in (("empty", _EMPTY), ("fill", _FILLS), ("copy", _COPIES)):
@@ -197,7 +197,6 @@ def _kind_of(op: Any) -> str:
     alias = [each.alias_info for each in (*op._schema.arguments, *op._schema.returns)]
     if any(each is not None and each.is_write for each in alias):
         return "writes"
-    # What may be a view but need not, as reshape may, is looked at.
     is_view = op._schema.returns and all(each.alias_info is not None for each in op._schema.returns)
     return "view" if is_view and not set(op.tags) & _NEVER else "pure"
 
@@ -211,20 +210,20 @@ def _tensors_in(args: Any) -> Iterator[Tensor]:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what is done while it is open. given: the function's arguments, on one device.
+    """Notes the steps of a call while it is open. given: the function's arguments, all on one device.
 
     Attributes:
         why: the reason why there will be no record, or "".
+        tails: by stream, the steps that the next step there must follow. events: the same by recorded event.
     """
 
     wants_torch_ops_alone = True
-    """For `mxep.runtime.modes`: our ops may go past it."""
+    """Read by `mxep.runtime.modes`: our ops may skip torch's dispatcher while this mode is open."""
 
     def __init__(self, given: Flat) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.why = ""
         self.tails: dict[int, frozenset[int]] = {}
-        """By stream: what the next step there comes after."""
         self.events: dict[Any, frozenset[int]] = {}
         self._given = list(given)
         self._device = next(x.device for x in given if x is not None)
@@ -232,9 +231,9 @@ class Recorder(TorchDispatchMode):
         self._steps: list[Step] = []
         self._made: list[Made] = []
         self._sources: dict[int, list[tuple[int, int, int]]] = {}
-        """By storage: (source, address of its first byte, of that behind its last)."""
+        """By storage: (source, first address, end address) of each argument or allocation in it."""
         self._storages: list[StorageWeakRef] = []
-        """Of `_made`, referred to, so that nothing else gets its address in torch."""
+        """Storages of `_made`. The references keep torch from reusing their addresses as keys."""
         self._fixed: list[Tensor] = []
         self._places_of_fixed: dict[Any, int] = {}
         for i, x in enumerate(given):
@@ -262,10 +261,10 @@ class Recorder(TorchDispatchMode):
     def refuse(self, why: str) -> None:
         self.why = self.why or why
 
-    # ── what is noted ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── notes ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Any) -> None:
-        """For `mxep.runtime.launch`, after it has launched."""
+        """Called by `mxep.runtime.launch` after each launch."""
         if not self.why:
             noted = tuple([self._argument(x) for x in args])
             self._add(Launch(kernel, compiled, grid, noted, constants))
@@ -273,7 +272,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if kind is not Tensor and kind is not Parameter:
-                return NotImplemented  # a subclass, which says what it does with plain ones
+                return NotImplemented  # a subclass dispatches to plain tensors, which come here again
         kind, open_ = _kind_of(op), here.recorder
         if kind == "view" or open_ is not self or self.why:
             return op(*args, **(kwargs or {}))
@@ -282,7 +281,7 @@ class Recorder(TorchDispatchMode):
             if self._is_here(out):
                 self._make(out, -1)
             return out
-        here.recorder = None  # what an op launches is the op's
+        here.recorder = None  # kernels that the op launches belong to the op
         try:
             out = op(*args, **(kwargs or {}))
         finally:
@@ -350,7 +349,7 @@ class Recorder(TorchDispatchMode):
         return x
 
     def _view(self, x: Tensor) -> View:
-        """Where a tensor's memory is. Refuses the record if that is not known."""
+        """The view of a tensor. Refuses the record if its memory has no known source."""
         storage, form = _storage_of(x), (x.dtype, tuple(x.shape), x.stride())
         start, end = _extent(x)
         if (places := self._sources.get(storage)) is not None:
@@ -371,7 +370,7 @@ class Recorder(TorchDispatchMode):
         return View(0, 0, *form)
 
     def finish(self, results: Flat) -> Record | None:
-        """The record, after the function has returned plain tensors and None; None if `why` says why not."""
+        """The record. results: of the function, plain tensors and None. Returns None if the record is refused."""
         found: list[View | int | None] = []
         kept = set()
         for x in results:
@@ -397,7 +396,7 @@ def _version(x: Tensor | None) -> int | None:
 
 
 def _storage_of(x: Tensor) -> int:
-    """As `x.untyped_storage()._cdata`, without making an object."""
+    """`x.untyped_storage()._cdata`, without making an object."""
     return torch._C._storage_address(x)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -410,7 +409,7 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether x has each byte between its first and its last once."""
+    """Whether the elements of x cover its byte range without gaps or overlaps."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size != 1):
         if stride != expected:
@@ -420,13 +419,13 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _are_alike(to: Tensor, start: Tensor) -> bool:
-    """Whether a copy moves bytes as they lie."""
+    """Whether a flat byte copy does the same as `to.copy_(start)`."""
     same = to.dtype == start.dtype and to.shape == start.shape and to.stride() == start.stride()
     return same and to.device == start.device and _is_dense(to) and to.is_neg() == start.is_neg()
 
 
 def _pattern(x: Tensor, value: Any) -> tuple[int, int] | None:
-    """(pattern, its bytes) of a dense tensor's fill; None if a memset cannot."""
+    """(pattern, bytes of the pattern) for a memset that fills x; None if no memset can."""
     if not isinstance(value, int | float | bool) or not _is_dense(x) or x.dtype.is_complex:
         return None
     if value == 0 and str(value)[0] != "-":

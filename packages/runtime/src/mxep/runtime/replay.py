@@ -55,8 +55,8 @@ _WHOLE: dict[type, _Parts] = {}
 
 
 class _Refused:
-    """A kind of calls that is not replayed. Another try follows at its 2nd, 4th, 8th ... call: what stood in the way
-    may have been set-up, or a passing error.
+    """A kind of calls that could not be recorded. The next try is at its 2nd, 4th, 8th ... call from then, as the cause
+    may have been temporary.
 
     Attributes:
         why: the reason of the last try.
@@ -88,8 +88,8 @@ class _Recorded:
     """A kind of calls that is replayed.
 
     Attributes:
-        player: of its record, made when it first comes again. joined: of each result, how the object that it is is put
-            together of flat ones; None of a tensor.
+        player: plays the record, made at the first play. joined: for each result None (a tensor), or how to put an
+            object together from flat tensors.
     """
 
     __slots__ = ("joined", "player", "record", "used")
@@ -115,7 +115,7 @@ class Replayed:
         self.function, self.donated = function, donated
         self.replays = 0
         self._kinds: dict[Hashable, _Recorded | _Refused | _Seen] = {}
-        """By what decides the course."""
+        """By the key of a kind of calls."""
         self._lock = threading.Lock()
         self._warned = False
 
@@ -125,7 +125,7 @@ class Replayed:
         return [kind.why for kind in self._kinds.values() if isinstance(kind, _Refused)]
 
     def state(self, *static: Any) -> Hashable | None:
-        """What decides the course besides the arguments; None if this call cannot be replayed. For subclasses."""
+        """Further facts that decide what the function does; None: do not replay this call. For subclasses."""
         return ()
 
     def launched(self, *static: Any) -> None:
@@ -136,8 +136,7 @@ class Replayed:
         return self.direct(tensors, *static) if results is None else results
 
     def replay(self, tensors: Tensors, *static: Any) -> Tensors | None:
-        """The results of this call, recorded or played, which empties `tensors`; None where the function is to be
-        called."""
+        """The results of this call, recorded or played, and `tensors` emptied. None: the caller runs the function."""
         if torch.compiler.is_compiling() or _here.calls:
             return None
         key, flat, addresses, parts = _taken_apart(tensors, static)
@@ -176,7 +175,7 @@ class Replayed:
         return _joined(results, found.joined)
 
     def _call(self, key: Hashable, tensors: Tensors, static: tuple[Any, ...]) -> Tensors:
-        """The results of a kind's first call. Its parts are no kinds of their own: if it comes again, they are its."""
+        """The results of a kind's first call. Functions inside it are not counted as kinds of their own."""
         self._keep(key, _Seen())
         _here.calls = True
         try:
@@ -185,7 +184,7 @@ class Replayed:
             _here.calls = False
 
     def _record(self, key: Hashable, tensors: Tensors, flat: Tensors, static: tuple[Any, ...], last: Any) -> Tensors:
-        """The function's results, whatever becomes of the record."""
+        """Record a call. Returns its results even if the record is refused."""
         recorder = Recorder(flat)
         flat.clear()
         with recorder:
@@ -209,7 +208,7 @@ class Replayed:
     def _keep(self, key: Hashable, kind: _Recorded | _Refused | _Seen) -> None:
         with self._lock:
             if key not in self._kinds and len(self._kinds) >= MOST_RECORDS:
-                # What has no record goes first, then what was used least recently.
+                # Kinds without a record go first, then the least recently used.
                 of = self._kinds
                 del of[min(of, key=lambda each: (type(of[each]) is _Recorded, of[each].used))]
             self._kinds[key] = kind
@@ -256,7 +255,7 @@ _pausing = threading.Lock()
 
 
 class _Here(threading.local):
-    """Of a thread. calls: the functions that it calls are parts of a kind's first call."""
+    """State of this thread. calls: it is inside a kind's first call, so functions inside are just called."""
 
     calls = False
 
@@ -272,8 +271,7 @@ def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
 def _taken_apart(
     tensors: Tensors, static: tuple[Any, ...]
 ) -> tuple[Hashable | None, Tensors, tuple[int, ...], list[Any]]:
-    """What decides the function's course, None where it is not replayed; the plain tensors, their addresses, and how
-    `_joined` puts them together again."""
+    """(key of the kind or None: not replayed, plain tensors, their addresses, how `_joined` rebuilds objects)."""
     if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return None, [], (), []
     if not all(map(_is_recordable, map(type, static))):
@@ -306,8 +304,8 @@ def _taken_apart(
 
 @functools.cache
 def _is_recordable(kind: type) -> bool:
-    """Whether objects of a class may decide what a record does: one with an attribute `recordable` has to have it
-    itself, not from what it is derived from."""
+    """Whether calls with static objects of this class may be recorded. A class with an attribute `recordable` must set
+    it itself; an inherited True does not count."""
     return not hasattr(kind, "recordable") or bool(kind.__dict__.get("recordable", False))
 
 
