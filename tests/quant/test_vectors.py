@@ -9,7 +9,8 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._pytree import tree_leaves
 
 from mxep import quant
-from mxep.quant import E4M3, MXTensor, op, ops, quantize
+from mxep.quant import E4M3, MXTensor, ops, quantize
+from mxep.runtime import op
 from quant.exact import parts
 from quant.poison import poisoned_allocations as poisoned_allocations
 
