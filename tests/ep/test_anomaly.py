@@ -19,7 +19,6 @@ from mxep.gemm import (
     linear_together,
     quantize_input,
     quantize_weights_once,
-    rms_norm_input,
 )
 from ranks import Context, distributed
 
@@ -77,7 +76,6 @@ def products(recipe: str) -> Iterator[Tensor]:
     (linear(shared, v, recipe=recipe) + linear(shared, v, recipe=recipe)).sum().backward()
     q, k = linear_together(x, [v, v], recipe=recipe)
     (q + k).sum().backward()
-    linear(rms_norm_input(x, v[0], eps=1e-6, recipe=recipe), v, recipe=recipe).sum().backward()
     for tensor in (a[:64], w, x, v):
         if tensor.grad is not None:
             yield tensor.grad

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mxep.comms import sum_slots
 from mxep.ep import MoE, Router, clip_grad_norm_, load_balancing_loss, router_z_loss
-from mxep.gemm import convert, fp32_linear, linear, linear_together, rms_norm_input, top_k
+from mxep.gemm import convert, fp32_linear, linear, linear_together, top_k
 from mxep.quant import SwiGLU, fold_with_stats, pad_groups, quantize, quantize_both, swiglu_quantize, unpad_groups
 from ranks import Context, distributed
 
@@ -110,7 +110,6 @@ def test_products_have_the_same_bits() -> None:
                 out = linear(a, b, recipe=recipe)
                 found += [out, *torch.autograd.grad(out.float().square().sum(), (a, b))]
                 found += linear_together(a, [b, b], [None, b[:, 0]], recipe=recipe)
-            found += [rms_norm_input(x, w[0], eps=1e-6, recipe=recipe)]
         found += [fp32_linear(x, w), *top_k(x.float(), 3), *top_k(x.float(), 3, "sigmoid", choice=-x.float())]
         return found
 

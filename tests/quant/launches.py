@@ -19,7 +19,6 @@ from mxep.quant.kernels import (
     joined,
     per_row,
     requantize,
-    rms_norm,
     rows,
     swiglu,
 )
@@ -59,16 +58,6 @@ def swiglu_quantize(
     F: int, block: int, folded: bool, fmt: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16, activation=None
 ):
     return lambda: swiglu.swiglu(*gate_up(F, dtype), fmt, MODE, block, folded, activation)
-
-
-def rms_norm_quantize(D: int, block: int, dtype: torch.dtype = torch.bfloat16):
-    return lambda: rms_norm.rms_norm_quantize(x(T, D).to(dtype), torch.empty(D, dtype=dtype), 1e-6, E4M3, MODE, block)
-
-
-def rms_norm_backward(D: int, dtype: torch.dtype = torch.bfloat16):
-    return lambda: rms_norm.rms_norm_backward(
-        x(T, D).to(dtype), x(T, D).to(dtype), torch.empty(D, dtype=dtype), torch.empty(T)
-    )
 
 
 def swiglu_backward_quantize(
@@ -151,10 +140,6 @@ LAUNCHES = {
     "group_sums": lambda: group_sums.group_sums(x(), None, 1, ends()),
     "group_sums 32": lambda: group_sums.group_sums(*mx(), 32, ends()),
     "group_sums per row": lambda: group_sums.group_sums(*mx(D), D, ends()),
-    "rms_norm_quantize 2048": rms_norm_quantize(2048, 32),
-    **{f"rms_norm_quantize {D} per row": rms_norm_quantize(D, D) for D in (2048, 5120, 8192)},
-    "rms_norm_quantize 4096 per row fp32": rms_norm_quantize(4096, 4096, torch.float32),
-    **{f"rms_norm_backward {D}": rms_norm_backward(D) for D in (2048, 5120, 8192)},
     "swiglu 2048": lambda: swiglu.swiglu(*gate_up(2048), torch.bfloat16, None, 0, False),
     "swiglu_quantize 2048": swiglu_quantize(2048, 32, False),
     "swiglu_quantize 14336 per row": swiglu_quantize(14336, 14336, False),

@@ -20,7 +20,7 @@ from mxep.gemm.convert_mode import Converted
 from mxep.gemm.diagnostics import FoldReport, fold_report
 from mxep.gemm.fp32_linear import fp32_linear
 from mxep.gemm.functional import grouped_mm
-from mxep.gemm.linear import Linear, linear, quantize_input, rms_norm_input
+from mxep.gemm.linear import Linear, linear, quantize_input
 from mxep.gemm.quantize_once import QuantizedOnce, quantize_weights_once, quantize_weights_once_a_step
 from mxep.gemm.recipe import GROUP_ALIGNMENT, Recipe
 from mxep.gemm.together import linear_together
@@ -55,6 +55,5 @@ __all__ = [
     "quantize_weights_once",
     "quantize_weights_once_a_step",
     "revert",
-    "rms_norm_input",
     "top_k",
 ]

@@ -24,7 +24,7 @@ from mxep.gemm.backends import Backend, QuantizedWeight, select
 from mxep.gemm.checks import check_linear, check_plain, check_quantized_weight, check_tensors
 from mxep.gemm.functional import between_graphs, multiply
 from mxep.gemm.recipe import Recipe
-from mxep.quant import MXTensor, rms_norm_quantize
+from mxep.quant import MXTensor
 
 
 def linear(
@@ -92,21 +92,6 @@ def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = 
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     return select(backend, x.device).quantize_rows(x, recipe.fmt, recipe)
-
-
-def rms_norm_input(
-    x: Tensor, weight: Tensor, *, eps: float, recipe: Recipe | str, backend: str | Backend = "auto"
-) -> Tensor:
-    """RMSNorm of x (..., K) times weight (K,), as `quantize_input` would give it, in one pass forward and one backward.
-
-    Quantized from its fp32 value (`mxep.quant.rms_norm_quantize`), without a rounding to x.dtype before. With recipe
-    "bf16" it is torch's. Not for torch.compile.
-    """
-    recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
-    if recipe.scaling == "none":
-        return nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-    block_size = select(backend, x.device).block_size(recipe)
-    return rms_norm_quantize(x, weight, eps=eps, fmt=recipe.fmt, mode=recipe.mode, block_size=block_size)
 
 
 class MarkOfTransformers:

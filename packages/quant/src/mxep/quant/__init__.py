@@ -11,7 +11,6 @@ from mxep.quant.group_sums import group_sums
 from mxep.quant.groups import PaddedGroups, group_of_rows, pad_groups, unpad_groups, valid_rows
 from mxep.quant.quantize import quantize, quantize_both, quantize_columns_of_amax, quantize_joined, quantize_with_amax
 from mxep.quant.requantize import requantize
-from mxep.quant.rms_norm import rms_norm_quantize
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from mxep.quant.swizzle import gather_swizzled, swizzle_scales
 from mxep.quant.tensor import MXTensor
@@ -47,7 +46,6 @@ __all__ = [
     "quantize_joined",
     "quantize_with_amax",
     "requantize",
-    "rms_norm_quantize",
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_quantize",

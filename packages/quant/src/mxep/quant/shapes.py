@@ -13,10 +13,6 @@ from mxep.quant.formats import SCALE_DTYPE
 SWIZZLE_ROWS, SWIZZLE_COLS = 128, 4
 """Scales in a swizzled tile, see `mxep.quant.swizzle`."""
 
-RMS_NORM_PARTS = 512
-"""Of the gradient of a norm's weight, a sum over rows: as many programs, a few for each SM."""
-
-
 GROUP_SUMS_LANES = 32
 """Partial sums of a group's rows."""
 

@@ -13,7 +13,6 @@ specifies it. Device functions that they share, and other packages' kernels, too
     fold_for_wgrad  both operands of a wgrad, folded and transposed
     activation  device functions: SwiGLU of an element, plain or clamped
     swiglu      SwiGLU with quantization, forward and backward
-    rms_norm    RMSNorm with quantization, and its backward
     group_sums  the sum of each group's rows, quantized or not
     gather      rows by an index: materialize, pad, unpad; scales swizzled
 """
