@@ -201,7 +201,7 @@ def test_each_recipe_and_backend_has_its_own() -> None:
             alone = step(p, p.w.clone(), Recipe.named(name))
             assert torch.equal(step(p, p.w, Recipe.named(name)), alone)
         made = once.quantizations
-        step(p, p.w, Recipe.named("mxfp8_wgrad_bf16_e5m2"))
+        step(p, p.w, Recipe.named("mxfp8_e5m2_wgrad_bf16"))
         assert once.quantizations == made, "wgrad and the gradient's format have no part in a weight's qdata"
         assert torch.equal(step(p, p.w, backend=Doubling()), step(p, 2 * p.w))
 

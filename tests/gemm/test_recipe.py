@@ -30,7 +30,6 @@ def test_names_mean_what_they_say() -> None:
     assert Recipe.named("mxfp8_e5m2") == Recipe.mxfp8(grad_fmt=E5M2)
     assert Recipe.named("mxfp8_32x32") == Recipe.mxfp8(weight_block="32x32")
     assert Recipe.named("mxfp8_wgrad_bf16") == Recipe.mxfp8(wgrad="bf16")
-    assert Recipe.named("mxfp8_wgrad_bf16_e5m2") == Recipe.named("mxfp8_e5m2_wgrad_bf16")
     assert Recipe.named("fp8_gate_up_fp8") == Recipe.fp8(saved_gate_up="fp8")
     assert Recipe.named("fp8_floor") == Recipe.fp8(mode=ScaleMode.FLOOR)
 
@@ -48,11 +47,18 @@ def test_names_mean_what_they_say() -> None:
         "fp8_32x32",
         "MXFP8",
         "mxfp8_ceil_even",
+        "mxfp8_e5m2_e5m2",
+        "mxfp8_wgrad_bf16_e5m2",
     ],
 )
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=r"bf16, fp8, mxfp8.*_e5m2.*32x32 after mxfp8 alone"):
         Recipe.named(name)
+
+
+def test_the_name_with_the_same_changes_in_order_is_named() -> None:
+    with pytest.raises(ValueError, match=r"as in 'mxfp8_e5m2'; did you mean mxfp8_e5m2_wgrad_bf16_floor\?$"):
+        Recipe.named("mxfp8_wgrad_bf16_floor_e5m2")
 
 
 def test_wrong_fields_are_named() -> None:

@@ -46,7 +46,7 @@ def test_every_dispatcher_and_every_base_recipe_is_a_choice():
 
 def test_a_recipes_name_has_its_changes(make_config: Callable[..., Config]):
     assert make_recipe(make_config()) == Recipe.mxfp8()
-    changed = make_config("recipe.name=mxfp8_e5m2_floor_32x32")
+    changed = make_config("recipe.name=mxfp8_e5m2_32x32_floor")
     assert make_recipe(changed) == Recipe.mxfp8(grad_fmt=E5M2, mode=ScaleMode.FLOOR, weight_block="32x32")
 
 
@@ -72,7 +72,7 @@ def test_ranks_under_torchrun_are_those_that_are_there(make_config: Callable[...
     [
         (["recipe.name=int3"], "recipe: got 'int3', want bf16, fp8, mxfp8"),
         (["recipe.name=fp8_32x32"], "recipe: got 'fp8_32x32', want bf16, fp8, mxfp8"),
-        (["recipe.name=mxfp8_floor_even"], "(each once, one of the last three, 32x32 after mxfp8 alone)"),
+        (["recipe.name=mxfp8_floor_even"], "(in this order, one of the last three, 32x32 after mxfp8 alone)"),
         (
             ["optimizer.lr=0.5", "optimizer.weight_decay=3"],
             "weight_decay: got 3.0, wanted at most 2, which is 1 / optimizer.lr",
@@ -233,6 +233,7 @@ def test_what_hydra_reads_is_left_to_it(arguments: list[str]):
         (["recipe=mxpf8"], "no such choice: recipe=mxpf8; did you mean mxfp8?"),
         (["recipe=mxfp8_32x32"], "no such choice: recipe=mxfp8_32x32; did you mean recipe.name=mxfp8_32x32?"),
         (["recipe.name=mxpf8"], "32x32 after mxfp8 alone); did you mean mxfp8?"),
+        (["recipe.name=mxfp8_wgrad_bf16_e5m2"], "; did you mean mxfp8_e5m2_wgrad_bf16?"),
         (["recipe.linear=mxpf8_e5m2"], "; did you mean mxfp8_e5m2?"),
         (["model.width=3"], "no such key: model.width; "),
         (["train.step=3"], "no such key: train.step; did you mean train.steps?"),

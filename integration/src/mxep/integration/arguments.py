@@ -54,8 +54,8 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def recipes_like(name: str) -> list[str]:
-    """Names of recipes with the changes that `name` has, in its order, as far as they are known."""
-    changes = [f"_{change}" for change in re.findall("|".join(CHANGES), name)]
+    """Names of recipes with the changes that `name` has, as far as they are known."""
+    changes = [f"_{change}" for change in CHANGES if change in name]
     known = [*RECIPES, "auto", *(base + "".join(changes) for base in RECIPES if changes)]
     return [each for each in known if is_recipe(each)]
 

@@ -146,7 +146,7 @@ def _unknown_recipes(config: Config) -> Iterator[str]:
     for key, name in (("recipe", config.recipe.name), ("recipe.linear", config.recipe.linear)):
         if name is not None and not is_recipe(name):
             changes = ", ".join(f"_{change}" for change in CHANGES)
-            rule = "each once, one of the last three, 32x32 after mxfp8 alone"
+            rule = "in this order, one of the last three, 32x32 after mxfp8 alone"
             near, bases = did_you_mean(name, recipes_like(name)), ", ".join((*RECIPES, "auto"))
             yield f"{key}: got {name!r}, want {bases}; after fp8 and mxfp8 also {changes} ({rule}){near}"
 

@@ -7,7 +7,7 @@ DISPATCHERS = ("local", "all_to_all", "symmetric", "hierarchical", "nvshmem")
 RECIPES = ("bf16", "fp8", "mxfp8")
 ALIGNMENT = {"bf16": 1, "fp8": 16, "mxfp8": 32}  # of sizes that a recipe multiplies
 CHANGES = ("e5m2", "32x32", "wgrad_bf16", "gate_up_fp8", "floor", "ceil", "even")
-"""Of the last two recipes, as in mxfp8_e5m2."""
+"""Of the last two recipes, in this order, as in mxfp8_e5m2."""
 MODES = CHANGES[-3:]
 """Of which a recipe has one at most."""
 KEPT_IN_FP8 = "gate_up_fp8"
@@ -25,8 +25,6 @@ def is_recipe(name: str) -> bool:
     """Whether `mxep.gemm.Recipe.named` knows ``name``, or it is "auto"."""
     if name in ("auto", "bf16"):
         return True
-    if not (found := re.fullmatch(rf"(fp8|mxfp8)((?:_(?:{'|'.join(CHANGES)}))*)", name)):
-        return False
-    changes = re.findall("|".join(CHANGES), found[2])
-    alone = len(changes) == len(set(changes)) and len(set(changes) & set(MODES)) <= 1
-    return alone and not (found[1] == "fp8" and "32x32" in changes)
+    changes = "".join(f"(?:_{change})?" for change in CHANGES if change not in MODES)
+    found = re.fullmatch(rf"(fp8|mxfp8){changes}(?:_(?:{'|'.join(MODES)}))?", name)
+    return found is not None and not (found[1] == "fp8" and "32x32" in name)

@@ -91,20 +91,21 @@ class Recipe:
     def named(name: str) -> "Recipe":
         """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16".
 
-        Changes, in any order: e5m2 (gradients), 32x32 (weight tiles, of mxfp8), wgrad_bf16, gate_up_fp8 (saved), one of
-        floor, ceil, even (scale mode). ValueError, listing these, for any other name.
+        Changes, in this order: e5m2 (gradients), 32x32 (weight tiles, of mxfp8), wgrad_bf16, gate_up_fp8 (saved), and
+        one of floor, ceil, even (scale mode). ValueError, listing these, for any other name.
         """
         if name not in _NAMED:
+            meant = "".join(f"; did you mean {each}?" for each in _NAMED if _words(each) == _words(name))
+            changes = ", ".join(f"_{change}" for change in _CHANGES)
             raise ValueError(
-                f"recipe: got {name!r}, want {', '.join(_BASES)}; after fp8 and mxfp8 also "
-                f"{', '.join(f'_{c}' for c in _CHANGES)} (each once, one of the last three, 32x32 after mxfp8 alone), "
-                "as in 'mxfp8_e5m2'"
+                f"recipe: got {name!r}, want {', '.join(_BASES)}; after fp8 and mxfp8 also {changes} (in this order, "
+                f"one of the last three, 32x32 after mxfp8 alone), as in 'mxfp8_e5m2'{meant}"
             )
         return _NAMED[name]
 
     @property
     def name(self) -> str:
-        """The shortest name by which `named` finds this recipe (activation formats other than E4M3 have none)."""
+        """The name by which `named` finds this recipe (activation formats other than E4M3 have none)."""
         base = next(base for base, scaling in _BASES.items() if scaling == self.scaling)
         changes = (c for c, fields in _CHANGES.items() if all(getattr(self, f) == v for f, v in fields.items()))
         return "_".join((base, *changes))
@@ -150,14 +151,18 @@ class Recipe:
         return quantize(x, fmt=fmt or self.fmt, mode=self.mode, block_size=self.block_size)
 
 
-def _named() -> Iterator[tuple[str, Recipe]]:
-    yield "bf16", Recipe.bf16()
-    for base, count in itertools.product(("fp8", "mxfp8"), range(6)):
-        for changes in itertools.combinations(_CHANGES, count):
-            fields = [field for change in changes for field in _CHANGES[change].items()]
-            if len(dict(fields)) == len(fields) and not (base == "fp8" and "32x32" in changes):
-                recipe = Recipe(_BASES[base], **dict(fields))
-                yield from (("_".join((base, *order)), recipe) for order in itertools.permutations(changes))
+def _words(name: str) -> list[str]:
+    return sorted(name.split("_"))
 
 
-_NAMED: Final = dict(_named())  # all of them: torch.compile finds a recipe and makes none
+def _all() -> Iterator[Recipe]:
+    yield Recipe.bf16()
+    scalings: tuple[Scaling, ...] = "row", "mx"
+    for scaling, count in itertools.product(scalings, range(6)):
+        for changes in itertools.combinations(_CHANGES.items(), count):
+            fields = [field for _, change in changes for field in change.items()]
+            if len(dict(fields)) == len(fields) and not (scaling == "row" and ("weight_block", "32x32") in fields):
+                yield Recipe(scaling, **dict(fields))
+
+
+_NAMED: Final = {recipe.name: recipe for recipe in _all()}  # torch.compile finds a recipe and makes none
