@@ -3,8 +3,6 @@
 What a launcher allocates is filled with garbage first, so a number that no kernel writes shows.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,21 +13,10 @@ from mxep.comms import rows as comms_rows
 from mxep.comms.kernels import all_to_all as kernels
 from mxep.comms.kernels import gather
 from mxep.comms.layout import differ
+from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIELDS = ("sizes", "ids", "token", "tables", "position", "rows", "sums")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = empty(*args, **kwargs)
-        result.view(-1).view(torch.uint8).fill_(0xA5)
-        return result
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def weights_like(ids: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 What a launcher allocates is filled with garbage first, so a number that no kernel writes shows.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,21 +10,10 @@ from torch import Tensor
 from comms.cases import assert_bitwise
 from mxep.comms import pick_values, plan_slots, read_tables
 from mxep.comms.kernels import nodes as kernels
+from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIELDS = ("ids", "slots", "tokens", "tables")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = empty(*args, **kwargs)
-        result.view(-1).view(torch.uint8).fill_(0xA5)
-        return result
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def random_ids(tokens: int, top_k: int, experts: int) -> Tensor:

@@ -15,22 +15,11 @@ from torch.library import opcheck
 from comms.cases import assert_bitwise
 from mxep.comms import plan
 from mxep.comms.kernels import plan as kernels
+from quant.poison import poisoned_allocations as poisoned_allocations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIELDS = ("row_slot", "row_weight", "slot_rows", "offs", "group_sizes", "counts", "num_tokens")
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = empty(*args, **kwargs)
-        result.view(-1).view(torch.uint8).fill_(0xA5)
-        return result
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @dataclass(frozen=True)
