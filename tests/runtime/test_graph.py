@@ -86,7 +86,7 @@ def test_nodes_have_the_parameters_that_tritons_launcher_passes(recipe: str) -> 
             alone = [step._replace(after=frozenset())]
             work, called = graph._Graph(alone, [0], record, {}), graph._Called(alone, record, {})
             work._build([memory.data_ptr()] * len(held))
-            args = [graph._for_triton(called._getter(x)(held)) for x in what.args]
+            args = [graph.for_triton(called._getter(x)(held)) for x in what.args]
             captured, stream = ctypes.c_void_p(), torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 handle = ctypes.c_void_p(stream.cuda_stream)

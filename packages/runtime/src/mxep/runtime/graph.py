@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .driver import ON_DEVICE, CopyParams, KernelParams, MemsetParams, call, driver, patient_driver, relaxed
 from .memory import Sizes, cut, forms_of, nbytes_of, pieces_of
-from .record import Call, Copy, Fill, Launch, Record, Step, View
+from .record import Call, Copy, Fill, Launch, Record, Step, View, tensors_of
 
 TENSOR_MAP = 128
 """Bytes of a CUtensorMap."""
@@ -160,11 +159,7 @@ class _Called(_Work):
                 def call_(held: list[Any], bases: list[int]) -> None:
                     out = op(*[get(held) for get in got], **{name: get(held) for name, get in named})
                     if made:
-                        outs = (
-                            (out,)
-                            if isinstance(out, Tensor)
-                            else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-                        )
+                        outs = tensors_of(out)
                         for i, view in made:
                             held[view.source] = outs[i]
                             bases[view.source] = outs[i].data_ptr()
@@ -172,7 +167,7 @@ class _Called(_Work):
                 return call_
             case Launch(kernel, _, grid, args, constants):
                 got = [self._getter(x) for x in args]
-                return lambda held, _: kernel[grid](*[_for_triton(get(held)) for get in got], **constants)
+                return lambda held, _: kernel[grid](*[for_triton(get(held)) for get in got], **constants)
             case Fill(to, value):
                 get = self._getter(to)
                 return lambda held, _: get(held).fill_(value)
@@ -197,7 +192,8 @@ class _Called(_Work):
         return lambda held: x
 
 
-def _for_triton(x: Any) -> Any:
+def for_triton(x: Any) -> Any:
+    """A kernel's argument as Triton takes it."""
     return x.for_triton() if hasattr(x, "for_triton") else x
 
 
@@ -215,6 +211,8 @@ class _Graph(_Work):
         self._maps: list[tuple[ctypes.c_void_p, int, int]] = []
         """Tensor maps over moving memory: (address of the map, base, byte offset)."""
         self._updates: list[Callable[[], int]] = []
+        self._alive: list[Any] = []
+        """Parameters of moving nodes. Nodes refer to them by address."""
         self._start = patient_driver().cuGraphLaunch
 
     def run(self, held: list[Any], bases: list[int]) -> None:
@@ -260,9 +258,10 @@ class _Graph(_Work):
                 moving.append((name, node, params, rest))
             nodes.append(node)
         call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
+        self._alive = [rest for *_, rest in moving]
         for name, node, params, _ in moving:
             update = getattr(driver(), f"cuGraphExec{name}NodeSetParams{'_v2' if name == 'Kernel' else ''}")
-            self._updates.append(_bound(update, self._exec, node, *params))
+            self._updates.append(functools.partial(update, self._exec, node, *params))
 
     def _params(self, what: Any, bases: list[int], context: ctypes.c_void_p) -> tuple[Any, ...]:
         """(kind of node, its parameters, objects that must outlive them)."""
@@ -315,10 +314,6 @@ class _Graph(_Work):
         words[i], base, offset = self._where(view, bases)
         if base is not None:
             self._words.append((words, i, base, offset))
-
-
-def _bound(function: Any, *args: Any) -> Callable[[], int]:
-    return functools.partial(function, *args)
 
 
 def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:

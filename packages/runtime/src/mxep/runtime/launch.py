@@ -14,7 +14,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from .graph import unlike_a_node
+from .graph import for_triton, unlike_a_node
 from .record import here
 
 _IS_HIP = torch.version.hip is not None
@@ -41,7 +41,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     # Interpreted, profiled, or on an AMD GPU, where kernels are specialized for the bytes of a storage, too.
     if not isinstance(kernel, JITFunction) or is_profiled() or _IS_HIP:
-        kernel[grid](*map(_for_triton, args), **constants)
+        kernel[grid](*map(for_triton, args), **constants)
         if here.recorder is not None:
             here.recorder.launch(kernel, None, grid, args, constants)
         return
@@ -50,7 +50,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     key = id(kernel), device, facts, *constants.items()
     found = _compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*map(_for_triton, args), **constants)
+        compiled = kernel[grid](*map(for_triton, args), **constants)
         if isinstance(compiled, CompiledKernel):
             found = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
             _compiled[key] = found
@@ -96,7 +96,3 @@ def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...
     exec(f"def read({arguments}):\n    " + "\n    ".join(lines), found)
     read: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]] = found["read"]
     return read
-
-
-def _for_triton(x: Any) -> Any:
-    return x.for_triton() if hasattr(x, "for_triton") else x

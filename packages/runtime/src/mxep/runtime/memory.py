@@ -51,7 +51,7 @@ class Sizes:
         self._kept = {x.source if isinstance(x, View) else x for x in record.results if x is not None}
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
-        self._bytes = {record.given + k: -(-made.nbytes // ALIGNMENT) * ALIGNMENT for k, made in enumerate(record.made)}
+        self._bytes = {record.given + k: _aligned(made.nbytes) for k, made in enumerate(record.made)}
         """Bytes of each source. Of an argument, the bytes that the steps use."""
         for i, step in enumerate(record.steps):
             for view in _views(step):
@@ -158,7 +158,7 @@ def packed(record: Record, steps: Sequence[int], sources: Sequence[int]) -> tupl
                 common &= before[n]
         earlier[k] = common
     starts: dict[int, int] = {}
-    size = {k: -(-record.made[k].nbytes // ALIGNMENT) * ALIGNMENT for k in sources}
+    size = {k: _aligned(record.made[k].nbytes) for k in sources}
     for k in sorted(sources, key=lambda k: -size[k]):
         taken = sorted(
             (starts[other], starts[other] + size[other])
@@ -211,6 +211,10 @@ def _views(step: Step) -> list[View]:
         case what:
             found += [x for x in what if isinstance(x, View)]
     return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def nbytes_of(view: View) -> int:

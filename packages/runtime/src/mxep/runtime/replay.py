@@ -153,21 +153,17 @@ class Replayed:
         if type(found) is not _Recorded:
             return self._record(key, tensors, flat, static, found)
         found.used = next(_clock)
+        tensors.clear()  # so that memory goes early
         try:
             if found.player is None:
                 device = next(x.device for x in flat if x is not None)
                 found.player = Player(found.record, device, self.donated)
-            tensors.clear()  # so that memory goes early
             results = found.player.play(flat, addresses)
-        except torch.OutOfMemoryError:  # the function drops as it goes what a slab holds
-            if found.player is not None and found.player.has_begun:
-                raise
-            tensors += _joined(flat, parts)
-            return None
         except RuntimeError as error:
             if found.player is not None and found.player.has_begun:
                 raise
-            self._keep(key, _Refused(self._told(f"{type(error).__name__}: {error}"), None))
+            if not isinstance(error, torch.OutOfMemoryError):  # the function may need less: it drops as it goes
+                self._keep(key, _Refused(self._log(f"{type(error).__name__}: {error}"), None))
             tensors += _joined(flat, parts)
             return None  # the function raises what is still wrong
         self.replays += 1
@@ -196,10 +192,10 @@ class Replayed:
             plain += [x] if known is None else x[: known.tensors]
             joined.append(None if known is None else (type(x), known.tensors, x[known.tensors :]))
         record = recorder.finish(plain)
-        self._keep(key, _Refused(self._told(recorder.why), last) if record is None else _Recorded(record, joined))
+        self._keep(key, _Refused(self._log(recorder.why), last) if record is None else _Recorded(record, joined))
         return results
 
-    def _told(self, why: str) -> str:
+    def _log(self, why: str) -> str:
         logger, name = logging.getLogger("mxep.runtime"), self.function.__qualname__
         logger.log(logging.DEBUG if self._warned else logging.WARNING, "%s is called, not replayed: %s", name, why)
         self._warned = True
