@@ -27,12 +27,12 @@ def slots() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def weight(n: int = N, k: int = K, dtype: torch.dtype = E4M3) -> Operand:
-    """As `quantize_both` stores it rowwise: scales transposed."""
-    return torch.empty(G, n, k, dtype=dtype), torch.empty(G, k // 32, n, dtype=torch.float8_e8m0fnu).mT
+    """As `quantize` stores it rowwise."""
+    return torch.empty(G, n, k, dtype=dtype), torch.empty(G, n, k // 32, dtype=torch.float8_e8m0fnu)
 
 
 def weight_colwise() -> Operand:
-    """As dgrad sees what `quantize_both` stores for it."""
+    """As dgrad sees what `quantize` stores along columns."""
     return torch.empty(G, K, N, dtype=E4M3), torch.empty(G, N // 32, K, dtype=torch.float8_e8m0fnu).mT
 
 

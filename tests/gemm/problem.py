@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxep.gemm import BACKENDS as ALL
 from mxep.gemm import Recipe, grouped_mm
 from mxep.quant import MXTensor
 
@@ -95,6 +96,12 @@ def problem(
         return torch.cat((draw(rows, width), torch.full((unused, width), torch.nan, dtype=torch.bfloat16)))
 
     return Problem(draw_rows(k), draw(len(sizes), n, k), draw_rows(n), ends)
+
+
+def quantized_weight(w: Tensor, recipe: Recipe, backend: str = "reference") -> tuple[Tensor, Tensor]:
+    """w (G, N, K) as forward and as dgrad want it."""
+    chosen = ALL[backend]
+    return chosen.quantize_weight_rowwise(w, recipe)[0], chosen.quantize_weight_colwise(w, recipe)
 
 
 def snr(exact: Tensor, x: Tensor) -> float:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemm.problem import BACKENDS, QUANTIZED, RECIPES, Problem, Result, problem, snr
-from mxep.gemm import Recipe, quantize_weight
+from gemm.problem import BACKENDS, QUANTIZED, RECIPES, Problem, Result, problem, quantized_weight, snr
+from mxep.gemm import Recipe
 from mxep.quant import MXTensor, quantize
 
 HALF_ULP_BF16 = 2.0**-8
@@ -91,10 +91,7 @@ def test_reference_is_the_product_of_its_codes(sizes: list[int], n: int, k: int,
     r = Recipe.named(recipe)
     got = p.run(r, backend="reference", out_dtype=torch.float32, a=p.a.float())
     a, dy = dense(r.quantize_rows(p.a)), dense(r.quantize_rows(p.dy, r.grad_fmt))
-    weight = quantize_weight(p.w, r)
-    assert weight.colwise is not None
-    forward = p.product(a, dense(weight.rowwise), dy)
-    dgrad = p.product(a, dense(weight.colwise), dy)
+    forward, dgrad = (p.product(a, dense(w), dy) for w in quantized_weight(p.w, r))
     if r.wgrad == "bf16":
         wgrad = p.product(p.a, p.w, p.dy)
     elif r.scaling == "row":

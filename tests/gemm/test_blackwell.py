@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemm.problem import Problem, indexed, problem
+from gemm.problem import Problem, indexed, problem, quantized_weight
 from gemm.test_accuracy import HALF_ULP_BF16, bound_of_sum
 from mxep.gemm import BACKENDS, Recipe, grouped_mm
 from mxep.gemm.backends import blackwell
@@ -87,8 +87,8 @@ def test_torch_accepts_dtypes_shapes_and_strides() -> None:
     """torch's own checks, which it makes of tensors without data, too."""
     p = problem((64, 0, 160, 32), n=96, k=160)
     recipe = Recipe.mxfp8()
-    weight = BACKEND.quantize_weight(p.w, recipe, colwise=True)
-    for x, w, n in ((p.a, weight.rowwise, 96), (p.dy, weight.colwise.mT, 160)):
+    rowwise, colwise = quantized_weight(p.w, recipe, "blackwell")
+    for x, w, n in ((p.a, rowwise, 96), (p.dy, colwise.mT, 160)):
         a, a_scale = rows_operand(quantize(x), p.offs)
         b, b_scale = weight_operand(w)
         assert scaled_grouped_mm_of_meta(a, b, a_scale, b_scale, p.offs).shape == (len(p.a), n)
@@ -185,12 +185,12 @@ def test_bias_is_added_to_its_groups_rows() -> None:
 
 def test_without_rows_no_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     p, recipe = problem((0, 0), unused=0), Recipe.mxfp8()
-    weight = BACKEND.quantize_weight(p.w, recipe, colwise=True)
+    rowwise, colwise = quantized_weight(p.w, recipe, "blackwell")
     a, dy = quantize(p.a), quantize(p.dy)
     for name in ("gather_swizzled", "pad_groups", "swizzle_scales", "multiply"):
         monkeypatch.setattr(blackwell, name, None)
-    assert BACKEND.forward(a, weight.rowwise, p.offs, bias=None, out_dtype=torch.bfloat16).shape == (0, 96)
-    assert BACKEND.dgrad(dy, weight.colwise, p.offs, out_dtype=torch.bfloat16).shape == (0, 128)
+    assert BACKEND.forward(a, rowwise, p.offs, bias=None, out_dtype=torch.bfloat16).shape == (0, 96)
+    assert BACKEND.dgrad(dy, colwise, p.offs, out_dtype=torch.bfloat16).shape == (0, 128)
     dw = BACKEND.wgrad(BACKEND.prepare_wgrad(dy, a, p.offs, recipe), p.offs, out_dtype=torch.float32)
     assert torch.equal(dw, torch.zeros(2, 96, 128))
 
@@ -205,7 +205,7 @@ def test_what_torchs_kernel_cannot_do_is_refused_with_a_way_out(monkeypatch: pyt
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
     assert BACKEND.unsupported_reason(torch.device("cuda")) is None
-    w = BACKEND.quantize_weight(p.w, Recipe.mxfp8(), colwise=False).rowwise
+    w = BACKEND.quantize_weight_rowwise(p.w, Recipe.mxfp8())[0]
     how: dict[str, Any] = {"bias": None, "out_dtype": torch.bfloat16}
     with pytest.raises(ValueError, match=r"'blackwell': a: got MXTensor\(.*E5M2.*want E4M3.*backend 'triton'"):
         BACKEND.forward(quantize(p.a, fmt=E5M2), w, p.offs, **how)

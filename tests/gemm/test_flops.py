@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from gemm.problem import quantized_weight
 from mxep.ep import MoE
 from mxep.gemm import BACKENDS, Recipe, convert, fp32_linear, grouped_mm, join_linears, linear, linear_together
 from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
@@ -69,12 +70,11 @@ def test_every_backends_products_are_counted(name: str) -> None:
     backend, recipe = BACKENDS[name], Recipe.mxfp8()
     a, dy, w = (x.detach() for x in (drawn(T, D), drawn(T, N), drawn(2, N, D)))
     offs = torch.tensor([32, T], dtype=torch.int32, device=DEVICE)
-    weight = backend.quantize_weight(w, recipe)
-    assert weight.colwise is not None
+    rowwise, colwise = quantized_weight(w, recipe, name)
     rows, grads = (backend.quantize_rows(x, recipe.fmt, recipe) for x in (a, dy))
     one = 2 * T * D * N
-    assert flops(lambda: backend.forward(rows, weight.rowwise, offs, bias=None, out_dtype=BF16)) == one
-    assert flops(lambda: backend.dgrad(grads, weight.colwise, offs, out_dtype=BF16)) == one  # type: ignore[arg-type]
+    assert flops(lambda: backend.forward(rows, rowwise, offs, bias=None, out_dtype=BF16)) == one
+    assert flops(lambda: backend.dgrad(grads, colwise, offs, out_dtype=BF16)) == one
     for into in (None, torch.zeros(2, N, D, device=DEVICE)):
 
         def wgrad(into: Tensor | None = into) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemm.problem import Problem, Result, indexed, problem, snr
-from mxep.gemm import BACKENDS, Recipe, grouped_mm, quantize_weights_once
+from gemm.problem import Problem, Result, indexed, problem, quantized_weight, snr
+from mxep.gemm import Recipe, grouped_mm, quantize_weights_once
 from mxep.gemm.backends import Hopper
 from mxep.gemm.backends.hopper import fp8_grouped_mm, fp8_grouped_wgrad
 from mxep.gemm.kernels import HOPPER_BLOCK_K
@@ -47,9 +47,7 @@ def products_of_codes(p: Problem, recipe: str) -> Result:
     r = Recipe.named(recipe)
     valid = slice(0, p.valid)
     a, dy = (_dense(r.quantize_rows(x[valid], fmt)) for fmt, x in ((r.fmt, p.a), (r.grad_fmt, p.dy)))
-    w = BACKENDS["reference"].quantize_weight(p.w, r, colwise=True)
-    assert w.colwise is not None
-    forward, dgrad = p.product(a, _dense(w.rowwise), dy), p.product(a, _dense(w.colwise), dy)
+    forward, dgrad = (p.product(a, _dense(w), dy) for w in quantized_weight(p.w, r))
     return Result(forward.out, dgrad.da, forward.dw)
 
 

@@ -20,7 +20,6 @@ from mxep.gemm import (
     grouped_mm,
     linear,
     quantize_input,
-    quantize_weight,
     quantize_weights_once,
 )
 from mxep.gemm.backends import Backend
@@ -192,14 +191,6 @@ def test_weights_are_quantized_once_where_they_are_told_to_be() -> None:
             out.backward(draw(40, N))
             assert torch.equal(out, want)
         assert once.quantizations == 2
-
-
-@every_recipe
-def test_a_weight_may_come_quantized(recipe: str) -> None:
-    x, w, bias, dy = operands(40)
-    weight = quantize_weight(w, Recipe.named(recipe))
-    got = step(by(recipe, quantized_weight=weight), x, w, bias, dy)
-    assert all(torch.equal(a, b) for a, b in zip(got, step(by(recipe), x, w, bias, dy)))
 
 
 def test_the_module_is_an_nn_linear_with_its_parameters() -> None:

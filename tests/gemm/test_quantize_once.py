@@ -13,8 +13,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 from torch.utils.checkpoint import checkpoint
 
 from gemm.problem import Problem, problem
-from mxep.gemm import BACKENDS, QuantizedWeight, Recipe, grouped_mm, quantize_weight, quantize_weights_once
+from mxep.gemm import BACKENDS, Recipe, grouped_mm, quantize_weights_once
 from mxep.gemm.backends.reference import Reference
+from mxep.gemm.quantize_once import rowwise_and_saved
 from mxep.quant import MXTensor
 from ranks import distributed
 
@@ -340,37 +341,18 @@ def test_what_fsdp2_gathers_again_is_quantized_once_a_step(ctx: Any, reshard: bo
             optimizer.zero_grad()
 
 
-def test_a_weight_may_come_quantized() -> None:
-    p = problem()
-    for recipe in (MX, Recipe.named("mxfp8_32x32"), Recipe.fp8(), Recipe.bf16()):
-        wanted = step(p, p.w, recipe)
-        for cols in (True, False):
-            quantized = quantize_weight(p.w, recipe, colwise=cols)
-            assert torch.equal(step(p, p.w, recipe, quantized_weight=quantized), wanted)
-
-
-def test_a_quantized_weight_that_is_not_the_weights_raises() -> None:
-    p = problem()
-    for wrong, message in (
-        (quantize_weight(p.w[:2], MX), r"quantized_weight.rowwise: got \(2, 96, 128\).*want \(4, 96, 128\)"),
-        (quantize_weight(p.w, Recipe.bf16()), r"quantized_weight.rowwise: got torch.bfloat16, want what recipe mxfp8"),
-        (QuantizedWeight(quantize_weight(p.w, MX).rowwise, p.w), r"quantized_weight.colwise: got torch.bfloat16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            step(p, p.w, quantized_weight=wrong)
-
-
 def test_tiles_serve_both_products_with_the_same_codes() -> None:
-    weight = quantize_weight(problem().w, Recipe.mxfp8(weight_block="32x32"))
-    assert weight.rowwise is weight.colwise
-    assert isinstance(weight.rowwise, MXTensor)
-    assert weight.rowwise.axis == (-2, -1)
-    assert weight.nbytes == weight.rowwise.qdata.nbytes + weight.rowwise.scale.nbytes
+    recipe, backend = Recipe.mxfp8(weight_block="32x32"), BACKENDS["reference"]
+    rowwise, saved = rowwise_and_saved(problem().w, recipe, backend, dgrad=True)
+    assert saved.colwise(recipe, backend) is rowwise
+    assert isinstance(rowwise, MXTensor)
+    assert rowwise.axis == (-2, -1)
 
 
 def test_a_recipe_without_scales_makes_nothing_of_a_weight() -> None:
     w = problem().w
-    assert quantize_weight(w, Recipe.bf16()).rowwise is w
+    assert BACKENDS["reference"].quantize_weight_rowwise(w, Recipe.bf16(), with_amax=True) == (w, None)
+    assert BACKENDS["reference"].quantize_weight_colwise(w, Recipe.bf16()) is w
 
 
 # ── on a GPU: streams and graphs ─────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ from torch import Tensor
 from gemm.problem import Problem, indexed, problem
 from gemm.test_blackwell import decoded as decoded
 from gemm.test_hopper import BACKEND as HOPPER
-from mxep.gemm import BACKENDS, grouped_mm, quantize_weight
+from mxep.gemm import BACKENDS, grouped_mm
 from mxep.gemm.kernels import dot_scaled
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor, quantize
@@ -63,7 +63,7 @@ def wgrad(y: MXTensor, x: MXTensor, offs: Tensor) -> Tensor:
 
 def test_the_launchers_of_dot_scaled_take_strided_vectors() -> None:
     p = here("triton")
-    a, dy, w = quantize(p.a), quantize(p.dy), quantize_weight(p.w, Recipe.mxfp8()).rowwise
+    a, dy, w = quantize(p.a), quantize(p.dy), quantize(p.w)
     y, x = (Recipe.mxfp8().along_tokens(each, p.offs) for each in (dy, a))
     assert isinstance(w, MXTensor)
     assert isinstance(x, MXTensor)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.gemm import BACKENDS
+from mxep.gemm import BACKENDS, Backend
 from mxep.integration import timer
 from mxep.integration.bench import gemm, gemm_cases, picture, run
 from mxep.integration.bench.gemm_cases import PRODUCTS, Problem
@@ -102,6 +102,14 @@ def test_steps_give_both_gradients_pre_quantized_or_not():
             da, dw = make(p)()
             assert snr(wanted["dgrad"], da) > 24, name
             assert snr(wanted["wgrad"], dw) > 24, name
+
+
+def test_a_pre_quantized_step_quantizes_no_weight(monkeypatch: pytest.MonkeyPatch):
+    step = gemm_cases.prequantized_step(BACKENDS["reference"], problem())
+    wanted = step()
+    for name in ("quantize_weight_rowwise", "quantize_weight_colwise"):
+        monkeypatch.setattr(Backend, name, None)
+    assert all(map(torch.equal, step(), wanted))
 
 
 def test_a_round_robin_changes_neighbours_and_keeps_what_fails_apart():

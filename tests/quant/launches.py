@@ -94,8 +94,7 @@ LAUNCHES = {
     "quantize_joined_rows 14336": lambda: joined.quantize_joined_rows(x(T, 7168), x(T, 7168), None, E4M3, MODE),
     "quantize_2d": lambda: rows.quantize_2d(x(), E4M3, MODE, 32),
     "quantize_columns": lambda: columns.quantize_columns(x(), E4M3, MODE, 32),
-    "quantize_both": lambda: columns.quantize_both(x(), E4M3, MODE, 32),
-    "quantize_both fp32": lambda: columns.quantize_both(x(dtype=torch.float32), E4M3, MODE, 32),
+    "quantize_columns fp32": lambda: columns.quantize_columns(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_columns per column": lambda: columns.quantize_columns(x(), E4M3, MODE, T),
     **{
         f"quantize_per_row {k}": lambda k=k: per_row.quantize_per_row(x(8, T, k), None, None, E4M3, MODE)  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """Ops on a GPU: the same bytes as on the CPU, nothing that waits for the host, graphs, compile, tensors past 2^31."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from mxep.quant import (
     ScaleMode,
     fold,
     quantize,
-    quantize_both,
+    quantize_columns_of_amax,
+    quantize_with_amax,
     requantize,
     swiglu_quantize,
 )
@@ -46,6 +48,11 @@ def on_both(fn: Callable[[Tensor], MXTensor | Tensor], x: Tensor) -> None:
         assert torch.equal(a.cpu().contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def by_column(x: Tensor, **how: Any) -> MXTensor:
+    """A scale a column, of the amax that quantizing the rows gave."""
+    return quantize_columns_of_amax(x, quantize_with_amax(x, **how)[1], **how)
+
+
 def inputs() -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     hostile = exact.hostile_rows()
@@ -65,9 +72,8 @@ def test_quantize_has_the_same_bytes_on_a_gpu(fmt: MXFormat, mode: ScaleMode) ->
         for axis in (-1, -2, TILES):
             on_both(lambda x, axis=axis: quantize(x, fmt=fmt, mode=mode, axis=axis), x)
         on_both(lambda x: quantize(x, fmt=fmt, mode=mode, block_size=None), x)
-        on_both(lambda x: quantize_both(x, fmt=fmt, mode=mode)[1], x)
-        for i in (0, 1):
-            on_both(lambda x, i=i: quantize_both(x, fmt=fmt, mode=mode, block_size=None)[i], x)
+        on_both(lambda x: quantize_with_amax(x, fmt=fmt, mode=mode)[0], x)
+        on_both(lambda x: by_column(x, fmt=fmt, mode=mode), x)
 
 
 @both_formats
@@ -122,8 +128,8 @@ def test_one_compiled_graph_serves_every_row_count() -> None:
     def step(x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
         h = swiglu_quantize(x, weight, offs=ends)
         folded, transposed = fold(h, offs=ends), requantize(h, offs=ends)
-        both = quantize_both(x)
-        return tuple(part for mx in (h, folded, transposed, *both) for part in (mx.qdata, mx.scale))
+        rows, columns = quantize(x), quantize(x, axis=-2)
+        return tuple(part for mx in (h, folded, transposed, rows, columns) for part in (mx.qdata, mx.scale))
 
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
@@ -145,7 +151,7 @@ def test_a_new_row_count_compiles_no_kernel_again() -> None:
         h = swiglu_quantize(x, torch.rand(rows, device="cuda"), offs=ends)
         fold(h, offs=ends)
         requantize(quantize(x), offs=ends)
-        quantize_both(x)
+        quantize(x, axis=-2)
 
     step(64)
     compiled: list[str] = []
@@ -176,7 +182,7 @@ def test_whole_rows_and_columns_of_more_elements_than_31_bits_count() -> None:
     """A later batch is beyond 2^31; weights of two models' sizes keep every byte."""
     for shape in ((513, 1024, 4096), (2, 4096, 7168), (3, 7168, 2048)):
         x = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
-        for got, axis in zip(quantize_both(x, block_size=None), (-1, -2)):
+        for got, axis in ((quantize_with_amax(x)[0], -1), (by_column(x), -2)):
             for batch in (0, -1):
                 want = quantize(x[batch], axis=axis, block_size=None)
                 for one, other in ((got.qdata[batch], want.qdata), (got.scale[batch], want.scale)):

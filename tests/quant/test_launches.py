@@ -19,7 +19,7 @@ TESTED = (
     "quantize_joined_rows 14336",
     "quantize_2d",
     "quantize_columns",
-    "quantize_both fp32",
+    "quantize_columns fp32",
     "quantize_per_row 7168",
     "quantize_per_row fp32 14336",
     "quantize_per_row 2048 of parts",
@@ -44,7 +44,7 @@ TESTED = (
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
 ON_BLACKWELL = ("requantize gathered", "fold 16384", "gather_swizzled", "fold_for_wgrad")
 ON_ADA = (
-    "quantize_both",
+    "quantize_columns",
     "quantize_2d",
     "requantize gathered",
     "fold 7168",

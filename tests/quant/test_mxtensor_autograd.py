@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from mxep.quant import E5M2, MXTensor, ScaleMode, quantize, quantize_both, requantize
+from mxep.quant import E5M2, MXTensor, ScaleMode, quantize, requantize
 from quant.exact import assert_bytes, raw
 
 TILES = (-2, -1)
@@ -210,7 +210,7 @@ def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def test_compiled_quantization_has_the_same_bytes_and_gradients() -> None:
     def layer(x: Tensor) -> Tensor:
-        rows, columns = quantize_both(x)
+        rows, columns = quantize(x), quantize(x, axis=-2)
         w = quantize(x, axis=TILES, mode=ScaleMode.FLOOR)
         again = requantize(rows, fmt=E5M2)
         values = columns.mT.mT.dequantize() + w.along(-2).dequantize() + again.dequantize()

@@ -18,7 +18,6 @@ def x(columns: int = 64) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "quantize": lambda **how: quant.quantize(x(), **how),
-    "quantize_both": lambda **how: quant.quantize_both(x(), **how),
     "quantize_with_amax": lambda **how: quant.quantize_with_amax(x(), **how),
     "quantize_columns_of_amax": lambda **how: quant.quantize_columns_of_amax((x(), x()), torch.ones(64), **how),
     "requantize": lambda **how: quant.requantize(quant.quantize(x()), **how),

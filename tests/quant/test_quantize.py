@@ -14,7 +14,6 @@ from mxep.quant import (
     MXTensor,
     ScaleMode,
     quantize,
-    quantize_both,
     quantize_columns_of_amax,
     quantize_with_amax,
 )
@@ -190,16 +189,16 @@ def test_the_axes_agree_for_any_shape(shape: tuple[int, ...], fmt: MXFormat, mod
     assert columns.scale.shape == (*shape[:-2], shape[-2] // 32, shape[-1])
     assert rows.shape == columns.shape == rows.qdata.shape == columns.qdata.shape == shape
     assert_same(columns, quantize(x.mT, fmt=fmt, mode=mode).mT)
-    for together, alone in zip(quantize_both(x, fmt=fmt, mode=mode), (rows, columns)):
-        assert_same(together, alone)
     if x.shape[-2] and x.shape[-1]:
-        for axis, together in zip((-1, -2), quantize_both(x, fmt=fmt, mode=mode, block_size=None)):
+        by_row, amax = quantize_with_amax(x, fmt=fmt, mode=mode)
+        by_column = quantize_columns_of_amax(x, amax, fmt=fmt, mode=mode)
+        for axis, by_amax in ((-1, by_row), (-2, by_column)):
             alone = quantize(x, fmt=fmt, mode=mode, axis=axis, block_size=None)
-            assert_same(together, alone)
-            assert together.block_size == alone.block_size
+            assert_same(by_amax, alone)
+            assert by_amax.block_size == alone.block_size
             if x.numel():  # where nothing lies has no meaning
-                assert together.qdata.stride() == alone.qdata.stride()
-                assert together.scale.stride() == alone.scale.stride()
+                assert by_amax.qdata.stride() == alone.qdata.stride()
+                assert by_amax.scale.stride() == alone.scale.stride()
     if x.numel():
         assert_bytes(rows.qdata, exact.quantize_rows(fmt, mode, x)[0])
 
@@ -281,10 +280,12 @@ def test_columns_may_come_later_than_rows(mode: ScaleMode) -> None:
 def test_a_nan_takes_its_whole_row_and_column_and_no_more() -> None:
     x = gaussian(3, 40, 24, dtype=torch.bfloat16)
     x[1, 5, 7] = float("nan")
-    rows, columns = (mx.dequantize().isnan() for mx in quantize_both(x, block_size=None))
-    assert rows[1, 5].all()
-    assert columns[1, :, 7].all()
-    assert (rows.sum(), columns.sum()) == (24, 40)
+    by_row, amax = quantize_with_amax(x)
+    for by_column in (quantize_columns_of_amax(x, amax), quantize(x, axis=-2, block_size=None)):
+        rows, columns = by_row.dequantize().isnan(), by_column.dequantize().isnan()
+        assert rows[1, 5].all()
+        assert columns[1, :, 7].all()
+        assert (rows.sum(), columns.sum()) == (24, 40)
 
 
 def test_blocks_may_have_another_length() -> None:
@@ -298,10 +299,9 @@ def test_blocks_may_have_another_length() -> None:
 def test_rceil_and_e4m3_are_the_defaults() -> None:
     x = gaussian(4, 64)
     assert_same(quantize(x), quantize(x, fmt=E4M3, mode=ScaleMode.RCEIL, axis=-1, block_size=32))
-    for got, want in zip(
-        quantize_both(gaussian(32, 32)), quantize_both(gaussian(32, 32), fmt=E4M3, mode=ScaleMode.RCEIL)
-    ):
-        assert_same(got, want)
+    by_row, amax = quantize_with_amax(x)
+    assert_same(by_row, quantize_with_amax(x, fmt=E4M3, mode=ScaleMode.RCEIL)[0])
+    assert_same(quantize_columns_of_amax(x, amax), quantize_columns_of_amax(x, amax, fmt=E4M3, mode=ScaleMode.RCEIL))
 
 
 @pytest.mark.parametrize("axis", [-1, -2, TILES])
@@ -319,7 +319,7 @@ def test_the_gradient_passes_unchanged_in_the_dtype_of_x(axis: int, dtype: torch
 @pytest.mark.parametrize("block_size", [32, None])
 def test_the_gradients_of_both_orientations_add_up(block_size: int | None) -> None:
     x = gaussian(32, 64).requires_grad_()
-    rows, columns = quantize_both(x, block_size=block_size)
+    rows, columns = (quantize(x, axis=axis, block_size=block_size) for axis in (-1, -2))
     (rows.dequantize() + 2 * columns.dequantize()).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
@@ -350,21 +350,17 @@ def test_bad_input_names_got_and_wanted(x: Tensor, options: dict[str, object], m
         quantize(x, **options)
 
 
-def test_quantizing_twice_or_both_ways_of_ragged_columns_is_an_error() -> None:
+def test_quantizing_twice_or_columns_without_elements_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"got an MXTensor.*requantize"):
         quantize(quantize(torch.zeros(32, 32)))
-    with pytest.raises(ValueError, match=r"got shape \(33, 32\).*axis -2"):
-        quantize_both(torch.zeros(33, 32))
-    with pytest.raises(ValueError, match=r"got block 64, want 32 or None.*quantize"):
-        quantize_both(torch.zeros(64, 64), block_size=64)
     with pytest.raises(ValueError, match=r"block_size: got 0 for shape \(0, 32\)"):
-        quantize_both(torch.zeros(0, 32), block_size=None)
+        quantize_with_amax(torch.zeros(0, 32))
 
 
 OPS = torch.ops.mxep
 
 
-@pytest.mark.parametrize("op", ["quantize_rows", "quantize_columns", "quantize_both", "quantize_2d"])
+@pytest.mark.parametrize("op", ["quantize_rows", "quantize_columns", "quantize_2d"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 def test_opcheck_quantize(op: str, fmt: MXFormat) -> None:
     x = gaussian(2, 64, 96, dtype=torch.bfloat16)

@@ -56,7 +56,7 @@ def test_every_mode_and_format_on_hostile_blocks(fmt: MXFormat, mode: ScaleMode)
     x = hostile()
     how = fmt.dtype, mode.value, BLOCK
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
-    assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
+    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
     transposed = x.mT.contiguous()
     assert_same(columns.quantize_columns(transposed.to(DEVICE), *how), ops.quantize_columns(transposed, *how))
     assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
@@ -69,7 +69,6 @@ def test_shapes_that_fill_no_tile(shape: tuple[int, ...], dtype: torch.dtype) ->
     how = E4M3.dtype, "rceil", BLOCK
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
     assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
-    assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
     assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 
@@ -79,7 +78,6 @@ def test_blocks_of_any_length(block_size: int) -> None:
     how = E4M3.dtype, "rceil", block_size
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
     assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
-    assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
 
 
 def test_a_row_longer_than_registers_hold_is_read_twice() -> None:
@@ -242,7 +240,7 @@ def test_turned_sliced_and_misaligned_inputs() -> None:
     for x in (buffer[3:67, 7:199], buffer.mT[:192, :64], torch.as_strided(buffer, (32, 64), (64, 1), 1)):
         moved = torch.as_strided(buffer.to(DEVICE), x.shape, x.stride(), x.storage_offset())
         assert_same(rows.quantize_rows(moved, *how), ops.quantize_rows(x, *how))
-        assert_same(columns.quantize_both(moved, *how), ops.quantize_both(x, *how))
+        assert_same(columns.quantize_columns(moved, *how), ops.quantize_columns(x, *how))
         assert_same(rows.quantize_2d(moved, *how), ops.quantize_2d(x, *how))
 
 
@@ -251,7 +249,7 @@ def test_empty_inputs(shape: tuple[int, ...]) -> None:
     x = torch.empty(shape)
     how = E4M3.dtype, "rceil", BLOCK
     assert_same(rows.quantize_rows(x.to(DEVICE), *how), ops.quantize_rows(x, *how))
-    assert_same(columns.quantize_both(x.to(DEVICE), *how), ops.quantize_both(x, *how))
+    assert_same(columns.quantize_columns(x.to(DEVICE), *how), ops.quantize_columns(x, *how))
     assert_same(rows.quantize_2d(x.to(DEVICE), *how), ops.quantize_2d(x, *how))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.quant import MXTensor, quantize, quantize_both, quantize_columns_of_amax, quantize_with_amax
+from mxep.quant import MXTensor, quantize, quantize_columns_of_amax, quantize_with_amax
 from quant.exact import parts
 
 TILES = (-2, -1)
@@ -31,8 +31,6 @@ WAYS: dict[str, Callable[[Tensor], Any]] = {
     "tiles": lambda w: quantize(w, axis=TILES),
     "a scale a row": lambda w: quantize(w, block_size=None),
     "a scale a column": lambda w: quantize(w, axis=-2, block_size=None),
-    "both": lambda w: quantize_both(w),
-    "a scale a row and a column": lambda w: quantize_both(w, block_size=None),
     "rows with magnitudes": quantize_with_amax,
     "columns later": later,
 }

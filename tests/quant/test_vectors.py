@@ -67,7 +67,6 @@ WITHOUT_VECTORS = {
     "quantize_joined_rows",
     "quantize_2d",
     "quantize_columns",
-    "quantize_both",
     "quantize_per_row",
 }
 

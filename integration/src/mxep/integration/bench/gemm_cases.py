@@ -114,15 +114,14 @@ def dense_product(product: str, rows: bool, p: Problem) -> Call:
 
 def mxep_product(product: str, backend: Backend, p: Problem) -> Call:
     """Of operands as the backend wants them: on Hopper folded."""
-    recipe, w = Recipe.mxfp8(), backend.quantize_weight(p.w, Recipe.mxfp8())
+    recipe = Recipe.mxfp8()
     how: dict[str, Any] = {"offs": p.offs, "out_dtype": torch.bfloat16}
     a = backend.quantize_rows(p.a, recipe.fmt, recipe)
     if product == "forward":
-        return functools.partial(backend.forward, a, w.rowwise, bias=None, **how)
+        return functools.partial(backend.forward, a, backend.quantize_weight_rowwise(p.w, recipe)[0], bias=None, **how)
     dy = backend.quantize_rows(p.dy, recipe.grad_fmt, recipe)
     if product == "dgrad":
-        assert w.colwise is not None
-        return functools.partial(backend.dgrad, dy, w.colwise, **how)
+        return functools.partial(backend.dgrad, dy, backend.quantize_weight_colwise(p.w, recipe), **how)
     operands = backend.prepare_wgrad(dy, a, p.offs, recipe)
     return functools.partial(backend.wgrad, operands, **how)
 
@@ -157,12 +156,20 @@ def torchao_product(device: torch.device) -> Callable[..., Tensor]:
 
 
 def prequantized_step(backend: Backend, p: Problem) -> Call:
-    """a and dy arrive as MXTensors; weights are quantized before, as those of further micro-batches are."""
+    """a and dy arrive as MXTensors; weights are quantized before, as those of further micro-batches are.
+
+    `quantize_weights_once` would quantize them again in each replay of the timer's graph: so the backend has them.
+    """
     recipe = Recipe.mxfp8()
-    weight = backend.quantize_weight(p.w, recipe)
+    rowwise, colwise = backend.quantize_weight_rowwise(p.w, recipe)[0], backend.quantize_weight_colwise(p.w, recipe)
+    methods = {
+        "quantize_weight_rowwise": lambda *_, **__: (rowwise, None),
+        "quantize_weight_colwise": lambda *_: colwise,
+    }
+    prequantized: Any = type("Prequantized", (type(backend),), methods)()
 
     def product(a: Tensor, w: Tensor) -> Tensor:
-        return grouped_mm(a, w, p.offs, recipe=recipe, backend=backend, quantized_weight=weight)
+        return grouped_mm(a, w, p.offs, recipe=recipe, backend=prequantized)
 
     return _step(product, replace(p, a=recipe.quantize_rows(p.a), dy=recipe.quantize_rows(p.dy, recipe.grad_fmt)))
 

@@ -13,7 +13,7 @@ import importlib.metadata
 
 import mxep.gemm.flops  # noqa: F401  torch's counter learns of the ops
 from mxep.gemm.auto import auto_recipe
-from mxep.gemm.backends import BACKENDS, Backend, QuantizedWeight, quantize_weight
+from mxep.gemm.backends import BACKENDS, Backend
 from mxep.gemm.convert import convert, converted, revert
 from mxep.gemm.convert_join import join_linears
 from mxep.gemm.convert_mode import Converted
@@ -39,7 +39,6 @@ __all__ = [
     "FoldReport",
     "Linear",
     "QuantizedOnce",
-    "QuantizedWeight",
     "Recipe",
     "auto_recipe",
     "convert",
@@ -51,7 +50,6 @@ __all__ = [
     "linear",
     "linear_together",
     "quantize_input",
-    "quantize_weight",
     "quantize_weights_once",
     "quantize_weights_once_a_step",
     "revert",

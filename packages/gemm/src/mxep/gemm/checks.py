@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import QuantizedWeight
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
 
@@ -95,8 +94,8 @@ def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: 
     floats = _floats(recipe)
     if isinstance(w, MXTensor) or w.dtype not in floats:
         raise ValueError(
-            f"{name}: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it, or it comes "
-            "quantized beside that (quantized_weight)"
+            f"{name}: got {_describe(w)}, want one of {floats}, unquantized: the recipe quantizes it, once "
+            "for several calls within quantize_weights_once()"
         )
     if main_grad is not None and (main_grad.shape != w.shape or main_grad.dtype != torch.float32):
         got = f"{main_grad.dtype} {tuple(main_grad.shape)}"
@@ -109,23 +108,6 @@ def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: 
             raise ValueError(
                 f"{axis}: got {size}, want a multiple of {recipe.group_alignment} for recipe {recipe.name}: pad it or "
                 "use recipe bf16"
-            )
-
-
-def check_quantized_weight(quantized: QuantizedWeight, w: Tensor, recipe: Recipe) -> None:
-    """What a caller says w (G, N, K) is, quantized by the recipe."""
-    for name, x in (("rowwise", quantized.rowwise), ("colwise", quantized.colwise)):
-        if x is None:
-            continue
-        if x.shape != w.shape or x.device != w.device:
-            got = f"{tuple(x.shape)} on {x.device}"
-            raise ValueError(f"quantized_weight.{name}: got {got}, want {tuple(w.shape)} on {w.device}, as w")
-        if isinstance(x, MXTensor) != (recipe.scaling != "none") or (
-            isinstance(x, MXTensor) and x.format != recipe.fmt
-        ):
-            raise ValueError(
-                f"quantized_weight.{name}: got {_describe(x)}, want what recipe {recipe.name} makes of w: "
-                "quantize_weight(w, recipe)"
             )
 
 

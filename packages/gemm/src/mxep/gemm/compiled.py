@@ -62,7 +62,7 @@ def _forward(
     how = Recipe.named(recipe), select(backend, a.device)
     with torch.no_grad():
         ws = _grouped(ws)
-        out, rows, w, amax = steps.run_forward(a, ws, None, bias, offs, *how, out_dtype, (needs[0], needs[1]))
+        out, rows, w, amax = steps.run_forward(a, ws, bias, offs, *how, out_dtype, (needs[0], needs[1]))
         saved = [*_parts(rows), *(_parts(w[0]) if needs[0] else (None, None)), amax if needs[0] else None]
         if is_held(weight_of(ws), how[0]):  # an output is the graph's to write over
             saved[2:] = [x if x is None else x.clone() for x in saved[2:]]

@@ -6,8 +6,7 @@
     out = a w^T, w quantized along K          da = dy w, w quantized along N
       saved for backward: the qdata of a      dw = dy^T a, both from their qdata (wgrad "mx")
 
-A weight is saved as it is, not its qdata along N: these are made in backward, unless they are given or held by
-`quantize_weights_once`.
+A weight is saved as it is, not its qdata along N: backward makes these, unless `quantize_weights_once` holds them.
 What backward keeps of `a` are qdata and scales, 1/2 of the bytes of bf16; only wgrad "bf16" keeps a plain `a`.
 An MXTensor is kept by reference: bytes borrowed from a receive slot must be copied by whoever lends them.
 
@@ -25,8 +24,8 @@ from torch.autograd.function import once_differentiable
 import mxep.gemm.compiled as compiled
 import mxep.gemm.steps as steps
 from mxep.gemm.anomaly import for_anomaly_mode
-from mxep.gemm.backends import Backend, QuantizedWeight, select
-from mxep.gemm.checks import check_operands, check_quantized_weight, check_tensors
+from mxep.gemm.backends import Backend, select
+from mxep.gemm.checks import check_operands, check_tensors
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
@@ -44,7 +43,6 @@ def grouped_mm(
     backend: str | Backend = "auto",
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    quantized_weight: QuantizedWeight | None = None,
     main_grad: Tensor | None = None,
     wgrad_scale: float = 1.0,
     watched: Watched | None = None,
@@ -53,14 +51,13 @@ def grouped_mm(
 
     a: (M, K) bf16 or fp32, or an MXTensor with the recipe's blocks along K (row_index or not, strided rows or not).
         Recipe "bf16" also takes fp64, on backend "reference".
-    w: (G, N, K) bf16 or fp32. Its gradient has its dtype; an empty group's is zero.
+    w: (G, N, K) bf16 or fp32. Its gradient has its dtype; an empty group's is zero. It is quantized at each call,
+        along K in forward and along N in backward, or once within `quantize_weights_once`.
     offs: (G,) int32, inclusive cumulative group sizes, each a multiple of recipe.group_alignment. Rows at or past
         offs[-1] are not read; in the result, and in the gradient of a, they are unspecified.
     recipe: a Recipe or its name. backend: "auto", a name of `mxep.gemm.backends.BACKENDS`, or a Backend.
     bias: (G, N) or None. Its gradient sums the gradient as it arrives, unquantized if that is plain.
     out_dtype: bf16 or fp32, default a.dtype (of an MXTensor: its outer dtype), which the gradient of a has too.
-    quantized_weight: w as `quantize_weight(w, recipe)` or, best, `backend.quantize_weight` gave it. Without one it is
-        quantized at each call, or once within `quantize_weights_once`; without its colwise that is, in backward.
     main_grad: (G, N, K) fp32. Backward adds the gradient of w into it and returns none: w.grad stays. One that does not
         ask for that gradient, as torch.autograd.grad(out, a), adds nothing, but under compiled autograd, where each
         backward computes all gradients. Products of unquantized operands come rounded to bf16 but from backend
@@ -78,17 +75,14 @@ def grouped_mm(
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     check_tensors(a=a, w=w)
     if torch.compiler.is_compiling() and isinstance(a, MXTensor) and a.requires_grad:
-        options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "quantized_weight": quantized_weight}
+        options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype}
         options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale, "watched": watched}
         return between_graphs(grouped_mm, a, w, offs, recipe=recipe, backend=backend, **options)
     out_dtype = out_dtype or a.dtype
     check_operands(a, w, offs, recipe=recipe, bias=bias, out_dtype=out_dtype, main_grad=main_grad)
     offs = offs.contiguous()  # torch's kernels, too, read it as packed
     chosen = select(backend, a.device)
-    if quantized_weight is not None:
-        check_quantized_weight(quantized_weight, w, recipe)
-    how = quantized_weight, recipe, chosen, out_dtype, main_grad, wgrad_scale
-    out: Tensor = multiply(a, w, bias, offs, *how, watched=watched)
+    out: Tensor = multiply(a, w, bias, offs, recipe, chosen, out_dtype, main_grad, wgrad_scale, watched=watched)
     return out
 
 
@@ -97,7 +91,6 @@ def multiply(
     w: Tensor,
     bias: Tensor | None,
     offs: Tensor | None,
-    quantized_weight: QuantizedWeight | None,
     recipe: Recipe,
     backend: Backend,
     out_dtype: torch.dtype,
@@ -112,14 +105,14 @@ def multiply(
     more: further weights, then their main_grads. They are one weight, w's rows first, as bias is for all of them. Then
     what is returned are the results of each, views of one.
     """
-    given: Any = watched, quantized_weight, main_grad, *more[len(more) // 2 :]
+    given: Any = watched, main_grad, *more[len(more) // 2 :]
     plain = torch.compiler.is_compiling() and all(x is None for x in given)
     if plain and compiled.is_known_by_name(a, recipe, backend):
         ws: Any = w, *more[: len(more) // 2]
         return compiled.product(a, ws, bias, offs, recipe, backend, out_dtype, wgrad_scale)
     if offs is None:
         w, main_grad, *more = (x if x is None else x.unsqueeze(0) for x in (w, main_grad, *more))  # type: ignore[assignment]
-    how = quantized_weight, recipe, backend, out_dtype, main_grad, wgrad_scale, watched
+    how = recipe, backend, out_dtype, main_grad, wgrad_scale, watched
     return _GroupedMM.apply(a, w, bias, offs, *how, *more)  # type: ignore[no-untyped-call]
 
 
@@ -136,11 +129,11 @@ def between_graphs(function: Callable[..., _T], *tensors: Any, **options: Any) -
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:  # by name, and *more, torch.compile would miscount those of two weights
-        a, w, bias, offs, weight, recipe, backend, out_dtype, main_grad, wgrad_scale, watched, *more = given
+        a, w, bias, offs, recipe, backend, out_dtype, main_grad, wgrad_scale, watched, *more = given
         ws: Any = (w, *more[: len(more) // 2])
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[i] for i in _places(len(ws)))
         how = recipe, backend, out_dtype, needs
-        out, a_saved, (first, *others), amax = steps.run_forward(a, ws, weight, bias, offs, *how)
+        out, a_saved, (first, *others), amax = steps.run_forward(a, ws, bias, offs, *how)
         a_parts, ctx.a_rest = taken_apart(a_saved)
         w_parts, ctx.w_rest = taken_apart(first if needs[0] else None)
         ctx.save_for_backward(offs, *a_parts, *w_parts, amax, *(others if needs[0] else ()))
@@ -195,15 +188,15 @@ class _GroupedMM(torch.autograd.Function):
         dbias = steps.joined_sums(dys, offs).to(bias_dtype) if need_bias else None
         da = for_anomaly_mode(da, offs)
         if len(widths) == 1:
-            return da, dw, dbias, *[None] * 8
+            return da, dw, dbias, *[None] * 7
         dws = [None] * len(widths) if dw is None else dw.split(widths, 1)
         dw, *others = (x if need and held is None else None for x, need, held in zip(dws, needs, ctx.main_grads))
-        return da, dw, dbias, *[None] * 8, *others, *[None] * len(others)
+        return da, dw, dbias, *[None] * 7, *others, *[None] * len(others)
 
 
 def _places(weights: int) -> tuple[int, ...]:
     """Of weights among the arguments of `_GroupedMM`."""
-    return (1, *range(11, 10 + weights))
+    return (1, *range(10, 9 + weights))
 
 
 _Rest = tuple[int | tuple[int, int], int, torch.dtype] | None
@@ -215,8 +208,7 @@ def taken_apart(x: Any) -> tuple[_Parts, _Rest]:
     copy into plain tensors, and get values of an MXTensor."""
     if not isinstance(x, MXTensor | MXParts):
         return (x, None, None), None
-    parts = (x.qdata, x.scale) if x.axis != -2 else (x.qdata.mT, x.scale.mT)  # as they lie, which copies lose
-    return (*parts, x.row_index), (x.axis, x.block_size, x.dtype)
+    return (x.qdata, x.scale, x.row_index), (x.axis, x.block_size, x.dtype)
 
 
 def joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
@@ -229,5 +221,4 @@ def _joined(parts: Sequence[Tensor | None], rest: _Rest) -> Any:
     qdata, scale, row_index = parts
     if rest is None or qdata is None or scale is None:
         return qdata
-    qdata, scale = (qdata, scale) if rest[0] != -2 else (qdata.mT, scale.mT)
     return MXParts(qdata, scale, row_index, *rest)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from mxep.gemm.auto import recipe_for, recipe_name, recipe_of
-from mxep.gemm.backends import Backend, QuantizedWeight, select
-from mxep.gemm.checks import check_linear, check_plain, check_quantized_weight, check_tensors
+from mxep.gemm.backends import Backend, select
+from mxep.gemm.checks import check_linear, check_plain, check_tensors
 from mxep.gemm.functional import between_graphs, multiply
 from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor
@@ -35,7 +35,6 @@ def linear(
     recipe: Recipe | str,
     backend: str | Backend = "auto",
     out_dtype: torch.dtype | None = None,
-    quantized_weight: QuantizedWeight | None = None,
     main_grad: Tensor | None = None,
     wgrad_scale: float = 1.0,
 ) -> Tensor:
@@ -43,9 +42,8 @@ def linear(
 
     x: (..., K) bf16 or fp32, or an MXTensor with the recipe's blocks along K or from `quantize_input`, which several
         products may share. Any number of leading axes, and of rows. Recipe "bf16" also takes fp64, on "reference".
-    w: (N, K) bf16 or fp32. bias: (N,) or None. Gradients have their dtypes.
+    w: (N, K) bf16 or fp32, quantized as for `grouped_mm`. bias: (N,) or None. Gradients have their dtypes.
     out_dtype: bf16 or fp32, default x.dtype, or within torch.autocast its dtype. The gradient of x has x.dtype.
-    quantized_weight: w as `quantize_weight(w, recipe)` or, best, `backend.quantize_weight` gave it.
     recipe: a Recipe, its name, or "auto": `auto_recipe` of this product's rows, K and N, with a plain x.
     backend, main_grad (N, K) fp32, wgrad_scale, gradients as MXTensors, and torch.compile: as for `grouped_mm`.
 
@@ -55,7 +53,7 @@ def linear(
     """
     check_tensors(x=x, w=w)
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype}
-    options |= {"quantized_weight": quantized_weight, "main_grad": main_grad, "wgrad_scale": wgrad_scale}
+    options |= {"main_grad": main_grad, "wgrad_scale": wgrad_scale}
     if torch.is_autocast_enabled(x.device.type):
         options["out_dtype"] = out_dtype or torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
@@ -73,15 +71,12 @@ def linear(
     rowwise = chosen.wants_rowwise
     check_linear(x, w, bias, recipe=recipe, out_dtype=out_dtype, main_grad=main_grad, rowwise=rowwise)
     plain = recipe.scaling == "none" and not isinstance(x, MXTensor) and x.dtype == w.dtype == out_dtype
-    asks_nothing = quantized_weight is None and main_grad is None and wgrad_scale == 1
+    asks_nothing = main_grad is None and wgrad_scale == 1
     if plain and asks_nothing and x.dtype == torch.bfloat16 and chosen.bf16_is_torchs:
         return nn.functional.linear(x, w, bias)  # the same products, for a third of what they cost the host here
-    weight = None if quantized_weight is None else _one_group(quantized_weight)
-    if weight is not None:
-        check_quantized_weight(weight, w.unsqueeze(0), recipe)
     rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     bias = None if bias is None else bias.unsqueeze(0)
-    out: Tensor = multiply(rows, w, bias, None, weight, recipe, chosen, out_dtype, main_grad, wgrad_scale)
+    out: Tensor = multiply(rows, w, bias, None, recipe, chosen, out_dtype, main_grad, wgrad_scale)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], w.shape[0])
 
 
@@ -179,16 +174,3 @@ def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe | str, backend: 
     """What an nn.Linear computes, by a recipe."""
     main_grad = getattr(module.weight, "main_grad", None)
     return linear(x, module.weight, module.bias, recipe=recipe, backend=backend, main_grad=main_grad)
-
-
-def _one_group(weight: QuantizedWeight) -> QuantizedWeight:
-    """w (N, K), quantized -> (1, N, K)."""
-
-    def stacked(x: Tensor | None) -> Tensor | None:
-        if isinstance(x, MXTensor):
-            return x.with_parts(x.qdata.unsqueeze(0), x.scale.unsqueeze(0))
-        return None if x is None else x.unsqueeze(0)
-
-    rowwise = stacked(weight.rowwise)
-    assert rowwise is not None
-    return QuantizedWeight(rowwise, rowwise if weight.colwise is weight.rowwise else stacked(weight.colwise))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.gemm.backends.base import Backend, QuantizedWeight
+from mxep.gemm.backends.base import Backend
 from mxep.gemm.quantize_once import SavedWeight, is_held, rowwise_and_saved
 from mxep.gemm.recipe import Recipe
 from mxep.gemm.several import tensors_of, weight_of
@@ -122,7 +122,6 @@ def joined_sums(dys: Sequence[Tensor], offs: Tensor | None) -> Tensor:
 def run_forward(
     a: Any,
     ws: Sequence[Tensor],
-    weight: QuantizedWeight | None,
     bias: Tensor | None,
     offs: Tensor | None,
     recipe: Recipe,
@@ -130,15 +129,13 @@ def run_forward(
     out_dtype: torch.dtype,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Any, tuple[Any, ...], Tensor | None]:
-    """`forward`, with the weight that is given or held, if one is: out, a for wgrad, w for dgrad, its amax."""
-    found, saved = ws if weight is None else (weight.rowwise,), None
-    if weight is None and is_held(whole := weight_of(ws), recipe):
+    """`forward`, with what is held of the weight, if anything is: out, a for wgrad, w for dgrad, its amax."""
+    found, saved = ws, None
+    if is_held(whole := weight_of(ws), recipe):
         rowwise, saved = rowwise_and_saved(whole, recipe, backend, dgrad=needs[0])
         found = (rowwise,)
     tensors = [parts_of(a), bias, offs, *map(parts_of, found)]
     out, kept, blocks, amax = forward(tensors, recipe, backend, out_dtype, needs)
-    if weight is not None:
-        return out, kept, (ws[0] if weight.colwise is None else weight.colwise,), amax
     if saved is not None:
         return out, kept, tensors_of(saved.weight), saved.amax
     return out, kept, tuple(ws) if blocks is None else (blocks,), amax

@@ -90,8 +90,6 @@ def sharded_linear(
         )
     if bias is not None and not isinstance(bias, DTensor):
         raise ValueError(f"bias: got a {type(bias).__name__}, want a DTensor as w is")
-    if options["quantized_weight"] is not None:
-        raise ValueError("quantized_weight: got one for a DTensor, want none: use quantize_weights_once()")
     if w.dim() != 2 or not x.dim() or x.shape[-1] != w.shape[1]:
         raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (..., K) and w (N, K)")
     weight = w.placements[0]

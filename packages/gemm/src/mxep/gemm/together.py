@@ -75,7 +75,7 @@ def linear_together(
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     (first, *more), (held, *more_held) = weights, main_grads
     bias = _joined_bias(weights, biases)
-    outs = multiply(rows, first, bias, None, None, recipe, chosen, out_dtype, held, 1.0, *more, *more_held)
+    outs = multiply(rows, first, bias, None, recipe, chosen, out_dtype, held, 1.0, *more, *more_held)
     outs = outs if more else (outs,)
     return outs if x.dim() == 2 else tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
 

@@ -3,7 +3,6 @@
     quantize_rows     x (..., N, K) -> qdata (..., N, K), scale (..., N, K/block_size)      blocks along rows
     quantize_joined_rows   one scale a row, of two or three x side by side
     quantize_columns  x (..., N, K) -> qdata (..., K, N), scale (..., N/block_size, K)      along columns, transposed
-    quantize_both     both of one read, the scale of rows transposed: (..., K/block_size, N)
     quantize_per_row     one scale a row, and the amax of each column, which makes the scale of
     quantize_per_column  one scale a column
     quantize_2d       x (..., N, K) -> qdata (..., N, K), scale (..., N/block_size, K/block_size)    square blocks
@@ -17,8 +16,8 @@ round to nearest even; -0 keeps its sign. A block with NaN or Inf has scale 255 
 Example, E4M3, RCEIL, a block of 480 and 31 zeros: scale 128, so 480 * 2**-1 = 240, 0x77.
 
 Ops return what a kernel writes: contiguous tensors. qdata have the blocked axis last, `MXTensor` transposes them back.
-Scales of columns, and of rows beside columns, lie so that a tile's are neighbours: a byte for each of many lines of
-memory costs an H200 as much as the 128 qdata of each (columns 0.94 -> 0.96 of copy speed, both 0.80 -> 0.91).
+Scales of columns lie so that a tile's are neighbours: a byte for each of many lines of memory costs an H200 as much as
+the 128 qdata of each (0.94 -> 0.96 of copy speed).
 """
 
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from mxep.quant.formats import SCALE_DTYPE, ScaleMode, format_of
 from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
 from mxep.quant.shapes import (
     empty_2d,
-    empty_both,
     empty_columns,
     empty_picked,
     empty_rows,
@@ -95,19 +93,6 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
     blocks = torch.unflatten(x.float().contiguous(), -2, (x.shape[-2] // block_size, block_size))
     qdata, scale = encode(blocks, (-2,), dtype, mode)
     return qdata.view(x.shape).mT.contiguous(), scale.squeeze(-2).view(SCALE_DTYPE)
-
-
-@op(
-    "mxep::quantize_both",
-    fake=lambda x, dtype, mode, block_size: empty_both(x, dtype, block_size),
-    launcher="mxep.quant.kernels.columns:quantize_both",
-)
-def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (..., N, K) -> qdata of quantize_rows, their scale transposed, what quantize_columns gives."""
-    x = x.float().contiguous()
-    qdata, scale = quantize_rows.reference(x, dtype, mode, block_size)
-    transposed = scale.view(torch.uint8).mT.contiguous().view(SCALE_DTYPE)
-    return qdata, transposed, *quantize_columns.reference(x, dtype, mode, block_size)
 
 
 @op(

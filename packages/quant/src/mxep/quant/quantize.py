@@ -1,7 +1,6 @@
 """Quantization as users call it: plain tensor in, MXTensor out, gradients straight through.
 
     quantize            x -> blocks along rows, along columns, or square 2-D blocks
-    quantize_both       x -> blocks along rows and blocks along columns, of fewer reads
     quantize_joined     several x -> one scale a row of all side by side
     quantize_with_amax  x, or several, one's rows below another's -> one scale a row, and what makes one scale a column
                         cheaper, later: quantize_columns_of_amax
@@ -56,34 +55,6 @@ def quantize(
     if transposed:
         qdata, scale = qdata.mT, scale.mT
     return wrap(x, qdata, scale, None, axis, block_size, x.dtype)
-
-
-def quantize_both(
-    x: Tensor, *, fmt: MXFormat | str = E4M3, mode: ScaleMode | str = ScaleMode.RCEIL, block_size: int | None = BLOCK
-) -> tuple[MXTensor, MXTensor]:
-    """`quantize(x, axis=-1, block_size=...), quantize(x, axis=-2, block_size=...)`, bit for bit, of fewer reads.
-
-    x: (..., N, K). block_size: 32, N and K multiples of it: one read; None: a scale for each row and each column: two.
-    The gradients of both results add up. ValueError as for `quantize`, and for other block sizes.
-    """
-    check_values("quantize_both", x)
-    check_axis(BLOCKS_2D, x)
-    how = check_format(fmt), check_mode(mode)
-    source, transposed = _as_stored(x)
-    if block_size is None:
-        n, k = check_block(None, -2, x), check_block(None, -1, x)
-        rows, row_scale, amax = ops.quantize_per_row(source, None, None, *how)
-        columns, column_scale = ops.quantize_per_column(source, None, None, amax, *how)
-    elif block_size == BLOCK:
-        n = k = check_block(block_size, BLOCKS_2D, x)
-        rows, row_scale, columns, column_scale = ops.quantize_both(source, *how, block_size)
-        row_scale = row_scale.mT
-    else:
-        raise ValueError(f"quantize_both: got block {block_size}, want {BLOCK} or None: call quantize for each axis")
-    by_row, by_column = (rows, row_scale), (columns.mT, column_scale)
-    if transposed:
-        by_row, by_column = (columns, column_scale.mT), (rows.mT, row_scale.mT)
-    return wrap(x, *by_row, None, -1, k, x.dtype), wrap(x, *by_column, None, -2, n, x.dtype)
 
 
 def quantize_joined(

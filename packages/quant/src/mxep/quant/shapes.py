@@ -90,13 +90,6 @@ def empty_2d(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Te
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(scale_shape, dtype=SCALE_DTYPE)
 
 
-def empty_both(x: Tensor, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`empty_rows`, the scale transposed, and `empty_columns`."""
-    *rest, n, k = x.shape
-    scale = x.new_empty((*rest, k // block_size, n), dtype=SCALE_DTYPE)
-    return x.new_empty(x.shape, dtype=dtype), scale, *empty_columns(x, dtype, block_size)
-
-
 def empty_swiglu(
     gate_up: Tensor, dtype: torch.dtype, mode: str | None, block_size: int, folded: bool
 ) -> tuple[Tensor, Tensor]:

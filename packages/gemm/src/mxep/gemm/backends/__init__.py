@@ -13,18 +13,15 @@ from collections.abc import Mapping
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from mxep.gemm.backends.base import Backend, QuantizedWeight
+from mxep.gemm.backends.base import Backend
 from mxep.gemm.backends.blackwell import Blackwell
 from mxep.gemm.backends.dequant import Dequant
 from mxep.gemm.backends.hopper import Hopper
 from mxep.gemm.backends.reference import Reference
 from mxep.gemm.backends.triton import Triton
-from mxep.gemm.recipe import Recipe
-from mxep.quant import quantize_both
 
-__all__ = ["AUTO", "BACKENDS", "Backend", "Hopper", "QuantizedWeight", "quantize_weight", "select"]
+__all__ = ["AUTO", "BACKENDS", "Backend", "Hopper", "select"]
 
 
 BACKENDS: Final[Mapping[str, Backend]] = {
@@ -51,17 +48,6 @@ def select(backend: str | Backend, device: torch.device) -> Backend:
     if (reason := backend.unsupported_reason(device)) is not None:
         raise RuntimeError(f"backend {backend.name!r} cannot run on {device}: {reason}")
     return backend
-
-
-def quantize_weight(w: Tensor, recipe: Recipe, *, colwise: bool = True) -> QuantizedWeight:
-    """Quantize w (G, N, K) bf16 or fp32 by the recipe, along K and, with `colwise`, along N in the same read.
-
-    How long quantized weights live is the caller's business: see `mxep.gemm.quantize_once`. No gradient.
-    """
-    if colwise and recipe.scaling != "none" and recipe.weight_block == "1x32":
-        both = quantize_both(w.detach(), fmt=recipe.fmt, mode=recipe.mode, block_size=recipe.block_size)
-        return QuantizedWeight(*both)
-    return BACKENDS["reference"].quantize_weight(w, recipe, colwise=colwise)
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """What a backend is: three products over ragged groups of rows, and how it wants their operands quantized."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +10,6 @@ from mxep.gemm.recipe import Recipe
 from mxep.quant import (
     Axis,
     MXFormat,
-    MXTensor,
     quantize,
     quantize_columns_of_amax,
     quantize_joined,
@@ -24,24 +22,6 @@ class AlongTokens(NamedTuple):
 
     dy: Tensor
     a: Tensor
-
-
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """A weight (G, N, K) as the products want it: MXTensors, or the weight itself where the recipe quantizes nothing.
-
-    rowwise: blocked along K, for the forward. colwise: blocked along N, for dgrad; None if nobody asked for it.
-    With 32x32 blocks both are the same tensor.
-    """
-
-    rowwise: Tensor
-    colwise: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of qdata and scales."""
-        found = {id(mx): mx for mx in (self.rowwise, self.colwise) if isinstance(mx, MXTensor)}
-        return sum(mx.qdata.nbytes + mx.scale.nbytes for mx in found.values())
 
 
 class Backend(Protocol):
@@ -114,13 +94,6 @@ class Backend(Protocol):
         if amax is not None:
             return quantize_columns_of_amax(w, amax, fmt=fmt, mode=mode)
         return quantize(w, fmt=fmt, mode=mode, axis=-2, block_size=None)
-
-    def quantize_weight(self, w: Tensor, recipe: Recipe, *, colwise: bool = True) -> QuantizedWeight:
-        """w (G, N, K) as forward and, with `colwise`, dgrad want it: for `quantized_weight` of `grouped_mm`."""
-        rowwise, amax = self.quantize_weight_rowwise(w, recipe, with_amax=colwise)
-        if isinstance(rowwise, MXTensor) and rowwise.axis == (-2, -1):  # serves both ways
-            return QuantizedWeight(rowwise, rowwise)
-        return QuantizedWeight(rowwise, self.quantize_weight_colwise(w, recipe, amax) if colwise else None)
 
     def forward(
         self, a: Tensor, w: Tensor, offs: Tensor | None, *, bias: Tensor | None, out_dtype: torch.dtype

@@ -1,8 +1,7 @@
-"""Quantize along columns, transposed on the way, alone or with rows of the same read.
+"""Quantize along columns, transposed on the way.
 
     x (N, K)                                    a program takes a tile of BLOCK_M rows x BLOCK_N columns
       | amax of BLOCK_SIZE rows a column        -> qdata (K, N), scale (N / BLOCK_SIZE, K)
-      | amax of BLOCK_SIZE columns a row        -> qdata (N, K), scale (K / BLOCK_SIZE, N)
 
 Values are read once, as a tuple of packed rows: see `tile`. Leading axes are a batch. A column whose block is longer
 than a tile takes two kernels: amax first, then the qdata.
@@ -13,16 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxep.quant.device import abs_bits, as_bytes, on_hopper, reciprocal, scale_of_amax
-from mxep.quant.kernels.rows import quantize_rows
-from mxep.quant.kernels.tile import (
-    load_tile,
-    program_tile,
-    quantize_tile_columns,
-    quantize_tile_rows,
-    store_transposed,
-)
-from mxep.quant.shapes import empty_both, empty_columns
+from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
+from mxep.quant.kernels.tile import load_tile, program_tile, quantize_tile_columns, store_transposed
+from mxep.quant.shapes import empty_columns
 from mxep.runtime.launch import cdiv, launch
 
 TILE = (256, 64)
@@ -32,10 +24,10 @@ NUM_WARPS = 8
 
 @triton.jit
 def quantize_tile_kernel(
-    x_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, N, K,
+    x_ptr, qdata_ptr, scale_ptr, N, K,
     MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x (batch, N, K) -> along columns, and along rows too unless rows_ptr is None."""
+    """x (batch, N, K) -> qdata (batch, K, N), scale (batch, N / BLOCK_SIZE, K)."""
     PACK: tl.constexpr = 8
     batch, row_tile, column_tile = program_tile(tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), False)
     row0 = (row_tile * BLOCK_M).to(tl.int64)
@@ -46,13 +38,9 @@ def quantize_tile_kernel(
     column = tl.arange(0, BLOCK_N)[None, :]
     first = batch * N * K
     tile = load_tile(x_ptr + first + row0 * K + column0, row, column, K, rows_left, columns_left, PACK)
-    if rows_ptr is not None:
-        rows_ptr += first + row0 * K + column0
-        rows_scale_ptr += (batch * (K // BLOCK_SIZE) + column0 // BLOCK_SIZE) * N + row0
-        quantize_tile_rows(tile, row, rows_ptr, rows_scale_ptr, K, N, rows_left, columns_left, MODE, BLOCK_SIZE)
-    columns_ptr += first + column0.to(tl.int64) * N + row0
-    columns_scale_ptr += (batch * N + row0) // BLOCK_SIZE * K + column0
-    quantize_tile_columns(tile, columns_ptr, columns_scale_ptr, N, K, rows_left, columns_left, MODE, BLOCK_SIZE)
+    qdata_ptr += first + column0.to(tl.int64) * N + row0
+    scale_ptr += (batch * N + row0) // BLOCK_SIZE * K + column0
+    quantize_tile_columns(tile, qdata_ptr, scale_ptr, N, K, rows_left, columns_left, MODE, BLOCK_SIZE)
 
 
 @triton.jit
@@ -105,10 +93,15 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) 
     qdata, scale = empty_columns(x, dtype, block_size)
     if not x.numel():
         return qdata, scale
-    if _fits_a_tile(block_size):
-        _quantize_tiles(x, None, None, qdata, scale, mode, block_size)
+    n, k = x.shape[-2:]
+    if 16 <= block_size <= min(TILE) and block_size & (block_size - 1) == 0:  # blocks fill a tile
+        block_m, block_n = TILE
+        grid = (x.numel() // (n * k) * cdiv(n, block_m) * cdiv(k, block_n),)
+        launch(quantize_tile_kernel, grid,
+            x, qdata, as_bytes(scale), n, k, MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
         return qdata, scale
-    k = x.shape[-1]
     bits = torch.zeros((x.numel() // (block_size * k), k), dtype=torch.int32, device=x.device)
     column_amax(x, bits, block_size)
     quantize_long_columns(x, bits, qdata, scale, mode, block_size)
@@ -137,40 +130,4 @@ def quantize_long_columns(x: Tensor, bits: Tensor, qdata: Tensor, scale: Tensor,
     launch(quantize_long_columns_kernel, grid,
         x, bits, qdata, as_bytes(scale), block_size, n, k, None if width == n else width, MODE=mode,
         PACK=8 if packed else 1, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
-    )  # fmt: skip
-
-
-def quantize_both(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mxep::quantize_both."""
-    if not _fits_a_tile(block_size):
-        qdata, scale = quantize_rows(x, dtype, mode, block_size)
-        return qdata, scale.mT.contiguous(), *quantize_columns(x, dtype, mode, block_size)
-    x = x.contiguous()
-    results = empty_both(x, dtype, block_size)
-    if x.numel():
-        max_registers = on_hopper(maxnreg=80).get("maxnreg") if x.element_size() == 2 else None  # fp32 would spill
-        _quantize_tiles(x, *results, mode, block_size, max_registers)
-    return results
-
-
-def _fits_a_tile(block_size: int) -> bool:
-    return 16 <= block_size <= min(TILE) and block_size & (block_size - 1) == 0
-
-
-def _quantize_tiles(
-    x: Tensor,
-    qdata: Tensor | None,
-    scale: Tensor | None,
-    transposed: Tensor,
-    transposed_scale: Tensor,
-    mode: str,
-    block_size: int,
-    max_registers: int | None = None,
-) -> None:
-    n, k = x.shape[-2:]
-    block_m, block_n = TILE
-    grid = (x.numel() // (n * k) * cdiv(n, block_m) * cdiv(k, block_n),)
-    launch(quantize_tile_kernel, grid,
-        x, qdata, None if scale is None else as_bytes(scale), transposed, as_bytes(transposed_scale), n, k,
-        MODE=mode, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS, maxnreg=max_registers,
     )  # fmt: skip

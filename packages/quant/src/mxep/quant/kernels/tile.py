@@ -1,4 +1,4 @@
-"""Device functions for a tile of values: loaded, quantized along its columns or its rows, stored transposed.
+"""Device functions for a tile of values: loaded, quantized along its columns, stored transposed.
 
 A thread holds PACK = 8 rows that follow one another, as a tuple of 8 tensors (BLOCK_M / 8, BLOCK_N), so that the qdata
 of a column become two 32-bit words in its registers before the tile is transposed through shared memory. That takes a
@@ -10,7 +10,7 @@ quarter of the accesses and of the instructions that single bytes take.
 
 Where rows are no multiple of 8 the tuple has one tensor (BLOCK_M, BLOCK_N), stored byte by byte.
 
-Measured on an H200 (65536 x 7168, Triton 3.6, share of the copy's 4.26 TB/s): columns 0.96, both 0.91, requantize 0.86.
+Measured on an H200 (65536 x 7168, Triton 3.6, share of the copy's 4.26 TB/s): columns 0.96, requantize 0.86.
 What limits them is not DRAM but requests to L2, half of which cross the fabric between its two partitions (87% busy):
 hence tiles with lines of 128 bytes, and scales stored along the tile. A register cap where it does not spill buys
 another program an SM. Persistent programs that prefetch (cp.async) were slower: registers. Eviction hints did nothing.
@@ -71,36 +71,6 @@ def quantize_tile_columns(
 
 
 @triton.jit
-def quantize_tile_rows(
-    tile, row, qdata_ptr, scale_ptr, stride, block_stride, rows_left, columns_left, MODE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Quantize tile (tuple of (packs, BLOCK_N)) in blocks of BLOCK_SIZE columns.
-
-    Row r goes to qdata_ptr + r * stride, the scale of its block b to scale_ptr + r + b * block_stride.
-    row (packs, 1): the first row of each pack.
-    """
-    PACKS: tl.constexpr = tile[0].shape[0]
-    BLOCK_N: tl.constexpr = tile[0].shape[1]
-    NUM_BLOCKS: tl.constexpr = BLOCK_N // BLOCK_SIZE
-    dtype: tl.constexpr = qdata_ptr.dtype.element_ty
-    column = tl.arange(0, BLOCK_N)[None, :]
-    mask = (row < rows_left) & (column < columns_left)
-    scales = ()
-    for i in tl.static_range(len(tile)):
-        x = tl.reshape(tile[i].to(tl.float32), (PACKS, NUM_BLOCKS, BLOCK_SIZE))
-        scale = scale_of_amax(tl.max(abs_bits(x), axis=2), MODE, dtype)
-        qdata = tl.reshape((x * reciprocal(scale)[:, :, None]).to(dtype), (PACKS, BLOCK_N))
-        tl.store(qdata_ptr + (row + i).to(tl.int64) * stride + column, qdata, mask=mask)
-        scales = scales + (scale.to(tl.uint8),)
-    scale = interleave(scales)
-    row = tl.arange(0, scale.shape[0])[:, None]
-    block = tl.arange(0, NUM_BLOCKS)[None, :]
-    mask = (row < rows_left) & (block < columns_left // BLOCK_SIZE)
-    tl.store(scale_ptr + row + block.to(tl.int64) * block_stride, scale, mask=mask)
-
-
-@triton.jit
 def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
     """Store the qdata of `tile`, transposed: column c at out_ptr + c * stride.
 
@@ -124,18 +94,6 @@ def store_transposed(tile, out_ptr, stride, rows_left, columns_left):
         word = tl.arange(0, words.shape[1])[None, :]
         mask = (column < columns_left) & (word < rows_left // 4)
         tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + column.to(tl.int64) * (stride // 4) + word, words, mask=mask)
-
-
-@triton.jit
-def interleave(tile):
-    """A tuple of 8 tensors (BLOCK_M / 8, n), or of one (BLOCK_M, n), as the (BLOCK_M, n) rows they are."""
-    if len(tile) == 1:
-        return tile[0]
-    else:
-        first = tl.join(tl.join(tile[0], tile[1]), tl.join(tile[2], tile[3]))
-        second = tl.join(tl.join(tile[4], tile[5]), tl.join(tile[6], tile[7]))
-        rows = tl.permute(tl.join(first, second), (0, 4, 3, 2, 1))
-        return tl.reshape(rows, (8 * rows.shape[0], rows.shape[4]))
 
 
 @triton.jit
