@@ -265,7 +265,7 @@ def test_where_gradients_or_modes_listen_the_function_is_called() -> None:
         (y,) = function([x])
     captured.replay()
     assert y.tolist() == [2.0] * 4
-    assert function.replays == 3
+    assert function.replays == 2
 
 
 def test_a_function_that_cannot_be_recorded_is_called_and_tried_less_and_less_often(
