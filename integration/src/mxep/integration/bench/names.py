@@ -34,7 +34,7 @@ class Known:
 
 
 KERNELS = (
-    *("rows", "rows_per_row", "columns", "both", "weights_both", "weights_per_row", "weights_2d", "requantize"),
+    *("rows", "rows_per_row", "columns", "weights_per_row", "weights_2d", "requantize"),
     *("requantize_gathered", "fold", "fold_for_wgrad", "swiglu", "swiglu_folded", "swiglu_backward"),
     *("swiglu_backward_folded", "swiglu_backward_and_h", "pad", "unpad", "gather_swizzled", "cast"),
 )
