@@ -26,15 +26,15 @@ def tables(T: int, top_k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def make_plan(experts: int) -> None:
     """Of several sizes: kernels are compiled once for all."""
     for T, alignment in ((1, 1), (128, 32), (8192, 48)):
-        plan.make_plan(*tables(T), experts, experts, alignment, W * T * K, 4 * experts, 1)
-    plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 4 * (experts - 1), 1)
+        plan.make_plan(*tables(T), experts, experts, alignment, W * T * K, 4 * experts, 1, T, W * T * K)
+    plan.make_plan(*tables(0), 0, experts - 1, 1, 0, 4 * (experts - 1), 1, 0, 0)
 
 
 def make_plan_of_many(ranks: int) -> None:
     """Of 4 experts each: shares of many sources."""
     shape = ranks, 512, K
     of = torch.empty(shape, dtype=torch.int32), torch.empty(shape), torch.empty(ranks, dtype=torch.int32)
-    plan.make_plan(*of, 4, 4, 32, 512 * K, 4 * ranks, 1)
+    plan.make_plan(*of, 4, 4, 32, 512 * K, 4 * ranks, 1, 512, 512 * K)
 
 
 def ints(*shape: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ def calls():
     index, beside = torch.tensor([2, -1, 0], dtype=torch.int32), content(1, 3, 8)
     slots = torch.tensor([[1, -1], [2, 4], [-1, 5]], dtype=torch.int32)
     return {
-        "make_plan": (plan.plan_rows, (*tables, 2, 2, 4, 16, 4, 1, torch.zeros(5, dtype=torch.int64))),
+        "make_plan": (plan.plan_rows, (*tables, 2, 2, 4, 16, 4, 1, 3, 16, torch.zeros(5, dtype=torch.int64))),
         "gather_rows": (rows.gather_part, (content(0, 3, 20), torch.tensor([2, -1, 0, 0], dtype=torch.int32), None)),
         "sum_slots": (rows.add_rows, (torch.randn(8, 5).bfloat16(), SLOT_ROWS)),
         "join_rows": (rows.join_parts, (wide, content(2, 5, 3), index, beside, number, 1)),

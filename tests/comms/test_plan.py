@@ -135,6 +135,7 @@ def test_whatever_room_there_is_experts_and_sources_are_capped_as_loops_say(data
     rank, tiles = data.draw(st.integers(0, world - 1)), data.draw(st.integers(0, 12))
     max_rows = tiles * alignment + data.draw(st.integers(0, alignment - 1))
     sizes = rank * e, e, alignment, max_rows, data.draw(st.sampled_from([ANY_ID, world * e])), 1
+    sizes = *sizes, max_tokens, max_rows
     plan = RoutingPlan(*plan_rows(*tables(everyone, max_tokens), *sizes, None), alignment=alignment)
     check_plan(plan, everyone, max_tokens, range(rank * e, (rank + 1) * e), exact=False)
 
@@ -147,7 +148,7 @@ def plan_of(asked: list[list[int]], *, max_rows: int, alignment: int) -> Routing
     for rank, found in enumerate(ids_of):
         ids[rank, : len(found), 0] = torch.tensor(found, dtype=torch.int32)
     tokens = torch.tensor(list(map(len, ids_of)), dtype=torch.int32)
-    fields = plan_rows(ids, torch.ones(ids.shape), tokens, 0, e, alignment, max_rows, e, 1, None)
+    fields = plan_rows(ids, torch.ones(ids.shape), tokens, 0, e, alignment, max_rows, e, 1, ids.shape[1], max_rows, None)
     return RoutingPlan(*fields, alignment=alignment)
 
 
@@ -197,7 +198,7 @@ def test_blocks_of_a_table_keep_what_they_would_as_tables(data):
 
     def plan(ids: torch.Tensor, weights: torch.Tensor, blocks: int) -> RoutingPlan:
         num_tokens = torch.full(ids.shape[:1], ids.shape[1], dtype=torch.int32)
-        fields = plan_rows(ids.contiguous(), weights.contiguous(), num_tokens, *sizes, blocks, None)
+        fields = plan_rows(ids.contiguous(), weights.contiguous(), num_tokens, *sizes, blocks, ids.shape[1], max_rows, None)
         return RoutingPlan(*fields, alignment=alignment)
 
     got = plan(*(table.transpose(0, 1).flatten(1, 2) for table in (apart, weights)), blocks)

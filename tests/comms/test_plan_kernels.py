@@ -60,7 +60,8 @@ class Case:
         return ids, weights, torch.randint(0, self.T + 1, (self.W,), generator=random, dtype=torch.int32)
 
     def plan(self, tables: Sequence[Tensor]) -> tuple[Any, ...]:
-        return *tables, self.first, self.e, self.alignment, self.max_rows, self.E, self.blocks
+        sizes = self.first, self.e, self.alignment, self.max_rows, self.E, self.blocks
+        return *tables, *sizes, tables[0].shape[1], self.max_rows
 
 
 CASES = {

@@ -79,7 +79,7 @@ def test_nodes_have_the_parameters_that_tritons_launcher_passes(recipe: str) -> 
     assert len(records) == 2
     memory = torch.zeros(1 << 25, dtype=torch.uint8, device="cuda")  # stands for all that moves
     for record in records:
-        held = [memory] * (record.given + len(record.made))
+        held = [*[memory] * (record.given + len(record.made)), T]
         for step in record.steps:
             if not isinstance(what := step.what, Launch):
                 continue

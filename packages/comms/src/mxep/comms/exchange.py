@@ -58,7 +58,7 @@ def dispatch(
     """Dispatch each token once to every rank that owns one of its experts. Collective.
 
     Args:
-        payload: uint8 (T, n_i) each; they travel side by side in one row.
+        payload: uint8 (T, n_i) each, or more rows, which are not read; they travel side by side in one row.
         expert_ids: (T, K) int32 or int64, -1 is not routed.
         weights: (T, K) fp32. None: a redispatch along a plan that is made already, with the same ids. No tables travel.
         plan: of a redispatch, along which it goes: peers compare its `dispatch`.
@@ -113,6 +113,7 @@ def combine(
     row_values: Tensor | None = None,
     *,
     async_op: bool = False,
+    room: int | None = None,
 ) -> Handle[tuple[Tensor, Tensor | None]]:
     """Combine rows at their tokens' ranks, which sum them. Collective.
 
@@ -125,21 +126,23 @@ def combine(
         expert_ids: (T, K) of that dispatch, this rank's own tokens.
         row_values: (R_max,) fp32, one number a row that goes back with it.
         async_op: something else computes before ``wait``.
+        room: rows of the results, at least T, where rows past T hold anything. None: T.
 
     ``wait`` returns the sums (T, D), rows.dtype, zero for a token that was routed nowhere; and (T, K) fp32, the value
     of each pair's row, 0 for a pair without one (None without row_values). Raises as dispatch does.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
-            return combine(workspace, rows, plan, expert_ids, row_values, async_op=async_op)
+            return combine(workspace, rows, plan, expert_ids, row_values, async_op=async_op, room=room)
     tokens = expert_ids.shape[0]
     expert_ids = _check_expert_ids(workspace, expert_ids, tokens)
     if expert_ids.is_cpu:
         check_ids(expert_ids, workspace.num_experts)
     _check_rows(workspace, rows, plan, row_values)
     # Of the current stream, which goes on with them.
-    out = rows.new_empty(tokens, workspace.dim)
-    values = None if row_values is None else row_values.new_empty(tokens, workspace.top_k)
+    room = max(tokens, room or 0)
+    out = rows.new_empty(room, workspace.dim)
+    values = None if row_values is None else row_values.new_empty(room, workspace.top_k)
     # Every rank that got one of this rank's tokens puts its sum into slot (that rank, token); then they are summed.
     buffer = workspace.begin("combine")
     if not async_op:
@@ -160,11 +163,13 @@ def _check_tokens(
     workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Contiguous ids (T, K) and weights. Peers learn what only this rank can know to be wrong."""
-    tokens, width = payload[0].shape[0], 0
+    tokens, rows, width = expert_ids.shape[0], payload[0].shape[0], 0
+    if rows not in (tokens, workspace.layout.room_for(tokens)):
+        tokens = rows  # so that it is named
     for part in payload:
-        if part.dtype != torch.uint8 or part.ndim != 2 or part.shape[0] != tokens or not part.shape[1]:
+        if part.dtype != torch.uint8 or part.ndim != 2 or part.shape[0] != rows or not part.shape[1]:
             got = f"{part.dtype} {tuple(part.shape)}"
-            raise ValueError(f"payload: got {got}, wanted torch.uint8 ({tokens}, bytes), at least one byte")
+            raise ValueError(f"payload: got {got}, wanted torch.uint8 ({rows}, bytes), at least one byte")
         _check_device("payload", part, workspace)
         width += part.shape[1]
     if width > workspace.layout.row_bytes:

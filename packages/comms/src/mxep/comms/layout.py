@@ -18,6 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mxep.runtime.lengths import room_for
+
 ALIGNMENT = 16
 ROWS_ALIGNMENT = 128
 CHUNKS = 16
@@ -84,6 +86,10 @@ class Layout:
     max_tokens: int
     top_k: int
     row_bytes: int
+
+    def room_for(self, tokens: int) -> int:
+        """Rows that a batch of this rank has room for."""
+        return max(tokens, min(room_for(tokens), self.max_tokens))
 
     @cached_property
     def num_slots(self) -> int:

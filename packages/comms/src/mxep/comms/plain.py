@@ -64,7 +64,7 @@ class PlainExchange:
         number: Tensor | None = None,
     ) -> None:
         """number: of the dispatch that this repeats, or `Workspace.new_dispatch`; None: not known."""
-        packed = _pack(payload)
+        packed = _pack([part[: len(expert_ids)] for part in payload])
         slot = self.rank * self.layout.max_tokens + torch.arange(len(packed), dtype=torch.int64, device="cpu")
         owner = owners(expert_ids, self.experts_per_rank)
         for destination, peer in enumerate(buffer.peers):
@@ -100,10 +100,11 @@ class PlainExchange:
         self._meet("combine", width, plan.dispatch)
         arrived = layout.rows(local)[:, :width].view(rows.dtype)
         owner = owners(expert_ids, self.experts_per_rank)
-        out.copy_(sum_slots(arrived, self._slots_of(owner)))
+        out[: len(owner)] = sum_slots(arrived, self._slots_of(owner))
         if values is not None:
             table = layout.values(local)[:, : expert_ids.shape[0]]
-            values.copy_(torch.where(owner >= 0, table.gather(0, owner.clamp_min(0).long()[None])[0], 0.0))
+            found = torch.where(owner >= 0, table.gather(0, owner.clamp_min(0).long()[None])[0], 0.0)
+            values[: len(owner)] = found
 
     def _count(self) -> None:
         self.transport.check()  # which nothing may keep from telling peers now

@@ -31,7 +31,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mxep.runtime.lengths import Length
 from mxep.runtime.op import ANY_GPU, op
 
 from .capacity import ANY_ID, Capacity, num_owners
@@ -103,6 +105,7 @@ def make_plan(
     num_experts: int | None = None,
     running: Tensor | None = None,
     blocks: int = 1,
+    max_tokens: int | None = None,
 ) -> RoutingPlan:
     """Plan the rows of experts first_expert .. first_expert + num_local_experts - 1.
 
@@ -118,6 +121,9 @@ def make_plan(
         blocks: B, a divisor of T_max. A table's T_max tokens are B blocks from sources of their own, between which rows
             that do not fit are shared: block b of table w is source b * W + w's.
 
+        max_tokens: of one table, T_max of the plan, if that is more than the table's. R_max follows from it, and what
+            fits from the table's own length.
+
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """
     _check_tables(expert_ids, weights, num_tokens)
@@ -126,6 +132,10 @@ def make_plan(
         raise ValueError(f"{name}: got {value}, wanted at least 1")
     if num_experts is not None and first_expert + num_local_experts > num_experts:
         raise ValueError(f"experts {first_expert} to {first_expert + num_local_experts - 1}: got {num_experts} in all")
+    tables, tokens, top_k = expert_ids.shape
+    if max_tokens is not None and (tables != 1 or blocks != 1 or max_tokens < tokens):
+        got = f"{max_tokens} for {tables} tables of {tokens} tokens, {blocks} blocks"
+        raise ValueError(f"max_tokens: got {got}, wanted one table of no more, one block")
     if blocks < 1 or expert_ids.shape[1] % blocks:
         raise ValueError(f"blocks: got {blocks}, wanted a divisor of T_max = {expert_ids.shape[1]}")
     bound = ANY_ID if num_experts is None else num_experts
@@ -135,12 +145,16 @@ def make_plan(
     capacity = Capacity.worst_case() if capacity is None else capacity
     if capacity.kind == "exact":
         local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
-        max_rows = int(_round_up(_group_sizes(local, num_local_experts), alignment).sum())
+        limit = max_rows = int(_round_up(_group_sizes(local, num_local_experts), alignment).sum())
     else:
-        max_rows = capacity.rows(*expert_ids.shape, num_local_experts=num_local_experts, alignment=alignment)
+        of = {"num_local_experts": num_local_experts, "alignment": alignment}
+        limit = max_rows = capacity.rows(tables, max_tokens or tokens, top_k, **of)
+        if max_tokens is not None:
+            limit = Length(tokens, lambda tokens: capacity.rows(1, tokens, top_k, **of))
     sizes = first_expert, num_local_experts, alignment, max_rows, bound
     exact = capacity.kind == "exact"
-    fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, blocks, None if exact else running)
+    rest = blocks, max_tokens or tokens, limit, None if exact else running
+    fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, *rest)
     plan = RoutingPlan(*fields, alignment=alignment)
     if exact:
         plan.overflow.zero_()  # whose R_max is not ours
@@ -162,8 +176,8 @@ def check_ids(expert_ids: Tensor, num_experts: int) -> None:
 
 
 def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: Any) -> PlanTensors:
-    _, num_local_experts, _, max_rows, num_experts, *_ = sizes
-    slots = expert_ids.shape[0] * expert_ids.shape[1]
+    _, num_local_experts, _, max_rows, num_experts, _, max_tokens, *_ = sizes
+    slots = expert_ids.shape[0] * max_tokens
     counts = 2 * num_owners(num_experts, num_local_experts) + 1
     return (
         expert_ids.new_empty(max_rows),
@@ -185,10 +199,13 @@ def _fake_plan(expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, *sizes: 
 )
 def plan_rows(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
-    alignment: int, max_rows: int, num_experts: int, blocks: int, running: Tensor | None,
+    alignment: int, max_rows: int, num_experts: int, blocks: int, max_tokens: int, limit: int, running: Tensor | None,
 ) -> PlanTensors:  # fmt: skip
-    """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them."""
-    num_tables, max_tokens, top_k = expert_ids.shape
+    """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them. max_tokens: T_max.
+    limit: rows that may be used, at most max_rows."""
+    num_tables, tokens, top_k = expert_ids.shape
+    behind = 0, 0, 0, max_tokens - tokens
+    expert_ids, weights = pad(expert_ids, behind, value=-1), pad(weights, behind)
     pairs = expert_ids.numel()
     local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
     # Pairs by (expert, where in the tables they are from): one group each, in the order of rows.
@@ -197,7 +214,7 @@ def plan_rows(
     group = local * sources + source[:, None].expand(-1, max_tokens // blocks * top_k).flatten()
     of_sources = _group_sizes(torch.where(local >= 0, group, -1), num_local_experts * sources).view(-1, sources)
     sizes = of_sources.sum(1)
-    kept = _capped(sizes, alignment, max_rows)
+    kept = _capped(sizes, alignment, limit)
     padded = _round_up(kept, alignment)
     ends = padded.cumsum(0)
     in_rank_order = source.view(num_tables, blocks).t().flatten()
@@ -217,7 +234,7 @@ def plan_rows(
     owners = num_owners(num_experts, num_local_experts)
     first, counted = (0, num_experts) if owners > 1 else (first_expert, num_local_experts)
     sizes_of = _group_sizes(_local_ids(expert_ids, num_tokens, first, counted), counted).view(owners, -1)
-    overflow = (sizes_of - _capped(sizes_of, alignment, max_rows)).sum(1)
+    overflow = (sizes_of - _capped(sizes_of, alignment, limit)).sum(1)
     counts = torch.cat((_round_up(sizes_of, alignment).sum(1), overflow, wrong.sum()[None]))
     if running is not None:
         _count(counts, running)

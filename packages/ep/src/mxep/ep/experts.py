@@ -15,6 +15,7 @@ from mxep.gemm.backends import Backend, select
 from mxep.gemm.functional import between_graphs
 from mxep.gemm.several import Weight, joined, tensors_of
 from mxep.quant import SwiGLU
+from mxep.runtime.lengths import first_rows
 from mxep.runtime.op import check_no_tangent
 
 from .bias import add_down_bias
@@ -132,6 +133,7 @@ def run_experts(
         return between_graphs(run_experts, x, expert_ids, weights, gate_up_proj, down_proj, **how)
     if not torch.compiler.is_compiling():
         dispatcher.begin(layer)
+    per_token = expert_ids.shape[-1] if score_before_experts else 1
     if score_before_experts:
         routed = (expert_ids >= 0) & (expert_ids < dispatcher.num_experts)
         weights = torch.where(routed, weights, 0.0)  # others may be NaN, which times a gradient of 0 is NaN, too
@@ -164,9 +166,13 @@ def run_experts(
         backward = torch.is_grad_enabled() and any(grads)
         check_no_tangent(x, weights, here, down, other, here_bias)
         with dispatcher.watched(), torch.no_grad():
-            given = [x, weights, ids, here_bias, here, other, down]
-            routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads), drops)
-        kept = made.pop() if drops else None
+            # The router's weights may lie anyhow, and a room's tokens are read where they lie.
+            room = dispatcher.room_for(x, per_token)
+            of_tokens = (x, weights, ids) if room is None else (x.contiguous(), weights.contiguous(), ids)
+            given = [*of_tokens, here_bias, here, other, down]
+            routing, made = layer_forward(given, *config.of_passes, backward, needs_of(grads), drops, room)
+            made[0] = first_rows(made[0], len(x))
+        kept = first_rows(made.pop(), len(x)) if drops else None
         out = Layer.apply(*tensors, config, routing, made) if backward else made[0]  # type: ignore[no-untyped-call]
         del made
     if bias is not None:

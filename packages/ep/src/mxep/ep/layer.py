@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxep.gemm.partial_backward import SavedOperands, graph_is_retained, is_wanted
+from mxep.runtime.lengths import first_rows
 
 from .dispatchers.base import Routing
 from .passes import PLAN, LayerConfig, Pending, layer_backward, tensors_of_plan
@@ -82,17 +83,19 @@ class Layer(torch.autograd.Function):
                         (grads[i],) = wgrad(tensors, config.recipe, config.backend, config.wgrad_scale, dtype, in_two)
                 return None, None, *_of_parameters(ctx, grads)
         gate, up, down, *saved = ctx.saved_tensors
-        tensors = [d_out, routing.expert_ids, gate, up, down, *config.main_grads, *tensors_of_plan(routing.plan)]
+        d_rows = d_out if routing.room is None else d_out.contiguous()
+        tensors = [d_rows, routing.expert_ids, gate, up, down, *config.main_grads, *tensors_of_plan(routing.plan)]
         tensors += saved
-        del saved
+        del saved, d_rows
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, they go as they have been used
         left: Pending | None = {} if retained else None
         for share in ctx.shares[:3]:  # the bias is not read
             if share is not None:
                 share.check()
-        how = *config.of_passes, config.wgrad_scale, needs_of(ctx.needs_input_grad), routing
+        how = *config.of_passes, config.wgrad_scale, needs_of(ctx.needs_input_grad), routing.room, routing
         with config.dispatcher.watched():
             _, (dx, d_weights, *grads) = layer_backward(tensors, *how, wanted=wanted, left=left)
+        dx, d_weights = (first_rows(grad, len(d_out)) for grad in (dx, d_weights))
         if left:
             ctx.saved_operands = SavedOperands.of(left, d_out)
         return dx, d_weights, *_of_parameters(ctx, grads)

@@ -72,13 +72,15 @@ def layer_forward(
     backward: bool,
     needs: Needs,
     drops: bool = False,
+    room: int | None = None,
     *,
     replays: bool = True,
 ) -> tuple[Routing, Tensors]:
     """[x, weights, expert_ids, gate_up's bias or None, gate_up_proj, its other half or None, down_proj] -> the routing,
     [out, *plan, and if backward will be what it needs, as `Saved` lists it]. The list is emptied.
 
-    drops: which pairs have a row is the last result, too: (T, K) fp32, 1 or 0.
+    drops: which pairs have a row is the last result, too: (T, K) fp32, 1 or 0. room: of the dispatcher's `room_for`.
+    Then results of T rows have so many, of which the first T count, and x, weights and ids are dense.
 
     needs: whether the parameters have gradients, if backward will be. The exchanges and dx are made in any case, as
     ranks do not know what the others need. replays: as a graph, if the dispatcher can be in one; such a graph is of
@@ -91,14 +93,16 @@ def layer_forward(
         held = is_held(whole(*experts[:2]), recipe)
         tensors += rowwise_weights.direct(list(experts), recipe, backend, backward) if held else [None] * 4
         if dispatcher.in_graphs:
-            how = recipe, backend, activation, backward, needs, drops
+            how = recipe, backend, activation, backward, needs, drops, room
             results = _Pass.of(dispatcher, layer_forward).replay(tensors, *how)
             if results is not None:
-                return routing_of(results[1 : 1 + len(PLAN)], expert_ids, dispatcher, recipe), results
+                return routing_of(results[1 : 1 + len(PLAN)], expert_ids, dispatcher, recipe, room), results
     w13, amax13, w2, amax2 = tensors[7:]
     tensors.clear()
-    wire, payload = WireFormat.of(x, recipe, recipe.fmt), tuple(pack_rows([x], recipe, recipe.fmt))
-    handle = dispatcher.dispatch(payload, expert_ids, weights, alignment=recipe.group_alignment, overlap=True)
+    wire, payload = WireFormat.of(x, recipe, recipe.fmt), tuple(pack_rows([x], recipe, recipe.fmt, room))
+    options: dict[str, Any] = {} if room is None else {"room": room}
+    options |= {"alignment": recipe.group_alignment, "overlap": True}
+    handle = dispatcher.dispatch(payload, expert_ids, weights, **options)
     try:
         if w13 is None:  # while rows are in flight
             w13, amax13, w2, amax2 = rowwise_weights(list(experts), recipe, backend, backward)
@@ -129,6 +133,7 @@ def layer_backward(
     activation: SwiGLU,
     scale: float,
     needs: Needs,
+    room: int | None = None,
     routing: Routing | None = None,
     *,
     wanted: Needs = (True, True, True),
@@ -140,13 +145,14 @@ def layer_backward(
     the last three None where they are not wanted or are in main_grads. The list is emptied, so that its memory serves
     the gradients of weights.
 
-    scale: factor of weight gradients. needs: whether these parameters have any. wanted: whether those are computed now.
-    left: receives the operands of weight gradients that are computed later. routing: the dispatcher's own, if it is
-    more than the plan. replays: as for `layer_forward`; without, [down_proj and gate_up_proj colwise], or None, follow.
+    scale: factor of weight gradients. needs: whether these parameters have any. room: forward's; then d_out is dense.
+    wanted: whether those are computed now. left: receives the operands of weight gradients that are computed later.
+    routing: the dispatcher's own, if it is more than the plan. replays: as for `layer_forward`; without, [down_proj and
+    gate_up_proj colwise], or None, follow.
     """
     gate, up, down_proj = tensors[2:5]
     experts: tuple[Weight, Tensor] = whole(gate, up), down_proj
-    routing = routing or routing_of(tensors[7:AFTER_PLAN], tensors[1], dispatcher, recipe)
+    routing = routing or routing_of(tensors[7:AFTER_PLAN], tensors[1], dispatcher, recipe, room)
     plan, borrows = routing.plan, dispatcher.borrows
     of_saved = tensors[0].dtype, recipe, needs
     if replays:
@@ -156,7 +162,7 @@ def layer_backward(
             held = colwise_weights.direct(_of_both(*later), recipe, backend)
         tensors += held
         if dispatcher.in_graphs and left is None and all(want or not need for want, need in zip(wanted, needs)):
-            how = recipe, backend, activation, scale, needs
+            how = recipe, backend, activation, scale, needs, room
             results = _Pass.of(dispatcher, layer_backward).replay(tensors, *how)
             if results is not None:
                 return routing, results
@@ -167,7 +173,7 @@ def layer_backward(
     saved.clear()
 
     wire = WireFormat.of(d_out, recipe, recipe.grad_fmt)
-    handle = dispatcher.redispatch(tuple(pack_rows([d_out], recipe, recipe.grad_fmt)), routing, overlap=True)
+    handle = dispatcher.redispatch(tuple(pack_rows([d_out], recipe, recipe.grad_fmt, room)), routing, overlap=True)
     if w2 is None:  # while rows are in flight
         w2, w13 = colwise_weights(_of_both(later13, later2), recipe, backend)
     del later2, later13
@@ -203,11 +209,13 @@ def tensors_of_plan(plan: RoutingPlan) -> list[Tensor]:
     return [getattr(plan, name) for name in PLAN]
 
 
-def routing_of(plan: list[Tensor], expert_ids: Tensor, dispatcher: TokenDispatcher, recipe: Recipe) -> Routing:
+def routing_of(
+    plan: list[Tensor], expert_ids: Tensor, dispatcher: TokenDispatcher, recipe: Recipe, room: int | None
+) -> Routing:
     """Of a plan's tensors."""
     fields: Any = dict(zip(PLAN, plan))
     made = RoutingPlan(**fields, alignment=recipe.group_alignment)
-    return Routing(made, expert_ids, dispatcher.num_local_experts)
+    return Routing(made, expert_ids, dispatcher.num_local_experts, room=room)
 
 
 class _Pass(Replayed):
@@ -217,6 +225,7 @@ class _Pass(Replayed):
     def __init__(self, function: Callable[..., tuple[Routing, Tensors]], dispatcher: TokenDispatcher) -> None:
         donated = range(7, 64) if function is layer_backward else ()  # what forward saved
         super().__init__(function, donated=donated)  # type: ignore[arg-type]  # which `direct` calls
+        self._of_tokens = (0, 1) if function is layer_backward else (0, 1, 2)
         self.dispatcher: TokenDispatcher = weakref.proxy(dispatcher)
 
     @staticmethod
@@ -227,6 +236,10 @@ class _Pass(Replayed):
 
     def state(self, *_: Any) -> Hashable | None:
         return self.dispatcher.graph_state()
+
+    def moving(self, *how: Any) -> tuple[int, ...]:
+        """x, weights and ids, or d_out and ids, if there is room for more tokens."""
+        return () if how[-1] is None else self._of_tokens
 
     def launched(self, *_: Any) -> None:
         self.dispatcher.launched(2)

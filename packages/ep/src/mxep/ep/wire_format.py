@@ -65,10 +65,10 @@ class WireFormat:
         )
 
 
-def pack(tensors: list[Tensor], recipe: Recipe, fmt: MXFormat) -> list[Tensor]:
-    """[x (T, D)] -> the parts of its rows, quantized to `fmt` if the recipe quantizes."""
+def pack(tensors: list[Tensor], recipe: Recipe, fmt: MXFormat, room: int | None = None) -> list[Tensor]:
+    """[x (T, D)] -> the parts of its rows, quantized to `fmt` if the recipe quantizes. Then they have `room` rows."""
     (x,) = tensors
-    rows = recipe.quantize_rows(x, fmt)
+    rows = recipe.quantize_rows(x, fmt, room)
     return [_bytes(rows.qdata), _bytes(rows.scale)] if isinstance(rows, MXTensor) else [_bytes(rows)]
 
 

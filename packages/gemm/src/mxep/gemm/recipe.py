@@ -143,12 +143,12 @@ class Recipe:
             x = x.with_parts(x.qdata, x.scale, torch.nn.functional.pad(index, (0, missing), value=-1))
         return requantize(x, mode=self.mode, offs=offs)
 
-    def quantize_rows(self, x: Tensor, fmt: MXFormat | None = None) -> Tensor:
+    def quantize_rows(self, x: Tensor, fmt: MXFormat | None = None, room: int | None = None) -> Tensor:
         """x (..., D) bf16 or fp32 -> MXTensor along D, of `fmt`, which is `grad_fmt` for a gradient, or this recipe's;
-        x itself if scaling is "none". Gradients pass unchanged."""
+        x itself if scaling is "none". Gradients pass unchanged. room: as for `mxep.quant.quantize`."""
         if self.scaling == "none":
             return x
-        return quantize(x, fmt=fmt or self.fmt, mode=self.mode, block_size=self.block_size)
+        return quantize(x, fmt=fmt or self.fmt, mode=self.mode, block_size=self.block_size, room=room)
 
 
 def _words(name: str) -> list[str]:

@@ -1,6 +1,7 @@
 """The quantization ops in plain torch: reference and CPU kernel of each. No autograd here.
 
     quantize_rows     x (..., N, K) -> qdata (..., N, K), scale (..., N, K/block_size)      blocks along rows
+    quantize_into_room     the same, the first rows of a larger result
     quantize_joined_rows   one scale a row, of two or three x side by side
     quantize_columns  x (..., N, K) -> qdata (..., K, N), scale (..., N/block_size, K)      along columns, transposed
     quantize_per_row     one scale a row, and the amax of each column, which makes the scale of
@@ -67,6 +68,20 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
     blocks = torch.unflatten(x.float().contiguous(), -1, (x.shape[-1] // block_size, block_size))
     qdata, scale = encode(blocks, (-1,), dtype, mode)
     return qdata.view(x.shape), scale.squeeze(-1).view(SCALE_DTYPE)
+
+
+@op(
+    "mxep::quantize_into_room",
+    fake=lambda x, room, dtype, mode, block_size: empty_rows(x, dtype, block_size, (room, x.shape[1])),
+    launcher="mxep.quant.kernels.rows:quantize_into_room",
+)
+def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """x (T, K) -> the first T rows, as quantize_rows has them, of qdata (room, K), scale (room, K/block_size). The
+    others hold anything."""
+    found = empty_rows(x, dtype, block_size, (room, x.shape[1]))
+    for whole, part in zip(found, quantize_rows.reference(x, dtype, mode, block_size)):
+        whole.view(torch.uint8)[: len(x)] = part.view(torch.uint8)
+    return found
 
 
 @op(

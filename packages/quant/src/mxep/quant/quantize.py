@@ -30,12 +30,15 @@ def quantize(
     mode: ScaleMode | str = ScaleMode.RCEIL,
     axis: Axis = -1,
     block_size: int | None = BLOCK,
+    room: int | None = None,
 ) -> MXTensor:
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to qdata with power-of-two scales; shape and outer dtype stay x's.
 
     axis: which way the blocks lie: -1 (rows: a scale per `block_size` elements of a row), -2 (columns), their positive
         twins, or (-2, -1): square 2-D blocks, one scale per block_size x block_size elements, good for W and W^T alike.
     block_size: elements a scale; None for one scale over the whole axis ("row-scaled FP8").
+    room: rows of the result of x (N, K), at least N; those behind x's hold anything. Blocks lie along rows, and there
+        is no gradient. For batches of changing length that share memory's shapes.
     A block with NaN or Inf becomes NaN as a whole. Bytes of axis -2 are those of `quantize(x.mT).mT`.
     Differentiable (straight through). ValueError for other dtypes or axes, or an axis that `block_size` does not
     divide.
@@ -44,6 +47,13 @@ def quantize(
     axis = check_axis(axis, x)
     block_size = check_block(block_size, axis, x)
     how = check_format(fmt), check_mode(mode), block_size
+    if room is not None:
+        if x.dim() != 2 or axis != -1 or room < len(x):
+            raise ValueError(
+                f"quantize: got room={room} for x {tuple(x.shape)}, axis {axis}, want x (N <= room, K), -1"
+            )
+        qdata, scale = ops.quantize_into_room(x.detach(), room, *how)
+        return MXTensor(qdata, scale, None, -1, block_size, x.dtype, trusted=True)
     source, transposed = _as_stored(x)
     if axis == BLOCKS_2D:
         qdata, scale = ops.quantize_2d(source, *how)

@@ -4,8 +4,8 @@
     play     a graph                the op        a graph
 
 The graph's nodes and edges are built from the record; nothing is captured. Before each launch the addresses that moved
-are written into the nodes. The driver itself re-addresses tensor maps. torch allocates all memory on the current
-stream; `memory.py` decides when. On a CPU the steps run one by one, over the same memory.
+and lengths are written into the nodes. The driver itself re-addresses tensor maps. torch allocates all memory on the
+current stream; `memory.py` decides when. On a CPU the steps run one by one, over the same memory.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .driver import ON_DEVICE, CopyParams, KernelParams, MemsetParams, call, driver, patient_driver, relaxed
+from .lengths import Length
 from .memory import Sizes, cut, forms_of, nbytes_of, pieces_of
 from .record import Call, Copy, Fill, Launch, Record, Step, View, tensors_of
 
@@ -71,16 +72,18 @@ class Player:
             self._pieces.append(_Piece(makes, drops, made))
         self._results = [_result(x, record, forms) for x in record.results]
 
-    def play(self, given: list[Tensor | None], addresses: Sequence[int]) -> list[Tensor | None]:
+    def play(self, given: list[Tensor | None], addresses: Sequence[int], tokens: int = 0) -> list[Tensor | None]:
         """Run the steps on these arguments and return the function's results.
 
-        given: the arguments; donated ones are dropped from the list. addresses: their addresses, 0 for None.
+        given: the arguments; donated ones are dropped from the list. addresses: their addresses, 0 for None. tokens:
+        rows of those that move.
         Raises torch.OutOfMemoryError. `has_begun` tells whether some steps had run by then.
         """
         empty, device, more = _empty, self._device, self._bases - len(given)
         given += [None] * more
         held: list[Any] = given
-        bases = [*addresses, *[0] * more]
+        held.append(tokens)
+        bases = [*addresses, *[0] * more, tokens]
         done = 0
         try:
             for piece in self._pieces:
@@ -170,6 +173,8 @@ class _Called(_Work):
                 return lambda held, _: kernel[grid](*[for_triton(get(held)) for get in got], **constants)
             case Fill(to, value):
                 get = self._getter(to)
+                if type(value) is Length:
+                    return lambda held, _: get(held).fill_(value.of(held[-1]))
                 return lambda held, _: get(held).fill_(value)
             case _:
                 target, start = self._getter(what.to), self._getter(what.start)
@@ -182,7 +187,12 @@ class _Called(_Work):
                 stays = self.record.fixed[-x.source - 1]
                 return lambda held: stays
             place, start = self.in_slab.get(x.source, (x.source, 0))
+            if place in self.record.moving:  # of which a launch takes the address alone
+                first = x.offset // x.dtype.itemsize
+                return lambda held: held[place].view(-1).view(x.dtype)[first:]
             return lambda held: _seen(held[place], x, start)
+        if type(x) is Length:
+            return lambda held: x.of(held[-1])
         if hasattr(x, "for_triton"):
             get = self._getter(x.base)
             return lambda held: x._replace(base=get(held))
@@ -194,6 +204,8 @@ class _Called(_Work):
 
 def for_triton(x: Any) -> Any:
     """A kernel's argument as Triton takes it."""
+    if type(x) is Length:
+        return int(x)
     return x.for_triton() if hasattr(x, "for_triton") else x
 
 
@@ -208,6 +220,8 @@ class _Graph(_Work):
         weakref.finalize(self, _destroy, self._graph, self._exec)
         self._words: list[tuple[Any, int, int, int]] = []
         """Moving addresses: (words of a node, index of the word, base, byte offset)."""
+        self._lengths: list[tuple[Any, int, Length]] = []
+        """(words of a node, index of the word, what it is of the tokens)."""
         self._maps: list[tuple[ctypes.c_void_p, int, int]] = []
         """Tensor maps over moving memory: (address of the map, base, byte offset)."""
         self._updates: list[Callable[[], int]] = []
@@ -220,9 +234,7 @@ class _Graph(_Work):
             if not self._exec:
                 with relaxed():
                     self._build(bases)
-                failed = 0
-            else:
-                failed = self._move(bases)
+            failed = self._move(bases)
             stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
             failed = failed or self._start(self._exec, stream)
         if failed:
@@ -231,6 +243,8 @@ class _Graph(_Work):
     def _move(self, bases: list[int]) -> int:
         for words, i, base, offset in self._words:
             words[i] = bases[base] + offset
+        for words, i, length in self._lengths:
+            words[i] = length.of(bases[-1])
         failed = 0
         replace = driver().cuTensorMapReplaceAddress
         for place, base, offset in self._maps:
@@ -240,7 +254,7 @@ class _Graph(_Work):
         return failed
 
     def _build(self, bases: list[int]) -> None:
-        """Build the graph with these addresses."""
+        """Build the graph with these addresses, and with the lengths of the record."""
         context = ctypes.c_void_p()
         call("cuCtxGetCurrent", ctypes.byref(context))
         call("cuGraphCreate", ctypes.byref(self._graph), ctypes.c_uint(0))
@@ -251,10 +265,10 @@ class _Graph(_Work):
             after = (ctypes.c_void_p * max(1, len(wanted)))(*wanted)
             node = ctypes.c_void_p()
             head = ctypes.byref(node), self._graph, after, ctypes.c_size_t(len(wanted))
-            before = len(self._words) + len(self._maps)
+            before = self._num_moving()
             name, params, *rest = self._params(step.what, bases, context)
             call(f"cuGraphAdd{name}Node{'_v2' if name == 'Kernel' else ''}", *head, *params)
-            if len(self._words) + len(self._maps) > before:
+            if self._num_moving() > before:
                 moving.append((name, node, params, rest))
             nodes.append(node)
         call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), self._graph, ctypes.c_ulonglong(0))
@@ -263,6 +277,9 @@ class _Graph(_Work):
             update = getattr(driver(), f"cuGraphExec{name}NodeSetParams{'_v2' if name == 'Kernel' else ''}")
             self._updates.append(functools.partial(update, self._exec, node, *params))
 
+    def _num_moving(self) -> int:
+        return len(self._words) + len(self._lengths) + len(self._maps)
+
     def _params(self, what: Any, bases: list[int], context: ctypes.c_void_p) -> tuple[Any, ...]:
         """(kind of node, its parameters, objects that must outlive them)."""
         if isinstance(what, Launch) and 0 not in what.grid:
@@ -270,6 +287,9 @@ class _Graph(_Work):
         if isinstance(what, Fill) and (nbytes := nbytes_of(what.to)):
             fill = MemsetParams(0, 0, what.pattern, what.size, nbytes // what.size, 1)
             self._address((ctypes.c_uint64 * 5).from_buffer(fill), 0, what.to, bases)
+            if type(what.value) is Length:
+                word = MemsetParams.value.offset // 4
+                self._lengths.append(((ctypes.c_uint32 * 10).from_buffer(fill), word, what.value))
             return "Memset", (ctypes.byref(fill), context), fill
         if isinstance(what, Copy) and (nbytes := nbytes_of(what.to)):
             kind = {"srcMemoryType": ON_DEVICE, "dstMemoryType": ON_DEVICE}
@@ -296,6 +316,9 @@ class _Graph(_Work):
                 ctypes.memmove(start, _tensor_map(descriptor, meta, address), TENSOR_MAP)
                 if base is not None:
                     self._maps.append((start, base, offset))
+            elif type(x) is Length:
+                words[first + place] = int(x)
+                self._lengths.append((words, first + place, x))
             else:
                 ctypes.memmove(aligned + 8 * place, ctypes.addressof(x), size)
         metadata = compiled.metadata
@@ -317,7 +340,8 @@ class _Graph(_Work):
 
 
 def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
-    """(bytes, value) of each parameter of a kernel. A value is a view, a ctypes number, or (descriptor, its metadata).
+    """(bytes, value) of each parameter of a kernel. A value is a view, a ctypes number, a `Length` or (descriptor, its
+    metadata).
 
     The order is that of Triton's own launcher: no constexprs; a descriptor as tensor map, shape and strides; at the end
     two pointers to scratch memory, null for our kernels.
@@ -334,7 +358,7 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
             yield 8, x
         else:
             number = _FORMATS[kind](x)
-            yield ctypes.sizeof(number), number
+            yield ctypes.sizeof(number), x if type(x) is Length else number
     yield 8, ctypes.c_uint64(0)
     yield 8, ctypes.c_uint64(0)
 

@@ -15,6 +15,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from .graph import for_triton, unlike_a_node
+from .lengths import Length
 from .record import here
 
 _IS_HIP = torch.version.hip is not None
@@ -50,6 +51,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     key = id(kernel), device, facts, *constants.items()
     found = _compiled.get(key)
     if found is None:
+        if special := [p.name for p, x in zip(kernel.params, args) if type(x) is Length and not p.do_not_specialize]:
+            raise TypeError(f"{kernel.__name__}: got a Length as {special[0]}, want that in its do_not_specialize")
         compiled = kernel[grid](*map(for_triton, args), **constants)
         if isinstance(compiled, CompiledKernel):
             found = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
@@ -76,7 +79,8 @@ def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...
     """A function of arguments of these types: what Triton compiles different kernels for, and the values to launch.
 
     Of tensors the dtype, and whether the address is a multiple of 16; of ints the size, whether it is 1, or a multiple
-    of 16. A loop over the arguments would take three times as long as the function written for them.
+    of 16; of a `Length` nothing. A loop over the arguments would take three times as long as the function written for
+    them.
     """
     facts, values, lines = [repr(tuple(kind.__name__ for kind in kinds))], [], []
     for i, kind in enumerate(kinds):

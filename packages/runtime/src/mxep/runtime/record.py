@@ -25,6 +25,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .lengths import Length
+
 Flat = Sequence[Tensor | None]
 
 
@@ -49,7 +51,8 @@ class Launch(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Fill a dense tensor with `value`. pattern: the value's bytes, `size` of them, as a memset node takes them."""
+    """Fill a dense tensor with `value`, which may be a `Length`. pattern: its bytes, `size` of them, as a memset node
+    takes them."""
 
     to: View
     value: float
@@ -93,7 +96,8 @@ class Record(NamedTuple):
     Attributes:
         steps: in order. given: number of arguments, which are the first sources. made: the sources after them.
         results: views; an int is the index of an argument that was returned itself. written: indices of arguments that
-            the steps modify. fixed: registered tensors in use, which the record keeps alive.
+            the steps modify. fixed: registered tensors in use, which the record keeps alive. moving: indices of
+            arguments whose number of rows may be another at each play; only launches use them.
     """
 
     steps: list[Step]
@@ -102,6 +106,7 @@ class Record(NamedTuple):
     results: list[View | int | None]
     written: list[int]
     fixed: list[Tensor]
+    moving: tuple[int, ...] = ()
 
 
 class _Here(threading.local):
@@ -141,6 +146,15 @@ def fixed(*tensors: Tensor) -> None:
     if len(_fixed) > 4096:
         for cdata in [cdata for cdata, ref in _fixed.items() if ref.expired()]:
             del _fixed[cdata]
+
+
+def fill(x: Tensor, length: Length) -> None:
+    """`x.fill_(length)` of dense int32 x, which an open record notes with the length, not with its number."""
+    recorder = here.recorder
+    with set_up():
+        x.fill_(int(length))
+    if recorder is not None:
+        recorder.fill(x, length)
 
 
 def record_event(event: Any, stream: Any) -> None:
@@ -215,7 +229,10 @@ def _tensors_in(args: Any) -> Iterator[Tensor]:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the steps of a call while it is open. given: the function's arguments, all on one device.
+    """Notes the steps of a call while it is open.
+
+    given: the function's arguments, all on one device. moving: indices of those whose first size, the call's tokens,
+    may be another at each play.
 
     Attributes:
         why: the reason why there will be no record, or "".
@@ -225,8 +242,9 @@ class Recorder(TorchDispatchMode):
     wants_torch_ops_alone = True
     """Read by `mxep.runtime.modes`: our ops may skip torch's dispatcher while this mode is open."""
 
-    def __init__(self, given: Flat) -> None:
+    def __init__(self, given: Flat, moving: tuple[int, ...] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._moving = moving
         self.why = ""
         self.tails: dict[int, frozenset[int]] = {}
         self.events: dict[Any, frozenset[int]] = {}
@@ -273,6 +291,11 @@ class Recorder(TorchDispatchMode):
         if not self.why:
             noted = tuple([self._argument(x) for x in args])
             self._add(Launch(kernel, compiled, grid, noted, constants))
+
+    def fill(self, x: Tensor, length: Length) -> None:
+        """Called by `fill` after it."""
+        if not self.why:
+            self._add(Fill(self._view(x), length, int(length), x.itemsize))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
@@ -348,13 +371,14 @@ class Recorder(TorchDispatchMode):
 
     def _argument(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            return self._view(x)
+            return self._view(x, of_launch=True)
         if hasattr(x, "for_triton"):
             return x._replace(base=self._view(x.base))
         return x
 
-    def _view(self, x: Tensor) -> View:
-        """The view of a tensor. Refuses the record if its memory has no known source."""
+    def _view(self, x: Tensor, *, of_launch: bool = False) -> View:
+        """The view of a tensor. Refuses the record if its memory has no known source, or if something else than a
+        launch uses an argument that moves: it would take the tensor's size for that of all plays."""
         storage, form = _storage_of(x), (x.dtype, tuple(x.shape), x.stride())
         start, end = _extent(x)
         if (places := self._sources.get(storage)) is not None:
@@ -362,6 +386,8 @@ class Recorder(TorchDispatchMode):
             if not x.numel():  # which has no address
                 return View(places[0][0], 0, *form)
             if len(found) == 1:
+                if found[0][0] in self._moving and not of_launch:
+                    self.refuse(f"an op uses argument {found[0][0]}, whose rows change from call to call")
                 return View(found[0][0], start - found[0][1], *form)
             self.refuse(f"a tensor {tuple(x.shape)} lies in {len(found) or 'no'} arguments, want one")
         elif (ref := _fixed.get(storage)) is not None and not ref.expired():
@@ -393,7 +419,7 @@ class Recorder(TorchDispatchMode):
         written = [i for i, x in enumerate(self._given) if _version(x) != self._versions[i]]
         if self.why:
             return None
-        return Record(self._steps, len(self._given), self._made, found, written, self._fixed)
+        return Record(self._steps, len(self._given), self._made, found, written, self._fixed, self._moving)
 
 
 def _version(x: Tensor | None) -> int | None:

@@ -131,6 +131,11 @@ class Replayed:
     def launched(self, *static: Any) -> None:
         """Called after each play. For subclasses."""
 
+    def moving(self, *static: Any) -> tuple[int, ...]:
+        """Places of the tensors whose first size, the same for all, calls of a kind do not share (`lengths.py`). No
+        object of tensors comes before them. For subclasses."""
+        return ()
+
     def __call__(self, tensors: Tensors, *static: Any) -> Tensors:
         results = self.replay(tensors, *static)
         return self.direct(tensors, *static) if results is None else results
@@ -139,7 +144,8 @@ class Replayed:
         """The results of this call, recorded or played, and `tensors` emptied. None: the caller runs the function."""
         if torch.compiler.is_compiling() or _here.calls:
             return None
-        key, flat, addresses, parts = _taken_apart(tensors, static)
+        moving = self.moving(*static)
+        key, flat, addresses, parts = _taken_apart(tensors, static, moving)
         state = None if key is None else self.state(*static)
         if state is None:
             return None
@@ -151,14 +157,15 @@ class Replayed:
         if type(found) is _Refused and not found.is_due():
             return None
         if type(found) is not _Recorded:
-            return self._record(key, tensors, flat, static, found)
+            return self._record(key, tensors, flat, static, moving, found)
         found.used = next(_clock)
+        tokens = len(flat[moving[0]]) if moving else 0
         tensors.clear()  # so that memory goes early
         try:
             if found.player is None:
                 device = next(x.device for x in flat if x is not None)
                 found.player = Player(found.record, device, self.donated)
-            results = found.player.play(flat, addresses)
+            results = found.player.play(flat, addresses, tokens)
         except RuntimeError as error:
             if found.player is not None and found.player.has_begun:
                 raise
@@ -179,9 +186,17 @@ class Replayed:
         finally:
             _here.calls = False
 
-    def _record(self, key: Hashable, tensors: Tensors, flat: Tensors, static: tuple[Any, ...], last: Any) -> Tensors:
+    def _record(
+        self,
+        key: Hashable,
+        tensors: Tensors,
+        flat: Tensors,
+        static: tuple[Any, ...],
+        moving: tuple[int, ...],
+        last: Any,
+    ) -> Tensors:
         """Record a call. Returns its results even if the record is refused."""
-        recorder = Recorder(flat)
+        recorder = Recorder(flat, moving)
         flat.clear()
         with recorder:
             results = self.direct(tensors, *static)
@@ -265,7 +280,7 @@ def _joined(flat: list[Tensor | None], joined: list[Any]) -> Tensors:
 
 
 def _taken_apart(
-    tensors: Tensors, static: tuple[Any, ...]
+    tensors: Tensors, static: tuple[Any, ...], moving: tuple[int, ...]
 ) -> tuple[Hashable | None, Tensors, tuple[int, ...], list[Any]]:
     """(key of the kind or None: not replayed, plain tensors, their addresses, how `_joined` rebuilds objects)."""
     if _paused or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
@@ -285,7 +300,7 @@ def _taken_apart(
         else:
             flat.append(x)
             parts.append(None)
-    read = _reader(*map(type, flat))
+    read = _reader(moving, *map(type, flat))
     found = None if read is None else read(*flat)
     if found is None or found[0][0] != torch._C._cuda_getDevice() or _launch().is_profiled() or _is_capturing():
         return None, [], (), []
@@ -321,14 +336,21 @@ def _settings() -> tuple[object, ...]:
 
 
 @functools.cache
-def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None] | None:
-    """A function of tensors of these types: (device and what else decides), addresses; None unless on one GPU."""
+def _reader(
+    moving: tuple[int, ...], *kinds: type
+) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...]] | None] | None:
+    """A function of tensors of these types: (device and what else decides), addresses; None unless on one GPU, and
+    those that move are dense and of one length."""
     names = [f"x{i}" for i, kind in enumerate(kinds) if kind is not type(None)]
     if not names or {*kinds} - {Tensor, Parameter, type(None)}:
         return None
     lines = [f"here = {names[0]}.get_device()"]
     others = " or ".join([f"here < {LEAST_DEVICE}", *(f"{name}.get_device() != here" for name in names[1:])])
     lines += [f"if {others}:", "    return None"]
+    if moving:
+        of = [f"x{i}" for i in moving]
+        unlike = [f"{name}.shape[0] != {of[0]}.shape[0]" for name in of[1:]]
+        lines += [f"if {' or '.join([*unlike, *(f'not {name}.is_contiguous()' for name in of)])}:", "    return None"]
     lines += [f"p_{name} = {name}.data_ptr()" for name in names]
     # Which of them are one decides, as a graph then has their address once.
     places = ", ".join(f"p_{name}" for name in names)
@@ -339,7 +361,12 @@ def _reader(*kinds: type) -> Callable[..., tuple[tuple[Any, ...], tuple[int, ...
     # Inference tensors have no version, which those that a graph writes get one more of.
     lines += [f"inference = {' or '.join(f'{name}.is_inference()' for name in names)}"]
     lines += [f"inference = inference and ({', '.join(f'{name}.is_inference()' for name in names)},)"]
-    facts = (f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype" for name in names)
+    facts = (
+        f"{name}.shape[1:], {name}.dtype"
+        if int(name[1:]) in moving
+        else f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype"
+        for name in names
+    )
     addresses = ("0" if kind is type(None) else f"p_x{i}" for i, kind in enumerate(kinds))
     nothing = tuple(kind is type(None) for kind in kinds)
     lines += [f"return (here, {nothing}, aligned, apart, inference, {', '.join(facts)}), ({', '.join(addresses)},)"]

@@ -35,6 +35,7 @@ from mxep.comms.layout import CHANNELS, CHUNKS, round_up
 from mxep.comms.plan import RoutingPlan
 from mxep.comms.transport import SymmetricBuffer
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
+from mxep.runtime.lengths import Length
 
 TILE_BYTES = 16384
 CHUNK_BYTES = 12 << 20
@@ -260,8 +261,8 @@ class Combine(Launches):
         programs, scalars, constants = self._known[key]
         launch(combine_kernel, (programs,),
             rows.contiguous(), None if row_values is None else row_values.contiguous(), plan.slot_rows,
-            plan.num_tokens, expert_ids, out, values, buffer.pointers, self.state, plan.dispatch, expert_ids.shape[0],
-            self.layout.max_tokens, self.rank, self.experts_per_rank, *scalars,
+            plan.num_tokens, expert_ids, out, values, buffer.pointers, self.state, plan.dispatch,
+            Length(expert_ids.shape[0]), self.layout.max_tokens, self.rank, self.experts_per_rank, *scalars,
             **constants, **self._clock, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
         self.arena.exchanges += 1

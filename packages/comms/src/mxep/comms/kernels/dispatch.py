@@ -28,6 +28,7 @@ from mxep.comms.kernels.signals import (
 from mxep.comms.layout import Layout
 from mxep.comms.transport import SymmetricBuffer
 from mxep.runtime.launch import launch, next_power_of_2
+from mxep.runtime.lengths import Length
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 MOST_PARTS = 2
@@ -210,9 +211,9 @@ class Dispatch(Launches):
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
         tokens, top_k = expert_ids.shape
-        programs = max(1, min(-(-tokens * top_k // TABLE_PAIRS), self.max_sms))
+        programs = max(1, min(-(-self.layout.room_for(tokens) * top_k // TABLE_PAIRS), self.max_sms))
         launch(dispatch_tables_kernel, (programs,),
-            expert_ids, weights, buffer.pointers, self.state, number, tokens, self.layout.max_tokens, self.rank,
+            expert_ids, weights, buffer.pointers, self.state, number, Length(tokens), self.layout.max_tokens, self.rank,
             self.experts_per_rank, *self._tables,
             **self._ranks, K=top_k, BLOCK=TABLE_PAIRS, **self._clock, num_warps=8,
         )  # fmt: skip
@@ -237,9 +238,10 @@ class Dispatch(Launches):
             self._known[key] = self._of_dispatch(sms, part0, part1)
         op_id, tile_tokens, constants = self._known[key]
         tokens, layout = expert_ids.shape[0], self.layout
-        block_t = tokens_per_tile(tile_tokens, tokens, sms)
-        launch(dispatch_kernel, (max(1, min(-(-tokens // block_t), sms)),),
-            expert_ids, part0, part1, buffer.pointers, self.state, number, tokens, layout.max_tokens, self.rank,
+        room = layout.room_for(tokens)
+        block_t = tokens_per_tile(tile_tokens, room, sms)
+        launch(dispatch_kernel, (max(1, min(-(-room // block_t), sms)),),
+            expert_ids, part0, part1, buffer.pointers, self.state, number, Length(tokens), layout.max_tokens, self.rank,
             self.experts_per_rank, op_id, layout.counters_start, layout.rows_start,
             **constants, BLOCK_T=block_t, **self._clock, num_warps=NUM_WARPS,
         )  # fmt: skip

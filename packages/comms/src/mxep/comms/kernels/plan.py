@@ -166,7 +166,7 @@ def place_kernel(
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
     SOURCES: tl.constexpr, CHUNKS_OF_SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """pairs: of each source. tile_bits, pair_bits: of R_max in tiles, and of `pairs`.
+    """pairs: of each source. max_rows: that may be used. tile_bits, pair_bits: of R_max in tiles, and of `pairs`.
 
     totals (2 owners + 1,): rows that owners need, rows that do not fit, wrong ids. running: the same of all plans.
     own_tokens: a copy of num_tokens.
@@ -245,10 +245,11 @@ def place_kernel(
 
 def make_plan(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
-    alignment: int, max_rows: int, num_experts: int, blocks: int, running: Tensor | None = None,
+    alignment: int, max_rows: int, num_experts: int, blocks: int, max_tokens: int, limit: int,
+    running: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """mxep::make_plan."""
-    tables, max_tokens, top_k = expert_ids.shape
+    tables, _, top_k = expert_ids.shape
     expert_ids, weights, num_tokens = expert_ids.contiguous(), weights.contiguous(), num_tokens.contiguous()
     device = expert_ids.device
     row_slot = torch.empty(max_rows, dtype=torch.int32, device=device)
@@ -274,7 +275,7 @@ def make_plan(
     launch(place_kernel, (chunks, sources),
         expert_ids, weights, num_tokens, counts, wrong, row_slot, row_weight, slot_rows, offs, group_sizes, totals,
         running, own_tokens, max_tokens, blocks, pairs, chunk, sources * chunks, chunks, first_counted, counted,
-        first_expert, num_local_experts, owners, alignment, max_rows,
+        first_expert, num_local_experts, owners, alignment, limit,
         (max_rows // alignment).bit_length(), pairs.bit_length(),
         EXPERTS=experts, SEGMENTS=segments, SEGMENT=SEGMENT, CHUNKS=max(1, COUNTS_AT_ONCE // experts),
         SOURCES=in_block, CHUNKS_OF_SOURCE=max(1, SHARES_AT_ONCE // (experts * in_block)), **options,

@@ -39,6 +39,7 @@ from mxep.comms import (
     tell_failure,
     told_failures,
 )
+from mxep.runtime.lengths import room_for
 from mxep.runtime.record import fixed
 from mxep.runtime.replay import Replayed, replayed
 
@@ -50,6 +51,8 @@ from .shared import exchanges_of
 
 Payload = tuple[Tensor, ...]
 """uint8 (N, n_i) each: the bytes of N rows, cut into parts."""
+LEAST_DEVICE_WITH_ROOMS = 0
+"""Index of the first device where batches of changing length share shapes; -1 is the CPU, which replays nothing."""
 
 _dispatchers: weakref.WeakValueDictionary[str, "TokenDispatcher"] = weakref.WeakValueDictionary()
 """Those that live, by ``key``."""
@@ -87,11 +90,13 @@ class Routing:
         plan: which slot feeds which expert-major row on this rank.
         expert_ids: (T, K) int32, this rank's own tokens.
         experts_per_rank: e.
+        room: rows of what `combine` gives, at least T; None: T.
     """
 
     plan: RoutingPlan
     expert_ids: Tensor
     experts_per_rank: int
+    room: int | None = dataclasses.field(default=None, kw_only=True)
 
     def stats(self) -> dict[str, Tensor]:
         """Counts as 0-d int64 tensors on the device, no host sync.
@@ -183,6 +188,8 @@ class TokenDispatcher(ABC):
     """Whether slots are the dispatcher's, and written again by a later exchange."""
     in_graphs = False
     """Whether exchanges need nothing of the host, and a routing is no more than a plan: see :meth:`graph_state`."""
+    has_rooms = False
+    """Whether `dispatch` takes ``room``. Each class says so itself: a class derived from one that does need not."""
     new_dispatch = NEW
     """What the next dispatch sends, see `begin`."""
     blocks = 1
@@ -278,6 +285,26 @@ class TokenDispatcher(ABC):
         if self._exchanges is not None:
             self._exchanges.failures = 0  # on all ranks, which make the step again
 
+    def room_for(self, x: Tensor, per_token: int = 1) -> int | None:
+        """Rows that an eager call with x (T, D) has room for, if batches of changing length share memory's shapes.
+
+        per_token: rows of x that a token of the caller is. None: the call has the sizes of its batch. It follows from
+        T, the device and the most tokens that the dispatcher has room for.
+        """
+        tokens = len(x)
+        if not type(self).__dict__.get("has_rooms") or not tokens or x.get_device() < LEAST_DEVICE_WITH_ROOMS:
+            return None
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        most = self._most_rows(x.device, tokens)
+        if most is None:
+            return None
+        return min(most, per_token * room_for(tokens // per_token)) if tokens <= most else None
+
+    def _most_rows(self, device: torch.device, tokens: int) -> int | None:
+        """The most tokens that exchanges like one of so many have room for; None: not known yet."""
+        return None
+
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         """(senders, the most tokens of each) of a dispatch of ``num_tokens``, where known without running it."""
         return None
@@ -287,6 +314,9 @@ class TokenDispatcher(ABC):
         self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
     ) -> Handle[tuple[Payload, Routing]]:
         """Tokens to their experts' ranks.
+
+        One that `has_rooms` takes ``room``, too, of `room_for`: then the payload may have so many rows, and `combine`
+        of the routing gives as many. Rows past T hold anything.
 
         Args:
             payload: uint8 (T, n_i) each.
@@ -378,14 +408,22 @@ class TokenDispatcher(ABC):
         return self._counts[device]
 
     def _plan(
-        self, ids: Tensor, weights: Tensor, num_tokens: Tensor, *, alignment: int, capacity: Capacity, invalid: int = 0
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        num_tokens: Tensor,
+        *,
+        alignment: int,
+        capacity: Capacity,
+        invalid: int = 0,
+        max_tokens: int | None = None,
     ) -> RoutingPlan:
-        """invalid: ids that are not in the tables any more."""
+        """invalid: ids that are not in the tables any more. max_tokens: as of `make_plan`."""
         total = self._running_counts(ids.device, self.world_size)
         sizes = self.rank * self.num_local_experts, self.num_local_experts, alignment, capacity, self.num_experts
-        fields = _plan([ids, weights, num_tokens, total], *sizes, self.blocks, invalid)
+        fields = _plan([ids, weights, num_tokens, total], *sizes, self.blocks, invalid, max_tokens)
         plan = RoutingPlan(*fields, alignment=alignment)  # type: ignore[misc]
-        self._room = max(self._room, (ids.shape[1], ids.shape[2], alignment, plan.max_rows))
+        self._room = max(self._room, (max_tokens or ids.shape[1], ids.shape[2], alignment, plan.max_rows))
         return plan
 
 
@@ -399,11 +437,12 @@ def _plan(
     num_experts: int,
     blocks: int,
     invalid: int,
+    max_tokens: int | None,
 ) -> list[Tensor]:
     """[ids, weights, num_tokens, the dispatcher's counts, which are updated] -> the tensors of a RoutingPlan."""
     ids, weights, num_tokens, running = tensors
-    of = {"first_expert": first_expert, "num_local_experts": num_local_experts, "num_experts": num_experts}
-    of |= {"alignment": alignment, "blocks": blocks}
+    of: dict[str, Any] = {"first_expert": first_expert, "num_local_experts": num_local_experts}
+    of |= {"num_experts": num_experts, "alignment": alignment, "blocks": blocks, "max_tokens": max_tokens}
     plan = make_plan(ids, weights, num_tokens, **of, capacity=capacity, running=running)
     if invalid:
         plan.counts[-1] += invalid

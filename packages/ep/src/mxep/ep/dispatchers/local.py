@@ -4,6 +4,7 @@ Threads may call it at once: nothing of an exchange is shared, and what plans co
 """
 
 import dataclasses
+import sys
 import threading
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import Capacity, batch_too_large, check_ids, gather_rows, narrow_ids, sum_slots
+from mxep.runtime.lengths import Length
+from mxep.runtime.record import fill
 from mxep.runtime.replay import replayed
 
 from .base import Payload, Routing, TokenDispatcher, check_reserved
@@ -33,6 +36,7 @@ class LocalDispatcher(TokenDispatcher):
 
     spans_ranks = False
     in_graphs = True
+    has_rooms = True
 
     def __init__(
         self,
@@ -60,8 +64,18 @@ class LocalDispatcher(TokenDispatcher):
     def graph_state(self) -> tuple[()]:
         return ()
 
+    def _most_rows(self, device: torch.device, tokens: int) -> int:
+        return sys.maxsize if self._most is None else self._most
+
     def dispatch(
-        self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
+        self,
+        payload: Payload,
+        expert_ids: Tensor,
+        weights: Tensor,
+        *,
+        alignment: int,
+        overlap: bool = False,
+        room: int | None = None,
     ) -> Handle[tuple[Payload, Routing]]:
         if self.uses < 1:
             raise RuntimeError("dispatcher: closed")
@@ -75,12 +89,13 @@ class LocalDispatcher(TokenDispatcher):
         if type(expert_ids) is Tensor and expert_ids.is_cpu:
             check_ids(expert_ids, self.num_experts)
         expert_ids = narrow_ids(expert_ids)
-        num_tokens = torch.full((1,), len(expert_ids), dtype=torch.int32, device=expert_ids.device)
+        num_tokens = torch.empty(1, dtype=torch.int32, device=expert_ids.device)
+        fill(num_tokens, Length(len(expert_ids)))
         tables = expert_ids[None], weights[None], num_tokens
         with _counting if expert_ids.is_cpu else nullcontext():
-            plan = self._plan(*tables, alignment=alignment, capacity=self.capacity)
+            plan = self._plan(*tables, alignment=alignment, capacity=self.capacity, max_tokens=room)
         plan = dataclasses.replace(plan, dispatch=num_tokens)  # any: a plan's tensors are tensors to a compiler
-        return Done((payload, Routing(plan, expert_ids, self.num_local_experts)))
+        return Done((payload, Routing(plan, expert_ids, self.num_local_experts, room=room)))
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
         super().reserve(max_tokens, device)

@@ -48,6 +48,7 @@ class SymmetricDispatcher(TokenDispatcher):
 
     borrows = True
     in_graphs = True
+    has_rooms = True
     of_this_process = ("passes", "_opened", "_most_tokens", "_workspaces")
     kind: type[Transport] | None = None
     """Of the group's transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
@@ -83,8 +84,21 @@ class SymmetricDispatcher(TokenDispatcher):
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         return None if self.max_tokens is None else (self.world_size, self.max_tokens)
 
+    def _most_rows(self, device: torch.device, tokens: int) -> int | None:
+        most = self.max_tokens or self._most_tokens.get(device)
+        if self.max_tokens is None and self.world_size == 1:  # as `_workspace` picks one
+            return min((most for on, most, _ in self._workspaces if on == device and most >= tokens), default=most)
+        return most
+
     def dispatch(
-        self, payload: Payload, expert_ids: Tensor, weights: Tensor, *, alignment: int, overlap: bool = False
+        self,
+        payload: Payload,
+        expert_ids: Tensor,
+        weights: Tensor,
+        *,
+        alignment: int,
+        overlap: bool = False,
+        room: int | None = None,
     ) -> Handle[tuple[Payload, Routing]]:
         self.claim()
         given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # a CPU's are named if they are wrong
@@ -107,7 +121,7 @@ class SymmetricDispatcher(TokenDispatcher):
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
         plan = dataclasses.replace(plan, dispatch=handle.number)
-        routing = Routing(plan, expert_ids, self.num_local_experts)
+        routing = Routing(plan, expert_ids, self.num_local_experts, room=room)
         return Later(lambda: (handle.wait(), routing))
 
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
@@ -121,7 +135,7 @@ class SymmetricDispatcher(TokenDispatcher):
         workspace, plan, ids = self._workspace_of(routing), routing.plan, routing.expert_ids
         # Over NVLink nothing is gained beside a product, and rows would be held to its end (docs/lab/layer.md).
         aside = overlap and workspace.transport.access == "puts"
-        return combine(workspace, rows, plan, ids, row_values, async_op=aside)
+        return combine(workspace, rows, plan, ids, row_values, async_op=aside, room=routing.room)
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
         """As of :class:`TokenDispatcher`. After a batch that was too large it gives up the buffers that failed, on all

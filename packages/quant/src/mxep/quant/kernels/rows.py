@@ -5,6 +5,9 @@ rows   x is a list of blocks of BLOCK_SIZE elements, one after another; a progra
 2-D    a program takes BLOCK_SIZE rows x BLOCK_N columns
 """
 
+import functools
+import operator
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +16,7 @@ from torch import Tensor
 from mxep.quant.device import abs_bits, as_bytes, reciprocal, scale_of_amax
 from mxep.quant.shapes import empty_2d, empty_rows
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
+from mxep.runtime.lengths import Length
 
 TILE_ELEMENTS = 4096
 LONG_ELEMENTS = 8192
@@ -78,16 +82,28 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> 
     """mxep::quantize_rows."""
     x = x.contiguous()
     qdata, scale = empty_rows(x, dtype, block_size)
-    num_blocks = scale.numel()
-    if not x.numel():
-        return qdata, scale
+    if x.numel():
+        _quantize_blocks(x, qdata, scale, scale.numel(), mode, block_size)
+    return qdata, scale
+
+
+def quantize_into_room(x: Tensor, room: int, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """mxep::quantize_into_room."""
+    qdata, scale = empty_rows(x, dtype, block_size, (room, x.shape[1]))
+    if x.numel():
+        blocks = Length(len(x), functools.partial(operator.mul, scale.shape[1]))
+        _quantize_blocks(x.contiguous(), qdata, scale, blocks, mode, block_size)
+    return qdata, scale
+
+
+def _quantize_blocks(x: Tensor, qdata: Tensor, scale: Tensor, num_blocks: int, mode: str, block_size: int) -> None:
+    """The first blocks of x, where qdata and scale may have room for more."""
     chunk = min(next_power_of_2(block_size), LONGEST)
     tile = max(1, (TILE_ELEMENTS if chunk == block_size <= TILE_ELEMENTS else LONG_ELEMENTS) // chunk)
-    launch(quantize_blocks_kernel, (cdiv(num_blocks, tile),),
+    launch(quantize_blocks_kernel, (cdiv(scale.numel(), tile),),
         x, qdata, as_bytes(scale), num_blocks, MODE=mode, BLOCK_SIZE=block_size, NUM_BLOCKS=tile, CHUNK=chunk,
         num_warps=max(4, chunk // 2048),
     )  # fmt: skip
-    return qdata, scale
 
 
 def quantize_2d(x: Tensor, dtype: torch.dtype, mode: str, block_size: int) -> tuple[Tensor, Tensor]:

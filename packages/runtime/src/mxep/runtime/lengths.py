@@ -1,0 +1,45 @@
+"""Batches of changing length share a record: their memory has room for a few more tokens, and their length moves.
+
+    tokens                          room       at most so much more
+    1 .. 511                        steps of   16
+    512 .. 1023                     steps of   64
+    2^n .. 2^(n+1) - 1, from 1024   steps of   2^n / 16        6.25 %
+
+What a call allocates for its tokens has the room's size. Rows behind the tokens hold anything, and nothing reads them.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+class Length(int):
+    """The number of tokens of a call, or what follows from it: an argument of a kernel that moves from play to play.
+
+    rule: the number, from the tokens; None: the tokens themselves. No kernel may be specialized for it, and nothing but
+    such arguments and `record.fill` may depend on a length: not a shape, not a grid.
+    """
+
+    rule: Callable[[int], int] | None
+
+    def __new__(cls, tokens: int, rule: Callable[[int], int] | None = None) -> "Length":
+        made = super().__new__(cls, tokens if rule is None else rule(tokens))
+        made.rule = rule
+        return made
+
+    def of(self, tokens: int) -> int:
+        """The number for a call of so many tokens."""
+        return tokens if self.rule is None else self.rule(tokens)
+
+
+def room_for(tokens: int) -> int:
+    """The rows that a call of so many tokens has room for."""
+    step = 16 if tokens < 512 else 64 if tokens < 1024 else 1 << (tokens.bit_length() - 5)
+    return -(-tokens // step) * step
+
+
+def first_rows(x: Tensor, rows: int) -> Tensor:
+    """The first rows of x, in its memory. Autograd does not see a view."""
+    if len(x) == rows:
+        return x
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), (rows, *x.shape[1:]), x.stride())
