@@ -148,7 +148,9 @@ def plan_of(asked: list[list[int]], *, max_rows: int, alignment: int) -> Routing
     for rank, found in enumerate(ids_of):
         ids[rank, : len(found), 0] = torch.tensor(found, dtype=torch.int32)
     tokens = torch.tensor(list(map(len, ids_of)), dtype=torch.int32)
-    fields = plan_rows(ids, torch.ones(ids.shape), tokens, 0, e, alignment, max_rows, e, 1, ids.shape[1], max_rows, None)
+    fields = plan_rows(
+        ids, torch.ones(ids.shape), tokens, 0, e, alignment, max_rows, e, 1, ids.shape[1], max_rows, None
+    )
     return RoutingPlan(*fields, alignment=alignment)
 
 
@@ -198,7 +200,9 @@ def test_blocks_of_a_table_keep_what_they_would_as_tables(data):
 
     def plan(ids: torch.Tensor, weights: torch.Tensor, blocks: int) -> RoutingPlan:
         num_tokens = torch.full(ids.shape[:1], ids.shape[1], dtype=torch.int32)
-        fields = plan_rows(ids.contiguous(), weights.contiguous(), num_tokens, *sizes, blocks, ids.shape[1], max_rows, None)
+        fields = plan_rows(
+            ids.contiguous(), weights.contiguous(), num_tokens, *sizes, blocks, ids.shape[1], max_rows, None
+        )
         return RoutingPlan(*fields, alignment=alignment)
 
     got = plan(*(table.transpose(0, 1).flatten(1, 2) for table in (apart, weights)), blocks)
@@ -210,6 +214,37 @@ def test_blocks_of_a_table_keep_what_they_would_as_tables(data):
     rows = got.slot_rows[got.slot_rows >= 0]  # in the order of slots for each expert
     experts = torch.searchsorted(got.offs.long(), rows.long(), right=True)
     assert all((rows[experts == i].diff() == 1).all() for i in range(e))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_table_with_room_for_more_tokens_has_the_rows_that_it_has_without(data):
+    e, top_k, tokens = (data.draw(st.integers(1, 4)) for _ in range(3))
+    room, alignment = tokens + data.draw(st.integers(0, 5)), data.draw(st.sampled_from([1, 2, 16]))
+    capacity = data.draw(st.sampled_from([Capacity.worst_case(), Capacity.factor(0.5, "drop"), Capacity.exact()]))
+    of_one = tables(draw_tables(data, 1, e, top_k, tokens), tokens)
+    options = {"first_expert": 0, "num_local_experts": e, "num_experts": e, "alignment": alignment}
+    running = [torch.zeros(3, dtype=torch.int64) for _ in range(2)]
+    want = make_plan(*of_one, capacity=capacity, running=running[0], **options)
+    got = make_plan(*of_one, capacity=capacity, running=running[1], max_tokens=room, **options)
+    for name in ("offs", "group_sizes", "counts", "num_tokens"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert torch.equal(*running)
+    assert got.max_rows >= want.max_rows
+    assert torch.equal(got.row_slot[: want.max_rows], want.row_slot)
+    assert torch.equal(got.row_weight[: want.max_rows], want.row_weight)
+    assert (got.row_slot[want.max_rows :] == -1).all()
+    assert torch.equal(got.slot_rows[:tokens], want.slot_rows)
+    assert (got.slot_rows[tokens:] == -1).all()
+    assert len(got.slot_rows) == room
+
+
+@pytest.mark.parametrize(("shape", "blocks", "room"), [((2, 3, 1), 1, 8), ((1, 4, 1), 2, 8), ((1, 4, 1), 1, 3)])
+def test_room_for_more_tokens_is_of_one_table(shape, blocks, room):
+    of = torch.zeros(shape, dtype=torch.int32), torch.ones(shape), torch.ones(shape[0], dtype=torch.int32)
+    options = {"first_expert": 0, "num_local_experts": 1, "alignment": 1, "blocks": blocks, "max_tokens": room}
+    with pytest.raises(ValueError, match=rf"max_tokens: got {room} for {shape[0]} tables of {shape[1]} tokens"):
+        make_plan(*of, **options)
 
 
 def test_the_worst_case_holds_whatever_distinct_experts_ask():

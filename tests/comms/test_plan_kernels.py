@@ -127,6 +127,15 @@ def test_order_carries_over_the_tiles_of_a_program(monkeypatch):
     check_plan(kernels.make_plan(*on_device(case.plan(tables))), plan.plan_rows.reference(*case.plan(tables), None))
 
 
+@pytest.mark.parametrize("limit", [160, 96])
+def test_a_table_with_room_for_more_tokens_is_planned_as_by_the_reference(limit):
+    case = replace(CASES["1 rank with 256 experts"], T=21)
+    tables, (*sizes, _, _) = case.tables(), case.plan(case.tables())[3:]
+    sizes[3] = 160
+    args = *tables, *sizes, 32, limit
+    check_plan(kernels.make_plan(*on_device(args)), plan.plan_rows.reference(*args, None))
+
+
 def test_token_numbers_that_cannot_be_are_taken_for_none_or_all():
     case = replace(CASES["4 ranks"], T=20)
     ids, weights, _ = case.tables()

@@ -156,7 +156,7 @@ MUTATIONS = {
         rounds, combine.combine_kernel, "TILE_COUNTER, tl.zeros((), tl.int64)", "TILE_COUNTER, 99", AssertionError
     ),
     "tiles of a chunk counted for the next": (
-        rounds, combine.combine_kernel, "chunk = now\n            stored = 0", "chunk = now", Deadlock
+        rounds, combine.combine_kernel, "chunk = now\n            stored = 0", "chunk = now", (Race, Deadlock)
     ),
     "the last chunk not left": (rounds, combine.combine_kernel, f"{LEAVE}\n    if", "if", Deadlock),
     # It is not said, or not heard, which dispatch it is.

@@ -90,6 +90,7 @@ LAUNCHES = {
     "quantize_rows": lambda: rows.quantize_rows(x(), E4M3, MODE, 32),
     "quantize_rows fp32": lambda: rows.quantize_rows(x(dtype=torch.float32), E4M3, MODE, 32),
     "quantize_rows per row": lambda: rows.quantize_rows(x(), E4M3, MODE, D),
+    "quantize_into_room": lambda: rows.quantize_into_room(x(), T + 16, E4M3, MODE, 32),
     "quantize_joined_rows": lambda: joined.quantize_joined_rows(x(T, 4096), x(T, 512), x(T, 512), E4M3, MODE),
     "quantize_joined_rows 14336": lambda: joined.quantize_joined_rows(x(T, 7168), x(T, 7168), None, E4M3, MODE),
     "quantize_2d": lambda: rows.quantize_2d(x(), E4M3, MODE, 32),

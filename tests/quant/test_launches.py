@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 LAUNCHES = Path(__file__).with_name("launches.py")
 TESTED = (
     "quantize_rows",
+    "quantize_into_room",
     "quantize_joined_rows",
     "quantize_joined_rows 14336",
     "quantize_2d",

@@ -368,6 +368,31 @@ def test_opcheck_quantize(op: str, fmt: MXFormat) -> None:
         torch.library.opcheck(getattr(OPS, op).default, (layout, fmt.dtype, "rceil", 32))
 
 
+def test_opcheck_quantize_into_room() -> None:
+    x = gaussian(5, 96, dtype=torch.bfloat16)
+    opcheck = torch.library.opcheck
+    # Rows behind x's hold anything, so a trace's are others.
+    opcheck(
+        OPS.quantize_into_room.default, (x, 16, E4M3.dtype, "rceil", 32), test_utils=["test_schema", "test_faketensor"]
+    )
+
+
+@pytest.mark.parametrize("block_size", [32, None])
+@pytest.mark.parametrize("rows", [0, 1, 5, 16])
+def test_rows_with_room_for_more_have_the_bytes_of_those_without(rows: int, block_size: int | None) -> None:
+    x = gaussian(rows, 96, dtype=torch.bfloat16)
+    got, want = quantize(x, block_size=block_size, room=16), quantize(x, block_size=block_size)
+    assert got.shape == (16, 96)
+    assert torch.equal(got.qdata[:rows].view(torch.uint8), want.qdata.view(torch.uint8))
+    assert torch.equal(got.scale[:rows].view(torch.uint8), want.scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("shape", "axis", "room"), [((5, 96), -1, 4), ((1, 5, 96), -1, 16), ((64, 96), -2, 64)])
+def test_room_is_for_rows_and_holds_them_all(shape: tuple[int, ...], axis: int, room: int) -> None:
+    with pytest.raises(ValueError, match=rf"quantize: got room={room} for x .*, axis {axis}, want x"):
+        quantize(gaussian(*shape), axis=axis, room=room)
+
+
 def test_opcheck_whole_rows_and_columns() -> None:
     x = gaussian(2, 48, 40)
     torch.library.opcheck(OPS.quantize_per_row.default, (x, None, None, E4M3.dtype, "rceil"))

@@ -50,6 +50,16 @@ def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
         exact.assert_bytes(one.cpu(), exact.raw(other))
 
 
+@pytest.mark.parametrize("block_size", [32, 96])
+@pytest.mark.parametrize("tokens", [0, 1, 20, 48])
+def test_rows_with_room_for_more_are_those_without(tokens: int, block_size: int) -> None:
+    x = numbers(48, 96)[:tokens]
+    got = rows.quantize_into_room(x.to(DEVICE), 48, E4M3.dtype, "rceil", block_size)
+    assert [len(part) for part in got] == [48, 48]
+    firsts = tuple(part[:tokens].contiguous() for part in got)
+    assert_same(firsts, ops.quantize_rows(x, E4M3.dtype, "rceil", block_size))
+
+
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("mode", list(ScaleMode))
 def test_every_mode_and_format_on_hostile_blocks(fmt: MXFormat, mode: ScaleMode) -> None:

@@ -64,6 +64,7 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 WITHOUT_VECTORS = {
     "quantize_rows",
+    "quantize_into_room",
     "quantize_joined_rows",
     "quantize_2d",
     "quantize_columns",

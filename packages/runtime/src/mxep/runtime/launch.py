@@ -51,8 +51,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     key = id(kernel), device, facts, *constants.items()
     found = _compiled.get(key)
     if found is None:
-        if special := [p.name for p, x in zip(kernel.params, args) if type(x) is Length and not p.do_not_specialize]:
-            raise TypeError(f"{kernel.__name__}: got a Length as {special[0]}, want that in its do_not_specialize")
+        if Length in map(type, args):
+            lengths = [p for p, x in zip(kernel.params, args) if type(x) is Length and not p.do_not_specialize]
+            if lengths:
+                name = lengths[0].name
+                raise TypeError(f"{kernel.__name__}: got a Length as {name}, want {name} in its do_not_specialize")
         compiled = kernel[grid](*map(for_triton, args), **constants)
         if isinstance(compiled, CompiledKernel):
             found = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel

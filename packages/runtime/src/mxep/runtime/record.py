@@ -295,7 +295,8 @@ class Recorder(TorchDispatchMode):
     def fill(self, x: Tensor, length: Length) -> None:
         """Called by `fill` after it."""
         if not self.why:
-            self._add(Fill(self._view(x), length, int(length), x.itemsize))
+            value = length if self._moving else int(length)
+            self._add(Fill(self._view(x), value, int(length), x.itemsize))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
@@ -374,6 +375,8 @@ class Recorder(TorchDispatchMode):
             return self._view(x, of_launch=True)
         if hasattr(x, "for_triton"):
             return x._replace(base=self._view(x.base))
+        if type(x) is Length and not self._moving:  # all plays have this length
+            return int(x)
         return x
 
     def _view(self, x: Tensor, *, of_launch: bool = False) -> View:
