@@ -1,9 +1,10 @@
 """Steps of lengths that never come twice, ms: at first, when all rooms are known, and beside steps without records.
 
     PYTHONPATH=$(ls -d packages/*/src | tr '\n' ':') python tests/ep/lengths.py [FILE.json]
+    PYTHONPATH=... torchrun --nproc-per-node 2 tests/ep/lengths.py [FILE.json]
 
-One layer on one GPU, all experts on it, forward + backward, called eagerly: D 2048, F 768, 64 experts, top-8, T drawn
-from 512 to 4096. "called", "recorded", "first play", "second play": steps of a length whose room is new, one after the
+One layer, forward + backward, called eagerly: D 2048, F 768, 64 experts, top-8, T drawn from 512 to 4096; on one GPU,
+or over several, where each rank draws lengths of its own and `max_tokens` is 4096. Times are rank 0's. "called", "recorded", "first play", "second play": steps of a length whose room is new, one after the
 other, each with the device idle before it: medians over rooms. Then what a step takes where 100 lengths follow each
 other: "without records"; "never before", in a layer of which nothing is known; "others, never before"; "these again",
 the median of three times.
@@ -11,6 +12,7 @@ the median of three times.
 
 import contextlib
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 import triton
 
 from mxep.ep import MoE
@@ -27,10 +30,14 @@ from mxep.runtime.replay import no_replays
 
 LENGTHS = 100
 LEAST, MOST = 512, 4096
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def milliseconds(step: Callable[[], object]) -> float:
     torch.cuda.synchronize()
+    if RANKS > 1:
+        dist.barrier()
+        torch.cuda.synchronize()
     began = time.perf_counter()
     step()
     torch.cuda.synchronize()
@@ -42,7 +49,8 @@ class Case:
 
     def __init__(self, recipe: str) -> None:
         torch.manual_seed(0)
-        self.layer = MoE(2048, 768, 64, 8, recipe=recipe, dispatcher="local", device="cuda")
+        where = {"group": dist.group.WORLD, "max_tokens": MOST} if RANKS > 1 else {"dispatcher": "local"}
+        self.layer = MoE(2048, 768, 64, 8, recipe=recipe, device="cuda", **where)  # type: ignore[arg-type]
 
     def step(self, tokens: int) -> None:
         x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -55,7 +63,7 @@ class Case:
 
 
 def measure(recipe: str) -> dict[str, float]:
-    drawn = random.Random(0).sample(range(LEAST, MOST + 1), 2 * LENGTHS)
+    drawn = random.Random(RANK).sample(range(LEAST, MOST + 1), 2 * LENGTHS)
     drawn, others = drawn[:LENGTHS], drawn[LENGTHS:]
     case, found = Case(recipe), {}
     with no_replays():
@@ -75,14 +83,21 @@ def measure(recipe: str) -> dict[str, float]:
 
 
 def main() -> None:
+    if RANKS > 1:
+        torch.cuda.set_device(RANK)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
     rows = []
     for recipe in ("mxfp8", "bf16"):
         rows.append({"recipe": recipe, **{name: round(ms, 3) for name, ms in measure(recipe).items()}})
-        print(rows[-1], flush=True)
-    if len(sys.argv) > 1:
+        if RANK == 0:
+            print(rows[-1], flush=True)
+    if RANKS > 1:
+        dist.destroy_process_group()
+    if len(sys.argv) > 1 and RANK == 0:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         of = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        of |= {"commit": commit, "command": "python tests/ep/lengths.py", "rows": rows}
+        command = f"torchrun --nproc-per-node {RANKS}" if RANKS > 1 else "python"
+        of |= {"ranks": RANKS, "commit": commit, "command": f"{command} tests/ep/lengths.py", "rows": rows}
         with contextlib.closing(open(sys.argv[1], "w")) as file:
             json.dump(of, file, indent=1)
 

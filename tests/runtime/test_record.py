@@ -225,7 +225,7 @@ def test_memory_is_shared_only_where_the_graph_has_an_order() -> None:
     ]
     made = [Made(sizes[i], -1) for i in sizes]
     of = Record(steps, 1, made, [], [], [])
-    starts, nbytes = packed(of, range(4), range(4))
+    starts, nbytes = packed(of, range(4), range(4), {1: [0, 1], 2: [1, 2], 3: [2], 4: [3]})
     assert starts[0] == starts[2] != starts[1], "1 is read before 3 is written"
     assert starts[3] not in (starts[1], starts[2]), "4 is written beside them"
     assert nbytes == 3 * 1024

@@ -363,15 +363,16 @@ def parameters_of(compiled: Any, args: Sequence[Any]) -> Any:
     yield 8, ctypes.c_uint64(0)
 
 
-def unlike_a_node(compiled: Any, args: Sequence[Any]) -> str:
-    """The reason why a compiled kernel cannot be a graph node; "" if it can."""
+@functools.cache
+def unlike_a_node(compiled: Any, num_args: int) -> str:
+    """The reason why a compiled kernel of so many arguments cannot be a graph node; "" if it can."""
     metadata = compiled.metadata
     for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
         if getattr(metadata, name, 0):
             return f"{metadata.name} has {name}"
     if getattr(metadata, "num_ctas", 1) != 1:
         return f"{metadata.name} runs in clusters"
-    kinds = list(compiled.src.signature.values())[: len(args)]
+    kinds = list(compiled.src.signature.values())[:num_args]
     if unknown := [kind for kind in kinds if kind not in ("constexpr", *_FORMATS) and str(kind)[:1] not in ("*", "t")]:
         return f"{metadata.name} takes {unknown}"
     descriptors = sum(str(kind).startswith("tensordesc") for kind in kinds)

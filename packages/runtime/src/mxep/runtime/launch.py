@@ -67,7 +67,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         compiled.run(x, y, z, torch._C._cuda_getCurrentRawStream(device), *how, *values, *constexprs)
     if (recorder := here.recorder) is not None:
         recorder.launch(kernel, compiled, grid, args, constants)
-        if why := "it was compiled alone" if found is None else unlike_a_node(compiled, args):
+        if why := "it was compiled alone" if found is None else unlike_a_node(compiled, len(args)):
             recorder.refuse(why)
 
 

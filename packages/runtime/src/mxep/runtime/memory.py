@@ -53,8 +53,13 @@ class Sizes:
         self._last: dict[int, int] = {}
         self._bytes = {record.given + k: _aligned(made.nbytes) for k, made in enumerate(record.made)}
         """Bytes of each source. Of an argument, the bytes that the steps use."""
+        self._users: dict[int, list[int]] = {}
+        """Of each source the steps that use it."""
+        self._packed: dict[tuple[int, ...], tuple[dict[int, int], int]] = {}
+        """`packed` of what was looked at: most pieces of one cut are those of the next."""
         for i, step in enumerate(record.steps):
             for view in _views(step):
+                self._users.setdefault(view.source, []).append(i)
                 self._first.setdefault(view.source, i)
                 self._last[view.source] = i
                 if view.source < record.given:
@@ -73,31 +78,32 @@ class Sizes:
     def of(self, pieces: Sequence[list[int]]) -> Layout:
         record, given = self.record, self.record.given
         piece_of = {i: p for p, steps in enumerate(pieces) for i in steps} or {0: 0}
-        slabs, makes, drops, donated = [], [], [], []
+        ours, begins, ends = ([list[int]() for _ in pieces or [[]]] for _ in range(3))
+        for k, made in enumerate(record.made):
+            source = given + k
+            if source not in self._first:
+                continue
+            first, last = piece_of[self._first[source]], piece_of[self._last[source]]
+            if first == last and source not in self._kept and made.by < 0:
+                ours[first].append(k)
+                continue
+            begins[first].append(k)
+            if source not in self._kept:
+                ends[last].append(k)
+        slabs, makes, donated = [], [], []
         held = sum(self._bytes[i] for i in self._donated)
         peak = 0
         for p, steps in enumerate(pieces):
-            ours, begins, ends = [], [], []
-            for k, made in enumerate(record.made):
-                source = given + k
-                if source not in self._first:
-                    continue
-                first, last = piece_of[self._first[source]], piece_of[self._last[source]]
-                if first == last == p and source not in self._kept and made.by < 0:
-                    ours.append(k)
-                    continue
-                if first == p:
-                    held += self._bytes[source]
-                    begins += [k] * (made.by < 0)
-                if last == p and source not in self._kept:
-                    ends.append(k)
-            slabs.append(packed(record, steps, ours))
-            makes.append(begins)
-            drops.append(ends)
+            key = steps[0], steps[-1], *ours[p]
+            if key not in self._packed:
+                self._packed[key] = packed(record, steps, ours[p], self._users)
+            slabs.append(self._packed[key])
+            makes.append([k for k in begins[p] if record.made[k].by < 0])
             donated.append([i for i in self._donated if piece_of[self._last[i]] == p])
+            held += sum(self._bytes[given + k] for k in begins[p])
             peak = max(peak, held + slabs[-1][1])
-            held -= sum(self._bytes[given + k] for k in ends) + sum(self._bytes[i] for i in donated[-1])
-        return Layout(slabs, makes, drops, donated, peak)
+            held -= sum(self._bytes[given + k] for k in ends[p]) + sum(self._bytes[i] for i in donated[-1])
+        return Layout(slabs, makes, ends, donated, peak)
 
     def called(self) -> int:
         """Peak of the function itself, which frees memory after each step."""
@@ -134,21 +140,22 @@ def cut(sizes: Sizes, pieces: list[list[int]]) -> list[list[int]]:
     return pieces
 
 
-def packed(record: Record, steps: Sequence[int], sources: Sequence[int]) -> tuple[dict[int, int], int]:
-    """Offset in a slab of each source of a piece, and the slab's bytes.
+def packed(
+    record: Record, steps: Sequence[int], sources: Sequence[int], users_of: dict[int, list[int]]
+) -> tuple[dict[int, int], int]:
+    """Offset in a slab of each source of a piece, and the slab's bytes. users_of: steps of each argument and source.
 
     Two sources share bytes only if each user of one precedes each user of the other by edges of the graph.
     """
     before: dict[int, int] = {}  # of each step, those before it, as bits
-    users: dict[int, int] = dict.fromkeys(sources, 0)
+    users: dict[int, int] = {}
+    for k in sources:
+        users[k] = sum({1 << (i - steps[0]) for i in users_of[record.given + k]})
     for n, i in enumerate(steps):
         before[n] = 0
         for j in record.steps[i].after:
             if j >= steps[0]:
                 before[n] |= before[j - steps[0]] | 1 << (j - steps[0])
-        for view in _views(record.steps[i]):
-            if (k := view.source - record.given) in users:
-                users[k] |= 1 << n
     # Steps that precede every user of a source.
     earlier = {}
     for k, bits in users.items():

@@ -259,6 +259,8 @@ class Recorder(TorchDispatchMode):
         """Storages of `_made`. The references keep torch from reusing their addresses as keys."""
         self._fixed: list[Tensor] = []
         self._places_of_fixed: dict[Any, int] = {}
+        self._views: dict[View, View] = {}
+        """Each once: what a record keeps is what Python's garbage collector has to look at."""
         for i, x in enumerate(given):
             if x is not None:
                 places = self._sources.setdefault(_storage_of(x), [])
@@ -391,7 +393,8 @@ class Recorder(TorchDispatchMode):
             if len(found) == 1:
                 if found[0][0] in self._moving and not of_launch:
                     self.refuse(f"an op uses argument {found[0][0]}, whose rows change from call to call")
-                return View(found[0][0], start - found[0][1], *form)
+                view = View(found[0][0], start - found[0][1], *form)
+                return self._views.setdefault(view, view)
             self.refuse(f"a tensor {tuple(x.shape)} lies in {len(found) or 'no'} arguments, want one")
         elif (ref := _fixed.get(storage)) is not None and not ref.expired():
             key = start, *form
