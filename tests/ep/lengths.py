@@ -4,10 +4,10 @@
     PYTHONPATH=... torchrun --nproc-per-node 2 tests/ep/lengths.py [FILE.json]
 
 One layer, forward + backward, called eagerly: D 2048, F 768, 64 experts, top-8, T drawn from 512 to 4096; on one GPU,
-or over several, where each rank draws lengths of its own and `max_tokens` is 4096. Times are rank 0's. "called", "recorded", "first play", "second play": steps of a length whose room is new, one after the
-other, each with the device idle before it: medians over rooms. Then what a step takes where 100 lengths follow each
-other: "without records"; "never before", in a layer of which nothing is known; "others, never before"; "these again",
-the median of three times.
+or over several, where each rank draws lengths of its own and `max_tokens` is 4096. Times are rank 0's. "called",
+"recorded", "first play", "second play": steps of a length whose room is new, one after the other, each with the device
+idle before it: medians over rooms. Then what a step takes where 100 lengths follow each other: "without records";
+"never before", in a layer of which nothing is known; "others, never before"; "these again", the median of three times.
 """
 
 import contextlib
