@@ -78,7 +78,7 @@ def swiglu_quantize(
     width = gate_up.shape[1] // 2
     block_size = check_block(block_size, -1, gate_up[:, :width])
     how = check_format(fmt), check_mode(mode), block_size, folded, activation.packed
-    return _mx(_swiglu(gate_up, row_weight, offs, *how), gate_up.dtype)
+    return _mx(_swiglu(gate_up, row_weight, offs, *how), gate_up.dtype, width if folded else block_size)
 
 
 def swiglu_backward(
@@ -144,8 +144,11 @@ def swiglu_backward_quantize(
         qdata = values.new_empty(values.shape, dtype=dtype)
     how = check_mode(mode), block_size, folded, h_dtype, activation.packed, gate_up_scale
     scale, d_row_weight, *h = _swiglu_backward(d_h, values, row_weight, offs, qdata, *how)
-    d_gate_up = _mx((qdata, scale), outer)
-    return d_gate_up, d_row_weight, None if h_dtype is None else _mx(h, outer)
+    d_gate_up = _mx((qdata, scale), outer, gate_up.shape[1] if folded else block_size)
+    if h_dtype is None:
+        return d_gate_up, d_row_weight, None
+    width = d_h.shape[1]
+    return d_gate_up, d_row_weight, _mx(h, outer, width if folded else min(block_size, width))
 
 
 def _of_rows(gate_up: MXTensor) -> tuple[Tensor, Tensor]:
@@ -155,10 +158,9 @@ def _of_rows(gate_up: MXTensor) -> tuple[Tensor, Tensor]:
     return gate_up.qdata, gate_up.scale.view(torch.uint8)
 
 
-def _mx(parts: Sequence[Tensor], dtype: torch.dtype) -> MXTensor:
-    """Of rows (R, n) and the bytes of their scales."""
+def _mx(parts: Sequence[Tensor], dtype: torch.dtype, block_size: int) -> MXTensor:
+    """Of rows (R, n) and the bytes of their scales. block_size is given, as sizes are symbols to a compiler."""
     qdata, scale = parts
-    block_size = qdata.shape[1] // scale.shape[1]
     return MXTensor(qdata, scale.view(SCALE_DTYPE), None, -1, block_size, dtype, trusted=True)
 
 
