@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from mxep.quant import E5M2, MXTensor, ScaleMode, quantize, requantize
+from mxep.quant import E5M2, MXTensor, ScaleMode, quantize, requantize, swiglu_quantize
 from quant.exact import assert_bytes, raw
 
 TILES = (-2, -1)
@@ -221,6 +221,16 @@ def test_compiled_quantization_has_the_same_bytes_and_gradients() -> None:
     y.sum().backward()
     assert torch.equal(y, layer(x))
     assert torch.equal(x.grad[:, 0], torch.tensor([0.0] * 4 + [4.0] * 60, dtype=torch.bfloat16))
+
+
+def test_what_swiglu_makes_is_requantized_where_shapes_are_symbols() -> None:
+    def step(x: Tensor, ends: Tensor) -> Tensor:
+        return requantize(swiglu_quantize(x, offs=ends), offs=ends).qdata
+
+    move = compiled(step, dynamic=True)
+    for rows in (64, 96):
+        x, ends = gaussian(rows, 128), torch.tensor([32, rows], dtype=torch.int32)
+        assert torch.equal(move(x, ends).view(torch.uint8), step(x, ends).view(torch.uint8))
 
 
 def test_it_goes_into_compiled_graphs_and_comes_out() -> None:
