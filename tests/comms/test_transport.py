@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from mxep.comms import (
-    BatchTooLarge,
     PeersDisagree,
     PeerTimeout,
     SharedMemoryTransport,
@@ -21,7 +20,6 @@ from mxep.comms import (
     make_plan,
 )
 from mxep.comms.cuda import cuda_device
-from mxep.comms.layout import Layout
 from mxep.integration.launch import Rank, RanksFailed, run_ranks
 from ranks import Context, distributed
 
@@ -107,46 +105,6 @@ def check_too_many_tokens(ctx: Context, kind: type | None = None) -> None:
             send(6)
     dist.barrier(ctx.group)
     assert time.monotonic() - started < 30, "before the timeout of 60 s"
-
-
-@distributed(3, device="cpu")
-def test_a_batch_for_which_there_is_no_room_is_known_to_all_ranks_and_a_larger_workspace_goes_on(ctx: Context):
-    transport, sizes = ctx.transport(), {"top_k": 1, "dim": 16, "num_experts": ctx.world_size}
-    small = Workspace(transport, max_tokens=2, **sizes)
-    part = torch.full((4, 8), ctx.rank, dtype=torch.uint8)
-    ids, weights = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
-    for _ in range(3):  # an odd number: the buffers' turns go on
-        if ctx.rank:
-            small.outgrow(2 + ctx.rank)
-        else:
-            with pytest.raises(BatchTooLarge, match=r"rank 2 brought 4 tokens: set max_tokens=4 .* call reserve\(4\)"):
-                dispatch(small, (part[:2],), ids[:2], weights[:2])
-    large = Workspace(transport, max_tokens=4, **sizes)
-    slots = dispatch(large, (part,), ids, weights).wait()
-    if ctx.rank == 0:
-        assert slots[0][:, 0].tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    large.outgrow(5)  # all ranks alike
-    transport.check()
-    with pytest.raises(PeersDisagree, match=r"met peers in other exchanges: rank 0 at barrier .* rank 1 at outgrown"):
-        _ = large.outgrow(5) if ctx.rank == 1 else transport.barrier("here")
-
-
-def test_a_larger_batch_is_one_dispatch_that_some_have_outgrown_and_nothing_else():
-    layout, other = Layout(3, 4, 1, 16), Layout(3, 5, 1, 16)
-    sent, grown = layout.op_id("dispatch", 16), [layout.op_id("outgrown", tokens) for tokens in (5, 7)]
-    assert layout.mark != other.mark
-    found = BatchTooLarge.found(1, [sent, *grown])
-    assert "rank 1 met a larger batch: rank 2 brought 7 tokens: set max_tokens=7 or more" in str(found)
-    assert BatchTooLarge.found(0, [grown[0]] * 3) is not None
-    for op_ids in (
-        [sent, sent, sent],
-        [sent, layout.op_id("combine", 16), grown[0]],
-        [layout.op_id("combine", 16)] * 2 + [grown[0]],
-        [sent, layout.op_id("dispatch", 32), grown[0]],
-        [sent, layout.op_id("refused", 0), grown[0]],
-        [sent, sent, other.op_id("outgrown", 5)],
-    ):
-        assert BatchTooLarge.found(0, op_ids) is None
 
 
 @distributed(3, device="cpu")

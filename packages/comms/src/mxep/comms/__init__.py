@@ -22,7 +22,6 @@ from .rows import gather_rows, join_rows, sum_slots
 from .shared_memory import SharedMemoryTransport
 from .symmetric_memory import SymmetricMemoryTransport
 from .transport import (
-    BatchTooLarge,
     PeersDisagree,
     PeerTimeout,
     SymmetricBuffer,
@@ -41,7 +40,6 @@ except importlib.metadata.PackageNotFoundError:  # sources on the path, not inst
 __all__ = [
     "DROPPED",
     "NEW",
-    "BatchTooLarge",
     "Capacity",
     "CapacityExceeded",
     "Handle",

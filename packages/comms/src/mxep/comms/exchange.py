@@ -73,9 +73,8 @@ def dispatch(
     Raises ValueError on wrong shapes, dtypes or devices and, on CPU, on ids outside [-1, E), before anything is sent
     (on CUDA such a pair is not sent, and make_plan counts it); PeerTimeout and PeersDisagree (on CUDA at a later
     exchange, or by ``workspace.transport.check()``). Peers of a rank with more tokens than max_tokens, or with invalid
-    ids, get PeersDisagree that says so. The transport is of no use then. Peers of a rank that comes with
-    ``Workspace.outgrow`` instead get BatchTooLarge. PeersDisagree, too, where peers redispatch along the plan of
-    another dispatch, or where a new dispatch is another layer's there.
+    ids, get PeersDisagree that says so. The transport is of no use then. PeersDisagree, too, where peers redispatch
+    along the plan of another dispatch, or where a new dispatch is another layer's there.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):

@@ -28,9 +28,8 @@ CHANNELS = 1 + CHUNKS
 """Signals of a buffer: one for tables, one for each chunk of rows."""
 NUM_COUNTERS = 2 + CHANNELS + 2
 """Exchanges of tables and of rows; programs that arrived at each signal, and at the end; the tile counter."""
-STEPS = ("barrier", "dispatch_tables", "dispatch", "combine", "refused", "outgrown")
-"""Kinds of exchanges; op ids hold their index. "refused": by this rank, whose peers should not wait for it. "outgrown":
-a dispatch for which there are too few slots, and which all ranks make again in larger buffers."""
+STEPS = ("barrier", "dispatch_tables", "dispatch", "combine", "refused")
+"""Kinds of exchanges; op ids hold their index. "refused": by this rank, whose peers should not wait for it."""
 
 PE_SHIFT = 40
 """A destination of a put is one int64: PE (the number NVSHMEM gives a process) << 40 | byte in its buffer; -1: none."""
@@ -132,8 +131,8 @@ class Layout:
     def op_id(self, step: str, number: int) -> int:
         """What all ranks of an exchange must have alike: the step, the bytes of its rows and the layout's mark.
 
-        number: less than 2^24. Of dispatch_tables it is K; of a refusal, and of outgrown, the tokens that there is no
-        room for, 0 for wrong ids.
+        number: less than 2^24. Of dispatch_tables it is K; of a refusal the tokens that there is no room for, 0 for
+        wrong ids.
         """
         return self.mark << 27 | STEPS.index(step) << 24 | number
 

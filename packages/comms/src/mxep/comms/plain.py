@@ -8,7 +8,6 @@ After each, what all ranks stored is here, and what this rank stored is there. `
 the same methods.
 """
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,7 @@ from .layout import ALIGNMENT, Layout, round_up
 from .plan import RoutingPlan, narrow_ids
 from .rows import sum_slots
 from .shared_memory import SharedMemoryTransport
-from .transport import BatchTooLarge, SymmetricBuffer
+from .transport import SymmetricBuffer
 
 
 class PlainExchange:
@@ -35,12 +34,6 @@ class PlainExchange:
         """
         self._count()
         self.transport.signal(self.layout.op_id("refused", tokens))
-
-    def outgrow(self, tokens: int) -> None:
-        """Meet the peers' dispatch with more tokens than there are slots for: BatchTooLarge there."""
-        self._count()
-        with contextlib.suppress(BatchTooLarge):
-            self._meet("outgrown", min(tokens, 2**24 - 1))
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
         """Gives the dispatch a number."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .layout import differ, step_of
-from .transport import BatchTooLarge, PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, gather_objects
+from .transport import PeersDisagree, PeerTimeout, SymmetricBuffer, Transport, gather_objects
 
 POLLS = 200
 LONGEST_NAP = 1e-3
@@ -81,8 +81,6 @@ class SharedMemoryTransport(Transport):
         found = self._op_ids[self.rank][self._counter % 2].tolist()
         op_ids, dispatches = [word & 0xFFFFFFFF for word in found], [word >> 32 for word in found]
         if any(each != op_id for each in op_ids):
-            if (too_large := BatchTooLarge.found(self.rank, op_ids)) is not None:
-                raise too_large
             raise self._failed(PeersDisagree.over(self.rank, op_ids))
         if any(differ(each, dispatch) for each in dispatches):
             raise self._failed(PeersDisagree.over_dispatches(self.rank, step_of(op_id), dispatches))

@@ -174,7 +174,7 @@ class PeersDisagree(RuntimeError):
                 tokens = op_id & 0xFFFFFF
                 why = "invalid expert ids"
                 if tokens:
-                    why = f"{tokens} tokens, more than max_tokens: {room_for(tokens)}"
+                    why = f"{tokens} tokens, more than max_tokens: {how_to_make_room(tokens)}"
                 return cls(f"rank {rank} met a peer that refused to dispatch: rank {peer} brought {why}")
         marks = {op_id >> 27 for op_id in op_ids}
         found = (
@@ -192,29 +192,12 @@ class PeersDisagree(RuntimeError):
         return cls(f"rank {rank} met peers in a {step} of other dispatches: {', '.join(found)}: {why}")
 
 
-class BatchTooLarge(PeersDisagree):
-    """A rank brought more tokens than there are slots for. All ranks learn of it in the same dispatch, for which
-    nothing has to be made again but the workspace, with more ``max_tokens``: the transport can be used on."""
-
-    @classmethod
-    def found(cls, rank: int, op_ids: Sequence[int]) -> "BatchTooLarge | None":
-        """What to raise on ``rank`` if ranks met with these op ids: in one dispatch, which some have outgrown."""
-        tokens = {peer: op_id & 0xFFFFFF for peer, op_id in enumerate(op_ids) if step_of(op_id) == "outgrown"}
-        others = {op_id for peer, op_id in enumerate(op_ids) if peer not in tokens}
-        if not tokens or len({op_id >> 27 for op_id in op_ids}) > 1 or len(others) > 1:
-            return None
-        if any(step_of(op_id) != "dispatch" for op_id in others):
-            return None
-        peer, most = max(tokens.items(), key=lambda item: item[1])
-        return cls(f"rank {rank} met a larger batch: rank {peer} brought {most} tokens: {room_for(most)}")
-
-
 def batch_too_large(tokens: int, max_tokens: int) -> str:
     """What is wrong with a batch, and what a user does about it."""
-    return f"batch: got {tokens} tokens, wanted at most max_tokens = {max_tokens}: {room_for(tokens)}"
+    return f"batch: got {tokens} tokens, wanted at most max_tokens = {max_tokens}: {how_to_make_room(tokens)}"
 
 
-def room_for(tokens: int) -> str:
+def how_to_make_room(tokens: int) -> str:
     cure = f"set max_tokens={tokens} or more, on all ranks, where the layer or workspace is made"
     return f"{cure}, or call reserve({tokens}) of a layer made without it"
 

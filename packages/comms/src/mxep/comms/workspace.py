@@ -153,16 +153,6 @@ class Workspace:
             self.steps.refuse(self.begin("refused"), min(tokens, 2**24 - 1))
             self.arena.refused = why
 
-    def outgrow(self, tokens: int) -> None:
-        """Come to the next dispatch with more tokens than max_tokens: nothing moves, and the peers' dispatch raises
-        BatchTooLarge. Then all ranks make a larger workspace and dispatch again.
-
-        Between CPUs alone: there the host meets the peers. A device's peers have given it what follows already.
-        """
-        assert self.transport.access == "host"
-        self.begin("outgrown")
-        self.steps.outgrow(tokens)
-
     def new_dispatch(self) -> Tensor:
         """(1,) int32, what peers compare of a dispatch that has no number yet. To be asked for after `begin`."""
         number = self.transport.new_dispatch

@@ -296,13 +296,13 @@ class TokenDispatcher(ABC):
             return None
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        most = self._most_rows(x.device, tokens)
+        most = self._most_rows(x.device)
         if most is None:
             return None
         return min(most, per_token * room_for(tokens // per_token)) if tokens <= most else None
 
-    def _most_rows(self, device: torch.device, tokens: int) -> int | None:
-        """The most tokens that exchanges like one of so many have room for; None: not known yet."""
+    def _most_rows(self, device: torch.device) -> int | None:
+        """The most tokens that an exchange has room for; None: not known yet."""
         return None
 
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:

@@ -64,7 +64,7 @@ class LocalDispatcher(TokenDispatcher):
     def graph_state(self) -> tuple[()]:
         return ()
 
-    def _most_rows(self, device: torch.device, tokens: int) -> int:
+    def _most_rows(self, device: torch.device) -> int:
         return sys.maxsize if self._most is None else self._most
 
     def dispatch(

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mxep.comms import (
-    BatchTooLarge,
     Capacity,
     NvshmemTransport,
     SymmetricBuffer,
@@ -37,11 +36,10 @@ class SymmetricDispatcher(TokenDispatcher):
 
     Args:
         dim: D. dtype: the widest dtype that rows travel in, there (unquantized) or back.
-        max_tokens: T_max, the most tokens a rank will ever dispatch at once; slots are sized for it. None: the most any
-            rank has brought so far: a larger batch makes larger buffers, on all ranks, in a process alone and between
-            CPUs. Between GPUs only the first batch and :meth:`reserve` do: their hosts do not wait to hear of peers'.
-            A rank that brings more than T_max raises ValueError, its peers PeersDisagree, which say what to set. Then
-            the layers have to be made again, or each be given ``reserve`` if max_tokens is None.
+        max_tokens: T_max, the most tokens a rank will ever dispatch at once; slots are sized for it. None: the most
+            that any rank brings to the first batch, or :meth:`reserve` said since. A rank that brings more than T_max
+            raises ValueError, its peers PeersDisagree, which say what to set. Then the layers have to be made again, or
+            each be given ``reserve`` if max_tokens is None.
         timeout: seconds that a wait for a peer takes at most, the same for all of a group. None: as they have, or as
             the process group's own collectives. It bounds how late a rank may come from between two steps, too.
     """
@@ -84,11 +82,8 @@ class SymmetricDispatcher(TokenDispatcher):
     def static_tokens(self, num_tokens: int) -> tuple[int, int] | None:
         return None if self.max_tokens is None else (self.world_size, self.max_tokens)
 
-    def _most_rows(self, device: torch.device, tokens: int) -> int | None:
-        most = self.max_tokens or self._most_tokens.get(device)
-        if self.max_tokens is None and self.world_size == 1:  # as `_workspace` picks one
-            return min((most for on, most, _ in self._workspaces if on == device and most >= tokens), default=most)
-        return most
+    def _most_rows(self, device: torch.device) -> int | None:
+        return self.max_tokens or self._most_tokens.get(device)
 
     def dispatch(
         self,
@@ -106,17 +101,7 @@ class SymmetricDispatcher(TokenDispatcher):
         workspace = self._workspace(expert_ids)
         workspace.transport.arena.new_dispatch = self.new_dispatch
         sms = OVERLAP_SMS if overlap else None
-        try:
-            fits = self.max_tokens is not None or len(expert_ids) <= workspace.max_tokens
-            if not fits and workspace.transport.access == "host":  # whose peers learn of it in time, and raise it too
-                workspace.outgrow(len(expert_ids))
-                raise BatchTooLarge
-            handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms)
-        except BatchTooLarge:  # on all ranks alike
-            if self.max_tokens is not None:
-                raise
-            workspace = self._grow(expert_ids)
-            handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms)
+        handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms)
         assert handle.tables is not None
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
@@ -195,24 +180,11 @@ class SymmetricDispatcher(TokenDispatcher):
     def _workspace(self, expert_ids: Tensor) -> Workspace:
         """For a dispatch of these ids."""
         device, (tokens, top_k) = expert_ids.device, expert_ids.shape
-        max_tokens = self.max_tokens or self._most_tokens.get(device)
+        max_tokens = self._most_rows(device)
         if not max_tokens:
             max_tokens = self._most_tokens[device] = most_tokens(tokens, device, self.group)
-        elif self.max_tokens is None and self.world_size == 1:
-            if tokens > max_tokens:
-                return self._grow(expert_ids)
-            # The least that has room, so that a checkpoint which computes again finds the sizes that it had.
-            fitting = (most for on, most, k in self._workspaces if (on, k) == (device, top_k) and most >= tokens)
-            max_tokens = min(fitting, default=max_tokens)
         found = self._workspaces.get((device, max_tokens, top_k))
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
-
-    def _grow(self, expert_ids: Tensor) -> Workspace:
-        """One with room for these ids, and all peers'. Collective. Plans of before keep theirs."""
-        device, (tokens, top_k) = expert_ids.device, expert_ids.shape
-        most = self._most_tokens[device] = most_tokens(tokens, device, self.group)
-        self.passes.clear()  # graphs of fewer slots
-        return self._make_workspace(device, most, top_k)
 
     def _workspace_of(self, routing: Routing) -> Workspace:
         """That a plan was made in."""
