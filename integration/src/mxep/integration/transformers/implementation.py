@@ -28,7 +28,7 @@ class Implementation:
         name: of it in transformers.
         recipe, backend: as for `mxep.ep.MoE`; "auto" is picked anew for each module of experts, once.
         dispatch: how tokens travel where experts are spread over ranks: a `mxep.ep.Dispatch`, or its fields by keyword.
-            Its max_tokens None: what MXEP_MAX_TOKENS says in the environment, else the most so far, between GPUs of
+            Its max_tokens None: what MXEP_MAX_TOKENS says in the environment, else the most of
             the first batch. **Padding counts**: transformers gives a layer every token of a padded batch, also of its
             capacity and loads. Pack sequences instead (`DataCollatorWithFlattening`).
 
