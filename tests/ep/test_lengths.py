@@ -1,5 +1,7 @@
 """Layers whose batches have room for more tokens: the bits of layers without, from the tokens to all gradients."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -112,11 +114,12 @@ def test_what_users_see_of_a_routing_is_of_the_real_tokens():
     assert int(layer.last_routing.stats()["routed"]) == 33 * TOP_K
 
 
-def test_scores_before_experts_make_a_tokens_rows_a_room_of_whole_tokens(monkeypatch):
+@pytest.mark.parametrize("kind", [LocalDispatcher, functools.partial(SymmetricDispatcher, dim=DIM, max_tokens=400)])
+def test_scores_before_experts_make_a_tokens_rows_a_room_of_whole_tokens(kind, monkeypatch):
     torch.manual_seed(0)
-    made = LocalDispatcher(EXPERTS)
+    made = kind(EXPERTS)
     layer = MoE(DIM, HIDDEN_DIM, EXPERTS, TOP_K, dispatcher=made, score_before_experts=True)
-    assert_same_bits(layer, [batch(tokens, "cpu") for tokens in (3, 17)], monkeypatch)
+    assert_same_bits(layer, [batch(tokens, "cpu") for tokens in (3, 17, 33)], monkeypatch)
 
 
 def step_of(record: Record, what: object, tokens: int) -> object:

@@ -54,11 +54,13 @@ def dispatch(
     plan: RoutingPlan | None = None,
     async_op: bool = False,
     num_sms: int | None = None,
+    room: int | None = None,
 ) -> Handle[tuple[Tensor, ...]]:
     """Dispatch each token once to every rank that owns one of its experts. Collective.
 
     Args:
-        payload: uint8 (T, n_i) each, or more rows, which are not read; they travel side by side in one row.
+        payload: uint8 (T, n_i) each, or (room, n_i), where rows past T are not read; they travel side by side in one
+            row.
         expert_ids: (T, K) int32 or int64, -1 is not routed.
         weights: (T, K) fp32. None: a redispatch along a plan that is made already, with the same ids. No tables travel.
         plan: of a redispatch, along which it goes: peers compare its `dispatch`.
@@ -66,6 +68,7 @@ def dispatch(
         num_sms: how many multiprocessors the rows may take, at most the workspace's; None: as many as it has. Limit it
             to leave multiprocessors for kernels that overlap: on H200s no other kernel was seen to start on one that an
             exchange was on.
+        room: rows that parts of the payload may have instead of T.
 
     ``wait`` returns the slots: uint8 (S, n_i) strided views into the workspace, borrowed until its next exchange. Slot
     s = rank * T_max + token has what that rank's token brought; slots that no table leads to hold anything.
@@ -78,10 +81,11 @@ def dispatch(
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
-            return dispatch(workspace, payload, expert_ids, weights, plan=plan, async_op=async_op, num_sms=num_sms)
+            how = {"plan": plan, "async_op": async_op, "num_sms": num_sms, "room": room}
+            return dispatch(workspace, payload, expert_ids, weights, **how)  # type: ignore[arg-type]
     if num_sms is not None and num_sms < 1:
         raise ValueError(f"num_sms: got {num_sms}, wanted at least 1, or None")
-    expert_ids, weights = _check_tokens(workspace, payload, expert_ids, weights)
+    expert_ids, weights = _check_tokens(workspace, payload, expert_ids, weights, room)
     number = None if plan is None else plan.dispatch
     buffer = workspace.begin("dispatch")
     if weights is not None:
@@ -159,12 +163,11 @@ def combine(
 
 
 def _check_tokens(
-    workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None
+    workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None, room: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Contiguous ids (T, K) and weights. Peers learn what only this rank can know to be wrong."""
-    tokens, rows, width = expert_ids.shape[0], payload[0].shape[0], 0
-    if rows not in (tokens, workspace.layout.room_for(tokens)):
-        tokens = rows  # so that it is named
+    rows, width = payload[0].shape[0], 0
+    tokens = expert_ids.shape[0] if rows == room else rows
     for part in payload:
         if part.dtype != torch.uint8 or part.ndim != 2 or part.shape[0] != rows or not part.shape[1]:
             got = f"{part.dtype} {tuple(part.shape)}"

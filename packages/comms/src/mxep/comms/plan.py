@@ -120,7 +120,6 @@ def make_plan(
         running: what earlier plans counted, as ``counts``, which is updated: the most rows needed, sums of the others.
         blocks: B, a divisor of T_max. A table's T_max tokens are B blocks from sources of their own, between which rows
             that do not fit are shared: block b of table w is source b * W + w's.
-
         max_tokens: of one table, T_max of the plan, if that is more than the table's. R_max follows from it, and what
             fits from the table's own length.
 
@@ -204,8 +203,8 @@ def plan_rows(
     """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them. max_tokens: T_max.
     limit: rows that may be used, at most max_rows."""
     num_tables, tokens, top_k = expert_ids.shape
-    behind = 0, 0, 0, max_tokens - tokens
-    expert_ids, weights = pad(expert_ids, behind, value=-1), pad(weights, behind)
+    if behind := max_tokens - tokens:
+        expert_ids, weights = pad(expert_ids, (0, 0, 0, behind), value=-1), pad(weights, (0, 0, 0, behind))
     pairs = expert_ids.numel()
     local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
     # Pairs by (expert, where in the tables they are from): one group each, in the order of rows.

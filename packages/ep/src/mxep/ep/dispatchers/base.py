@@ -423,7 +423,11 @@ class TokenDispatcher(ABC):
         sizes = self.rank * self.num_local_experts, self.num_local_experts, alignment, capacity, self.num_experts
         fields = _plan([ids, weights, num_tokens, total], *sizes, self.blocks, invalid, max_tokens)
         plan = RoutingPlan(*fields, alignment=alignment)  # type: ignore[misc]
-        self._room = max(self._room, (max_tokens or ids.shape[1], ids.shape[2], alignment, plan.max_rows))
+        tokens, top_k = ids.shape[1:]
+        max_rows = plan.max_rows
+        if max_tokens is not None and capacity.kind != "exact":  # what fits follows from the tokens that there are
+            max_rows = capacity.rows(1, tokens, top_k, num_local_experts=self.num_local_experts, alignment=alignment)
+        self._room = max(self._room, (tokens, top_k, alignment, max_rows))
         return plan
 
 

@@ -101,7 +101,7 @@ class SymmetricDispatcher(TokenDispatcher):
         workspace = self._workspace(expert_ids)
         workspace.transport.arena.new_dispatch = self.new_dispatch
         sms = OVERLAP_SMS if overlap else None
-        handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms)
+        handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms, room=room)
         assert handle.tables is not None
         # While rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
@@ -112,7 +112,8 @@ class SymmetricDispatcher(TokenDispatcher):
     def redispatch(self, payload: Payload, routing: Routing, *, overlap: bool = False) -> Handle[Payload]:
         workspace, ids = self._workspace_of(routing), routing.expert_ids
         sms = OVERLAP_SMS if overlap else None
-        return dispatch(workspace, payload, ids, plan=routing.plan, async_op=overlap, num_sms=sms)
+        how = {"async_op": overlap, "num_sms": sms, "room": routing.room}
+        return dispatch(workspace, payload, ids, plan=routing.plan, **how)  # type: ignore[arg-type]
 
     def combine(
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
