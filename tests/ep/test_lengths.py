@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.comms import Capacity
+from mxep.comms import Capacity, CapacityExceeded
 from mxep.ep import MoE
 from mxep.ep.dispatchers import LocalDispatcher, SymmetricDispatcher, TokenDispatcher, base
 from mxep.runtime.lengths import Length, room_for
@@ -191,3 +191,16 @@ def test_a_thousand_lengths_leave_few_records_and_no_memory():
     layer.zero_grad(set_to_none=True)
     assert torch.cuda.memory_allocated() <= before
     assert all(len(each._kinds) == 32 + 8 for each in layer.dispatcher.passes.values())
+
+
+def test_what_did_not_fit_is_told_of_the_tokens_that_there_were(monkeypatch):
+    said = []
+    for least in (-1, 99):
+        monkeypatch.setattr(base, "LEAST_DEVICE_WITH_ROOMS", least)
+        layer = make_layer("local", "bf16", Capacity.factor(0.25), "cpu")
+        torch.manual_seed(1)
+        layer(batch(17, "cpu")[0])
+        with pytest.raises(CapacityExceeded) as caught:
+            layer.check()
+        said.append(str(caught.value))
+    assert said[0] == said[1]
