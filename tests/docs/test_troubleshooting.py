@@ -2,8 +2,9 @@
 
 A message is the string of a `raise`, with `…` for each value in it. It is found in the `raise` itself, in a variable of
 the same function, in what an exception's class gives to `super().__init__` or `cls`, in what is given to a function of
-TELLERS, and in what a function of MAKERS returns or yields. On the page it is a code span in a table's first column, or
-a line of a text block. There `…` stands for anything: a line covers all messages that differ in a name or a size.
+TELLERS, and in what a function of MAKERS returns or yields. On the page it is a code span that begins an item
+of a list, or a line of a text block. There `…` stands for anything: a line covers all messages that differ in a
+name or a size.
 
 Not looked for are INTERNAL exceptions, a `raise` that passes another's message on with no words of its own, assertions,
 and what integration's benchmarks (TOOLS) raise, except for a ConfigError.
@@ -129,8 +130,8 @@ def messages() -> dict[str, str]:
 def lines_of(page: str) -> list[str]:
     """What the page says of messages, with `…` for anything; its first section has messages of others, too."""
     page = page.partition("## In any package")[2]
-    cells = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    return cells + [
+    items = re.findall(r"^- `([^`]+)`:", page, re.MULTILINE)
+    return items + [
         line for block in re.findall(r"^```text\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()
     ]
 

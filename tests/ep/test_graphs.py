@@ -1,6 +1,6 @@
 """Layers in CUDA graphs: torch.compile's, torch.cuda.make_graphed_callables', and one of a whole training step.
 
-What a graph computes is compared with the same calls without one. docs/graphs.md is the page about it for users.
+What a graph computes is compared with the same calls without one. docs/guides/graphs.md is the page about it for users.
 """
 
 import contextlib

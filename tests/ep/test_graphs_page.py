@@ -1,4 +1,4 @@
-"""The examples of docs/graphs.md run: on a GPU as they stand, on a CPU with stand-ins for graphs."""
+"""The examples of docs/guides/graphs.md run: on a GPU as they stand, on a CPU with stand-ins for graphs."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "graphs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "graphs.md"
 MODEL, *EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 

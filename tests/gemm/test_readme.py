@@ -25,7 +25,7 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_of_linears_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = README.parents[2] / "docs" / "linear.md"
+    page = README.parents[2] / "docs" / "guides" / "linear.md"
     (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(example, names)

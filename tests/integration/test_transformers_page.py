@@ -1,4 +1,4 @@
-"""The code of docs/transformers.md runs as it stands: alone block after block, and under several ranks."""
+"""The code of docs/guides/transformers.md runs as it stands: alone block after block, and under several ranks."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from integration.tiny_models import tiny
 from mxep.integration.transformers.versions import own_expert_parallel
 from ranks import Context, distributed
 
-PAGE = Path(__file__).parents[2] / "docs/transformers.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/transformers.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 ON_RANKS = [block for block in BLOCKS if block.startswith("# torchrun")]
 

@@ -14,8 +14,8 @@ Costs are of `estimate_costs`. Besides:
     memory      weights and gradients in bf16, the optimizer, what backward keeps of each layer, what one layer needs
                 besides, and exchange buffers, which all share. Nothing but experts, no library's
     over        more than a rank may take: never the best
-    ~           no measurement covers it: the letters are in docs/scaling.md. j, a part of the job's ranks where NVSHMEM
-                takes all, is there to compare with, never the best
+    ~           no measurement covers it: the letters are in docs/guides/scaling.md. j, a part of the job's
+                ranks where NVSHMEM takes all, is there to compare with, never the best
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MEASURED_RANKS, MEASURED_ROWS = 4, 2048  # most ranks, fewest rows an expert, of
 _OFF = {"off": "+.1%"}
 _SECTIONS = (
     Section(
-        "ms and MB sent of a layer by layout and EP; ~: extrapolated (docs/scaling.md)",
+        "ms and MB sent of a layer by layout and EP; ~: extrapolated (docs/guides/scaling.md)",
         ("layout",),
         {"ms": ".2f", "NVL MB": ".0f", "net MB": ".0f", "GiB": ".0f", "ktok/s": ".0f"},
     ),
@@ -126,7 +126,8 @@ def _json_of(key: str) -> Iterator[None]:
     try:
         yield
     except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{key}: {type(error).__name__}: {error}: wanted JSON as docs/scaling.md says") from error
+        message = f"{key}: {type(error).__name__}: {error}: wanted JSON as docs/guides/scaling.md says"
+        raise ConfigError(message) from error
 
 
 def model_of(config: Config) -> tuple[Shape, int]:

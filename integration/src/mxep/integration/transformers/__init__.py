@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="mxep_mxfp8")
 
 Importing it registers `mxep_bf16`, `mxep_fp8`, `mxep_mxfp8`, `mxep_auto` and others with transformers, as
-implementations of experts and, where transformers has expert parallelism of its own, of that. docs/transformers.md is
-the page to paste from.
+implementations of experts and, where transformers has expert parallelism of its own, of that.
+docs/guides/transformers.md is the page to paste from.
 
 `implementation` has what runs, `parallel` expert parallelism, `callback` what a Trainer calls, `checks` what it asks of
 a model, `undecorated` models whose experts transformers' registry does not reach.

@@ -65,7 +65,7 @@ class MxepCallback(TrainerCallback):  # type: ignore[misc]
         if args.save_strategy != "no" and not whole and any(layer.parallel for _, layer in layers(model)):
             raise ValueError(
                 f"save_strategy: got {args.save_strategy.value!r}, want 'no' after expert_parallel: a Trainer saves on "
-                "one rank, which would wait for the others' experts; save after training (docs/transformers.md)"
+                "one rank, which would wait for the others' experts; save after training (docs/guides/transformers.md)"
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ that are quantized, T K + T N + K N, and with launches, which take as long as FI
 
     size = T K N / (T K + T N + K N + FIXED)
 
-and the measured gains of docs/linear.md rise with it. LEAST has where it begins to pay.
+and the measured gains of docs/guides/linear.md rise with it. LEAST has where it begins to pay.
 """
 
 import math
