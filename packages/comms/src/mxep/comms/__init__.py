@@ -1,10 +1,10 @@
-"""mxep.comms: exchange of rows between ranks over symmetric memory. Moves bytes, knows no number format.
+"""mxep.comms: exchanges rows between ranks over symmetric memory. It moves bytes and knows no number format.
 
 Transport   how ranks reach each other's memory     SharedMemoryTransport (CPU), SymmetricMemoryTransport (NVLink),
                                                     NvshmemTransport (hosts; unproven there)
 Workspace   two buffers on a transport, used in turn
 dispatch    tokens to the ranks of their experts    combine     rows back to their tokens' ranks, summed
-make_plan   which slot feeds which expert-major row, from the tables that came along
+make_plan   assigns slots to expert-major rows, from the senders' tables
 """
 
 import importlib.metadata

@@ -1,9 +1,9 @@
-"""What an all-to-all of rows needs besides the rows: their order by destination rank, and headers that are compared.
+"""Order of the rows of an all-to-all by destination rank, and the headers that ranks compare.
 
-Before the rows to each rank goes a header, a row whose first bytes are a word (`join_rows` writes it):
+The rows to each rank begin with a header row. Its first bytes are one int32 word, written by `join_rows`:
 
-    word   number of the dispatch * 4 + step (1 dispatch, 2 redispatch, 3 combine), int32; the number of a new dispatch
-           is `layout.new_dispatch`
+    word   number of the dispatch * 4 + step (1 dispatch, 2 redispatch, 3 combine); a new dispatch has the number
+           `layout.new_dispatch`
 
 W = 2 ranks of 2 experts, T = 2 tokens, K = 2:
 
@@ -26,7 +26,7 @@ from mxep.runtime.op import ANY_GPU, op
 from .layout import NEW
 
 ANY_NEW = NEW * 4 + 1
-"""Word of a new dispatch of a layer without a number, which is like any other new one: see `layout.differ`."""
+"""Word of a new dispatch by a layer without a number. It matches any other new dispatch, see `layout.differ`."""
 AllToAllTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -55,18 +55,18 @@ def _fake_plan(
 def plan_all_to_all(
     expert_ids: Tensor, weights: Tensor, experts_per_rank: int, num_ranks: int, width: int
 ) -> AllToAllTensors:
-    """Order (token, expert) pairs by destination rank, stably.
+    """Order (token, expert) pairs by destination rank, stably. P = min(K, W).
 
-    expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. width: goes into sizes as it is. P = min(K, W).
+    expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. width: copied into sizes.
 
     Results:
-        sizes: (W, 3) int64, for each rank: rows to it, the header included; invalid ids of all tokens; width.
+        sizes: (W, 3) int64, per rank: rows to it with the header; invalid ids of all tokens; width.
         ids: (T, K) int32, -1 for invalid ones.
-        token: (W + T K,) int32 of each row; -1 of headers, and of pairs that are not sent, which come last.
-        tables: (W + T K, 8) uint8, id and weight of each row; -1 and 0 of headers.
+        token: (W + T K,) int32 token of each row, -1 for headers and for unsent pairs. Unsent pairs come last.
+        tables: (W + T K, 8) uint8, id and weight of each row; -1 and 0 for headers.
         position: (T, K) int32 row of each pair, -1 for none.
-        rows: (T P, K) int32, for each of a token's ranks in ascending order the row of each pair, -1 of other pairs.
-        sums: (T, P) int32, which of `rows` are a token's, -1 behind its last rank.
+        rows: (T P, K) int32. One row per (token, rank), ranks ascending: the rows of its pairs, -1 for other pairs.
+        sums: (T, P) int32 indices into `rows` of each token's ranks, -1 after its last rank.
     """
     top_k = expert_ids.shape[1]
     wrong = (expert_ids < -1) | (expert_ids >= experts_per_rank * num_ranks)
@@ -84,7 +84,7 @@ def plan_all_to_all(
     pairs = torch.arange(len(order), dtype=torch.int32, device=ids.device)
     position = torch.empty_like(pairs).scatter_(0, order, pairs)[num_ranks:].view(ids.shape)
     position = torch.where(ids >= 0, position, -1)
-    # Each token's ranks in order, num_ranks behind the last.
+    # Each token's ranks in order, padded with num_ranks.
     again = (rank[:, :, None] == rank[:, None]).tril(-1).any(2)
     of_token = rank.masked_fill(again, num_ranks).sort(1).values[:, : min(top_k, num_ranks)]
     rows = torch.where(of_token[:, :, None] == rank[:, None], position[:, None], -1).view(-1, top_k)
@@ -103,9 +103,9 @@ def plan_all_to_all(
     capability=ANY_GPU,
 )
 def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None:
-    """Write the word into the first row of each block, as far as a row has room.
+    """Write the word into the first row of each block, or the bytes of it that fit a row.
 
-    rows: (R, n) uint8, its last axis dense. sizes: (W, any) int64, rows of each block first. number: (1,) int32.
+    rows: (R, n) uint8, last axis dense. sizes: (W, any) int64, first column: rows of each block. number: (1,) int32.
     """
     size = min(4, rows.shape[1])
     word = (number * 4 + step).view(torch.uint8)[:size]
@@ -120,10 +120,10 @@ def mark_headers(rows: Tensor, sizes: Tensor, number: Tensor, step: int) -> None
     capability=ANY_GPU,
 )
 def compare_headers(rows: Tensor, sizes: Tensor, number: Tensor, found: Tensor, step: int) -> None:
-    """Compare the words that came with this rank's, and keep the first that differed.
+    """Compare the received words with this rank's, and keep the first mismatch.
 
-    rows, sizes, number: as of :func:`mark_headers`. found: (1 + W,) int32, whether any differed, and then the words of
-    all blocks; written where some differ and found[0] is 0.
+    rows, sizes, number: as in :func:`mark_headers`. found: (1 + W,) int32: 1 after a mismatch, then the words of all
+    blocks. Only the first mismatch is written.
     """
     size = min(4, rows.shape[1])
     seen, own = torch.zeros(2, len(sizes), 4, dtype=torch.uint8, device=rows.device).unbind()

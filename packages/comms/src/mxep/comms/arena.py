@@ -1,4 +1,4 @@
-"""What the exchanges of a transport share: two buffers, the last one's stream, graphs. `workspace.py` says how."""
+"""Arena: state that all workspaces of a transport share. `workspace.py` explains its use."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Arena:
-    """What all workspaces of a transport share.
+    """State that all workspaces of a transport share.
 
     Attributes:
-        device: the transport's.
-        buffers: two, of one size, that exchanges alternate between; none before the first workspace.
-        exchanges: how many began. dispatches: how many brought tables, between CPUs; a device counts by itself.
-        new_dispatch: what the next new dispatch sends, see `Transport.announce`.
-        signal_pad: of a barrier that moves no rows, where exchanges run on a stream.
-        stream: that the last exchange began on. in_flight: tensors that it uses, until it is over. done: when it is.
-        capture: the CUDA graph's that the last exchange is part of, 0 if none. was_captured: whether any was.
-        replaced: smaller buffers that graphs store to.
-        refused: why this rank refused an exchange, after which there are no more.
-        users: who opened the transport together and have not closed it, counted by whoever shares it.
-        thread: which makes the exchanges.
+        device: the transport's device.
+        buffers: two buffers of one size, used in turn; empty before the first workspace.
+        exchanges: exchanges begun. dispatches: dispatches with tables, counted here on CPU only.
+        new_dispatch: number that the next new dispatch sends, see `Transport.announce`.
+        signal_pad: signal pad of barriers that move no rows; None on CPU.
+        stream: stream on which the last exchange began. in_flight: tensors it still uses. done: event at its end.
+        capture: id of the CUDA graph capture with the last exchange, 0 if none. was_captured: True after any capture.
+        replaced: smaller, older buffers that captured graphs still store to.
+        refused: reason why this rank refused an exchange. No exchange follows a refusal.
+        users: users that opened the transport together and have not closed it. The code that shares it counts them.
+        thread: guard that admits one thread to exchanges.
     """
 
     device: torch.device
@@ -50,11 +50,11 @@ class Arena:
     thread: OneThread = field(default_factory=OneThread)
 
     def graph_state(self, transport: Transport) -> tuple[SymmetricBuffer, bool] | None:
-        """What a record of the next exchanges holds for: what the first stores to, and whether there are graphs whose
-        launches nobody counts, so that each exchange begins with a barrier.
+        """State that a record of the next exchanges depends on: the first exchange's buffer, and was_captured.
 
-        None where exchanges are no kernels, one is in flight, or the last was on another stream. Raises as
-        ``transport.check()``.
+        After a capture nobody counts the graph's launches, so each exchange begins with a barrier. None if no record
+        can be played: exchanges are not kernels, none has a buffer, one was refused or is in flight, or the last ran on
+        another stream. Raises like ``transport.check()``.
         """
         if transport.access != "kernels" or self.refused is not None or not self.buffers:
             return None
@@ -65,13 +65,13 @@ class Arena:
         return self.buffers[self.exchanges % 2], self.was_captured
 
     def launched(self, exchanges: int) -> None:
-        """A record of so many exchanges was played on the current stream."""
+        """Count the exchanges of a record that was just played on the current stream."""
         self.exchanges += exchanges
         self.stream = current_stream(self.device.index)
 
 
 def current_stream(device_index: int) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, which makes a new object at every call."""
+    """Cached `torch.cuda.current_stream`, which makes a new object per call."""
     return _stream(*torch._C._cuda_getCurrentStream(device_index))
 
 

@@ -1,4 +1,4 @@
-"""Capacity: how many expert-major rows a plan has room for. The size is static; the number of valid rows is not."""
+"""Capacity: number of expert-major rows that a plan has room for. It is static; the number of valid rows is not."""
 
 import math
 import numbers
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from .layout import round_up
 
 ANY_ID = 2**31 - 1
-"""As num_experts: not known, so that every id may be an expert's."""
+"""Value of num_experts if E is unknown: any nonnegative id is valid."""
 
 
 class CapacityExceeded(RuntimeError):
-    """Rows did not fit the capacity. They were left out and counted, so the step's results are not usable.
+    """Rows did not fit the capacity. They were dropped and counted, so the step's results are not usable.
 
-    Every rank of the group raises it in the same step, so all may skip the step.
+    Every rank of the group raises it in the same step, so all can skip that step.
     """
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How R_max follows from the shapes; made by one of the three constructors. ValueError for a value out of range.
+    """Rule that gives R_max. Make it with one of the three constructors. Raises ValueError for values out of range.
 
-    With S slots, K experts a token, e local experts and groups padded to m rows:
+    With S slots, K experts per token, e local experts and groups padded to m rows:
 
-    - :meth:`worst_case`: S * min(K, e) rows and e * (m - 1) of padding. Always fits, unless a token names an expert
-      twice and K > e.
-    - :meth:`factor` (c): c times the balanced load T_max * K, and the padding; at most the worst case. Rows that do not
-      fit are left out, as if they were not routed, and counted; overflow: "raise" makes an error of that, "drop" not.
-      All experts of a rank are capped at one number of rows, the largest with which their padded rows fit, and an
-      expert shares its rows alike between the ranks that its tokens come from, of which each keeps its first.
-    - :meth:`exact`: what this step needs, read from the device (a host sync).
+    - :meth:`worst_case`: S * min(K, e) rows plus e * (m - 1) of padding. Always fits. The one exception is a token that
+      names an expert twice while K > e.
+    - :meth:`factor` (c): c times the balanced load T_max * K, plus padding; at most the worst case. Rows that do not
+      fit are dropped and counted. overflow="raise" makes that an error, "drop" does not.
+      All experts of a rank are capped at one number of rows, the largest that fits after padding. An expert shares its
+      rows evenly between the source ranks. Each source keeps its first rows.
+    - :meth:`exact`: the rows this step needs, read from the device (a device-to-host sync).
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Capacity:
         return Capacity("exact")
 
     def rows(self, num_sources: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> int:
-        """R_max, a multiple of ``alignment``. Not of ``exact``: only a step's tables know it."""
+        """R_max, a multiple of ``alignment``. Not available for ``exact``, which needs the step's tables."""
         assert self.kind != "exact"
         padding = num_local_experts * (alignment - 1)
         worst = round_up(num_sources * max_tokens * min(top_k, num_local_experts) + padding, alignment)
@@ -70,8 +70,8 @@ class Capacity:
 
     @staticmethod
     def enough(needed: int, max_tokens: int, top_k: int, *, num_local_experts: int, alignment: int) -> float:
-        """The least factor, to two digits, with room for ``needed`` padded rows."""
-        unpadded = needed - (num_local_experts + 1) * (alignment - 1)  # as R_max is rounded up to a multiple
+        """Smallest factor, to two digits, with room for ``needed`` padded rows."""
+        unpadded = needed - (num_local_experts + 1) * (alignment - 1)  # R_max is rounded up to a multiple
         return max(1, math.ceil(100 * unpadded / max(1, max_tokens * top_k))) / 100
 
     def __str__(self) -> str:
@@ -82,6 +82,6 @@ class Capacity:
 
 
 def num_owners(num_experts: int, num_local_experts: int) -> int:
-    """O, the ranks whose rows a plan counts: all where E is known and they have equal shares, else the planning one."""
+    """O, the number of ranks that a plan counts rows for: all if E is known and divides evenly, else this one."""
     known = num_experts != ANY_ID and num_experts % num_local_experts == 0
     return num_experts // num_local_experts if known else 1

@@ -1,13 +1,14 @@
-"""The two exchanges, each with one barrier.
+"""The two exchanges. Each has one barrier.
 
     dispatch   token t -> slot (this rank, t) of every rank that owns one of its experts, once; tables to all
     combine    rows of slot (r, t), summed -> slot (this rank, t) of rank r, which sums over ranks in their order
 
-Dispatch forward and combine backward are `dispatch`; combine forward and dispatch backward are `combine`.
-T tokens here, T_max slots a rank, K experts a token, W ranks, S = W * T_max slots, D elements of a row.
+Forward dispatch and backward combine are `dispatch`; forward combine and backward dispatch are `combine`.
+T tokens on this rank, T_max slots per rank, K experts per token, W ranks, S = W * T_max slots, D elements per row.
 
-Both return a handle, whose ``wait`` gives what arrived; the host never waits. With ``async_op=True`` the exchange runs
-on CUDA on the transport's stream, for which ``wait`` makes the current stream wait; else it is over for that stream.
+Both return a handle. Its ``wait`` returns the received data; the host never waits. With ``async_op=True``, and for
+every dispatch with tables, a CUDA exchange runs on the transport's stream. ``wait`` then makes the current stream wait
+for it. Other exchanges run on the current stream.
 """
 
 from collections.abc import Sequence
@@ -26,11 +27,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Handle(Generic[T]):
-    """An exchange.
+    """An exchange that has begun.
 
-    tables: of a dispatch with weights, already here: the senders' expert_ids (W, T_max, K) int32, weights (W, T_max, K)
-        fp32 and num_tokens (W,) int32; rows past num_tokens hold anything. Borrowed as slots are.
-    number: of a dispatch with weights, for the plan of its tables: `RoutingPlan.dispatch`.
+    tables: the senders' expert_ids (W, T_max, K) int32, weights (W, T_max, K) fp32 and num_tokens (W,) int32. Only a
+        dispatch with weights has them; they have arrived. Rows past num_tokens hold anything. Borrowed like slots.
+    number: number of a dispatch with weights, for `RoutingPlan.dispatch`.
     """
 
     _in_flight: Workspace | None
@@ -39,7 +40,7 @@ class Handle(Generic[T]):
     number: Tensor | None = None
 
     def wait(self) -> T:
-        """What arrived, slots or sums and values, for the current stream; the host does not wait."""
+        """Return the slots, or the sums and values, for use on the current stream. The host does not wait."""
         if self._in_flight is not None:
             self._in_flight.join()
         return self._result
@@ -59,25 +60,25 @@ def dispatch(
     """Dispatch each token once to every rank that owns one of its experts. Collective.
 
     Args:
-        payload: uint8 (T, n_i) each, or (room, n_i), where rows past T are not read; they travel side by side in one
-            row.
+        payload: uint8 tensors (T, n_i), or (room, n_i) with rows past T ignored. They form one row side by side.
         expert_ids: (T, K) int32 or int64, -1 is not routed.
-        weights: (T, K) fp32. None: a redispatch along a plan that is made already, with the same ids. No tables travel.
-        plan: of a redispatch, along which it goes: peers compare its `dispatch`.
-        async_op: something else computes before ``wait``. The plan of the handle's ``tables`` always may.
-        num_sms: how many multiprocessors the rows may take, at most the workspace's; None: as many as it has. Limit it
-            to leave multiprocessors for kernels that overlap: on H200s no other kernel was seen to start on one that an
-            exchange was on.
-        room: rows that parts of the payload may have instead of T.
+        weights: (T, K) fp32. None makes this a redispatch: the plan exists, ids are the same, and no tables travel.
+        plan: plan of a redispatch. Peers compare its `dispatch`.
+        async_op: let other work run before ``wait``. A plan of the handle's ``tables`` may always run before it.
+        num_sms: most multiprocessors for the rows, up to the workspace's; None: the workspace's. Limit it to leave
+            multiprocessors for overlapping kernels. On H200s no other kernel was seen to start on one that an exchange
+            was using.
+        room: rows of payload tensors that are longer than T.
 
     ``wait`` returns the slots: uint8 (S, n_i) strided views into the workspace, borrowed until its next exchange. Slot
-    s = rank * T_max + token has what that rank's token brought; slots that no table leads to hold anything.
+    s = rank * T_max + token holds that token's payload. Slots that no table names hold anything.
 
-    Raises ValueError on wrong shapes, dtypes or devices and, on CPU, on ids outside [-1, E), before anything is sent
-    (on CUDA such a pair is not sent, and make_plan counts it); PeerTimeout and PeersDisagree (on CUDA at a later
-    exchange, or by ``workspace.transport.check()``). Peers of a rank with more tokens than max_tokens, or with invalid
-    ids, get PeersDisagree that says so. The transport is of no use then. PeersDisagree, too, where peers redispatch
-    along the plan of another dispatch, or where a new dispatch is another layer's there.
+    Raises ValueError on wrong shapes, dtypes or devices, before anything is sent. Ids outside [-1, E) raise it on CPU.
+    On CUDA such a pair is not sent, and make_plan counts it.
+
+    Raises PeerTimeout and PeersDisagree, on CUDA at a later exchange or in ``workspace.transport.check()``. The
+    transport is then unusable. Peers of a rank with invalid ids or more than max_tokens tokens raise PeersDisagree.
+    Ranks also raise it if they redispatch along different dispatches, or begin new dispatches of different layers.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
@@ -91,7 +92,7 @@ def dispatch(
     if weights is not None:
         number = workspace.new_dispatch()
     if not async_op and weights is None:
-        # After it: every rank's tokens for this rank are in its slots.
+        # After this: every rank's tokens for this rank are in its slots.
         workspace.steps.dispatch(buffer, payload, expert_ids, num_sms, number)
         return Handle(None, workspace.slots(buffer, payload))
     workspace.enter_stream((payload, expert_ids))
@@ -101,7 +102,7 @@ def dispatch(
         workspace.leave_stream()
     tables = None
     if weights is not None:
-        # After it: the tables of all W ranks are here.
+        # After this: the tables of all W ranks are here.
         number = expert_ids.new_empty(1, dtype=torch.int32)
         workspace.steps.dispatch_tables(buffer, expert_ids, weights, number)
         tables = workspace.tables(buffer)
@@ -120,19 +121,19 @@ def combine(
 ) -> Handle[tuple[Tensor, Tensor | None]]:
     """Combine rows at their tokens' ranks, which sum them. Collective.
 
-    For each slot its rows are summed in fp32, in the order of the token's list, and rounded to the rows' dtype. The
-    token's rank sums the ranks' results in fp32, in rank order, and rounds once.
+    The rows of each slot are summed in fp32, in the order of the token's expert list, and rounded to the rows' dtype.
+    The token's rank sums the ranks' results in fp32, in rank order, and rounds once.
 
     Args:
-        rows: (R_max, D) bf16 or fp32, expert-major as ``plan`` has them; rows past its last group are not read.
-        plan: of the dispatch that brought them. Peers whose plan is of another one, if both know it, raise.
-        expert_ids: (T, K) of that dispatch, this rank's own tokens.
-        row_values: (R_max,) fp32, one number a row that goes back with it.
-        async_op: something else computes before ``wait``.
-        room: rows of the results, at least T, where rows past T hold anything. None: T.
+        rows: (R_max, D) bf16 or fp32, expert-major in the order of ``plan``. Rows past its last group are not read.
+        plan: plan of the dispatch that brought the rows. Peers with another `dispatch` number raise.
+        expert_ids: (T, K), this rank's ids in that dispatch.
+        row_values: (R_max,) fp32, one number per row to send back with it.
+        async_op: let other work run before ``wait``.
+        room: rows of the results, at least T. Rows past T hold anything. None: T.
 
-    ``wait`` returns the sums (T, D), rows.dtype, zero for a token that was routed nowhere; and (T, K) fp32, the value
-    of each pair's row, 0 for a pair without one (None without row_values). Raises as dispatch does.
+    ``wait`` returns two tensors. The sums (T, D) have rows.dtype and are zero for tokens routed nowhere. The values
+    (T, K) fp32 hold each pair's row value, 0 for a pair without a row; None without row_values. Raises as dispatch.
     """
     if workspace.is_on_other_device():
         with torch.cuda.device(workspace.device):
@@ -142,11 +143,11 @@ def combine(
     if expert_ids.is_cpu:
         check_ids(expert_ids, workspace.num_experts)
     _check_rows(workspace, rows, plan, row_values)
-    # Of the current stream, which goes on with them.
+    # Allocated on the current stream, which uses them afterwards.
     room = max(tokens, room or 0)
     out = rows.new_empty(room, workspace.dim)
     values = None if row_values is None else row_values.new_empty(room, workspace.top_k)
-    # Every rank that got one of this rank's tokens puts its sum into slot (that rank, token); then they are summed.
+    # Every rank with one of this rank's tokens puts its sum into slot (that rank, token). Then they are summed.
     buffer = workspace.begin("combine")
     if not async_op:
         workspace.steps.combine(buffer, rows, row_values, plan, expert_ids, out, values)
@@ -165,7 +166,7 @@ def combine(
 def _check_tokens(
     workspace: Workspace, payload: Sequence[Tensor], expert_ids: Tensor, weights: Tensor | None, room: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Contiguous ids (T, K) and weights. Peers learn what only this rank can know to be wrong."""
+    """Return contiguous ids (T, K) and weights. Tell peers of errors that only this rank can see."""
     rows, width = payload[0].shape[0], 0
     tokens = expert_ids.shape[0] if rows == room else rows
     for part in payload:
@@ -196,7 +197,7 @@ def _check_tokens(
 
 
 def _check_expert_ids(workspace: Workspace, expert_ids: Tensor, tokens: int) -> Tensor:
-    """Contiguous ids (T, K)."""
+    """Return contiguous ids (T, K)."""
     _check("expert_ids", expert_ids, (tokens, workspace.top_k), _INTS, workspace)
     if tokens > workspace.max_tokens:
         raise ValueError(f"expert_ids: got {tokens} tokens, wanted at most max_tokens = {workspace.max_tokens}")

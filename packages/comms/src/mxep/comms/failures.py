@@ -1,7 +1,7 @@
-"""What a rank raised, for peers that wait for it in vain: a note in the store of the process group.
+"""Notes on raised errors, kept in the process group's store for peers that time out.
 
-rank 1   raises MemoryError in its layer, before an exchange      tell_failure: the note
-rank 0   its time-out is over                                     told_failures: "rank 1 raised MemoryError: ..."
+rank 1   raises MemoryError in its layer, before an exchange      tell_failure: writes the note
+rank 0   times out                                                told_failures: "rank 1 raised MemoryError: ..."
 """
 
 import contextlib
@@ -13,17 +13,17 @@ from typing import Any
 import torch.distributed as dist
 
 GRACE = 5.0
-"""Seconds that a store has to answer: its host may be the one that is gone."""
+"""Seconds that the store has to answer. Its host may be gone."""
 
 
 def tell_failure(group: dist.ProcessGroup | None, error: BaseException) -> None:
-    """Leave a note of what this rank raised. A later one takes its place."""
+    """Leave a note of the error that this rank raised. It replaces an earlier note."""
     text = f"{type(error).__name__}: {error}"[:1000]
     _ask(lambda: _store(group).set(_key(dist.get_rank(group)), f"{time.time()} {text}"))
 
 
 def told_failures(group: dist.ProcessGroup | None, ranks: Iterable[int]) -> str:
-    """The notes of ranks of the group, as the end of a message; "" without any, or if the store does not answer."""
+    """Notes of these ranks, worded as the end of a message; "" without notes or if the store does not answer."""
     notes: list[str] = []
 
     def read() -> None:
@@ -42,7 +42,7 @@ def _ask(question: Any) -> None:
         with contextlib.suppress(RuntimeError, KeyError):  # the store, or the group, is gone
             question()
 
-    thread = threading.Thread(target=ask, daemon=True)  # a store on a silent host keeps it for ever
+    thread = threading.Thread(target=ask, daemon=True)  # daemon: a store on a silent host blocks it forever
     thread.start()
     thread.join(GRACE)
 

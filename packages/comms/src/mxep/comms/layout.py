@@ -1,15 +1,15 @@
-"""Layout: where things lie in a workspace's buffer, and the op ids that ranks compare in an exchange.
+"""Layout: offsets within a workspace's buffer, and the op ids that ranks compare in an exchange.
 
     signals     (CHANNELS, W) int64                the signal pad: one for each sender, see `kernels/signals.py`
     counters    (NUM_COUNTERS,) int64              the rank's local counters, which no peer touches
-    dispatches  (W,) int64                         which dispatch each sender's rows belong to, see `RoutingPlan`
+    dispatches  (W,) int64                         number of each sender's dispatch, see `RoutingPlan`
     rows        (W * T_max, row_bytes) uint8       slots (source rank, token)
     ids         (W, T_max, K) int32                the senders' tables
     values      (W, T_max, K) fp32                 routing weights of a dispatch, row values of a combine
     num_tokens  (W,) int32                         T of each sender
 
-Signals come first, then counters and dispatches, at the same offset whatever the layout: layouts may share buffers.
-Every region starts on a multiple of 16 bytes, and so does every row.
+Signals, counters and dispatches come first, at the same offsets in every layout, so layouts may share buffers. Every
+region and every row starts on a multiple of 16 bytes.
 """
 
 from dataclasses import dataclass
@@ -23,41 +23,42 @@ from mxep.runtime.lengths import room_for
 ALIGNMENT = 16
 ROWS_ALIGNMENT = 128
 CHUNKS = 16
-"""Pieces that rows travel in at most, each with a signal of its own."""
+"""Most pieces that rows travel in. Each piece has its own signal."""
 CHANNELS = 1 + CHUNKS
 """Signals of a buffer: one for tables, one for each chunk of rows."""
 NUM_COUNTERS = 2 + CHANNELS + 2
-"""Exchanges of tables and of rows; programs that arrived at each signal, and at the end; the tile counter."""
+"""Counters: exchanges of tables and of rows, arrivals at each signal and at the end, tiles."""
 STEPS = ("barrier", "dispatch_tables", "dispatch", "combine", "refused")
-"""Kinds of exchanges; op ids hold their index. "refused": by this rank, whose peers should not wait for it."""
+"""Kinds of exchanges. Op ids hold their index. A rank sends "refused" so that peers do not wait for it."""
 
 PE_SHIFT = 40
-"""A destination of a put is one int64: PE (the number NVSHMEM gives a process) << 40 | byte in its buffer; -1: none."""
+"""Bit of the PE in a put's destination, one int64: PE (NVSHMEM's number of a process) << 40 | byte in its buffer; -1:
+none."""
 TABLES, ROWS = 0, 1
 """Channels of tables and of the first rows."""
 
 NEW = -1
-"""What ranks send with a new dispatch of a layer without a number; it is like any other new one."""
+"""Number sent with a new dispatch by a layer without a number. It matches any other new dispatch."""
 LAYERS, FAILURES = 2**16, 2**12
-"""Numbers of layers and of failures start again there: headers of 32 bits hold both, and two bits more."""
+"""Layer and failure numbers wrap around here: a header of 32 bits holds both, and two bits more."""
 
 
 def new_dispatch(layer: int, failures: int) -> int:
-    """What ranks send with a new dispatch, which has no number yet: -1 - (layer + failures * 2^16).
+    """Number sent with a new dispatch, which has no number of its own yet: -1 - (layer + failures * 2^16).
 
-    layer: its number among the layers of the group, from 1 on; 0: not known. failures: passes that raised on this rank
-    after they had sent something.
+    layer: number among the layers of the group, from 1; 0: unknown. failures: passes on this rank that raised after
+    they had sent something.
     """
     return NEW - ((layer - 1) % (LAYERS - 1) + 1 + failures % FAILURES * LAYERS) if layer else NEW
 
 
 def differ(number: int, other: int) -> bool:
-    """Whether two ranks are in different dispatches, as far as they know: `kernels/signals.py` has the same."""
+    """True if two ranks are known to be in different dispatches. `kernels/signals.py` has the same rule."""
     return number != other and max(number, other) != NEW
 
 
 def describe_dispatch(number: int) -> str:
-    """For an error."""
+    """Name of a dispatch in error messages."""
     if number >= NEW:
         return f"dispatch {number}" if number > 0 else "a new one"
     failures, layer = divmod(NEW - number, LAYERS)
@@ -87,7 +88,7 @@ class Layout:
     row_bytes: int
 
     def room_for(self, tokens: int) -> int:
-        """Rows that a batch of this rank has room for."""
+        """Rows that this rank reserves for a batch, at least ``tokens``."""
         return max(tokens, min(room_for(tokens), self.max_tokens))
 
     @cached_property
@@ -124,15 +125,15 @@ class Layout:
 
     @cached_property
     def mark(self) -> int:
-        """A number below 16 that tells most layouts apart."""
+        """A number below 16 that differs between most layouts."""
         sizes = (self.max_tokens, self.top_k, self.row_bytes)
         return sum(size * prime for size, prime in zip(sizes, (3, 5, 7))) % 13
 
     def op_id(self, step: str, number: int) -> int:
-        """What all ranks of an exchange must have alike: the step, the bytes of its rows and the layout's mark.
+        """Id that all ranks of an exchange must share: the step, the bytes of its rows and the layout's mark.
 
-        number: less than 2^24. Of dispatch_tables it is K; of a refusal the tokens that there is no room for, 0 for
-        wrong ids.
+        number: bytes of a row, less than 2^24. For dispatch_tables it is K. For a refusal it is the number of tokens
+        that do not fit, 0 for invalid ids.
         """
         return self.mark << 27 | STEPS.index(step) << 24 | number
 

@@ -1,4 +1,4 @@
-"""Slots of tokens that cross to other nodes, of which all nodes get as many: which token goes in which, and its table.
+"""Assigns slots on other nodes to the tokens that cross to them, and makes their tables. All nodes have equal slots.
 
 T tokens, K experts a token, N nodes. A node's block is B = C + 1 slots: a header, then C for tokens.
 """
@@ -30,16 +30,16 @@ def plan_slots(
     experts_per_node: int,
     num_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give each token a slot of each node that it needs. Where n > C tokens need one, C go, spread evenly.
+    """Give each token a slot on each node that it needs. If more than C tokens need one, C evenly spread ones go.
 
-    expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. num_slots: C, at least 1.
-    counts: (3,) int64, updated: the most tokens that need a node, and sums of pairs without a slot and of invalid ids.
+    expert_ids: (T, K) int32, -1 is not routed. weights: (T, K) fp32. num_slots: C, at least 1. counts: (3,) int64,
+    updated: the most tokens that need one node, the pairs without a slot, the invalid ids.
 
     Results:
         ids: (T, K) int32, -1 for invalid ones.
         slots: (T, N) int32, -1 where a token has none.
-        tokens: (N B,) int32 of each slot, -1 of headers and unused ones.
-        tables: (T, 8 K) uint8, of each token its ids + 1, as unused slots are 0, and its weights.
+        tokens: (N B,) int32 token of each slot, -1 for headers and unused slots.
+        tables: (T, 8 K) uint8, ids + 1 and weights of each token. Unused slots are 0, so ids are shifted by 1.
     """
     wrong = (expert_ids < -1) | (expert_ids >= num_experts)
     ids = torch.where(wrong, -1, expert_ids)
@@ -47,11 +47,11 @@ def plan_slots(
     here = ids.div(experts_per_node, rounding_mode="floor")[:, :, None] == of_node  # (T, K, N)
     needed = here.any(1)
     before, total = needed.cumsum(0) - needed.long(), needed.sum(0).clamp_min(num_slots)
-    # Where not all fit, tokens that are spread evenly do.
+    # If not all tokens fit, evenly spread ones do.
     place = (before * num_slots + total // 2) // total
     fits = needed & (place < ((before + 1) * num_slots + total // 2) // total)
-    slots = torch.where(fits, of_node * (num_slots + 1) + 1 + place, -1)  # behind the header
-    # Tokens without a slot write into one more, which is cut off.
+    slots = torch.where(fits, of_node * (num_slots + 1) + 1 + place, -1)  # after the header
+    # Tokens without a slot write into an extra slot that is cut off.
     all_slots = num_nodes * (num_slots + 1)
     token = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None].expand(slots.shape)
     tokens = token.new_full((all_slots + 1,), -1)
@@ -73,8 +73,8 @@ def plan_slots(
     capability=ANY_GPU,
 )
 def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(R, 8 K) uint8, as of :func:`plan_slots` -> (R, K) int32 ids among num_experts from the first on, -1 of others,
-    and weights (R, K) fp32."""
+    """Read tables (R, 8 K) uint8 of :func:`plan_slots` -> ids (R, K) int32, weights (R, K) fp32. Ids count from
+    first_expert on; other experts' ids become -1."""
     ids, weights = tables.view(torch.int32).chunk(2, 1)
     ids = ids - (1 + first_expert)
     valid = (ids >= 0) & (ids < num_experts)
@@ -88,7 +88,7 @@ def read_tables(tables: Tensor, first_expert: int, num_experts: int) -> tuple[Te
     capability=ANY_GPU,
 )
 def pick_values(values: Tensor, slots: Tensor, ids: Tensor, experts_per_node: int) -> Tensor:
-    """values (N B, K) fp32 of slots, slots (T, N), ids (T, K) -> (T, K): of each pair's slot, else 0."""
+    """Value (T, K) of each pair's slot, 0 without one. values (N B, K) fp32 of slots, slots (T, N), ids (T, K)."""
     node = ids.div(experts_per_node, rounding_mode="floor").clamp_min(0)
     slot = slots.gather(1, node.long())
     of_pairs = values.gather(0, slot.clamp_min(0).long())

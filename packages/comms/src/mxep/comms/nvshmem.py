@@ -1,12 +1,12 @@
-"""NvshmemTransport: CUDA devices that NVSHMEM connects, over torch's NVSHMEM backend, by puts to PEs.
+"""NvshmemTransport: connects CUDA devices over torch's NVSHMEM backend, by puts to PEs.
 
 Meant for ranks on several hosts. It has run between the GPUs of one host; between hosts it never ran: unproven.
 
 torch starts NVSHMEM with the first allocation and names its processes (PEs) by their ranks in the default group, all of
-which must take part. Rendezvous is not used: no rank needs another's address. Multicast stays off. Memory is kept until
-the process ends, a closed transport's too: giving it back is collective, and would wait for a peer that is gone.
+which must take part. Rendezvous is not used, because no rank needs another's address. Multicast stays off. Memory is
+kept until the process ends, even after a transport is closed: freeing it is collective and would wait for lost peers.
 
-A process has one backend of symmetric memory for life: with NvshmemTransport in it, no SymmetricMemoryTransport can be.
+A process has one backend of symmetric memory for life, so NvshmemTransport excludes SymmetricMemoryTransport.
 """
 
 import contextlib
@@ -30,27 +30,27 @@ from .cuda import CudaTransport
 from .layout import ALIGNMENT, PE_SHIFT, round_up
 from .transport import StagedBuffer, SymmetricBuffer, check_agreement, gather_objects, signal_pad_bytes
 
-# torch's names of allocations that it never frees. They are the process's, as NVSHMEM itself is.
+# Ids of allocations that torch never frees. They belong to the process, like NVSHMEM itself.
 _ALLOCATION = itertools.count(0x6D78_6570)
 
 
 class NvshmemTransport(CudaTransport):
     """A :class:`Transport` for CUDA tensors, one rank a GPU.
 
-    Every buffer has a staging area of its size beside it: twice the memory of SymmetricMemoryTransport. The first
-    transport in a process compiles two kernels, which takes some 10 s each unless Triton's cache has them.
+    Every buffer has a staging area of the same size: twice the memory of SymmetricMemoryTransport. The first transport
+    in a process compiles two kernels. Each takes some 10 s if Triton's cache does not have it.
 
     Args:
-        group: all ranks of the default group; None is the default group itself.
+        group: all ranks of the default group; None is the default group.
         device: this rank's device; None is the current one.
-        timeout: seconds that a barrier waits for a peer, as in SymmetricMemoryTransport. Opening, and allocating, wait
-            for all ranks without a limit but the process group's.
+        timeout: seconds that a barrier waits for a peer, as in SymmetricMemoryTransport. Opening and allocating wait
+            for all ranks up to the process group's timeout.
 
     Attributes:
         bases: (W,) int64 on the device, each rank's PE << PE_SHIFT.
 
-    Collective. Raises RuntimeError on every rank if one has no CUDA, no process group, no NVSHMEM, no device library or
-    one of another version, or has used symmetric memory otherwise; ValueError for a group of some ranks.
+    Collective. Raises RuntimeError on every rank if one has no CUDA, no process group, no NVSHMEM or no device library
+    of its version, or has used symmetric memory otherwise. Raises ValueError for a group of only some ranks.
     """
 
     access = "puts"
@@ -73,7 +73,7 @@ class NvshmemTransport(CudaTransport):
             self._prepare()
         except Exception as error:
             failure = error
-        # Before the first allocation, which would wait for ever for a rank that raised.
+        # Share failures before the first allocation, which would wait forever for a rank that raised.
         for rank, message in enumerate(gather_objects(None if failure is None else str(failure), group)):
             if message is not None:
                 raise RuntimeError(f"NvshmemTransport: rank {rank}: {message}") from failure
@@ -92,7 +92,7 @@ class NvshmemTransport(CudaTransport):
         local, staging = block[:nbytes], block[padded:][:nbytes]
         self._agree()
         peers = [local if rank == self.rank else local.new_empty(0) for rank in range(self.world_size)]
-        # The local address, which names the same byte on every PE.
+        # The local address names the same byte on every PE.
         pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
         return StagedBuffer(self.rank, peers, pointers, staging=staging)
 
@@ -105,18 +105,18 @@ class NvshmemTransport(CudaTransport):
     def put(
         self, buffer: StagedBuffer, source: Tensor, destinations: Tensor, num_sms: int | None, groups: int = 1
     ) -> None:
-        """Row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64.
+        """Put row i of ``source`` (N, n) uint8 to all ``destinations[i]`` (N, J) int64.
 
-        groups: the rows are so many runs of equal length, to be taken in turns.
+        groups: number of equal runs that the rows form. Puts take from the runs in turn.
         """
         programs = min(num_sms or self.max_sms, self.max_sms)
-        # Program i makes puts i, i + programs, ...: they should not all be to one rank.
+        # Program i makes puts i, i + programs, ...: they should not all go to one rank.
         while math.gcd(programs, max(destinations.shape[1], groups)) > 1:
             programs -= 1
         self._kernels.put(self._put_kernel, programs, source, buffer.local, destinations, groups)
 
     def meet(self, buffer: StagedBuffer, channel: int, op_id: int, counters_start: int) -> None:
-        """All puts of all ranks have landed."""
+        """Wait until all puts of all ranks have landed."""
         self._meet(buffer.local, channel, op_id, counters_start)
 
     def _meet(self, buffer: Tensor, channel: int, op_id: int, counters_start: int) -> None:
@@ -124,7 +124,7 @@ class NvshmemTransport(CudaTransport):
         self._kernels.meet(self._meet_kernel, buffer, self.pes, self.state, *numbers)
 
     def _prepare(self) -> None:
-        """What can fail on one rank alone; nothing here waits for another."""
+        """Do the set-up that can fail on one rank alone. It waits for no other rank."""
         from .kernels import nvshmem
 
         self._kernels, library = nvshmem, device_library()
@@ -137,7 +137,7 @@ class NvshmemTransport(CudaTransport):
         choose_backend(self.device)
 
     def _empty(self, nbytes: int) -> Tensor:
-        """Zeroed, and never freed."""
+        """Allocate zeroed memory that is never freed."""
         block = _SymmetricMemory.empty_strided_p2p(
             (nbytes,), (1,), torch.uint8, self.device, alloc_id=next(_ALLOCATION)
         ).zero_()
@@ -146,7 +146,7 @@ class NvshmemTransport(CudaTransport):
         return block
 
     def _agree(self) -> None:
-        """All ranks have zeroed the last block, which has the same offset in the heap on each."""
+        """Wait until all ranks have zeroed the last block. Check that its offset in the heap is the same on each."""
         check_agreement("allocate", {"offset in the heap": self._last - self._signal_pad.data_ptr()}, self.group)
 
 
@@ -159,7 +159,7 @@ def check_group(ranks: int, world_size: int) -> None:
 
 
 def choose_backend(device: torch.device) -> None:
-    """Make NVSHMEM torch's backend of symmetric memory, if it still can be."""
+    """Make NVSHMEM torch's backend of symmetric memory. Raises RuntimeError if another is in use."""
     os.environ["NVSHMEM_DISABLE_NVLS"] = "1"  # read when NVSHMEM starts; multicast is never used
     used = symm_mem.get_backend(device)
     if used == "NVSHMEM":
@@ -174,7 +174,7 @@ def choose_backend(device: torch.device) -> None:
 
 
 def device_library() -> str:
-    """The path of NVSHMEM's device library, or RuntimeError saying what to install."""
+    """Path of NVSHMEM's device library. Raises RuntimeError with the install command."""
     if not symm_mem.is_nvshmem_available():
         raise RuntimeError(
             f"got torch {torch.__version__} without NVSHMEM, wanted a build with it; use SymmetricMemoryTransport"
@@ -190,8 +190,8 @@ def device_library() -> str:
 
 
 def _library_of_architecture() -> str | None:
-    """NVSHMEM 3.7 has one for each architecture, which torch 2.15 asks for but does not find: the last that this device
-    can run, or Hopper where there is none."""
+    """Newest library that this device can run; for Hopper without a device. NVSHMEM 3.7 has one per architecture, and
+    torch 2.15 asks for them without finding them."""
     folder = Path(sysconfig.get_path("purelib"), "nvidia", "nvshmem", "lib")
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     found = {int(path.stem.rpartition("_")[2]): str(path) for path in folder.glob("libnvshmem_device_sm_*.bc")}
@@ -199,7 +199,7 @@ def _library_of_architecture() -> str | None:
 
 
 def device_version(ptx: str) -> str | None:
-    """Of the library that was linked into a kernel: the numbers that it carries for NVSHMEM to compare."""
+    """Version of the library that was linked into a kernel, from numbers that NVSHMEM compares."""
     found = re.search(r"nvshmemi_device_lib_version_d\[12\] = \{([\d, ]+)\}", ptx)
     if found is None:
         return None
@@ -208,7 +208,7 @@ def device_version(ptx: str) -> str | None:
 
 
 def host_version() -> str | None:
-    """Of the library that torch has loaded; None if it does not say."""
+    """Version of the host library that torch has loaded; None if unknown."""
     numbers = [ctypes.c_int() for _ in range(3)]
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libnvshmem_host.so.3").nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
@@ -217,7 +217,7 @@ def host_version() -> str | None:
 
 
 def check_versions(device: str | None, host: str | None, library: str) -> None:
-    """NVSHMEM takes no device library but that of its own version."""
+    """Raise RuntimeError if the device library has another version than the host library: NVSHMEM refuses it."""
     if device is not None and host is not None and device != host:
         raise RuntimeError(
             f"got NVSHMEM's device library {device} ({library}), wanted {host} as the host library that torch loaded; "
@@ -227,7 +227,7 @@ def check_versions(device: str | None, host: str | None, library: str) -> None:
 
 @functools.cache
 def init_nvshmem_state(kernel: object) -> None:
-    """Have NVSHMEM fill in the state in the kernel's module; without, the kernel reads nonsense. Once a kernel."""
+    """Let NVSHMEM fill in its state in the kernel's module, once per kernel. Without it the kernel reads garbage."""
     from torch._C._distributed_c10d import _nvshmemx_cumodule_init
 
     kernel._init_handles()  # type: ignore[attr-defined]
@@ -235,7 +235,7 @@ def init_nvshmem_state(kernel: object) -> None:
 
 
 def _what_to_install() -> str:
-    """How to get the library that this torch asks for."""
+    """Command that installs the library this torch asks for."""
     cuda = (torch.version.cuda or "13").split(".")[0]
     listed = [r.split(";")[0].strip() for r in importlib.metadata.requires("torch") or [] if "nvidia-nvshmem" in r]
     wanted = f" (torch asks for {listed[0]})" if listed else ""

@@ -1,7 +1,7 @@
-"""OneThread: exchanges with peers are made by one thread, as ranks have to make them in one order.
+"""OneThread: one thread makes all exchanges with peers, because ranks must make them in one order.
 
-Two threads of a process take turns by chance, and otherwise on each rank. So the first thread that exchanges has the
-exchanges of its group, until it ends. Autograd's own threads act for it: whatever runs within a backward may exchange.
+Two threads of a process take turns by chance, and differently on each rank. So the first thread that exchanges owns the
+exchanges of its group until it ends. Autograd's threads act for it: code within a backward may always exchange.
 """
 
 import threading
@@ -10,7 +10,7 @@ import torch
 
 
 class OneThread:
-    """Who makes the exchanges of a group, or of an arena."""
+    """Guard that lets one thread make the exchanges of a group, or of an arena."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,7 +18,7 @@ class OneThread:
         self._owner: threading.Thread | None = None
 
     def claim(self) -> None:
-        """Before an exchange. Raises RuntimeError on a second thread while the first one lives."""
+        """Call before an exchange. Raises RuntimeError on a second thread while the first one lives."""
         ident = threading.get_ident()
         if ident == self._ident or torch._C._current_graph_task_id() != -1:
             return

@@ -1,10 +1,10 @@
-"""PlainExchange: exchanges in plain torch, for memory that the host can reach: what kernels must equal to the bit.
+"""PlainExchange: exchanges in plain torch, for memory that the host can reach. Kernels must equal it bit for bit.
 
     dispatch_tables    ids (T, K), weights (T, K) and T       -> entry (this rank) of every rank's tables
     dispatch           token t                                -> slot (this rank, t) of each rank that needs it
     combine            the sum of slot (r, t)'s rows          -> slot (this rank, t) of rank r, which sums over ranks
 
-After each, what all ranks stored is here, and what this rank stored is there. `kernels/exchange.py` and `puts.py` have
+After each, this rank has all ranks' stores, and all ranks have this rank's. `kernels/exchange.py` and `puts.py` have
 the same methods.
 """
 
@@ -21,22 +21,22 @@ from .transport import SymmetricBuffer
 
 
 class PlainExchange:
-    """Of one workspace. ``num_sms`` means nothing here."""
+    """Exchanges of one workspace. ``num_sms`` is ignored."""
 
     def __init__(self, transport: SharedMemoryTransport, layout: Layout, experts_per_rank: int) -> None:
         self.transport, self.layout, self.experts_per_rank = transport, layout, experts_per_rank
         self.rank = transport.rank
 
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
-        """Tell the peers that this rank will not come: PeersDisagree there. Waits for nobody.
+        """Tell the peers that this rank will not come; they raise PeersDisagree. Waits for nobody.
 
-        tokens: that there is no room for; 0 if that is not why.
+        tokens: size of the batch that does not fit; 0 for another reason.
         """
         self._count()
         self.transport.signal(self.layout.op_id("refused", tokens))
 
     def dispatch_tables(self, buffer: SymmetricBuffer, expert_ids: Tensor, weights: Tensor, number: Tensor) -> None:
-        """Gives the dispatch a number."""
+        """Store the tables on all ranks, and set ``number`` to the dispatch's number."""
         layout, tokens = self.layout, expert_ids.shape[0]
         ids = narrow_ids(expert_ids)
         for peer in buffer.peers:
@@ -56,7 +56,7 @@ class PlainExchange:
         num_sms: int | None = None,
         number: Tensor | None = None,
     ) -> None:
-        """number: of the dispatch that this repeats, or `Workspace.new_dispatch`; None: not known."""
+        """number: number of the repeated dispatch, or `Workspace.new_dispatch`; None: unknown."""
         packed = _pack([part[: len(expert_ids)] for part in payload])
         slot = self.rank * self.layout.max_tokens + torch.arange(len(packed), dtype=torch.int64, device="cpu")
         owner = owners(expert_ids, self.experts_per_rank)
@@ -79,7 +79,7 @@ class PlainExchange:
         layout, local, width = self.layout, buffer.local, rows.shape[1] * rows.itemsize
         packed = _pack([sum_slots(rows, plan.slot_rows).view(torch.uint8)])
         slot = self.rank * layout.max_tokens + torch.arange(layout.max_tokens, dtype=torch.int64, device="cpu")
-        # A slot whose rows were all dropped sends its zeroes: the token's rank, which cannot know, waits for a sum.
+        # A slot with only dropped rows sends zeros: the token's rank cannot know of the drop and expects a sum.
         was_sent = (plan.slot_rows != -1).any(1)
         padded = None if row_values is None else torch.cat((row_values, row_values.new_zeros(1)))
         for rank, peer in enumerate(buffer.peers):
@@ -100,7 +100,7 @@ class PlainExchange:
             values[: len(owner)] = found
 
     def _count(self) -> None:
-        self.transport.check()  # which nothing may keep from telling peers now
+        self.transport.check()  # may raise; after it, nothing keeps peers from being told
         self.transport.arena.exchanges += 1
 
     def _meet(self, step: str, number: int, dispatch: Tensor | None = None) -> None:
@@ -109,12 +109,12 @@ class PlainExchange:
         self.transport.barrier(name, op_id=self.layout.op_id(step, number), dispatch=of)
 
     def _store(self, peer: Tensor, index: Tensor, packed: Tensor) -> None:
-        """Row i of ``packed`` (N, n) into row ``index[i]`` of a peer, in words of 8 bytes."""
+        """Store row i of ``packed`` (N, n) into row ``index[i]`` of a peer, in words of 8 bytes."""
         rows = self.layout.rows(peer)[:, : packed.shape[1]]
         rows.view(torch.int64).index_copy_(0, index, packed.view(torch.int64))
 
     def _slots_of(self, owner: Tensor) -> Tensor:
-        """(T, W) int32: where rank r's sum of token t arrives; -1 if no expert of t is on r."""
+        """(T, W) int32: slot for rank r's sum of token t, -1 if no expert of t is on r."""
         ranks = torch.arange(self.layout.world_size, dtype=torch.int32, device="cpu")
         token = torch.arange(len(owner), dtype=torch.int32, device="cpu")
         needed = (owner[:, :, None] == ranks).any(1)
@@ -122,17 +122,17 @@ class PlainExchange:
 
 
 def width_of(payload: Sequence[Tensor]) -> int:
-    """Bytes of a row."""
+    """Bytes per row."""
     return sum(part.shape[1] for part in payload)
 
 
 def owners(expert_ids: Tensor, experts_per_rank: int) -> Tensor:
-    """The rank of each id, -1 for -1."""
+    """Rank that owns each id, -1 for -1."""
     return expert_ids.div(experts_per_rank, rounding_mode="floor")
 
 
 def _pack(payload: Sequence[Tensor]) -> Tensor:
-    """Parts (N, n_i) uint8 -> (N, n) uint8, side by side, n rounded up to 16 bytes."""
+    """Join parts (N, n_i) uint8 to (N, n) uint8, with n rounded up to 16 bytes."""
     width = width_of(payload)
     gap = payload[0].new_zeros(len(payload[0]), round_up(width, ALIGNMENT) - width)
     return torch.cat((*payload, gap), 1)

@@ -1,6 +1,6 @@
-"""RoutingPlan: which slot feeds which expert-major row. Each receiver makes it alone, from the senders' tables.
+"""RoutingPlan: assigns slots to expert-major rows. Each receiver makes it alone, from the senders' tables.
 
-Two ranks of T_max = 2 send to this one, which owns experts 0 and 1; K = 2, groups are padded to 4:
+Two ranks of T_max = 2 send to this one. It owns experts 0 and 1, K = 2, and groups are padded to 4:
 
     expert_ids   rank 0: token 0 [1, 0]  token 1 [5, 1]     rank 1: token 0 [0, -1]  (num_tokens 1)
     flat index           0  1          2  3                         4   5      6  7 (not sent)
@@ -11,11 +11,12 @@ Two ranks of T_max = 2 send to this one, which owns experts 0 and 1; K = 2, grou
     slot_rows    [4, 0]  [-1, 5]  [1, -1]  [-1, -1]
     offs   4   8            group_sizes  2  2
 
-Rows of an expert are ordered by (source rank, token, place in the token's list): by the flat index, slot * K + k.
+Rows of an expert are ordered by (source rank, token, place in the token's list), that is by flat index slot * K + k.
 
-**What does not fit.** Experts are capped at one common level: the largest L with which the padded groups of min(n, L)
-rows fit R_max. An expert shares its rows between the sources likewise, one each in turn, in the order of ranks, as long
-as a source has more; a source keeps its first. Three experts of 7, 2 and 4 pairs, R_max = 8, groups padded to 2:
+**Rows that do not fit.** Experts are capped at one common level: the largest L at which groups of min(n, L) rows, once
+padded, fit R_max. An expert shares its rows between the sources in the same way: one each in turn, in rank order, as
+long as a source has more. Each source keeps its first rows. Example with three experts of 7, 2 and 4 pairs, R_max = 8,
+groups padded to 2:
 
     expert          0         1       2
     pairs           7         2       4       padded: 8 + 2 + 4 = 14 of 8 rows
@@ -23,7 +24,7 @@ as a source has more; a source keeps its first. Three experts of 7, 2 and 4 pair
     of rank 0, 1    6, 1      0, 2    1, 3
     kept of them    1, 1      0, 2    1, 1
 
-So an expert that gets few tokens loses none to a busy one, nor a rank with few tokens to one with many.
+So an expert with few tokens loses none to a busy one, and a rank with few tokens loses none to one with many.
 """
 
 from dataclasses import dataclass
@@ -39,27 +40,27 @@ from mxep.runtime.op import ANY_GPU, op
 from .capacity import ANY_ID, Capacity, num_owners
 
 DROPPED = -2
-"""In ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
+"""Value in ``slot_rows``: this (token, expert) pair is for this rank, but its row did not fit the capacity."""
 
 PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class RoutingPlan:
-    """A plan; all tensors on the tables' device. R_max rows, S = W * T_max slots, e local experts.
+    """A plan. All tensors are on the tables' device. R_max rows, S = W * T_max slots, e local experts.
 
     Attributes:
-        row_slot: (R_max,) int32 the row's slot, -1 on padding.
+        row_slot: (R_max,) int32 slot of each row, -1 on padding.
         row_weight: (R_max,) fp32 routing weight, 0 on padding.
         slot_rows: (S, K) int32 row of each pair; -1: not for this rank, -2 (DROPPED): for this rank, but did not fit.
-        offs: (e,) int32 inclusive cumulative sum of the padded sizes of what fits of each group, at most R_max.
-        group_sizes: (e,) int32 rows of each expert, without padding and before any were dropped.
-        counts: (2 O + 1,) int64 what every rank finds alike, as it has the tables of all senders: of the O owners of
-            experts in turn the padded rows that they need, then the rows that did not fit R_max; then invalid ids.
+        offs: (e,) int32 inclusive cumulative sum of the padded group sizes, without dropped rows; at most R_max.
+        group_sizes: (e,) int32 rows of each expert, unpadded, with dropped rows.
+        counts: (2 O + 1,) int64: padded rows that each of O owners of experts needs, rows that did not fit there,
+            invalid ids. All ranks find the same counts of all owners, because they have the tables of all senders.
         num_tokens: (W,) int32 tokens of each sender.
-        alignment: what the groups are padded to.
-        dispatch: (1,) int32 the number of its dispatch, as ranks count them alike; :func:`redispatch <dispatch>` and
-            `combine` compare it with the peers'. None: not known, nothing is compared. Of no meaning without peers.
+        alignment: multiple that group sizes are padded to.
+        dispatch: (1,) int32 number of its dispatch, counted alike on all ranks. :func:`redispatch <dispatch>` and
+            `combine` compare it with the peers' numbers. None: unknown, which matches only unknown. Unused on one rank.
     """
 
     row_slot: Tensor
@@ -74,17 +75,17 @@ class RoutingPlan:
 
     @property
     def needed(self) -> Tensor:
-        """(O,) int64 padded rows of each owner, had all fitted. O is W where E is known, else only this rank counts."""
+        """(O,) int64 padded rows that each owner needs, before dropping. O is W if E is known, else 1 (this rank)."""
         return self.counts[: len(self.counts) // 2]
 
     @property
     def overflow(self) -> Tensor:
-        """(O,) int64 rows of each owner that did not fit its R_max, which is the same on all."""
+        """(O,) int64 rows that did not fit on each owner. All owners have the same R_max."""
         return self.counts[len(self.counts) // 2 : -1]
 
     @property
     def invalid(self) -> Tensor:
-        """() int64 ids outside [-1, num_experts), of all senders; always 0 on CPU, where they raise."""
+        """() int64 ids outside [-1, num_experts), of all senders. Always 0 on CPU, because they raise."""
         return self.counts[-1]
 
     @property
@@ -110,18 +111,18 @@ def make_plan(
     """Plan the rows of experts first_expert .. first_expert + num_local_experts - 1.
 
     Args:
-        expert_ids: (W, T_max, K) int32, the tables of W senders; -1 is not routed, other ranks' experts are left out.
+        expert_ids: (W, T_max, K) int32, tables of W senders. -1 is not routed; other ranks' experts are ignored.
         weights: (W, T_max, K) fp32.
-        num_tokens: (W,) int32, tokens of each sender; the tables past them are not read.
-        alignment: every group is padded to it; an expert without rows takes none.
+        num_tokens: (W,) int32, tokens of each sender. The tables past them are not read.
+        alignment: every group is padded to a multiple of it. An expert without rows takes none.
         capacity: bound on rows, default :meth:`Capacity.worst_case`. Only ``exact`` reads from the device.
-        num_experts: E, the bound that makes an id invalid; None checks only for ids below -1. A multiple of
-            num_local_experts, where owners have equal shares: then overflow is counted for all of them.
-        running: what earlier plans counted, as ``counts``, which is updated: the most rows needed, sums of the others.
-        blocks: B, a divisor of T_max. A table's T_max tokens are B blocks from sources of their own, between which rows
-            that do not fit are shared: block b of table w is source b * W + w's.
-        max_tokens: of one table, T_max of the plan, if that is more than the table's. R_max follows from it, and what
-            fits from the table's own length.
+        num_experts: E, the bound on valid ids; None checks only for ids below -1. If E is a multiple of
+            num_local_experts, owners have equal shares, and overflow is counted for all of them.
+        running: counts of earlier plans, updated: maximum of the rows needed, sums of the others.
+        blocks: B, a divisor of T_max. A table's T_max tokens are B blocks, each from its own source. Sources share the
+            rows that fit. Block b of table w is source b * W + w.
+        max_tokens: T_max of the plan, if more than the table's; for one table. R_max follows from it. The rows that may
+            be used follow from the table's own length.
 
     Raises ValueError on wrong shapes or dtypes, and on invalid ids in CPU tables.
     """
@@ -138,7 +139,7 @@ def make_plan(
     if blocks < 1 or expert_ids.shape[1] % blocks:
         raise ValueError(f"blocks: got {blocks}, wanted a divisor of T_max = {expert_ids.shape[1]}")
     bound = ANY_ID if num_experts is None else num_experts
-    if expert_ids.is_cpu and type(expert_ids) is Tensor:  # a fake tensor has no ids
+    if expert_ids.is_cpu and type(expert_ids) is Tensor:  # a fake tensor has no ids to check
         check_ids(expert_ids[_live(expert_ids, num_tokens)], bound)
 
     capacity = Capacity.worst_case() if capacity is None else capacity
@@ -156,19 +157,19 @@ def make_plan(
     fields: PlanTensors = plan_rows(expert_ids, weights, num_tokens, *sizes, *rest)
     plan = RoutingPlan(*fields, alignment=alignment)
     if exact:
-        plan.overflow.zero_()  # whose R_max is not ours
+        plan.overflow.zero_()  # it was computed with this rank's R_max, and others have their own
         if running is not None:
             _count(plan.counts, running)
     return plan
 
 
 def narrow_ids(expert_ids: Tensor) -> Tensor:
-    """The ids as int32, the tensor itself if it is. Clamped to int32's range: no int64 wraps around into a valid id."""
+    """Ids as int32; int32 ids are returned as they are. Ids are clamped, so that no int64 wraps into a valid id."""
     return expert_ids if expert_ids.dtype == torch.int32 else expert_ids.clamp(-(2**31), 2**31 - 1).int()
 
 
 def check_ids(expert_ids: Tensor, num_experts: int) -> None:
-    """Raise ValueError if an id lies outside [-1, num_experts). A host sync: for CPU tensors."""
+    """Raise ValueError if an id lies outside [-1, num_experts). Meant for CPU tensors: it syncs with the device."""
     wrong = expert_ids[(expert_ids < -1) | (expert_ids >= num_experts)]
     if len(wrong):
         raise ValueError(f"expert ids: got {sorted(set(wrong.tolist()))}, wanted -1 (not routed) to {num_experts - 1}")
@@ -200,14 +201,14 @@ def plan_rows(
     expert_ids: Tensor, weights: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int,
     alignment: int, max_rows: int, num_experts: int, blocks: int, max_tokens: int, limit: int, running: Tensor | None,
 ) -> PlanTensors:  # fmt: skip
-    """The tensors of a RoutingPlan, in its order, from tables as :func:`make_plan` takes them. max_tokens: T_max.
-    limit: rows that may be used, at most max_rows."""
+    """The tensors of a RoutingPlan in order, from the tables of :func:`make_plan`. max_tokens: T_max. limit: rows that
+    may be used, at most max_rows."""
     num_tables, tokens, top_k = expert_ids.shape
     if behind := max_tokens - tokens:
         expert_ids, weights = pad(expert_ids, (0, 0, 0, behind), value=-1), pad(weights, (0, 0, 0, behind))
     pairs = expert_ids.numel()
     local = _local_ids(expert_ids, num_tokens, first_expert, num_local_experts)
-    # Pairs by (expert, where in the tables they are from): one group each, in the order of rows.
+    # One group of pairs per (expert, source), in the order of rows.
     sources = num_tables * blocks
     source = torch.arange(sources, dtype=torch.int64, device=local.device)
     group = local * sources + source[:, None].expand(-1, max_tokens // blocks * top_k).flatten()
@@ -222,7 +223,7 @@ def plan_rows(
     starts = (ends - padded)[:, None] + shares.cumsum(1) - shares
     row_of_pair = _rows_of_pairs(torch.where(local >= 0, group, -1), *map(Tensor.flatten, (of_sources, shares, starts)))
 
-    # Pairs without a row write into one more row, which is cut off; padding has one more pair, of weight 0.
+    # Pairs without a row write into an extra row that is cut off. Padding reads an extra pair of weight 0.
     flat = torch.arange(pairs, dtype=torch.int64, device=expert_ids.device)
     pair_of_row = local.new_full((max_rows + 1,), pairs)
     pair_of_row = pair_of_row.scatter_(0, torch.where(row_of_pair >= 0, row_of_pair, max_rows), flat)[:max_rows]
@@ -255,33 +256,33 @@ def _count(counts: Tensor, running: Tensor) -> None:
 
 
 def _live(expert_ids: Tensor, num_tokens: Tensor) -> Tensor:
-    """(W, T_max, K) bool: pairs of tokens that were sent."""
+    """(W, T_max, K) bool: True for pairs of tokens that were sent."""
     token = torch.arange(expert_ids.shape[1], dtype=torch.int64, device=expert_ids.device)
     return (token < num_tokens[:, None])[:, :, None].expand(expert_ids.shape)
 
 
 def _local_ids(expert_ids: Tensor, num_tokens: Tensor, first_expert: int, num_local_experts: int) -> Tensor:
-    """(S * K,) int64: index of the local expert of each pair, -1 if it has none."""
+    """(S * K,) int64 local expert of each pair, -1 if it has none."""
     local = expert_ids.long() - first_expert
     here = _live(expert_ids, num_tokens) & (local >= 0) & (local < num_local_experts)
     return torch.where(here, local, -1).flatten()
 
 
 def _group_sizes(local: Tensor, num_local_experts: int) -> Tensor:
-    """(e,) int64: how many pairs each local expert has. Not bincount, which syncs."""
+    """(e,) int64 pairs of each local expert. bincount would sync."""
     counts = local.new_zeros(num_local_experts + 1)
     return counts.scatter_add_(0, torch.where(local >= 0, local, num_local_experts), torch.ones_like(local))[:-1]
 
 
 def _capped(sizes: Tensor, alignment: int, max_rows: int) -> Tensor:
-    """(..., e) sizes of groups -> those of what fits: capped at one level, a number of whole tiles."""
+    """Cap group sizes (..., e) at one level, a whole number of tiles, so that they fit."""
     tiles = _round_up(sizes, alignment).div(alignment, rounding_mode="floor")
     level = _level(tiles, torch.full_like(tiles[..., 0], max_rows // alignment)) * alignment
     return torch.minimum(sizes, level[..., None])
 
 
 def _shares(of_sources: Tensor, kept: Tensor) -> Tensor:
-    """(e, sources) sizes, in the order of ranks, and (e,) how many fit -> (e, sources) how many fit of each."""
+    """Rows that fit of each source, (e, sources). of_sources: (e, sources) sizes in rank order. kept: (e,) rows."""
     level = _level(of_sources, kept)[:, None]
     shares = torch.minimum(of_sources, level)
     more = of_sources > level
@@ -289,9 +290,10 @@ def _shares(of_sources: Tensor, kept: Tensor) -> Tensor:
 
 
 def _level(sizes: Tensor, room: Tensor) -> Tensor:
-    """(..., n) sizes, (...) room -> (...) the largest level with min(sizes, level).sum(-1) <= room, or more than all.
+    """Largest level (...) with min(sizes, level).sum(-1) <= room, or more than all. sizes (..., n), room (...).
 
-    That sum is the least of: the i smallest sizes, and n - i times the level. So one of these has to fit.
+    For i = 0, 1, ..., take the i smallest sizes plus n - i times the level. The sum is the least of these, so one of
+    them has to fit.
     """
     ascending = sizes.sort(-1).values
     others = torch.arange(sizes.shape[-1], 0, -1, dtype=torch.int64, device=sizes.device)
@@ -299,9 +301,9 @@ def _level(sizes: Tensor, room: Tensor) -> Tensor:
 
 
 def _rows_of_pairs(group: Tensor, sizes: Tensor, shares: Tensor, starts: Tensor) -> Tensor:
-    """(S * K,) group of each pair or -1 -> row, -1 without a group, DROPPED past the group's share.
+    """Row of each pair (S * K,), given its group or -1. -1 without a group, DROPPED past the group's share.
 
-    Of each group: how many pairs it has, how many of these fit, and the first one's row.
+    Per group: sizes, the number of its pairs; shares, how many of them fit; starts, the row of its first pair.
     """
     groups = sizes.shape[0]
     # A stable sort keeps the flat order within each group; -1 sorts last.

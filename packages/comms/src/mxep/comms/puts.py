@@ -1,16 +1,16 @@
-"""PutExchange: exchanges where peers take puts by PE, not stores to addresses.
+"""PutExchange: exchanges by puts to PEs instead of stores to addresses.
 
-    stage     rows that go out, side by side in the buffer's staging area
-    put       row i of it -> each of its destinations; bytes [0, n) of a row arrive in order and alone
+    stage     outgoing rows, side by side in the buffer's staging area
+    put       row i of it -> each of its destinations; only bytes [0, n) of a row travel, in order
     meet      all puts of this rank have landed; signal; wait for all signals (`kernels/signals.py`)
-    compare   the numbers of dispatches that came along with rows
+    compare   the dispatch numbers that came along with rows
 
     step               staged                                       destinations of a row
     dispatch_tables    this rank's entry of its own tables          (W,)  the same entry on every other rank
     dispatch           token t                                      (W,)  slot (this rank, t) of ranks that need it
     combine            sum of slot (r, t); values of rank r         (1,)  slot and entry (this rank, t) of rank r
 
-The staging area is written anew only after the last exchange on that buffer has met: its puts have left it by then.
+An exchange writes the staging area only after the last exchange on that buffer has met: its puts have left by then.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from .transport import StagedBuffer
 
 
 class PutExchange:
-    """Of one workspace; `plain.py` says what each method does. num_sms: as of `kernels/exchange.py`."""
+    """Exchanges of one workspace. `plain.py` specifies each method. num_sms: as in `kernels/exchange.py`."""
 
     def __init__(self, transport: NvshmemTransport, layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:
         self.transport, self.layout, self.experts_per_rank = transport, layout, experts_per_rank
         self.rank, self.num_sms = transport.rank, num_sms
 
     def refuse(self, buffer: StagedBuffer, tokens: int) -> None:
-        with contextlib.suppress(RuntimeError):  # which says what we know
+        with contextlib.suppress(RuntimeError):  # an error tells this rank nothing new
             for channel in (ROWS, TABLES):
                 self._meet(buffer, channel, "refused", tokens)
         self.transport.arena.exchanges += 1
@@ -93,10 +93,10 @@ class PutExchange:
         first_slot = bases + layout.rows_start + self.rank * layout.max_tokens * layout.row_bytes
         destinations = stage_sums(rows, row_values, plan, layout, first_slot, staging)
         sums = layout.rows(staging)[: layout.num_slots, : round_up(width, ALIGNMENT)]
-        # In turns: else the first rank's slots would be everybody's first destination.
+        # In turns: otherwise all ranks would begin with the slots of the first rank.
         self.transport.put(buffer, sums, destinations[:, None], self.num_sms, groups=layout.world_size)
         if row_values is not None:
-            # Whole entries: their receivers look only where a slot was sent.
+            # Whole entries: receivers read only the slots that were sent.
             source = layout.values(staging).view(layout.world_size, -1).view(torch.uint8)
             entry = layout.values_start + self.rank * source.shape[1]
             self.transport.put(buffer, source, (bases + entry)[:, None], self.num_sms)
@@ -104,7 +104,7 @@ class PutExchange:
         sum_arrived_slots(layout, buffer.local, expert_ids, self.experts_per_rank, out, values)
 
     def _meet_with_rows(self, buffer: StagedBuffer, step: str, width: int, number: Tensor | None) -> None:
-        """number: of the dispatch that rows belong to, which peers compare."""
+        """Send the dispatch number, meet and compare. number: number of the rows' dispatch."""
         layout, word = self.layout, self.layout.dispatches(buffer.staging)[:1]
         if number is None:
             word.zero_()
@@ -121,12 +121,12 @@ class PutExchange:
         self.transport.meet(buffer, channel, self.layout.op_id(step, number), self.layout.counters_start)
 
     def _stage(self, buffer: StagedBuffer, payload: Sequence[Tensor]) -> Tensor:
-        """Parts (T, n_i) side by side in the staging -> (T, n), n rounded up to 16 bytes with anything."""
+        """Copy parts (T, n_i) side by side into the staging -> (T, n), with n rounded up to 16 bytes."""
         staged = self.layout.rows(buffer.staging)[: len(payload[0]), : round_up(width_of(payload), ALIGNMENT)]
         offset = 0
         for part in payload:
             width = part.shape[1]
-            flat = part.contiguous().view(-1)  # in words: one row is contiguous whatever its stride
+            flat = part.contiguous().view(-1)  # flat, because one row is contiguous whatever its stride
             word = torch.int64 if math.gcd(8, offset, width, flat.storage_offset()) == 8 else torch.uint8
             target = staged[:, offset : offset + width].view(word)
             target.copy_(flat.view(word).view(target.shape))

@@ -1,4 +1,4 @@
-"""Rows by index: gather them where a plan wants them, sum those that belong to one slot."""
+"""Rows by index: gather rows in a plan's order, sum the rows of each slot."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from .layout import ALIGNMENT, round_up
 
 
 def gather_rows(payload: Sequence[Tensor], row_index: Tensor | None, offs: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Row i of a result is row ``row_index[i]`` of its part, a zero row where the index is negative.
+    """Row i of each result is row ``row_index[i]`` of its part, or zeros if the index is negative.
 
-    payload: (S, n_i) each, any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32; None: all rows as
-    they are, whose dense copies these are, at the speed of a copy where rows of bytes lie apart. offs: (e,)
-    int32; rows past the last are neither read nor, on CUDA, written. Results: (R, n_i).
+    payload: (S, n_i) each, any dtype that torch can index (view fp8 as uint8). row_index: (R,) int32. None copies all
+    rows densely, at the speed of a copy even if rows of bytes lie apart. offs: (e,) int32. Rows past its last entry are
+    not read, and on CUDA not written. Results: (R, n_i).
     """
     return tuple(gather_part(part, row_index, offs) for part in payload)
 
@@ -27,12 +27,12 @@ def join_rows(
     number: Tensor | None = None,
     step: int = 0,
 ) -> Tensor:
-    """Gather rows of bytes side by side: row i is row ``row_index[i]`` of each part, and then row i of the table.
+    """Gather rows of bytes side by side: row i is row ``row_index[i]`` of each part, then row i of the table.
 
     payload: (S, n_i) uint8 each, at least one. row_index: (R,) int32. table: (R, m) uint8. number: (1,) int32.
-    Result: (R, n) uint8, where n is the sum of all n_i and m, rounded up to 16, so that parts can be read where they
-    lie in wide words. Zeros where the index is negative, and behind the table. With a number, rows whose index is
-    negative begin with the word of a header, number * 4 + step in int32, as far as n has room.
+    Result: (R, n) uint8. n is the sum of all n_i and m, rounded up to 16 so that parts can be read in wide words.
+    A part is zero if the index is negative, and the bytes after the table are zero. With a number, rows of negative
+    index begin with a header word: number * 4 + step in int32, or the first n bytes of it.
     """
     first, *others = payload
     other = torch.cat(others, 1) if len(others) > 1 else (*others, None)[0]
@@ -111,7 +111,7 @@ def _gather(part: Tensor, row_index: Tensor) -> Tensor:
 
 
 def _as_words(part: Tensor) -> Tensor:
-    """The same bytes in words of 8 where rows are made of whole ones: 4 times as fast to copy on a CPU as bytes."""
+    """View rows as 8-byte words if they consist of whole ones: a CPU copies them 4 times as fast as bytes."""
     size = part.element_size()
     if any(count * size % 8 for count in (part.shape[1], part.stride(0), part.storage_offset())) or part.stride(1) != 1:
         return part

@@ -1,17 +1,17 @@
 """SharedMemoryTransport: processes of one user on one machine map each other's memory.
 
 A buffer is an anonymous file (memfd). Its peers open it through ``/proc/<pid>/fd/<n>`` and map it, then all descriptors
-are closed. From then on only the mappings hold the memory: it is gone with the last process, a crash included, and it
+are closed. From then on only the mappings hold the memory. It is gone with the last process, even after a crash, and
 never has a name in the file system.
 
-The barrier: each rank owns one 64-bit signal in the signal pad of every peer and writes the number of the barrier
-there, which only grows. It waits until every signal of its own pad shows that number, or a later one. A signal has one
-writer, so no atomic is needed, but a peer must not see the signal before the stores that precede it. x86 keeps stores
-in order, and loads; other machines are refused.
+The barrier: each rank owns one 64-bit signal in the signal pad of every peer, and writes the number of the barrier
+there. The number only grows. The rank waits until every signal of its own pad shows that number or a later one. A
+signal has one writer, so no atomic is needed. But a peer must not see the signal before the stores that precede it. x86
+keeps the order of stores and of loads. Other machines are refused.
 
-Before the signal, each rank writes the op id of what it is doing (`Layout.op_id`) into one of two rows in turn: a peer
-may be in the next barrier already, but not in the one after that. Ranks with different op ids raise PeersDisagree.
-The upper half of that word is the number of the dispatch that the exchange belongs to, which is compared likewise.
+Before the signal, each rank writes its op id (`Layout.op_id`) into one of two rows in turn. Two are enough: a peer may
+be in the next barrier already, but not in the one after that. Ranks with different op ids raise PeersDisagree. The
+upper half of that word is the number of the exchange's dispatch, which is compared in the same way.
 """
 
 import os
@@ -33,11 +33,11 @@ class SharedMemoryTransport(Transport):
     """A :class:`Transport` for CPU tensors.
 
     Args:
-        group: ranks on this machine; None is the default group, or this process alone if there is none.
-        timeout: seconds that a barrier waits for a peer; None: as the group's own collectives.
+        group: ranks on this machine; None is the default group, or this process alone without one.
+        timeout: seconds that a barrier waits for a peer; None: the timeout of the group's own collectives.
 
-    Collective. Raises RuntimeError where it cannot work: not Linux on x86-64, or ranks on several machines, in several
-    containers or of several users.
+    Collective. Raises RuntimeError on other systems than Linux on x86-64, and if ranks are on several machines, in
+    several containers or of several users.
     """
 
     access = "host"
@@ -73,7 +73,7 @@ class SharedMemoryTransport(Transport):
     def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None, op_id: int = 0, dispatch: int = 0) -> None:
         self.check()
         self.signal(op_id, dispatch)
-        # Acquire: what a peer stored before its signal is visible once the signal is.
+        # Acquire: a peer's stores before its signal are visible once the signal is.
         if not self._wait():
             seen = self._signals[self.rank].tolist()
             missing = {peer: number for peer, number in enumerate(seen) if number < self._counter}
@@ -86,7 +86,7 @@ class SharedMemoryTransport(Transport):
             raise self._failed(PeersDisagree.over_dispatches(self.rank, step_of(op_id), dispatches))
 
     def signal(self, op_id: int, dispatch: int = 0) -> None:
-        """Enter the next barrier, and do not wait there."""
+        """Enter the next barrier without waiting there."""
         self._counter += 1
         # Release: the stores of this exchange are older than the signal, and x86 shows them in that order.
         for op_ids, signals in zip(self._op_ids, self._signals):
@@ -102,7 +102,7 @@ class SharedMemoryTransport(Transport):
         self._signals, self._op_ids = [], []
 
     def _wait(self) -> bool:
-        """Whether all ranks arrived within the timeout: yields the core first, then naps, longer and longer."""
+        """True if all ranks arrive within the timeout. Yields the core first, then naps, longer and longer."""
         signals = self._signals[self.rank]
         for _ in range(POLLS):
             if (signals >= self._counter).all():

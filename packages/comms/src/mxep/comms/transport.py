@@ -1,8 +1,8 @@
 """Transports: how ranks reach each other's memory.
 
 allocate(n)     rank 0: [ n bytes ]   rank 1: [ n bytes ]   ...   each rank has the addresses of all of them
-barrier(step)   no rank leaves before all have entered; what was stored before it is visible after it
-check()         raises what is known of barriers that failed
+barrier(step)   no rank leaves before all have entered; stores made before it are visible after it
+check()         raises known failures of earlier barriers
 """
 
 from abc import ABC, abstractmethod
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class SymmetricBuffer:
-    """The same number of bytes on every rank.
+    """A buffer of the same size on every rank.
 
     Attributes:
         rank: this rank.
-        peers: uint8 (nbytes,) one for each rank; ``peers[rank]`` is local. Empty once the buffer is freed.
+        peers: uint8 (nbytes,), one per rank; ``peers[rank]`` is local. Empty once the buffer is freed.
         pointers: int64 (W,) on the transport's device, the peers' addresses, for kernels.
-        views: of the local bytes, kept by who reads them.
+        views: cached views of the local bytes.
     """
 
     rank: int
@@ -50,26 +50,26 @@ class SymmetricBuffer:
 
 @dataclass(frozen=True, eq=False)
 class StagedBuffer(SymmetricBuffer):
-    """A buffer that peers put into, and what this rank puts from. ``peers`` of other ranks may be empty tensors.
+    """A buffer that peers put into, with staging for this rank's puts. Other ranks' ``peers`` may be empty tensors.
 
     Attributes:
-        staging: uint8 (nbytes,), symmetric memory too, laid out as the buffer. No peer touches it.
+        staging: uint8 (nbytes,) symmetric memory with the buffer's layout. No peer touches it.
     """
 
     staging: Tensor = field(kw_only=True)
 
 
 class Transport(ABC):
-    """Base of the transports. allocate and barrier are collective: all ranks call them, in one order.
+    """Base of the transports. allocate and barrier are collective: all ranks call them in the same order.
 
     Attributes:
-        access: how a peer's memory is written: by the "host", by "kernels" that store to its address, or by "puts".
-        rank, world_size: of ``group``. device: where buffers are. group: None for a process alone.
-        stream: of exchanges that the caller does not wait for, those of all its workspaces one after the other: a
-            kernel that waits on every multiprocessor must never keep out the one that its peers wait for. None on CPU.
-        timeout: seconds that a wait for a peer takes at most; None: the process group's own.
-        arena: what its workspaces share.
-        new_dispatch: (1,) int32 on the device, what the next new dispatch sends: `new_dispatch` of `layout.py`.
+        access: how peers' memory is written: by the "host", by "kernels" that store to its address, or by "puts".
+        rank, world_size: of ``group``. device: device of the buffers. group: None for a process alone.
+        stream: stream of asynchronous exchanges; None on CPU. All workspaces share it, so that exchanges run one after
+            another. A kernel that waits on every multiprocessor must never block the one that its peers wait for.
+        timeout: most seconds to wait for a peer, by default those of the process group.
+        arena: state that its workspaces share.
+        new_dispatch: (1,) int32 on the device, number that the next new dispatch sends (`layout.new_dispatch`).
     """
 
     access: ClassVar[str]
@@ -88,7 +88,7 @@ class Transport(ABC):
         self._unusable: str | None = None
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """A zeroed buffer. Raises ValueError if the ranks ask for different sizes."""
+        """Allocate a zeroed buffer. Raises ValueError if the ranks ask for different sizes."""
         check_agreement("allocate", {"nbytes": nbytes}, self.group)
         buffer = self._allocate(nbytes)
         fixed(*buffer.peers, buffer.pointers)
@@ -100,17 +100,17 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self, step: str, signal_pad: SymmetricBuffer | None = None) -> None:
-        """Wait for all ranks; ``step`` says in an error what they were doing. Raises PeerTimeout.
+        """Wait for all ranks. Raises PeerTimeout; its message names ``step``.
 
-        signal_pad: of :func:`signal_pad_bytes`, to meet over. Barriers that may run at once, on two streams, need one
-        each.
+        signal_pad: buffer of :func:`signal_pad_bytes` to meet over. Barriers that may run at once, on two streams, need
+        one each.
         """
 
     def announce(self, new_dispatch: int) -> None:
-        """What the next new dispatch sends, and those after it.
+        """Set the number that new dispatches send from now on.
 
-        It is written now for a record of exchanges that may be played next: one record serves many layers. A dispatch
-        that is made writes it itself, in the order of its stream, or of the graph that is captured.
+        It is written at once, for a record of exchanges that may be played next: one record serves many layers. A
+        dispatch outside of records writes it again, in the order of its stream or of the captured graph.
         """
         arena = self.arena
         arena.new_dispatch = new_dispatch
@@ -120,28 +120,28 @@ class Transport(ABC):
             self.new_dispatch.fill_(new_dispatch)
 
     def free(self, buffer: SymmetricBuffer) -> None:
-        """Let go of a buffer that no exchange is in flight in. Local; views that are still held stay valid."""
+        """Release a buffer without an exchange in flight. Local; views that are still held stay valid."""
         buffer.free()
         self._buffers = [each for each in self._buffers if each is not buffer]
 
     def check(self) -> None:
-        """Raise PeerTimeout or PeersDisagree if that is known of a barrier that is past. Waits for nothing."""
+        """Raise PeerTimeout or PeersDisagree if an earlier barrier is known to have failed. Waits for nothing."""
         if self._unusable:
             raise RuntimeError(f"transport of rank {self.rank}: {self._unusable}")
 
     def close(self) -> None:
-        """Let go of all buffers. Local; views that are still held stay valid."""
+        """Release all buffers. Local; views that are still held stay valid."""
         self._unusable = "closed"
         for buffer in self._buffers:
             self.free(buffer)
 
 
 class PeerTimeout(RuntimeError):
-    """Some ranks did not enter a barrier in time. The transport cannot be used any more.
+    """Some ranks did not enter a barrier in time. The transport is unusable afterwards.
 
     Attributes:
-        missing: ranks of the group that did not arrive. step: what the others were doing.
-        counter: number of the barrier. limit: seconds that were waited.
+        missing: ranks of the group that did not arrive. step: operation of the other ranks.
+        counter: number of the barrier. limit: seconds waited.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class PeerTimeout(RuntimeError):
     ) -> None:
         late = ", ".join(f"rank {peer} (last seen at barrier {seen})" for peer, seen in missing.items())
         why = ""
-        if step == "barrier":  # as exchanges begin with one where a graph was captured
+        if step == "barrier":  # exchanges begin with one after a graph was captured
             why = ": if those ranks have captured no CUDA graph of their layers, capture on all ranks or on none"
         told = "" if group is None else told_failures(group, missing)
         super().__init__(f"rank {rank} waited {limit:g} s at {step}, barrier {counter}, for {late}{why}{told}")
@@ -164,11 +164,11 @@ class PeerTimeout(RuntimeError):
 
 
 class PeersDisagree(RuntimeError):
-    """Ranks met in different exchanges, or with rows of different widths. The transport cannot be used any more."""
+    """Ranks met in different exchanges, or with rows of different widths. The transport is unusable afterwards."""
 
     @classmethod
     def over(cls, rank: int, op_ids: Sequence[int]) -> "PeersDisagree":
-        """What to raise on ``rank`` where ranks met with these op ids."""
+        """The error for ``rank`` if ranks met with these op ids."""
         for peer, op_id in enumerate(op_ids):
             if step_of(op_id) == "refused":
                 tokens = op_id & 0xFFFFFF
@@ -186,14 +186,14 @@ class PeersDisagree(RuntimeError):
 
     @classmethod
     def over_dispatches(cls, rank: int, step: str, dispatches: Sequence[int]) -> "PeersDisagree":
-        """What to raise on ``rank`` where ranks met in the same exchange of these dispatches."""
+        """The error for ``rank`` if ranks met in one exchange with these dispatch numbers."""
         found = (f"rank {peer} of {describe_dispatch(number)}" for peer, number in enumerate(dispatches))
         why = "ranks ran forwards or backwards in another order, or one left out or repeated an exchange"
         return cls(f"rank {rank} met peers in a {step} of other dispatches: {', '.join(found)}: {why}")
 
 
 def batch_too_large(tokens: int, max_tokens: int) -> str:
-    """What is wrong with a batch, and what a user does about it."""
+    """Message about a batch that is too large, and how to make room."""
     return f"batch: got {tokens} tokens, wanted at most max_tokens = {max_tokens}: {how_to_make_room(tokens)}"
 
 
@@ -203,7 +203,7 @@ def how_to_make_room(tokens: int) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Seconds that a group's own collectives on a device wait: torch's default is 600 of NCCL and 1800 of gloo."""
+    """Timeout in seconds of a group's own collectives on a device. torch's default is 600 for NCCL, 1800 for gloo."""
     if group is None:
         return dist.default_pg_timeout.total_seconds()  # nobody is waited for
     served = [each for each in group._device_types if each.type == device.type] or group._device_types
@@ -212,12 +212,12 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
 
 
 def signal_pad_bytes(world_size: int) -> int:
-    """What a barrier meets over: a signal for each rank, and the local counter."""
+    """Bytes of a barrier's signal pad: a signal for each rank, and the local counter."""
     return (world_size + 1) * 8
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's value, in rank order; just this one where there is no process group. For set-up only."""
+    """Every rank's value, in rank order; only this one without a process group. For set-up only."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size(group)
@@ -226,7 +226,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def check_agreement(what: str, values: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
-    """Raise the same ValueError on every rank if the ranks do not hold the same values."""
+    """Raise the same ValueError on every rank if the ranks hold different values."""
     first, *others = gather_objects(dict(values), group)
     for rank, theirs in enumerate(others, start=1):
         for name, value in first.items():

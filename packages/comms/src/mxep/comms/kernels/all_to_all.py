@@ -1,13 +1,13 @@
-"""Pairs by destination rank in two launches, without a sort; and headers, one small program each.
+"""Orders pairs by destination rank in two launches, without a sort. Writes and compares headers, one program each.
 
     count   a program a chunk of tokens    ids -> counts (chunks, W), invalid ids (chunks,)
     place   the same programs              counts -> the first row to each rank of this chunk's pairs
                                            ids, tile by tile -> position, rows, sums; token and tables of these rows
 
-As for a plan (`plan.py`), every `place` program sums the counts of earlier chunks by itself, and finds the order within
-a tile by bytes that count. A tile is whole tokens, whose K pairs are padded to a power of two. Pairs that are not sent
-fill the rows behind all others: such a pair's row follows from its index and the number of sent pairs before it.
-Rows are int32: W + T K stays below 2^31, and so do T P K.
+As in `plan.py`, each `place` program sums the counts of earlier chunks itself, and orders the pairs of a tile by
+counting in bytes. A tile holds whole tokens, with K padded to a power of two. Unsent pairs fill the last rows. The row
+of an unsent pair follows from its index and the number of sent pairs before it.
+Rows are int32: W + T K and T P K stay below 2^31.
 """
 
 import torch
@@ -20,14 +20,14 @@ from mxep.comms.layout import NEW
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 ANY_NEW = tl.constexpr(NEW * 4 + 1)
-"""As in `mxep.comms.all_to_all`."""
+"""The constant of `mxep.comms.all_to_all`."""
 MOST_CHUNKS = 128
 COUNT_TILE = 1024
 
 
 @triton.jit
 def _owner(ids, experts_per_rank, num_ranks):
-    """Rank of each id, -1 of those that are none's; whether an id is invalid."""
+    """Rank of each id, -1 for ids without a rank; and a mask of invalid ids."""
     valid = (ids >= 0) & (ids < experts_per_rank * num_ranks)
     rank = tl.where(valid, tl.maximum(ids, 0) // experts_per_rank, -1)
     return rank, (ids != -1) & (valid == 0)
@@ -37,7 +37,7 @@ def _owner(ids, experts_per_rank, num_ranks):
 def count_kernel(
     ids_ptr, counts_ptr, wrong_ptr, pairs, chunk, experts_per_rank, num_ranks, RANKS: tl.constexpr, TILE: tl.constexpr
 ):
-    """pairs: T K. chunk: pairs of a program."""
+    """pairs: T K. chunk: pairs per program."""
     program = tl.program_id(0)
     end = tl.minimum((program + 1) * chunk, pairs)
     counts, wrong = tl.zeros((RANKS,), tl.int32), tl.zeros((TILE,), tl.int32)
@@ -60,7 +60,7 @@ def place_kernel(
     TOP_K: tl.constexpr, KP: tl.constexpr, RANKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """chunk: tokens of a program. most: P, ranks of a token. weights, tables: int32 words."""
+    """chunk: tokens per program. most: P, the most ranks of a token. weights, tables: int32 words."""
     TILE: tl.constexpr = SEGMENTS * SEGMENT
     program, chunks, ranks = tl.program_id(0), tl.num_programs(0), tl.arange(0, RANKS)
     sizes, earlier = _sizes(counts_ptr, num_ranks, num_ranks, chunks, program, RANKS, CHUNKS)
@@ -108,7 +108,7 @@ def place_kernel(
         position = tl.where(is_sent, row, -1)
         tl.store(position_ptr + pair, position, mask=mask)
 
-        # How many of a token's ranks, each counted at its first pair, come before a pair's own.
+        # Number of the token's ranks below each pair's rank. Each rank counts once, at its first pair.
         rank, position = tl.reshape(rank, (TILE // KP, KP)), tl.reshape(position, (TILE // KP, KP))
         place_of_rank, num = tl.zeros((TILE // KP, KP), tl.int32), tl.zeros((TILE // KP,), tl.int32)
         for j in range(TOP_K):
@@ -160,7 +160,7 @@ def plan_all_to_all(
 
 @triton.jit
 def _header_bytes(rows_ptr, sizes_ptr, row_stride, size_stride, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
-    """Pointers (BLOCKS, 4) to the first bytes of each block's first row, and which there are."""
+    """(BLOCKS, 4) pointers to the first bytes of each block's first row, and a mask of the existing ones."""
     block, byte = tl.arange(0, BLOCKS), tl.arange(0, 4)[None, :]
     sizes = tl.load(sizes_ptr + block * size_stride, mask=block < blocks, other=0)
     head = tl.cumsum(sizes, 0) - sizes

@@ -1,16 +1,17 @@
-"""Combine, in one kernel: sums of each slot's rows go over the links while the sums that arrived are added up.
+"""Combine in one kernel: sums of each slot's rows go over the links while arrived sums are added up.
 
     tiles of tokens, in chunks; programs draw tickets for them
         chunk c             for each rank r: sum the rows of slot (r, t), store the sum into slot (this rank, t) of r
         and chunk c - lag   sum slots (r, t) over ranks r
-    who leaves a chunk      adds its tiles to the chunk's counter; the last one signals the chunk to all ranks
-    who enters chunk c      waits for all ranks' signals of chunk c - lag
+    leaving a chunk         add the program's tiles to the chunk's counter; the last one signals the chunk to all ranks
+    entering chunk c        wait for all ranks' signals of chunk c - lag
 
-So reads, links and writes are busy at once, and after the last store `lag` chunks are left to sum. Where the links are
-full, programs are not served alike: with a fixed share each, all would wait for the slowest.
-A tile is drawn by a program that runs, and no wait needs one that has not started. So any number ends, if one runs
-on each rank. Two such kernels at once might keep each other out on different ranks: a transport runs them in turn.
-A sum is in fp32, over the token's list in its order, then over ranks in theirs, rounded after each.
+So reads, links and writes are busy at once, and only `lag` chunks are left to sum after the last store. Full links do
+not serve all programs alike. With a fixed share each, all programs would wait for the slowest.
+Only running programs draw tiles, and no wait depends on a program that has not started. So any number of programs
+finishes if one runs on each rank. Two such kernels at once could block each other on different ranks, so a transport
+runs them in turn.
+Sums are in fp32: over the token's list in its order, then over ranks in rank order. Each sum is rounded once.
 """
 
 from typing import Any
@@ -39,18 +40,18 @@ from mxep.runtime.lengths import Length
 
 TILE_BYTES = 16384
 CHUNK_BYTES = 12 << 20
-"""What a chunk moves at least: to finish one costs a trip over the link."""
+"""Least bytes that a chunk moves: finishing a chunk costs a trip over the link."""
 TICKET_BYTES = 64 << 10
-"""What a ticket is for at least, in tiles."""
+"""Least bytes of tiles per ticket."""
 LAG = 3
 SPREAD = 256
-"""Programs that a sum of slots is spread over at least, if there are so many slots."""
+"""Least number of programs that share a sum of slots, if there are enough slots."""
 PER_SM = 2
-"""Programs that fit on a multiprocessor: one waits for its rows while the other sends."""
+"""Programs per multiprocessor: one waits for its rows while the other sends."""
 NUM_WARPS = 8
 MAX_REGISTERS = 128
 AT_ONCE = tl.constexpr(4)
-"""Rows of a slot whose loads are in flight together."""
+"""Rows of a slot that are loaded at once."""
 ARRIVED_AT_END = tl.constexpr(2 + CHANNELS)
 TILE_COUNTER = tl.constexpr(3 + CHANNELS)
 
@@ -60,7 +61,7 @@ SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "chunk_tiles"
 
 @triton.jit
 def add_rows(acc, rows_ptr, row, D: tl.constexpr, BLOCK: tl.constexpr):
-    """acc (BLOCK_T, BLOCK) + rows `row` (BLOCK_T,), where that is not negative."""
+    """acc (BLOCK_T, BLOCK) plus rows `row` (BLOCK_T,). Negative rows add nothing."""
     column = tl.arange(0, BLOCK)[None, :]
     offs = tl.maximum(row, 0).to(tl.int64)[:, None] * D + column
     return acc + tl.load(rows_ptr + offs, mask=(row >= 0)[:, None] & (column < D), other=0.0).to(tl.float32)
@@ -82,7 +83,7 @@ def sum_slots_kernel(
 
 @triton.jit
 def rows_of_slots(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K: tl.constexpr, KP: tl.constexpr):
-    """Rows (BLOCK_T, KP) of slots (peer, token), -1 where there is none."""
+    """(BLOCK_T, KP) rows of slots (peer, token), -1 where there is none."""
     mask = token < tl.load(num_tokens_ptr + peer)
     k = tl.arange(0, KP)[None, :]
     pair = (peer * max_tokens + token)[:, None] * K + k
@@ -91,8 +92,8 @@ def rows_of_slots(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K: tl.
 
 @triton.jit
 def is_sent(row):
-    """Whether slots with rows `row` (BLOCK_T, KP) have a sum. One whose rows were all dropped (-2) has, of zeroes: the
-    token's rank cannot know, and reads it."""
+    """True for slots that send a sum, given their rows `row` (BLOCK_T, KP). A slot with only dropped rows (-2) sends
+    zeros, because the token's rank cannot know of the drop and reads the slot."""
     return (tl.min(row, 1) < -1) | (tl.max(row, 1) >= 0)
 
 
@@ -102,7 +103,7 @@ def store_sum(
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROW_ELEMENTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Sums of slots (peer, token), whose rows are `row`, into slots (rank, token) of the peer, at address `base`."""
+    """Store the sums of slots (peer, token) into slots (rank, token) of the peer at address `base`. row: their rows."""
     sent = is_sent(row)
     if tl.max(sent.to(tl.int32), 0) > 0:
         dtype: tl.constexpr = rows_ptr.dtype.element_ty
@@ -130,7 +131,7 @@ def sum_arrived(
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Slots (rank, token) of this rank, summed over ranks, and the values of the tokens' pairs."""
+    """Sum slots (rank, token) of this rank over ranks, and gather the values of the tokens' pairs."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)[None, :]
     k = tl.arange(0, KP)[None, :]
@@ -156,7 +157,7 @@ def leave_chunk(
     pointers_ptr, counters_ptr, counters_start, chunk, stored, chunk_tiles, signal, dispatch, rank,
     W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Count the tiles of a chunk that this program has stored; the last program to count signals the chunk."""
+    """Count the tiles of a chunk that this program stored. The last program to count signals the chunk."""
     if stored > 0:
         if arrive(counters_ptr + 3 + chunk, stored, chunk_tiles):
             if chunk == 0:
@@ -172,8 +173,8 @@ def combine_kernel(
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr, TICKET_TILES: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """num_tokens_ptr (W,): tokens of each rank; num_tokens: of this one. row_values and values None: rows alone.
-    dispatch_ptr (1,): the number of the plan's dispatch, or None."""
+    """num_tokens_ptr (W,): tokens of each rank. num_tokens: tokens of this rank. row_values, values: None without
+    values. dispatch_ptr (1,): number of the plan's dispatch, or None."""
     local_base = tl.load(pointers_ptr + rank)
     counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64))
     signal = next_signal(counters_ptr, 1, op_id)
@@ -200,7 +201,7 @@ def combine_kernel(
         if chunk < chunks:
             for turn in range(W):
                 peer = (rank + tile + turn) % W
-                # The next rows' indices are loaded while these rows are summed.
+                # Load the next rows' indices while these rows are summed.
                 if turn < W - 1:
                     next_token = token
                     next_peer = (peer + 1) % W
@@ -243,7 +244,7 @@ def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
 
 
 class Combine(Launches):
-    """Combines: `plain.py` says what each does."""
+    """Launches of combines. `plain.py` specifies the methods."""
 
     def combine(
         self,

@@ -1,8 +1,8 @@
-"""Dispatch: stores of tokens into slots of the ranks that need them; and of the tables.
+"""Dispatch: stores tokens into slots of the ranks that need them, and tables into all ranks.
 
 A program takes BLOCK_T tokens at a time. It loads their parts once, then stores to one rank after another the rows that
-it needs. Each program starts with another rank, so that all links are busy. A row's parts lie side by side, each moved
-in words of WORD_i bytes, which divide its width and its offset.
+the rank needs. Programs start with different ranks, so that all links are busy. The parts of a row lie side by side.
+Each part moves in words of WORD_i bytes, a divisor of its width and its offset.
 """
 
 import functools
@@ -35,7 +35,7 @@ MOST_PARTS = 2
 NUM_WARPS = 16
 TILE_BYTES = 16384
 FEW_PROGRAMS = 64
-"""Up to so many take tiles four times as large."""
+"""With at most this many programs, tiles are four times as large."""
 TABLE_PAIRS = 1024
 
 SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "op_id", "counters_start", "rows_start",
@@ -44,7 +44,7 @@ SCALARS = ("num_tokens", "max_tokens", "rank", "experts_per_rank", "op_id", "cou
 
 @triton.jit
 def owner_of(expert, experts_per_rank, W: tl.constexpr):
-    """The rank that owns an expert; -1 for what is not an expert's id."""
+    """Rank that owns an expert, -1 for an id without an owner."""
     return tl.where((expert >= 0) & (expert < W * experts_per_rank), expert // experts_per_rank, -1).to(tl.int32)
 
 
@@ -61,7 +61,7 @@ def load_tokens(
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, WIDTH0: tl.constexpr, BLOCK0: tl.constexpr,
     WIDTH1: tl.constexpr, BLOCK1: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """(token, owner of each of its experts, parts) of a tile; nobody owns what is past the last token."""
+    """(token, owner of each of its experts, parts) of a tile. Tokens past the last one have no owner."""
     k = tl.arange(0, KP)[None, :]
     token = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = token < num_tokens
@@ -78,9 +78,9 @@ def store_part(
     base, part_ptr, x, row, mask, OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Into rows `row` of a peer, whose first is at address `base`, OFFSET bytes behind each row's start."""
+    """Store x into rows `row` of a peer, OFFSET bytes after each row's start. base: address of the first row."""
     WORD: tl.constexpr = part_ptr.dtype.element_ty.primitive_bitwidth // 8
-    # An address out of a table has lost its alignment.
+    # An address loaded from a table has no known alignment.
     start = tl.multiple_of(base.to(tl.pointer_type(part_ptr.dtype.element_ty)), 16)
     column = tl.arange(0, BLOCK)[None, :]
     offs = row.to(tl.int64)[:, None] * (ROW_BYTES // WORD) + (OFFSET // WORD + column)
@@ -95,8 +95,8 @@ def dispatch_kernel(
     WIDTH0: tl.constexpr, BLOCK0: tl.constexpr, OFFSET1: tl.constexpr, WIDTH1: tl.constexpr, BLOCK1: tl.constexpr,
     BLOCK_T: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Token t into slot (rank, t) of each rank that needs it. part1 None: a row has one part. dispatch_ptr (1,): the
-    number of the dispatch that this repeats, or what a new one sends; None: not known."""
+    """Store token t into slot (rank, t) of each rank that needs it. part1: None if a row has one part.
+    dispatch_ptr (1,): number of the repeated dispatch, or the number that a new one sends; None: unknown."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     local_base = tl.load(pointers_ptr + rank)
@@ -105,7 +105,7 @@ def dispatch_kernel(
         W, K, KP, WIDTH0, BLOCK0, WIDTH1, BLOCK1, BLOCK_T,
     )  # fmt: skip
     for tile in range(program, tl.cdiv(num_tokens, BLOCK_T), programs):
-        # The next tile is loaded while this one is stored.
+        # Load the next tile while this one is stored.
         next_token, next_owner, next0, next1 = load_tokens(
             ids_ptr, part0_ptr, part1_ptr, tile + programs, num_tokens, experts_per_rank,
             W, K, KP, WIDTH0, BLOCK0, WIDTH1, BLOCK1, BLOCK_T,
@@ -136,7 +136,7 @@ def dispatch_tables_kernel(
     ids_start, values_start, num_tokens_start, counters_start,
     W: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Ids (T, K), weights (T, K) and T into entry `rank` of every rank's tables. dispatch_ptr (1,): gets its number."""
+    """Store ids (T, K), weights (T, K) and T in entry `rank` of all tables. dispatch_ptr (1,): receives the number."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     local_base = tl.load(pointers_ptr + rank)
@@ -144,7 +144,7 @@ def dispatch_tables_kernel(
         pair = first + tl.arange(0, BLOCK)
         mask = pair < num_tokens * K
         ids = tl.load(ids_ptr + pair, mask=mask, other=-1)
-        # Clamped so that no invalid int64 wraps around into a valid int32.
+        # Clamp, so that no invalid int64 wraps around into a valid int32.
         ids = tl.minimum(tl.maximum(ids, -2), W * experts_per_rank).to(tl.int32)
         weights = tl.load(weights_ptr + pair, mask=mask, other=0)
         for i in range(W):
@@ -168,7 +168,7 @@ def dispatch_tables_kernel(
 
 
 def tokens_per_tile(most: int, tokens: int, programs: int) -> int:
-    """A power of two: the largest that is at most `most` and leaves no program without a tile; at least 1."""
+    """Largest power of two that is at most `most` and gives every program a tile; at least 1."""
     count = 1
     while 2 * count <= most and tokens >= 2 * count * programs:
         count *= 2
@@ -176,18 +176,18 @@ def tokens_per_tile(most: int, tokens: int, programs: int) -> int:
 
 
 def as_words(part: Tensor, offset: int) -> Tensor:
-    """A part (T, n) uint8 that starts at byte ``offset`` of a row -> its bytes as the widest ints that fit both."""
+    """View a part (T, n) uint8 as the widest ints that fit its bytes. offset: its first byte within a row."""
     width = part.shape[1]
-    if part.stride() != (width, 1):  # one row is contiguous to torch whatever its stride
+    if part.stride() != (width, 1):  # torch calls a single row contiguous whatever its stride
         part = part.contiguous().view(-1).view(part.shape)
     return part.view(WORDS[math.gcd(8, offset, width, part.storage_offset())])
 
 
 class Launches:
-    """Of one workspace, on the transport's device. What does not change from call to call is worked out once.
+    """Base of a workspace's launches on the transport's device. Arguments that never change are computed once.
 
-    num_sms: multiprocessors that they may use at most, None: the transport's. _known: what was worked out, by what
-    decides it.
+    num_sms: most multiprocessors to use; None: the transport's. _known: computed arguments, by the values that
+    decide them.
     """
 
     def __init__(self, transport: CudaTransport, layout: Layout, experts_per_rank: int, num_sms: int | None) -> None:
@@ -202,7 +202,7 @@ class Launches:
 
 
 class Dispatch(Launches):
-    """Dispatches: `plain.py` says what each does."""
+    """Launches of dispatches. `plain.py` specifies the methods."""
 
     @functools.cached_property
     def _tables(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""KernelExchange: exchanges by kernels that store to the peers' addresses and meet at their end."""
+"""KernelExchange: exchanges by kernels that store to the peers' addresses and end with a barrier."""
 
 from mxep.comms.kernels.combine import Combine
 from mxep.comms.kernels.dispatch import Dispatch
@@ -8,7 +8,7 @@ from mxep.runtime.launch import launch
 
 
 class KernelExchange(Dispatch, Combine):
-    """Of one workspace; `plain.py` says what each method does."""
+    """Exchanges of one workspace. `plain.py` specifies each method."""
 
     def refuse(self, buffer: SymmetricBuffer, tokens: int) -> None:
         scalars = self.rank, self.layout.op_id("refused", tokens), self.layout.counters_start

@@ -1,6 +1,6 @@
-"""Rows by an index, in words as wide as rows and their offsets allow. Programs past the last valid row end at once.
+"""Gathers rows by an index, in words as wide as rows and offsets allow. Programs past the last valid row exit at once.
 
-Joined rows are stored part by part into their columns, by one launch.
+One launch joins rows: it stores each part into its columns.
 """
 
 import math
@@ -65,8 +65,8 @@ def _join_part(
     part_ptr, out_ptr, source, index, row, rows, part_stride, out_stride, number_ptr, step,
     START: tl.constexpr, WORD: tl.constexpr, WIDTH: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows `source` of a part to its columns, which begin at byte START of the joined rows: WIDTH words of WORD bytes,
-    then zeros to END."""
+    """Copy rows `source` of a part to its columns of the joined rows, from byte START on: WIDTH words of WORD bytes,
+    then zeros up to word END."""
     column = tl.arange(0, BLOCK)[None, :]
     offs = tl.maximum(source, 0).to(tl.int64)[:, None] * part_stride + column
     x = tl.load(part_ptr + offs, mask=(source >= 0)[:, None] & (column < WIDTH), other=0)

@@ -1,10 +1,10 @@
-"""Slots of tokens for nodes in two launches, as a plan's rows (`plan.py`); tables and values, a launch each.
+"""Assigns slots of nodes to tokens in two launches, like rows in `plan.py`. Tables and values take a launch each.
 
     count   a program a chunk of tokens    ids -> tokens that need each node (chunks, N); slots' tokens filled with -1
     place   the same programs              counts -> tokens of earlier chunks
                                            ids, tile by tile -> slots, tokens, tables
 
-What does not fit is added to the counts by integer atomics: the sum does not depend on their order.
+Integer atomics count the pairs that do not fit: the sum does not depend on their order.
 """
 
 import torch
@@ -16,9 +16,9 @@ from mxep.comms.kernels.plan import COUNTS_AT_ONCE, _sizes
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE = 2048
-"""Tokens x nodes."""
+"""Tokens x nodes of a tile."""
 MOST_TOKENS = 256
-"""Of a tile."""
+"""Most tokens of a tile."""
 MOST_CHUNKS = 128
 FLAT_TILE = 1024
 NUM_WARPS = 8
@@ -29,7 +29,7 @@ def _pairs_of_nodes(
     ids_ptr, token, mask, experts_per_node, num_experts,
     TOP_K: tl.constexpr, NODES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_T, NODES) pairs of each token with each node; (BLOCK_T,) its invalid ids."""
+    """(BLOCK_T, NODES) number of each token's pairs on each node, and (BLOCK_T,) number of its invalid ids."""
     pairs, wrong = tl.zeros((BLOCK_T, NODES), tl.int32), tl.zeros((BLOCK_T,), tl.int32)
     for k in range(TOP_K):
         ids = tl.load(ids_ptr + token * TOP_K + k, mask=mask, other=-1)
@@ -70,7 +70,7 @@ def place_kernel(
     tokens, chunk, num_nodes, num_slots, experts_per_node, num_experts,
     TOP_K: tl.constexpr, NODES: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """totals: (3,) int64, what was counted. weights, tables: int32 words."""
+    """totals: (3,) int64, the op's counts, updated. weights, tables: int32 words."""
     program, chunks, node = tl.program_id(0), tl.num_programs(0), tl.arange(0, NODES)[None, :]
     needed, before = _sizes(counts_ptr, num_nodes, num_nodes, chunks, program, NODES, CHUNKS)
     if program == 0:

@@ -1,15 +1,17 @@
-"""The two kernels that call NVSHMEM: puts by PE, and how ranks meet without each other's addresses.
+"""The two kernels that call NVSHMEM: puts by PE, and a barrier without peers' addresses.
 
-Each links NVSHMEM's device library, which takes some 10 s, and NVSHMEM initialises each loaded module
-So there are two, of run-time sizes and unspecialized arguments: compiled once, when a transport opens, and
-launched as they are; an exchange compiles nothing, and may be captured at once.
+Each kernel links NVSHMEM's device library, which takes some 10 s, and NVSHMEM initialises each loaded module. So there
+are only two, with run-time sizes and unspecialized arguments. They are compiled once, when a transport opens. An
+exchange compiles nothing, so it may be captured at once.
 
-Functions are declared here with C's widths: int64 for addresses, sizes and signals, int32 for PEs and operations. A put
-of a block is called by all its threads; all else by each thread, which is why `meet_kernel` is one warp and only sets.
+Functions are declared with C's widths: int64 for addresses, sizes and signals, int32 for PEs and operations. All
+threads of a block make a block put together. Each thread calls the other functions by itself, so `meet_kernel` is one
+warp and only sets signals.
 
-Memory order. Kernels before `meet_kernel` in its stream issue the puts of an exchange. Its quiet ends them all and
-orders them before the signals: between GPUs of one host a fence at system scope, as an acquire by the peer expects;
-over a network it waits for the network. `uint64_test` is NVSHMEM's acquire of what came with a signal over a network.
+Memory order. Kernels before `meet_kernel` in its stream issue the puts of an exchange. `quiet` completes them all and
+orders them before the signals. Between GPUs of one host it is a fence at system scope, which the peer's acquire needs.
+Over a network it waits for the network. `uint64_test` is NVSHMEM's acquire of data that a signal announced over a
+network.
 """
 
 from typing import Any
@@ -28,12 +30,12 @@ SIGNAL_SET = tl.constexpr(9)
 CMP_GE = tl.constexpr(5)
 PE_BITS = tl.constexpr(PE_SHIFT)
 PIECE = tl.constexpr(16384)
-"""Bytes that one put takes at most: longer rows are cut, so that many programs share them."""
+"""Most bytes of one put. Longer rows are cut, so that many programs share them."""
 PUT_WARPS = 16
 
 
 def _declare(symbol: str, *types: str) -> Any:
-    """A device function of NVSHMEM's library; its result, if it has one, is not used."""
+    """Declare a device function of NVSHMEM's library. Its result, if any, is ignored."""
     op_id = {tuple(core.dtype(name) for name in types): (symbol, core.dtype("int32"))}
 
     @core.extern
@@ -54,7 +56,7 @@ MEET_ARGUMENTS = ("buffer_ptr", "pes_ptr", "state_ptr", "op_id", "channel", "ran
 
 @triton.jit(do_not_specialize=PUT_ARGUMENTS)
 def put_kernel(source_ptr, buffer_ptr, destinations_ptr, stride, rows, nbytes, per_row, groups):
-    """Row i of source, nbytes each, to destinations (i, j), which name a PE and a byte of its buffer."""
+    """Put row i of source, nbytes each, to destinations (i, j). A destination is a PE and a byte of its buffer."""
     pieces = tl.cdiv(nbytes, PIECE)
     for job in range(tl.program_id(0), rows * per_row * pieces, tl.num_programs(0)):
         pair = job // pieces
@@ -75,12 +77,12 @@ def meet_kernel(
     buffer_ptr, pes_ptr, state_ptr, op_id, channel, rank, counters_start,
     W: tl.constexpr, WP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """All puts of this rank land; its signal goes to every rank, and every rank's signal is awaited. One warp."""
+    """Complete this rank's puts, signal every rank and wait for every rank's signal. One warp."""
     local_base = buffer_ptr.to(tl.int64)
     counters_ptr = (local_base + counters_start).to(tl.pointer_type(tl.int64)) + channel
     signal = next_signal(counters_ptr, 0, op_id)
     quiet()
-    # Lane r signals rank r; lanes past W repeat what others do, which sets the same signal again.
+    # Lane r signals rank r. Lanes past W repeat other lanes' signals.
     peer = tl.arange(0, LANES) % W
     target = local_base + (channel * W + rank) * 8
     signal_op(target + peer.to(tl.int64) * 0, signal, SIGNAL_SET, tl.load(pes_ptr + peer))
@@ -90,7 +92,7 @@ def meet_kernel(
 
 
 def compile_put(library: str) -> Any:
-    """``put_kernel``, for the current device."""
+    """Compile ``put_kernel`` for the current device."""
     raw, longs = torch.empty(16, dtype=torch.uint8, device="cpu"), torch.empty(2, dtype=torch.int64, device="cpu")
     wide = 1 << PE_SHIFT
     libraries = {"libnvshmem_device": library}
@@ -100,7 +102,7 @@ def compile_put(library: str) -> Any:
 
 
 def compile_meet(library: str, world_size: int) -> Any:
-    """``meet_kernel`` of so many ranks, for the current device."""
+    """Compile ``meet_kernel`` for this number of ranks and the current device."""
     raw, ints, longs = (
         torch.empty(16, dtype=torch.uint8, device="cpu"),
         torch.empty(4, dtype=torch.int32, device="cpu"),
@@ -114,7 +116,7 @@ def compile_meet(library: str, world_size: int) -> Any:
 
 
 def put(kernel: Any, programs: int, source: Tensor, buffer: Tensor, destinations: Tensor, groups: int) -> None:
-    """Rows (N, n) uint8 to destinations (N, J) int64 by as many programs at most."""
+    """Put rows (N, n) uint8 to destinations (N, J) int64 with at most this many programs."""
     rows, nbytes = source.shape
     per_row = destinations.shape[1]
     jobs = rows * per_row * cdiv(nbytes, PIECE.value)

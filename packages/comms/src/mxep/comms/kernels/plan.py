@@ -1,25 +1,25 @@
-"""The plan on the device: two launches, whatever the number of ranks, tokens and experts.
+"""Makes the plan on the device in two launches, for any number of ranks, tokens and experts.
 
     count   a program a chunk of one sender's pairs    ids -> counts (chunks, E); rows filled with -1 and 0
     place   the same programs                          counts -> first row of each expert in this chunk
                                                        ids, tile by tile -> rows -> row_slot, slot_rows, ...
 
-Every `place` program sums all counts of earlier chunks by itself, which saves a launch that scans them: there are at
-most 256 chunks (128 of many experts) unless there are more senders. Only `place` writes valid rows, each program its
-own, and `count` has filled all rows by then, so padding needs no pass of its own. The rows of other ranks' experts are
-counted as well: program o sums what rank o needs and what does not fit there, so every rank knows who overflows.
+Each `place` program sums all counts of earlier chunks itself, which saves a scan launch. There are at most 256 chunks
+(128 with many experts) unless there are more senders. `count` fills all rows, so `place` writes only valid rows and
+padding needs no pass of its own. Rows of other ranks' experts are counted, too: program o sums the rows that rank o
+needs and those that do not fit there, so every rank knows which ranks overflow.
 
-Levels (`plan.py`) are searched bit by bit, by all programs, only where the groups do not fit. A source is a block of a
-table: the kernels have so many tables of a block's tokens each.
+All programs search the levels (`plan.py`) bit by bit, and only if the groups do not fit. A source is a block of a
+table. To the kernels each block is a table of its own.
 
-The order of a pair among those of its expert in a tile, for segments of 32 pairs and four experts a word:
+The order of a pair among its expert's pairs in a tile, for segments of 32 pairs and four experts per word:
 
     ids            1    0    1    1    a segment of 4
     1 << 8 * id  0100 0001 0100 0100   (bytes, hexadecimal)
     cumsum       0100 0101 0201 0301   byte `id` of it: the 1st, 1st, 2nd, 3rd of its expert in this segment
 
-A segment's counts, the last sum, are then summed over the tile's segments. Rows are int32: W * T_max * K pairs and the
-padding of all groups stay below 2^31.
+The last cumsum holds a segment's counts, which are then summed over the tile's segments. Rows are int32: W * T_max * K
+pairs and the padding of all groups stay below 2^31.
 """
 
 import functools
@@ -33,23 +33,24 @@ from mxep.comms.capacity import num_owners
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 SEGMENT = 32
-"""Pairs whose order is found by bytes that count: at most 255."""
+"""Pairs per segment. Bytes count their order, so at most 255."""
 LEAST_EXPERTS = 32
-"""Fewer are counted as so many: a warp's histogram has a bin a lane."""
+"""Least number of experts to count: a warp's histogram has one bin per lane."""
 TILE_COUNTS = 1024
-"""Segments x experts of a tile: 32 words a thread of 8 warps."""
+"""Segments x experts of a tile: 32 words per thread of 8 warps."""
 COUNTS_AT_ONCE = 8192
 SHARES_AT_ONCE = 2048
-"""Read where groups do not fit. With 8192 the kernel for 16 ranks takes 176 registers, not 124: a program an SM."""
+"""Counts read at once if groups do not fit. 8192 would take 176 registers instead of 124 for 16 ranks, so that an SM
+holds only one program."""
 COUNT_TILE = 1024
 MOST_BINS = 512
-"""Experts that a pass over the ids counts."""
+"""Most experts that one pass over the ids counts."""
 NUM_WARPS = 8
 
 
 @triton.jit
 def _live_pairs(num_tokens_ptr, source, blocks, max_tokens, TOP_K: tl.constexpr):
-    """Pairs in a block, whatever number of tokens its table gave."""
+    """Number of pairs in a block. It is in range whatever number of tokens the table gives."""
     tokens = tl.load(num_tokens_ptr + source // blocks)
     return tl.minimum(tl.maximum(tokens, 0) - source % blocks * max_tokens, max_tokens) * TOP_K
 
@@ -60,7 +61,7 @@ def count_kernel(
     max_tokens, blocks, chunk, first_counted, counted, num_experts, max_rows,
     TOP_K: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Experts first_counted .. first_counted + counted - 1 are counted, BINS at a time."""
+    """Count experts first_counted .. first_counted + counted - 1, BINS at a time."""
     source = tl.program_id(1)
     program = source * tl.num_programs(0) + tl.program_id(0)
     lane = tl.arange(0, TILE)
@@ -87,8 +88,8 @@ def count_kernel(
 
 @triton.jit
 def _order(local, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, EXPERTS: tl.constexpr):
-    """(SEGMENTS * SEGMENT,) experts, -1 is none -> each pair's place, from 1, among its expert's in its segment;
-    (SEGMENTS, EXPERTS) pairs of each expert in each segment."""
+    """Order (SEGMENTS * SEGMENT,) experts, -1 for none. Returns each pair's place, from 1, among its expert's pairs in
+    its segment, and (SEGMENTS, EXPERTS) pairs of each expert in each segment."""
     local = tl.trans(tl.reshape(local, (SEGMENTS, SEGMENT)))
     shift = (local & 3) * 8
     mask = (local >> 2)[:, :, None] == tl.arange(0, EXPERTS // 4)[None, None, :]
@@ -100,7 +101,7 @@ def _order(local, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, EXPERTS: tl.con
 
 @triton.jit
 def _sizes(counts_ptr, counted, experts, chunks, this_chunk, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr):
-    """(EXPERTS,) pairs of each of `experts` experts, whose counts are `counted` apart; those in earlier chunks."""
+    """(EXPERTS,) pairs of each expert in all chunks, and in earlier chunks. counted: counts per chunk."""
     expert = tl.arange(0, EXPERTS)[None, :]
     sizes = tl.zeros((EXPERTS,), tl.int32)
     earlier = tl.zeros((EXPERTS,), tl.int32)
@@ -125,7 +126,7 @@ def _level(sizes, room, bits):
 
 @triton.jit
 def _capped(sizes, alignment, max_rows, bits):
-    """Sizes of groups -> those of what fits, capped at one level. bits: of R_max in tiles."""
+    """Cap group sizes at one level, so that their padded sum fits. bits: bit length of R_max in tiles."""
     tiles = (sizes + alignment - 1) // alignment
     kept = sizes
     if tl.sum(tiles, 0) * alignment > max_rows:
@@ -138,7 +139,7 @@ def _sizes_of_sources(
     counts_ptr, counted, experts, sources, blocks, chunks_of_source,
     SOURCES: tl.constexpr, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """(SOURCES,) numbers of the sources in the order of ranks, (SOURCES, EXPERTS) their pairs of each expert."""
+    """(SOURCES,) index of each source in rank order, and (SOURCES, EXPERTS) its pairs of each expert."""
     rank = tl.arange(0, SOURCES)
     tables = sources // blocks
     source = rank % tables * blocks + rank // tables
@@ -166,10 +167,11 @@ def place_kernel(
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CHUNKS: tl.constexpr,
     SOURCES: tl.constexpr, CHUNKS_OF_SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """pairs: of each source. max_rows: that may be used. tile_bits, pair_bits: of R_max in tiles, and of `pairs`.
+    """pairs: pairs per source. max_rows: rows that may be used. tile_bits: bit length of R_max in tiles. pair_bits: bit
+    length of `pairs`.
 
-    totals (2 owners + 1,): rows that owners need, rows that do not fit, wrong ids. running: the same of all plans.
-    own_tokens: a copy of num_tokens.
+    totals (2 owners + 1,): rows that each owner needs, rows that do not fit there, invalid ids. running: totals over
+    all plans. own_tokens: a copy of num_tokens.
     """
     source = tl.program_id(1)
     this_chunk = source * chunks_of_source + tl.program_id(0)
@@ -184,7 +186,7 @@ def place_kernel(
     if tl.sum(sizes - kept, 0) == 0:
         next_row += earlier
     else:
-        # This source's share of each expert, and what lies before it.
+        # This source's share of each expert, and the shares before it.
         sources = tl.num_programs(1)
         each, of_sources = _sizes_of_sources(
             here_ptr, counted, experts, sources, blocks, chunks_of_source, SOURCES, EXPERTS, CHUNKS_OF_SOURCE
@@ -285,7 +287,7 @@ def make_plan(
 
 @functools.lru_cache(256)
 def _shape(num_experts: int, sources: int, pairs: int) -> tuple[int, int, int, int]:
-    """(experts counted, segments a tile, pairs a chunk, chunks of a source) for `pairs` of each source.
+    """(experts counted, segments per tile, pairs per chunk, chunks per source) for `pairs` of each source.
 
     32 experts, 4 sources of 65536 pairs: (32, 32, 1024, 64), 256 programs on the 132 SMs of an H200.
     """

@@ -1,6 +1,6 @@
-"""What exchanges by puts need besides puts: sums into staging, sums over ranks. All local.
+"""Local kernels of exchanges by puts: sums into staging, sums over ranks.
 
-Sums are those of `combine.py`, whose device functions these kernels call.
+They call the device functions of `combine.py`, so the sums are the same.
 """
 
 import torch
@@ -16,7 +16,7 @@ from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 TILE_ELEMENTS = 8192
 PROGRAMS = 264
-"""So many programs at least, before a tile takes more than one row."""
+"""Least number of programs before a tile takes more than one row."""
 NUM_WARPS = 8
 
 
@@ -27,7 +27,7 @@ def stage_sums_kernel(
     ROW_BYTES: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Slot (r, t): its sum and its rows' values to slot (r, t) of the staging, its destination to `destinations`."""
+    """Write slot (r, t)'s sum and row values to slot (r, t) of the staging, its destination to `destinations`."""
     peer = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row = rows_of_slots(slot_rows_ptr, num_tokens_ptr, token, peer, max_tokens, K, KP)
@@ -45,7 +45,7 @@ def sum_arrived_kernel(
     W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROW_ELEMENTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Slots (r, t) of a buffer summed over ranks r that own an expert of t, and the values of the token's pairs."""
+    """Sum slots (r, t) of a buffer over ranks r that own an expert of t. Gather the values of the token's pairs."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sum_arrived(
         out_ptr, values_ptr, ids_ptr, token, token < num_tokens, buffer_ptr.to(tl.int64), max_tokens,
@@ -56,10 +56,10 @@ def sum_arrived_kernel(
 def stage_sums(
     rows: Tensor, row_values: Tensor | None, plan: RoutingPlan, layout: Layout, homes: Tensor, staging: Tensor
 ) -> Tensor:
-    """Sums of all slots, and values of their rows, to their slots in ``staging``, uint8, laid out as a buffer.
+    """Write all slots' sums and row values to their slots in ``staging``, uint8, laid out as a buffer.
 
-    homes: (W,) int64, where slot (this rank, 0) of each rank is. Result: (S,) int64, each slot's destination; -1 for a
-    slot that holds no token for this rank, whose sum and values are not written.
+    homes: (W,) int64, destination of slot (this rank, 0) on each rank. Result: (S,) int64 destination of each slot. It
+    is -1 for slots without a token for this rank; their sums and values are not written.
     """
     dim = rows.shape[1]
     row_values = None if row_values is None else row_values.contiguous()
@@ -78,7 +78,7 @@ def stage_sums(
 def sum_arrived_slots(
     layout: Layout, buffer: Tensor, expert_ids: Tensor, experts_per_rank: int, out: Tensor, values: Tensor | None
 ) -> None:
-    """Sums that arrived in ``buffer``, uint8 -> ``out`` (T, D); values that came along -> ``values`` (T, K)."""
+    """Sum the slots that arrived in ``buffer`` (uint8) into ``out`` (T, D), and copy their values to ``values``."""
     tokens, dim = out.shape
     block = next_power_of_2(dim)
     block_t = tokens_per_tile(TILE_ELEMENTS // block, tokens, PROGRAMS)
