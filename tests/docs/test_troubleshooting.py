@@ -19,10 +19,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-SOURCES = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("integration/src/**/*.py")]
+SOURCES = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("integration/**/*.py")]
 INTERNAL = ("NotCaptured", "NotCapturedNow", "KeyboardInterrupt")
 """NotCaptured: caught where it is raised, and the function runs without a graph."""
-TOOLS = ("integration/bench/", "integration/timer.py", "integration/snr.py")
+TOOLS = ("integration/benchmarks/", "integration/snr.py")
 TELLERS = ("refuse", "report", "tell")
 """Functions that raise what they are given, or let others raise it."""
 MAKERS = (

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ep.memory_table import computed_table, measured_table
+from benchmarks.memory_table import computed_table, measured_table
 from ranks import Context, distributed
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -47,7 +47,7 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(
 
 def test_the_tables_of_memory_are_what_the_code_has() -> None:
     page = (GUIDES / "dispatchers.md").read_text()
-    assert computed_table() in page, "python tests/ep/memory_table.py prints the new ones"
+    assert computed_table() in page, "python integration/benchmarks/memory_table.py prints the new ones"
     assert measured_table() in page
 
 

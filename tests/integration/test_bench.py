@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks import quant, runner
+from benchmarks.names import BENCH
+from benchmarks.quant import CASES, GROUPS, Inputs, padded
 from mxep.integration import job
-from mxep.integration.bench import quant, run
-from mxep.integration.bench.names import BENCH
-from mxep.integration.bench.quant import CASES, GROUPS, Inputs, padded
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank
 from mxep.integration.results import Report, Section
@@ -67,12 +67,12 @@ def test_every_bench_has_a_config_that_fits(make_config: Callable[..., Config], 
     assert sorted(file.stem for file in (configs_dir() / "bench").glob("*.yaml")) == sorted(BENCH)
     config = make_config("task=bench", f"bench={name}")
     assert config.bench.name == name
-    run.load(name)
+    runner.load(name)
 
 
 def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
     config = make_config("task=bench").bench
-    lines = list(quant.lines(run.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
+    lines = list(quant.lines(runner.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
     assert list(dict.fromkeys(name for name, *_ in lines)) == list(CASES)
     for name, case in CASES.items():
         own = [line[1:] for line in lines if line[0] == name]
@@ -94,7 +94,7 @@ def test_every_case_of_quant_is_measured_at_its_shapes(make_config):
 )
 def test_a_case_or_shape_that_there_is_not_is_named(make_config, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        run.run(None, make_config("task=bench", *overrides).bench, 0, quiet=True)
+        runner.run(None, make_config("task=bench", *overrides).bench, 0, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -109,30 +109,43 @@ def test_a_bench_or_folder_that_there_is_not_is_named(make_config, override: str
         make_config("task=bench", override)
 
 
+@pytest.mark.parametrize("task", ["bench", "compare", "estimate"])
+def test_where_there_are_no_benchmarks_their_tasks_say_where_they_are(mxep, monkeypatch, tmp_path: Path, task: str):
+    monkeypatch.setattr("mxep.integration.config.BENCHMARKS", tmp_path / "benchmarks")
+    finished = mxep(f"task={task}", "model=tiny", *(["bench=gemm", "bench.device=cpu"] if task == "bench" else []))
+    assert finished.code == 1
+    (line,) = finished.err.strip().splitlines()
+    assert line == (
+        f"mxep: task=bench, task=compare and task=estimate: got no {tmp_path / 'benchmarks'}, which no package of mxep "
+        "has: run them in a clone of its repository, by uv run mxep"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_measured_is_logged_at_once_with_the_seconds_passed(make_config, monkeypatch, capsys):
-    def measure(bench: run.Bench):
+    def measure(bench: runner.Bench):
         bench.ceilings["copy TB/s"] = 4.0
         yield "skew", {"shape": [1], "us": 1.23456789}
 
     config = make_config("task=bench", "bench=comms", "bench.device=cpu", "bench.sections=[skew]").bench
-    monkeypatch.setattr("mxep.integration.bench.comms.measure", measure)
-    results = run.run(None, config, 0)
+    monkeypatch.setattr("benchmarks.comms.measure", measure)
+    results = runner.run(None, config, 0)
     assert (results.ceilings, results.lines) == ({"copy TB/s": 4.0}, [{"shape": [1], "us": 1.2346}])
     line = capsys.readouterr().err
     assert re.fullmatch(r' +\d+\.\d s  {"section": "skew", "shape": \[1\], "us": 1\.2346}\n', line)
 
 
 def test_a_bench_that_breaks_off_has_written_its_rows(make_config, monkeypatch, tmp_path: Path):
-    def measure(bench: run.Bench):
+    def measure(bench: runner.Bench):
         bench.ceilings["copy TB/s"] = 4.0
         yield "skew", {"shape": [1], "us": 2.0}
         raise KeyboardInterrupt
 
     config = make_config("task=bench", "bench=comms", "bench.device=cpu", "bench.commit=abc").bench
-    monkeypatch.setattr("mxep.integration.bench.comms.measure", measure)
+    monkeypatch.setattr("benchmarks.comms.measure", measure)
     files = [tmp_path / "bench.json", tmp_path / "out.json"]
     with pytest.raises(KeyboardInterrupt):
-        run.run(None, config, 0, files, "mxep task=bench", quiet=True)
+        runner.run(None, config, 0, files, "mxep task=bench", quiet=True)
     for file in files:
         kept = json.loads(file.read_text())
         assert kept["sections"]["skew"] == [{"shape": [1], "us": 2.0}]
@@ -150,7 +163,7 @@ def test_a_torch_that_cannot_use_the_gpus_is_told_before_a_rank_starts(make_conf
     """A driver shows GPUs, so the config passes. Ranks would start, and fail one by one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(job, "_on_ranks", lambda *_, **__: pytest.fail("started"))
-    monkeypatch.setattr(run, "run", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(runner, "run", lambda *_, **__: pytest.fail("started"))
     for bench in ("quant", "layer"):
         with pytest.raises(ConfigError, match=f"bench={bench}: torch {re.escape(torch.__version__)} uses none of"):
             job.run_job(make_config("task=bench", f"bench={bench}"), {}, tmp_path)
@@ -188,7 +201,7 @@ def test_the_table_has_labels_once_figures_and_remarks(capsys):
 def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
     make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
 ):
-    monkeypatch.setattr(run, "run", lambda *_, **__: MADE_UP)
+    monkeypatch.setattr(runner, "run", lambda *_, **__: MADE_UP)
     out = tmp_path / "out.json"
     config = make_config("task=bench", f"bench.out={out}", "bench.commit=abc123")
     assert job._bench(config, tmp_path, {}) == 1
@@ -204,11 +217,11 @@ def test_the_results_say_where_they_were_made_and_a_failed_line_is_an_exit_code(
 def test_ctrl_c_leaves_the_rows_so_far_where_they_were_wanted(
     make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
 ):
-    def measure(bench: run.Bench):
+    def measure(bench: runner.Bench):
         yield "products", {"shape": [1], "us": 2.0}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mxep.integration.bench.gemm.measure", measure)
+    monkeypatch.setattr("benchmarks.gemm.measure", measure)
     files = [tmp_path / "bench.json", tmp_path / "out.json"]
     config = make_config("task=bench", "bench=gemm", "bench.device=cpu", f"bench.out={files[1]}")
     assert job._bench(config, tmp_path, {}) == 130

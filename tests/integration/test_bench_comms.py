@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxep.integration.bench import comms, picture, run
-from mxep.integration.bench.comms_cases import CALLS, Exchange, Problem, Shape, Traffic, differences, routing
+from benchmarks import comms, plot, runner
+from benchmarks.comms import CALLS, Exchange, Problem, Shape, Traffic, differences, routing
+from benchmarks.timer import Alternative
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.results import Report
-from mxep.integration.timer import Alternative
 
 HEADLINE, SWEEP = Shape(24, 64, 8, 2), Shape(16, 32, 4, 1)
 SHAPES = "bench.shapes={headline:[[24,64,8,2],[16,32,4,1],[16,32,3,1]],skew:[[24,64,8,2]],sweep:[[16,32,4,1]]}"
@@ -159,10 +159,10 @@ def test_a_picture_is_drawn_from_results_alone(tmp_path: Path):
     broken = {"shape": [1, 32, 4, 2], "what": "combine bf16", "error": "RuntimeError"}
     file = tmp_path / "picture.svg"
     results = {"device": "NVIDIA H200", "ceilings": {"put GB/s": 355.0}, "sections": {"headline": [row, broken]}}
-    picture.draw(results, file)
+    plot.draw(results, file)
     assert "<svg" in file.read_text()
     with pytest.raises(ValueError, match="needs section products, sweep, headline or stages: got no figures"):
-        picture.draw({"sections": {"sweep": [broken]}}, file)
+        plot.draw({"sections": {"sweep": [broken]}}, file)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides
 def test_one_rank_alone_is_refused(make_config):
     config = make_config("task=bench", "bench=comms").bench
     with pytest.raises(ConfigError, match="wants at least 2 ranks, got 1"):
-        list(comms.measure(run.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
+        list(comms.measure(runner.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="measures at least two GPUs")

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import gemm, plot, runner, timer
+from benchmarks.gemm import PRODUCTS, Problem
+from benchmarks.timer import Alternative, Timer
 from mxep.gemm import BACKENDS, Backend
-from mxep.integration import timer
-from mxep.integration.bench import gemm, gemm_cases, picture, run
-from mxep.integration.bench.gemm_cases import PRODUCTS, Problem
 from mxep.integration.config import ConfigError
 from mxep.integration.snr import snr
-from mxep.integration.timer import Alternative, Timer
 
 CPU = torch.device("cpu")
 SHAPE = 96, 64, 128, 2
@@ -63,9 +62,9 @@ def test_groups_are_multiples_of_32_that_sum_up_and_differ_by_32_at_most(rows: i
 def test_alternatives_compute_the_same_product(product: str, backend: str):
     p = problem()
     wanted = exact(p)[product]
-    bf16 = gemm_cases.bf16_product(product, p)()
+    bf16 = gemm.bf16_product(product, p)()
     assert snr(wanted, bf16) > 50  # a result rounded to 9 bits: 55 dB
-    mxep = gemm_cases.mxep_product(product, BACKENDS[backend], p)()
+    mxep = gemm.mxep_product(product, BACKENDS[backend], p)()
     assert snr(wanted, mxep) > 27  # two operands in E4M3
     assert mxep.dtype == bf16.dtype == torch.bfloat16
 
@@ -73,7 +72,7 @@ def test_alternatives_compute_the_same_product(product: str, backend: str):
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_row_scaled_peers_get_the_same_product_in_the_layouts_that_torch_wants(product: str):
     p = problem((64, 64, 96, 1))
-    left, right, left_scale, right_scale = gemm_cases._row_scaled(product, p)
+    left, right, left_scale, right_scale = gemm._row_scaled(product, p)
     assert left.stride(-1) == right.stride(-2) == 1
     values = left.double() * left_scale[:, None], right.double() * right_scale.unsqueeze(-2)
     assert snr(exact(p)[product], (values[0] @ values[1]).reshape(exact(p)[product].shape)) > 27
@@ -83,7 +82,7 @@ def test_row_scaled_peers_get_the_same_product_in_the_layouts_that_torch_wants(p
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_the_dense_row_scaled_product_is_the_same_product(product: str):
     p = problem((64, 64, 96, 1))
-    dense = gemm_cases.dense_product(product, True, p)()
+    dense = gemm.dense_product(product, True, p)()
     assert snr(exact(p)[product].reshape(dense.shape), dense) > 27
 
 
@@ -97,7 +96,7 @@ def test_the_least_bytes_of_a_bf16_product_are_those_of_its_tensors(product: str
 def test_steps_give_both_gradients_pre_quantized_or_not():
     p = problem()
     wanted = exact(p)
-    for name, make in gemm_cases.steps(BACKENDS["reference"]).items():
+    for name, make in gemm.steps(BACKENDS["reference"]).items():
         if name != "torchao fp8 row":
             da, dw = make(p)()
             assert snr(wanted["dgrad"], da) > 24, name
@@ -105,7 +104,7 @@ def test_steps_give_both_gradients_pre_quantized_or_not():
 
 
 def test_a_pre_quantized_step_quantizes_no_weight(monkeypatch: pytest.MonkeyPatch):
-    step = gemm_cases.prequantized_step(BACKENDS["reference"], problem())
+    step = gemm.prequantized_step(BACKENDS["reference"], problem())
     wanted = step()
     for name in ("quantize_weight_rowwise", "quantize_weight_colwise"):
         monkeypatch.setattr(Backend, name, None)
@@ -200,7 +199,7 @@ def test_a_shape_that_fails_leaves_the_others(make_config, monkeypatch: pytest.M
 
     monkeypatch.setattr(Problem, "gaussian", fail)
     shapes = "bench.shapes.layers=[[64,32,64,2],[96,64,128,2]]"
-    results = run.run(None, make_config(*ON_CPU, shapes, "bench.sections=[steps]").bench, 0, quiet=True)
+    results = runner.run(None, make_config(*ON_CPU, shapes, "bench.sections=[steps]").bench, 0, quiet=True)
     assert results.failed == 1
     ended, *others = results.sections["steps"].rows
     assert (ended["shape"], ended["error"]) == ([64, 32, 64, 2], "ended early: RuntimeError: the device is gone")
@@ -220,10 +219,10 @@ def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
     broken = {"product": "dgrad", "what": "mxep", "error": "RuntimeError"}
     results = {"device": "NVIDIA H200", "ceilings": {"copy TB/s": 4.2}, "sections": {"products": [row, dense, broken]}}
     file = tmp_path / "picture.svg"
-    picture.draw(results, file)
+    plot.draw(results, file)
     assert "<svg" in file.read_text()
     with pytest.raises(ValueError, match="needs section products, sweep, headline or stages: got no figures"):
-        picture.draw({"sections": {"products": [broken]}}, file)
+        plot.draw({"sections": {"products": [broken]}}, file)
 
 
 @pytest.mark.parametrize(
@@ -241,12 +240,12 @@ def test_a_roofline_is_drawn_from_results_alone(tmp_path: Path):
 )
 def test_what_a_config_asks_for_and_there_is_not_is_named(make_config, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        run.run(None, make_config("task=bench", "bench=gemm", *overrides).bench, 0, quiet=True)
+        runner.run(None, make_config("task=bench", "bench=gemm", *overrides).bench, 0, quiet=True)
 
 
 def test_bench_quant_measures_cuda_alone(make_config):
     with pytest.raises(ConfigError, match=r"bench\.device: got 'cpu', and bench=quant measures CUDA devices alone"):
-        run.run(None, make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, quiet=True)
+        runner.run(None, make_config("task=bench", "bench=quant", "bench.device=cpu").bench, 0, quiet=True)
 
 
 @needs_cuda

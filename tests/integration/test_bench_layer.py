@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._subclasses import FakeTensorMode
 
-from ep.memory_table import kept_by_the_standard_layer
+from benchmarks import baseline, layer, layer_cases, runner
+from benchmarks.baseline import BaselineLayer, Groups
+from benchmarks.comms import Traffic
+from benchmarks.layer import Event, breakdown
+from benchmarks.layer_cases import BASELINE, MX, Case, Problem, Shape
+from benchmarks.memory_table import kept_by_the_standard_layer
 from mxep.integration import snr as snr_module
-from mxep.integration.bench import baseline, layer, layer_cases, layer_stages, layer_work, run
-from mxep.integration.bench.baseline import BaselineLayer, Groups
-from mxep.integration.bench.comms_cases import Traffic
-from mxep.integration.bench.layer_cases import BASELINE, MX, Case, Problem, Shape
-from mxep.integration.bench.layer_stages import Event, breakdown
 from mxep.integration.collective import all_gather_tensor
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
@@ -82,7 +82,7 @@ def test_everything_is_measured_on_two_cpu_ranks_from_end_to_end(mxep, tmp_path:
     assert all(min(row["fwd ms"], row["ms"], row["caller's ms"], row["ops"]) > 0 for row in host.values())
     for what in (MX, BASELINE):
         us = {row["stage"]: row["us"] for row in sections["stages"] if row["what"] == what}
-        totals = {total: us.pop(total) for total in layer_stages.TOTALS}
+        totals = {total: us.pop(total) for total in layer.TOTALS}
         assert sum(us.values()) == pytest.approx(totals["sum"], rel=1e-3)
         assert totals["busy"] <= totals["whole"] * 1.001
     assert "<svg" in picture.read_text()
@@ -169,19 +169,19 @@ def test_flops_bytes_and_floor_are_those_counted_by_hand():
     # Rank 0 sends 3 of 4 tokens to rank 1, 5 pairs; rank 1 sends 2 tokens, 2 pairs. Rank 1 computes 5 + 6 rows.
     p = problem_of(Shape(4, 32, 64, 4, 2), Traffic(tokens=[[3, 3], [2, 4]], pairs=[[3, 5], [2, 6]]))
     mx, baseline, bf16 = Case(MX), Case(BASELINE), Case("bf16/all_to_all")
-    assert layer_work.flop(p, p.ids.numel()) == 3 * 2 * 8 * 3 * 32 * 64
-    assert layer_work.wire_bytes(p, "mxfp8") == (2 * 3 * 33, 2 * 3 * 64)
-    assert layer_work.work(p, baseline)["NCCL"] == ("wire bytes", 2 * 5 * 64 + 2 * 5 * 64)
+    assert layer_cases.flop(p, p.ids.numel()) == 3 * 2 * 8 * 3 * 32 * 64
+    assert layer_cases.wire_bytes(p, "mxfp8") == (2 * 3 * 33, 2 * 3 * 64)
+    assert layer_cases.work(p, baseline)["NCCL"] == ("wire bytes", 2 * 5 * 64 + 2 * 5 * 64)
     weights = 2 * 3 * 64 * 32
-    assert layer_work.memory_bytes(p, kept=False) == 4 * 4 * 32 * 2 + 2 * 2 * weights
-    assert layer_work.memory_bytes(p, kept=True) == 4 * 4 * 32 * 2 + (1 + 2) * weights
+    assert layer_cases.memory_bytes(p, kept=False) == 4 * 4 * 32 * 2 + 2 * 2 * weights
+    assert layer_cases.memory_bytes(p, kept=True) == 4 * 4 * 32 * 2 + (1 + 2) * weights
     ceilings = {"copy TB/s": 4.0, "dense fp8 TF": 1000.0, "dense bf16 TF": 500.0}
     wanted = 18 * 11 * 32 * 64 / 1e15 + 582 / 450e9 + (1024 + 4 * weights) / 4e12
-    assert layer_work.floor_ms(p, mx, ceilings) == pytest.approx(wanted * 1e3)
-    assert layer_work.floor_ms(p, bf16, ceilings) > layer_work.floor_ms(p, mx, ceilings)
-    assert layer_work.floor_ms(p, mx, {"dense fp8 TF": 1.0}) is None
-    kept = layer_work.work(p, Case(f"{MX}, kept"))
-    assert kept["quantize weights"][1] * 4 == layer_work.work(p, mx)["quantize weights"][1] == 6 * weights
+    assert layer_cases.floor_ms(p, mx, ceilings) == pytest.approx(wanted * 1e3)
+    assert layer_cases.floor_ms(p, bf16, ceilings) > layer_cases.floor_ms(p, mx, ceilings)
+    assert layer_cases.floor_ms(p, mx, {"dense fp8 TF": 1.0}) is None
+    kept = layer_cases.work(p, Case(f"{MX}, kept"))
+    assert kept["quantize weights"][1] * 4 == layer_cases.work(p, mx)["quantize weights"][1] == 6 * weights
 
 
 def test_stages_are_summed_by_name_and_overlap_shows():
@@ -195,8 +195,8 @@ def test_stages_are_summed_by_name_and_overlap_shows():
     assert found.us == {"dispatch": 5, "GEMMs": 15, "other": 2, "sum": 22, "busy": 19.5, "whole": 22}
     assert found.others == ["what_is_this"]
     p = problem_of(Shape(4, 32, 64, 4, 2), Traffic(tokens=[[3, 3], [2, 4]], pairs=[[3, 5], [2, 6]]))
-    rows = {row["stage"]: row for row in layer_stages.rows(p, Case(MX), [found, found], {"dense fp8 TF": 1e-3})}
-    assert list(rows) == ["GEMMs", "dispatch", "other", *layer_stages.TOTALS]
+    rows = {row["stage"]: row for row in layer.stage_rows(p, Case(MX), [found, found], {"dense fp8 TF": 1e-3})}
+    assert list(rows) == ["GEMMs", "dispatch", "other", *layer.TOTALS]
     assert rows["GEMMs"]["share"] == pytest.approx(18 * 11 * 32 * 64 / 1e9 / 15e-6)
     assert rows["dispatch"]["left us"] == pytest.approx(5 - 2 * 3 * 33 / 450e3)
     assert rows["other"]["note"] == "what_is_this"
@@ -220,7 +220,7 @@ def test_bytes_of_both_legs_are_those_counted_by_hand(name: str, within: int, ac
     tokens = [[2, 3, 4, 4], [2, 4, 3, 3], [3, 4, 4, 2], [4, 3, 2, 4]]
     pairs = [[2, 8, 9, 10], [5, 4, 3, 3], [9, 4, 4, 2], [13, 3, 2, 4]]
     p = SimpleNamespace(shape=Shape(5, 32, 64, 8, 4), ranks=4, ranks_per_node=2, traffic=Traffic(tokens, pairs))
-    found = layer_work.sent_mb(p, Case(name), num_slots=5)
+    found = layer_cases.sent_mb(p, Case(name), num_slots=5)
     assert found["within MB"] == pytest.approx(within / 1e6)
     assert found["across MB"] == pytest.approx(across / 1e6)
 
@@ -259,7 +259,7 @@ def test_rows_say_what_each_leg_carries_where_two_ranks_are_two_nodes(mxep, tmp_
     ],
 )
 def test_a_kernel_has_the_stage_of_its_name(kernel: str, stage: str):
-    assert layer_stages.stage_of(kernel) == stage
+    assert layer.stage_of(kernel) == stage
 
 
 def test_signal_to_noise_is_that_of_the_reference_and_finite(monkeypatch: pytest.MonkeyPatch):
@@ -285,7 +285,7 @@ def spoil(rank: Rank, config: BenchConfig) -> list[dict[str, object]]:
 
     layer_cases.Mxep.step = step
     sections = {"layer": layer.SECTIONS["layer"].empty()}
-    return [row for _, row in layer.measure(run.Bench(rank, config, 0, Report("", {}, sections)))]
+    return [row for _, row in layer.measure(runner.Bench(rank, config, 0, Report("", {}, sections)))]
 
 
 def test_a_step_is_charged_for_what_it_adds(monkeypatch: pytest.MonkeyPatch):

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks import linear as bench
+from benchmarks import runner
+from benchmarks.gemm import PRODUCTS
 from mxep.gemm import BACKENDS
-from mxep.integration.bench import linear as bench
-from mxep.integration.bench import run
-from mxep.integration.bench.gemm_cases import PRODUCTS
 from mxep.integration.schema import Config
 from mxep.integration.snr import snr
 
@@ -49,7 +49,7 @@ def test_every_section_has_rows_without_errors(make_config: Callable[..., Config
         "router": [[40, 64, 12]],
         "host": [[32, 64, 64, 32]],
     }
-    report = run.run(None, config, 0, quiet=True)
+    report = runner.run(None, config, 0, quiet=True)
     assert set(report.sections) == set(bench.SECTIONS)
     for name, section in report.sections.items():
         assert section.rows, name

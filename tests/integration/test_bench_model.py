@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from mxep.integration.bench import run
-from mxep.integration.bench.model import BASELINE, LEAST_SNR, PLAIN, Shape, Subject, measure
-from mxep.integration.bench.names import MODELS
+from benchmarks import runner
+from benchmarks.model import BASELINE, LEAST_SNR, PLAIN, Shape, Subject, measure
+from benchmarks.names import MODELS
 from mxep.integration.config import ConfigError
 from mxep.integration.rank import Rank
 from mxep.integration.results import Report
@@ -80,11 +80,12 @@ def test_what_a_bench_has_not_is_refused(make_config, bench: str, override: str,
 
 
 @pytest.fixture
-def make_bench(make_config, one_thread: None) -> Callable[..., run.Bench]:
+def make_bench(make_config, one_thread: None) -> Callable[..., runner.Bench]:
     """make_bench(*overrides) -> a Bench of one CPU rank."""
 
-    def make(*overrides: str) -> run.Bench:
-        return run.Bench(Rank(0, 1, torch.device("cpu")), make_config(*ON_CPU, *overrides).bench, 0, Report("", {}, {}))
+    def make(*overrides: str) -> runner.Bench:
+        config = make_config(*ON_CPU, *overrides).bench
+        return runner.Bench(Rank(0, 1, torch.device("cpu")), config, 0, Report("", {}, {}))
 
     return make
 

@@ -14,9 +14,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
+from benchmarks.names import BENCH
 from mxep import ep, gemm
 from mxep.integration import files, job, names, verify
-from mxep.integration.bench.names import BENCH
 from mxep.integration.config import ConfigError
 from mxep.integration.prepare import prepare
 from mxep.integration.report import show_sweep

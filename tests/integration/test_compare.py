@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from integration.test_train import StopAfter
-from mxep.integration.compare import (
+from benchmarks.compare import (
     AGAIN,
     BASE,
     NUDGE,
@@ -25,6 +24,7 @@ from mxep.integration.compare import (
     sentences,
     summarize,
 )
+from integration.test_train import StopAfter
 from mxep.integration.config import ConfigError
 from mxep.integration.launch import Rank, run_ranks
 from mxep.integration.schema import Config

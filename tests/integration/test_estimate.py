@@ -14,16 +14,16 @@ import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
+from benchmarks import estimate as task
+from benchmarks.comms import Traffic, routing
+from benchmarks.estimate_costs import Layout, fit, memory, read, terms
+from benchmarks.layer_cases import BASELINE, Shape
 from mxep.comms import Capacity, NvshmemTransport, make_plan, puts
 from mxep.comms.layout import PE_SHIFT
 from mxep.comms.layout import Layout as Buffer
 from mxep.comms.puts import PutExchange
 from mxep.comms.transport import StagedBuffer
-from mxep.integration import estimate as task
-from mxep.integration.bench.comms_cases import Traffic, routing
-from mxep.integration.bench.layer_cases import BASELINE, Shape
 from mxep.integration.config import ConfigError
-from mxep.integration.estimate_costs import Layout, fit, memory, read, terms
 from mxep.integration.prepare import prepare
 from mxep.integration.schema import Config, configs_dir, register
 
@@ -327,7 +327,7 @@ def test_pipeline_stages_share_layers_and_gpus_and_wait_for_each_other():
         rows_of("model.layers=4", "estimate.pipeline_stages=8")
 
 
-def test_it_runs_anywhere_by_rates_that_the_package_has(mxep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_runs_anywhere_by_the_rates_of_h200s(mxep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     finished = mxep("task=estimate", *SMALL)
     assert finished.code == 0, finished.err
@@ -353,7 +353,7 @@ def test_layouts_are_tried_whatever_the_runs_own_ranks_are():
     [
         ("estimate.imbalance=0.5", "estimate.imbalance: got 0.5, wanted at least 1"),
         ("estimate.model=nowhere", "estimate.model: no such file: nowhere"),
-        ("estimate.rates=[a.json]", "estimate.rates: no such file: a.json: run it in mxep's repository"),
+        ("estimate.rates=[a.json]", "estimate.rates: no such file: a.json: leave it out for the rates"),
         ("estimate.rates=[]", "estimate.rates: got none"),
         ("estimate.recipes=[int8]", "estimate.recipes: got 'int8', wanted some of bf16; fp8; mxfp8"),
         ("estimate.sections=[speed]", "estimate.sections: got 'speed', wanted some of layouts"),

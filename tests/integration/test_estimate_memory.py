@@ -9,6 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import estimate as task
+from benchmarks.estimate_costs import Layout, memory, read
+from benchmarks.layer_cases import MX, Shape
 from integration.test_estimate import RATES, RESULTS
 from mxep.comms import Capacity, make_plan
 from mxep.comms.layout import Layout as Buffer
@@ -17,9 +20,6 @@ from mxep.ep.dispatchers.local import LocalDispatcher
 from mxep.ep.saved import Saved
 from mxep.gemm import Recipe
 from mxep.gemm.backends.hopper import Hopper
-from mxep.integration import estimate as task
-from mxep.integration.bench.layer_cases import MX, Shape
-from mxep.integration.estimate_costs import Layout, memory, read
 
 
 def case(recipe: str, dispatcher: str) -> str:

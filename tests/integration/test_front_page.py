@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import front_page
+from benchmarks import front_page
 from ranks import Context, distributed
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def results(name: str, gpu: str = "h200") -> dict[str, Any]:
 
 def test_the_picture_is_that_of_the_results() -> None:
     drawn = front_page.front_page(results("layer"), results("model"))
-    assert drawn == (RESULTS / front_page.FILE).read_text(), "python tests/front_page.py docs/results"
+    assert drawn == (RESULTS / front_page.FILE).read_text(), "python integration/benchmarks/front_page.py docs/results"
     assert f"docs/results/{front_page.FILE}" in TEXT
 
 

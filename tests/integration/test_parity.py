@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from parity import EVERY, add, runs_of
+from benchmarks.parity import EVERY, add, runs_of
 
 
 def folder_of(

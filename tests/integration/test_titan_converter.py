@@ -19,11 +19,11 @@ from ranks import Context, distributed
 
 
 def make_trainer(ctx: Context, *arguments: str, change: Any = None) -> tuple[Any, Any]:
-    """(trainer, arguments) of titan_bench. change(config) is called before."""
+    """(trainer, arguments) of benchmarks.titan. change(config) is called before."""
     from torchtitan.protocols import train_spec
     from torchtitan.train import Trainer
 
-    import titan_bench as titan
+    from benchmarks import titan
     from titan_on_cpu import reduce_over_gloo
 
     os.environ |= {"LOCAL_RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.world_size)}
@@ -68,7 +68,7 @@ def test_two_converters_of_the_same_weights_are_refused(
 @pytest.mark.parametrize("model", ["qwen3-debug", "deepseek-debug"])
 def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
     """In bf16 under FSDP2 and EP, against its own experts."""
-    import titan_bench as titan
+    from benchmarks import titan
     from titan_on_cpu import reduce_over_gloo
 
     os.environ |= {"LOCAL_RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.world_size)}
@@ -106,7 +106,7 @@ def test_its_trainer_trains(ctx: Context, model: str, tmp_path: Path) -> None:
 @distributed(2, device="cpu", timeout=280)
 def test_compiled_attention_multiplies_in_mxfp8(ctx: Context) -> None:
     """The last step's graphs call the ops of gemm's `compiled`, which eager products do not."""
-    import titan_bench as titan
+    from benchmarks import titan
 
     losses, products = [], []
     for compiled in ([], ["--compile"]):
@@ -130,7 +130,7 @@ def test_compiled_attention_multiplies_in_mxfp8(ctx: Context) -> None:
 @pytest.mark.slow
 @distributed(2, device="cpu", timeout=280)
 def test_micro_batches_share_quantized_weights_and_loads_are_logged(ctx: Context) -> None:
-    import titan_bench as titan
+    from benchmarks import titan
     from mxep.gemm import quantize_weights_once_a_step
 
     found = []

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from . import files, tokenizer
 from .arguments import did_you_mean, override_key, recipes_like
-from .bench.names import bench_complaints, unknown
 from .bounds import out_of_bounds
 from .names import (
     ALIGNMENT,
@@ -63,8 +64,24 @@ NOT_OF_ROWS = ("triton", "blackwell")
 """Backends that multiply no operands of one scale a row."""
 
 
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+"""In mxep's repository; no wheel has it."""
+
+
 class ConfigError(ValueError):
     """The config asks for something that does not exist or does not fit; the message says what, for the user."""
+
+
+def load_benchmark(module: str) -> Any:
+    """A module of integration/benchmarks, which tasks compare, bench and estimate run. ConfigError where it is not."""
+    if not (BENCHMARKS / "__init__.py").is_file():
+        raise ConfigError(
+            f"task=bench, task=compare and task=estimate: got no {BENCHMARKS}, which no package of mxep has: "
+            "run them in a clone of its repository, by uv run mxep"
+        )
+    if str(BENCHMARKS.parent) not in sys.path:  # ranks get this path, too
+        sys.path.insert(0, str(BENCHMARKS.parent))
+    return importlib.import_module(f"benchmarks.{module}")
 
 
 def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
@@ -77,6 +94,8 @@ def resolve(raw: DictConfig, *, ranks: int | None = None) -> Config:
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
     _refuse(out_of_bounds(config))
+    if config.task.name in ("bench", "compare", "estimate"):
+        load_benchmark("names")
     _fill_parallel(config, ranks)
     _refuse(_unknown_recipes(config))
     _refuse(_complaints(config))
@@ -217,7 +236,7 @@ def _complaints(config: Config) -> Iterator[str]:
     if config.task.name == "estimate":
         yield from _of_estimate(config)
     if config.task.name == "bench":
-        yield from bench_complaints(config.bench)
+        yield from load_benchmark("names").bench_complaints(config.bench)
     for key in ("bench.out", "bench.picture", "compare.out", "estimate.out", "estimate.picture", "verify.out"):
         if (file := attrgetter(key)(config)) is not None and not Path(file).absolute().parent.is_dir():
             yield f"{key}: no such folder: {Path(file).parent}"
@@ -307,10 +326,18 @@ def _of_estimate(config: Config) -> Iterator[str]:
     if (gpus := wanted.gpus_per_node * wanted.nodes) % wanted.pipeline_stages:
         yield f"estimate.pipeline_stages: got {wanted.pipeline_stages}, wanted a divisor of {gpus}, the GPUs"
     if missing := [file for file in wanted.rates or () if not Path(file).exists()]:
-        cure = "run it in mxep's repository, or leave it out for the rates of H200s that come with the package"
+        cure = "leave it out for the rates of H200s in docs/results"
         yield f"estimate.rates: no such file: {', '.join(missing)}: {cure}"
     if wanted.rates == []:
         yield "estimate.rates: got none, wanted JSON files that bench=layer wrote"
+
+
+def unknown(key: str, got: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+    """A line for each of ``got`` that is none of ``known``."""
+    for name in got:
+        if name not in known:
+            some = f"{key}: got {name!r}, wanted some of {'; '.join(known)}"
+            yield some if known else f"{key}: got {name!r}, wanted null"
 
 
 def _alignment(recipe: str) -> int:

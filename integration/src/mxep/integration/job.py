@@ -16,11 +16,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from . import compare, estimate, files, report, verify
+from . import files, report, verify
 from .arguments import override_key
-from .bench import picture, run
-from .bench.names import BENCH
-from .config import RESTORED, ConfigError, to_json
+from .config import RESTORED, ConfigError, load_benchmark, to_json
 from .folder import take
 from .launch import OUT_OF_MEMORY, RanksFailed, run_in_place, run_ranks
 from .named import auto, recipes
@@ -73,7 +71,7 @@ def _check(config: Config, checkpoints: dict[str, str]) -> dict[str, str]:
     """The checkpoint of each run to start from, by the run's name. Raises ValueError for what does not fit."""
     names = [recipe.name for recipe in recipes(config)]
     if config.task.name == "bench":
-        run.load(config.bench.name)
+        load_benchmark("runner").load(config.bench.name)
         if config.bench.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 f"bench={config.bench.name}: torch {torch.__version__} uses none of the GPUs here: it is built for "
@@ -131,7 +129,8 @@ def _train(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 
 
 def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
-    outcome: compare.Outcome = _on_ranks(compare.compare, (config, str(folder)), config)
+    compare = load_benchmark("compare")
+    outcome = _on_ranks(compare.compare, (config, str(folder)), config)
     if outcome.stopped:
         print("mxep: stopped before all seeds were done: no results", file=sys.stderr)
         return STOPPED
@@ -151,12 +150,13 @@ def _verify(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
 def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     file = folder / "bench.json"
     files = [file, *([Path(config.bench.out)] if config.bench.out else [])]
+    runner = load_benchmark("runner")
     args = (config.bench, config.seed, files, _command(), config.dispatcher.ranks_per_node)
     try:
-        if BENCH[config.bench.name].on_ranks:
-            results = _on_ranks(run.run, args, config, device=config.bench.device)
+        if load_benchmark("names").BENCH[config.bench.name].on_ranks:
+            results = _on_ranks(runner.run, args, config, device=config.bench.device)
         else:
-            results = run.run(None, *(args if reports() else args[:2]), quiet=not reports())
+            results = runner.run(None, *(args if reports() else args[:2]), quiet=not reports())
     except KeyboardInterrupt:
         if reports() and file.exists():
             print(f"mxep: stopped; the rows so far: {', '.join(map(_short, files))}", file=sys.stderr)
@@ -165,12 +165,16 @@ def _bench(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     return _finish(results, config.bench, file)
 
 
+def _estimate(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
+    return _finish(load_benchmark("estimate").estimate(config), config.estimate, folder / "estimate.json")
+
+
 TASKS: dict[str, Callable[[Config, Path, dict[str, str]], int]] = {
     "train": _train,
     "compare": _compare,
     "verify": _verify,
     "bench": _bench,
-    "estimate": lambda config, folder, _: _finish(estimate.estimate(config), config.estimate, folder / "estimate.json"),
+    "estimate": _estimate,
 }
 
 
@@ -190,8 +194,8 @@ def _finish(results: Report, section: Reported, file: Path) -> int:
         results.show(Console())
         if isinstance(section, BenchConfig | EstimateConfig) and section.picture:
             written.append(Path(section.picture))
-            drawn = picture if isinstance(section, BenchConfig) else estimate
-            drawn.draw(json.loads(file.read_text()), written[-1])
+            module = "plot" if isinstance(section, BenchConfig) else "estimate"
+            load_benchmark(module).draw(json.loads(file.read_text()), written[-1])
         print(f"results: {', '.join(map(_short, written))}")
         if results.failed:
             print(f"mxep: {results.failed} of {len(results.lines)} lines failed", file=sys.stderr)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .bench.names import BENCH
+from .config import load_benchmark
 from .process import Gpu, gpus, under_torchrun
 from .schema import Config
 from .sizes import moe_layers
@@ -31,7 +31,7 @@ def complaints(config: Config) -> Iterator[str]:
         return
     ranks, found = ranks_here(config), gpus()
     key, asked = ("bench", bench.device) if task == "bench" else ("parallel", config.parallel.device)
-    if task == "bench" and not BENCH[bench.name].on_ranks:
+    if task == "bench" and not load_benchmark("names").BENCH[bench.name].on_ranks:
         ranks = 1
     if asked == "cuda" and len(found) < ranks:
         cure = f"parallel.ranks={len(found)}" if found else f"{key}.device=cpu"

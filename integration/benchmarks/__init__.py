@@ -1,0 +1,29 @@
+"""How fast mxep is: benchmarks that lie in its repository and in no wheel.
+
+`mxep task=bench bench=NAME`, on shapes of configs/bench, beside baselines and a ceiling measured in the same run:
+
+    quant     kernels of mxep.quant
+    gemm      grouped GEMMs, and forward + backward of them
+    linear    linears, and the router's
+    comms     dispatch and combine on all ranks, beside all-to-alls
+    layer     the MoE layer on all ranks, beside the baseline: layer_cases has what is compared and what it must do
+    model     whole models of transformers, with mxep's experts, the baseline's or their own
+
+A bench is a module with SECTIONS (name -> results.Section, its tables) and measure(Bench) -> (section, row), one after
+the other. `names` has what a config may name, without torch; `runner` runs it, `timer` times, `plot` draws.
+
+Tasks of their own: `compare` (task=compare: losses over seeds), `estimate` with `estimate_costs` (task=estimate).
+
+Scripts, `python integration/benchmarks/NAME.py`, each with its command in its docstring:
+
+    accuracy      SNR of one scale an expert, and of gate_up kept in FP8
+    attention     an attention with bf16 and MXFP8 projections
+    before_after  eager layers of two commits in turn
+    front_page    the README's picture, from docs/results
+    layer_forms   what two ideas of the layer buy
+    lengths       steps of lengths that never come twice
+    marathon      ten thousand rounds of exchanges, each checked on the device
+    memory_table  what a layer holds, for docs/guides/dispatchers.md
+    parity        runs of task=train, in one file
+    titan         torchtitan 0.2's trainer with its experts and with mxep's
+"""

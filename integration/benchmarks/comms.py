@@ -1,0 +1,368 @@
+"""bench=comms: the exchange of mxep.comms on all ranks, beside the library's all-to-all, in one run.
+
+    headline   a few shapes, with all multiprocessors and with FEW
+    skew       where expert i is as likely as 1 / (i + 1)
+    sweep      over tokens, dim and top-k
+
+us            median over rounds of the slowest rank, barriers included; dispatch includes tables and plan
+wire GB/s     payload that leaves the rank which sends most, over that time; ids, tables and signals do not count
+logical GB/s  the same as if a row left for each (token, expert) pair, as a plain all-to-all sends them
+of wire       wire GB/s over the wire's ceiling of the same run: the faster of copy engines and of a put of large rows
+x bf16        how many times as fast as the all-to-all of the same pairs in bf16; x 8-bit: in MXFP8
+
+The all-to-all is NCCL's on GPUs, gloo's on CPU ranks. Dispatch and combine are verified before, bit by bit.
+All ranks start together on the device: a barrier, then a pause in which the hosts enqueue what follows, so that none
+waits for its own host. Inputs are not rotated: the smallest shapes find them in the L2 cache, as after the kernel that
+made them.
+
+    mxep        dispatch (tables, rows, plan, barriers), again (rows alone), plan, combine
+    collective  all_to_all_single, one row for each (token, expert) pair: split sizes known on the host beforehand, rows
+                permuted already, nothing unpermuted after: its best case
+
+T tokens a rank, D elements of a row, E experts, K experts a token, W ranks. A row of MXFP8 is D qdata and D/32 scales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mxep.comms import (
+    Capacity,
+    RoutingPlan,
+    SharedMemoryTransport,
+    SymmetricMemoryTransport,
+    Transport,
+    Workspace,
+    combine,
+    dispatch,
+    make_plan,
+)
+from mxep.integration.collective import FailedOnRanks, all_gather_tensor, on_all_ranks
+from mxep.integration.config import ConfigError
+from mxep.integration.rank import Rank
+from mxep.integration.results import Row
+
+from .runner import Bench, table
+from .timer import Alternative, Timer, free_memory
+
+FEW = 32
+"""Multiprocessors that a caller may spare."""
+TIMEOUT = 30.0
+PAUSE = 1_000_000  # cycles, half a millisecond: longer than the launch of a graph
+WIRE_ROWS = {"cuda": (16384, 16384), "cpu": (64, 1024)}
+"""Rows and their bytes, of the measurement of the wire."""
+SKEWS = {"headline": 0.0, "skew": 1.0, "sweep": 0.0}
+"""Section -> exponent of the experts' popularity."""
+
+FIGURES = "us, wire GB/s, logical GB/s, of wire, x bf16, x 8-bit"
+TITLE = "x: how many times as fast as the library's all-to-all, its sizes known, nothing permuted"
+SECTIONS = {name: table(f"{name}; {TITLE}", "shape, what", FIGURES) for name in SKEWS}
+
+
+def open_transport(rank: Rank) -> Transport:
+    """Collective."""
+    kind = SymmetricMemoryTransport if rank.device.type == "cuda" else SharedMemoryTransport
+    return kind(timeout=TIMEOUT)
+
+
+def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
+    """All sections. Collective, with the same rows on all ranks."""
+    if bench.rank.world_size < 2:
+        raise ConfigError("bench=comms wants at least 2 ranks, got 1: parallel.ranks=N")
+    bench.ceilings.update(ceilings(bench.rank))
+    for name in bench.report.sections:
+        for shape in (Shape(*sizes) for sizes in bench.config.shapes.get(name, ())):
+            about = {"shape": list(shape), "ranks": bench.rank.world_size, "skew": SKEWS[name]}
+            for what, row in _rows(bench, name, shape).items():
+                yield name, {**about, "what": what, **row}
+            free_memory(bench.device)
+
+
+def _rows(bench: Bench, section: str, shape: Shape) -> dict[str, Row]:
+    if shape.experts % bench.rank.world_size:
+        return {"all": {"note": f"{shape.experts} experts are not the same number on each rank"}}
+    peer = "NCCL" if bench.device.type == "cuda" else "gloo"
+    try:  # a transport that fails takes no other shape along
+        with contextlib.closing(on_all_ranks(lambda: open_transport(bench.rank))) as transport:
+            p = on_all_ranks(lambda: Problem(transport, shape, SKEWS[section], bench.seed))
+            rows = make_timer(transport).compare(_alternatives(p, section, peer))
+    except FailedOnRanks as error:
+        return {"all": {"error": str(error)}}
+    us = {name: row["us"] for name, row in rows.items() if "us" in row}
+    for name in us:
+        peers = {"x bf16": f"{peer} bf16, combine" if "combine" in name else f"{peer} bf16"}
+        if is_narrow(name):
+            peers["x 8-bit"] = f"{peer} 8-bit"
+        for kind, sent in zip(("wire", "logical"), leaving(name, p) if name != "plan" else ()):
+            rows[name] |= {f"{kind} GB/s": sent / us[name] / 1e3, f"{kind} bytes": sent}
+            rows[name] |= {column: us[other] / us[name] for column, other in peers.items() if other in us}
+            rows[name]["of wire"] = rows[name]["wire GB/s"] / max(bench.ceilings.values())
+    return rows
+
+
+def make_timer(transport: Transport) -> Timer:
+    """One whose failures end everything, as they end the transport."""
+
+    def start() -> None:
+        transport.barrier("bench")
+        if transport.device.type == "cuda":
+            torch.cuda._sleep(PAUSE)
+
+    return Timer(transport.device, seconds=0.02, rounds=7, start=start, shared=True)
+
+
+def _alternatives(p: Problem, section: str, peer: str) -> dict[str, Alternative]:
+    """Ready and verified. Raises FailedOnRanks."""
+
+    def exchange(num_sms: int | None) -> Exchange:
+        made = Exchange(p, num_sms=num_sms)
+        if wrong := differences(made):
+            raise RuntimeError(f"wrong bits: {', '.join(wrong)}")
+        return made
+
+    exchanges = {"": on_all_ranks(lambda: exchange(None))}
+    if section == "headline":
+        exchanges[f", {FEW} SMs"] = on_all_ranks(lambda: exchange(FEW))
+    bf16, mx = Collective(p, p.bf16, torch.bfloat16), Collective(p, p.mxfp8, torch.uint8)
+    peers = {f"{peer} bf16": bf16.dispatch, f"{peer} 8-bit": mx.dispatch, f"{peer} bf16, combine": bf16.combine}
+    alternatives = {
+        name + suffix: Alternative(lambda call=call, made=made: [lambda: call(made)], check=p.transport.check)  # type: ignore[misc]
+        for suffix, made in exchanges.items()
+        for name, call in CALLS.items()
+        if not (name == "plan" and suffix)
+    }
+    return alternatives | {name: Alternative(lambda call=call: [call], "may") for name, call in peers.items()}  # type: ignore[misc]
+
+
+def ceilings(rank: Rank) -> dict[str, float]:
+    """GB/s that leave a rank when each sends the same to all others: by copies, and by mxep's put of large rows."""
+    transport = open_transport(rank)
+    tokens, dim = WIRE_ROWS[rank.device.type]
+    peers = [(rank.rank + i) % rank.world_size for i in range(1, rank.world_size)]
+    x = torch.ones(tokens, dim, dtype=torch.uint8, device=rank.device)
+    piece = tokens // len(peers) * dim
+    buffer = transport.allocate(rank.world_size * piece)
+    workspace = Workspace(transport, max_tokens=tokens, top_k=1, dim=dim, row_bytes=dim, num_experts=rank.world_size)
+    ids = torch.tensor(peers, dtype=torch.int32, device=rank.device)[
+        torch.arange(tokens, dtype=torch.int64) % len(peers), None
+    ]
+
+    def copies() -> None:
+        for peer in peers:
+            buffer.peers[peer][rank.rank * piece :][:piece].copy_(x.view(-1)[:piece])
+
+    def put() -> None:
+        dispatch(workspace, [x], ids).wait()
+
+    alternatives = {  # copies are slower in a graph
+        "copy engines GB/s": Alternative(lambda: [copies], "never", check=transport.check),
+        "put of large rows GB/s": Alternative(lambda: [put], check=transport.check),
+    }
+    rows = make_timer(transport).compare(alternatives)
+    transport.close()
+    if failures := [row["error"] for row in rows.values() if "error" in row]:
+        raise FailedOnRanks(failures[0])
+    sent = {"copy engines GB/s": len(peers) * piece, "put of large rows GB/s": tokens * dim}
+    return {name: sent[name] / row["us"] / 1e3 for name, row in rows.items()}
+
+
+BLOCK = 32  # elements that share a scale; groups are padded to as many rows
+SLACK = 1.25  # of the balanced load, the capacity that plans have room for, unless the routing needs more
+
+Tables = tuple[Tensor, Tensor, Tensor]
+
+
+class Shape(NamedTuple):
+    """T, D, E, K."""
+
+    tokens: int
+    dim: int
+    experts: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Rows from each rank to each: one for each token that a rank needs, and one for each (token, expert) pair."""
+
+    tokens: list[list[int]]
+    pairs: list[list[int]]
+
+    @staticmethod
+    def of(ids: Tensor, experts: int) -> Traffic:
+        """ids: (W, T, K) of all ranks."""
+        owner = ids.div(experts // len(ids), rounding_mode="floor")
+        masks = [owner == rank for rank in range(len(ids))]
+        tokens = torch.stack([mask.any(2).sum(1) for mask in masks], 1)
+        return Traffic(tokens.tolist(), torch.stack([mask.sum((1, 2)) for mask in masks], 1).tolist())
+
+    @property
+    def most_pairs(self) -> int:
+        """Of the rank whose experts get most."""
+        return max(map(sum, zip(*self.pairs)))
+
+    def capacity(self, pairs: int) -> float:
+        """Of a plan, as a multiple of the balanced load of `pairs` a rank: SLACK, or what this routing needs."""
+        return max(SLACK, self.most_pairs / pairs)
+
+    def leaving(self, *, combine: bool = False) -> tuple[int, int]:
+        """Rows for tokens and for pairs that leave the rank which sends most."""
+        return _leaving(self.tokens, combine), _leaving(self.pairs, combine)
+
+
+def _leaving(rows: list[list[int]], combine: bool) -> int:
+    ranks = range(len(rows))
+    return max(sum(rows[r][q] if combine else rows[q][r] for r in ranks if r != q) for q in ranks)
+
+
+def routing(tokens: int, experts: int, top_k: int, skew: float, generator: torch.Generator) -> Tensor:
+    """(T, K) int32, K different experts a token; expert i is as likely as 1 / (i + 1) ** skew.
+
+    Drawn without replacement: the K largest of log-probability plus Gumbel noise.
+    """
+    uniform = torch.rand(tokens, experts, generator=generator, device=generator.device, dtype=torch.float32)
+    popularity = -skew * torch.arange(1, experts + 1, device=generator.device, dtype=torch.float32).log()
+    return (popularity - (-uniform.clamp_min(1e-20).log()).log()).topk(top_k, 1).indices.int()
+
+
+class Problem:
+    """Operands of one shape on this rank. tables: what a dispatch brings of all ranks' routing. Collective."""
+
+    def __init__(self, transport: Transport, shape: Shape, skew: float, seed: int) -> None:
+        self.transport, self.shape = transport, shape
+        self.rank, self.ranks, self.device = transport.rank, transport.world_size, transport.device
+        self.generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
+        self.options: dict[str, Any] = {"generator": self.generator, "device": self.device}
+        self.ids = routing(shape.tokens, shape.experts, shape.top_k, skew, self.generator)
+        self.weights = torch.rand(self.ids.shape, **self.options, dtype=torch.float32)
+        widths = shape.dim, shape.dim // BLOCK
+        self.mxfp8 = [torch.randint(256, (shape.tokens, n), dtype=torch.uint8, **self.options) for n in widths]
+        self.bf16 = [
+            torch.randn(shape.tokens, shape.dim, **self.options, dtype=torch.float32).bfloat16().view(torch.uint8)
+        ]
+        self.all_ids = all_gather_tensor(self.ids)
+        self.traffic = Traffic.of(self.all_ids, shape.experts)
+        self.local_experts = shape.experts // self.ranks
+        tokens = torch.full((self.ranks,), shape.tokens, dtype=torch.int32, device=self.device)
+        self.tables = self.all_ids, all_gather_tensor(self.weights), tokens
+
+    @functools.cached_property
+    def capacity(self) -> Capacity:
+        """The same on all ranks; no row is left out."""
+        return Capacity.factor(self.traffic.capacity(self.ids.numel()))
+
+    def plan_of(self, tables: Tables) -> RoutingPlan:
+        return make_plan(
+            *tables,
+            first_expert=self.rank * self.local_experts,
+            num_local_experts=self.local_experts,
+            alignment=BLOCK,
+            capacity=self.capacity,
+            num_experts=self.shape.experts,
+        )
+
+
+class Exchange:
+    """mxep.comms on a workspace of its own. Collective. num_sms: see Workspace."""
+
+    def __init__(self, problem: Problem, *, num_sms: int | None = None) -> None:
+        self.problem = p = problem
+        tokens, dim, experts, top_k = p.shape
+        rows = p.capacity.rows(p.ranks, tokens, top_k, num_local_experts=p.local_experts, alignment=BLOCK)
+        sizes = {"max_tokens": tokens, "top_k": top_k, "dim": dim, "num_experts": experts}
+        self.workspace = Workspace(p.transport, **sizes, num_sms=num_sms)
+        _, self.plan = self.dispatch(p.mxfp8)
+        self.rows = torch.randn(rows, dim, dtype=torch.bfloat16, **p.options)
+        self.values = torch.rand(rows, **p.options, dtype=torch.float32)
+
+    def dispatch(self, payload: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], RoutingPlan]:
+        """Everything that a first dispatch needs: the plan is made while rows travel."""
+        handle = dispatch(self.workspace, payload, self.problem.ids, self.problem.weights, async_op=True)
+        assert handle.tables is not None
+        plan = self.problem.plan_of(handle.tables)
+        return handle.wait(), plan
+
+    def again(self, payload: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """A dispatch whose plan is there."""
+        return dispatch(self.workspace, payload, self.problem.ids).wait()
+
+    def combine(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return combine(self.workspace, self.rows, self.plan, self.problem.ids, row_values=values).wait()
+
+
+def differences(e: Exchange) -> list[str]:
+    """Which of a dispatch and a combine is not bit by bit what plain collectives and plain torch bring. Collective.
+
+    slots     slot (s, t) = row t of rank s, for every t that this rank needs
+    combine   sums of rows by hand, then an all-to-all of equal splits, then sums over ranks
+    """
+    p, found = e.problem, []
+    needed = (p.all_ids.div(p.local_experts, rounding_mode="floor") == p.rank).any(2).flatten()
+    for name, payload in (("mxfp8", p.mxfp8), ("bf16", p.bf16)):  # as bytes
+        wanted = [all_gather_tensor(part).flatten(0, 1)[needed] for part in payload]
+        slots, _ = e.dispatch(payload)
+        if not all(got[needed].equal(part) for got, part in zip(slots, wanted)):
+            found.append(f"dispatch {name}")
+    sums = torch.zeros(len(needed), p.shape.dim, device=p.device, dtype=torch.float32)
+    for row in e.plan.slot_rows.unbind(1):
+        sums += e.rows[row.clamp_min(0)].float().masked_fill_(row[:, None] < 0, 0)
+    arrived = torch.empty_like(sums, dtype=e.rows.dtype)
+    dist.all_to_all_single(arrived, sums.to(e.rows.dtype))
+    wanted_sums = sum(
+        arrived.view(p.ranks, -1, p.shape.dim).float().unbind(), torch.zeros((), device=p.device, dtype=torch.float32)
+    )
+    if not e.combine()[0].equal(wanted_sums.to(e.rows.dtype)):
+        found.append("combine bf16")
+    return found
+
+
+class Collective:
+    """Rows of `payload`, side by side, of each (token, expert) pair to the expert's rank and back again."""
+
+    def __init__(self, problem: Problem, payload: Sequence[Tensor], dtype: torch.dtype) -> None:
+        p = problem
+        self.sizes = [row[p.rank] for row in p.traffic.pairs], p.traffic.pairs[p.rank]  # that come, that go
+        owner = p.ids.flatten().div(p.local_experts, rounding_mode="floor")
+        tokens = owner.argsort(stable=True) // p.shape.top_k  # of all pairs, by the rank that owns the expert
+        self.sent = torch.cat([part[tokens] for part in payload], 1).view(dtype)
+        self.received = self.sent.new_empty(sum(self.sizes[0]), self.sent.shape[1])
+
+    def dispatch(self) -> Tensor:
+        dist.all_to_all_single(self.received, self.sent, *self.sizes)
+        return self.received
+
+    def combine(self) -> Tensor:
+        """The rows that `dispatch` brought, back to where they lay."""
+        dist.all_to_all_single(self.sent, self.received, self.sizes[1], self.sizes[0])
+        return self.sent
+
+
+CALLS: dict[str, Callable[[Exchange], object]] = {
+    "dispatch mxfp8": lambda e: e.dispatch(e.problem.mxfp8),
+    "dispatch bf16": lambda e: e.dispatch(e.problem.bf16),
+    "combine bf16": lambda e: e.combine(),
+    "dispatch mxfp8, again": lambda e: e.again(e.problem.mxfp8),
+    "combine bf16, values": lambda e: e.combine(e.values),
+    "plan": lambda e: e.problem.plan_of(e.problem.tables),
+}
+"""What is timed of an exchange."""
+
+
+def leaving(name: str, p: Problem) -> tuple[int, int]:
+    """Bytes that leave the rank which sends most: as what is called `name` sends them, and by a row for each pair."""
+    tokens, pairs = p.traffic.leaving(combine="combine" in name)
+    row_bytes = p.shape.dim + p.shape.dim // BLOCK if is_narrow(name) else 2 * p.shape.dim
+    return (tokens if name.startswith(tuple(CALLS)) else pairs) * row_bytes, pairs * row_bytes
+
+
+def is_narrow(name: str) -> bool:
+    """Whether rows are MXFP8."""
+    return "mxfp8" in name or "8-bit" in name

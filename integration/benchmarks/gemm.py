@@ -1,0 +1,305 @@
+"""bench=gemm: mxep.gemm beside its peers and ceilings, in one run.
+
+products   the three products alone, operands ready
+steps      forward and backward, every quantization included
+
+What a step does besides is in bench=quant: rows_per_row, weights_per_row, fold_for_wgrad.
+
+    forward  out = a w^T    dgrad  da = dy w    wgrad  dw = dy^T a     2 M N K flop each, of valid rows
+    step     all three from bf16 operands, every quantization included, the weights' too
+
+A maker is a function of a Problem that makes everything ready and returns the call to be timed. Peers are torch's own
+grouped mm: bf16, the baseline; FP8 with a scale a row, whose sums stay in the tensor cores (fast) or leave them now and
+then (slow); torchao's on top of that; and a dense FP8 product of the same M, N, K, with a scale a row or a tensor, as
+ceiling.
+
+M rows, N out features, K in features, G groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mxep.gemm import Backend, Recipe, backends, grouped_mm
+from mxep.integration.collective import describe
+from mxep.integration.results import Row
+from mxep.quant import BLOCK, MXTensor, quantize
+
+from . import baseline
+from .runner import Bench, table
+from .timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
+
+T = TypeVar("T")
+DENSE = 8192  # of the square products that are ceilings
+SECTIONS = {
+    "products": table("Products alone", "product, shape, what", "us, TF, x bf16, x fp8 row, of dense, MHz, W"),
+    "steps": table("Steps, from and to bf16", "shape, what", "us, TF, x bf16, x torchao, MHz, W"),
+}
+
+
+@dataclass(frozen=True)
+class At:
+    """A shape, and what sections need."""
+
+    shape: tuple[int, ...]
+    backend: Backend
+    generator: torch.Generator
+    timer: Timer
+
+    def problems(self, make: Callable[[Sequence[int], torch.Generator], T], nbytes: Callable[[T], int]) -> list[T]:
+        """As many as it takes for none to be in L2 when its turn comes again. nbytes: of one."""
+        first = make(self.shape, self.generator)
+        sets = rotations(nbytes(first), self.timer.device)
+        return [first, *(make(self.shape, self.generator) for _ in range(sets - 1))]
+
+    def compare(
+        self, makers: Mapping[str, Callable[[Any], Call]], problems: Sequence[Any], flop: int
+    ) -> dict[str, Row]:
+        """The rows of each, timed together."""
+
+        def calls(make: Callable[[Any], Call]) -> list[Call]:
+            return [make(p) for p in problems]
+
+        rows = self.timer.compare({name: Alternative(functools.partial(calls, make)) for name, make in makers.items()})
+        for name, row in rows.items():
+            row |= {"what": name, "flop": flop} | ({"TF": flop / row["us"] / 1e6} if "us" in row else {})
+        return rows
+
+
+def beside(row: Row, others: Mapping[str, Row]) -> Row:
+    """The row, and how many times faster it is than others."""
+    return row | {name: other["us"] / row["us"] for name, other in others.items() if "us" in row and "us" in other}
+
+
+def sweep(bench: Bench, measured: Mapping[str, Callable[[At], Iterator[Row]]]) -> Iterator[tuple[str, Row]]:
+    """All sections at the shapes of their name, or of kind "layers". A shape that fails leaves the others."""
+    backend = backends.select(bench.config.backend or "auto", bench.device)
+    timer = Timer(bench.device, seconds=0.15, rounds=4)
+    generator = torch.Generator(bench.device).manual_seed(bench.seed)
+    bench.ceilings.update(ceilings(timer))
+    shapes = bench.config.shapes
+    for name in bench.report.sections:
+        for shape in map(tuple, shapes.get(name, shapes.get("layers", ()))):
+            labels = dict.fromkeys(bench.report.sections[name].labels) | {"shape": list(shape)}
+            try:
+                for row in measured[name](At(shape, backend, generator, timer)):
+                    yield name, labels | row
+            except Exception as error:
+                yield name, labels | {"error": f"ended early: {describe(error)}"}
+            free_memory(bench.device)
+
+
+def ceilings(timer: Timer) -> dict[str, float]:
+    """TB/s of a copy on a GPU, TF of square dense products."""
+    size = DENSE if timer.cuda else BLOCK
+    a, b = torch.randn(2, size, size, device=timer.device, dtype=torch.bfloat16)
+    qdata, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device=timer.device, dtype=torch.float32)
+
+    def fp8() -> torch.Tensor:
+        return torch._scaled_mm(qdata[0], qdata[1].mT, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    dense = {"dense bf16 TF": Alternative(lambda: [lambda: a @ b.mT]), "dense fp8 TF": Alternative(lambda: [fp8])}
+    rates = {name: 2 * size**3 / row["us"] / 1e6 for name, row in timer.compare(dense).items() if "us" in row}
+    return {"copy TB/s": copy_tb_s(timer), **rates} if timer.cuda else rates
+
+
+def _products(at: At) -> Iterator[Row]:
+    problems = at.problems(Problem.gaussian, lambda p: p.least_bytes("forward", 1))
+    for product in PRODUCTS:
+        rows = at.compare(products(product, at.backend), problems, problems[0].flop)
+        dense = [row["TF"] for what, row in rows.items() if what.startswith("dense") and "TF" in row]
+        for what, row in rows.items():
+            row |= {"product": product, "bytes": problems[0].least_bytes(product, 2 if what == "bf16" else 1)}
+            if dense and "TF" in row:
+                row["of dense"] = row["TF"] / max(dense)
+            yield beside(row, {"x bf16": rows["bf16"], "x fp8 row": rows["fp8 row, fast"]})
+
+
+def _steps(at: At) -> Iterator[Row]:
+    problems = at.problems(Problem.gaussian, lambda p: p.least_bytes("forward", 1))
+    rows = at.compare(steps(at.backend), problems, 3 * problems[0].flop)
+    for row in rows.values():
+        yield beside(row, {"x bf16": rows["bf16"], "x torchao": rows["torchao fp8 row"]})
+
+
+MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"products": _products, "steps": _steps}
+"""Section -> what measures its rows, at a shape."""
+measure = functools.partial(sweep, measured=MEASURED)
+
+
+PRODUCTS = ("forward", "dgrad", "wgrad")
+RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "mxfp8_wgrad_bf16", "mxfp8_32x32")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """a (M, K), w (G, N, K), dy (M, N) bf16; offs (G,): ends of groups of as equal multiples of 32 rows as can be."""
+
+    a: Tensor
+    w: Tensor
+    dy: Tensor
+    offs: Tensor
+
+    @staticmethod
+    def of(a: Tensor, w: Tensor, dy: Tensor) -> Problem:
+        units, groups = len(a) // BLOCK, len(w)
+        sizes = [BLOCK * (units // groups + (g < units % groups)) for g in range(groups)]
+        return Problem(a, w, dy, torch.tensor(sizes, device=a.device, dtype=torch.int64).cumsum(0, dtype=torch.int32))
+
+    @staticmethod
+    def gaussian(shape: Sequence[int], generator: torch.Generator) -> Problem:
+        """M, N, K, G."""
+        m, n, k, g = shape
+        draw = functools.partial(torch.randn, dtype=torch.bfloat16, generator=generator, device=generator.device)
+        return Problem.of(draw(m, k), draw(g, n, k), draw(m, n))
+
+    @property
+    def flop(self) -> int:
+        """Of one product."""
+        return 2 * len(self.a) * self.w[0].numel()
+
+    def least_bytes(self, product: str, element: int) -> int:
+        """That a product must move: operands of `element` bytes read once, bf16 results written once."""
+        a, dy, w = self.a.numel(), self.dy.numel(), self.w.numel()
+        read, written = {"forward": (a + w, dy), "dgrad": (dy + w, a), "wgrad": (dy + a, w)}[product]
+        return element * read + 2 * written
+
+
+Maker = Callable[[Problem], Call]
+
+
+def need_cuda(device: torch.device) -> None:
+    """NotImplementedError elsewhere."""
+    if device.type != "cuda":
+        raise NotImplementedError(f"needs CUDA, got {device}")
+
+
+def bf16_product(product: str, p: Problem) -> Call:
+    left, right = {"forward": (p.a, p.w.mT), "dgrad": (p.dy, p.w), "wgrad": (p.dy.mT, p.a)}[product]
+    return lambda: torch._grouped_mm(left, right, offs=p.offs)
+
+
+def _row_scaled(product: str, p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Qdata (rows, C), (C, columns) or (G, C, columns), C contiguous in both, and fp32 scales a row, a column."""
+    one, other = {"forward": (p.a, p.w), "dgrad": (p.dy, p.w), "wgrad": (p.dy, p.a)}[product]
+    left = quantize(one, axis=-2, block_size=None).mT if product == "wgrad" else quantize(one, block_size=None)
+    right = quantize(other, block_size=None).mT if product == "forward" else quantize(other, axis=-2, block_size=None)
+    assert isinstance(left, MXTensor)
+    assert isinstance(right, MXTensor)
+    return left.qdata, right.qdata, left.scale.float().squeeze(-1), right.scale.float().squeeze(-2)
+
+
+def row_product(product: str, fast: bool, p: Problem) -> Call:
+    need_cuda(p.a.device)
+    left, right, left_scale, right_scale = _row_scaled(product, p)
+    if product == "wgrad":  # one scale for all groups, but an entry for each
+        left_scale, right_scale = left_scale.repeat(len(p.w)), right_scale.repeat(len(p.w))
+    scales = left_scale.contiguous(), right_scale.contiguous()
+    return lambda: torch._scaled_grouped_mm(
+        left, right, *scales, offs=p.offs, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+def dense_product(product: str, rows: bool, p: Problem) -> Call:
+    """All rows with the first group's weight; scales a row, or one a tensor."""
+    left, right, left_scale, right_scale = _row_scaled(product, p)
+    if product != "wgrad":
+        right, right_scale = right[0], right_scale[0]
+    one = left_scale.new_ones(())
+    scales = (left_scale[:, None].contiguous(), right_scale[None].contiguous()) if rows else (one, one)
+    return lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def mxep_product(product: str, backend: Backend, p: Problem) -> Call:
+    """Of operands as the backend wants them: on Hopper folded."""
+    recipe = Recipe.mxfp8()
+    how: dict[str, Any] = {"offs": p.offs, "out_dtype": torch.bfloat16}
+    a = backend.quantize_rows(p.a, recipe.fmt, recipe)
+    if product == "forward":
+        return functools.partial(backend.forward, a, backend.quantize_weight_rowwise(p.w, recipe)[0], bias=None, **how)
+    dy = backend.quantize_rows(p.dy, recipe.grad_fmt, recipe)
+    if product == "dgrad":
+        return functools.partial(backend.dgrad, dy, backend.quantize_weight_colwise(p.w, recipe), **how)
+    operands = backend.prepare_wgrad(dy, a, p.offs, recipe)
+    return functools.partial(backend.wgrad, operands, **how)
+
+
+def _step(product: Callable[[Tensor, Tensor], Tensor], p: Problem) -> Call:
+    """Forward and backward of product(a, w); the result is both gradients."""
+    leaves = p.a.detach().requires_grad_(), p.w.detach().requires_grad_()
+    return lambda: torch.autograd.grad(product(*leaves), leaves, p.dy)
+
+
+def import_torchao(name: str, device: torch.device) -> Any:
+    """A module of torchao. ImportError, which says why, without it; NotImplementedError but on CUDA."""
+    try:
+        module = importlib.import_module(f"torchao.{name}")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"not installed: {error}") from None
+    except Exception as error:
+        raise ImportError(f"does not import: {describe(error)}") from None
+    need_cuda(device)
+    return module
+
+
+def torchao_product(device: torch.device) -> Callable[..., Tensor]:
+    """(a, w, offs) -> torchao's fp8 rowwise grouped mm, differentiable. Raises as `import_torchao`."""
+    product = import_torchao("prototype.moe_training.fp8_grouped_mm", device)._to_fp8_rowwise_then_scaled_grouped_mm
+
+    def call(a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        out: Tensor = product(a, w.mT, offs, pad_token_groups_for_grouped_mm=False)
+        return out
+
+    return call
+
+
+def prequantized_step(backend: Backend, p: Problem) -> Call:
+    """a and dy arrive as MXTensors; weights are quantized before, as those of further micro-batches are.
+
+    `quantize_weights_once` would quantize them again in each replay of the timer's graph: so the backend has them.
+    """
+    recipe = Recipe.mxfp8()
+    rowwise, colwise = backend.quantize_weight_rowwise(p.w, recipe)[0], backend.quantize_weight_colwise(p.w, recipe)
+    methods = {
+        "quantize_weight_rowwise": lambda *_, **__: (rowwise, None),
+        "quantize_weight_colwise": lambda *_: colwise,
+    }
+    prequantized: Any = type("Prequantized", (type(backend),), methods)()
+
+    def product(a: Tensor, w: Tensor) -> Tensor:
+        return grouped_mm(a, w, p.offs, recipe=recipe, backend=prequantized)
+
+    return _step(product, replace(p, a=recipe.quantize_rows(p.a), dy=recipe.quantize_rows(p.dy, recipe.grad_fmt)))
+
+
+def products(product: str, backend: Backend) -> dict[str, Maker]:
+    """By name, the baseline first."""
+    return {
+        "bf16": functools.partial(bf16_product, product),
+        "fp8 row, fast": functools.partial(row_product, product, True),
+        "fp8 row, slow": functools.partial(row_product, product, False),
+        "mxep": functools.partial(mxep_product, product, backend),
+        "dense fp8, row": functools.partial(dense_product, product, True),
+        "dense fp8, tensor": functools.partial(dense_product, product, False),
+    }
+
+
+def steps(backend: Backend) -> dict[str, Maker]:
+    """By name, the baseline first."""
+
+    def mxep(recipe: str) -> Maker:
+        return lambda p: _step(lambda a, w: grouped_mm(a, w, p.offs, recipe=recipe, backend=backend), p)
+
+    return {
+        "bf16": lambda p: _step(functools.partial(baseline.bf16_product, offs=p.offs), p),
+        "torchao fp8 row": lambda p: _step(functools.partial(torchao_product(p.a.device), offs=p.offs), p),
+        **{f"mxep {recipe}": mxep(recipe) for recipe in RECIPES},
+        "mxep mxfp8, pre-quantized": functools.partial(prequantized_step, backend),
+    }

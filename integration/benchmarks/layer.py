@@ -1,0 +1,456 @@
+"""bench=layer: the layer of mxep.ep on all ranks, forward and backward, beside the baseline in bf16, in one run.
+
+    layer    every case of layer_cases, balanced routing
+    eager    some of them, launched by the host as a user's own loop does, not as graphs
+    stages   kernels of mxep and of the baseline, by stage
+    skew     some cases, where expert i is as likely as 1 / (i + 1)
+    memory   peak memory, and what backward finds, by capacity
+    host     what calls cost the host that launches them, at a small shape, "host"
+
+ms, fwd ms     forward and backward; forward alone: medians of sustained stretches, the slowest rank's. mxep's are
+               replays of one CUDA graph a step, but in eager
+x bf16         how many times as fast as the baseline in bf16; in JSON also x fwd, forward alone
+TF             flops of valid rows over ms (layer_cases)
+peak GiB       most memory of a step above operands and parameters, in the allocator and outside of it
+outside GiB    peers' memory, libraries' buffers
+kept GiB       in the allocator between forward and backward, above operands, parameters and the output
+caller's ms    of section host: forward and backward, with backward in the caller's thread instead of autograd's
+launches, ...  of forward and backward (counts)
+floor ms       least time, of which the formula is in layer_cases; of floor: floor over ms
+within MB      of rows that a rank sends to its node in a step, at most, as the plan counts; across MB: to other nodes,
+               which are `dispatcher.ranks_per_node` ranks each, else hosts
+sockets MB     of section eager: what the host's network interfaces sent in a step, of a rank on average, loopback's
+               included; nothing of NVLink, shared memory and InfiniBand is in it
+dB             of the output and the gradients against the baseline's, the least of all tensors and ranks, checked on
+               what is timed and before that; a case below its bound fails
+
+In section host ms are the host's clock around calls back to back, which wait for the device only between stretches.
+The GPU is nearly idle, so that is what launching costs, but where sizes are read from the device (all_to_all, the
+baseline). On a CPU the operators' own work is in the figures, so they say nothing.
+
+Section stages: a step's kernels as the profiler sees them, summed up by stage, beside what each stage must do.
+
+    us          of a stage's kernels, one after the other, in one step; mean over ranks
+    bytes, flop that the stage must move or compute (layer_cases.work); wire bytes where it is bound by those
+    share       of the ceiling: rate over that of a copy, of a dense product, or over 450 GB/s
+    left us     what a stage at its ceiling would save
+
+    sum         of all stages            whole   from the first kernel's start to the last one's end
+    busy        when any kernel ran      sum - busy is what overlaps, whole - busy what nobody uses
+
+A kernel's stage follows from its name, by the first pattern of STAGES that it has; what has none is "other", and the
+row says which. The profiler looks at few steps, at higher clocks than sustained ones: shares count, not sums.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from mxep.integration.collective import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
+from mxep.integration.reference import Results as Tensors
+from mxep.integration.results import Row
+from mxep.integration.snr import snr
+
+from .gemm import ceilings
+from .layer_cases import BASELINE, BASELINES, MX, Case, Layer, Problem, Shape, floor_ms, flop, rate, sent_mb, work
+from .runner import Bench, models, table
+from .timer import Alternative, Call, Run, Timer, failure, free_memory, synchronize
+
+CASES_OF = {
+    "layer": (*BASELINES, MX, f"{MX}, kept", f"{MX}, main_grad", "fp8/symmetric", "bf16/symmetric"),
+    "eager": (BASELINE, MX, "fp8/symmetric", "bf16/symmetric"),
+    "stages": (BASELINE, MX),
+    "memory": (BASELINE, MX, f"{MX}, worst_case", f"{MX}, exact"),
+    "skew": (BASELINE, MX, "bf16/symmetric"),
+    "host": (BASELINE, "bf16/symmetric", "fp8/symmetric", MX, "mxfp8/all_to_all", "mxfp8/local"),
+}
+"""Section -> its cases where the config names none."""
+HOST = "host"  # the model that section host takes, with the experts of a rank
+FORWARD_SECONDS = 0.5
+STEPS = 4  # in which bytes are counted
+GIB = 1 << 30
+
+TIMES = "fwd ms, ms, x bf16, TF, floor ms, of floor, MHz, W, within MB, across MB, dB"
+SECTIONS = {
+    "layer": table(f"layer; x: how many times as fast as {BASELINE}", "model, what", TIMES),
+    "eager": table(f"eager; x: how many times as fast as {BASELINE}", "model, what", f"{TIMES}, sockets MB"),
+    "stages": table("stages; share: of what bounds it", "model, what, stage", "us, of sum, share, left us"),
+    "memory": table("memory", "model, what", "peak GiB, outside GiB, kept GiB"),
+    "skew": table(f"skew; x: how many times as fast as {BASELINE}", "model, what", TIMES),
+    "host": table(
+        "host: what a call costs it, eagerly", "shape, what", "fwd ms, ms, caller's ms, launches, allocations, ops"
+    ),
+}
+
+
+def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
+    """All sections, model by model. Collective, with the same rows on all ranks."""
+    if bench.report.sections.keys() - {HOST}:
+        # Of the slowest rank; all measure at the same time, as they work.
+        bench.ceilings.update(ceilings(Timer(bench.device, seconds=0.15, rounds=4)))
+    for about, shape in models(bench, Shape):
+        for name in bench.report.sections:
+            if (name == HOST) == (about["model"] == HOST):
+                skew = {} if name == HOST else {"skew": float(name == "skew")}
+                for row in _section(bench, name, shape):
+                    yield name, about | skew | row
+                free_memory(bench.device)
+
+
+def _section(bench: Bench, section: str, shape: Shape) -> Iterator[Row]:
+    chosen = bench.config.cases or CASES_OF[section]
+    names = tuple(dict.fromkeys((BASELINE, *chosen)))  # others are compared with the baseline
+    with ExitStack() as opened:
+        try:
+            if section == HOST:
+                shape = shape._replace(experts=shape.experts * bench.rank.world_size)
+            if shape.experts % bench.rank.world_size:
+                yield {"what": "all", "note": f"{shape.experts} experts are not the same number on each rank"}
+            else:
+                skew = float(section == "skew")
+                p = on_all_ranks(lambda: Problem(bench.rank, shape, skew, bench.seed, bench.ranks_per_node))
+                timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)  # main_grad adds up
+                yield from MEASURED.get(section, _timed)(At(bench, p, timer, opened, section), names)
+        except FailedOnRanks as error:
+            yield {"what": "all", **failure(error)}
+
+
+@dataclass(frozen=True)
+class At:
+    """A problem, and what sections need. opened: closes what is made."""
+
+    bench: Bench
+    p: Problem
+    timer: Timer
+    opened: ExitStack
+    section: str
+
+    def make(self, case: Case) -> Layer:
+        """Collective. Raises FailedOnRanks."""
+        layer = on_all_ranks(lambda: case.make(self.p))
+        self.opened.callback(layer.close)
+        return layer
+
+    def prepare(
+        self, layer: Layer, call: Call, inspect: Callable[[Tensors], None] | None = None, seconds: float | None = None
+    ) -> Run:
+        """A graph, or launched by the host where the layer is not made for one. Collective. Raises FailedOnRanks."""
+        graph = "may" if layer.in_graph and self.section != "eager" else "never"
+        return self.timer.prepare(Alternative(lambda: [call], graph, seconds, layer.check, layer.reset, inspect))
+
+
+def _timed(at: At, names: tuple[str, ...]) -> Iterator[Row]:
+    rows: dict[str, Row] = {}
+    layers: dict[str, Layer] = {}
+    runs: dict[str, Run] = {}
+    reference: list[Tensors] = []
+    for name in names:
+        case, row = Case(name), rows.setdefault(name, {"what": name})
+        try:
+            layer = at.make(case)
+            row |= {"capacity": at.p.capacity} if case.bounded else {}
+            step = at.prepare(layer, layer.step, lambda got, case=case, row=row: _compare(case, reference, got, row))  # type: ignore[misc]
+            runs |= {f"fwd {name}": at.prepare(layer, layer.forward, seconds=FORWARD_SECONDS), name: step}
+            layers[name] = layer
+            row |= sent_mb(at.p, case, layer.num_slots)
+            row |= _through_sockets(at, layer, step) if at.section == "eager" else {}
+            row |= {"note": step.note} if step.note else {}
+        except FailedOnRanks as error:
+            if name == BASELINE:
+                raise
+            row |= failure(error)
+    reference.clear()
+    free_memory(at.bench.device)
+    timed = at.timer.measure(runs)
+    base: Row = rows[BASELINE]
+    for name, row in rows.items():
+        for what, column, ratio in ((f"fwd {name}", "fwd ms", "x fwd"), (name, "ms", "x bf16")):
+            found = timed.get(what, {})
+            row |= {key: value for key, value in found.items() if key != "us"}
+            if "us" in found:
+                row[column] = found["us"] / 1e3 / (layers[name].micro_batches if column == "ms" else 1)
+                row |= {ratio: base[column] / row[column]} if column in base else {}
+        if "ms" in row:
+            row["TF"] = flop(at.p, at.p.ids.numel()) / row["ms"] / 1e9
+            if (floor := floor_ms(at.p, Case(name), at.bench.ceilings)) is not None:
+                row |= {"floor ms": floor, "of floor": floor / row["ms"]}
+        yield row
+
+
+def _through_sockets(at: At, layer: Layer, run: Run) -> Row:
+    """A few KiB of what tells ranks when to begin and to end are in it. Collective."""
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            run.replay()
+        synchronize(at.bench.device)
+
+    before = on_all_ranks(_transmitted)
+    on_all_ranks(steps)
+    sent = max(from_all_ranks(lambda: _transmitted() - before))
+    return {"sockets MB": sent / 1e6 / at.p.ranks_per_host / STEPS / run.calls / layer.micro_batches}
+
+
+def _transmitted() -> int:
+    """Bytes that the host's network interfaces have sent, as Linux counts them."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
+
+
+def _compare(case: Case, reference: list[Tensors], got: Tensors, row: Row) -> None:
+    """Adds SNR, of the rank where it is least, tensor by tensor. The first, the baseline's own, becomes the reference.
+
+    Raises FailedOnRanks below the case's bound. Collective.
+    """
+    if not reference:
+        reference.append(got)
+        return
+    names = [field.name for field in dataclasses.fields(Tensors)]
+    found = from_all_ranks(lambda: {name: snr(getattr(reference[0], name), getattr(got, name)) for name in names})
+    row["snr dB"] = {name: min(theirs[name] for theirs in found) for name in names}
+    row["dB"] = min(row["snr dB"].values())
+    if not row["dB"] >= case.least_snr:
+        raise FailedOnRanks(f"wanted {case.least_snr:g} dB at least against {BASELINE}, got {row['snr dB']}")
+
+
+def _stages(at: At, names: tuple[str, ...]) -> Iterator[Row]:
+    for name in names:
+        try:
+            layer = at.make(Case(name))
+            step = at.prepare(layer, layer.step)
+            seen = from_all_ranks(lambda step=step: breakdown_of(step.replay, at.bench.device))  # type: ignore[misc]
+            for row in stage_rows(at.p, Case(name), seen, at.bench.ceilings):
+                yield {"what": name, **row}
+        except FailedOnRanks as error:
+            yield {"what": name, "stage": "all", **failure(error)}
+
+
+def _host(at: At, names: tuple[str, ...]) -> Iterator[Row]:
+    rows: dict[str, Row] = {name: {"what": name} for name in names}
+    layers: dict[str, Layer] = {}
+    calls: dict[str, Alternative] = {}
+    for name in names:
+        try:
+            layer = layers[name] = at.make(Case(name))
+            kinds = {"fwd ms": layer.forward, "ms": layer.step, "caller's ms": _in_callers_thread(layer.step)}
+            calls |= {f"{name}: {kind}": Alternative(lambda c=c: [c], check=layer.check) for kind, c in kinds.items()}  # type: ignore[misc]
+        except FailedOnRanks as error:
+            rows[name] |= failure(error)
+    for key, timed in Timer(at.bench.device, seconds=0.0, rounds=7, host=True).compare(calls).items():
+        name, _, kind = key.partition(": ")
+        rows[name] |= {kind: timed["us"] / 1e3} if "us" in timed else timed
+    for name, row in rows.items():
+        if "ms" in row:  # counted after all have been called often: the first calls are captured
+            row |= from_all_ranks(lambda name=name: counts(layers[name].step, at.bench.device))[0]  # type: ignore[misc]
+        yield row
+
+
+def _in_callers_thread(step: Call) -> Call:
+    def call() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return step()
+
+    return call
+
+
+def _memory(at: At, names: tuple[str, ...]) -> Iterator[Row]:
+    """Each layer is closed before the next, which else would be spared what both use."""
+    for name in names:
+        row: Row = {"what": name}
+        with ExitStack() as opened:
+            try:
+                layer = dataclasses.replace(at, opened=opened).make(case := Case(name))
+                row |= {"capacity": at.p.capacity} if case.bounded else {}
+                row |= on_all_ranks(lambda layer=layer: memory_of(layer.step, at.bench.device, layer.out))  # type: ignore[misc]
+                row |= {} if "peak GiB" in row else {"note": "memory is measured on GPUs"}
+            except FailedOnRanks as error:
+                row |= failure(error)
+        yield row
+
+
+MEASURED: dict[str, Callable[[At, tuple[str, ...]], Iterator[Row]]] = {
+    "stages": _stages, "memory": _memory, HOST: _host
+}  # fmt: skip
+"""Section -> what measures its rows, if that is not `_timed`."""
+
+
+def memory_of(step: Call, device: torch.device, forward: Callable[[], torch.Tensor] | None = None) -> Row:
+    """Of a step launched by the host, all of whose passes are replays by then, in GiB above what was there before;
+    nothing on a CPU.
+
+    peak GiB: in the allocator and outside. outside GiB: peers' memory, libraries' buffers. kept GiB, if `forward` is
+    given: in the allocator while its output is held, above that.
+    """
+    if device.type != "cuda":
+        return {}
+    free_memory(device)
+    before = Memory.now()
+    for _ in range(4):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+    torch.cuda.synchronize()
+    row = before.row(Memory.now(), torch.cuda.max_memory_allocated())
+    if forward is not None:
+        allocated = torch.cuda.memory_allocated()
+        out = forward()
+        row["kept GiB"] = (torch.cuda.memory_allocated() - allocated - out.nbytes) / GIB
+    return row
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the current GPU: in tensors, and outside of torch's allocator."""
+
+    allocated: int
+    outside: int
+
+    @classmethod
+    def now(cls) -> Memory:
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        return cls(torch.cuda.memory_allocated(), outside)
+
+    def row(self, after: Memory, peak: int) -> Row:
+        """What a step added; peak: in tensors. What other steps left outside is none of its."""
+        outside = max(0, after.outside - self.outside)
+        return {"peak GiB": (peak - self.allocated + outside) / GIB, "outside GiB": outside / GIB}
+
+
+STEPS = 3
+OTHERS = 3  # names that a row of "other" lists
+TOTALS = ("sum", "busy", "whole")
+
+STAGES: tuple[tuple[str, str], ...] = (
+    (r"nccl", "NCCL"),
+    (r"swiglu|silu|sigmoid", "SwiGLU"),
+    (r"quantize_rows_with_amax|column_amax|quantize_long|quantize_tile|quantize_2d", "quantize weights"),
+    (r"dispatch_kernel|dispatch_tables|put_kernel", "dispatch"),
+    (r"combine_kernel|stage_sums|sum_arrived|sum_slots", "combine"),
+    (r"barrier_kernel|meet_kernel", "barriers"),
+    (r"count_kernel|place_kernel|pad_index|invert_kernel", "plan"),
+    (r"max_scales_kernel|split_kernel|shift_transpose", "fold for wgrad"),
+    (r"fold_kernel|gather_kernel|pick_kernel", "gather + fold"),
+    (r"quantize_blocks", "quantize"),
+    (r"grouped_mm|gemm|cutlass|_mm\b|addmm|nvjet|xmma", "GEMMs"),
+    (r"float8|fp8|scale_and_cast|rowwise|colwise", "quantize"),
+    (r"memcpy|memset", "copies"),
+    (r"triton_|index|sort|radix|scatter|gather|cub|searchsorted|repeat|elementwise|scan|reduce", "permute + pointwise"),
+)
+"""Pattern in a kernel's name, whatever its case -> stage."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A kernel's name, and when it ran, us."""
+
+    name: str
+    start: float
+    end: float
+
+
+def stage_of(name: str) -> str:
+    return next((stage for pattern, stage in STAGES if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """us: by stage, and TOTALS. others: names of what has no stage, the longest first."""
+
+    us: Mapping[str, float]
+    others: Sequence[str] = ()
+
+
+def breakdown(events: Iterable[Event], steps: int = 1) -> Breakdown:
+    """Of `steps` steps; figures are of one. ValueError without events."""
+    events = sorted(events, key=lambda event: event.start)
+    if not events:
+        raise ValueError("the profiler saw no kernels")
+    us: dict[str, float] = collections.defaultdict(float)
+    others: dict[str, float] = collections.defaultdict(float)
+    busy, until = 0.0, float("-inf")
+    for event in events:
+        stage = stage_of(event.name)
+        us[stage] += event.end - event.start
+        if stage == "other":
+            others[event.name] += event.end - event.start
+        busy += max(0.0, event.end - max(event.start, until))
+        until = max(until, event.end)
+    us = us | {"sum": sum(us.values()), "busy": busy, "whole": until - events[0].start}
+    names = sorted(others, key=lambda name: -others[name])[:OTHERS]
+    return Breakdown({stage: time / steps for stage, time in us.items()}, names)
+
+
+def profiled(call: Call, steps: int, device: torch.device, *activities: ProfilerActivity) -> list[Any]:
+    """The profiler's events of `steps` calls. Collective, if the call is."""
+    call()
+    synchronize(device)
+    with profile(activities=activities, acc_events=True) as seen:
+        if device.type == "cuda":
+            all_gather(None)  # profilers take their time to start, and the first barrier of a step would count the wait
+        for _ in range(steps):
+            call()
+        synchronize(device)
+    return list(seen.events() or ())
+
+
+def breakdown_of(call: Call, device: torch.device) -> Breakdown:
+    """Of kernels in STEPS calls; on a CPU, where listing takes long, of the outermost operators in one. Collective, if
+    the call is."""
+    cuda = device.type == "cuda"
+    activity, wanted = (ProfilerActivity.CUDA, DeviceType.CUDA) if cuda else (ProfilerActivity.CPU, DeviceType.CPU)
+    steps = STEPS if cuda else 1
+    events = [
+        Event(event.name, event.time_range.start, event.time_range.end)
+        for event in profiled(call, steps, device, activity)
+        if event.device_type == wanted
+        and not getattr(event, "is_user_annotation", False)
+        and (cuda or event.cpu_parent is None)
+    ]
+    return breakdown(events, steps)
+
+
+def stage_rows(p: Problem, case: Case, seen: Sequence[Breakdown], ceilings: Mapping[str, float]) -> Iterator[Row]:
+    """One for each stage, and for TOTALS. seen: each rank's, of the same case."""
+    stages = dict.fromkeys(stage for each in seen for stage in each.us)
+    us = {stage: sum(each.us.get(stage, 0.0) for each in seen) / len(seen) for stage in stages}
+    todo = work(p, case)
+    for stage in (*sorted(us.keys() - TOTALS, key=lambda stage: -us[stage]), *TOTALS):
+        row: Row = {"stage": stage, "us": us[stage]}
+        if stage not in TOTALS:
+            row["of sum"] = us[stage] / us["sum"]
+        if stage in todo:
+            kind, row[kind] = todo[stage][0], todo[stage][1]
+            if (ceiling := rate(kind, case, ceilings)) is not None:
+                least = row[kind] / ceiling / 1e6
+                row |= {"share": least / us[stage], "left us": us[stage] - least}
+        if stage == "other":
+            row["note"] = ", ".join(dict.fromkeys(name for each in seen for name in each.others))[:200]
+        yield row
+
+
+def counts(call: Call, device: torch.device) -> Row:
+    """Of one call: launches (kernels, copies and fills), allocations by torch's allocator, and ops, those within others
+    included. Launches and allocations on a GPU only. Collective, if the call is."""
+    cuda = device.type == "cuda"
+    events = profiled(call, 1, device, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else []))
+    kernels = [each for each in events if each.device_type == DeviceType.CUDA]
+    names = [each.name for each in events if each.device_type == DeviceType.CPU]
+    row: Row = {"launches": sum(not getattr(each, "is_user_annotation", False) for each in kernels)}
+    row["ops"] = sum("::" in name and not name.startswith("autograd::") for name in names)
+    if cuda:
+        before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+        call()
+        row["allocations"] = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
+    return row

@@ -1,0 +1,375 @@
+"""What bench=layer times at one shape: MoE layers of mxep.ep, and the baseline, of the same routing and weights.
+
+    RECIPE/DISPATCHER              any of names.CASES: MoE(recipe, dispatcher), Capacity.factor, weights quantized in
+                                   every step
+    RECIPE/DISPATCHER, kept        of KEPT micro-batches within quantize_weights_once; a figure is of one; forward alone
+                                   quantizes, as that of the first one
+    RECIPE/DISPATCHER, main_grad   weight gradients added to fp32 buffers
+    ..., worst_case; ..., exact    with these capacities
+    RECIPE/DISPATCHER, gate_up_fp8 of the recipe with this change: gate_up is kept in FP8 for backward
+    baseline bf16                  baseline.BaselineLayer
+    baseline fp8, baseline mxfp8   the same, rows in bf16 on the wire, with torchao's products (rows and columns scaled)
+                                   or mxep.gemm.grouped_mm, which quantizes what has arrived
+
+A step is forward and backward: gradients of x, of the routing weights and of both projections. Routing, that is ids and
+weights, is given: a router is what all have in common.
+
+T tokens a rank, D model dim, F hidden dim, E experts in all, K experts a token, e experts of a rank, W ranks.
+
+Flops and bytes of a layer's step, in all and stage by stage, and the least time that they take.
+
+floor = flops / dense rate + wire bytes / 450 GB/s + memory bytes / copy rate, one after the other, of which
+
+    flops    18 R D F: three products, 2 flop each, of w13 (2F x D) and w2 (D x F), for the R valid rows (no padding) of
+             the rank that has most. Dense rate: of a square product in the same run, FP8 (for recipe bf16: bf16)
+    wire     of the rank that sends most: a row for each token and rank that needs it, out in forward and in backward,
+             in the recipe's format, and as many sums back, twice, in bf16. Ids, weights and signals do not count
+    memory   what no fusion can avoid: x and d_out read, out and dx written; weights read (kept: as qdata) and their
+             gradients written, all bf16: 8 T D + 12 e D F bytes (kept: 9 e D F). Copy rate: of the same run
+
+TF of a row: 18 T K D F flops over its time, what a rank does on average.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mxep.comms import Capacity
+from mxep.ep import HierarchicalDispatcher, MoE
+from mxep.gemm import grouped_mm, quantize_weights_once
+from mxep.gemm.backends import select
+from mxep.integration.collective import all_gather_tensor
+from mxep.integration.mesh import local, share
+from mxep.integration.names import KEPT_IN_FP8
+from mxep.integration.rank import Rank
+from mxep.integration.reference import Results
+from mxep.quant import BLOCK
+
+from .baseline import PAD, BaselineLayer, Product, bf16_product
+from .comms import Traffic, routing
+from .gemm import torchao_product
+
+KEPT = 4
+BASELINE = "baseline bf16"
+MX = "mxfp8/symmetric"
+BASELINES = (BASELINE, "baseline fp8", "baseline mxfp8")
+
+
+class Shape(NamedTuple):
+    """T, D, F, E, K."""
+
+    tokens: int
+    dim: int
+    hidden: int
+    experts: int
+    top_k: int
+
+
+class Problem:
+    """Operands on this rank. Collective, but with a rank of one.
+
+    x, d_out: (T, D) bf16. ids: (T, K) int32. weights: (T, K) fp32, a token's sum to 1. w13: (e, 2F, D), w2: (e, D, F).
+    traffic: of all ranks. capacity: of a plan, times the balanced load. ranks_per_node: a host's unless given.
+    """
+
+    def __init__(self, rank: Rank, shape: Shape, skew: float, seed: int, ranks_per_node: int | None = None) -> None:
+        self.ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+        self.ranks_per_node = ranks_per_node or self.ranks_per_host
+        self.shape, self.rank, self.ranks, self.device = shape, rank.rank, rank.world_size, rank.device
+        tokens, dim, hidden, experts, top_k = shape
+        generator = torch.Generator(self.device).manual_seed(1000 * (seed + 1) + self.rank)
+
+        def draw(*sizes: int, std: float = 1.0) -> Tensor:
+            options: dict[str, Any] = {"generator": generator, "device": self.device}
+            return torch.randn(sizes, dtype=torch.bfloat16, **options).mul_(std)
+
+        self.ids = routing(tokens, experts, top_k, skew, generator)
+        scores = torch.rand(self.ids.shape, generator=generator, device=self.device, dtype=torch.float32) + 0.1
+        self.weights = scores / scores.sum(1, keepdim=True)
+        self.x, self.d_out = draw(tokens, dim), draw(tokens, dim)
+        own = experts // self.ranks
+        self.w13, self.w2 = draw(own, 2 * hidden, dim, std=dim**-0.5), draw(own, dim, hidden, std=hidden**-0.5)
+        self.traffic = Traffic.of(all_gather_tensor(self.ids) if self.ranks > 1 else self.ids[None], experts)
+        self.capacity = self.traffic.capacity(self.ids.numel())
+
+
+@dataclass(frozen=True)
+class Case:
+    """name: one of names.LAYERS. recipe: of its products and of rows on the wire. dispatcher: "" of a baseline."""
+
+    name: str
+
+    @property
+    def baseline(self) -> bool:
+        return self.name.startswith("baseline ")
+
+    @property
+    def recipe(self) -> str:
+        return self.name.split()[1] if self.baseline else self.name.split("/")[0]
+
+    @property
+    def dispatcher(self) -> str:
+        return self.name.partition(",")[0].partition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return self.name.partition(", ")[2]
+
+    @property
+    def kept(self) -> bool:
+        return self.suffix == "kept"
+
+    @property
+    def kept_in_fp8(self) -> bool:
+        return self.suffix == KEPT_IN_FP8
+
+    @property
+    def whole_recipe(self) -> str:
+        """With its change."""
+        return f"{self.recipe}_{KEPT_IN_FP8}" if self.kept_in_fp8 else self.recipe
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the problem's capacity bounds its rows."""
+        return not self.baseline and self.suffix not in ("worst_case", "exact")
+
+    @property
+    def least_snr(self) -> float:
+        """dB against the baseline in bf16. Quantized on both sides of every product: about 23."""
+        return 40.0 if self.recipe == "bf16" else 20.0
+
+    def make(self, p: Problem) -> Layer:
+        return Baseline(p, self) if self.baseline else Mxep(p, self)
+
+
+class Layer:
+    """A layer on a problem. in_graph: whether it is made for a CUDA graph. leaves: x, weights, w13, w2.
+
+    num_slots: that the hierarchical dispatcher sends to each node.
+    """
+
+    micro_batches = 1  # in a step
+    in_graph = False
+    num_slots = 0
+    p: Problem
+    leaves: tuple[Tensor, ...]
+
+    def out(self) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self) -> Tensor:
+        return self.out().detach()
+
+    def step(self) -> Results:
+        out = self.out()
+        return Results(out.detach(), *torch.autograd.grad(out, self.leaves, self.p.d_out))
+
+    def reset(self) -> None:
+        """Forget what steps have accumulated."""
+
+    def check(self) -> None:
+        """Raise what went wrong on the device."""
+
+    def close(self) -> None:
+        """Let go of what peers map."""
+
+
+class Mxep(Layer):
+    """An MoE on the problem's weights. Raises NotImplementedError where the MoE does not offer what is asked."""
+
+    in_graph = True
+
+    def __init__(self, p: Problem, case: Case) -> None:
+        if case.dispatcher == "local" and p.ranks > 1:
+            raise NotImplementedError("one rank's experts alone, all of them: parallel.ranks=1")
+        self.p = p
+        self.micro_batches = KEPT if case.kept else 1
+        self.moe = MoE(
+            p.shape.dim,
+            p.shape.hidden,
+            p.shape.experts,
+            p.shape.top_k,
+            group=dist.group.WORLD,
+            recipe=case.whole_recipe,
+            dispatcher=case.dispatcher,
+            capacity=Capacity.factor(p.capacity) if case.bounded else Capacity(case.suffix),
+            max_tokens=p.shape.tokens,
+            ranks_per_node=p.ranks_per_node if case.dispatcher == "hierarchical" else None,
+            router=nn.Identity(),  # what it would find is given
+            backend=select("auto", p.device),  # type: ignore[arg-type,unused-ignore]
+            gradient_reduction="sum",  # as the baseline's
+            device=p.device,
+        )
+        if isinstance(self.moe.dispatcher, HierarchicalDispatcher):
+            self.num_slots = self.moe.dispatcher.slots_per_node(p.shape.tokens, p.shape.top_k)
+        experts = self.moe.experts
+        experts.gate_up_proj = nn.Parameter(share(p.w13, experts.gate_up_proj))
+        experts.down_proj = nn.Parameter(share(p.w2, experts.down_proj))
+        self.x = p.x.detach().requires_grad_()
+        self.weights = p.weights.clone().requires_grad_()
+        self.leaves = (self.x, self.weights, experts.gate_up_proj, experts.down_proj)
+        self.main_grads: tuple[Tensor, ...] = ()
+        if case.suffix == "main_grad":
+            self.main_grads = tuple(torch.zeros(w.shape, device=p.device, dtype=torch.float32) for w in (p.w13, p.w2))
+            for weight, main_grad in zip(self.leaves[2:], self.main_grads):
+                weight.main_grad = main_grad  # type: ignore[attr-defined]
+
+    def out(self) -> Tensor:
+        out: Tensor = self.moe(self.x, expert_ids=self.p.ids, weights=self.weights)
+        return out
+
+    def step(self) -> Results:
+        with quantize_weights_once() if self.micro_batches > 1 else contextlib.nullcontext():
+            for _ in range(self.micro_batches):
+                out = self.out()
+                found = torch.autograd.grad(out, self.leaves, self.p.d_out, allow_unused=True)
+        if self.main_grads:
+            if found[2] is not None or found[3] is not None:
+                raise NotImplementedError("this MoE knows no main_grad")
+            found = (*found[:2], *self.main_grads)
+        return Results(out.detach(), *(local(each) for each in found))
+
+    def reset(self) -> None:
+        for main_grad in self.main_grads:
+            main_grad.zero_()
+
+    def check(self) -> None:
+        self.moe.check()
+
+    def close(self) -> None:
+        self.moe.close()
+
+
+class Baseline(Layer):
+    """The baseline, launched by the host, which reads sizes in every step. Raises ImportError without torchao."""
+
+    def __init__(self, p: Problem, case: Case) -> None:
+        product: Product = bf16_product
+        if case.recipe == "fp8":
+            product = torchao_product(p.device)
+        elif case.recipe == "mxfp8":
+            product = functools.partial(grouped_mm, recipe="mxfp8")
+        self.p = p
+        self.leaves = tuple(each.detach().requires_grad_() for each in (p.x, p.weights, p.w13, p.w2))
+        # A group of its own, or the first layer of a run alone would be charged for what NCCL allocates.
+        self.group = dist.new_group()
+        pad = BLOCK if case.recipe == "mxfp8" else PAD
+        self.layer = BaselineLayer(*self.leaves[2:], group=self.group, product=product, pad=pad)
+
+    def out(self) -> Tensor:
+        return self.layer(self.leaves[0], self.p.ids, self.leaves[1])
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)
+
+
+WIRE = 450.0
+"""GB/s a direction, NVLink of an H200 by its data sheet."""
+
+Work = tuple[str, float]
+"""("bytes", "flop" or "wire bytes", how many)."""
+
+
+def flop(p: Problem, rows: float) -> float:
+    """Of a step with so many rows: ``p.ids.numel()`` on average, ``p.traffic.most_pairs`` of the rank that has most."""
+    return 18.0 * rows * p.shape.dim * p.shape.hidden
+
+
+def row_bytes(recipe: str, dim: int) -> int:
+    """Of a row on the wire, dispatched."""
+    return {"bf16": 2 * dim, "fp8": dim + 1}.get(recipe, dim + dim // BLOCK)
+
+
+def wire_bytes(p: Problem, recipe: str, *, pairs: bool = False) -> tuple[int, int]:
+    """(dispatched, combined) by the rank that sends most, forward and backward together; pairs: a row for each."""
+    out, back = (p.traffic.leaving(combine=combine)[pairs] for combine in (False, True))
+    return 2 * out * row_bytes(recipe, p.shape.dim), 2 * back * row_bytes("bf16", p.shape.dim)
+
+
+def sent_mb(p: Problem, case: Case, num_slots: int = 0) -> dict[str, float]:
+    """MB of rows that a rank sends in a step, at most, within its node and across to others.
+
+    num_slots: that the hierarchical dispatcher has for a node. All of them cross, used or not.
+    """
+    of_pairs, rank, size = (
+        case.baseline or case.dispatcher == "all_to_all",
+        torch.arange(p.ranks, dtype=torch.int64),
+        p.ranks_per_node,
+    )
+    rows = torch.tensor(p.traffic.pairs if of_pairs else p.traffic.tokens, dtype=torch.float64)
+    near = rank[:, None] // size == rank // size
+    if case.dispatcher == "hierarchical":  # a rank passes on what came to it from those of its index
+        alike = (rank[:, None] % size == rank % size).double()
+        rows = near * (alike @ rows) + ~near * alike * num_slots
+    rows.fill_diagonal_(0)
+    dispatched = "bf16" if case.baseline else case.recipe
+    sent = 2 * (rows * row_bytes(dispatched, p.shape.dim) + rows.T * row_bytes("bf16", p.shape.dim)) / 1e6
+    within, across = (float((sent * leg).sum(1).max()) for leg in (near, ~near))
+    return {"ranks per node": size, "within MB": within, "across MB": across}
+
+
+def memory_bytes(p: Problem, *, kept: bool) -> int:
+    return 8 * p.x.numel() + (3 if kept else 4) * (p.w13.numel() + p.w2.numel())
+
+
+def rate(kind: str, case: Case, ceilings: Mapping[str, float]) -> float | None:
+    """Of a kind of work at its ceiling, in 1e12 a second; None without that of a GPU."""
+    dense = f"dense {'bf16' if case.recipe == 'bf16' else 'fp8'} TF"
+    return WIRE / 1e3 if kind == "wire bytes" else ceilings.get("copy TB/s" if kind == "bytes" else dense)
+
+
+def floor_ms(p: Problem, case: Case, ceilings: Mapping[str, float]) -> float | None:
+    """None without the rates of a GPU."""
+    wire, memory = sum(wire_bytes(p, case.recipe)), memory_bytes(p, kept=case.kept)
+    total = 0.0
+    for kind, amount in (("flop", flop(p, p.traffic.most_pairs)), ("wire bytes", wire), ("bytes", memory)):
+        if (ceiling := rate(kind, case, ceilings)) is None:
+            return None
+        total += amount / ceiling / 1e9
+    return total
+
+
+def work(p: Problem, case: Case) -> dict[str, Work]:
+    """What stages (layer) must do in a step of a case; those that are not named have no formula.
+
+    R valid rows of the rank that has most, N = T K pairs.
+    """
+    rows, pairs, weights = p.traffic.most_pairs, p.ids.numel(), p.w13.numel() + p.w2.numel()
+    dim, hidden, tokens = p.shape.dim, p.shape.hidden, p.shape.tokens
+    gemms: dict[str, Work] = {"GEMMs": ("flop", flop(p, p.traffic.most_pairs))}
+    if case.baseline:
+        return gemms | {
+            "NCCL": ("wire bytes", sum(wire_bytes(p, "bf16", pairs=True))),
+            # Forward: gate and up read, h written; backward: these and d_h read, both gradients written.
+            "SwiGLU": ("bytes", 16 * rows * hidden),
+            # Spread, grouped, back and summed: 12 N D + 4 T D bytes forward, 14 N D + 4 T D backward.
+            "permute + pointwise": ("bytes", 26 * pairs * dim + 8 * tokens * dim),
+        }
+    if not case.name.startswith(MX):
+        return gemms
+    out, back = wire_bytes(p, case.recipe)
+    found: dict[str, Work] = gemms | {
+        "dispatch": ("wire bytes", out),
+        "combine": ("wire bytes", back),
+        # x and d_out: bf16 read, qdata and scales written.
+        "quantize": ("bytes", 2 * p.x.numel() * (3 + 1 / BLOCK)),
+        # Rows of x and of d_out: qdata and scales read, qdata written.
+        "gather + fold": ("bytes", 2 * rows * dim * (2 + 1 / BLOCK)),
+        # Forward: gate and up read, qdata written; backward: these and d_h read, qdata of both gradients and h written.
+        # Kept in FP8: once more gate and up read, and qdata written, which backward reads.
+        "SwiGLU": ("bytes", (18 if case.kept_in_fp8 else 14) * rows * hidden),
+        # Codes of both operands of both weight gradients, read and written.
+        "fold for wgrad": ("bytes", 2 * rows * (2 * dim + 3 * hidden)),
+        # bf16 read twice, since a column's scale needs all its rows first; qdata of both orientations written.
+        "quantize weights": ("bytes", weights * 6 / (4 if case.kept else 1)),
+    }
+    return {stage: each for stage, each in found.items() if each[1]}

@@ -1,0 +1,191 @@
+"""bench=linear: `mxep.gemm.linear` beside F.linear and float8 peers, forward and backward, every quantization included.
+
+linear   x (T, K) -> (T, N): both gradients of one weight                                  shapes "linear"
+qkv      x (T, K) -> (T, Nq), (T, Nkv), (T, Nkv): gradients of x and three weights         shapes "qkv"
+router   `fp32_linear` of x bf16 and w fp32, `top_k`, and their backward, beside torch's    shapes "router"
+host     what a linear costs the host, and what q, k and v do, with the GPU idle           shapes "host"
+
+A weight is quantized at each call, once along K and once along N: once a step of one micro-batch. Operands are bf16.
+On Hopper `mxfp8` has one scale a row, as `fp8` has. `together` is `linear_together`, `auto` what `auto_recipe` picks,
+which promises to be no slower than bf16 in time of the device. `scaled_mm row` is torch's three dense FP8 products
+with a scale a row, operands ready: what is left if quantizing were free and sums stayed in the tensor cores. `torchao
+rowwise` is its float8 training linear, compiled.
+
+T tokens, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mxep.gemm import Backend, Recipe, linear, linear_together, quantize_input
+from mxep.gemm.fp32_linear import dgrad_op, linear_op, wgrad_op
+from mxep.gemm.top_k import top_k_backward_op, top_k_op
+from mxep.integration.results import Row
+
+from . import gemm
+from .gemm import At, beside, sweep
+from .layer import counts
+from .runner import table
+from .timer import Alternative, Call, Timer, rotations
+
+RECIPES = ("mxfp8", "fp8", "mxfp8_e5m2", "bf16")
+TOP_K = 8
+STEP = "us, TF, x bf16, MHz, W"
+SECTIONS = {
+    "linear": table("Forward and backward of a linear", "shape, what", STEP),
+    "qkv": table("Forward and backward of q, k and v", "shape, what", STEP),
+    "router": table("Router; TB/s of the bytes that exist", "product, shape, what", "us, TF, x torch, TB/s"),
+    "host": table("Host, a forward and backward", "shape, what", "us, launches, allocations, ops"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x (T, K), one or several w (N, K), and a gradient (T, N) for each, bf16."""
+
+    x: Tensor
+    weights: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+
+    @staticmethod
+    def gaussian(shape: Sequence[int], generator: torch.Generator) -> Problem:
+        """shape: T, K, N or T, K, Nq, Nkv."""
+        tokens, k, *widths = shape
+        draw = functools.partial(torch.randn, dtype=torch.bfloat16, generator=generator, device=generator.device)
+        widths += widths[1:]  # v is as wide as k
+        weights = tuple(draw(n, k) for n in widths)
+        return Problem(draw(tokens, k), weights, tuple(draw(tokens, n) for n in widths))
+
+    @property
+    def flop(self) -> int:
+        """Of all products of a forward and backward."""
+        return 6 * len(self.x) * sum(w.numel() for w in self.weights)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.x, *self.weights, *self.gradients))
+
+    def step(self, product: Callable[..., Sequence[Tensor]]) -> Call:
+        """Forward and backward of product(x, *weights), an output a weight; the result is all gradients."""
+        leaves = [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights)]
+        return lambda: torch.autograd.grad(product(*leaves), leaves, self.gradients)
+
+
+Maker = Callable[[Problem], Call]
+
+
+def scaled_mm(p: Problem) -> Call:
+    """torch's FP8 products with a scale a row, operands ready."""
+    gemm.need_cuda(p.x.device)
+    calls = [
+        gemm.dense_product(product, True, gemm.Problem.of(p.x, w[None], dy))
+        for w, dy in zip(p.weights, p.gradients)
+        for product in gemm.PRODUCTS
+    ]
+    return lambda: [call() for call in calls]
+
+
+def torchao(p: Problem) -> Call:
+    """torchao's float8 linears, rowwise, compiled. ImportError, which says why, without it."""
+    module = gemm.import_torchao("float8", p.x.device)
+    config = module.Float8LinearConfig.from_recipe_name("rowwise")
+    layers = nn.ModuleList(nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta") for w in p.weights)
+    for layer, w in zip(layers, p.weights):
+        layer.weight = nn.Parameter(w.detach())
+    layers = module.convert_to_float8_training(layers, config=config)
+    x = p.x.detach().requires_grad_()
+    leaves = [x, *(layer.weight for layer in layers)]
+    torch.compiler.reset()  # else it makes one program of this shape and those before, for any
+    forward = torch.compile(lambda x: [layer(x) for layer in layers], dynamic=False)
+    return lambda: torch.autograd.grad(forward(x), leaves, p.gradients)
+
+
+def steps(backend: Backend, several: bool) -> dict[str, Maker]:
+    """By name, the baseline first. several: also ways to multiply one x by several weights."""
+
+    def each(recipe: Recipe) -> Maker:
+        return lambda p: p.step(lambda x, *ws: [linear(x, w, recipe=recipe, backend=backend) for w in ws])
+
+    def together(recipe: Recipe | str) -> Maker:
+        """One product each way."""
+        return lambda p: p.step(lambda x, *ws: linear_together(x, ws, recipe=recipe, backend=backend))
+
+    def quantized_once(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        recipe = Recipe.mxfp8()
+        qdata = quantize_input(x, recipe=recipe, backend=backend)
+        return [linear(qdata, w, recipe=recipe, backend=backend) for w in weights]
+
+    makers: dict[str, Maker] = {"bf16": lambda p: p.step(lambda x, *ws: [F.linear(x, w) for w in ws])}
+    makers |= {f"mxep {name}": each(Recipe.named(name)) for name in RECIPES}
+    makers["mxep auto"] = together("auto")
+    if several:
+        makers["mxep mxfp8, x quantized once"] = lambda p: p.step(quantized_once)
+        makers |= {f"mxep {recipe.name}, together": together(recipe) for recipe in (Recipe.mxfp8(), Recipe.fp8())}
+    return makers | {"torchao rowwise": torchao, "scaled_mm row, products": scaled_mm}
+
+
+def _steps(at: At) -> Iterator[Row]:
+    problems = at.problems(Problem.gaussian, lambda p: p.nbytes)
+    rows = at.compare(steps(at.backend, several=len(problems[0].weights) > 1), problems, problems[0].flop)
+    for row in rows.values():
+        yield beside(row, {"x bf16": rows["bf16"]})
+
+
+def router_calls(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, tuple[Call, Call]]:
+    """By product: mxep's, torch's. Torch's backward has its fp32 copy of x since forward. top_k: of dy, as logits."""
+    x_fp32, k = x.float(), min(TOP_K, w.shape[0])
+    ids, weights, chosen = top_k_op(dy, None, k, True)
+    given = weights, weights, ids, chosen, w.shape[0], True
+    return {
+        "forward": (lambda: linear_op(x, w), lambda: x.float() @ w.t()),
+        "dgrad": (lambda: dgrad_op(dy, w, x.dtype), lambda: (dy @ w).to(x.dtype)),
+        "wgrad": (lambda: wgrad_op(dy, x, w.dtype), lambda: dy.t() @ x_fp32),
+        "top_k": (lambda: top_k_op(dy, None, k, True), lambda: top_k_op.reference(dy, None, k, True)),
+        "top_k backward": (lambda: top_k_backward_op(*given), lambda: top_k_backward_op.reference(*given)),
+    }
+
+
+def _router(at: At) -> Iterator[Row]:
+    T, D, E = at.shape
+    draw = functools.partial(torch.randn, generator=at.generator, device=at.generator.device, dtype=torch.float32)
+    product_bytes, top_k_bytes = 2 * T * D + 4 * E * D + 4 * T * E, 4 * T * E + 12 * T * min(TOP_K, E)
+    sets = rotations(product_bytes, at.timer.device)
+    problems = [router_calls(draw(T, D).bfloat16(), draw(E, D), draw(T, E)) for _ in range(sets)]
+    for product in problems[0]:
+        is_top_k = product.startswith("top_k")
+        makers = {name: lambda p, i=i: p[product][i] for i, name in enumerate(("mxep", "torch fp32"))}  # noqa: B023
+        rows = at.compare(makers, problems, 0 if is_top_k else 2 * T * D * E)
+        for row in rows.values():
+            row |= {"product": product, "bytes": top_k_bytes if is_top_k else product_bytes}
+            row |= {"TB/s": row["bytes"] / row["us"] / 1e6} if "us" in row else {}
+            yield beside(row, {"x torch": rows["torch fp32"]})
+
+
+def _host(at: At) -> Iterator[Row]:
+    several = Problem.gaussian(at.shape, at.generator)
+    one = Problem(several.x, several.weights[:1], several.gradients[:1])
+    makers = {name: functools.partial(make, one) for name, make in steps(at.backend, several=False).items()}
+    for name, make in steps(at.backend, several=True).items():
+        makers[f"q, k, v: {name}"] = functools.partial(make, several)
+    made: dict[str, Call] = {}
+
+    def calls(name: str) -> list[Call]:
+        made[name] = makers[name]()
+        return [made[name]]
+
+    clock = Timer(at.timer.device, seconds=0.0, rounds=7, host=True)
+    rows = clock.compare({name: Alternative(functools.partial(calls, name)) for name in makers})
+    for name, row in rows.items():
+        yield row | {"what": name} | (counts(made[name], at.timer.device) if "us" in row else {})
+
+
+MEASURED: dict[str, Callable[[At], Iterator[Row]]] = {"linear": _steps, "qkv": _steps, "router": _router, "host": _host}
+"""Section -> what measures its rows, at a shape."""
+measure = functools.partial(sweep, measured=MEASURED)

@@ -1,0 +1,319 @@
+"""bench=model: a whole model of transformers on all ranks, steps of training with several kinds of experts.
+
+    baseline bf16        baseline.BaselineLayer in the experts' place
+    transformers bf16    its own grouped_mm, on several ranks between its own all-to-alls (5.23 and newer)
+    mxep RECIPE          mxep.integration.transformers, experts over all ranks by its expert_parallel
+    mxep mxfp8, linear   attention's projections in MXFP8 as well, q, k and v together (convert, join_linears)
+    ..., graph           a step is a replay of one CUDA graph
+    no experts           experts give back what they get: what is not theirs
+
+Models whose name starts with DEEPSEEK are of DeepSeek-V3's kind: sigmoid routers, two shared experts, a dense first
+layer, latent attention with whole queries. All others are of Qwen3-MoE's.
+
+One model serves all, of random weights, in bf16. What is not expert is on every rank, attention and norms are compiled
+on GPUs. Nothing is reduced over ranks but what experts exchange. Sequences are causal and not packed; transformers'
+mask, which would ask the device for that, is left out.
+
+A step is forward and backward, with bench.optimizer=adamw AdamW's step as well: torch's fused one, its moments in the
+parameters' dtype. One optimizer serves all cases. Its learning rate is 0, which takes as long as any other, so that all
+have the same weights and can be compared. bench.activation_checkpointing: each layer of the decoder keeps its input
+alone and is computed again in backward.
+
+tokens/s       of all ranks together
+ms             a step: median of sustained stretches, the slowest rank's
+x bf16         how many times as fast as the baseline
+of step        share of the step that `no experts` does not take, whose experts get no gradients
+loss           mean over ranks
+dB             of the head's gradient against the baseline's, of the rank where it is least; below LEAST_SNR fails
+held GiB       parameters and the optimizer's moments, of a rank; they are there between steps, and in no peak
+peak GiB       most memory of a step above that, gradients included (memory_of; JSON has what of it is where)
+
+T tokens of a rank, in two sequences; D model dim, F hidden dim, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+
+from mxep.comms import Capacity
+from mxep.ep import parameter_groups
+from mxep.ep.shares import local_tensor, local_weight
+from mxep.gemm import Recipe
+from mxep.integration.collective import FailedOnRanks, from_all_ranks, on_all_ranks
+from mxep.integration.names import RECIPES
+from mxep.integration.rank import Rank
+from mxep.integration.results import Row
+from mxep.integration.snr import snr
+from mxep.integration.transformers import Implementation, check, expert_parallel, register
+from mxep.integration.transformers.layer import layers
+from mxep.integration.transformers.model import CAUSAL, multiply_by
+from mxep.integration.transformers.versions import ALL_EXPERTS_FUNCTIONS, own_expert_parallel
+
+from .baseline import BaselineLayer
+from .layer import GIB, memory_of
+from .names import MODELS
+from .runner import Bench, models, table
+from .timer import Alternative, Timer, failure
+
+BASELINE, PLAIN, TRANSFORMERS = "baseline bf16", "no experts", "transformers bf16"
+DEEPSEEK = "deepseek"
+VOCABULARY = 32768
+CAPACITY = 2.0  # times the balanced load; random routers stay below, and check() would tell
+LEAST_SNR = 12.0  # experts flip between any two kinds of products, the more the more layers; without experts: up to 10
+
+LINEAR = ", linear"
+FIGURES = "tokens/s, ms, x bf16, of step, held GiB, peak GiB, loss, dB, MHz, W"
+SECTIONS = {"model": table(f"whole models; x: how many times as fast as {BASELINE}", "model, tokens, what", FIGURES)}
+
+
+class Shape(NamedTuple):
+    """T, layers, D, F, E, K."""
+
+    tokens: int
+    layers: int
+    dim: int
+    hidden: int
+    experts: int
+    top_k: int
+
+
+def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
+    """Model by model. Collective, with the same rows on all ranks."""
+    for about, shape in models(bench, Shape):
+        for row in _measured(bench, about["model"], shape):
+            yield "model", about | {"tokens": shape.tokens} | row
+
+
+def _measured(bench: Bench, name: str, shape: Shape) -> list[Row]:
+    """Rows of one model, which is gone before the next is made."""
+    try:
+        with contextlib.closing(on_all_ranks(lambda: Subject.make(bench, name, shape))) as subject:
+            return list(_rows(bench, subject))
+    except FailedOnRanks as error:
+        return [{"what": "all", **failure(error)}]
+
+
+def _rows(bench: Bench, subject: Subject) -> Iterator[Row]:
+    timer = Timer(bench.device, seconds=1.5, rounds=3, graph_calls=1)
+    names = tuple(dict.fromkeys((BASELINE, PLAIN, *(bench.config.cases or MODELS))))
+    rows: dict[str, Row] = {name: {"what": name, "held GiB": subject.held / GIB} for name in names}
+    runs, reference = {}, list[Tensor]()
+    for name, row in rows.items():
+
+        def inspect(got: tuple[Tensor, Tensor], name: str = name, row: Row = row) -> None:
+            row["loss"] = statistics.fmean(from_all_ranks(lambda: float(got[0])))
+            if not reference:
+                reference.append(got[1].clone())
+            row["dB"] = min(from_all_ranks(lambda: snr(reference[0], got[1])))
+            if name != PLAIN and not row["dB"] >= LEAST_SNR:
+                raise FailedOnRanks(f"wanted {LEAST_SNR:g} dB at least against {BASELINE}, got {row['dB']:.1f}")
+
+        try:
+            step = on_all_ranks(lambda name=name: subject.step(name))  # type: ignore[misc]
+            subject.model.zero_grad(set_to_none=True)  # of a case that failed
+            row |= on_all_ranks(lambda step=step: memory_of(step, bench.device))  # type: ignore[misc]
+            graph = "must" if name.endswith(", graph") else "never"
+            runs[name] = timer.prepare(
+                Alternative(lambda step=step: [step], graph, check=lambda: check(subject.model), inspect=inspect)  # type: ignore[misc]
+            )
+        except FailedOnRanks as error:
+            if name == BASELINE:
+                raise
+            row |= failure(error)
+    timed = timer.measure(runs)
+    ms = {name: found.pop("us") / 1e3 for name, found in timed.items() if "us" in found}
+    for name, row in rows.items():
+        row |= timed.get(name, {})
+        if name in ms:
+            row |= {"ms": ms[name], "tokens/s": subject.shape.tokens * bench.rank.world_size / ms[name] * 1e3}
+            row |= {"x bf16": ms[BASELINE] / ms[name]} if BASELINE in ms else {}
+            row |= {"of step": 1 - ms[PLAIN] / ms[name]} if PLAIN in ms else {}
+        yield row
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model, its optimizer, and the batch of this rank. attentions: each layer's, and others of the same weights,
+    which are converted to MXFP8 once a case asks for them: a converted one that never runs warns of it."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer | None
+    attentions: dict[bool, list[Any]]
+    ids: Tensor
+    shape: Shape
+    rank: Rank
+    converted: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, bench: Bench, name: str, shape: Shape) -> Subject:
+        """Collective."""
+        rank = bench.rank
+        config = _config(name, shape)
+        limits: dict[str, Any] = {"max_tokens": shape.tokens, "capacity": Capacity.factor(CAPACITY)}
+        for recipe in RECIPES:
+            register(Implementation(f"bench mxep {recipe}", Recipe.named(recipe), **limits))
+        ALL_EXPERTS_FUNCTIONS.register(f"bench {BASELINE}", _baseline)
+        ALL_EXPERTS_FUNCTIONS.register(f"bench {PLAIN}", lambda experts, hidden_states, *_: hidden_states)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=CAUSAL)
+        if rank.world_size > 1:
+            mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+            expert_parallel(model, mesh, "bench mxep bf16")
+            if own_expert_parallel is not None:
+                alone = init_device_mesh(rank.device.type, (rank.world_size, 1), mesh_dim_names=("ep", "tp"))["tp"]
+                ALL_EXPERTS_FUNCTIONS.register(f"bench {TRANSFORMERS}", functools.partial(_all_to_all, mesh, alone))
+        model.to_empty(device=rank.device)
+        for buffer in model.buffers():
+            buffer.zero_()
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(rank.device)
+        generator = torch.Generator(rank.device).manual_seed(bench.seed)
+        own = torch.Generator(rank.device).manual_seed(1000 * (bench.seed + 1) + rank.rank)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() == 1:
+                    weight.fill_(1.0)
+                else:
+                    drawn = own if ".experts." in name else generator
+                    local_tensor(weight).normal_(std=_std(name, weight, shape.layers), generator=drawn)
+        model.train()
+        plain = [layer.self_attn for layer in model.model.layers]
+        shared = {id(weight): weight for weight in model.parameters()}
+        attentions = {False: plain, True: [copy.deepcopy(one, shared) for one in plain]}
+        for layer in model.model.layers:
+            for module in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
+                _compile(module, rank.device)
+        if bench.config.activation_checkpointing:
+            for layer in model.model.layers:  # nothing is drawn, and a graph cannot read the generators' state
+                layer.forward = functools.partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+                )
+        optimizer = _adamw(model, rank.device) if bench.config.optimizer else None
+        sequences = torch.randint(VOCABULARY, (2, shape.tokens // 2), device=rank.device, generator=own)
+        return cls(model, optimizer, attentions, sequences, shape, rank)
+
+    @property
+    def held(self) -> int:
+        """Bytes of this rank's parameters and of the optimizer's moments."""
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        moments = [tensor for state in states for tensor in state.values()]
+        return sum(local_tensor(tensor).nbytes for tensor in (*self.model.parameters(), *moments))
+
+    def step(self, name: str) -> Callable[[], tuple[Tensor, Tensor]]:
+        """A call: a step with these experts, to the loss and the head's gradient. It leaves no gradients behind.
+
+        NotImplementedError for what there is not on these ranks.
+        """
+        parallel = self.rank.world_size > 1
+        if name == TRANSFORMERS and parallel and own_expert_parallel is None:
+            raise NotImplementedError("wants transformers 5.23")
+        attentions = self.attentions[LINEAR in name]
+        if LINEAR in name and not self.converted:
+            for attention in attentions:
+                multiply_by("mxfp8", attention, "auto")
+                self.converted.append(_compile(attention, self.rank.device))
+        case = name.removesuffix(", graph").removesuffix(LINEAR)
+        implementation = "grouped_mm" if case == TRANSFORMERS and not parallel else f"bench {case}"
+
+        def step() -> tuple[Tensor, Tensor]:
+            self.model.config._experts_implementation = implementation
+            for layer, attention in zip(self.model.model.layers, attentions):
+                layer.self_attn = attention
+            loss: Tensor = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+            loss.backward()
+            gradient: Tensor = self.model.lm_head.weight.grad
+            if self.optimizer is not None:
+                self.optimizer.step()
+            self.model.zero_grad(set_to_none=True)
+            return loss.detach(), gradient
+
+        return step
+
+    def close(self) -> None:
+        """Collective."""
+        for _, layer in layers(self.model):
+            layer.dispatcher.close()
+
+
+def _config(name: str, shape: Shape) -> Any:
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.dim,
+        "num_hidden_layers": shape.layers,
+        "moe_intermediate_size": shape.hidden,
+        "num_experts_per_tok": shape.top_k,
+        "norm_topk_prob": True,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+    }
+    if name.startswith(DEEPSEEK):
+        heads, shared = max(2, shape.dim // 128), 2
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": None}
+        sizes |= {"n_routed_experts": shape.experts, "n_shared_experts": shared, "n_group": 1, "topk_group": 1}
+        sizes |= {"first_k_dense_replace": 1, "intermediate_size": (shape.top_k + shared) * shape.hidden}
+        return DeepseekV3Config(**sizes)
+    heads = max(2, shape.dim // 64)
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 8), "head_dim": 128}
+    return Qwen3MoeConfig(**sizes, num_experts=shape.experts)
+
+
+def _std(name: str, weight: Tensor, layers: int) -> float:
+    """Residuals keep the size of embeddings, however many layers add to them, so that few experts flip."""
+    if "embed_tokens" in name:
+        return 1.0
+    added = "o_proj" in name or "down_proj" in name
+    return float((weight.shape[-1] * (2 * layers if added else 1)) ** -0.5)
+
+
+def _adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:
+    """With its moments, which else the first case would be charged for."""
+    graphs = device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.0, weight_decay=0.0, fused=True, capturable=graphs)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def _compile(module: Any, device: torch.device) -> Any:
+    if device.type == "cuda":
+        module.forward = torch.compile(module.forward)  # without transformers' hooks, which break a graph
+    return module
+
+
+def _baseline(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The baseline in a module's place, which keeps it."""
+    w13, w2 = local_weight(experts.gate_up_proj), local_weight(experts.down_proj)
+    layer = experts.__dict__.get("_baseline")
+    if layer is None:
+        group = dist.group.WORLD if len(w13) < experts.num_experts else None
+        layer = experts.__dict__["_baseline"] = BaselineLayer(w13, w2, group=group)
+    layer.w13, layer.w2 = w13, w2
+    out: Tensor = layer(hidden_states, top_k_index.int(), top_k_weights.float())
+    layer.w13 = layer.w2 = None  # which would keep a graph
+    return out
+
+
+def _all_to_all(
+    ep: DeviceMesh, tp: DeviceMesh, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' own expert parallelism, on the experts that are here. tp: of this rank alone."""
+    here = copy.copy(experts)
+    here.__dict__["_parameters"] = {name: local_weight(weight) for name, weight in experts.named_parameters()}
+    here.num_experts = len(here.down_proj)
+    exchange = own_expert_parallel.AllToAllEP(here, ep, tp)
+    exchange.experts_forward = functools.partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], here)
+    out: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
+    return out.to(hidden_states.dtype)

@@ -1,0 +1,217 @@
+"""bench=quant: kernels of mxep.quant beside a plain copy.
+
+A case calls ops of `torch.ops.mxep`, whose CUDA kernels are the Triton launchers. `moved` is what has to move at least:
+inputs read once and outputs written once, scales, indices and offs included. What a kernel reads twice, or leaves for
+the next one to read, does not count.
+
+of copy    bytes a second over those of a plain copy, measured before the cases; measured again after them
+target     the share to reach, if one is set; none for shapes of kind "small", where starting takes the time
+
+Rows are Gaussian, E4M3, RCEIL, blocks of 32. A gathered case takes every stored row once, in random order, from slots
+where qdata and scales lie side by side. Groups are of random size, some empty; all rows are valid.
+
+r rows, k width (of gate and up together, for SwiGLU), e experts, n rows of an expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxep.integration.results import Row
+from mxep.quant import BLOCK, E4M3, ScaleMode
+from mxep.quant.shapes import padded_rows, round_up
+
+from .runner import Bench, table
+from .timer import Alternative, Call, Timer, copy_tb_s, free_memory, rotations
+
+HOW = (E4M3.dtype, ScaleMode.RCEIL.value)
+GROUPS = 32
+FIGURES = "us, TB/s, of copy, target"
+SECTIONS = {"kernels": table("Kernels beside a plain copy", "case, shape", FIGURES)}
+
+ops = torch.ops.mxep
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What cases take, of one shape, on the generator's device."""
+
+    shape: tuple[int, ...]
+    generator: torch.Generator
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"generator": self.generator, "device": self.generator.device}
+
+    def values(self, *shape: int) -> Tensor:
+        """Gaussian, bf16, of another shape if given."""
+        return torch.randn(shape or self.shape, dtype=torch.bfloat16, **self._where)
+
+    def mx(self) -> tuple[Tensor, Tensor]:
+        """Qdata and scales of values, blocked along rows."""
+        qdata, scale = ops.quantize_rows(self.values(), *HOW, BLOCK)
+        return qdata, scale
+
+    def slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Qdata and scales side by side in rows of 16-byte multiples, and an index of all rows in random order."""
+        qdata, scale = self.mx()
+        k, scales = qdata.shape[1], scale.shape[1]
+        buffer = qdata.new_empty((self.rows, round_up(k + scales, 16)), dtype=torch.uint8)
+        slot_qdata, slot_scale = buffer[:, :k], buffer[:, k : k + scales]
+        slot_qdata.copy_(qdata.view(torch.uint8))
+        slot_scale.copy_(scale.view(torch.uint8))
+        index = torch.randperm(self.rows, dtype=torch.int32, **self._where)
+        return slot_qdata.view(qdata.dtype), slot_scale.view(scale.dtype), index
+
+    def offs(self, alignment: int = BLOCK) -> Tensor:
+        """Ends of GROUPS groups over all rows, in multiples of `alignment`."""
+        cuts = torch.randint(0, self.rows // alignment + 1, (GROUPS - 1,), **self._where).sort().values * alignment
+        return torch.nn.functional.pad(cuts, (0, 1), value=self.rows).int()
+
+    def weight(self) -> Tensor:
+        """One per row."""
+        return torch.rand(self.rows, **self._where, dtype=torch.float32)
+
+    def padding(self) -> Tensor:
+        """The row index of groups padded to 32."""
+        sizes = torch.diff(self.offs(1), prepend=torch.zeros(1, dtype=torch.int32, device=self.generator.device))
+        index: Tensor = ops.pad_index(sizes, self.rows, BLOCK)[1]
+        return index
+
+
+def mx(elements: int) -> int:
+    """Bytes of qdata and their scales."""
+    return elements + elements // BLOCK
+
+
+def padded(rows: int) -> int:
+    """The capacity of `pad_groups`."""
+    return padded_rows(rows, GROUPS, BLOCK)
+
+
+def swizzled(rows: int, width: int) -> int:
+    """Bytes of swizzled scales."""
+    return round_up(rows, 128) * round_up(width // BLOCK, 4)
+
+
+def _both_per_row(x: Tensor) -> tuple[Tensor, ...]:
+    *rows, amax = ops.quantize_per_row(x, None, None, *HOW)
+    return *rows, *ops.quantize_per_column(x, None, None, amax, *HOW)
+
+
+@dataclass(frozen=True)
+class Case:
+    """kind: of its shapes. target: share of the copy to reach. moved(*shape): bytes. make(Inputs): arguments.
+    call(*arguments): what is measured."""
+
+    kind: str
+    target: float | None
+    moved: Callable[..., int]
+    make: Callable[[Inputs], tuple[Any, ...]]
+    call: Callable[..., Any]
+
+
+def _values(i: Inputs) -> tuple[Tensor]:
+    return (i.values(),)
+
+
+def _gathered(i: Inputs) -> tuple[Tensor, ...]:
+    return *i.slots(), i.offs()
+
+
+def _gate_up(i: Inputs) -> tuple[Tensor, ...]:
+    return i.values(), i.weight(), i.offs()
+
+
+def _d_h(i: Inputs) -> tuple[Tensor, ...]:
+    qdata = torch.empty(i.shape, dtype=E4M3.dtype, device=i.generator.device)
+    return i.values(i.rows, i.shape[1] // 2), *_gate_up(i), qdata
+
+
+def _swiglu_backward(folded: bool, with_h: bool = False) -> Callable[..., Any]:
+    how = HOW[1], BLOCK, folded, E4M3.dtype if with_h else None, None, None
+    return lambda *args: ops.swiglu_backward(*args, *how)
+
+
+CASES = {
+    "rows": Case("rows", 0.95, lambda r, k: 2 * r * k + mx(r * k), _values,
+                 lambda x: ops.quantize_rows(x, *HOW, BLOCK)),
+    "rows_per_row": Case("rows", 0.95, lambda r, k: 3 * r * k + r, _values,  # row-scaled FP8
+                       lambda x: ops.quantize_rows(x, *HOW, x.shape[1])),
+    "columns": Case("rows", 0.90, lambda r, k: 2 * r * k + mx(r * k), _values,
+                    lambda x: ops.quantize_columns(x, *HOW, BLOCK)),
+    # A column's scale needs every row before its first element: x is read twice, 0.67 is all.
+    "weights_per_row": Case("weights", None, lambda e, n, k: 4 * e * n * k + e * (n + k), _values, _both_per_row),
+    "weights_2d": Case("weights", 0.90, lambda e, n, k: 3 * e * n * k + e * n * k // BLOCK**2, _values,
+                          lambda x: ops.quantize_2d(x, *HOW, BLOCK)),
+    "requantize": Case("rows", 0.85, lambda r, k: 2 * mx(r * k), Inputs.mx,
+                       lambda qdata, scale: ops.requantize(qdata, scale, 1, BLOCK, None, None, *HOW)),
+    "requantize_gathered": Case("rows", 0.85, lambda r, k: 2 * mx(r * k) + 4 * (r + GROUPS), _gathered,
+                                lambda qdata, scale, *rows: ops.requantize(qdata, scale, 1, BLOCK, *rows, *HOW)),
+    "fold": Case("rows", 0.93, lambda r, k: mx(r * k) + 4 * (r + GROUPS) + r * k + r, _gathered,
+                 lambda qdata, *rest: ops.fold(qdata, *rest)),
+    "fold_for_wgrad": Case("rows", 0.85, lambda r, k: 2 * (mx(r * k) + 4 * r + r * k) + 8 * GROUPS,
+                       lambda i: (*i.slots(), *_gathered(i)), lambda *args: ops.fold_for_wgrad(*args, 128)),
+    "swiglu": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + mx(r * k // 2), _gate_up,
+                   lambda *args: ops.swiglu(*args, *HOW, BLOCK, False, None)),
+    "swiglu_folded": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + r * k // 2 + r, _gate_up,
+                          lambda *args: ops.swiglu(*args, *HOW, BLOCK, True, None)),
+    "swiglu_backward": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + mx(r * k), _d_h,
+                            _swiglu_backward(False)),
+    "swiglu_backward_folded": Case("rows", 0.88, lambda r, k: 3 * r * k + 4 * (2 * r + GROUPS) + r * k + r, _d_h,
+                                   _swiglu_backward(True)),
+    "swiglu_backward_and_h": Case("rows", 0.88, lambda r, k: 9 * r * k // 2 + 4 * (2 * r + GROUPS) + 2 * r,
+                                  _d_h, _swiglu_backward(True, with_h=True)),
+    "pad": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * padded(r) + 2 * padded(r) * k,
+                lambda i: (i.values(), i.padding()), lambda *args: ops.pad_rows(*args)),
+    "unpad": Case("rows", 0.90, lambda r, k: 4 * r * k + 4 * padded(r),  # rows of padding are not read
+                  lambda i: (i.values(padded(i.rows), i.shape[1]), i.padding(), i.rows),
+                  lambda *args: ops.unpad_rows(*args)),
+    "gather_swizzled": Case("rows", 0.90, lambda r, k: mx(r * k) + 4 * r + r * k + swizzled(r, k), Inputs.slots,
+                            lambda *args: ops.gather_swizzled(*args, None)),
+    # torch's own cast, without a scale: what a small shape takes at least.
+    "cast": Case("rows", None, lambda r, k: 3 * r * k, _values, lambda x: (x.to(E4M3.dtype),)),
+}  # fmt: skip
+
+
+def measure(bench: Bench) -> Iterator[tuple[str, Row]]:
+    """All cases at all their shapes, case by case."""
+    timer = Timer(bench.device, seconds=0.02, rounds=7)
+    bench.ceilings["copy TB/s"] = copy_tb_s(timer)
+    generator = torch.Generator(bench.device).manual_seed(bench.seed)
+    for name, shape, target in lines(bench):
+        moved = CASES[name].moved(*shape)
+        sets = rotations(moved, bench.device)
+        timed = timer.compare({name: Alternative(functools.partial(_calls, name, Inputs(shape, generator), sets))})[
+            name
+        ]
+        torch.cuda.synchronize()  # raises if a failure left the device unusable
+        row: Row = {"case": name, "shape": list(shape), **timed, "bytes": moved, "target": target}
+        if "us" in row:
+            row["TB/s"] = moved / row["us"] / 1e6
+            row["of copy"] = row["TB/s"] / bench.ceilings["copy TB/s"]
+        yield "kernels", row
+        free_memory(bench.device)
+    bench.ceilings["copy TB/s, after"] = copy_tb_s(timer)
+
+
+def _calls(name: str, inputs: Inputs, sets: int) -> list[Call]:
+    return [functools.partial(CASES[name].call, *CASES[name].make(inputs)) for _ in range(sets)]
+
+
+def lines(bench: Bench) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
+    """(case, shape, target) of every row."""
+    for name in bench.config.cases or CASES:
+        for kind, shapes in bench.config.shapes.items():
+            if CASES[name].kind == ("weights" if kind == "weights" else "rows"):
+                yield from ((name, tuple(shape), None if kind == "small" else CASES[name].target) for shape in shapes)

@@ -1,0 +1,102 @@
+"""A bench, from its config to its report: in this process, or on all ranks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+
+from mxep.integration.config import ConfigError
+from mxep.integration.rank import Rank
+from mxep.integration.results import Report, Row, Section, write
+from mxep.integration.schema import BenchConfig
+
+from .timer import free_memory
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a bench measures with. report: it adds its ceilings there; rows it yields. ranks_per_node: of layers."""
+
+    rank: Rank
+    config: BenchConfig
+    seed: int
+    report: Report
+    ranks_per_node: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.rank.device
+
+    @property
+    def ceilings(self) -> dict[str, float]:
+        return self.report.ceilings
+
+
+def load(name: str) -> Any:
+    """The module of a bench. ConfigError if it wants a package that is not here."""
+    try:
+        return importlib.import_module(f"{__package__}.{name}")
+    except ImportError as error:
+        raise ConfigError(f"bench={name}: {error}") from error
+
+
+def run(
+    rank: Rank | None,
+    config: BenchConfig,
+    seed: int,
+    files: Sequence[Path] = (),
+    command: str = "",
+    ranks_per_node: int | None = None,
+    *,
+    quiet: bool = False,
+) -> Report:
+    """Measure what `config` names; rank None: in this process alone.
+
+    Rank 0 logs each row, as JSON, as soon as it is there, unless `quiet`, and writes all rows so far into `files`: a
+    run that is ended loses none. Collective, with one report for all ranks.
+    """
+    module, begin = load(config.name), time.monotonic()
+    rank = rank or Rank(0, 1, torch.device(config.device))
+    console = Console(stderr=True, quiet=quiet or rank.rank > 0)
+    sections = {name: module.SECTIONS[name].empty() for name in config.sections or module.SECTIONS}
+    title = f"mxep {config.name}" + (f", {rank.world_size} ranks" if rank.world_size > 1 else "")
+    report = Report(title, {}, sections)
+    for name, row in module.measure(Bench(rank, config, seed, report, ranks_per_node)):
+        added = json.dumps({"section": name, **report.add(name, row)})
+        report.seconds = time.monotonic() - begin
+        console.print(f"{report.seconds:6.1f} s  {added}", soft_wrap=True, highlight=False, markup=False)
+        if rank.rank == 0:
+            write(report.to_json(command, config.commit), files)
+    return report
+
+
+def models(bench: Bench, shape_of: Callable[..., T]) -> Iterator[tuple[Row, T]]:
+    """Each shape of the models that the config names, and what all of its rows say."""
+    for model in bench.config.models or bench.config.shapes:
+        for sizes in bench.config.shapes[model]:
+            if bench.device.type == "cuda":
+                # What is compiled is for the widths of a shape; another's would make them variables.
+                importlib.import_module("torch._dynamo").reset()
+            yield {"model": model, "shape": list(sizes), "ranks": bench.rank.world_size}, shape_of(*sizes)
+            free_memory(bench.device)
+
+
+def table(title: str, labels: str, figures: str) -> Section:
+    """A section of columns whose names have a comma between them."""
+    return Section(title, tuple(labels.split(", ")), {name: FORMATS.get(name, ".2f") for name in figures.split(", ")})
+
+
+FORMATS = {"of sum": ".0%", "of step": ".0%", "tokens/s": ".0f", "loss": ".5f"}
+FORMATS |= dict.fromkeys(("us", "left us", "dB"), ".1f")
+FORMATS |= dict.fromkeys(("TF", "MHz", "W", "wire GB/s", "logical GB/s"), ".0f")
+FORMATS |= dict.fromkeys(("launches", "allocations", "ops"), ".0f")

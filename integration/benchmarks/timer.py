@@ -1,0 +1,309 @@
+"""How long calls take: one round robin of alternatives, of one process or of all ranks.
+
+    prepare    warm up; capture a CUDA graph of calls, taken from the sets of inputs in turn; check what it gives
+    measure    `rounds` times, in an order shuffled anew and on all ranks alike, a stretch of each: replays that fill
+               `seconds`, between two events, enqueued without a pause after some that are not timed
+    a figure   the median over rounds of the slowest rank's time, a call; spread: how much longer the longest round took
+               than the shortest
+
+A chip at its power limit is as fast as whatever ran before left it cool. So each stretch warms the chip itself, for
+LEAD_SECONDS, and neighbours change. Clock and power are read meanwhile. CPU ranks make each call once a stretch, by the
+host's clock.
+
+Inputs that would fit the L2 cache come in several sets (`rotations`), each with outputs of its own: a call finds
+nothing there, as in a model, where others ran in between. A small shape's time holds what a graph needs between two
+kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import math
+import random
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mxep.integration.collective import FailedOnRanks, all_gather, from_all_ranks, on_all_ranks
+from mxep.integration.graph import capturing
+from mxep.integration.results import Row
+
+GRAPH_SECONDS = 0.02
+LEAD_SECONDS = 0.2
+GRAPH_CALLS = 200
+COPY_BYTES = 1 << 30
+COPIES = 10
+L2_SIZES = 4  # bytes that pass, in L2 caches, before a set of inputs comes again
+READ_EVERY = 0.05  # seconds
+
+Call = Callable[[], Any]
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What is timed beside others.
+
+    make: gets everything ready and returns the calls, taken in turn. ImportError or NotImplementedError: not here.
+    graph: "must", "may" (else launched by the host, which a note says) or "never" be in a CUDA graph.
+    seconds: of a stretch, instead of the timer's. check: raises what went wrong on the device. reset: forgets what
+    calls accumulated. inspect: gets the result of the first timed call after `reset`; collective, may raise
+    FailedOnRanks.
+    """
+
+    make: Callable[[], Sequence[Call]]
+    graph: str = "must"
+    seconds: float | None = None
+    check: Call = nothing
+    reset: Call = nothing
+    inspect: Callable[[Any], None] | None = None
+
+
+@dataclass
+class Run:
+    """An alternative, ready. calls: in a `replay`. repeats: replays in a stretch, lead: before it. kept: the calls, and
+    so the operands, which a graph does not hold. samples: MHz and watts."""
+
+    alternative: Alternative
+    replay: Call
+    calls: int
+    repeats: int
+    kept: Sequence[Call]
+    lead: int = 0
+    note: str | None = None
+    samples: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass
+class Timer:
+    """seconds: of a stretch. start: on all ranks, before a stretch. graph_calls: most calls in a graph. host: time what
+    calls cost the host, `repeats` of them back to back, without a graph. shared: a failure in a round ends all others.
+    """
+
+    device: torch.device
+    seconds: float
+    rounds: int
+    start: Call = nothing
+    graph_calls: int = GRAPH_CALLS
+    host: bool = False
+    repeats: int = 10
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        self.cuda = self.device.type == "cuda"
+        self._read = None if self.host else open_meter(self.device)
+        # Graphs share memory, as they never run side by side. A pool ends with its last graph.
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._pool: Any = None
+
+    def compare(self, alternatives: Mapping[str, Alternative]) -> dict[str, Row]:
+        """A row for each: us, spread, MHz and W, or a note or an error. Collective."""
+        ready: dict[str, Run] = {}
+        rows: dict[str, Row] = {name: {} for name in alternatives}
+        for name, alternative in alternatives.items():
+            try:
+                ready[name] = self.prepare(alternative)
+            except FailedOnRanks as error:
+                rows[name] = failure(error)
+        return rows | self.measure(ready)
+
+    def prepare(self, alternative: Alternative) -> Run:
+        """Collective. Raises FailedOnRanks."""
+        run = Run(alternative, nothing, 1, self.repeats if self.host and self.cuda else 1, ())
+        result = on_all_ranks(lambda: self._warm(run))
+        if self.cuda and not self.host and alternative.graph != "never":
+            result = None  # it may be large
+            us = max(from_all_ranks(lambda: self._stretch(run)))
+            try:
+                result = self._capture(run, max(1, min(self.graph_calls, round(GRAPH_SECONDS * 1e6 / us))))
+            except FailedOnRanks as error:
+                if alternative.graph == "must":
+                    raise
+                self._graphs.clear()  # a pool in which a capture failed is of no use
+                run.note = f"not in a graph: {error}"
+                result = on_all_ranks(lambda: self._warm(run))
+        if alternative.inspect is not None:  # before any other call adds to it
+            alternative.inspect(result)
+        if self.cuda and not self.host:
+            us = max(from_all_ranks(lambda: self._stretch(run)))
+            run.repeats = max(1, round((alternative.seconds or self.seconds) * 1e6 / us / run.calls))
+            run.lead = min(run.repeats, math.ceil(LEAD_SECONDS * 1e6 / us / run.calls))
+        return run
+
+    def _warm(self, run: Run) -> Any:
+        """Makes `run` its calls, launched by the host; the result of the last one."""
+        calls = run.kept = run.alternative.make()
+        result = None
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        run.replay, run.calls = replay, len(calls)
+        replay()  # compiles
+        run.alternative.reset()
+        for call in calls:
+            result = call()
+        synchronize(self.device)
+        run.alternative.check()
+        return result if run.alternative.inspect else None
+
+    def _capture(self, run: Run, count: int) -> Any:
+        """Makes `run` replays of a graph of at least `count` calls; the result of the last one, replayed once."""
+        calls, sets, alternative = run.kept, len(run.kept), run.alternative
+        total = -(-count // sets) * sets
+        results: deque[Any] = deque(maxlen=sets)  # as long as one is here, its memory is not written again
+
+        def capture() -> torch.cuda.CUDAGraph:
+            gc.collect()
+            torch.cuda.synchronize()
+            self._pool = self._pool if self._graphs else torch.cuda.graph_pool_handle()
+            with capturing(pool=self._pool) as graph:
+                for i in range(total):
+                    results.append(calls[i % sets]())
+            return graph
+
+        def first() -> None:
+            alternative.reset()
+            graph.replay()
+            torch.cuda.synchronize()
+            alternative.check()
+
+        graph = on_all_ranks(capture)
+        self._graphs.add(graph)
+        on_all_ranks(first)
+        run.replay, run.calls = graph.replay, total
+        return results[-1] if alternative.inspect else None
+
+    def measure(self, runs: Mapping[str, Run]) -> dict[str, Row]:
+        """A row for each. One that fails is not timed again. Collective; if `shared`, raises FailedOnRanks."""
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        rows: dict[str, Row] = {}
+        for turn in range(self.rounds):
+            for name in random.Random(turn).sample(list(runs), len(runs)):
+                if name in rows:
+                    continue
+                try:
+                    run = runs[name]
+                    times[name].append(max(from_all_ranks(lambda run=run: self._stretch(run, self._read))))  # type: ignore[misc]
+                except FailedOnRanks as error:
+                    if self.shared:
+                        raise
+                    rows[name] = failure(error)
+        return {name: rows.get(name) or self._row(run, times[name]) for name, run in runs.items()}
+
+    def _row(self, run: Run, times: list[float]) -> Row:
+        row: Row = {"us": statistics.median(times), "spread": max(times) / min(times) - 1}
+        samples = [sample for theirs in all_gather(run.samples) for sample in theirs]
+        row |= {name: statistics.median(each) for name, each in zip(("MHz", "W"), zip(*samples))}
+        return row | ({"note": run.note} if run.note else {})
+
+    def _stretch(self, run: Run, read: Callable[[], tuple[float, float]] | None = None) -> float:
+        """Microseconds of a call, on this rank."""
+        synchronize(self.device)
+        if self.host or not self.cuda:
+            self.start()
+            begin = time.perf_counter()
+            for _ in range(run.repeats):
+                run.replay()
+            us = (time.perf_counter() - begin) * 1e6
+            synchronize(self.device)
+        else:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(run.lead):
+                run.replay()
+            with _metered(read, run.samples):
+                self.start()
+                start.record()
+                for _ in range(run.repeats):
+                    run.replay()
+                end.record()
+                torch.cuda.synchronize()
+            us = start.elapsed_time(end) * 1e3
+        run.alternative.check()
+        return us / run.repeats / run.calls
+
+
+def failure(error: FailedOnRanks) -> Row:
+    """A row without figures."""
+    return {"note" if error.unsupported else "error": str(error)}
+
+
+def open_meter(device: torch.device) -> Callable[[], tuple[float, float]] | None:
+    """What reads SM clock (MHz) and board power (W) of `device`, by NVML; None where there is no answer."""
+    if device.type != "cuda":
+        return None
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+        def read() -> tuple[float, float]:
+            mhz = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+            # The plain power reading is the mean of a second, in which others ran.
+            power = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0]
+            return float(mhz), power.value.uiVal / 1e3
+
+        read()
+    except Exception:
+        return None
+    return read
+
+
+@contextlib.contextmanager
+def _metered(read: Callable[[], tuple[float, float]] | None, samples: list[tuple[float, float]]) -> Iterator[None]:
+    """Reads on a thread, as the host may be busy launching."""
+    over = threading.Event()
+
+    def poll() -> None:
+        while read is not None and not over.wait(READ_EVERY):
+            samples.append(read())
+
+    thread = threading.Thread(target=poll, name="meter", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def copy_tb_s(timer: Timer) -> float:
+    """TB/s, read and written, of a plain copy, outside a graph. Captured, it becomes a memcpy node, which is much
+    slower: 2.77 instead of 4.25 TB/s on an H200."""
+    a = torch.ones(COPY_BYTES, dtype=torch.uint8, device=timer.device)
+    b = torch.empty_like(a)
+    row = timer.compare({"copy": Alternative(lambda: [lambda: b.copy_(a)] * COPIES, "never")})["copy"]
+    return float(2 * COPY_BYTES / row["us"] / 1e6)
+
+
+def rotations(nbytes: int, device: torch.device) -> int:
+    """Sets of inputs and outputs, `nbytes` each, that it takes for none to be in L2 when its turn comes again."""
+    if device.type != "cuda":
+        return 1
+    cache: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, -(-L2_SIZES * cache // nbytes))

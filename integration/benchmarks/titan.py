@@ -1,0 +1,250 @@
+"""torchtitan 0.2's own trainer on GPUs, with its experts and with mxep's: tokens/s and losses, one case a launch.
+
+    torchrun --nproc-per-node 4 integration/benchmarks/titan.py --model qwen3-30b --case mxfp8 --out titan.jsonl
+    python integration/benchmarks/titan.py --table titan.jsonl
+
+The model is torchtitan's with fewer layers, the text Python's standard library in words, so that losses fall. What is
+measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/guides/torchtitan.md says what to
+install and runs all cases.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import statistics
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from mxep.ep import passes
+from mxep.integration.rank import NO_MULTICAST
+
+MODELS = {"qwen3-30b": ("qwen3", "30B-A3B", 16), "deepseek-16b": ("deepseek_v3", "16B", 16)}
+"""Name -> torchtitan's model, its flavor, layers unless given."""
+DEBUG = {"qwen3-debug": ("qwen3", "debugmodel_moe", 2), "deepseek-debug": ("deepseek_v3", "debugmodel", 2)}
+LINEAR = "-linear"
+CASES = ("torchtitan", "torchtitan-fp8", "bf16", "mxfp8", "fp8", f"mxfp8{LINEAR}", f"fp8{LINEAR}")
+"""Its own experts and dispatcher, these with torchao's FP8 products, and mxep's recipes, of experts, of linears too."""
+LOG_EVERY, WARM_UP = 10, 20
+
+
+class Words:
+    """torchtitan's dataloader of a rank: windows of a text, the same in every run."""
+
+    def __init__(self, text: Tensor, batch: int, length: int, rank: int) -> None:
+        self.text, self.batch, self.length = text, batch, length
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            starts = torch.randint(len(self.text) - self.length, (self.batch, 1), generator=self.generator)
+            window = self.text[starts + torch.arange(self.length + 1)]
+            yield {"input": window[:, :-1]}, window[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+class Logged:
+    """In the place of the trainer's TensorBoard: what it logs, by step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        names = {"tokens": "throughput(tps)", "loss": "loss_metrics/global_avg_loss"}
+        names |= {"gib": "memory/max_reserved(GiB)", "active_gib": "memory/max_active(GiB)"}
+        self.steps[step] = {short: float(metrics[name]) for short, name in names.items()}
+        loads = [load for name, load in metrics.items() if name.startswith("moe_load/")]
+        self.steps[step]["load"] = max(loads, default=0.0)
+
+    def close(self) -> None:
+        pass
+
+
+def read_words(vocabulary: int) -> Tensor:
+    """(N,) int64: the standard library's source, its words numbered by how often they are."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    words = re.findall(r"\w+|\s+|[^\w\s]", "".join(file.read_text(errors="ignore") for file in files))
+    common = collections.Counter(words).most_common(vocabulary - 1)
+    number = {word: i for i, (word, _) in enumerate(common, 1)}
+    return torch.tensor([number.get(word, 0) for word in words])
+
+
+def make_config(args: argparse.Namespace) -> Any:
+    """torchtitan's config for a case. torchrun has set the environment."""
+    from torchtitan.config import ConfigManager, JobConfig
+    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+
+    from mxep.integration.titan_converter import ConverterOptions, build_metrics_processor
+    from mxep.integration.titan_converter import JobConfig as WithOptions
+
+    name, flavor, layers = (MODELS | DEBUG)[args.model]
+    spec = get_train_spec(name)
+    sizes = dataclasses.replace(spec.model_args[flavor], n_layers=args.layers or layers)
+    sizes.attn_type, sizes.attn_mask_type = "sdpa", "causal"  # others want a tokenizer
+
+    def make_words(dp_rank: int, **_: Any) -> Words:
+        return Words(read_words(sizes.vocab_size), args.batch, args.length, dp_rank)
+
+    ours = {"model_args": {"bench": sizes}, "build_dataloader_fn": make_words, "build_tokenizer_fn": None}
+    ours["build_metrics_processor_fn"] = build_metrics_processor
+    register_train_spec("bench", dataclasses.replace(spec, **ours))
+    config: Any = ConfigManager._merge_configs(JobConfig, WithOptions)()
+    config.model.name, config.model.flavor = "bench", "bench"
+    config.job.dump_folder = tempfile.mkdtemp()
+    config.training.local_batch_size, config.training.seq_len = args.batch, args.length
+    config.training.steps, config.metrics.log_freq, config.debug.seed = args.steps, LOG_EVERY, 0
+    config.optimizer.lr, config.lr_scheduler.warmup_steps = 3e-4, min(20, args.steps)
+    config.parallelism.expert_parallel_degree = int(os.environ["WORLD_SIZE"])
+    config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option = args.checkpoint, "op"
+    config.compile.enable = args.compile
+    config.profiling.enable_profiling, config.profiling.profile_freq = args.profile, args.steps
+    if args.case == "torchtitan-fp8":
+        config.model.converters = ["quantize.grouped_mm.float8"]
+        config.quantize.grouped_mm.float8.fqns = ["moe.experts"]
+    elif args.case != "torchtitan":
+        config.model.converters = ["mxep"]
+        recipe = args.case.removesuffix(LINEAR)
+        how: dict[str, Any] = {"recipe": recipe, "linear": recipe if args.case.endswith(LINEAR) else None}
+        how |= {"dispatcher": args.dispatcher, "dtype": config.training.mixed_precision_param}
+        config.mxep = ConverterOptions(max_tokens=args.batch * args.length, capacity=args.capacity, **how)
+    return config
+
+
+def make_trainer(args: argparse.Namespace) -> Any:
+    """torchtitan's trainer for a case."""
+    from torchtitan.train import Trainer
+
+    return Trainer(make_config(args))
+
+
+def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Train, and what to remember of it: tokens/s of all ranks, the median of logs after the warm-up."""
+    logged = trainer.metrics_processor.logger = Logged()
+    trainer.train()
+    speeds = [found["tokens"] for step, found in logged.steps.items() if step > WARM_UP]
+    world = int(os.environ["WORLD_SIZE"])
+    result = {name: getattr(args, name) for name in ("model", "case", "compile", "checkpoint", "batch", "length")}
+    result |= {"layers": trainer.model_args.n_layers, "ranks": world, "capacity": args.capacity}
+    result["tokens_per_second"] = world * statistics.median(speeds) if speeds else None
+    result["spread"] = [world * min(speeds), world * max(speeds)] if speeds else None
+    result |= {name: max(found[name] for found in logged.steps.values()) for name in ("gib", "active_gib")}
+    result["losses"] = {step: found["loss"] for step, found in logged.steps.items()}
+    result["loads"] = {step: found["load"] for step, found in logged.steps.items()}
+    modules = [module for part in trainer.model_parts for module in part.modules()]
+    dispatchers = {id(each): each for module in modules if (each := getattr(module, "dispatcher", None)) is not None}
+    passes = [each for dispatcher in dispatchers.values() for each in dispatcher.passes.values()]
+    result["replays"] = {each.__name__: [each.replays, each.refused] for each in passes}
+    if args.profile:
+        result["profile"] = kernels_of(Path(trainer.job_config.job.dump_folder), int(os.environ["RANK"]))
+    return result
+
+
+def kernels_of(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank's GPU did in the profiled step: kernels by ms, the ms in which any ran, first to last."""
+    trace = json.loads(next(folder.rglob(f"rank{rank}_trace.json")).read_text())
+    ran = [one for one in trace["traceEvents"] if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    took: collections.Counter[str] = collections.Counter()
+    busy, until, calls = 0.0, 0.0, collections.Counter(one["name"] for one in ran)
+    for one in sorted(ran, key=lambda one: one["ts"]):
+        took[one["name"]] += one["dur"] / 1e3
+        end = one["ts"] + one["dur"]
+        busy, until = busy + max(0.0, end - max(until, one["ts"])) / 1e3, max(until, end)
+    kernels = [[name[:100], calls[name], round(ms, 3)] for name, ms in took.most_common(80)]
+    return {"busy_ms": busy, "ms": (until - min(one["ts"] for one in ran)) / 1e3, "kernels": kernels}
+
+
+@contextlib.contextmanager
+def checked_passes() -> Iterator[None]:
+    """Each pass of a layer that is replayed is computed by its function, too, and has to have the same bits.
+
+    All ranks replay the same passes, as the function makes its exchanges.
+    """
+    replayed = passes._Pass.replay
+
+    def call(self: Any, tensors: list[Any], *static: Any) -> list[Any] | None:
+        before, copies = self.replays, [x if x is None else x.clone() for x in tensors]
+        results = replayed(self, tensors, *static)
+        if self.replays > before:
+            wanted = self.direct(copies, *static)
+            # Behind out there are rows that nobody writes.
+            alike = [
+                a is b or torch.equal(a, b)
+                for a, b in zip(results, wanted[:1] if self.__name__ == "layer_forward" else wanted)
+            ]
+            assert all(alike), f"{self.__name__}: {alike} after {before} replays"
+        return results
+
+    with mock.patch.object(passes._Pass, "replay", call):
+        yield
+
+
+def print_table(file: Path) -> None:
+    """Markdown of the results in a file, those of a model beside each other."""
+    runs = [json.loads(line) for line in file.read_text().splitlines()]
+    print("| model | layers | case | compile | checkpoint | tokens/s | x torchtitan | GiB | losses |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for run in runs:
+        speed = run["tokens_per_second"]
+        alike = ("model", "layers", "compile", "checkpoint", "batch", "length", "ranks")
+        own = [r for r in runs if r["case"] == "torchtitan" and all(r.get(key) == run[key] for key in alike)]
+        ratio = f"{speed / own[-1]['tokens_per_second']:.2f}" if own and speed and own[-1]["tokens_per_second"] else ""
+        losses = ", ".join(f"{run['losses'][step]:.3f}" for step in run["losses"])
+        cells = run["model"], run["layers"], run["case"], run["compile"], run["checkpoint"]
+        print(f"| {' | '.join(map(str, cells))} | {speed and round(speed)} | {ratio} | {run['gib']:.1f} | {losses} |")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="torchtitan 0.2's trainer with its experts or mxep's, under torchrun")
+    parser.add_argument("--table", type=Path, help="print the results in this file and do nothing else")
+    parser.add_argument("--model", choices=[*MODELS, *DEBUG], default="qwen3-30b")
+    parser.add_argument("--case", choices=CASES, default="mxfp8")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="none", help="of activations")
+    parser.add_argument("--dispatcher", choices=("symmetric", "all_to_all"), default="symmetric")
+    parser.add_argument("--capacity", type=float, help="rows that fit, in balanced loads; default: the worst case")
+    parser.add_argument("--check", action="store_true", help="replayed passes against their functions, bit for bit")
+    parser.add_argument("--profile", action="store_true", help="the last step's kernels, by their time")
+    parser.add_argument("--out", type=Path, default=Path("titan.jsonl"))
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse()
+    if args.table:
+        print_table(args.table)
+        return
+    from torchtitan.tools.logging import init_logger
+
+    os.environ.update(NO_MULTICAST)
+    init_logger()
+    trainer = make_trainer(args)
+    with checked_passes() if args.check else contextlib.nullcontext():
+        result = measure(trainer, args)
+    trainer.close()
+    if int(os.environ["RANK"]) == 0:
+        with args.out.open("a") as stream:
+            stream.write(json.dumps(result) + "\n")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
