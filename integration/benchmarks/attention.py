@@ -1,6 +1,6 @@
 """One Qwen3 attention's forward + backward with bf16 and MXFP8 projections, eager and compiled: time, host's, kernels.
 
-python integration/benchmarks/attention.py                  Qwen3-30B-A3B's sizes, 8192 tokens, on a GPU: docs/guides/linear.md
+python integration/benchmarks/attention.py                  Qwen3-30B-A3B's sizes, 8192 tokens, on a GPU
 python integration/benchmarks/attention.py --tokens 64      a trial where there is no GPU, whose times say nothing
 """
 
