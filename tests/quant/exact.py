@@ -19,8 +19,8 @@ FP32_MAX = float(np.finfo(np.float32).max)
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
 
-BITS = {"E4M3": (3, 7), "E5M2": (2, 15)}  # mantissa bits, bias of the exponent
-TOP = {"E4M3": 448.0, "E5M2": 57344.0}
+BITS = {"E4M3": (3, 7), "E5M2": (2, 15), "E2M1": (1, 1)}  # mantissa bits, bias of the exponent
+TOP = {"E4M3": 448.0, "E5M2": 57344.0, "E2M1": 6.0}
 
 
 def value_of_code(name: str, code: int) -> float:

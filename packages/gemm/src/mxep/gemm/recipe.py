@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Self
 import torch
 from torch import Tensor
 
-from mxep.quant import BLOCK, E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantize, requantize
+from mxep.quant import BLOCK, E2M1, E4M3, E5M2, MXFormat, MXTensor, ScaleMode, quantize, requantize
 
 Scaling = Literal["none", "row", "mx"]
 
@@ -123,9 +123,11 @@ class Recipe:
     def fits(self, x: MXTensor) -> bool:
         """Whether the blocks of `x` are the ones that this recipe gives an activation or a gradient (M, K).
 
-        The element format is not compared: qdata carry their own.
+        E4M3 and E5M2 both fit: qdata carry their own format. E2M1 does not.
         """
-        return self.scaling != "none" and x.axis == -1 and x.block_size == (self.block_size or x.shape[-1])
+        if self.scaling == "none" or x.qdata.dtype == E2M1.dtype:
+            return False
+        return x.axis == -1 and x.block_size == (self.block_size or x.shape[-1])
 
     def along_tokens(self, x: Tensor, offs: Tensor | None) -> Tensor:
         """An operand of wgrad (M, D), blocked along D (maybe indexed), blocked along M instead, in its own format.

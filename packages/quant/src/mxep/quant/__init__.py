@@ -6,7 +6,7 @@ from mxep.quant.activation import SwiGLU
 from mxep.quant.checks import Axis
 from mxep.quant.fold import FoldStats, fold, fold_with_stats
 from mxep.quant.fold_for_wgrad import WgradOperands, fold_for_wgrad
-from mxep.quant.formats import BLOCK, E4M3, E5M2, MXFormat, ScaleMode, format_of
+from mxep.quant.formats import BLOCK, E2M1, E4M3, E5M2, MXFormat, ScaleMode, format_of
 from mxep.quant.group_sums import group_sums
 from mxep.quant.groups import PaddedGroups, group_of_rows, pad_groups, unpad_groups, valid_rows
 from mxep.quant.quantize import quantize, quantize_columns_of_amax, quantize_joined, quantize_with_amax
@@ -22,6 +22,7 @@ except importlib.metadata.PackageNotFoundError:  # sources on the path, not inst
 
 __all__ = [
     "BLOCK",
+    "E2M1",
     "E4M3",
     "E5M2",
     "Axis",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxep.quant.formats import format_of
 from mxep.quant.ops import bytewise
 
 aten = torch.ops.aten
@@ -67,7 +68,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
             f"{func} of an MXTensor {tuple(mx.shape)} as {tuple(size)}: its blocks have no such shape; "
             "call .dequantize() first"
         )
-    return mx.with_parts(mx.qdata.view(size), mx.scale.reshape(*size[:-1], mx.scale.shape[-1]))
+    bytes_of_row = mx.qdata.shape[-1]
+    return mx.with_parts(mx.qdata.view(*size[:-1], bytes_of_row), mx.scale.reshape(*size[:-1], mx.scale.shape[-1]))
 
 
 def _in_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
@@ -117,7 +119,8 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MX:
             f"slice of an MXTensor along its blocked axis {dim}: got [{first}:{last}:{step}], "
             f"want multiples of its block, {mx.block_size}"
         )
-    qdata = func(mx.qdata, dim, first, last)
+    per_byte = format_of(mx.qdata.dtype).elements_per_byte
+    qdata = func(mx.qdata, dim, first // per_byte, last // per_byte)
     return mx.with_parts(qdata, func(mx.scale, dim, first // mx.block_size, last // mx.block_size), mx.row_index)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import E4M3, E5M2, SCALE_DTYPE, MXFormat, ScaleMode
+from mxep.quant.formats import E2M1, E4M3, E5M2, SCALE_DTYPE, MXFormat, ScaleMode, format_of
 
 Axis = int | tuple[int, int]
 BLOCKS_2D = (-2, -1)
@@ -27,11 +27,12 @@ def check_values(name: str, x: Tensor) -> None:
 
 
 def check_format(fmt: MXFormat | str) -> torch.dtype:
-    """The dtype of the qdata of `fmt`, an MXFormat or its name."""
+    """The dtype of the qdata of `fmt`, E4M3 or E5M2 or its name; only `quantize` makes E2M1."""
     if isinstance(fmt, str):
         fmt = _FORMATS.get(fmt, fmt)
-    if not isinstance(fmt, MXFormat):
+    if fmt not in (E4M3, E5M2):
         raise ValueError(f"fmt: got {fmt!r}, want E4M3 or E5M2")
+    assert isinstance(fmt, MXFormat)
     return fmt.dtype
 
 
@@ -55,19 +56,49 @@ def check_axis(axis: Axis, x: Tensor) -> Axis:
     raise ValueError(f"axis: got {axis} for shape {tuple(x.shape)}, want one of the last two, or both for 2-D blocks")
 
 
-def check_block(block_size: int | None, axis: Axis, x: Tensor) -> int:
-    """Elements a scale covers: `block_size`, which must divide every blocked axis of `x`; None is the whole axis."""
+def check_block(block_size: int | None, axis: Axis, x: Tensor | torch.Size) -> int:
+    """Elements a scale covers: `block_size`, which must divide every blocked axis of `x`; None is the whole axis.
+
+    x: a tensor, or its shape.
+    """
+    shape = x if isinstance(x, torch.Size) else x.shape
     axes = (axis,) if isinstance(axis, int) else axis
     if block_size is None:
         if len(axes) > 1:
             raise ValueError("block_size: got None for 2-D blocks, want a number of elements")
-        block_size = x.shape[axes[0]]
+        block_size = shape[axes[0]]
     if block_size < 1:
-        raise ValueError(f"block_size: got {block_size} for shape {tuple(x.shape)}, want a positive number of elements")
+        raise ValueError(f"block_size: got {block_size} for shape {tuple(shape)}, want a positive number of elements")
     for a in axes:
-        if x.shape[a] % block_size:
-            raise ValueError(f"got shape {tuple(x.shape)}, want axis {a} a multiple of the block, {block_size}")
+        if shape[a] % block_size:
+            raise ValueError(f"got shape {tuple(shape)}, want axis {a} a multiple of the block, {block_size}")
     return block_size
+
+
+def check_block_e2m1(block_size: int, axis: Axis) -> None:
+    """Bytes of two E2M1 elements lie along one blocked axis and belong to one block each."""
+    if axis == BLOCKS_2D:
+        raise ValueError(
+            "axis: got 2-D blocks of E2M1, want -1 or -2: two elements share a byte along the blocked axis"
+        )
+    if block_size % 2:
+        raise ValueError(f"block_size: got {block_size} for E2M1, want an even number: two elements share a byte")
+
+
+def check_byte_elements(name: str, mx: Tensor) -> None:
+    """`mx`, an MXTensor, must have a byte an element, E4M3 or E5M2."""
+    if mx.qdata.dtype == E2M1.dtype:  # type: ignore[attr-defined]
+        raise ValueError(f"{name}: got E2M1, want E4M3 or E5M2: to_mxfp8 gives the same values in E4M3")
+
+
+def shape_of(qdata: Tensor, axis: Axis) -> torch.Size:
+    """Shape (..., N, K) in elements of qdata blocked along `axis`; two E2M1 elements share a byte."""
+    per_byte = format_of(qdata.dtype).elements_per_byte
+    if per_byte == 1 or not isinstance(axis, int):
+        return qdata.shape
+    shape = [*qdata.shape]
+    shape[axis] *= per_byte
+    return torch.Size(shape)
 
 
 def check_parts(
@@ -77,9 +108,10 @@ def check_parts(
     for name, part in (("qdata", qdata), ("scales", scale), ("row_index", row_index)):
         if not isinstance(part, Tensor) and (part is not None or name != "row_index"):
             raise ValueError(f"{name}: got a {type(part).__name__}, want a tensor")
-    if qdata.dtype not in (E4M3.dtype, E5M2.dtype):
+    if qdata.dtype not in (E4M3.dtype, E5M2.dtype, E2M1.dtype):
         raise ValueError(
-            f"qdata: got {qdata.dtype}: want {E4M3.dtype} or {E5M2.dtype}; mxep.quant.quantize makes qdata"
+            f"qdata: got {qdata.dtype}: want {E4M3.dtype}, {E5M2.dtype} or {E2M1.dtype}; "
+            "mxep.quant.quantize makes qdata"
         )
     if axis not in (-1, -2, BLOCKS_2D):
         raise ValueError(f"axis: got {axis!r}, want -1, -2 or {BLOCKS_2D}")
@@ -87,19 +119,22 @@ def check_parts(
         raise ValueError(f"qdata: got shape {tuple(qdata.shape)}, want two axes or more, (..., N, K)")
     if not isinstance(block_size, (int, torch.SymInt)):
         raise ValueError(f"block_size: got {block_size!r}, want a number of elements")
-    check_block(block_size, axis, qdata)
+    shape = shape_of(qdata, axis)
+    check_block(block_size, axis, shape)
+    if qdata.dtype == E2M1.dtype:
+        check_block_e2m1(block_size, axis)
     if orig_dtype not in VALUE_DTYPES:
         raise ValueError(f"orig_dtype: got {orig_dtype}, want one of {VALUE_DTYPES}")
     if scale.dtype != SCALE_DTYPE:
         raise ValueError(
             f"scales: got dtype {scale.dtype}, want {SCALE_DTYPE}: from_qdata_and_scales takes its bytes, too"
         )
-    *rest, n, k = qdata.shape
+    *rest, n, k = shape
     wanted = *rest, n if axis == -1 else n // block_size, k if axis == -2 else k // block_size
     if scale.shape != wanted:
         raise ValueError(
             f"scales: got shape {tuple(scale.shape)}, want {wanted} "
-            f"for qdata {tuple(qdata.shape)} in blocks of {block_size} along axis {axis}"
+            f"for qdata {tuple(shape)} in blocks of {block_size} along axis {axis}"
         )
     if scale.device != qdata.device:
         raise ValueError(f"scales: got device {scale.device}, want {qdata.device}, where qdata is")

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mxep.quant.checks import check_byte_elements
 from mxep.quant.fold import shift_qdata
 from mxep.quant.groups import check_offs, group_of_rows, valid_rows
 from mxep.quant.ops import NAN_ELEMENT, pick_mx
@@ -80,6 +81,7 @@ def fold_for_wgrad(x: MXTensor, y: MXTensor, offs: Tensor, *, alignment: int = 1
     for name, operand in (("x", x), ("y", y)):
         if not isinstance(operand, MXTensor):
             raise ValueError(f"{name}: got a {type(operand).__name__}, want an MXTensor: quantize it")
+        check_byte_elements(name, operand)
         if operand.axis != -1:
             raise ValueError(f"{name}: got {operand!r}, want a tensor blocked along its rows, axis -1")
     if x.shape[0] != y.shape[0]:

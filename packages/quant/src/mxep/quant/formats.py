@@ -1,6 +1,7 @@
-"""MX number formats (OCP Microscaling v1.0): an 8-bit element format and how a block of 32 elements gets its scale.
+"""MX number formats (OCP Microscaling v1.0): an element format and how a block of 32 elements gets its scale.
 
 An MX block is 32 qdata of an element format and one scale byte in e8m0: byte b means 2**(b - 127), 255 means NaN.
+E4M3 and E5M2 take a byte an element (MXFP8), E2M1 half a byte (MXFP4).
 A value is `code * 2**(byte - 127)`. `MXFormat` is the single home of what is known about an element format.
 """
 
@@ -20,11 +21,12 @@ SCALE_DTYPE = torch.float8_e8m0fnu
 class MXFormat:
     """An element format of MX.
 
-    name: "E4M3" or "E5M2".
-    dtype: torch's dtype of the qdata, 1 byte an element.
-    max: largest finite magnitude (448 or 57344).
-    max_exponent: floor(log2(max)) (8 or 15).
-    mantissa_bits: explicit mantissa bits (3 or 2).
+    name: "E4M3", "E5M2" or "E2M1".
+    dtype: torch's dtype of the qdata, 1 byte each.
+    max: largest finite magnitude (448, 57344 or 6).
+    max_exponent: floor(log2(max)) (8, 15 or 2).
+    mantissa_bits: explicit mantissa bits (3, 2 or 1).
+    elements_per_byte: 1, or 2 for E2M1: elements 2i and 2i+1 of the blocked axis share byte i, 2i in its low four bits.
     """
 
     name: str
@@ -32,6 +34,7 @@ class MXFormat:
     max: float
     max_exponent: int
     mantissa_bits: int
+    elements_per_byte: int = 1
 
     def __repr__(self) -> str:
         return self.name
@@ -39,14 +42,15 @@ class MXFormat:
 
 E4M3 = MXFormat("E4M3", torch.float8_e4m3fn, 448.0, 8, 3)
 E5M2 = MXFormat("E5M2", torch.float8_e5m2, 57344.0, 15, 2)
+E2M1 = MXFormat("E2M1", torch.float4_e2m1fn_x2, 6.0, 2, 1, elements_per_byte=2)
 
 
 def format_of(dtype: torch.dtype) -> MXFormat:
     """The format whose qdata are stored as `dtype`; ValueError if no MX format is."""
-    for fmt in (E4M3, E5M2):
+    for fmt in (E4M3, E5M2, E2M1):
         if fmt.dtype == dtype:
             return fmt
-    raise ValueError(f"no MX format stores its qdata as {dtype}: want {E4M3.dtype} or {E5M2.dtype}")
+    raise ValueError(f"no MX format stores its qdata as {dtype}: want {E4M3.dtype}, {E5M2.dtype} or {E2M1.dtype}")
 
 
 class ScaleMode(StrEnum):

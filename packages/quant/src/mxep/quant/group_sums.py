@@ -8,6 +8,7 @@ Row r of a group is added to lane r mod 32, rows in order; then lanes 16 to 31 o
 import torch
 from torch import Tensor
 
+from mxep.quant.formats import E2M1
 from mxep.quant.groups import check_offs, group_of_rows
 from mxep.quant.ops import decode
 from mxep.quant.shapes import GROUP_SUMS_LANES as LANES
@@ -25,7 +26,7 @@ def group_sums(x: Tensor, offs: Tensor) -> Tensor:
     check_offs(offs, x)
     if not isinstance(x, MXTensor):
         sums: Tensor = _group_sums(x, None, 1, offs)
-    elif x.axis != -1 or x.row_index is not None:
+    elif x.axis != -1 or x.row_index is not None or x.qdata.dtype == E2M1.dtype:
         sums = _group_sums(x.dequantize(), None, 1, offs)
     else:
         sums = _group_sums(x.qdata, x.scale, x.block_size, offs)

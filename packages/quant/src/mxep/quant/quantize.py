@@ -17,9 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.quant import ops
-from mxep.quant.checks import BLOCKS_2D, Axis, check_axis, check_block, check_format, check_mode, check_values
-from mxep.quant.formats import BLOCK, E4M3, MXFormat, ScaleMode
+from mxep.quant import e2m1, ops
+from mxep.quant.checks import (
+    BLOCKS_2D,
+    Axis,
+    check_axis,
+    check_block,
+    check_block_e2m1,
+    check_format,
+    check_mode,
+    check_values,
+)
+from mxep.quant.formats import BLOCK, E2M1, E4M3, MXFormat, ScaleMode
 from mxep.quant.tensor import MXTensor, wrap
 
 
@@ -34,6 +43,7 @@ def quantize(
 ) -> MXTensor:
     """Quantize x (..., N, K) bf16 | fp32 | fp16 to qdata with power-of-two scales; shape and outer dtype stay x's.
 
+    fmt: E4M3 or E5M2 (MXFP8), or E2M1 (MXFP4, in plain torch on any device; no 2-D blocks and no `room`), or a name.
     axis: which way the blocks lie: -1 (rows: a scale per `block_size` elements of a row), -2 (columns), their positive
         twins, or (-2, -1): square 2-D blocks, one scale per block_size x block_size elements, good for W and W^T alike.
     block_size: elements a scale; None for one scale over the whole axis ("row-scaled FP8").
@@ -46,6 +56,15 @@ def quantize(
     check_values("quantize", x)
     axis = check_axis(axis, x)
     block_size = check_block(block_size, axis, x)
+    if fmt in (E2M1, E2M1.name):
+        if room is not None:
+            raise ValueError(f"quantize: got room={room} for E2M1, want E4M3 or E5M2")
+        check_block_e2m1(block_size, axis)
+        by_rows = x.detach() if axis == -1 else x.detach().mT
+        qdata, scale = e2m1.quantize(by_rows, check_mode(mode), block_size)
+        if axis == -2:
+            qdata, scale = qdata.mT, scale.mT
+        return wrap(x, qdata, scale, None, axis, block_size, x.dtype)
     how = check_format(fmt), check_mode(mode), block_size
     if room is not None:
         if x.dim() != 2 or axis != -1 or room < len(x):

@@ -18,7 +18,7 @@ R rows, D columns.
 import torch
 from torch import Tensor
 
-from mxep.quant.checks import check_block, check_format, check_mode
+from mxep.quant.checks import check_block, check_byte_elements, check_format, check_mode
 from mxep.quant.formats import BLOCK, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.ops import bytewise, decode, quantize_columns
@@ -45,6 +45,7 @@ def requantize(
     """
     if not isinstance(mx, MXTensor):
         raise ValueError(f"requantize: got a {type(mx).__name__}, want an MXTensor: quantize it")
+    check_byte_elements("requantize", mx)
     check_block(BLOCK, -2, mx)
     check_offs(offs, mx)
     dtype = mx.qdata.dtype if fmt is None else check_format(fmt)

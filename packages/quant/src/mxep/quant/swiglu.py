@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mxep.quant.activation import PLAIN, SwiGLU
-from mxep.quant.checks import VALUE_DTYPES, check_block, check_format, check_mode
+from mxep.quant.checks import VALUE_DTYPES, check_block, check_byte_elements, check_format, check_mode
 from mxep.quant.fold import fold_op
 from mxep.quant.formats import BLOCK, E4M3, SCALE_DTYPE, MXFormat, ScaleMode
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
@@ -155,6 +155,7 @@ def _of_rows(gate_up: MXTensor) -> tuple[Tensor, Tensor]:
     """qdata (R, 2F) and the bytes of their scales (R, 1)."""
     if gate_up.axis != -1 or gate_up.block_size != gate_up.shape[1] or gate_up.row_index is not None:
         raise ValueError(f"gate_up: got {gate_up}, want one scale a row and no row index, as block_size=None gives it")
+    check_byte_elements("gate_up", gate_up)
     return gate_up.qdata, gate_up.scale.view(torch.uint8)
 
 

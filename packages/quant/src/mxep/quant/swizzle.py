@@ -22,6 +22,7 @@ G groups. The shape of a swizzled tensor counts its bytes (torch's scaled GEMMs 
 import torch
 from torch import Tensor
 
+from mxep.quant.checks import check_byte_elements
 from mxep.quant.formats import BLOCK, SCALE_DTYPE
 from mxep.quant.groups import check_offs, fill_rows, group_of_rows, valid_rows
 from mxep.quant.ops import pick_mx
@@ -60,6 +61,7 @@ def gather_swizzled(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[Tensor
     """
     if not isinstance(mx, MXTensor) or mx.axis != -1 or mx.block_size != BLOCK or mx.ndim != 2:
         raise ValueError(f"gather_swizzled: got {mx!r}, want an MXTensor (R, K) in blocks of {BLOCK} along its rows")
+    check_byte_elements("gather_swizzled", mx)
     check_offs(offs, mx)
     qdata, scale = _gather_swizzled(mx.qdata, mx.scale, mx.row_index, offs)
     return qdata, scale

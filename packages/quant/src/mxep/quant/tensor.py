@@ -4,6 +4,7 @@ Outside it has the dtype of what was quantized (bf16 by default), so autograd gi
 fp8 tensor on an autograd edge would have its gradient cast to fp8. Inside are two or three plain tensors:
 
     qdata      fp8, 1 byte an element          (..., N, K)
+               E2M1, 2 elements a byte         (..., N, K/2) for axis -1, (..., N/2, K) for axis -2
     scale      e8m0, 1 byte a block            (..., N, K/block_size) for axis -1, (..., N/block_size, K) for axis
                                                -2, (..., N/block_size, K/block_size) for axis (-2, -1)
     row_index  int32 (R,) or None: logical row r is row row_index[r] of qdata and scale, -1 is a row of zeros
@@ -24,15 +25,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from mxep.quant import ops
+from mxep.quant import e2m1, ops
 from mxep.quant.aten import HANDLERS
-from mxep.quant.checks import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts
-from mxep.quant.formats import BLOCK, SCALE_DTYPE, MXFormat, format_of
+from mxep.quant.checks import BLOCKS_2D, VALUE_DTYPES, Axis, check_axis, check_block, check_parts, shape_of
+from mxep.quant.formats import BLOCK, E2M1, SCALE_DTYPE, MXFormat, format_of
 from mxep.runtime.op import check_no_tangent
 
 
 class MXTensor(Tensor):
-    """An 8-bit tensor with block scales, (..., N, K); the module's docstring has the layout.
+    """An 8-bit or 4-bit tensor with block scales, (..., N, K); the module's docstring has the layout.
 
     qdata, scale, row_index: the plain tensors inside. dtype: what it looks like outside.
     axis: the blocked axis, -1 or -2, or (-2, -1) for square 2-D blocks.
@@ -67,8 +68,11 @@ class MXTensor(Tensor):
         if not trusted:
             check_parts(qdata, scale, row_index, axis, block_size, orig_dtype)
         shape, strides = qdata.shape, qdata.stride()
+        if qdata.dtype == E2M1.dtype:
+            shape = shape_of(qdata, axis)
+            strides = tuple(n if i - qdata.ndim == axis else 2 * n for i, n in enumerate(strides))
         if row_index is not None:
-            shape, strides = torch.Size((row_index.shape[0], qdata.shape[1])), (qdata.shape[1], 1)
+            shape, strides = torch.Size((row_index.shape[0], shape[1])), (shape[1], 1)
         self = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device)
         self.qdata, self.scale, self.row_index, self.axis, self.block_size = qdata, scale, row_index, axis, block_size
         return self
@@ -85,8 +89,9 @@ class MXTensor(Tensor):
     ) -> "MXTensor":
         """An MXTensor of given bytes, no copy.
 
-        qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides.
-        scales: float8_e8m0fnu, or its bytes as uint8; the shape of qdata with the blocked axis divided by `block_size`.
+        qdata: (..., N, K) float8_e4m3fn or float8_e5m2, any strides; or float4_e2m1fn_x2 (E2M1), whose blocked axis
+            is half as long, as two elements share a byte.
+        scales: float8_e8m0fnu, or its bytes as uint8; (..., N, K) with the blocked axis divided by `block_size`.
         orig_dtype: bf16, fp32 or fp16, the outer dtype and the dtype of gradients.
         axis: -1, -2, their positive twins, or (-2, -1). block_size: elements a scale, None for the whole axis.
         row_index: int32 (R,) of rows of qdata (S, K), -1 for a row of zeros; needs axis -1.
@@ -94,7 +99,7 @@ class MXTensor(Tensor):
         """
         format_of(qdata.dtype)
         axis = check_axis(axis, qdata)
-        block_size = check_block(block_size, axis, qdata)
+        block_size = check_block(block_size, axis, shape_of(qdata, axis))
         if scales.dtype == torch.uint8:
             scales = scales.view(SCALE_DTYPE)
         return MXTensor(qdata, scales, row_index, axis, block_size, orig_dtype)
@@ -131,7 +136,9 @@ class MXTensor(Tensor):
         dense_scale = self.scale.is_contiguous() or self.scale.mT.is_contiguous()
         if self.row_index is None and self.qdata.is_contiguous() and dense_scale:
             return self
-        qdata, scale = ops.materialize(self.qdata, self.scale, self.row_index)
+        # The kernel takes a byte an element.
+        materialize = ops.materialize.reference if self.qdata.dtype == E2M1.dtype else ops.materialize
+        qdata, scale = materialize(self.qdata, self.scale, self.row_index)
         return wrap(self, qdata, scale, None, self.axis, self.block_size, self.dtype)
 
     def along(self, axis: int) -> "MXTensor":
@@ -238,7 +245,13 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mx: MXTensor, dtype: torch.dtype) -> Tensor:
         ctx.outer_dtype = mx.dtype
-        values: Tensor = ops.dequantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, dtype)
+        values: Tensor
+        if mx.qdata.dtype != E2M1.dtype:
+            values = ops.dequantize(mx.qdata, mx.scale, *mx.block_shape, mx.row_index, dtype)
+        elif mx.axis == -1:
+            values = e2m1.dequantize(mx.qdata, mx.scale, mx.row_index, dtype)
+        else:
+            values = e2m1.dequantize(mx.qdata.mT, mx.scale.mT, None, dtype).mT.contiguous()
         return values
 
     @staticmethod

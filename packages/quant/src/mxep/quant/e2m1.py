@@ -1,0 +1,95 @@
+"""E2M1, the element of MXFP4: sixteen numbers, two to a byte.
+
+    code    0   1   2   3   4   5   6   7      8 to 15: the same, negative (8 is -0)
+    value   0  .5   1  1.5  2   3   4   6
+
+    element   0    1    2    3   ...           along the blocked axis
+    byte     [ 0, 1 ]  [ 2, 3 ]  ...           the even element in the low four bits, the odd one in the high four
+
+Source: OCP Microscaling Formats v1.0, section 5.3.3; gpt-oss, DeepSeek-V4 and compressed-tensors pack alike. Elements
+saturate at 6 and are rounded to nearest, ties to the even code. The format has no NaN: in a block with scale 255 every
+code is 7, and its value is NaN.
+
+Plain torch on any device. x (..., K), codes uint8 (..., K), qdata float4_e2m1fn_x2 (..., K/2), scale (..., K/block).
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from mxep.quant.formats import E2M1, SCALE_DTYPE, ScaleMode
+from mxep.quant.ops import pick_mx
+from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
+from mxep.runtime.op import op
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of codes 0 to 7."""
+NAN_CODE = 7
+
+
+def encode(x: Tensor) -> Tensor:
+    """Codes (uint8) of x (fp32): nearest, ties to the even code, saturating at 6; -0 keeps its sign, NaN becomes 7.
+
+    Example: 0.75 lies between codes 1 and 2 and becomes 2; 5 lies between 6 and 7 and becomes 6.
+    """
+    size = x.abs()
+    codes = torch.zeros_like(size, dtype=torch.uint8)
+    for lower, (a, b) in enumerate(itertools.pairwise(MAGNITUDES)):
+        middle = (a + b) / 2
+        codes += ~(size <= middle) if lower % 2 == 0 else ~(size < middle)  # a tie goes up to an even code alone
+    return codes | x.signbit().to(torch.uint8) << 3
+
+
+def decode(codes: Tensor) -> Tensor:
+    """Values (fp32) of codes (uint8, 0 to 15, any shape)."""
+    table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float32, device=codes.device)
+    return table[codes.int()]
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes (..., K) uint8, K even -> qdata (..., K/2) float4_e2m1fn_x2; the even element in the low four bits."""
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).view(E2M1.dtype)
+
+
+def unpack(qdata: Tensor) -> Tensor:
+    """qdata (..., K/2) float4_e2m1fn_x2 -> codes (..., K) uint8, contiguous."""
+    both = qdata.view(torch.uint8)
+    return torch.stack((both & 0xF, both >> 4), -1).flatten(-2)
+
+
+@op(
+    "mxep::quantize_e2m1",
+    fake=lambda x, mode, block_size: (
+        x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=E2M1.dtype),
+        x.new_empty((*x.shape[:-1], x.shape[-1] // block_size), dtype=SCALE_DTYPE),
+    ),
+)
+def quantize(x: Tensor, mode: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """x (..., K) bf16 | fp32 | fp16 -> qdata (..., K/2) float4_e2m1fn_x2, scale (..., K/block_size) e8m0."""
+    blocks = torch.unflatten(x.float().contiguous(), -1, (x.shape[-1] // block_size, block_size))
+    scale = scale_of_amax(blocks.abs().amax(-1, keepdim=True), E2M1, ScaleMode(mode))
+    codes = encode(blocks * reciprocal(scale)).masked_fill_(scale == NAN_SCALE, NAN_CODE)
+    return pack(codes.flatten(-2)), scale.squeeze(-1).view(SCALE_DTYPE)
+
+
+@op(
+    "mxep::dequantize_e2m1",
+    fake=lambda qdata, scale, row_index, dtype: qdata.new_empty(
+        (
+            *qdata.shape[:-2],
+            qdata.shape[-2] if row_index is None else row_index.shape[0],
+            2 * qdata.shape[-1],
+        ),
+        dtype=dtype,
+    ),
+)
+def dequantize(qdata: Tensor, scale: Tensor, row_index: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """qdata (..., N, K/2), scale (..., N, K/block_size) e8m0 -> (..., N, K) `dtype`: exact in fp32, rounded once.
+
+    row_index (int32 (R,)) or None: 2-D qdata only, result (R, K), -1 a row of zeros.
+    """
+    qdata, scale = pick_mx(qdata, scale, row_index)
+    values = decode(unpack(qdata))
+    blocks = torch.unflatten(values, -1, (scale.shape[-1], values.shape[-1] // scale.shape[-1]))
+    return (blocks * power_of_two(scale).unsqueeze(-1)).flatten(-2).to(dtype)
