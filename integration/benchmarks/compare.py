@@ -32,14 +32,13 @@ import torch
 from torch import nn
 
 from mxep.gemm import Recipe
-from mxep.integration import curves, page
 from mxep.integration.config import to_json
 from mxep.integration.data import read_text
 from mxep.integration.mesh import Mesh, local, part
 from mxep.integration.named import make_recipe
 from mxep.integration.progress import log_backend
 from mxep.integration.rank import Rank
-from mxep.integration.report import details
+from mxep.integration.report import write_page
 from mxep.integration.results import Report, Section, provenance
 from mxep.integration.schema import Config
 from mxep.integration.train import Run, Trainer
@@ -81,21 +80,12 @@ def report(config: Config, outcome: Outcome) -> Report:
     return Report(title, {}, sections, about=about, remarks=list(sentences(found)))
 
 
-def write_pictures(folder: Path, config: Config, outcome: Outcome, made: Report, command: str) -> None:
-    """loss.png and report.html into ``folder``."""
+def write_report(folder: Path, config: Config, outcome: Outcome, made: Report, command: str) -> None:
+    """report.html into ``folder``."""
     runs = {f"seed {seed}": of for seed, of in outcome.trials.items()}
-    drawn = {seed: {name: run for name, run in of.items() if name != AGAIN} for seed, of in runs.items()}
-    title = f"{_of(config)} beside {BASE}, {len(runs)} seeds"
-    page.write(
-        folder,
-        f"mxep task=compare: {title}",
-        curves.draw(drawn, title, outcome.text["unigram entropy"]),
-        remarks=made.remarks,
-        losses=list(made.sections.values()),
-        tables=details(runs),
-        config=config,
-        provenance=provenance(command, config.compare.commit),
-    )
+    about: dict[str, Any] = {"config": config, "provenance": provenance(command, config.compare.commit)}
+    about |= {"entropy": outcome.text["unigram entropy"], "remarks": made.remarks, "losses": [*made.sections.values()]}
+    write_page(folder, f"mxep task=compare: {_of(config)} beside {BASE}, {len(runs)} seeds", runs, **about)
 
 
 def _of(config: Config) -> str:

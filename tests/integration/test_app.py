@@ -70,7 +70,6 @@ def test_a_run_leaves_curves_numbers_config_and_checkpoints_and_the_loss_falls(m
     for wanted in ("bf16", "mxfp8", "difference", "held-out text", "sent", "routed", "padding / valid"):
         assert wanted in finished.out
     run = tmp_path / "run"
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "seed: 5" in (run / "config.yaml").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["run"], row["step"]) for row in rows] == [(r, s) for r in ("bf16", "mxfp8") for s in range(1, 31)]

@@ -1,6 +1,5 @@
-"""The pictures of a run: what loss.png draws, and report.html as a parser and as a browser see it."""
+"""report.html as a parser and as a browser see it, and what its curves are."""
 
-import base64
 import json
 import math
 import re
@@ -12,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from mxep.integration import curves, report
+from mxep.integration import report
 from mxep.integration.schema import Config
 from mxep.integration.train import Outcome, Run
 
 TINY = ("model=tiny", "data=text", "data.batch=4", "data.length=32", "train.valid_batches=1", "optimizer.warmup=5")
 SECTIONS = {
     "Loss in nats a byte",
-    "Curves and expert loads",
+    "Curves",
     "Rows routed, over all steps, layers and ranks",
     "Expert load, busiest / mean, last 20 steps",
     "Speed",
@@ -105,11 +104,9 @@ def test_the_page_has_all_sections_the_numbers_of_metrics_jsonl_and_needs_no_net
         losses = page.table("Loss in nats a byte")[name]
         assert losses["training, last 20 steps"] == f"{sum(row['loss'] for row in of[-20:]) / 20:.4f}"
 
-    (picture, *_), icons = (
-        [link for link in page.links if link.startswith(start)] for start in ("data:image/png", "data:,")
-    )
-    assert len(icons) + 1 == len(page.links)
-    assert base64.b64decode(picture.partition(",")[2]) == (run / "loss.png").read_bytes()
+    assert page.links == ["data:,"]
+    titles = re.findall(r"<svg [^>]*><title>([^<]*)</title>", raw)
+    assert titles == ["loss, nats a byte", "difference from bf16, nats a byte, smoothed"]
     assert not re.search(r"https?://|url\(|@import|<script", raw)
     assert "seed: 7\n" in page.sections["Config"][0][0]
     where = dict(page.sections["Where it ran"])
@@ -131,17 +128,38 @@ def test_rates_of_a_run_are_means_over_its_time_and_a_step_takes_the_median():
     assert report.summarize(Outcome([run], "", 3.0))["runs"][0]["mfu"] is None
 
 
-def test_loss_png_shows_the_difference_each_layers_load_and_losses_from_near_their_minimum():
+def curves_of(svg: str) -> list[list[tuple[float, float]]]:
+    """The points of each line, in pixels from the top left."""
+    lines = re.findall(r'<polyline points="([^"]*)"', svg)
+    return [[tuple(map(float, point.split(","))) for point in line.split()] for line in lines]  # type: ignore[misc]
+
+
+def value_at(svg: str, pixel: float) -> float:
+    """What height a pixel's height stands for, by the first and the last tick of the axis."""
+    ticks = re.findall(r'y="([\d.]+)" text-anchor="end">([-\d.e]+)<', svg)
+    (y0, low), (y1, high) = ((float(y) - 4, float(value)) for y, value in (ticks[0], ticks[-1]))
+    return low + (pixel - y0) / (y1 - y0) * (high - low)
+
+
+def test_curves_are_the_losses_raw_and_smoothed_and_their_difference():
     bf16, mxfp8 = made_up("bf16", 200), made_up("mxfp8", 200, above=0.25)
-    losses, difference, *loads, _ = curves.figure({"": {"bf16": bf16, "mxfp8": mxfp8}}, "", 3.2).axes
-    assert 1.7 < losses.get_ylim()[0] < 2.01
-    label, values = difference.lines[0].get_label(), difference.lines[0].get_ydata()
-    assert label == "mxfp8 - bf16"
-    assert list(values) == pytest.approx([0.25] * 200)
-    assert [axes.get_title(loc="left") for axes in loads] == ["expert load of bf16", "expert load of mxfp8"]
-    image = loads[0].images[0].get_array()
-    assert image.shape == (3, 200)
-    assert image[:, 117].tolist() == bf16.metrics[117]["expert_loads"]
+    losses, difference = report.charts({"": {"bf16": bf16, "mxfp8": mxfp8}}, 3.2)
+    raw, smoothed, *_, entropy = curves_of(losses)
+    assert len(curves_of(losses)) == 5
+    assert [len(raw), len(smoothed)] == [201, 201]  # the last point is there twice
+    for step in (0, 99, 199):
+        assert value_at(losses, raw[step][1]) == pytest.approx(bf16.metrics[step]["loss"], abs=0.01)
+    assert value_at(losses, entropy[0][1]) == pytest.approx(3.2, abs=0.01)
+    assert raw[0][0] == report.LEFT
+    assert {label for label in ("bf16", "mxfp8", "unigram entropy, 3.20") if f">{label}<" in losses} == {
+        "bf16",
+        "mxfp8",
+        "unigram entropy, 3.20",
+    }
+    zero, above = curves_of(difference)
+    assert all(value_at(difference, y) == pytest.approx(0.25, abs=0.002) for _, y in above)
+    assert all(value_at(difference, y) == pytest.approx(0, abs=0.002) for _, y in zero)
+    assert ">mxfp8 - bf16<" in difference
 
 
 def test_several_seeds_have_a_thin_line_each_and_their_mean():
@@ -149,18 +167,35 @@ def test_several_seeds_have_a_thin_line_each_and_their_mean():
         f"seed {seed}": {"bf16": made_up("bf16", 50), "mxfp8": made_up("mxfp8", 50, above=above)}
         for seed, above in enumerate((0.5, 0.0, 0.25))
     }
-    *each, mean, _ = curves.figure(groups, "", 3.2).axes[1].lines
-    assert [line.get_ydata()[9] for line in each] == pytest.approx([0.5, 0.0, 0.25])
-    assert mean.get_ydata()[9] == pytest.approx(0.25)
-    assert mean.get_label() == "mxfp8 - bf16, mean of 3"
+    _, svg = report.charts(groups, 3.2)
+    _, *each, mean = curves_of(svg)
+    assert [value_at(svg, line[9][1]) for line in each] == pytest.approx([0.5, 0.0, 0.25], abs=0.005)
+    assert value_at(svg, mean[9][1]) == pytest.approx(0.25, abs=0.005)
+    assert svg.count('opacity="0.35"') == 3
+    assert ">mxfp8 - bf16, mean of 3<" in svg
+
+
+def test_a_long_curve_has_few_points_and_what_is_not_finite_none():
+    points = [(float(i), math.inf if i == 4 else 1.0 + i % 2) for i in range(10_000)]
+    (line,) = curves_of(report.chart("", [report.Curve(None, report.STYLES[0], points)]))
+    assert 700 < len(line) <= report.POINTS + 1
+
+
+@pytest.mark.parametrize("low", [-3.0, 0.0, 0.9])
+@pytest.mark.parametrize("span", [1e-3, 0.07, 1.0, 4.4, 1e4])
+def test_ticks_are_a_few_round_numbers_within_the_axis(low: float, span: float):
+    ticks = report._ticks(low, low + span)
+    assert 3 <= len(ticks) <= 7
+    assert low <= ticks[0] < ticks[-1] <= low + span
+    assert all(float(f"{tick:.6g}") == pytest.approx(tick, abs=1e-9) for tick in ticks)
 
 
 def test_smoothing_keeps_constants_and_is_the_same_both_ways():
-    assert curves.smooth([1.5] * 7) == pytest.approx([1.5] * 7)
-    assert curves.smooth([0.0, 0.0, 1.0, 0.0, 0.0], 0.5)[2] == pytest.approx(1 / (0.25 + 0.5 + 1 + 0.5 + 0.25))
+    assert report.smooth([1.5] * 7) == pytest.approx([1.5] * 7)
+    assert report.smooth([0.0, 0.0, 1.0, 0.0, 0.0], 0.5)[2] == pytest.approx(1 / (0.25 + 0.5 + 1 + 0.5 + 0.25))
     values = [5.0, 3.0, 4.0, 2.0]
-    assert curves.smooth(values)[::-1] == pytest.approx(curves.smooth(values[::-1]))
-    assert curves.smooth([]) == []
+    assert report.smooth(values)[::-1] == pytest.approx(report.smooth(values[::-1]))
+    assert report.smooth([]) == []
 
 
 def test_runs_that_were_stopped_at_once_or_come_of_older_checkpoints_are_drawn(
@@ -182,12 +217,13 @@ def test_runs_that_were_stopped_at_once_or_come_of_older_checkpoints_are_drawn(
 def test_a_browser_shows_the_curves_and_nothing_is_wider_than_a_window_or_a_phone(
     make_config: Callable[..., Config], tmp_path: Path
 ):
-    import matplotlib.image
+    import matplotlib.image  # of the development group
 
     runs = [made_up("bf16", 300, layers=48), made_up("mxfp8", 300, layers=48, above=0.1)]
     report.write(Outcome(runs, "some text", 3.2), tmp_path, make_config(), "mxep " + "x" * 300)
     page = tmp_path / "report.html"
-    seen = "{image: document.images[0].naturalWidth, wide: document.documentElement.scrollWidth, inner: innerWidth,"
+    seen = "{charts: document.querySelectorAll('svg').length, wide: document.documentElement.scrollWidth,"
+    seen += " inner: innerWidth,"
     seen += " fetched: performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith('data:')),"
     seen += " headings: [...document.querySelectorAll('h2')].map(e => e.innerText)}"
     script = f"<script>onload = () => document.body.innerHTML = '<pre>' + JSON.stringify({seen}) + '</pre>'</script>"
@@ -196,14 +232,14 @@ def test_a_browser_shows_the_curves_and_nothing_is_wider_than_a_window_or_a_phon
 
     for width in (1100, 420):
         found = json.loads(browse(probe, width, "--dump-dom").partition("<pre>")[2].partition("</pre>")[0])
-        assert found["image"] == 1200
+        assert found["charts"] == 2
         assert found["wide"] <= found["inner"]
         assert found["fetched"] == []
         assert set(found["headings"]) == SECTIONS
 
     browse(page, 1100, f"--screenshot={tmp_path / 'shot.png'}")
     pixels = matplotlib.image.imread(tmp_path / "shot.png")[..., :3] * 255
-    for color, *_ in curves.STYLES[:2]:
+    for color, *_ in report.STYLES[:2]:
         wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
         assert (abs(pixels - wanted).max(-1) < 8).sum() > 50
 

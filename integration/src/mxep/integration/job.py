@@ -137,8 +137,8 @@ def _compare(config: Config, folder: Path, checkpoints: dict[str, str]) -> int:
     made = compare.report(config, outcome)
     code = _finish(made, config.compare, folder / "compare.json")
     if reports():
-        compare.write_pictures(folder, config, outcome, made, _command())
-        print(f"pictures: {_short(folder / 'loss.png')}, {_short(folder / 'report.html')}")
+        compare.write_report(folder, config, outcome, made, _command())
+        print(f"report: {_short(folder / 'report.html')}")
     return code
 
 

@@ -1,16 +1,25 @@
-"""What a training job leaves behind: summary.json, loss.png, report.html and the table at the end."""
+"""What a training job leaves behind: summary.json, report.html and the table at the end.
+
+report.html is one file without scripts that fetches nothing: losses, their curves as SVG, tables of routing, expert
+load and speed, where it ran, and the config. Curves of all other metrics are TensorBoard's and W&B's.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
-from . import curves, page
+from . import __version__
+from .config import to_json
 from .results import Section, provenance
 from .schema import Config
 from .step import COUNTS
@@ -43,6 +52,9 @@ TABLES = {
 # Over ten pairs of runs of the main job, recipes differ by 0.000 on average, with a deviation of 0.025.
 NOTE = "Rounding alone moves the loss of so short a run by a few hundredths, either way."
 
+Groups = Mapping[str, Mapping[str, Run]]
+"""Group of runs, such as "seed 0" -> name -> run. The others of a group are compared with its first."""
+
 
 def summarize(outcome: Outcome) -> dict[str, Any]:
     """The outcome in numbers: losses in nats a byte, rows over all steps, layers and ranks."""
@@ -55,24 +67,17 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
 
 
 def write(outcome: Outcome, folder: Path, config: Config, command: str) -> dict[str, Any]:
-    """summary.json, loss.png and report.html into ``folder``; returns the summary."""
-    summary, text, last = summarize(outcome), Path(outcome.text).name, outcome.runs[-1]
+    """summary.json and report.html into ``folder``; returns the summary."""
+    summary, last = summarize(outcome), outcome.runs[-1]
     made_by = provenance(command, None)
     (folder / "summary.json").write_text(json.dumps(summary | {"provenance": made_by}, indent=1))
     groups = {"": {run.name: run for run in outcome.runs}}
     remarks = [NOTE] if len(outcome.runs) > 1 else []
     if outcome.stopped:
         remarks.insert(0, f"Stopped: {last.name}, step {last.steps} of {config.train.steps}.")
-    page.write(
-        folder,
-        f"mxep task=train: {' beside '.join(groups[''])}, on {text}",
-        curves.draw(groups, f"Training on {text}", outcome.entropy),
-        remarks=remarks,
-        losses=tables(summary)[:1],
-        tables=details(groups),
-        config=config,
-        provenance=made_by,
-    )
+    title = f"mxep task=train: {' beside '.join(groups[''])}, on {Path(outcome.text).name}"
+    about: dict[str, Any] = {"entropy": outcome.entropy, "config": config, "provenance": made_by}
+    write_page(folder, title, groups, remarks=remarks, losses=tables(summary)[:1], **about)
     return summary
 
 
@@ -82,23 +87,17 @@ def tables(summary: dict[str, Any]) -> list[Section]:
     if "valid_loss_difference" in summary:
         keys = "valid_loss", "train_loss"
         rows.append({"name": "difference", **{key: summary[f"{key}_difference"] for key in keys}})
-    return [
-        Section(
-            title,
-            ("run",),
-            dict(columns.values()),
-            [
-                {"run": row["name"], **{column: row[key] for key, (column, _) in columns.items() if key in row}}
-                for row in rows
-                if row.keys() & columns.keys()
-            ],
-        )
-        for title, columns in TABLES.items()
-    ]
+    found = []
+    for title, columns in TABLES.items():
+        shown = [row for row in rows if row.keys() & columns.keys()]
+        cells = [{column: row[key] for key, (column, _) in columns.items() if key in row} for row in shown]
+        named = [{"run": row["name"], **each} for row, each in zip(shown, cells)]
+        found.append(Section(title, ("run",), dict(columns.values()), named))
+    return found
 
 
-def details(groups: curves.Groups) -> list[Section]:
-    """How rows were routed, and how fast, a row for each run; the expert load of each layer, a column for each run."""
+def details(groups: Groups) -> list[Section]:
+    """Routing and speed with a row for each run, expert load with a row for each layer."""
     runs = {f"{group} {name}".strip(): run for group, each in groups.items() for name, run in each.items()}
     _, routing, speed = tables({"runs": [_summarize(run) | {"name": name} for name, run in runs.items()]})
     loads = {}
@@ -112,7 +111,7 @@ def details(groups: curves.Groups) -> list[Section]:
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
-    """The tables at the end."""
+    """Print the tables at the end."""
     for table in tables(summary):
         table.show(console)
     if len(summary["runs"]) > 1:
@@ -122,7 +121,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 def show_sweep(jobs: Sequence[tuple[Path, Sequence[str]]], console: Console | None = None) -> None:
-    """One table of all jobs of a sweep: what each set, and the losses of those that trained.
+    """Print one table of all jobs of a sweep: what each set, and the losses of those that trained.
 
     jobs: the folder of each, and its overrides.
     """
@@ -168,3 +167,170 @@ def _mean(run: Run, key: str) -> float | None:
     if not run.metrics or any(row.get(key) is None for row in run.metrics):
         return None
     return float(sum(row[key] * row["seconds"] for row in run.metrics) / max(run.seconds, 1e-9))
+
+
+# The page
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --dim: #667; --line: #ddd; --soft: #f5f5f5; --page: #fff }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #eee; --dim: #99a; --line: #333; --soft: #1c1c1c; --page: #111 } }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+       color: var(--ink); background: var(--page) }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+svg { width: 100%; height: auto } svg text { font-size: 12px; fill: var(--dim) } div { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .2rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
+th[scope=row], th.label { text-align: left } tbody th { font-weight: normal }
+thead th { white-space: normal; vertical-align: bottom }
+.facts td { text-align: left; white-space: normal; overflow-wrap: anywhere }
+pre { background: var(--soft); padding: 1rem; overflow-x: auto }
+"""
+STYLES = (("#0072B2", "", 2.5), ("#D55E00", "9 4", 1.5), ("#009E73", "9 4 2 4", 1.2), ("#888888", "2 4", 1.2))
+"""Color, dashes and width of each run of a group: Okabe and Ito's colors, which color-blind readers tell apart. Curves
+often lie upon each other: each is narrower than those below."""
+WIDTH, LEFT, HEIGHT = 800, 56, 240
+POINTS = 800  # most of a curve
+
+
+class Curve(NamedTuple):
+    """Points (step, value) in a style of `STYLES`. label: None of one without a legend; faint: a raw curve."""
+
+    label: str | None
+    style: tuple[str, str, float]
+    points: list[tuple[float, float]]
+    faint: bool = False
+
+
+def write_page(
+    folder: Path,
+    title: str,
+    groups: Groups,
+    *,
+    entropy: float,
+    remarks: Sequence[str],
+    losses: Sequence[Section],
+    config: Config,
+    provenance: Mapping[str, Any],
+) -> None:
+    """report.html into ``folder``. losses: tables above the curves. provenance: as of `results.provenance`."""
+    versions = {"mxep": __version__, **provenance["versions"]}
+    facts = {**provenance, "versions": ", ".join(f"{name} {one}" for name, one in versions.items())}
+    shown = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(one))}</td></tr>'
+        for name, one in facts.items()
+        if one is not None
+    )
+    page = (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
+        '<meta name="viewport" content="width=device-width">\n<link rel="icon" href="data:,">',
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
+        f"<ul>{''.join(f'<li>{escape(remark)}</li>' for remark in remarks)}</ul>",
+        *map(_table, losses),
+        "<h2>Curves</h2>",
+        *charts(groups, entropy),
+        *map(_table, details(groups)),
+        f'<h2>Where it ran</h2>\n<div><table class="facts">{shown}</table></div>',
+        f"<h2>Config</h2>\n<pre>{escape(OmegaConf.to_yaml(OmegaConf.create(to_json(config))))}</pre>",
+        "</body>\n</html>\n",
+    )
+    (folder / "report.html").write_text("\n".join(page))
+
+
+def charts(groups: Groups, entropy: float) -> Iterator[str]:
+    """SVGs: losses in nats a byte, smoothed, over the raw curves of one group; then each run minus its group's first,
+    smoothed, and the mean of several groups. Runs that not every group has are left out. Skipped steps have no loss."""
+    base, *others = [name for name in next(iter(groups.values())) if all(name in runs for runs in groups.values())]
+    drawn = []
+    for place, runs in enumerate({name: runs[name] for name in (base, *others)} for runs in groups.values()):
+        for (name, run), style in zip(runs.items(), STYLES):
+            steps, losses = [row["step"] for row in run.taken], [row["loss"] for row in run.taken]
+            if len(groups) == 1:
+                drawn.append(Curve(None, style, list(zip(steps, losses)), faint=True))
+            drawn.append(Curve(None if place else name, style, list(zip(steps, smooth(losses)))))
+    last = max((step for each in drawn for step, _ in each.points), default=1)
+    level = Curve(f"unigram entropy, {entropy:.2f}", STYLES[3], [(1, entropy), (last, entropy)])
+    yield chart("loss, nats a byte", [*drawn, level])
+    drawn = []
+    for name, style in zip(others, STYLES[1:]):
+        each = [difference(runs[name], runs[base]) for runs in groups.values()]
+        for one in each if len(each) > 1 else ():
+            drawn.append(Curve(None, style, list(zip(one, smooth(list(one.values())))), faint=True))
+        steps = [step for step in each[0] if all(step in one for one in each)]
+        mean = smooth([statistics.fmean(one[step] for one in each) for step in steps])
+        label = f"{name} - {base}" + (f", mean of {len(each)}" if len(each) > 1 else "")
+        drawn.append(Curve(label, style, list(zip(steps, mean))))
+    if any(each.points for each in drawn):
+        zero = Curve(None, STYLES[3], [(1, 0.0), (last, 0.0)])
+        yield chart(f"difference from {base}, nats a byte, smoothed", [zero, *drawn])
+
+
+def chart(title: str, curves: Sequence[Curve]) -> str:
+    """Curves over steps, as SVG: a legend above, ticks of round numbers."""
+    points = [point for each in curves for point in each.points if math.isfinite(point[1])]
+    (x0, x1), (y0, y1) = ((min(values), max(values)) for values in zip(*points))
+    room = 0.05 * (y1 - y0) or 0.5
+    y0, y1, x1 = y0 - room, y1 + room, max(x1, x0 + 1)
+    top, bottom = 44, HEIGHT - 24
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - 8), bottom - (y - y0) / (y1 - y0) * (bottom - top)
+
+    lines = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{escape(title)}</title>']
+    lines.append(f'<text x="0" y="12">{escape(title)}</text>')
+    for y in _ticks(y0, y1):
+        lines.append(f'<path d="M{LEFT} {at(x0, y)[1]:.1f}H{WIDTH - 8}" stroke="var(--line)"/>')
+        lines.append(f'<text x="{LEFT - 6}" y="{at(x0, y)[1] + 4:.1f}" text-anchor="end">{y:.4g}</text>')
+    below = ((x, at(x, y0)[0]) for x in _ticks(x0, x1))
+    lines += [f'<text x="{left:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{x:g}</text>' for x, left in below]
+    place = LEFT
+    for label, (color, dashes, width), all_points, faint in curves:
+        every = max(1, math.ceil(len(all_points) / POINTS))
+        kept = [*all_points[::every], *all_points[-1:]]
+        path = " ".join("{:.1f},{:.1f}".format(*at(x, y)) for x, y in kept if math.isfinite(y))
+        stroke = f'fill="none" stroke="{color}" stroke-width="{0.7 if faint else width}" stroke-dasharray="{dashes}"'
+        lines.append(f'<polyline points="{path}" {stroke} opacity="{0.35 if faint else 1}"/>')
+        if label:
+            lines.append(f'<path d="M{place} 28h26" {stroke}/><text x="{place + 32}" y="32">{escape(label)}</text>')
+            place += 60 + 7 * len(label)
+    return "\n".join([*lines, "</svg>"])
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers from ``low`` to ``high``, three to seven of them."""
+    unit = 10 ** math.floor(math.log10((high - low) / 3))
+    unit *= max(factor for factor in (1, 2, 5) if factor * unit <= (high - low) / 3)
+    return [i * unit for i in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
+
+
+def difference(run: Run, base: Run) -> dict[int, float]:
+    """By how much the run's loss exceeds the base's, by step, of the steps that both took."""
+    of_base = {row["step"]: row["loss"] for row in base.taken}
+    return {row["step"]: row["loss"] - of_base[row["step"]] for row in run.taken if row["step"] in of_base}
+
+
+def smooth(values: list[float], weight: float = 0.8) -> list[float]:
+    """Means with weight ``weight ** distance`` to both sides, so that they follow a falling curve without a lag."""
+    ahead, back = _sums(values, weight), _sums(values[::-1], weight)[::-1]
+    return [(a + b - value) / (m + n - 1) for (a, m), (b, n), value in zip(ahead, back, values, strict=True)]
+
+
+def _sums(values: list[float], weight: float) -> list[tuple[float, float]]:
+    """Weighted sums of the values up to each, and of the weights."""
+    sums = itertools.accumulate(values, lambda total, value: weight * total + value, initial=0.0)
+    norms = itertools.accumulate(values, lambda total, _: weight * total + 1, initial=0.0)
+    return list(zip(sums, norms))[1:]
+
+
+def _table(section: Section) -> str:
+    head = "".join(f'<th class="label">{escape(name)}</th>' for name in section.labels)
+    head += "".join(f"<th>{escape(name)}</th>" for name in section.figures)
+    body = []
+    for row in section.rows:
+        cells = [f'<th scope="row">{escape(str(row.get(name, "")))}</th>' for name in section.labels]
+        figures = {name: row.get(name) for name in section.figures}
+        texts = ["" if value is None else format(value, section.figures[name]) for name, value in figures.items()]
+        body.append(f"<tr>{''.join(cells)}{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
+    rows = "\n".join(body)
+    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
+    return f"<h2>{escape(section.title)}</h2>\n<div>{table}</div>"
