@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from mxep.integration.results import Row
-from mxep.quant import BLOCK, E4M3, ScaleMode
+from mxep.quant import BLOCK, E2M1, E4M3, ScaleMode
+from mxep.quant.formats import SCALE_DTYPE
 from mxep.quant.shapes import padded_rows, round_up
 
 from .runner import Bench, table
@@ -61,6 +62,13 @@ class Inputs:
         """Qdata and scales of values, blocked along rows."""
         qdata, scale = ops.quantize_rows(self.values(), *HOW, BLOCK)
         return qdata, scale
+
+    def mxfp4(self) -> tuple[Tensor, Tensor]:
+        """Random E2M1 codes and scales within 2^8: to quantize values to E2M1 takes long, without a kernel."""
+        rows, k = self.shape
+        codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, **self._where)
+        scale = torch.randint(116, 124, (rows, k // BLOCK), dtype=torch.uint8, **self._where)
+        return codes.view(E2M1.dtype), scale.view(SCALE_DTYPE)
 
     def slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """Qdata and scales side by side in rows of 16-byte multiples, and an index of all rows in random order."""
@@ -160,6 +168,8 @@ CASES = {
                                 lambda qdata, scale, *rows: ops.requantize(qdata, scale, 1, BLOCK, *rows, *HOW)),
     "fold": Case("rows", 0.93, lambda r, k: mx(r * k) + 4 * (r + GROUPS) + r * k + r, _gathered,
                  lambda qdata, *rest: ops.fold(qdata, *rest)),
+    "fold_e2m1": Case("rows", 0.85, lambda r, k: mx(r * k) - r * k // 2 + r * k + r, Inputs.mxfp4,
+                      lambda *mxfp4: ops.fold_e2m1(*mxfp4)),
     "fold_for_wgrad": Case("rows", 0.85, lambda r, k: 2 * (mx(r * k) + 4 * r + r * k) + 8 * GROUPS,
                        lambda i: (*i.slots(), *_gathered(i)), lambda *args: ops.fold_for_wgrad(*args, 128)),
     "swiglu": Case("rows", 0.90, lambda r, k: 2 * r * k + 4 * (r + GROUPS) + mx(r * k // 2), _gate_up,

@@ -13,6 +13,7 @@ from mxep.quant import SwiGLU
 from mxep.quant.kernels import (
     columns,
     fold,
+    fold_e2m1,
     fold_for_wgrad,
     gather,
     group_sums,
@@ -123,6 +124,12 @@ LAUNCHES = {
     **{
         f"fold {d}": lambda d=d: fold.fold(*slots(d), index(), ends())  # type: ignore[misc]
         for d in (1408, 2048, 4096, 5120, 7168, 16384)
+    },
+    **{
+        f"fold_e2m1 {d}": lambda d=d: fold_e2m1.fold_e2m1(  # type: ignore[misc]
+            x(T, d // 2, dtype=torch.float4_e2m1fn_x2), x(T, d // 32, dtype=torch.float8_e8m0fnu)
+        )
+        for d in (768, 2048, 2880, 4096, 7168, 16384)
     },
     "fold E5M2": lambda: fold.fold(*slots(7168, E5M2), index(), ends()),
     "fold rows of one scale": lambda: fold.fold(*mx(D), None, ends()),

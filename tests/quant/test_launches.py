@@ -28,6 +28,9 @@ TESTED = (
     "requantize gathered",
     "fold 16384",
     "fold rows of one scale",
+    "fold_e2m1 2880",
+    "fold_e2m1 4096",
+    "fold_e2m1 16384",
     "materialize",
     "gather_swizzled",
     "fold_for_wgrad",
@@ -43,7 +46,7 @@ TESTED = (
     *(f"swiglu_backward_quantize and h 2880 {how} gpt-oss" for how in ("folded", "per row")),
 )
 """Of each kernel the launches that take most registers. All of them, in two minutes: `ahead_of_time.py LAUNCHES`."""
-ON_BLACKWELL = ("requantize gathered", "fold 16384", "gather_swizzled", "fold_for_wgrad")
+ON_BLACKWELL = ("fold_e2m1 2880", "requantize gathered", "fold 16384", "gather_swizzled", "fold_for_wgrad")
 ON_ADA = (
     "quantize_columns",
     "quantize_2d",
@@ -78,7 +81,7 @@ TARGETS = {90: TESTED + IN_GROUPS, 100: ON_BLACKWELL, 89: ON_ADA}
 def rows() -> list[dict[str, Any]]:
     """From one process, as each imports torch and Triton."""
     wanted = [f"={name}@{target}" for target, names in TARGETS.items() for name in names]
-    return report(LAUNCHES, wanted, read=["quantize 2560", "h 2560"])
+    return report(LAUNCHES, wanted, read=["quantize 2560", "h 2560", "fold_e2m1 2880"])
 
 
 def test_no_kernel_spills(rows):
@@ -91,9 +94,15 @@ def test_no_kernel_spills(rows):
 
 
 def test_swiglu_loads_sixteen_bytes_a_thread_whatever_the_width(rows):
-    read = [row for row in rows if "memory" in row]
+    read = [row for row in rows if "memory" in row and "swiglu" in row["launch"]]
     assert len(read) == 2
     assert {row["memory"].get("LDG.128") for row in read} == {3 * 2560 // (8 * 32 * 2)}, "\n" + table(read)
+
+
+def test_expanding_mxfp4_stores_what_a_thread_loads_without_shared_memory(rows):
+    """2880 columns: 180 pairs of words a row, padded to 192, six a thread of one warp, and six scales."""
+    (memory,) = [row["memory"] for row in rows if row["launch"] == "fold_e2m1 2880" and row["target"] == 90]
+    assert memory == {"LDG.64": 6, "LDG.8": 6, "STG.128": 6, "STG.8": 1}
 
 
 def test_before_ada_triton_has_no_e4m3():

@@ -3,8 +3,10 @@
 import importlib.metadata
 
 from mxep.quant.activation import SwiGLU
+from mxep.quant.block_fp8 import BlockFP8, quantize_blocks
 from mxep.quant.checks import Axis
 from mxep.quant.fold import FoldStats, fold, fold_with_stats
+from mxep.quant.fold_for_dgrad import fold_for_dgrad, fold_for_dgrad_with_stats
 from mxep.quant.fold_for_wgrad import WgradOperands, fold_for_wgrad
 from mxep.quant.formats import BLOCK, E2M1, E4M3, E5M2, MXFormat, ScaleMode, format_of
 from mxep.quant.group_sums import group_sums
@@ -14,6 +16,7 @@ from mxep.quant.requantize import requantize
 from mxep.quant.swiglu import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from mxep.quant.swizzle import gather_swizzled, swizzle_scales
 from mxep.quant.tensor import MXTensor
+from mxep.quant.to_mxfp8 import to_mxfp8
 
 try:
     __version__ = importlib.metadata.version("mxep-quant")
@@ -26,6 +29,7 @@ __all__ = [
     "E4M3",
     "E5M2",
     "Axis",
+    "BlockFP8",
     "FoldStats",
     "MXFormat",
     "MXTensor",
@@ -34,6 +38,8 @@ __all__ = [
     "SwiGLU",
     "WgradOperands",
     "fold",
+    "fold_for_dgrad",
+    "fold_for_dgrad_with_stats",
     "fold_for_wgrad",
     "fold_with_stats",
     "format_of",
@@ -42,6 +48,7 @@ __all__ = [
     "group_sums",
     "pad_groups",
     "quantize",
+    "quantize_blocks",
     "quantize_columns_of_amax",
     "quantize_joined",
     "quantize_with_amax",
@@ -51,6 +58,7 @@ __all__ = [
     "swiglu_backward_quantize",
     "swiglu_quantize",
     "swizzle_scales",
+    "to_mxfp8",
     "unpad_groups",
     "valid_rows",
 ]

@@ -18,14 +18,16 @@ import itertools
 import torch
 from torch import Tensor
 
-from mxep.quant.formats import E2M1, SCALE_DTYPE, ScaleMode
-from mxep.quant.ops import pick_mx
+from mxep.quant.formats import E2M1, E4M3, SCALE_DTYPE, ScaleMode
+from mxep.quant.ops import NAN_ELEMENT, pick_mx
 from mxep.quant.scales import NAN_SCALE, power_of_two, reciprocal, scale_of_amax
 from mxep.runtime.op import op
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of codes 0 to 7."""
 NAN_CODE = 7
+HEADROOM = 6
+"""Binades from E2M1's largest, 6, to E4M3's, 448: 6 * 2**6 = 384."""
 
 
 def encode(x: Tensor) -> Tensor:
@@ -56,6 +58,22 @@ def unpack(qdata: Tensor) -> Tensor:
     """qdata (..., K/2) float4_e2m1fn_x2 -> codes (..., K) uint8, contiguous."""
     both = qdata.view(torch.uint8)
     return torch.stack((both & 0xF, both >> 4), -1).flatten(-2)
+
+
+def widen(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The same values in E4M3: qdata (..., K/2), scale (..., K/block) -> qdata (..., K) float8_e4m3fn, scale e8m0.
+
+    Elements are times 2**6, so that 6 becomes 384, near E4M3's largest, and scales lose 6 from their exponent. Scales
+    below 6 become 0 and their elements are times 2**scale. Exact. A NaN block has scale 255 and elements 0x7f.
+    """
+    bytes_ = scale.view(torch.uint8).int().unsqueeze(-1)
+    nan = bytes_ == NAN_SCALE
+    up = bytes_.clamp(max=HEADROOM)
+    blocks = torch.unflatten(decode(unpack(qdata)), -1, (scale.shape[-1], -1))
+    wide = (blocks * power_of_two(127 + up)).to(E4M3.dtype)
+    wide.view(torch.uint8).masked_fill_(nan, NAN_ELEMENT)
+    new_scale = torch.where(nan, NAN_SCALE, bytes_ - up).to(torch.uint8).squeeze(-1)
+    return wide.flatten(-2), new_scale.view(SCALE_DTYPE)
 
 
 @op(

@@ -15,6 +15,9 @@ Other elements err by at most half that subnormal, 2^-10 (2^-17) of max_scale: 2
 d = 19 (33) on nothing is left. So folding is lossless under that condition only; `fold_with_stats` counts where it does
 not hold.
 
+E2M1 (MXFP4) folds to E4M3, whose exponents reach 6 binades above E2M1's and 8 below: q * 2^s is exact for s from -8
+to 6. So a row of max_scale 2^S gets the scale 2^(S-6), and all blocks within 2^14 of the largest are exact.
+
 A block whose qdata are all zero does not count for max_scale, whatever its scale. A NaN block (scale 255) makes NaN of
 its row, as it does in the exact product: every element 0x7f, scale 255. If all is zero the scale is 0.
 
@@ -29,7 +32,8 @@ import torch
 from torch import Tensor
 
 from mxep.quant.checks import BLOCKS_2D, check_block
-from mxep.quant.formats import SCALE_DTYPE
+from mxep.quant.e2m1 import widen
+from mxep.quant.formats import BLOCK, E2M1, E4M3, SCALE_DTYPE
 from mxep.quant.groups import check_offs, fill_rows, valid_rows
 from mxep.quant.ops import NAN_ELEMENT, pick_mx, values_of
 from mxep.quant.scales import NAN_SCALE, power_of_two
@@ -44,25 +48,33 @@ class FoldStats:
 
     changed: () int64, elements whose value changes (those that flush are among them).
     flushed: () int64, elements other than zero that become zero.
+    exact:   (..., R) bool, rows with no changed element and no NaN block.
     spread:  (..., R) int32, 0 to 254 binades: per row the largest exponent minus the smallest over the blocks that are
              not all zero; 0 where there is a NaN block. Above 8 is the cheap sign to look at the error of the product.
     """
 
     changed: Tensor
     flushed: Tensor
+    exact: Tensor
     spread: Tensor
 
 
 def fold(mx: MXTensor, *, offs: Tensor | None = None) -> MXTensor:
     """`mx` with one scale over its whole blocked axis; see the module for the rule.
 
-    mx: (..., R, D) blocked along -1 or -2, E4M3 or E5M2. A row index is applied (-1: a row of zeros, scale 0), so the
-        result (R, D) is dense; its bytes are contiguous along the blocked axis, scale (..., R, 1).
+    mx: (..., R, D) blocked along -1 or -2, E4M3 or E5M2, or E2M1, which becomes E4M3. A row index is applied (-1: a
+        row of zeros, scale 0), so the result (R, D) is dense; its bytes are contiguous along the blocked axis, scale
+        (..., R, 1).
     offs: int32 (G,) inclusive ends of the row groups of a 2-D `mx` over a capacity buffer, axis -1. Rows from
         offs[-1] on are not read; what the result holds there is unspecified.
     No autograd. ValueError for 2-D blocks (use `mx.along(axis)`), a wrong offs.
     """
-    return _result(mx, *fold_op(*_parts_by_row(mx, offs), offs))
+    qdata, scale, row_index = _parts_by_row(mx, offs)
+    if qdata.dtype == E2M1.dtype and row_index is None and offs is None and mx.block_size == BLOCK:
+        return _result(mx, *fold_e2m1(qdata, scale))
+    if qdata.dtype == E2M1.dtype:
+        qdata, scale = widen(qdata, scale)
+    return _result(mx, *fold_op(qdata, scale, row_index, offs))
 
 
 def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTensor, FoldStats]:
@@ -71,6 +83,8 @@ def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTens
     Rows from offs[-1] on are not counted; their spread is unspecified. ValueError as for `fold`.
     """
     qdata, scale, row_index = _parts_by_row(mx, offs)
+    if qdata.dtype == E2M1.dtype:
+        qdata, scale = widen(qdata, scale)
     blocks, capacity = _blocks(qdata, scale, row_index, offs), num_rows(qdata, row_index)
     shift = blocks.shift.clamp(max=flush_shift(qdata.dtype))
     before, after = blocks.qdata.float(), shift_qdata(blocks.qdata, shift).float()
@@ -78,11 +92,13 @@ def fold_with_stats(mx: MXTensor, *, offs: Tensor | None = None) -> tuple[MXTens
     if offs is not None:
         row = torch.arange(before.shape[0], device=qdata.device, dtype=torch.int64)
         counted &= (row < offs[-1]).view(-1, 1, 1)
-    changed = (counted & (after * power_of_two(127 + shift) != before)).sum()
+    changes = counted & (after * power_of_two(127 + shift) != before)
+    exact = ~(changes.any(-1, keepdim=True).any(-2, keepdim=True) | blocks.nan).squeeze(-1)
     flushed = (counted & (after == 0) & (before != 0)).sum()
     lowest = torch.where(blocks.counts, blocks.scale, NAN_SCALE).amin(-2, keepdim=True)
     spread = torch.where(blocks.nan, 0, blocks.max_scale - lowest).clamp(min=0).squeeze(-1)
-    stats = FoldStats(changed, flushed, fill_rows(spread, capacity).squeeze(-1))
+    by_row = (fill_rows(x, capacity).squeeze(-1) for x in (exact, spread))
+    stats = FoldStats(changes.sum(), flushed, *by_row)
     return _result(mx, *_folded(blocks, capacity)), stats
 
 
@@ -172,3 +188,13 @@ def _folded(blocks: _Blocks, capacity: int) -> tuple[Tensor, Tensor]:
 def fold_op(qdata: Tensor, scale: Tensor, row_index: Tensor | None, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     """qdata (..., S, D) fp8, scale (..., S, D/block_size) e8m0 -> qdata (..., R, D), scale (..., R, 1)."""
     return _folded(_blocks(qdata, scale, row_index, offs), num_rows(qdata, row_index))
+
+
+@op(
+    "mxep::fold_e2m1",
+    fake=lambda qdata, scale: empty_rows(qdata, E4M3.dtype, 0, (*qdata.shape[:-1], 2 * qdata.shape[-1])),
+    launcher="mxep.quant.kernels.fold_e2m1:fold_e2m1",
+)
+def fold_e2m1(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """qdata (..., R, D/2) E2M1, scale (..., R, D/32) e8m0 -> qdata (..., R, D) E4M3, scale (..., R, 1)."""
+    return fold_op.reference(*widen(qdata, scale), None, None)  # type: ignore[no-any-return]

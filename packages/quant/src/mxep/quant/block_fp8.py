@@ -1,0 +1,152 @@
+"""Block FP8: E4M3 weights with one scale for each block of rows x columns, as DeepSeek-V3 and Qwen3-FP8 ship them.
+
+    qdata   (..., N, K)                          float8_e4m3fn
+    scale   (..., ceil(N/rows), ceil(K/columns)) fp32, bf16, fp16 or e8m0;  a value is qdata * scale
+
+Checkpoints call the scale `weight_scale_inv`, but it multiplies. Blocks at the edges are cut, as 576 rows in blocks of
+128: five blocks, the last one 64 rows high. Row-scaled FP8 is the case (1, K), one scale for all the case (N, K).
+
+Plain torch on any device. Scales that are powers of two fold exactly where their range allows: `to_mxfp8`, `fold`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mxep.quant.checks import VALUE_DTYPES, check_values
+from mxep.quant.formats import E4M3, SCALE_DTYPE, ScaleMode
+from mxep.quant.ops import NAN_ELEMENT, values_of
+from mxep.quant.scales import NAN_SCALE, power_of_two, scale_of_amax
+
+BlockShape = tuple[int, int]
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, SCALE_DTYPE)
+_ONE = 127
+_SMALLEST = 2.0**-126
+"""The smallest scale of floating point: half of it would lose bits."""
+
+
+@dataclass(frozen=True)
+class BlockFP8:
+    """A weight in block FP8, (..., N, K). Any leading axes, as (E, N, K) for E experts.
+
+    qdata: (..., N, K) float8_e4m3fn.
+    scale: (..., ceil(N/rows), ceil(K/columns)) fp32, bf16, fp16 or float8_e8m0fnu.
+    block_size: (rows, columns) of elements that a scale covers; (128, 128) of DeepSeek-V3, (1, K) of row-scaled FP8.
+
+    ValueError for other dtypes and for a scale of another shape or device.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    block_size: BlockShape = (128, 128)
+
+    def __post_init__(self) -> None:
+        if self.qdata.dtype != E4M3.dtype:
+            raise ValueError(f"BlockFP8: expected qdata of {E4M3.dtype}, got {self.qdata.dtype}")
+        if self.scale.dtype not in SCALE_DTYPES:
+            raise ValueError(f"BlockFP8: expected a scale of {SCALE_DTYPES}, got {self.scale.dtype}")
+        if self.qdata.ndim < 2:
+            raise ValueError(f"BlockFP8: expected qdata (..., N, K), got shape {tuple(self.qdata.shape)}")
+        _check_block_shape(self.block_size)
+        expected = (*self.qdata.shape[:-2], *_grid(self.qdata, self.block_size))
+        if self.scale.shape != expected:
+            raise ValueError(
+                f"BlockFP8: expected a scale of shape {expected} for qdata {tuple(self.qdata.shape)} in blocks of "
+                f"{self.block_size}, got {tuple(self.scale.shape)}"
+            )
+        if self.scale.device != self.qdata.device:
+            raise ValueError(f"BlockFP8: expected a scale on {self.qdata.device}, got {self.scale.device}")
+
+    @property
+    def shape(self) -> torch.Size:
+        """(..., N, K)."""
+        return self.qdata.shape
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The values, (..., N, K) contiguous: the fp32 product qdata * scale, rounded once to `dtype`.
+
+        dtype: bf16, fp32 or fp16; ValueError for others.
+        """
+        if dtype not in VALUE_DTYPES:
+            raise ValueError(f"dequantize: expected dtype {VALUE_DTYPES}, got {dtype}")
+        n, k = self.shape[-2:]
+        scale = spread_scale(_scale_values(self.scale), self.block_size, n, k)
+        return (values_of(self.qdata) * scale).to(dtype).contiguous()
+
+    def scale_exponents(self) -> Tensor | None:
+        """The scales as e8m0, where all of them are powers of two in its range (or NaN); else None.
+
+        Checkpoints declare power-of-two scales with fp32 and bf16 storage, too, so values are looked at, not dtypes.
+        """
+        if self.scale.dtype == SCALE_DTYPE:
+            return self.scale
+        mantissa, exponent = torch.frexp(self.scale.float())
+        nan = self.scale.isnan()
+        fits = nan | ((mantissa == 0.5) & (exponent >= -126) & (exponent <= 128))
+        if not bool(fits.all()):
+            return None
+        return torch.where(nan, NAN_SCALE, exponent + _ONE - 1).to(torch.uint8).view(SCALE_DTYPE)
+
+
+def quantize_blocks(
+    x: Tensor, *, block_size: BlockShape = (128, 128), scale_dtype: torch.dtype = torch.float32
+) -> BlockFP8:
+    """Quantize x (..., N, K) bf16 | fp32 | fp16 to block FP8. No autograd.
+
+    block_size: (rows, columns) a scale; N and K need not be multiples.
+    scale_dtype: fp32, bf16 or fp16: amax / 448 rounded to it; float8_e8m0fnu: 2**ceil(log2(amax / 448)), which is what
+        checkpoints call `ue8m0`. The scale of a block of zeros is 1.
+    Elements are x / scale in fp32, saturated at 448 (a scale that was rounded down needs it), rounded to nearest even.
+    A block with NaN or Inf has scale NaN and every element 0x7f.
+    The formula is DeepSeek-V3's (inference/kernel.py). ValueError for other dtypes and blocks.
+    """
+    check_values("quantize_blocks", x)
+    _check_block_shape(block_size)
+    if scale_dtype not in SCALE_DTYPES:
+        raise ValueError(f"quantize_blocks: expected scale_dtype {SCALE_DTYPES}, got {scale_dtype}")
+    if x.ndim < 2:
+        raise ValueError(f"quantize_blocks: expected x (..., N, K), got shape {tuple(x.shape)}")
+    values = x.detach().float()
+    n, k = x.shape[-2:]
+    amax = _amax(values.abs(), block_size)
+    if scale_dtype == SCALE_DTYPE:
+        exponent = scale_of_amax(amax, E4M3, ScaleMode.RCEIL)
+        scale = torch.where(amax == 0, _ONE, exponent).to(torch.uint8).view(SCALE_DTYPE)
+    else:
+        scale = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=_SMALLEST)).to(scale_dtype)
+        scale = torch.where(amax.isfinite() & scale.isfinite(), scale, torch.nan)
+    divisor = spread_scale(_scale_values(scale), block_size, n, k)
+    qdata = (values / divisor).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    qdata.view(torch.uint8).masked_fill_(divisor.isnan(), NAN_ELEMENT)
+    return BlockFP8(qdata, scale, block_size)
+
+
+def spread_scale(scale: Tensor, block_size: BlockShape, rows: int, columns: int) -> Tensor:
+    """scale (..., grid rows, grid columns) for each element: (..., rows, columns), blocks at the edges cut."""
+    high, wide = (min(size, whole) for size, whole in zip(block_size, (rows, columns)))
+    scale = scale.repeat_interleave(high, -2)[..., :rows, :]
+    return scale.repeat_interleave(wide, -1)[..., :columns]
+
+
+def _scale_values(scale: Tensor) -> Tensor:
+    return power_of_two(scale.view(torch.uint8)) if scale.dtype == SCALE_DTYPE else scale.float()
+
+
+def _amax(x: Tensor, block_size: BlockShape) -> Tensor:
+    """The maximum of each block of x (..., N, K), which are not negative: (..., grid rows, grid columns)."""
+    (rows, columns), (grid_rows, grid_columns) = block_size, _grid(x, block_size)
+    padding = (0, grid_columns * columns - x.shape[-1], 0, grid_rows * rows - x.shape[-2])
+    blocks = torch.nn.functional.pad(x, padding).unflatten(-1, (grid_columns, columns))
+    amax: Tensor = blocks.unflatten(-3, (grid_rows, rows)).amax((-3, -1))
+    return amax
+
+
+def _grid(x: Tensor, block_size: BlockShape) -> tuple[int, int]:
+    rows, columns = block_size
+    return -(-x.shape[-2] // rows), -(-x.shape[-1] // columns)
+
+
+def _check_block_shape(block_size: BlockShape) -> None:
+    if len(block_size) != 2 or min(block_size) < 1:
+        raise ValueError(f"block_size: expected (rows, columns), both positive, got {block_size}")

@@ -1,0 +1,118 @@
+"""dgrad's fold: other blocks meet along N than along K, and where all fit, dgrad's GEMM is that of the values."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxep.quant import (
+    E2M1,
+    E4M3,
+    MXTensor,
+    fold,
+    fold_for_dgrad,
+    fold_for_dgrad_with_stats,
+    fold_with_stats,
+    quantize,
+    quantize_blocks,
+    to_mxfp8,
+)
+from quant.exact import assert_bytes, raw
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("fmt", ["E4M3", "E2M1", "E5M2"])
+def test_it_has_one_scale_for_each_32_columns_of_an_expert_and_the_same_values(fmt: str) -> None:
+    w = quantize(gaussian(3, 64, 96), fmt=fmt)
+    folded, stats = fold_for_dgrad_with_stats(w)
+    assert (folded.shape, folded.axis, folded.block_size) == ((3, 64, 96), -2, 64)
+    assert folded.qdata.mT.is_contiguous()
+    assert folded.scale.shape == (3, 1, 96)
+    assert bool((raw(folded.scale).reshape(3, 3, 32) == raw(folded.scale).reshape(3, 3, 32)[..., :1]).all())
+    assert bool(stats.exact.all())
+    assert stats.exact.shape == stats.spread.shape == (3, 3)
+    assert torch.equal(folded.dequantize(), w.dequantize())
+    assert_bytes(fold_for_dgrad(w).qdata, raw(folded.qdata))
+
+
+def test_each_block_column_is_shifted_to_its_largest_scale() -> None:
+    """Against the definition, element by element."""
+    scale = torch.randint(100, 125, (1, 40, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(0, 0x7F, (1, 40, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    codes[0, :, 32:64][scale[0, :, 1] > 118] = 0  # zero blocks do not count
+    w = MXTensor.from_qdata_and_scales(codes.view(E4M3.dtype), scale, torch.float32)
+    folded = fold_for_dgrad(w)
+    for j in range(3):
+        block = slice(32 * j, 32 * j + 32)
+        live = codes[0, :, block].bool().any(1)
+        top = int(scale[0, live, j].max())
+        assert set(raw(folded.scale)[0, 0, block].tolist()) == {top}
+        shifted = w.dequantize()[0, :, block].double() * 2.0 ** (127 - top)
+        assert_bytes(folded.qdata[0, :, block], raw(shifted.float().to(E4M3.dtype)))
+
+
+def test_norms_of_rows_matter_to_dgrad_alone() -> None:
+    """Rows 20 binades apart: each keeps its blocks together, so forward is exact, and dgrad is not.
+
+    Of E4M3 forward changes an element in subnormals: a block may lie a binade below its row's largest.
+    """
+    x = gaussian(256, 256)
+    x[::2] *= 2.0**-20
+    for fmt in (E4M3, E2M1):
+        w = quantize(x, fmt=fmt)
+        assert int(fold_with_stats(w)[1].changed) == (1 if fmt is E4M3 else 0)
+        folded, stats = fold_for_dgrad_with_stats(w)
+        assert not stats.exact.any()
+        differ = int((folded.dequantize() != w.dequantize()).sum())
+        assert differ == int(stats.changed) > 10_000
+        assert bool((stats.spread >= 19).all())
+
+
+def test_outlier_blocks_in_all_rows_matter_to_forward_alone() -> None:
+    x = gaussian(64, 128)
+    x[:, :32] *= 2.0**20
+    w = quantize(x, fmt=E2M1)
+    assert not fold_with_stats(w)[1].exact.any()
+    assert bool(fold_for_dgrad_with_stats(w)[1].exact.all())
+
+
+def test_an_exact_fold_gives_the_gradient_of_the_dequantized_weight() -> None:
+    w = quantize(gaussian(64, 96), fmt=E2M1)
+    dy = gaussian(10, 64, seed=1)
+    folded = fold_for_dgrad(w)
+    scaled = (dy.double() @ folded.qdata.double()) * 2.0 ** (raw_exponents(folded.scale))
+    torch.testing.assert_close(scaled, dy.double() @ w.dequantize(torch.float32).double(), rtol=1e-13, atol=0)
+    forward = fold(w)
+    assert torch.equal(forward.dequantize(), folded.dequantize())
+
+
+def raw_exponents(scale: Tensor) -> Tensor:
+    return scale.view(torch.uint8).double() - 127
+
+
+def test_block_fp8_has_the_same_condition_in_both_directions_for_square_blocks() -> None:
+    x = gaussian(256, 256)
+    x[:128, :128] *= 2.0**-20
+    mx = to_mxfp8(quantize_blocks(x, scale_dtype=torch.float8_e8m0fnu))
+    rows, columns = fold_with_stats(mx)[1].exact, fold_for_dgrad_with_stats(mx)[1].exact
+    assert rows.tolist() == [False] * 128 + [True] * 128
+    assert columns.tolist() == [False] * 4 + [True] * 4
+
+
+def test_a_nan_block_makes_nan_of_its_columns() -> None:
+    x = gaussian(32, 64)
+    x[3, 40] = torch.nan
+    folded, stats = fold_for_dgrad_with_stats(quantize(x))
+    assert bool(folded.dequantize()[:, 32:].isnan().all())
+    assert not folded.dequantize()[:, :32].isnan().any()
+    assert stats.exact.tolist() == [True, False]
+
+
+def test_bad_arguments_say_what_they_got() -> None:
+    with pytest.raises(ValueError, match=r"expected an MXTensor, got a Tensor: quantize it"):
+        fold_for_dgrad(gaussian(2, 32))  # type: ignore[arg-type]
+    for mx in (quantize(gaussian(32, 32), axis=-2), quantize(gaussian(2, 64), block_size=None)):
+        with pytest.raises(ValueError, match=r"expected blocks of 32 along K and no row index, got MXTensor"):
+            fold_for_dgrad(mx)
