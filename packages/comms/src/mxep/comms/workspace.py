@@ -22,7 +22,7 @@ its last read of buffer i % 2, which is borrowed until q's exchange i + 1.
 tables name, and the tables of all W ranks are written whole in the exchange that they describe.
 
 **One buffer would not do.** p leaves B_i as soon as q has entered it. It may then store exchange i + 1 while q still
-reads the rows of exchange i. That takes two buffers, or a second barrier.
+reads the rows of exchange i. So it takes two buffers, or a second barrier.
 
 Tables have a barrier of their own, in the same exchange and in other words of the buffer. So a plan is made from them
 while rows are in flight on the transport's stream. A rank enters the table barrier of exchange i + 2 after it left that
@@ -268,7 +268,7 @@ def capture_of(stream: torch.cuda.Stream) -> int:
     """Id of the capture that the current stream is part of, 0 outside of one."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
-    # torch tells only that a capture runs; the driver tells which.
+    # torch tells only that a capture runs. The driver tells its id.
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
     failed = ask(ctypes.c_void_p(stream.cuda_stream), *map(ctypes.byref, (status, number)), None, None, None)

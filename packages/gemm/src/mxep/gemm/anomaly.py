@@ -1,6 +1,6 @@
-"""Gradients under `torch.autograd.set_detect_anomaly(True)`, which looks for NaN in all that a backward returns.
+"""Gradients under `torch.autograd.set_detect_anomaly(True)`, which checks everything a backward returns for NaN.
 
-Rows past the groups are unspecified: memory as it was, that nobody reads. There they are zeros while torch looks.
+Rows past the groups are unspecified: uninitialized memory that nobody reads. They are zeros while torch checks.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from mxep.quant import MXTensor
 
 
 def for_anomaly_mode(grad: Any, offs: Tensor | None) -> Any:
-    """A gradient (R, ...), or None, as it is; where torch looks for NaN a copy with zeros in rows from offs[-1] on."""
+    """Return the gradient (R, ...) or None as it is; while torch checks for NaN, a copy with zeros from offs[-1] on."""
     if grad is None or offs is None or torch.compiler.is_compiling():
         return grad
     if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):

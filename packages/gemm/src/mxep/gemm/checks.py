@@ -1,4 +1,4 @@
-"""What `grouped_mm` refuses, before anything is computed: ValueErrors that name got, wanted and the way out."""
+"""Checks of arguments before anything is computed. Each ValueError names the value, the expected one and the cure."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from mxep.quant import MXTensor
 
 
 def check_tensors(**operands: object) -> None:
-    """qdata and scales by themselves are no operand."""
+    """Refuse operands that are not one tensor, such as qdata and scales."""
     for name, x in operands.items():
         if not isinstance(x, Tensor):
             cure = "MXTensor.from_qdata_and_scales(qdata, scales) makes one tensor of qdata and scales"
@@ -16,7 +16,7 @@ def check_tensors(**operands: object) -> None:
 
 
 def check_plain(**operands: object) -> None:
-    """Products of this rank alone take no DTensor."""
+    """Refuse DTensors: these GEMMs run on this rank alone."""
     for name, x in operands.items():
         if hasattr(x, "device_mesh"):
             raise ValueError(
@@ -35,7 +35,7 @@ def check_operands(
     out_dtype: torch.dtype,
     main_grad: Tensor | None,
 ) -> None:
-    """Shapes, dtypes, devices and alignment; on the CPU also the values of offs."""
+    """Check shapes, dtypes, devices and alignment; on CPU also the values of offs."""
     check_plain(a=a, w=w, offs=offs)
     if a.dim() != 2 or w.dim() != 3 or a.shape[1] != w.shape[2]:
         raise ValueError(f"shapes: got a {tuple(a.shape)}, w {tuple(w.shape)}, want a (M, K) and w (G, N, K)")
@@ -68,7 +68,7 @@ def check_linear(
     main_grad: Tensor | None,
     rowwise: bool = False,
 ) -> None:
-    """The same for x (..., K), w (N, K), bias (N,). rowwise: x with MX scales may also have one scale a row."""
+    """Check x (..., K), w (N, K), bias (N,) likewise. rowwise: x with MX scales may also have one scale per row."""
     if w.dim() != 2 or not x.dim() or x.shape[-1] != w.shape[1]:
         raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (..., K) and w (N, K)")
     if not (rowwise and isinstance(x, MXTensor) and recipe.scaling == "mx" and x.block_shape == (1, x.shape[-1])):
@@ -88,7 +88,7 @@ def _check_parameters(a: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe,
 
 
 def check_weight(w: Tensor, *, recipe: Recipe, device: torch.device, main_grad: Tensor | None, name: str = "w") -> None:
-    """A weight (G, N, K), or (N, K), by itself, for products on `device`."""
+    """Check a weight (G, N, K) or (N, K) by itself, for GEMMs on `device`."""
     if w.numel() == 0:
         raise ValueError(f"{name}: got shape {tuple(w.shape)}, want (G, N, K), at least one group, output and input")
     floats = _floats(recipe)

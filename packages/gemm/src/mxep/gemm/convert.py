@@ -1,13 +1,13 @@
-"""An existing model in one call: its nn.Linear modules and its calls of torch's grouped mm on expert weights quantize.
+"""Converts a model in one call: its nn.Linear modules and its calls of torch's grouped mm on expert weights quantize.
 
     convert(model, "mxfp8")     nn.Linear(...)(x) runs `mxep.gemm.linear`, forward and backward, and
                                 torch._grouped_mm(x, self.w1.bfloat16().mT, offs=offs) runs `mxep.gemm.grouped_mm`
     revert(model)               both are torch's own again
 
-Parameters stay what and where they are, and reading one gives it. What changes is the class of the modules that own
-them: one derived from their own, of the same name. An nn.Linear's forward is `linear`. That of others runs under a mode
-that watches torch's functions: it knows a converted weight, and what is made of it, by its memory, and multiplies by it
-with `grouped_mm`.
+Parameters stay the same objects in the same places. The modules that own them get another class, derived from their own
+and of the same name. The forward of an nn.Linear becomes `linear`. Other forwards run under a mode that watches torch's
+functions. The mode recognizes a converted weight, and tensors made from it, by memory, and multiplies by it with
+`grouped_mm`.
 """
 
 import functools
@@ -41,26 +41,30 @@ def convert(
     backend: str | Backend = "auto",
     strict: bool = False,
 ) -> Module:
-    """Make the model's nn.Linear modules, and torch's grouped mm on its expert weights, run ours, in place; returns it.
+    """Make the model's nn.Linear modules, and torch's grouped mm on its expert weights, run mxep's GEMMs, in place.
 
-    recipe: a Recipe, its name, or "auto", which `auto_recipe` decides at each product, by its shape. backend: as for
-    `grouped_mm`. filter(fqn, parameter): which parameters, asked about all but biases of nn.Linear. Default: every
-    floating 3-D one but those of torch's own modules, and the weight of every nn.Linear but routers, heads, adapters
-    and what does not fit the recipe (`convert_linear.reason_to_leave`). What was converted and what was left alone, and
-    why, is logged ("mxep.gemm", level INFO).
-    A converted parameter without a product of mxep's in a forward is named in a warning, once. So is one whose first
-    gradient comes before any product of mxep's, as where other code has taken the forward over, and one whose
-    `main_grad` cannot be heeded. strict: RuntimeError instead.
+    recipe: a Recipe, its name, or "auto", which applies `auto_recipe` to the shape of each GEMM. backend: as for
+    `grouped_mm`. filter(fqn, parameter): True to convert; asked about all parameters except biases of nn.Linear. By
+    default it selects floating 3-D parameters outside torch's own modules, and weights of nn.Linear except routers,
+    heads, adapters and sizes that do not fit the recipe (`convert_linear.reason_to_leave`).
+    Returns the model. The log ("mxep.gemm", level INFO) lists converted and skipped parameters, with reasons.
+
+    A warning names, once, each converted parameter that no GEMM of mxep used in a forward. So does one for a gradient
+    that arrives before any GEMM of mxep, as when other code has replaced the forward, and one for an unusable
+    `main_grad`. strict: RuntimeError instead.
     A model may be converted in several calls, with other recipes for other parameters. Convert before `torch.compile`,
-    before or after `fully_shard` and `parallelize_module`; optimizers may be made before or after.
+    before or after `fully_shard` and `parallelize_module`. Optimizers may be made before or after.
+    Only GEMMs within the forward of the module that owns the weight count: put a `checkpoint` around that module.
 
-    What counts are products within the forward of the module that owns the weight: a `checkpoint` goes around that.
+    Raises ValueError for an unknown recipe or backend, if no parameter passes the filter, and for a selected parameter
+    that
 
-    ValueError: unknown recipe or backend, no parameter passes the filter, one that does is neither 3-D floating nor the
-    weight of an nn.Linear, or is converted already, or its module is parametrized, computes the weight in a hook
-    (weight_norm, spectral_norm, pruning), has no shape yet or a forward of its own, not its class's; a shard of tensor
-    parallelism that does not fit the recipe. At a product, with the parameter's name: K or N that do not fit the
-    recipe, wrong dtypes or offs.
+    - is neither 3-D floating nor the weight of an nn.Linear, or is already converted;
+    - belongs to a module that is parametrized, computes the weight in a hook (weight_norm, spectral_norm, pruning), has
+      no shape yet, or has a forward of its own instead of its class's;
+    - is a shard of tensor parallelism that does not fit the recipe.
+
+    A GEMM raises it, with the parameter's name, if K or N does not fit the recipe, or dtypes or offs are wrong.
     """
     recipe = recipe_of(recipe)
     if isinstance(backend, str) and backend not in ("auto", *BACKENDS):
@@ -92,27 +96,27 @@ def convert(
 
 
 def revert(model: Module) -> Module:
-    """Undo every `convert` of this model or of parts of it, in place; returns the model. Parameters are untouched."""
+    """Undo every `convert` of this model or of its parts, in place. Returns the model. Parameters are untouched."""
     for module in model.modules():
         for how in _weights(module).values():
-            how._used = True  # as far as its first gradient is concerned
+            how._used = True  # ends the watch for its first gradient
         if module.__dict__.pop(_KEY, None) is not None and (base := type(module).__dict__.get("_mxep_base")):
-            module.__class__ = base  # else somebody has put a class of their own over ours, which does nothing now
+            module.__class__ = base  # else another class derives from ours, which does nothing now
     return model
 
 
 def converted(model: nn.Module) -> dict[str, Converted]:
-    """What `convert` has converted, by the parameter's name in `model`."""
+    """Converted parameters by their names in `model`."""
     found = ((fqn, _weights(module).get(name)) for module, name, fqn, _ in _parameters(model))
     return {fqn: how for fqn, how in found if how is not None}
 
 
 Chosen = tuple[nn.Module, str, str]
-"""Module, name there, name in the model."""
+"""(module, name in it, name in the model)."""
 
 
 def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tuple[list[Chosen], dict[str, list[str]]]:
-    """What to convert, and by reason which of nn.Linear the default leaves alone. ValueError for what cannot be."""
+    """Parameters to convert, and skipped ones of nn.Linear by reason. Raises ValueError for unsuitable ones."""
     chosen, left, vocabulary = list[Chosen](), dict[str, list[str]](), vocabulary_of(model)
     largest = recipe if isinstance(recipe, Recipe) else Recipe.mxfp8()
     for module, name, fqn, parameter in _parameters(model):
@@ -146,9 +150,9 @@ def _chosen(model: nn.Module, recipe: Recipe | str, filter: Filter | None) -> tu
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """(module whose forward uses it, name there, name in the model, parameter); tied ones for every module.
+    """(module that uses it in forward, name there, name in the model, parameter). Tied ones appear for every module.
 
-    That is who has it, or, where that is a list or another module without a forward, the next one around it.
+    The module is the parameter's owner. If the owner has no forward, as a list, it is the next module around it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for prefix, module in modules.items():
@@ -166,7 +170,7 @@ def _only_holds(module: nn.Module) -> bool:
 
 
 def state_of(module: nn.Module) -> State | None:
-    """The module's part, if it has one."""
+    """The module's conversion state, if it has one."""
     state: State | None = module.__dict__.get(_KEY)
     return state
 
@@ -181,7 +185,7 @@ def _is_weight(parameter: Tensor) -> bool:
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """Whether a hook makes an attribute of this parameter before each forward: `weight` of `weight_orig`, say."""
+    """True if a hook computes this parameter's attribute before each forward, such as `weight` from `weight_orig`."""
     attribute, _, suffix = name.rpartition("_")
     return suffix in ("orig", "g", "v") and isinstance(module.__dict__.get(attribute), Tensor)
 
@@ -215,12 +219,12 @@ def _check(module: nn.Module, name: str, fqn: str, parameter: nn.Parameter, reci
     if getattr(module, "_distribute_module_applied", False) and hasattr(parameter, "device_mesh") and name == "weight":
         from mxep.gemm.tensor_parallel import check_shards
 
-        # A style of torch's has sharded it. FSDP2's shards may have any size: they are gathered before a product.
+        # A tensor-parallel style has sharded it. FSDP2's shards may have any size, as they are gathered before a GEMM.
         check_shards(fqn, parameter, recipe)
 
 
 def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
-    """Report a parameter that gets a gradient by others' products alone: those that ours would report may be gone."""
+    """Report a parameter that gets a gradient without a GEMM of mxep. A replaced forward cannot report it itself."""
 
     def look(_: Tensor) -> None:
         handle.remove()
@@ -231,7 +235,7 @@ def _watch_first_gradient(how: Converted, parameter: Tensor) -> None:
 
 
 def _state(module: nn.Module) -> State:
-    """The module's part; a module that has none yet gets one, and the class that heeds it."""
+    """The module's conversion state. A module without one gets it, and a class that uses it."""
     if _KEY not in module.__dict__:
         module.__dict__[_KEY] = State()
         if not any("_mxep_base" in cls.__dict__ for cls in type(module).__mro__):
@@ -243,16 +247,16 @@ def _state(module: nn.Module) -> State:
 
 @functools.cache
 def _prepare_dynamo() -> None:
-    """torch.compile asks modes only about functions it knows as overridable, and _grouped_mm is not listed."""
+    """Let torch.compile ask modes about _grouped_mm. It asks only about functions that it lists as overridable."""
     from torch._dynamo.variables.torch import get_overridable_functions
 
     get_overridable_functions().add(torch._grouped_mm)
-    torch.compiler.assume_constant_result(tell)  # calls it when a graph is traced
+    torch.compiler.assume_constant_result(tell)  # runs it when a graph is traced
 
 
 @functools.cache
 def _converted_class(base: Any) -> Any:
-    """`base` with another forward; the same class for all layers, so one compilation."""
+    """`base` with another forward. Cached: all layers share the class, so there is one compilation."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -307,7 +311,7 @@ def _linear_forward(module: Any, state: State, input: Tensor) -> Tensor:
 
 
 def _new(base: Any, *args: Any) -> nn.Module:
-    """What copying and unpickling a converted module begins with."""
+    """First step of copying and of unpickling a converted module."""
     made = _converted_class(base)
     module: nn.Module = made.__new__(made, *args)
     _prepare_dynamo()
@@ -315,7 +319,7 @@ def _new(base: Any, *args: Any) -> nn.Module:
 
 
 def _report_elsewhere(model: nn.Module, watched: list[Converted]) -> None:
-    present = {id(how) for how in converted(model).values()}  # parts may have been taken out
+    present = {id(how) for how in converted(model).values()}  # parts may have been removed
     report(
         [how for how in watched if not how._entered and id(how) in present],
         "no product of this forward ran in {recipe}: the forward of the module that owns it was not called",

@@ -1,12 +1,12 @@
-"""Converted linears that read one input, as one product: `linear_together` under the model's own forward.
+"""Computes converted linears that read one input as one GEMM: `linear_together` under the model's own forward.
 
-    q = self.q_proj(x)    computes q, k and v, and leaves k and v for
-    k = self.k_proj(x)    which takes k, and
-    v = self.v_proj(x)    which takes v
+    q = self.q_proj(x)    computes q, k and v, and keeps k and v
+    k = self.k_proj(x)    returns the kept k
+    v = self.v_proj(x)    returns the kept v
 
-An input is known by its identity: who calls a sibling with another tensor, or with the same one written to in between,
-gets products of their own. That is why it is a call of its own, `join_linears`, and not part of `convert`: whether
-siblings read one input is for their forward to say, and in cross-attention they do not.
+An input is recognized by its identity. A sibling called with another tensor, or with the same one after a write, gets a
+GEMM of its own. `convert` does not join by itself: only the model's forward decides if siblings read one input, and in
+cross-attention they do not. So `join_linears` is a call of its own.
 """
 
 import logging
@@ -28,18 +28,18 @@ SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"), ("gate_pr
 
 
 def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *, copies: bool = False) -> Module:
-    """Compute converted linears that read one input together, in place; returns the model. Which ones is logged.
+    """Compute converted linears that read one input together, in place. Returns the model and logs the names.
 
-    siblings: names that children of one module have. Where all of them are linears that `convert` converted alike, of
-    one dtype and as many in_features, they are joined; the first that is called computes for all. Say it only of those
-    that are called with the same tensor: others are computed for nothing, and the first such call warns.
-    Where weights are DTensors in forward (tensor parallelism, FSDP2 around each of them) they are separate, as before.
-    copies: each result is a tensor of its own. Without, results are views of one tensor. torch then refuses to write to
-    them in place, and a `.view` that joins their last two axes, as q.view(-1, head_dim). Models that do either need
-    copies, which cost a read and a write of the results.
-    Before PEFT, whose layers take the names. `revert` undoes it.
+    siblings: names of children of one module. They are joined if `convert` converted all of them alike as linears, with
+    one dtype and equal in_features. The first call computes all results. Name only siblings that are called with the
+    same tensor: other results are computed in vain, and the first such call warns.
+    Weights that are DTensors in forward (tensor parallelism, FSDP2 around each of them) stay separate.
+    copies: return each result as a tensor of its own. By default results are views of one tensor. torch then refuses
+    in-place writes, and a `.view` that joins their last two axes, such as q.view(-1, head_dim). Models that do either
+    need copies, which cost a read and a write of the results.
+    Call it before PEFT, because PEFT's layers take over the names. `revert` undoes it.
 
-    ValueError: there are none.
+    Raises ValueError if no siblings are found.
     """
     found = []
     for prefix, parent in model.named_modules():
@@ -59,7 +59,7 @@ def join_linears(model: Module, siblings: Sequence[Sequence[str]] = SIBLINGS, *,
 
 
 class Joined:
-    """Siblings, and what was computed for those that have not been called yet."""
+    """Siblings, and the results of those that have not been called yet."""
 
     def __init__(self, modules: Sequence[Any], names: str, copies: bool) -> None:
         self.modules = tuple(modules)
@@ -71,10 +71,10 @@ class Joined:
         return self.__dict__ | {"held": None}
 
     def forward(self, module: nn.Module, how: Converted, x: Tensor) -> Tensor | None:
-        """What `module` makes of x; None: it has to compute it by itself."""
+        """Result of `module` for x; None if the module has to compute it itself."""
         place = next((i for i, each in enumerate(self.modules) if each is module), None)
         weights = [each.weight for each in self.modules]
-        if place is None or any(hasattr(w, "device_mesh") for w in weights):  # None: a replica
+        if place is None or any(hasattr(w, "device_mesh") for w in weights):  # no place: a replica
             return None
         held, circumstances = self.held, _circumstances(x, *weights)
         if held is not None and held[0] is x and held[1] == circumstances and place in held[2]:
@@ -98,7 +98,7 @@ class Joined:
 
 
 def _circumstances(x: Tensor, *weights: Tensor) -> Any:
-    """What must be as it was for a result to be what a call would compute."""
+    """State that must be unchanged for a kept result to be valid."""
     if torch.compiler.is_compiling():
         return None
     versions = [None if each.is_inference() else each._version for each in (x, *weights)]

@@ -1,7 +1,7 @@
-"""nn.Linear under `convert`: which modules count, which are left alone unless a filter says otherwise, and why.
+"""nn.Linear under `convert`: which modules are converted, and why others are left alone unless a filter selects them.
 
-Left alone are what costs little and decides much: routers, heads, adapters; and what nobody multiplies by a forward of
-its own, or the recipe cannot take. Embeddings are no nn.Linear.
+Routers, heads and adapters cost little and decide much, so they are left alone. So are linears that nothing calls, and
+those that the recipe cannot handle. Embeddings are no nn.Linear.
 """
 
 import re
@@ -20,13 +20,13 @@ ADAPTERS: Final = re.compile(r"(^|\.)lora_")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """An nn.Linear that computes what an nn.Linear does, maybe converted, or sharded by FSDP2."""
+    """True for an nn.Linear with nn.Linear's own forward, even if converted or sharded by FSDP2."""
     forward = getattr(type(module), "_mxep_base", type(module)).forward
     return isinstance(module, nn.Linear) and forward is nn.Linear.forward
 
 
 def reason_to_leave(name: str, module: nn.Linear, vocabulary: int, recipe: Recipe) -> str | None:
-    """Why the linear called `name` is not converted by default; None if it is.
+    """Reason why the linear called `name` is not converted by default; None if it is.
 
     vocabulary: rows of the model's largest embedding, 0 if it has none.
     """
@@ -51,7 +51,7 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def by_pattern(fqns: Iterable[str]) -> str:
-    """Names with numbers of layers as stars, each pattern once: "layers.*.q_proj.weight (48), ..."."""
+    """Names with layer numbers replaced by stars, each pattern once: "layers.*.q_proj.weight (48), ..."."""
     found: dict[str, list[str]] = {}
     for fqn in fqns:
         found.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", fqn), []).append(fqn)

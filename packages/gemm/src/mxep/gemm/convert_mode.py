@@ -1,7 +1,7 @@
-"""The products of a converted module: a mode around its forward that knows its weights and multiplies by them.
+"""GEMMs of a converted module: a mode around its forward that recognizes its weights and multiplies by them.
 
-Groups may have any size: they are padded with zero rows to the recipe's multiple, multiplied, and unpadded, without a
-host sync. All other products stay torch's: a converted weight without a product of mxep's is reported.
+Groups may have any size: they are padded with zero rows to the recipe's multiple, multiplied and unpadded, without a
+host sync. All other functions stay torch's. A converted weight without a GEMM of mxep is reported.
 """
 
 import warnings
@@ -25,9 +25,9 @@ GROUPED_MM: Final[Callable[..., Any]] = torch._grouped_mm
 
 @dataclass(eq=False)
 class Converted:
-    """How one parameter is multiplied.
+    """Settings for one parameter's GEMMs.
 
-    fqn: its name in the model. recipe: also "auto". backend: as for `grouped_mm`. strict: what would warn raises.
+    fqn: its name in the model. recipe: may be "auto". backend: as for `grouped_mm`. strict: raise instead of warn.
     """
 
     fqn: str
@@ -41,9 +41,11 @@ class Converted:
 
 @dataclass(eq=False)
 class State:
-    """A module's part. weights: whose products its forward runs, by their names in it. alike: they are all its 3-D ones
-    and have one recipe and backend. linear: it is an nn.Linear. watched: all of the model that `convert` got, if this
-    is it. joined: a linear's siblings (`convert_join`)."""
+    """Conversion state of a module.
+
+    weights: weights that its forward multiplies by, by their names in it. alike: True if they are all its 3-D ones and
+    share recipe and backend. linear: True for an nn.Linear. watched: all weights of the model, if this is the module
+    passed to `convert`. joined: a linear's siblings (`convert_join`)."""
 
     weights: dict[str, Converted] = field(default_factory=dict)
     alike: bool = False
@@ -53,11 +55,11 @@ class State:
 
 
 class Products(TorchFunctionMode):
-    """Runs mxep's products within one forward of a module.
+    """Runs mxep's GEMMs within one forward of a module.
 
-    What is made of a weight by any function of torch, a cast or a sum with an adapter's delta, stands for it, too. It
-    is known by its storage; torch.compile, which has none, by identity, and where that does not show, as behind .mT in
-    torch 2.13, any 3-D operand is a weight, if the module's weights are alike.
+    A tensor made from a weight by any torch function counts as the weight: a cast, or a sum with an adapter's delta.
+    Tensors are recognized by storage. torch.compile has no storages, so it uses identity. If that fails, as behind .mT
+    in torch 2.13, any 3-D operand counts as a weight, provided the module's weights are alike.
     """
 
     def __init__(self, module: nn.Module, state: State) -> None:
@@ -68,7 +70,7 @@ class Products(TorchFunctionMode):
         self.tensors: list[tuple[Tensor, list[str]]] = []
         self.storages: dict[int, tuple[StorageWeakRef, list[str]]] | None = None
         for how in state.weights.values():
-            how._entered = True  # a side effect that compiled code has, too
+            how._entered = True  # compiled code has this side effect, too
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,7 +85,7 @@ class Products(TorchFunctionMode):
         return out
 
     def names_of(self, x: Any) -> list[str]:
-        """The weights that x, or its items, are made of."""
+        """Names of the weights that x, or its items, were made from."""
         if isinstance(x, (tuple, list)):
             names: list[str] = []
             for item in x:
@@ -112,7 +114,7 @@ class Products(TorchFunctionMode):
         if self.compiling:
             self.tensors.append((x, names))
         elif self.storages is not None:
-            storage = StorageWeakRef(local_part(x).untyped_storage())  # its address stays its own
+            storage = StorageWeakRef(local_part(x).untyped_storage())  # keeps its address from being reused
             self.storages.setdefault(storage.cdata, (storage, names))
 
     def multiply(
@@ -123,7 +125,7 @@ class Products(TorchFunctionMode):
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """torch's grouped mm: input (M, K), mat2 (G, K, N), offs (G,) -> (M, N), ours; other cases are torch's own."""
+        """torch's grouped mm by mxep: input (M, K), mat2 (G, K, N), offs (G,) -> (M, N). Other cases stay torch's."""
         names = self.names_of(mat2)
         two_by_three = input.dim() == 2 and mat2.dim() == 3 and bias is None and not hasattr(mat2, "device_mesh")
         if self.compiling and not names and two_by_three:
@@ -151,7 +153,7 @@ class Products(TorchFunctionMode):
         return self.missing[0] if self.missing else self.names[0]
 
     def main_grad(self, name: str, w: Tensor) -> Tensor | None:
-        """The part of the weight's main_grad that belongs to w, a view of the weight."""
+        """Part of the weight's main_grad that belongs to w, a view of the weight."""
         weight, how = parameter_of(self.module, name), self.state.weights[name]
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None or weight is None:
@@ -174,7 +176,7 @@ class Products(TorchFunctionMode):
 
 
 def report(found: list[Converted], what: str) -> None:
-    """Warn of those that were not warned of, or raise."""
+    """Warn once per parameter, or raise if strict."""
     new = [how for how in found if how.strict or not how._reported]
     for how in new:
         how._reported = True
@@ -189,7 +191,7 @@ def tell(message: str, strict: bool) -> None:
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """The parameter, wherever FSDP2, a functional call or a parametrization has put it now."""
+    """The parameter, wherever FSDP2, a functional call or a parametrization keeps it now."""
     path, _, leaf = name.rpartition(".")
     for part in path.split(".") if path else ():
         module = module._modules[part]  # type: ignore[assignment]
@@ -201,7 +203,7 @@ def parameter_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def local_part(x: Any) -> Tensor:
-    """What a DTensor has here, or x."""
+    """Local part of a DTensor; x itself otherwise."""
     local: Tensor = getattr(x, "_local_tensor", x)
     return local
 
@@ -209,7 +211,7 @@ def local_part(x: Any) -> Tensor:
 def _grouped_mm_any_size(
     x: Tensor, w: Tensor, offs: Tensor, how: Converted, main_grad: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """grouped_mm of groups of any size: x (M, K), w (G, N, K), offs int32 (G,) -> (M, N); rows in no group are zero."""
+    """grouped_mm for groups of any size: x (M, K), w (G, N, K), offs (G,) int32 -> (M, N). Rows in no group: zero."""
     recipe = how.recipe
     if not isinstance(recipe, Recipe):
         recipe = auto_recipe(x.shape[0] / w.shape[0], w.shape[2], w.shape[1], of="grouped_mm")

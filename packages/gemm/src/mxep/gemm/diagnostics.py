@@ -1,8 +1,9 @@
-"""What folding costs a model: a report on its products, for some steps. Slow, on any device, with any backend.
+"""Reports how much accuracy folding costs a model's GEMMs, over some steps. Slow, on any device, with any backend.
 
-The hopper backend folds MX rows to one scale a row: elements far below the largest of their row lose bits. That harms
-only where the other operand is large just there: hence the lowest SNR of a row of results. While it is open compiled
-code runs eagerly. Not seen are replayed CUDA graphs and weights that `quantize_weights_once` has held since before.
+The hopper backend folds MX rows to one scale per row, so elements far below the largest of their row lose bits. It
+harms only if the other operand is large in the same places, so the report gives the lowest SNR of a row of results.
+While it is open, compiled code runs eagerly. It does not see replayed CUDA graphs, nor weights that
+`quantize_weights_once` already held.
 """
 
 import contextlib
@@ -23,15 +24,16 @@ from mxep.gemm.backends.reference import grouped_mm_reference, grouped_wgrad_ref
 from mxep.quant import MXTensor, fold_for_wgrad, fold_with_stats
 from mxep.runtime.replay import no_replays
 
-HARMFUL_DB = 40.0  # SNR of folding below which other backends are advised; MX itself stands near 28 dB
+HARMFUL_DB = 40.0  # below this SNR of folding the report advises other backends; MX itself has about 28 dB
 _WATCHED = ("forward", "dgrad", "prepare_wgrad", "quantize_weight_rowwise", "quantize_weight_colwise")
 
 
 @dataclass
 class FoldedProduct:
-    """A product of a module (its name, or class) with a weight (G, N, K). elements: of both operands, in all calls;
-    rounded: those that folding changes, flushed: to zero; spread: most binades between scales that become one;
-    snr_db: the lowest of a row of results, folded against exact."""
+    """A GEMM of a module (its name, or class) with a weight (G, N, K).
+
+    elements: of both operands, in all calls. rounded: elements changed by folding. flushed: elements that become zero.
+    spread: most binades between scales that become one. snr_db: lowest SNR of a row of results, folded to exact."""
 
     module: str
     weight: tuple[int, ...]
@@ -45,7 +47,7 @@ class FoldedProduct:
 
 
 class FoldReport(dict[tuple[str, tuple[int, ...], str], FoldedProduct]):
-    """What `fold_report` gives: products by (module, weight, product). str() is a table, with advice."""
+    """Result of `fold_report`: GEMMs by (module, weight, product). str() is a table, with advice."""
 
     def __str__(self) -> str:
         lines = [f"{'product':<44}  calls   rounded   flushed  spread  SNR dB  advice"]
@@ -59,10 +61,10 @@ class FoldReport(dict[tuple[str, tuple[int, ...], str], FoldedProduct]):
 
 @contextlib.contextmanager
 def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
-    """Report on all products of MX operands of the process while it is open. model: whose names modules get."""
+    """Report on all GEMMs of MX operands in the process while it is open. model: gives modules their names."""
     report, modules, inside = FoldReport(), [""], threading.local()
     names = {module: name or "model" for name, module in model.named_modules()} if model else {}
-    owner: dict[Any, str] = {}  # the module of what was multiplied in forward, by address
+    owner: dict[Any, str] = {}  # module of each operand in forward, by address
 
     @torch.no_grad()
     def record(product: str, x: Any, y: Any, offs: Tensor | None) -> None:
@@ -73,7 +75,7 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
         module = owner.get((_address(y), shape) if product == "wgrad" else _address(y), "")
         p = report.setdefault((module, shape, product), FoldedProduct(module, shape, product))
         p.calls += 1
-        for g, (start, end) in enumerate(zip([0, *stops], stops)):  # one by one: it takes much memory an element
+        for g, (start, end) in enumerate(zip([0, *stops], stops)):  # one by one: each element needs much memory
             other = y[start:end] if product == "wgrad" else y[g].mT if product == "dgrad" else y[g]
             operands, results = (_wgrad if product == "wgrad" else _product)(x[start:end], other)
             for elements, changed, flushed, spread in operands:
@@ -102,7 +104,7 @@ def fold_report(model: nn.Module | None = None) -> Iterator[FoldReport]:
 
         return run
 
-    with no_replays(), contextlib.ExitStack() as stack:  # a graph would multiply past what is watched
+    with no_replays(), contextlib.ExitStack() as stack:  # a replayed graph would bypass the watched methods
         for cls in _subclasses(Backend):
             for name in vars(cls).keys() & {*_WATCHED, "wants_rowwise"}:
                 stack.callback(setattr, cls, name, vars(cls)[name])
@@ -123,7 +125,7 @@ def _subclasses(cls: type) -> set[type]:
 
 
 def _product(a: Any, w: Any) -> Any:
-    """a (M, K) x w (N, K), contracted along K -> of both (elements, changed, flushed, spreads); (exact, folded)."""
+    """Contract a (M, K) and w (N, K) over K -> [(elements, changed, flushed, spreads) of both], [(exact, folded)]."""
     exact = a, w if w.axis == -1 else w.along(-1)
     folded, stats = zip(*map(fold_with_stats, exact))
     how = None, None, torch.float32
@@ -132,7 +134,7 @@ def _product(a: Any, w: Any) -> Any:
 
 
 def _wgrad(dy: Any, a: Any) -> Any:
-    """dy (M, N) and a (M, K), contracted along their rows -> as of `_product`, whose columns are results, too."""
+    """Contract dy (M, N) and a (M, K) over rows. Returns as `_product`, with columns as results, too."""
     folded = fold_for_wgrad(a, dy, offs := ends(None, a))
     y, x = (v.dequantize(torch.float32) for v in (dy, a))
     (y_rows, of_y), (x_rows, of_x) = map(fold_with_stats, (dy, a))

@@ -1,7 +1,7 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts of products: 2 M N K each, as torch counts a plain one.
+"""FLOPs that torch.utils.flop_counter.FlopCounterMode counts for GEMMs: 2 M N K each, as for torch's plain GEMM.
 
-M are the valid rows, offs[-1], which is read from the device; padding rows of a group count, rows past the groups do
-not. Where nothing can be read, of fake tensors or in a CUDA graph's capture, M is the capacity.
+M is the number of valid rows, offs[-1], read from the device. Padding rows of a group count, rows past the groups do
+not. With fake tensors or in a CUDA graph's capture nothing can be read, so M is the capacity.
 
 M rows, N out features, K in features, G groups.
 """
@@ -20,7 +20,7 @@ ops = torch.ops.mxep
 
 
 def rows_of(offs: Tensor | None, capacity: int) -> int:
-    """The valid rows of a buffer."""
+    """Number of valid rows in a buffer."""
     if offs is None or type(offs) is not Tensor or offs.is_meta:
         return capacity
     if offs.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -62,7 +62,7 @@ def _wgrad_dot_scaled(
 def _fp8_wgrad(
     x: Tensor, x_scale: Any, x_index: Any, y: Tensor, y_scale: Any, y_index: Any, offs: Tensor, *_: Any, out_val: Any
 ) -> int:
-    """Of the fp8_grouped_wgrad that follows, whose operands have zeros between groups."""
+    """FLOPs of the fp8_grouped_wgrad that follows. Its own operands have zeros between groups."""
     capacity = (x if x_index is None else x_index).shape[0]
     return 2 * rows_of(offs, capacity) * x.shape[1] * y.shape[1]
 
@@ -95,7 +95,7 @@ def _product_backward(dy: Tensor, saved: Any, ws: list[Tensor], offs: Tensor | N
 
 @count_flops(torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
 def _torchs(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Of torch's grouped products of a (M, K) and b (G, K, N), or a (N, M) and b (M, K)."""
+    """FLOPs of torch's grouped GEMMs of a (M, K) and b (G, K, N), or a (N, M) and b (M, K)."""
     offs = kwargs.get("offs")
     if offs is None:
         offs = next((x for x in args if isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() == 1), None)

@@ -1,10 +1,10 @@
-"""fp32_linear: x w^T in fp32 accuracy by bf16 tensor cores, for routers, whose logits decide where a token goes.
+"""fp32_linear: x w^T with fp32 accuracy on bf16 tensor cores, for routers: their logits decide a token's experts.
 
-    forward  out (T, E) fp32 = x w^T      one kernel each, of sums of bf16 terms (`kernels.fp32_linear`); those with few
-    backward dx (T, D) bf16  = dy w       tiles share them out in parts and add these up
+    forward  out (T, E) fp32 = x w^T      one kernel each, on sums of bf16 terms (`kernels.fp32_linear`); a kernel with
+    backward dx (T, D) bf16  = dy w       few tiles splits them into parts and adds these up
              dw (E, D)       = dy^T x
 
-Nothing is kept for backward but x and w. An fp32 product of torch runs outside the tensor cores, on an fp32 copy of x.
+Backward keeps only x and w. torch's fp32 GEMM runs outside the tensor cores, on an fp32 copy of x.
 
 T tokens, D in features, E out features.
 """
@@ -20,18 +20,18 @@ from mxep.gemm.partial_backward import is_wanted
 from mxep.runtime.op import op
 
 _DEVICE = "cuda"
-"""Where the ops are called; elsewhere, torch's products."""
+"""Device type of the ops. Other devices use torch's GEMMs."""
 
 
 def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
-    """(T, E) fp32: x.float() @ w.float().T, with autocast or without. Gradients have the dtypes of x and w.
+    """(T, E) fp32: x.float() @ w.float().T, with or without autocast. Gradients have the dtypes of x and w.
 
-    x: (T, D) of floating point. w: (E, D) of floating point.
-    By tensor cores, on CUDA, for x bf16 and w fp32 or bf16, both plain tensors; then it is differentiable once, out is
-    off by less than an fp32 product's bound, and so is an fp32 dw. A bf16 dx or dw is rounded from a sum of two terms
-    an operand, off by 3 * 2^-16 of the sum of |dy| |w|, or 2^-16 of that of |dy| |x|, before that rounding. Inf, or
-    what rounds to Inf in bf16, makes NaN. No torch.func. Anything else is torch's own product.
-    ValueError: shapes that do not fit.
+    x: (T, D) floating point. w: (E, D) floating point.
+    Tensor cores are used on CUDA for plain tensors, x bf16 and w fp32 or bf16. It is then differentiable once and has
+    no torch.func support. The errors of out and of an fp32 dw are below the bound of an fp32 GEMM. A bf16 dx or dw is
+    the rounded sum of two terms per operand. Before that rounding dx is off by at most 3 * 2^-16 of the sum of
+    |dy| |w|, dw by at most 2^-16 of the sum of |dy| |x|. Inf, and values that round to Inf in bf16, give NaN.
+    All other inputs use torch's own GEMM. Raises ValueError for shapes that do not fit.
     """
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"shapes: got x {tuple(x.shape)}, w {tuple(w.shape)}, want x (T, D) and w (E, D)")

@@ -1,14 +1,14 @@
-"""linear: a product with one weight, forward and backward, by the recipes and backends of `grouped_mm`.
+"""linear: a GEMM with one weight, forward and backward, by the recipes and backends of `grouped_mm`.
 
     x (..., K) --as rows--> (M, K) --one group of all rows of `grouped_mm`, w (1, N, K)--> (M, N) --> (..., N)
 
-There are no offs: kernels take M for the only group's end, and M may be any number. What contracts over tokens in
-blocks of 32 sees the last block filled up with zero rows by a row index: nothing is copied.
+There are no offs: kernels take M as the only group's end, and M may be any number. A contraction over tokens in blocks
+of 32 sees the last block filled up with zero rows by a row index, so nothing is copied.
 
     qdata = quantize_input(x, recipe=recipe)
     q, k, v = (linear(qdata, w, recipe=recipe) for w in (wq, wk, wv))
 
-quantizes x once for the three, and sums their gradients in its outer dtype.
+quantizes x once for three GEMMs, and sums their gradients in x's outer dtype.
 
 M rows, N out features, K in features.
 """
@@ -41,15 +41,15 @@ def linear(
     """(..., N): x @ w.T + bias. Differentiable in x, w and bias, once.
 
     x: (..., K) bf16 or fp32, or an MXTensor with the recipe's blocks along K or from `quantize_input`, which several
-        products may share. Any number of leading axes, and of rows. Recipe "bf16" also takes fp64, on "reference".
+        GEMMs may share. Any number of leading axes, and of rows. Recipe "bf16" also takes fp64, on "reference".
     w: (N, K) bf16 or fp32, quantized as for `grouped_mm`. bias: (N,) or None. Gradients have their dtypes.
     out_dtype: bf16 or fp32, default x.dtype, or within torch.autocast its dtype. The gradient of x has x.dtype.
-    recipe: a Recipe, its name, or "auto": `auto_recipe` of this product's rows, K and N, with a plain x.
+    recipe: a Recipe, its name, or "auto": `auto_recipe` of this GEMM's rows, K and N, with a plain x.
     backend, main_grad (N, K) fp32, wgrad_scale, gradients as MXTensors, and torch.compile: as for `grouped_mm`.
 
-    A w that is a DTensor (tensor parallelism) wants x as one, see `mxep.gemm.tensor_parallel`.
-    ValueError: wrong shapes, dtypes, devices; K or N that are no multiple of recipe.group_alignment.
-    RuntimeError: the backend cannot run here.
+    If w is a DTensor (tensor parallelism), x must be one, see `mxep.gemm.tensor_parallel`.
+    Raises ValueError for wrong shapes, dtypes or devices, and for K or N that is no multiple of recipe.group_alignment.
+    Raises RuntimeError if the backend cannot run here.
     """
     check_tensors(x=x, w=w)
     options: dict[str, Any] = {"recipe": recipe, "backend": backend, "out_dtype": out_dtype}
@@ -59,7 +59,7 @@ def linear(
         with torch.autocast(x.device.type, enabled=False):
             return linear(x, w, bias, **options)
     if hasattr(w, "device_mesh"):
-        from mxep.gemm.tensor_parallel import sharded_linear  # without DTensors nobody needs torch.distributed
+        from mxep.gemm.tensor_parallel import sharded_linear  # only DTensors need torch.distributed
 
         return sharded_linear(linear, x, w, bias, **options)
     check_plain(x=x)
@@ -73,7 +73,7 @@ def linear(
     plain = recipe.scaling == "none" and not isinstance(x, MXTensor) and x.dtype == w.dtype == out_dtype
     asks_nothing = main_grad is None and wgrad_scale == 1
     if plain and asks_nothing and x.dtype == torch.bfloat16 and chosen.bf16_is_torchs:
-        return nn.functional.linear(x, w, bias)  # the same products, for a third of what they cost the host here
+        return nn.functional.linear(x, w, bias)  # the same GEMMs, for a third of the host time
     rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     bias = None if bias is None else bias.unsqueeze(0)
     out: Tensor = multiply(rows, w, bias, None, recipe, chosen, out_dtype, main_grad, wgrad_scale)
@@ -81,19 +81,20 @@ def linear(
 
 
 def quantize_input(x: Tensor, *, recipe: Recipe | str, backend: str | Backend = "auto") -> Tensor:
-    """x (..., K) bf16 or fp32 -> an MXTensor as `linear` of this recipe and backend would make it, for several of them.
+    """Quantize x (..., K) bf16 or fp32 as `linear` would with this recipe and backend, to share it between several.
 
-    x itself with recipe "bf16". The gradient passes unchanged. On "hopper" a row has one scale.
+    Returns x itself with recipe "bf16". The gradient passes unchanged. On "hopper" each row has one scale.
     """
     recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     return select(backend, x.device).quantize_rows(x, recipe.fmt, recipe)
 
 
 class MarkOfTransformers:
-    """`_is_hooked`: transformers' tensor parallelism sets it on each module that it shards, past `register_parameter`.
-    ValueError then for a linear whose shards do not fit. (FSDP2 shards otherwise where there is a `__setattr__`.)
+    """`_is_hooked`, which transformers' tensor parallelism sets on each module that it shards, past
+    `register_parameter`. Setting it raises ValueError for a linear with shards that do not fit. It is a descriptor,
+    because FSDP2 shards differently if there is a `__setattr__`.
 
-    how: the weight's name and recipe, of a module; None: not of a linear that is converted.
+    how: gives a module's weight name and recipe; None if it is not a converted linear.
     """
 
     def __init__(self, how: Callable[[Any], tuple[str, Recipe | str] | None]) -> None:
@@ -101,7 +102,7 @@ class MarkOfTransformers:
 
     def __get__(self, module: nn.Module | None, _: type | None = None) -> bool:
         if module is None or "_is_hooked" not in module.__dict__:
-            raise AttributeError  # torch has the words
+            raise AttributeError  # torch writes the message
         return bool(module.__dict__["_is_hooked"])
 
     def __set__(self, module: nn.Module, value: bool) -> None:
@@ -114,11 +115,11 @@ class MarkOfTransformers:
 
 
 class Linear(nn.Linear):
-    """nn.Linear by a recipe: the same parameters, names and initialization; `linear` has what it computes.
+    """nn.Linear by a recipe: the same parameters, names and initialization, computed by `linear`.
 
-    recipe: a Recipe, its name, or "auto", which is decided at each call, by its shape.
-    Its weight is quantized at each call, or once within `quantize_weights_once`. A weight with an attribute `main_grad`
-    gets its gradient added there, and none itself.
+    recipe: a Recipe, its name, or "auto", which decides at each call by its shape.
+    The weight is quantized at each call, or once within `quantize_weights_once`. If the weight has an attribute
+    `main_grad`, its gradient is added there and not to `.grad`.
     """
 
     def __init__(
@@ -138,14 +139,14 @@ class Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, module: nn.Linear, recipe: Recipe | str = "mxfp8", *, backend: str | Backend = "auto") -> Self:
-        """One with the parameters of `module`: the same objects, not copies. Hooks stay where they are."""
+        """Make one that holds the parameters of `module`: the same objects, not copies. Hooks are not moved."""
         sizes = module.in_features, module.out_features, module.bias is not None
         made = cls(*sizes, device="meta", recipe=recipe, backend=backend)
         made.weight, made.bias = module.weight, module.bias
         return made.train(module.training)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module. ValueError for a weight that is sharded now, and whose shards do not fit the recipe."""
+        """Register as any module. Raises ValueError for a newly sharded weight, if its shards do not fit the recipe."""
         if name == "weight" and "recipe" in self.__dict__:
             check_parallelized(name, self, name, param, self.recipe)
         super().register_parameter(name, param)
@@ -162,8 +163,8 @@ class Linear(nn.Linear):
 
 
 def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, recipe: Recipe | str) -> None:
-    """ValueError if a parameter takes the place of a plain one, as `parallelize_module` makes it, and its shards do not
-    fit the recipe. One that was a DTensor before may be FSDP2's, which is whole in a product."""
+    """Raise ValueError if shards do not fit the recipe and replace a plain parameter, as `parallelize_module` does. A
+    parameter that was a DTensor before may be FSDP2's, which is whole in a GEMM."""
     if hasattr(parameter, "device_mesh") and not hasattr(module._parameters.get(name), "device_mesh"):
         from mxep.gemm.tensor_parallel import check_shards
 
@@ -171,6 +172,6 @@ def check_parallelized(fqn: str, module: nn.Module, name: str, parameter: Any, r
 
 
 def module_forward(module: nn.Linear, x: Tensor, recipe: Recipe | str, backend: str | Backend) -> Tensor:
-    """What an nn.Linear computes, by a recipe."""
+    """Compute an nn.Linear by a recipe."""
     main_grad = getattr(module.weight, "main_grad", None)
     return linear(x, module.weight, module.bias, recipe=recipe, backend=backend, main_grad=main_grad)

@@ -1,11 +1,11 @@
-"""Backwards that want some gradients only: which ones, and what is kept for a later one that wants the others.
+"""Backward passes that need only some gradients: which ones, and operands kept for a pass that needs the others.
 
     dx, = torch.autograd.grad(out, x, dy, retain_graph=True)     dgrad; the operands of wgrad are kept
     dw, = torch.autograd.grad(out, w, dy)                        wgrad of these; nothing is computed or moved again
 
-So do schedules of pipelines that split backward (zero bubble). `ctx.needs_input_grad` does not help: it says what
-requires a gradient, as it was in forward. A weight gradient that is added to main_grad must be computed only where
-it is wanted, or it is added twice.
+Pipeline schedules that split backward (zero bubble) do so. `ctx.needs_input_grad` does not help: it tells which inputs
+required a gradient in forward. A weight gradient that is added to main_grad must be computed only if it is wanted, or
+it is added twice.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from torch import Tensor
 
 
 def is_wanted(ctx: Any, i: int) -> bool:
-    """Whether the backward that runs uses the gradient of the i-th tensor that a function was applied to.
+    """True if the running backward uses the gradient of a function's i-th tensor argument.
 
-    ctx: of that function, in its backward. In a compiled graph always True: it computes all that require one.
+    ctx: of that function, in its backward. Always True in a compiled graph, which computes all required gradients.
     """
     if torch.compiler.is_compiling():
         return True
@@ -27,20 +27,20 @@ def is_wanted(ctx: Any, i: int) -> bool:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # how torch answers for a leaf that torch.autograd.grad was asked about, and only for that
+    except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked about, and only for that
         return True
 
 
 def graph_is_retained() -> bool:
-    """Whether the graph can be used again after the backward that runs."""
+    """True if the graph can be used again after the running backward."""
     return not torch.compiler.is_compiling() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 @dataclass(frozen=True)
 class SavedOperands:
-    """What a backward left for another one of the same incoming gradients.
+    """Operands that one backward kept for another with the same incoming gradients.
 
-    dys: those gradients. versions: theirs then. operands: of the weight gradients.
+    dys: those gradients. versions: their versions at that time. operands: operands of the weight gradients.
     """
 
     dys: tuple[Tensor, ...]
@@ -52,5 +52,5 @@ class SavedOperands:
         return cls(dys, tuple(dy._version for dy in dys), operands)
 
     def fits(self, *dys: Tensor) -> bool:
-        """Whether these are the same tensors, unchanged."""
+        """True if these are the same tensors, unchanged."""
         return all(dy is old and dy._version == was for dy, old, was in zip(dys, self.dys, self.versions))

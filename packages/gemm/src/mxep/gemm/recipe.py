@@ -1,10 +1,10 @@
-"""What is quantized, how, for which of the three products: one frozen description that every layer passes down.
+"""Recipe: how the operands of the three GEMMs are quantized, in one frozen description that every layer passes down.
 
     forward  out = a  w^T     contracts K   a quantized along K (rows), w along K
     dgrad    da  = dy w       contracts N   dy quantized along N (rows), w along N
     wgrad    dw  = dy^T a     contracts M   the rows' qdata again: requantized along tokens, or as `wgrad` says
 
-scaling "none" multiplies what it is given ("bf16"), "row" has one power-of-two scale a row ("fp8"), "mx" one for every
+Scaling "none" multiplies operands as they are ("bf16"), "row" has one power-of-two scale per row ("fp8"), "mx" one per
 32 elements ("mxfp8"). A contraction axis, tokens of a group included, is a multiple of GROUP_ALIGNMENT[scaling].
 
 M rows, N out features, K in features, G groups.
@@ -23,7 +23,7 @@ from mxep.quant import BLOCK, E2M1, E4M3, E5M2, MXFormat, MXTensor, ScaleMode, q
 Scaling = Literal["none", "row", "mx"]
 
 GROUP_ALIGNMENT: Final[dict[str, int]] = {"none": 1, "row": 16, "mx": BLOCK}
-"""Rows that every group is padded to a multiple of; K and N are multiples of it too."""
+"""Multiple that the rows of every group are padded to. K and N are multiples of it, too."""
 
 _BASES: Final[dict[str, Scaling]] = {"bf16": "none", "fp8": "row", "mxfp8": "mx"}
 _CHANGES: Final[dict[str, dict[str, Any]]] = {
@@ -37,20 +37,20 @@ _CHANGES: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How `grouped_mm` computes.
+    """Settings of `grouped_mm`.
 
     scaling: "none", "row" or "mx".
     fmt: element format of activations and weights. grad_fmt: of gradients.
-    mode: how a scale follows from the largest magnitude it covers.
-    weight_block: "1x32", blocks along the contraction, two quantizations of a weight; "32x32", tiles: one quantization
-        serves w and w^T (scaling "mx" only).
-    wgrad: "mx" makes the weight gradient from the qdata of both operands (scaling "mx": requantized along tokens, no
-        bf16 in between; "row": their dequantized product) and keeps only qdata for backward; "bf16" keeps the
-        unquantized activation where there is one and multiplies unquantized operands.
-    saved_gate_up: what a layer of `mxep.ep` keeps of gate and up for backward: "unquantized", or "fp8", `fmt` with one
-        scale a row, half of the bytes, of which backward makes all gradients. Forward and products know nothing of it.
+    mode: rule for a scale, given the largest magnitude that it covers.
+    weight_block: "1x32", blocks along the contraction, which take two quantizations of a weight; "32x32", tiles: one
+        quantization serves w and w^T (scaling "mx" only).
+    wgrad: "mx" makes the weight gradient from the qdata of both operands, and saves only qdata for backward. Scaling
+        "mx" requantizes them along tokens without bf16 in between; "row" multiplies their dequantized values. "bf16"
+        saves the unquantized activation, if there is one, and multiplies unquantized operands.
+    saved_gate_up: form of gate and up that a layer of `mxep.ep` saves for backward: "unquantized", or "fp8". "fp8" is
+        `fmt` with one scale per row: half of the bytes. All gradients are made from it. Forward and GEMMs ignore it.
 
-    ValueError for other values, for tiles without MX scales, and for saved_gate_up "fp8" without any.
+    Raises ValueError for other values, for tiles without MX scales, and for saved_gate_up "fp8" with scaling "none".
     """
 
     scaling: Scaling
@@ -92,7 +92,7 @@ class Recipe:
         """The recipe called `name`: bf16, fp8 or mxfp8, with changes after it, as in "mxfp8_e5m2_wgrad_bf16".
 
         Changes, in this order: e5m2 (gradients), 32x32 (weight tiles, of mxfp8), wgrad_bf16, gate_up_fp8 (saved), and
-        one of floor, ceil, even (scale mode). ValueError, listing these, for any other name.
+        one of floor, ceil, even (scale mode). Raises ValueError, listing these, for any other name.
         """
         if name not in _NAMED:
             meant = "".join(f"; did you mean {each}?" for each in _NAMED if _words(each) == _words(name))
@@ -105,23 +105,23 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The name by which `named` finds this recipe (activation formats other than E4M3 have none)."""
+        """Name by which `named` finds this recipe. Recipes with activation formats other than E4M3 have none."""
         base = next(base for base, scaling in _BASES.items() if scaling == self.scaling)
         changes = (c for c, fields in _CHANGES.items() if all(getattr(self, f) == v for f, v in fields.items()))
         return "_".join((base, *changes))
 
     @property
     def group_alignment(self) -> int:
-        """Rows that every group is padded to a multiple of."""
+        """Multiple that the rows of every group are padded to."""
         return GROUP_ALIGNMENT[self.scaling]
 
     @property
     def block_size(self) -> int | None:
-        """Elements a scale covers along a row: 32 for "mx", None (the whole row) for "row"; "none" has no scales."""
+        """Elements per scale along a row: 32 for "mx", None (the whole row) for "row"; "none" has no scales."""
         return BLOCK if self.scaling == "mx" else None
 
     def fits(self, x: MXTensor) -> bool:
-        """Whether the blocks of `x` are the ones that this recipe gives an activation or a gradient (M, K).
+        """True if `x` has the blocks that this recipe gives an activation or a gradient (M, K).
 
         E4M3 and E5M2 both fit: qdata carry their own format. E2M1 does not.
         """
@@ -130,10 +130,10 @@ class Recipe:
         return x.axis == -1 and x.block_size == (self.block_size or x.shape[-1])
 
     def along_tokens(self, x: Tensor, offs: Tensor | None) -> Tensor:
-        """An operand of wgrad (M, D), blocked along D (maybe indexed), blocked along M instead, in its own format.
+        """Block an operand of wgrad (M, D) along M instead of D, in its own format. It may have a row index.
 
-        offs None: one group of all rows, any number of them; the last block is filled up with zero rows.
-        Only what wgrad "mx" of MX scales contracts is requantized; anything else is returned as it is.
+        offs None: one group of any number of rows; the last block is filled up with zero rows.
+        Only MXTensors with scaling "mx" are requantized. Anything else is returned as it is.
         """
         if self.scaling != "mx" or not isinstance(x, MXTensor):
             return x
@@ -141,13 +141,14 @@ class Recipe:
             index = x.row_index
             if index is None:
                 index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-            # Zero rows, of which the index knows: no byte of x moves.
+            # The index adds the zero rows: no byte of x moves.
             x = x.with_parts(x.qdata, x.scale, torch.nn.functional.pad(index, (0, missing), value=-1))
         return requantize(x, mode=self.mode, offs=offs)
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat | None = None, room: int | None = None) -> Tensor:
-        """x (..., D) bf16 or fp32 -> MXTensor along D, of `fmt`, which is `grad_fmt` for a gradient, or this recipe's;
-        x itself if scaling is "none". Gradients pass unchanged. room: as for `mxep.quant.quantize`."""
+        """Quantize x (..., D) bf16 or fp32 along D; x itself if scaling is "none". Gradients pass unchanged.
+
+        fmt: default this recipe's; `grad_fmt` for a gradient. room: as for `mxep.quant.quantize`."""
         if self.scaling == "none":
             return x
         return quantize(x, fmt=fmt or self.fmt, mode=self.mode, block_size=self.block_size, room=room)
@@ -167,4 +168,4 @@ def _all() -> Iterator[Recipe]:
                 yield Recipe(scaling, **dict(fields))
 
 
-_NAMED: Final = {recipe.name: recipe for recipe in _all()}  # torch.compile finds a recipe and makes none
+_NAMED: Final = {recipe.name: recipe for recipe in _all()}  # made here, because code under torch.compile makes none

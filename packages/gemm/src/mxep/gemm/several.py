@@ -1,11 +1,11 @@
-"""A weight that several parameters are: gate and up, or q, k and v. Their rows, out features, follow each other.
+"""A weight made of several parameters: gate and up, or q, k and v. Their rows, out features, follow each other.
 
     (G, N1, K) --quantize--> qdata, scales of (G, N1 + N2, K), rowwise or colwise
     (G, N2, K) ------^
 
-The bits are those of the joined weight. Two or three parts with one scale a row, or a column, are read where they lie
-and written where they belong. Blocks of 32, whose scales do not see where a part ends, are joined when they are
-quantized, a byte an element. Unquantized weights are joined as they are.
+The bits are those of the joined weight. With one scale per row or column, two or three parts are read in place and
+written straight into the joined result. Blocks of 32 do not depend on where a part ends, so parts are quantized first
+and joined after that, a byte per element. Unquantized weights are joined as they are.
 
 G groups, N out features, K in features.
 """
@@ -21,26 +21,26 @@ from mxep.gemm.recipe import Recipe
 from mxep.quant import MXTensor, quantize_columns_of_amax, quantize_with_amax
 
 Weight = Tensor | tuple[Tensor, ...]
-"""(G, N, K), or its parts, (G, N of each, K), which are joined where they are quantized and nowhere else."""
+"""(G, N, K), or its parts (G, N of each, K), which are joined only when they are quantized."""
 
 
 def joined(w: Weight) -> Tensor:
-    """The whole weight: a copy of parts."""
+    """The whole weight; a copy if it has parts."""
     return w if isinstance(w, Tensor) else torch.cat(w, 1)
 
 
 def tensors_of(w: Weight) -> tuple[Tensor, ...]:
-    """The tensors that a weight is."""
+    """Tensors that a weight consists of."""
     return (w,) if isinstance(w, Tensor) else w
 
 
 def weight_of(parts: Sequence[Any]) -> Any:
-    """The weight whose `tensors_of` these are: one tensor (or what stands for it) is the weight itself."""
+    """The weight made of these tensors, the inverse of `tensors_of`. A single tensor (or stand-in) is the weight."""
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: bool) -> tuple[Tensor, Tensor | None]:
-    """What `Backend.quantize_weight_rowwise` makes of the whole weight."""
+    """Quantize the whole weight as `Backend.quantize_weight_rowwise` does."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_rowwise(joined(w), recipe, with_amax=with_amax)
     if not with_amax or backend.block_size(recipe) is not None:
@@ -49,7 +49,7 @@ def quantize_rowwise(w: Weight, recipe: Recipe, backend: Backend, *, with_amax: 
 
 
 def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor | None) -> Tensor:
-    """What `Backend.quantize_weight_colwise` makes of the whole weight. amax: of the columns of all parts."""
+    """Quantize the whole weight as `Backend.quantize_weight_colwise` does. amax: of the columns of all parts."""
     if isinstance(w, Tensor) or not _as_they_lie(w, recipe, backend):
         return backend.quantize_weight_colwise(joined(w), recipe, amax)
     if backend.block_size(recipe) is not None:
@@ -60,8 +60,8 @@ def quantize_colwise(w: Weight, recipe: Recipe, backend: Backend, amax: Tensor |
 
 
 def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> bool:
-    """Whether parts are quantized before they are joined. Not if they are stored (G, K, N), where a column is a row,
-    nor by a backend of one's own that quantizes otherwise."""
+    """True if parts are quantized before they are joined. False if they are stored (G, K, N), so that a column is a
+    row, and for custom backends that quantize differently."""
     if recipe.scaling == "none" or not all(part.is_contiguous() for part in parts):
         return False
     kind = type(backend)  # torch.compile knows the modules of functions, not of methods
@@ -70,7 +70,7 @@ def _as_they_lie(parts: Sequence[Tensor], recipe: Recipe, backend: Backend) -> b
 
 
 def _join(parts: Sequence[Any]) -> MXTensor:
-    """Quantized parts one after another along N, qdata as they lie: (G, K, N) if blocked along N."""
+    """Join quantized parts along N. qdata keep their memory order: (G, K, N) if blocked along N."""
     first: MXTensor = parts[0]
     if first.axis == -2:
         qdata = _cat([part.qdata.mT for part in parts], -1).mT
@@ -80,7 +80,7 @@ def _join(parts: Sequence[Any]) -> MXTensor:
 
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Of bytes, eight at once where they lie so: torch's kernel moves an element a thread."""
+    """Concatenate bytes, eight at once if they are aligned: torch's kernel moves one element per thread."""
     wide = not torch.compiler.is_compiling() and all(
         part.is_contiguous() and part.shape[-1] % 8 == 0 and part.storage_offset() % 8 == 0 for part in parts
     )

@@ -1,17 +1,17 @@
-"""linear over a tensor-parallel mesh: DTensors in, a DTensor out, as F.linear of them, but each rank by a recipe.
+"""linear over a tensor-parallel mesh: F.linear of DTensors, with each rank's GEMM by a recipe.
 
     weight          x on each rank                  out           gradients
     Shard(0)        all of it: gathered, quantized  Shard(-1)     dx reduced over ranks, dw and dbias of the shard
     Shard(1)        Shard(-1)                       Partial       dx of the shard, dw of the shard; bias added after
     Replicate       Replicate, or Shard of tokens   as x          dw, dbias reduced over ranks where tokens are sharded
 
-So `parallelize_module` with ColwiseParallel and RowwiseParallel works on converted models. Where x comes sharded over
+So `parallelize_module` with ColwiseParallel and RowwiseParallel works on converted models. If x comes sharded over
 tokens (sequence parallel) and the weight is Shard(0), qdata and scales are gathered, half of bf16's bytes. That takes a
-style that leaves x as it is: `QuantizedColwiseParallel`. Blocks of 32 do not cross ranks: features that a rank holds
-are a multiple of 32 with MX scales.
+style that leaves x as it is: `QuantizedColwiseParallel`. Blocks of 32 do not cross ranks, so with MX scales each rank
+holds a multiple of 32 features.
 
-Tokens, and features of recipe "bf16", need not divide by the ranks: the last ranks have fewer, or none, as torch.chunk
-gives them. Uneven tokens are gathered unquantized.
+Tokens, and features of recipe "bf16", need not divide by the ranks. The last ranks have fewer or none,
+as with torch.chunk. Uneven tokens are gathered unquantized.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,12 @@ from mxep.quant import MXTensor
 
 
 class QuantizedColwiseParallel(ColwiseParallel):
-    """ColwiseParallel of a converted linear or a `Linear` whose input is sharded over tokens and gathered as MXFP8.
+    """ColwiseParallel of a converted linear or a `Linear`. Its input is sharded over tokens and gathered as MXFP8.
 
     Args:
-        input_layouts: how the module's plain input is sharded, Shard(1) of (B, S, K). Others: as for ColwiseParallel.
-            A plain input has as many tokens on each rank, as torch's styles assume; an uneven one comes as a DTensor.
+        input_layouts: sharding of the module's plain input, Shard(1) of (B, S, K). Others: as for ColwiseParallel.
+            A plain input must have as many tokens on each rank, as torch's styles assume. Give an uneven one as a
+            DTensor.
     """
 
     def __init__(self, *, input_layouts: Placement, output_layouts: Placement | None = None, **options: Any) -> None:
@@ -44,9 +45,9 @@ class QuantizedColwiseParallel(ColwiseParallel):
 
 
 def check_shards(name: str, w: Any, recipe: Recipe | str) -> None:
-    """ValueError, on every rank, if a rank's shard of w (N, K), a DTensor, does not fit the recipe. "auto" takes any.
+    """Raise ValueError, on every rank, if a rank's shard of w (N, K), a DTensor, does not fit. "auto" fits any.
 
-    The last dimension of its mesh is that of tensor parallelism: FSDP's are before it, and gathered before a product.
+    The last mesh dimension is that of tensor parallelism. FSDP's come before it and are gathered before a GEMM.
     """
     if recipe == AUTO:
         return
@@ -62,7 +63,7 @@ def check_shards(name: str, w: Any, recipe: Recipe | str) -> None:
 
 
 def _misfit(features: int, ranks: int, recipe: Recipe) -> int:
-    """Features of the first shard that is no multiple of the recipe's; 0 if there is none."""
+    """Features of the first shard that is no multiple of the recipe's; 0 if all fit."""
     first = -(-features // ranks)  # as torch.chunk shares them out
     shards = first, features % first if first else 0
     return next((shard for shard in shards if shard % recipe.group_alignment), 0)
@@ -78,8 +79,8 @@ def sharded_linear(
     recipe: Recipe | str,
     **options: Any,
 ) -> Tensor:
-    """`linear` of DTensors on a 1-D mesh; see the module. ValueError, on all ranks alike, for other meshes, placements,
-    shapes, and shards that do not fit the recipe."""
+    """`linear` of DTensors on a 1-D mesh; see the module. Raises ValueError, on all ranks alike, for other meshes,
+    placements and shapes, and for shards that do not fit the recipe."""
     mesh = w.device_mesh
     if mesh.ndim != 1:
         raise ValueError(f"w: got a DTensor on a mesh of {mesh.ndim} dimensions, want one, such as mesh['tp']")
@@ -97,7 +98,7 @@ def sharded_linear(
         raise ValueError(f"w: got placement {weight}, want Shard(0), Shard(1) or Replicate()")
     if recipe == AUTO and weight.is_shard() and _misfit(w.shape[weight.dim], mesh.size(), Recipe.mxfp8()):
         recipe = Recipe.bf16()
-    options["recipe"] = recipe = recipe_for(recipe, x, w.shape[0])  # by what all ranks know, or they would differ
+    options["recipe"] = recipe = recipe_for(recipe, x, w.shape[0])  # by global sizes, so that all ranks agree
     check_shards("w", w, recipe)
     last = x.dim() - 1
     given = x.placements[0]
@@ -129,7 +130,7 @@ def sharded_linear(
 
 
 def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """A rank's product. A rank that has no features of w has no product, but gradients, which are zero or empty."""
+    """A rank's GEMM. A rank without features of w has none, but has gradients, which are zero or empty."""
     if w.numel():
         return linear(x, w, bias, **options)
     dtype = options["out_dtype"] or x.dtype
@@ -139,7 +140,7 @@ def _local(linear: Callable[..., Tensor], x: Tensor, w: Tensor, bias: Tensor | N
 
 
 def _whole(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> DTensor:
-    """The DTensor of a rank's part. Where parts differ, from_local would take this rank's times the ranks for all."""
+    """DTensor of the ranks' parts. Uneven parts need the shape: from_local would take this rank's times the ranks."""
     sizes: dict[str, Any] = {}
     if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
         stride = torch.empty(shape, device="meta", dtype=local.dtype).stride()
@@ -148,7 +149,7 @@ def _whole(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.S
 
 
 def _gathered(x: DTensor, given: Placement, recipe: Recipe) -> Tensor:
-    """All of x on this rank; its gradient is summed over ranks. Sharded tokens of equal parts travel quantized."""
+    """All of x on this rank; its gradient is summed over ranks. Evenly sharded tokens travel quantized."""
     mesh = x.device_mesh
     tokens = isinstance(given, Shard) and given.dim < x.dim() - 1
     quantizes = recipe.scaling != "none" and recipe.wgrad == "mx" and not torch.compiler.is_compiling()

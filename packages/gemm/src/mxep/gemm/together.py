@@ -1,13 +1,13 @@
-"""linear_together: several linears of one input as one product: q, k and v, or gate and up.
+"""linear_together: several linears of one input as one GEMM: q, k and v, or gate and up.
 
     forward   x --quantize once--> x [wq; wk; wv]^T --> views of one result: q, k, v
-    dgrad     [dq, dk, dv] --quantize once--> one product that sums over the out features of all
-    wgrad     the same qdata of both --> one product, whose rows are dwq, dwk, dwv
+    dgrad     [dq, dk, dv] --quantize once--> one GEMM that sums over the out features of all
+    wgrad     the same qdata of both --> one GEMM, whose rows are dwq, dwk, dwv
 
-Weights stay the parameters they are: each is quantized from where it lies, and their qdata are joined. Results and
-weight gradients have the bits of separate products where scales cover 32 elements. With one scale a row ("fp8", and
-every recipe on "hopper") the scale of a row of [dq, dk, dv] is that of its largest part; smaller ones lose what folding
-loses. The gradient of x is rounded once, where separate ones are rounded each and then summed.
+Weights stay separate parameters: each is quantized in place, and their qdata are joined. With scales of 32 elements,
+results and weight gradients have the bits of separate GEMMs. With one scale per row ("fp8", and every recipe on
+"hopper") a row of [dq, dk, dv] has the scale of its largest part, so smaller parts lose the bits that folding loses.
+The gradient of x is rounded once. Separate GEMMs would round each part and then sum.
 
 M rows, N out features of each, K in features.
 """
@@ -43,9 +43,9 @@ def linear_together(
     biases: (N,) or None for each. main_grads: (N, K) fp32 or None for each, as for `linear`, added after the product.
     recipe: also "auto", by the sum of all N. out_dtype, backend, autocast, torch.compile: as for `linear`.
 
-    Returns views of one result, which may not be written to in place. With recipe "bf16" they are separate products.
-    ValueError: what `linear` refuses, weights of several dtypes, DTensors, and as many biases or main_grads as weights
-    are not. RuntimeError: the backend cannot run here.
+    Returns views of one result, which must not be written to in place. With recipe "bf16" there are separate GEMMs.
+    Raises ValueError as `linear` does, and for weights of several dtypes, DTensors, or another number of biases or
+    main_grads than of weights. Raises RuntimeError if the backend cannot run here.
     """
     check_plain(x=x)
     check_tensors(x=x, **{f"weights[{i}]": w for i, w in enumerate(weights)})
@@ -81,7 +81,7 @@ def linear_together(
 
 
 def _joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
-    """(1, N of all), zeros where there is none; None if there is none at all."""
+    """(1, N of all), zeros for missing biases; None if all are missing."""
     given = [bias for bias in biases if bias is not None]
     if not given:
         return None

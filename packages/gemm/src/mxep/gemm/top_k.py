@@ -1,11 +1,11 @@
-"""top_k: which experts a token goes to, and with which weight, from its logits: what a router does after `fp32_linear`.
+"""top_k: chooses a token's experts and their weights from its logits, in a router after `fp32_linear`.
 
     logits (T, E) -> scores (softmax or sigmoid) -> the K best -> their scores, divided by their sum
-                     or what steers the choice -^
+                     or choice -----------------^
 
-As one kernel on CUDA, and one backward. Backward keeps ids, weights and chosen logits (T, K), not the logits.
+CUDA takes one kernel forward and one backward. Backward keeps ids, weights and chosen logits (T, K), not all logits.
 
-T tokens, E experts, K experts a token.
+T tokens, E experts, K experts per token.
 """
 
 from typing import Any
@@ -18,18 +18,18 @@ from torch.nn import functional as F
 from mxep.runtime.op import op
 
 _DEVICE = "cuda"
-"""Where the ops are called; elsewhere, torch's functions."""
+"""Device type of the ops. Other devices use torch's functions."""
 
 
 def top_k(logits: Tensor, k: int, score: str = "softmax", *, choice: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(expert_ids (T, K) int32, best first, weights (T, K) fp32, which sum to 1 and are differentiable, once on CUDA).
+    """(expert_ids (T, K) int32, best first, weights (T, K) fp32 that sum to 1, differentiable, on CUDA once).
 
     logits: (T, E) fp32. score: "softmax" over all experts, or "sigmoid" of each.
-    choice: (T, E) fp32 whose largest are chosen instead of the best scores, such as scores with a bias.
-    Logits are compared: their order is that of scores, but they differ where scores round to the same number, or to 0.
-    Of equal choices the larger logit is taken, of equal logits the lower id. A NaN logit comes first, whatever its
-    choice, so that the token's weights are NaN; then a NaN choice. On every device alike.
-    ValueError: another dtype, shape or score, or k not in 1..E.
+    choice: (T, E) fp32. Its largest are chosen instead of the best scores. An example is scores plus a bias.
+    Logits are compared, not scores. Their order is the same, but scores may round to the same number, or to 0.
+    Among equal choices the larger logit is taken, among equal logits the lower id. A NaN logit comes first, whatever
+    its choice, and makes the token's weights NaN. A NaN choice comes next. All devices agree.
+    Raises ValueError for another dtype, shape or score, or k not in 1..E.
     """
     for name, x in (("logits", logits), ("choice", choice)):
         if x is not None and (x.dim() != 2 or x.dtype != torch.float32 or x.shape != logits.shape):
@@ -46,19 +46,19 @@ def top_k(logits: Tensor, k: int, score: str = "softmax", *, choice: Tensor | No
 
 
 def scores_of(logits: Tensor, score: str) -> Tensor:
-    """(T, E)."""
+    """Scores (T, E) of logits."""
     return logits.softmax(-1) if score == "softmax" else logits.sigmoid()
 
 
 def _plain(logits: Tensor, choice: Tensor | None, k: int, score: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, weights, chosen logits). Weights are of logits: scores that underflow have a sum and gradients, too."""
+    """(ids, weights, chosen logits). Weights come from logits, so scores that underflow have a sum and gradients."""
     ids = best_first(logits.detach(), choice)[:, :k]
     chosen = logits.gather(1, ids)
     return ids.int(), (chosen if score == "softmax" else F.logsigmoid(chosen)).softmax(-1), chosen
 
 
 def best_first(logits: Tensor, choice: Tensor | None = None) -> Tensor:
-    """All experts of each token, ids (T, E) int64, as `top_k` takes them."""
+    """All experts of each token, ids (T, E) int64, in the order in which `top_k` takes them."""
     order = logits.sort(dim=-1, descending=True, stable=True).indices  # NaN first
     if choice is None:
         return order
@@ -101,7 +101,7 @@ def top_k_op(logits: Tensor, choice: Tensor | None, k: int, softmax: bool) -> tu
 def top_k_backward_op(
     d_weights: Tensor, weights: Tensor, ids: Tensor, chosen: Tensor, experts: int, softmax: bool
 ) -> Tensor:
-    """(T, experts) fp32, zeros but at ids."""
+    """(T, experts) fp32, zero except at ids."""
     d_chosen = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
     if not softmax:
         d_chosen = d_chosen * (-chosen).sigmoid()

@@ -4,8 +4,8 @@
     place   the same programs              counts -> the first row to each rank of this chunk's pairs
                                            ids, tile by tile -> position, rows, sums; token and tables of these rows
 
-As in `plan.py`, each `place` program sums the counts of earlier chunks itself, and orders the pairs of a tile by
-counting in bytes. A tile holds whole tokens, with K padded to a power of two. Unsent pairs fill the last rows. The row
+Each `place` program sums the counts of earlier chunks itself, and orders the pairs of a tile by counting in bytes, as
+in `plan.py`. A tile holds whole tokens, with K padded to a power of two. Unsent pairs fill the last rows. The row
 of an unsent pair follows from its index and the number of sent pairs before it.
 Rows are int32: W + T K and T P K stay below 2^31.
 """

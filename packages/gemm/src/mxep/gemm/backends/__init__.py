@@ -1,9 +1,9 @@
-"""Backends: who multiplies. Each is a file; `select` picks by name or, for "auto", by device.
+"""Backends: the implementations of the GEMMs, one file each. `select` picks by name or, for "auto", by device.
 
-reference   fp32 accumulation group by group, a loop on the host: the definition, for any device, fast on CPUs
+reference   fp32 accumulation group by group, in a loop on the host: the definition, for any device, fast on CPUs
 dequant     dequantize to bf16, then torch's grouped mm: any device, no host sync
-hopper      MX folded to one scale a row, FP8 tensor cores of Hopper, promoted sums; what "auto" takes there
-triton      the exact MX product by `tl.dot_scaled`: tensor cores of Blackwell, upcasts elsewhere; CPU: interpreted
+hopper      MX folded to one scale per row, FP8 tensor cores of Hopper, promoted sums; the choice of "auto" there
+triton      the exact MX GEMM by `tl.dot_scaled`: tensor cores of Blackwell, upcasts elsewhere; CPU: interpreted
 blackwell   torch's scaled grouped mm on Blackwell, E4M3 only, bf16 results; not run on hardware yet
 """
 
@@ -30,14 +30,14 @@ BACKENDS: Final[Mapping[str, Backend]] = {
 """All backends by name."""
 
 AUTO: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("reference",), "cuda": ("hopper", "dequant", "reference")}
-"""What "auto" tries on a device type, best first; the first that can run is taken. The last runs anywhere."""
+"""Backends that "auto" tries on a device type, best first. It takes the first that can run. The last runs anywhere."""
 
 
 def select(backend: str | Backend, device: torch.device) -> Backend:
-    """The backend called so, or the best for `device` if "auto" (logged once a process, with what stood against better
-    ones); a Backend passes through.
+    """The backend of this name, or the best for `device` if "auto". A Backend is returned as it is.
 
-    ValueError for a name that is none; RuntimeError, with the reason, if it cannot run on `device`.
+    The choice of "auto" is logged once per process, with the reasons against better backends. Raises ValueError for an
+    unknown name, and RuntimeError with the reason if the backend cannot run on `device`.
     """
     if backend == "auto":
         return _best.__wrapped__(device) if torch.compiler.is_compiling() else _best(device)

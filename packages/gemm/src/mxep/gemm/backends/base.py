@@ -1,4 +1,4 @@
-"""What a backend is: three products over ragged groups of rows, and how it wants their operands quantized."""
+"""Contract of a backend: three GEMMs over ragged groups of rows, and the quantization of their operands."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -25,21 +25,21 @@ class AlongTokens(NamedTuple):
 
 
 class Backend(Protocol):
-    """Three products over ragged groups of rows: rows offs[g-1] .. offs[g] - 1 are of group g.
+    """Three GEMMs over ragged groups of rows: rows offs[g-1] .. offs[g] - 1 belong to group g.
 
-    Operands are quantized as the recipe says: MXTensor, or plain bf16 / fp32. Activations and gradients are blocked
-    along their rows (maybe indexed: bytes still in receive slots); weights as the backend quantized them.
-    Rows past offs[-1] (int32, on the device) are not read; in results they are unspecified. offs may be None: one group
-    of all rows, which a linear is, and however many there are.
-    Only reference waits for the host. Derive from this class to inherit what is defined here.
+    Operands are quantized by the recipe: MXTensor, or plain bf16 / fp32. Activations and gradients are blocked along
+    their rows. A row index may point to bytes still in receive slots. Weights are as the backend quantized them.
+    Rows past offs[-1] (int32, on the device) are not read, and unspecified in results. offs None means one group of
+    all rows, as in a linear, and then any number of rows.
+    Only reference waits for the device. Derive from this class to inherit its methods.
 
-    name: what users pick it by.
-    wants_rowwise: whether its products fold MX rows to one scale a row: who makes a row may as well fold it at once,
-        and what is plain is quantized to one scale a row, weights to one a column, too.
-    bf16_is_torchs: whether a linear's plain product in bf16 is torch's, and the backend is not asked.
-    recordable: whether all that it starts are ops of torch and kernels that `mxep.runtime.launch` starts, so that a
-        record shows it (`mxep.runtime.record`). Else calls with it are never played. Each class says so itself: what
-        is derived from one that is recordable may start kernels of its own.
+    name: name that users pick it by.
+    wants_rowwise: True if its GEMMs fold MX rows to one scale per row. Producers of rows may then fold them at once,
+        and plain operands get one scale per row, dgrad's weights one per column.
+    bf16_is_torchs: True if a linear's plain bf16 GEMM is torch's, without asking the backend.
+    recordable: True if it starts only torch ops and kernels of `mxep.runtime.launch`, so that a record shows them
+        (`mxep.runtime.record`). Otherwise its calls are never replayed. Each class states it itself, because a derived
+        class may start kernels of its own.
     """
 
     name: str
@@ -52,17 +52,17 @@ class Backend(Protocol):
         ...
 
     def block_size(self, recipe: Recipe) -> int | None:
-        """Elements that a scale of this recipe covers here; None for the whole row, or column."""
+        """Elements per scale with this recipe; None for a whole row or column."""
         return None if self.wants_rowwise else recipe.block_size
 
     def quantize_rows(self, x: Tensor, fmt: MXFormat, recipe: Recipe) -> Tensor:
-        """A plain activation or gradient (M, D) as this backend wants it, in elements of `fmt`."""
+        """Quantize a plain activation or gradient (M, D) for this backend, to elements of `fmt`."""
         if recipe.scaling == "none":
             return x
         return quantize(x, fmt=fmt, mode=recipe.mode, block_size=self.block_size(recipe))
 
     def quantize_parts(self, parts: Sequence[Tensor], fmt: MXFormat, recipe: Recipe) -> Tensor:
-        """Plain gradients (M, D of each) as `quantize_rows` makes what they are side by side."""
+        """Quantize plain gradients (M, D of each) as `quantize_rows` does their concatenation along D."""
         if self.wants_rowwise and recipe.scaling != "none":
             return quantize_joined(parts, fmt=fmt, mode=recipe.mode)
         return self.quantize_rows(torch.cat([*parts], 1), fmt, recipe)
@@ -70,10 +70,10 @@ class Backend(Protocol):
     def quantize_weight_rowwise(
         self, w: Tensor, recipe: Recipe, *, with_amax: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(w (G, N, K) as forward wants it, blocked along K or in 2-D blocks, amax of its columns). No gradient.
+        """Quantize w (G, N, K) for forward, along K or in 2-D blocks. Also return the amax of its columns. No gradient.
 
-        amax: (G, K) fp32, what saves `quantize_weight_colwise` a read; None unless asked for, and where it saves
-            nothing: only one scale a column needs it.
+        amax: (G, K) fp32, which saves `quantize_weight_colwise` a read. None unless `with_amax`, and None if weights
+            have more than one scale per column.
         """
         if recipe.scaling == "none":
             return w, None
@@ -85,7 +85,7 @@ class Backend(Protocol):
         return quantize(w, fmt=fmt, mode=mode, block_size=None), None
 
     def quantize_weight_colwise(self, w: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Tensor:
-        """w (G, N, K) as dgrad wants it, blocked along N. No gradient. amax: what `quantize_weight_rowwise` gave."""
+        """Quantize w (G, N, K) for dgrad, blocked along N. No gradient. amax: from `quantize_weight_rowwise`."""
         if recipe.scaling == "none":
             return w
         w, fmt, mode = w.detach(), recipe.fmt, recipe.mode
@@ -107,15 +107,15 @@ class Backend(Protocol):
     def dgrad(self, dy: Tensor, w: Tensor, offs: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
         """dy (M, N), w (G, N, K) quantized colwise -> (M, K): dy[rows of g] @ w[g].
 
-        The result has memory of its own, which the caller may write over and the next call must not.
+        The result is in new memory. The caller may overwrite it, and the next call does not.
         """
         return self.forward(dy, w.mT, offs, bias=None, out_dtype=out_dtype)
 
     def prepare_wgrad(self, dy: Tensor, a: Tensor, offs: Tensor | None, recipe: Recipe) -> Any:
-        """dy (M, N) and a (M, K), both blocked along their rows -> the operands that `wgrad` contracts over rows.
+        """Prepare dy (M, N) and a (M, K), both blocked along their rows, for the contraction of `wgrad` over rows.
 
-        What it returns are tensors, and all that `wgrad` needs: dy and a may go before the gradient takes its memory.
-        How row-blocked qdata become operands is the backend's business; this here is the definition.
+        The result consists of tensors, all that `wgrad` needs: dy and a may be freed before the gradient is allocated.
+        Backends choose their own form of operands; this one is the definition.
         """
         return AlongTokens(recipe.along_tokens(dy, offs), recipe.along_tokens(a, offs))
 
@@ -129,11 +129,11 @@ class Backend(Protocol):
         accumulate_into: Tensor | None = None,
         halves: Tensor | None = None,
     ) -> Tensor | None:
-        """scale * dy[rows of g].T @ a[rows of g], 0 if empty: (G, N, K) in out_dtype.
+        """scale * dy[rows of g].T @ a[rows of g], zero for empty groups: (G, N, K) in out_dtype.
 
-        accumulate_into: (G, N, K) fp32, takes the sum of itself and the product; then nothing is returned.
-        halves: (2, G, N / 2, K) in out_dtype, contiguous, takes the product, as the gradients of two weights whose rows
-            follow each other, each dense; then nothing is returned.
+        accumulate_into: (G, N, K) fp32. The result is added to it, and None is returned.
+        halves: (2, G, N / 2, K) in out_dtype, contiguous. The result is written to it, and None is returned. Each half
+            is the dense gradient of one of two weights with consecutive rows.
         """
         if halves is not None:
             if not self.wgrad_into(halves, operands, offs, scale, add=False):
@@ -147,20 +147,21 @@ class Backend(Protocol):
         return None
 
     def wgrad_into(self, out: Tensor, operands: Any, offs: Tensor | None, scale: float, *, add: bool) -> bool:
-        """The product's kernel writes to out, contiguous, (G, N, K) or halves (2, G, N / 2, K), or adds to it, fp32, if
-        `add`; False if there is none that does."""
+        """Write the result to out, or add it in fp32 if `add`, by the GEMM's kernel. False if there is no such kernel.
+
+        out: contiguous, (G, N, K) or halves (2, G, N / 2, K)."""
         return False
 
     def wgrad_product(self, operands: Any, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
-        """What `wgrad` returns."""
+        """Compute the result of `wgrad`."""
         raise NotImplementedError
 
 
 def _axis(recipe: Recipe, axis: int) -> Axis:
-    """Of a weight's blocks; 2-D ones serve both orientations."""
+    """Axis of a weight's blocks. 2-D blocks serve both orientations."""
     return (-2, -1) if recipe.weight_block == "32x32" else axis
 
 
 def ends(offs: Tensor | None, rows: Tensor) -> Tensor:
-    """offs, or those of one group of all rows: for kernels that want some."""
+    """offs, or the number of rows as the only end if offs is None, for kernels that need it."""
     return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device) if offs is None else offs

@@ -5,12 +5,12 @@
     dy, a   qdata (N, M), (K, M), requantized     scales swizzled group by group, each group's blocks of tokens padded
             along tokens                          to 4: `swizzle_along_tokens`                    -> dw (G, N, K)
 
-A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`), so groups need no more than MX's own multiple of 32 rows: what
-is padded are scales, which no one sees. NOT RUN ON HARDWARE: layouts are tested bit for bit against the published
-formula, operands against torch's own checks of shapes and strides; no product has been computed.
+A swizzled tile is 128 x 4 scales (`mxep.quant.swizzle`). Groups need only MX's own multiple of 32 rows, because the
+scales are padded and the rows are not. NOT RUN ON HARDWARE: layouts are tested bit for bit against the published
+formula, operands against torch's own checks of shapes and strides. No GEMM has been computed.
 
-What torch offers sets the limits: compute capability 10.x, E4M3 for both operands, bf16 results. So there is one more
-rounding to bf16 where out_dtype is fp32 and before a bias or main_grad is added, and E5M2 gradients are refused.
+torch sets the limits: compute capability 10.x, E4M3 for both operands, bf16 results. So results are rounded to bf16
+once more if out_dtype is fp32, and before a bias or main_grad is added. E5M2 gradients are refused.
 Weights' scales (1/32 of their qdata) are swizzled at each call. Tiles (32x32) are kept as two copies of the qdata.
 """
 
@@ -24,9 +24,9 @@ from mxep.gemm.recipe import Recipe
 from mxep.quant import BLOCK, E4M3, MXTensor, gather_swizzled, pad_groups, swizzle_scales
 
 ROWS, COLS = 128, 4
-"""Scales in a tile of the swizzled layout."""
+"""Rows and columns of scales in a swizzled tile."""
 Operand = tuple[Tensor, Tensor]
-"""qdata, and their scales swizzled."""
+"""qdata and their swizzled scales."""
 
 
 class Blackwell(Backend):
@@ -82,9 +82,9 @@ class Blackwell(Backend):
             return torch.zeros((offs.shape[0], y.shape[1], x.shape[1]), dtype=out_dtype, device=y.device)
         (y_t, y_scale), (x_t, x_scale) = tokens_operand(y, offs), tokens_operand(x, offs)
         dw = multiply(y_t, y_scale, x_t.mT, x_scale, offs)
-        if scale != 1:  # qdata cannot be
+        if scale != 1:  # qdata cannot be scaled
             dw.mul_(scale)
-        # Whether the kernel writes empty groups is not documented.
+        # It is not documented whether the kernel writes empty groups.
         empty = offs.diff(prepend=offs.new_zeros(1)) == 0
         return in_dtype(dw.masked_fill_(empty.view(-1, 1, 1), 0), out_dtype)
 
@@ -99,7 +99,7 @@ class Blackwell(Backend):
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
-    """torch's product of qdata whose swizzled scales are e8m0, bf16: a (M, K) x b (G, K, N), or a (N, M) x b (M, K)."""
+    """torch's GEMM of qdata with swizzled e8m0 scales, in bf16: a (M, K) x b (G, K, N), or a (N, M) x b (M, K)."""
     out: Tensor = torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=offs, out_dtype=torch.bfloat16)
     return out
 
@@ -123,11 +123,11 @@ def tokens_operand(x: MXTensor, offs: Tensor) -> Operand:
 
 
 def swizzle_along_tokens(scale: Tensor, offs: Tensor) -> Tensor:
-    """Scales of operands that contract over the tokens of each group, every group's swizzled alone, one after another.
+    """Swizzle the scales of operands that contract over each group's tokens, group by group.
 
     scale: (M/32, N) e8m0, blocks of 32 tokens; those from offs[-1] / 32 on are not read.
-    Returns (round_up(N, 128), round_up(M/32 + 3 G, 4)): bytes in the order of `swizzle_scales(scale[blocks of g].mT)`
-    for all g in a row, a group's blocks padded to 4 with zeros; what follows the last group is unspecified.
+    Returns (round_up(N, 128), round_up(M/32 + 3 G, 4)): the bytes of `swizzle_scales(scale[blocks of g].mT)` for all g,
+    one after another. A group's blocks are padded to 4 with zeros. Bytes after the last group are unspecified.
     Example: N 128, groups of 32 and 160 tokens: a tile of block 0, then two tiles of blocks 1 to 4 and 5.
     """
     blocks = offs // BLOCK
@@ -135,7 +135,7 @@ def swizzle_along_tokens(scale: Tensor, offs: Tensor) -> Tensor:
     padded = pad_groups(scale.view(torch.uint8), sizes, alignment=COLS)
     all_groups = swizzle_scales(padded.rows.mT)
     rows, columns = all_groups.shape[0] // ROWS, all_groups.shape[1] // COLS
-    # Tiles of a group lie in row tile * width + column tile, those of all groups in row tile * columns + column tile.
+    # Tile numbers: row tile * width + column tile within a group, row tile * columns + column tile over all groups.
     last = padded.offs.long() // COLS
     first = torch.nn.functional.pad(last[:-1], (1, 0))
     tile = torch.arange(rows * columns, device=scale.device, dtype=torch.int64)

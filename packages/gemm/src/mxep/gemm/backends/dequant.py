@@ -1,12 +1,12 @@
-"""The dequant backend: every operand becomes bf16, torch's grouped mm does the rest. Any device; no host sync on
-GPUs of compute capability 9 and 10 (on others torch's grouped mm is a loop that reads the ends).
+"""The dequant backend: every operand becomes bf16, torch's grouped mm does the rest. Any device. No host sync on GPUs
+of compute capability 9 and 10; on others torch's grouped mm is a loop that reads offs.
 
     qdata * scale -> bf16 (exact: a number of qdata has at most 4 significant bits) -> grouped mm, fp32 inside, bf16 out
 
-Against `reference` a result has one more rounding to bf16 where out_dtype is fp32; fp32 operands of recipe "bf16"
-are rounded to bf16. Bias is added after the product's rounding. It saves the bytes of the wire and of what backward
-keeps, but multiplies at bf16 speed and dequantizes capacity, not only valid rows (row indices past the last group must
-be -1 or valid). One group of all rows, a linear, is torch's plain product, which waits for the host nowhere.
+Compared with `reference`, a result is rounded to bf16 once more if out_dtype is fp32, and fp32 operands of recipe
+"bf16" are rounded to bf16. Bias is added after the GEMM's rounding. The backend saves bytes in communication and in
+saved tensors, but multiplies at bf16 speed. It dequantizes the whole capacity, not only valid rows, so row indices past
+the last group must be -1 or valid. One group of all rows, a linear, is torch's plain GEMM, which never syncs.
 """
 
 import torch
@@ -17,7 +17,7 @@ from mxep.quant import MXTensor, group_of_rows
 from mxep.runtime.modes import mode_listens
 
 ALIGNMENT = 8
-"""torch's grouped mm wants rows of 16 bytes: N and K in 8 bf16."""
+"""torch's grouped mm needs rows of 16 bytes: N and K in multiples of 8 bf16."""
 
 
 class Dequant(Backend):
@@ -54,7 +54,7 @@ class Dequant(Backend):
 
     def wgrad_product(self, operands: AlongTokens, offs: Tensor | None, out_dtype: torch.dtype, scale: float) -> Tensor:
         y, x = _bf16(operands.dy), _bf16(operands.a)
-        if scale != 1:  # the narrower one: less to pass over than the product
+        if scale != 1:  # scale the narrower operand: fewer elements than the result
             y, x = (y * scale, x) if y.shape[1] <= x.shape[1] else (y, x * scale)
         if offs is None:
             return in_dtype(y.mT @ x, out_dtype).unsqueeze(0)
@@ -64,12 +64,12 @@ class Dequant(Backend):
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
     if not torch.compiler.is_compiling():
-        mode_listens()  # may be one that counts, and knows no formula of torch's own op
+        mode_listens()  # a mode may count FLOPs, and has no formula for torch's own op
     return in_dtype(torch.nn.functional.grouped_mm(a, b, offs=offs), dtype)
 
 
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """No cast that does nothing: torch 2.11, compiling, takes such an alias for another tensor, its gradient for 0."""
+    """Cast only if needed: compiling, torch 2.11 treats a no-op cast's alias as another tensor with gradient 0."""
     return out if out.dtype == dtype else out.to(dtype)
 
 
@@ -79,7 +79,7 @@ def _bf16(x: Tensor) -> Tensor:
     if isinstance(x, MXTensor):
         return x.dequantize(torch.bfloat16)
     x = x.to(torch.bfloat16)
-    transposed = x.ndim == 3 and x.mT.is_contiguous()  # weights stored (G, K, N), which torch takes as they lie
+    transposed = x.ndim == 3 and x.mT.is_contiguous()  # weights stored (G, K, N), which torch accepts
     return x if transposed else x.contiguous()
 
 
@@ -92,5 +92,5 @@ def _check_alignment(n: int, k: int) -> None:
 
 
 def group_of_row(offs: Tensor, num_rows: int) -> Tensor:
-    """The group of every row, (M,); rows past the last group count as the last group's."""
+    """Group of every row, (M,). Rows past the last group count as the last group's."""
     return group_of_rows(offs, num_rows).clamp_(max=len(offs) - 1)

@@ -1,17 +1,17 @@
-"""The hopper backend: MX operands folded to one scale a row, then FP8 tensor cores of Hopper, sums promoted to fp32.
+"""The hopper backend: MX operands folded to one scale per row, FP8 tensor cores of Hopper, sums promoted to fp32.
 
     forward  a MX (slots, index) --fold, gather--> qdata, a scale a row --\\
              w bf16 ----quantize, one scale a row------------------------- > wgmma, x scales, + bias -> out
     dgrad    dy in the same way                x w, one scale a column                               -> da
     wgrad    dy, a (as they came) --fold for wgrad: transposed, tokens contiguous--> wgmma, x 2^e -> dw, or += fp32
 
-Folding moves exponents into qdata (`mxep.quant.fold`): exact, but for elements 2^-14 or more below the largest of
-their row. What is unquantized, weights in blocks or tiles too, is quantized to one scale a row at once, which is the
-same but for these elements, where it rounds once instead of twice. `mxep.gemm.fold_report` tells where that matters.
+Folding moves exponents into qdata (`mxep.quant.fold`). It is exact except for elements 2^-14 or more below the largest
+of their row. Unquantized operands, and weights in blocks or tiles, are quantized to one scale per row directly. Only
+those small elements differ: they are rounded once instead of twice. `mxep.gemm.fold_report` tells if that matters.
 
-Unquantized products (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`.
-Sums leave the tensor cores, which add with 13 fraction bits, every 256 products. No host sync. Products and folds cost
-nothing for rows past the last group; quantizing plain operands takes all rows there are.
+GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`.
+The tensor cores add with 13 fraction bits, so sums leave them every 256 products. No host sync. GEMMs and folds cost
+nothing for rows past the last group; quantizing plain operands takes all rows.
 """
 
 import torch
@@ -81,14 +81,14 @@ class Hopper(Backend):
 
 
 def _transposed(w: Tensor) -> Tensor:
-    """w.mT, past torch's dispatcher, which takes 50 us for it."""
+    """w.mT without torch's dispatcher, which takes 50 us for it."""
     if not isinstance(w, MXTensor) or w.axis != -2:
         return w.mT
     return MXTensor(w.qdata.mT, w.scale.mT, None, -1, w.block_size, w.dtype, trusted=True)
 
 
 def _folded(x: Tensor, offs: Tensor | None = None) -> MXTensor:
-    """x, an MXTensor, with one scale a row, its rows dense and multiples of 16 bytes apart."""
+    """Fold x, an MXTensor, to one scale per row. Its rows become dense and multiples of 16 bytes apart."""
     assert isinstance(x, MXTensor)
     if x.axis != -1:
         x = x.along(-1)
@@ -127,9 +127,10 @@ def fp8_grouped_mm(
 def fp8_grouped_wgrad(
     out: Tensor, y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """y_t (N, C), x_t (K, C) fp8, exponent and offs (G,) int32, as a WgradOperands has them: scale * their product goes
-    to out, contiguous, (G, N, K) or the halves of N (2, G, N / 2, K), or is added to it if `add`, in fp32. 2^e in two
-    steps, as it may lie outside fp32."""
+    """Contract y_t (N, C) and x_t (K, C) fp8 over C, group by group. exponent, offs: (G,) int32, as in WgradOperands.
+
+    scale * the result is written to out, or added to it in fp32 if `add`. out: contiguous, (G, N, K) or the halves of N
+    (2, G, N / 2, K). 2^e is applied in two steps, because it may lie outside fp32."""
     dw = out if add else torch.zeros_like(out, dtype=torch.float32)
     starts = [0, *offs.tolist()]
     for g, (start, end, e) in enumerate(zip(starts, starts[1:], exponent.tolist())):

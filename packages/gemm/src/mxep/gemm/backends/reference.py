@@ -1,12 +1,12 @@
-"""The reference backend: what every other backend must equal. Group by group, in fp32, from dequantized operands.
+"""The reference backend, which every other backend must equal. Group by group, in fp32, from dequantized operands.
 
     rows of g -> fp32 (K)   w[g] -> fp32 (N, K)   ->   rows @ w[g].T in fp32, + bias[g]   ->   rounded once to out_dtype
 
-fp32 holds every number of qdata times its scale exactly, so the only errors are those of the fp32 sum and the last
+fp32 holds every qdata number times its scale exactly. The only errors are those of the fp32 sum and of the last
 rounding. With fp64 operands (recipe "bf16" only) everything is fp64. dgrad is the forward with w transposed.
 
-It reads offs on the host: on a CPU that is free, on a GPU it waits, so use it there to check others.
-The two ops take the parts of an MXTensor: qdata and scale and row index, or a plain tensor and None, None.
+It reads offs on the host. This is free on a CPU and a sync on a GPU, so use it there only to check other backends.
+The two ops take the parts of an MXTensor: qdata, scale and row index, or a plain tensor and None, None.
 """
 
 from collections.abc import Iterator
@@ -102,7 +102,7 @@ def grouped_wgrad_reference(
 
 
 def values_of_rows(parts: Parts, rows: int) -> Tensor:
-    """The first `rows` rows of a 2-D operand, dequantized, in fp32; fp64 stays fp64."""
+    """The first `rows` rows of a 2-D operand, dequantized to fp32; fp64 stays fp64."""
     x, scale, index = parts
     if scale is None:
         return x[:rows] if x.dtype == torch.float64 else x[:rows].float()
@@ -130,12 +130,12 @@ def _num_groups(offs: Tensor | None) -> int:
 
 
 def _bounds(offs: Tensor | None, rows: int) -> list[int]:
-    """The ends of the groups; of `rows` rows without offs."""
+    """Ends of the groups; [rows] without offs."""
     return [rows] if offs is None else offs.tolist()
 
 
 def _groups(bounds: list[int]) -> Iterator[tuple[int, slice]]:
-    """(g, its rows) of every group that has rows."""
+    """(g, its rows) of every group with rows."""
     start = 0
     for g, end in enumerate(bounds):
         if end > start:

@@ -1,14 +1,14 @@
-"""The triton backend: MXFP8 products by `tl.dot_scaled`, one persistent kernel each, no host sync.
+"""The triton backend: MXFP8 GEMMs by `tl.dot_scaled`, one persistent kernel each, no host sync.
 
     forward  a (qdata as they come, gathered by their index inside the kernel) x w along K       -> out
     dgrad    dy (likewise)                                                     x w along N       -> da
     wgrad    dy, a requantized along tokens, one pass each                     x, group by group -> dw, or added to fp32
 
-The exact MX product: qdata and scales as the recipe defines them, nothing folded, sums in fp32. On Blackwell (sm_100)
-the tensor cores apply the scales; on other GPUs Triton upcasts to bf16, which is slow. On a CPU it runs
-under Triton's interpreter, for tests. Not run on Blackwell or CDNA4 hardware.
+The GEMM is exact MX: qdata and scales as the recipe defines them, no folding, sums in fp32. On Blackwell (sm_100) the
+tensor cores apply the scales. Other GPUs upcast to bf16, which is slow. On a CPU it runs under Triton's interpreter,
+for tests. Not run on Blackwell or CDNA4 hardware.
 
-Products of unquantized operands (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`. Not for "fp8".
+GEMMs of unquantized operands (recipe "bf16", wgrad "bf16") are torch's grouped mm, as in `dequant`. Not for "fp8".
 """
 
 import os
@@ -23,7 +23,7 @@ from mxep.quant import BLOCK, MXTensor
 from mxep.runtime.op import op
 
 OLDEST = (8, 9)
-"""The first compute capability whose E4M3 Triton converts."""
+"""First compute capability for which Triton converts E4M3."""
 
 
 class Triton(Backend):
@@ -77,12 +77,12 @@ class Triton(Backend):
 
 
 def _in_bytes(x: MXTensor) -> tuple[Tensor, Tensor]:
-    """qdata, and the scale in bytes: inductor compiles no op that writes if a tensor of it is e8m0."""
+    """qdata, and the scales as bytes: inductor compiles no op that writes if one of its tensors is e8m0."""
     return x.qdata, x.scale.view(torch.uint8)
 
 
 def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -> MXTensor:
-    """`x`, an MXTensor in blocks of 32 along one of `axes`; ValueError if it is none."""
+    """`x` as an MXTensor in blocks of 32 along one of `axes`. Raises ValueError for anything else."""
     if isinstance(x, MXTensor) and x.axis in axes and x.block_size == BLOCK:
         return x
     got = repr(x) if isinstance(x, MXTensor) else f"a plain tensor of {x.dtype}"
@@ -92,7 +92,7 @@ def check_mx(backend: str, name: str, x: Tensor, *axes: int | tuple[int, int]) -
     )
 
 
-# On a CPU these ops are the same kernels, interpreted: `reference` has the plain-torch products.
+# On a CPU these ops run the same kernels, interpreted. `reference` has the plain-torch GEMMs.
 
 
 @op(
@@ -127,8 +127,10 @@ def grouped_mm_dot_scaled(
 def grouped_wgrad_dot_scaled(
     out: Tensor, y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, scale: float, add: bool
 ) -> None:
-    """y (M, N), x (M, K) blocked along M: scale * their product goes to out, contiguous, (G, N, K) or the halves of N
-    (2, G, N / 2, K), or is added to it if `add`, in fp32."""
+    """Contract y (M, N) and x (M, K), both blocked along M, over the rows of each group.
+
+    scale * the result is written to out, or added to it in fp32 if `add`. out: contiguous, (G, N, K) or the halves of N
+    (2, G, N / 2, K)."""
     from mxep.gemm.kernels import dot_scaled
 
     dot_scaled.grouped_wgrad(out, y, y_scale, x, x_scale, offs, scale, add)

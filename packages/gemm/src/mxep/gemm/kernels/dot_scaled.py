@@ -1,16 +1,16 @@
-"""MXFP8 products over ragged groups by `tl.dot_scaled`: one persistent kernel a product, groups read on the device.
+"""MXFP8 GEMMs over ragged groups by `tl.dot_scaled`: one persistent kernel per GEMM, offs read on the device.
 
     grouped_mm     a (R, C) x w[g] (N, C)        -> out (M, N)      rows of a group against its weight   forward, dgrad
     grouped_wgrad  y (N, R) x x (K, R) over g's R -> dw (G, N, K)   a group's tokens contracted          wgrad
 
-Every program takes tiles BLOCK_M x BLOCK_N, one after another: tile t, t + programs, ... of all groups' tiles in a row.
-Each group starts a tile of its own, an empty one has none; within a group, GROUP_M row tiles at a time go over all
-columns, so that programs at work at once share rows of both operands in L2. Example: groups of 256, 0 and 32 rows,
-BLOCK_M 128, two column tiles: tiles 0 to 3 are group 0's, 4 and 5 group 2's.
+A program takes tiles BLOCK_M x BLOCK_N, one after another: tile t, t + programs, ... of the tiles of all groups in
+order. Each group starts a new tile, and an empty one has none. Within a group, GROUP_M row tiles at a time cover all
+columns, so that concurrent programs share rows of both operands in L2. Example: groups of 256, 0 and 32 rows,
+BLOCK_M 128, two column tiles: tiles 0 to 3 belong to group 0, tiles 4 and 5 to group 2.
 
-A tile's loop takes BLOCK_K = 128 qdata a row and 4 scales. qdata and scales are masked (0 times 2**-127 is 0) past the
-group's rows and the contraction's end, so nothing there is read. Blackwell multiplies qdata by their scales in its
-tensor cores (tcgen05.mma.block_scale), other GPUs upcast to bf16 first; both accumulate in fp32.
+A step of a tile's loop takes BLOCK_K = 128 qdata and 4 scales per row. Nothing past the group's rows and the
+contraction's end is read: qdata and scales are masked there (0 times 2**-127 is 0). Blackwell multiplies qdata by their
+scales in its tensor cores (tcgen05.mma.block_scale). Other GPUs upcast to bf16 first. Both accumulate in fp32.
 
 M rows (capacity), N, K sizes of w, G groups, C the contraction. Strides are in elements.
 """
@@ -31,7 +31,7 @@ BLOCK = tl.constexpr(32)
 
 @triton.jit
 def _tile_of(tile, tiles_before, tiles, columns, GROUP_M: tl.constexpr, group):
-    """(group, row tile, column tile) of `tile`; tiles (GROUPS,): row tiles of a group, tiles_before: of all before."""
+    """(group, row tile, column tile) of `tile`. tiles (GROUPS,): row tiles per group. tiles_before: before it."""
     mask = (tile >= tiles_before * columns) & (tile < (tiles_before + tiles) * columns)
     g = tl.sum(tl.where(mask, group, 0))
     within = tile - tl.sum(tl.where(mask, tiles_before, 0)) * columns
@@ -49,7 +49,7 @@ def _product(
 ):  # fmt: skip
     """(BLOCK_M, BLOCK_N) fp32: sum over `length` of a * b.
 
-    a_ptr (BLOCK_M, 1), b_ptr (BLOCK_N, 1): where rows begin; strides: along them.
+    a_ptr (BLOCK_M, 1), b_ptr (BLOCK_N, 1): starts of the rows. Strides are along the rows.
     """
     A_FORMAT: tl.constexpr = "e4m3" if a_ptr.dtype.scalar.element_ty == tl.float8e4nv else "e5m2"
     B_FORMAT: tl.constexpr = "e4m3" if b_ptr.dtype.scalar.element_ty == tl.float8e4nv else "e5m2"
@@ -83,7 +83,7 @@ def _halves(x):
 
 @triton.jit
 def _quarters(x):
-    """The columns of x in four parts: stored one after the other they need fewer registers."""
+    """The columns of x in four parts. Storing them one after another needs fewer registers."""
     left, right = _halves(x)
     return _halves(left) + _halves(right)
 
@@ -95,7 +95,7 @@ def grouped_mm_kernel(
     w_scale_stride, w_scale_stride_c, out_stride, W_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """W_BLOCK: rows of w that share a scale, 1 or 32. index None: a's rows as they lie."""
+    """W_BLOCK: rows of w per scale, 1 or 32. index: None for a's rows in order."""
     group = tl.arange(0, GROUPS)
     start, end = group_bounds(group, offs_ptr, groups, M)
     tiles = tl.cdiv(tl.maximum(end - start, 0), BLOCK_M)
@@ -137,9 +137,9 @@ def grouped_wgrad_kernel(
     ADD: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """y (N, M), x (K, M) in blocks along M. factor: fp32, of the product.
+    """y (N, M), x (K, M) in blocks along M. factor: fp32 factor of the result.
 
-    ADD: to what out (groups, N, K) holds, and empty groups have no tiles. HALVES: out is (2, groups, N / 2, K).
+    ADD: add to out (groups, N, K); empty groups then have no tiles. HALVES: out is (2, groups, N / 2, K).
     """
     group = tl.arange(0, GROUPS)
     start, end = group_bounds(group, offs_ptr, groups, M)
@@ -151,7 +151,7 @@ def grouped_wgrad_kernel(
     columns = tl.cdiv(K, BLOCK_N)
     for tile in range(tl.program_id(0), tl.sum(tiles) * columns, tl.num_programs(0)):
         g, row_tile, column_tile = _tile_of(tile, tiles_before, tiles, columns, GROUP_M, group)
-        # Blocks, not tokens, so that the compiler knows what divides an address: else it loads byte by byte.
+        # Count blocks, not tokens: the compiler then knows what divides an address, and does not load byte by byte.
         first = tl.sum(tl.where(group == g, start, 0)) // BLOCK
         length = (tl.sum(tl.where(group == g, end, 0)) // BLOCK - first) * BLOCK
         block = first.to(tl.int64)
@@ -192,7 +192,7 @@ def grouped_mm(
 ) -> Tensor:
     """a (R, C), scale (R, C/32), index (M,) or None; w (G, N, C), scale (G, N or N/32, C/32) -> out (M, N).
 
-    Any strides, of vectors too. bias: (G, N) or None. Rows past the last group are not written.
+    Any strides, also of index, offs and bias. bias: (G, N) or None. Rows past the last group are not written.
     """
     groups, n, c = w.shape
     m = a.shape[0] if a_index is None else a_index.shape[0]
@@ -222,10 +222,10 @@ def grouped_wgrad(
     factor: float = 1.0,
     add: bool = False,
 ) -> None:
-    """y (M, N), scale (M/32, N); x (M, K), scale (M/32, K): factor * y[rows of g].T @ x[rows of g] goes to out,
-    contiguous, (G, N, K) or the halves of N (2, G, N / 2, K), or is added to it if `add`, in fp32 before the rounding.
+    """Write factor * y[rows of g].T @ x[rows of g] to out. If `add`, add it instead, in fp32 before the rounding.
 
-    Any strides; loads are wide where qdata lie along M. An empty group's product is zero.
+    y (M, N), scale (M/32, N); x (M, K), scale (M/32, K). out: contiguous, (G, N, K) or the halves of N
+    (2, G, N / 2, K). Any strides; loads are wide if qdata are contiguous along M. An empty group's result is zero.
     """
     if not out.numel():
         return
@@ -242,7 +242,7 @@ def grouped_wgrad(
 
 
 def launch_options() -> dict[str, int]:
-    """Tile and pipeline: on sm_100 accumulators live in tensor memory, so a tile can be twice as wide."""
+    """Sizes of tile and pipeline. On sm_100 accumulators live in tensor memory, so a tile can be twice as wide."""
     wide = False
     if os.environ.get("TRITON_INTERPRET") != "1":
         target = driver.active.get_current_target()
@@ -252,7 +252,7 @@ def launch_options() -> dict[str, int]:
 
 
 def _programs(tiles: int, device: torch.device) -> int:
-    """One program an SM; few without SMs, where each costs time and loops over tiles are to be tried all the same."""
+    """One program per SM. Without SMs at most 3: each costs time, but tests need a loop over tiles."""
     if device.type != "cuda":
         return min(tiles, 3)
     return min(tiles, num_sms(device))

@@ -1,22 +1,22 @@
-"""Products of fp32 accuracy by bf16 tensor cores: a number is split in registers into a sum of bf16 terms.
+"""GEMMs of fp32 accuracy on bf16 tensor cores: a number is split in registers into a sum of bf16 terms.
 
     forward  out (T, E) = x (T, D) w (E, D)^T    x is bf16, w three terms
     dgrad    dx (T, D)  = dy (T, E) w (E, D)     dy and w two terms each, three of their four products
     wgrad    dw (E, D)  = dy (T, E)^T x (T, D)   dy three terms; two for a bf16 dw
 
-A term has 8 of fp32's 24 significant bits: three are the number itself, two miss at most 2^-16 of it. Example: the
-terms of 1 + 2^-9 + 2^-23 are 1, 2^-9 and 2^-23. Their products are exact in fp32. What dgrad leaves out, a rest of dy,
-one of w, and the product of second terms, each at most 2^-16, is 3 * 2^-16 of sum |dy| |w|: less than its rounding to
-bf16, 2^-8 of the sum, unless that cancels to 1% of its terms.
+A term has 8 of fp32's 24 significant bits. Three terms are the number itself, two miss at most 2^-16 of it. Example:
+the terms of 1 + 2^-9 + 2^-23 are 1, 2^-9 and 2^-23. Products of terms are exact in fp32. dgrad leaves out the rest of
+dy, the rest of w, and the product of second terms. Each is at most 2^-16, so the error is at most 3 * 2^-16 of
+sum |dy| |w|. The rounding to bf16 is larger, 2^-8 of the sum, unless the sum cancels to 1% of its terms.
 
-Tensor cores cut off what they add below the last bit of the sum so far, always towards zero. So forward and wgrad, with
-their long sums, take BLOCK_K products at a time, smallest terms first, and add these up by ordinary fp32 additions.
+Tensor cores cut off addends below the last bit of the running sum, always towards zero. Forward and wgrad have long
+sums. So they take BLOCK_K products at a time, smallest terms first, and add these up by ordinary fp32 additions.
 
-Few tiles, as in most weight gradients: programs share a tile's contraction in parts, which torch then adds in order.
+With few tiles, as in most weight gradients, programs split a tile's contraction into parts, which torch adds in order.
 
-The side in terms is A of wgmma, which reads it from registers; x is its B, in shared memory. Only dgrad stores terms
-there, those of w. Bytes that SMs read from L2 limit large tiles less: at T = 8192, D = 2048, E = 128 they are 130 MB
-each of the three, for 38 MB that exist. They take 34, 38 and 35 us on an H200, torch's fp32 products 148, 143 and 94.
+The side in terms is A of wgmma, which reads it from registers. x is B, in shared memory. Only dgrad stores terms there,
+those of w. Reads from L2 are the limit, and large tiles need fewer: at T = 8192, D = 2048, E = 128 each kernel reads
+130 MB, for 38 MB that exist. They take 34, 38 and 35 us on an H200, torch's fp32 GEMMs 148, 143 and 94.
 
 T tokens, D model dim, E experts.
 """
@@ -30,16 +30,16 @@ from mxep.quant.device import num_sms, on_hopper
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 BLOCK_E, BLOCK_T, BLOCK_D, BLOCK_K = 64, 128, 128, 64
-"""Tiles of forward are BLOCK_E x BLOCK_T, of wgrad BLOCK_E x BLOCK_D, of 4 warps, two programs an SM."""
+"""Tiles: BLOCK_E x BLOCK_T in forward, BLOCK_E x BLOCK_D in wgrad. 4 warps, two programs per SM."""
 DGRAD_BLOCK_T, DGRAD_BLOCK_K, DGRAD_WARPS, DGRAD_REGISTERS = 128, 32, 8, 128
-"""With 128 registers a thread, of 138 that it would like, two programs of dgrad share an SM."""
+"""dgrad would use 138 registers per thread. With 128 two of its programs share an SM."""
 LEAST_STEPS = 4
-"""BLOCK_K of a part at least."""
+"""Least steps of BLOCK_K per part."""
 
 
 @triton.jit
 def _terms(x, COUNT: tl.constexpr):
-    """x as a sum of COUNT bf16 tensors, each the nearest to what the ones before it leave."""
+    """Split x into a sum of COUNT bf16 tensors, each the nearest to the remainder."""
     terms = ()
     for _ in tl.static_range(COUNT - 1):
         bits = (x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000  # integers are faster than conversions
@@ -56,7 +56,7 @@ def _product(
     A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, PROMOTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) fp32: sum of a (M, K) b (K, N) over first_k to end_k, in multiples of BLOCK_K or to K."""
+    """(BLOCK_M, BLOCK_N) fp32: sum of a (M, K) b (K, N) over first_k to end_k, in steps of BLOCK_K up to K."""
     TERMS: tl.constexpr = max(A_TERMS, B_TERMS)
     m = tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
@@ -86,7 +86,7 @@ def fp32_linear_kernel(
     x_ptr, w_ptr, out_ptr, T, steps, D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """steps: BLOCK_K of a part. out: (parts, T, E)."""
+    """steps: steps of BLOCK_K per part. out: (parts, T, E)."""
     TERMS: tl.constexpr = 3 if w_ptr.dtype.element_ty == tl.float32 else 1
     first_e = tl.program_id(0) * BLOCK_E
     first_t = tl.program_id(1) * BLOCK_T
@@ -122,7 +122,7 @@ def fp32_wgrad_kernel(
     dy_ptr, x_ptr, dw_ptr, T, steps, D: tl.constexpr, E: tl.constexpr, TERMS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """steps: BLOCK_K of a part. dw: (parts, E, D)."""
+    """steps: steps of BLOCK_K per part. dw: (parts, E, D)."""
     first_e = tl.program_id(0) * BLOCK_E
     first_d = tl.program_id(1) * BLOCK_D
     first = tl.program_id(2) * steps * BLOCK_K
@@ -137,7 +137,7 @@ def fp32_wgrad_kernel(
 
 
 def fp32_linear(x: Tensor, w: Tensor) -> Tensor:
-    """mxep::fp32_linear. In parts for one program an SM, as they have to be added up."""
+    """mxep::fp32_linear. Parts make one program per SM, because they have to be added up."""
     (T, D), E = x.shape, w.shape[0]
     tiles = cdiv(E, BLOCK_E), cdiv(T, BLOCK_T)
     steps, parts = _parts(D, tiles, num_sms(x.device))
@@ -163,7 +163,7 @@ def fp32_dgrad(dy: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fp32_wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """mxep::fp32_wgrad. In parts for two programs an SM."""
+    """mxep::fp32_wgrad. Parts make two programs per SM."""
     (T, E), D = dy.shape, x.shape[1]
     tiles = cdiv(E, BLOCK_E), cdiv(D, BLOCK_D)
     steps, parts = _parts(T, tiles, 2 * num_sms(x.device))
@@ -177,9 +177,9 @@ def fp32_wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(length: int, tiles: tuple[int, int], programs: int) -> tuple[int, int]:
-    """(steps of BLOCK_K a part, parts) of a contraction, so that tiles times parts occupy `programs`.
+    """(steps of BLOCK_K per part, parts) of a contraction, so that tiles times parts occupy `programs`.
 
-    Example: 32 tiles and 264 programs are 8 parts, of 16 steps each for 8192 tokens.
+    Example: 32 tiles and 264 programs give 8 parts, of 16 steps each for 8192 tokens.
     """
     steps = cdiv(length, BLOCK_K)
     parts = max(1, min(programs // max(1, tiles[0] * tiles[1]), steps // LEAST_STEPS))

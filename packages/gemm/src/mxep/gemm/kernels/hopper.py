@@ -1,4 +1,4 @@
-"""Launchers of the FP8 grouped GEMM on Hopper: `hopper_device` has the kernel, and what it computes."""
+"""Launchers of the FP8 grouped GEMM on Hopper. `hopper_device` has the kernel and defines the result."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,15 +17,15 @@ from mxep.runtime.record import fixed, set_up
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, HOPPER_BLOCK_K
 HALF_ROWS = BLOCK_M // 2
-"""Of a tile, that a warpgroup multiplies."""
+"""Rows of a tile that one warpgroup multiplies."""
 STAGES = 4
 INTERVAL = 2
-"""Stages between promotions: 256 products. Fewer cost additions, more leave loads no slack (all 4 stages held)."""
+"""Stages between promotions: 256 products. Fewer stages cost additions, more hold all 4 and leave loads no slack."""
 GROUP_M = 16
-"""Tiles go down so many rows of tiles, then to the next column of them, so that programs share what L2 holds."""
+"""Row tiles that consecutive tiles go down before the next column of tiles, so that programs share L2 contents."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 PART_TOKENS, MOST_PARTS = 1024, 8
-"""Of a weight gradient with few tiles: tokens of a part at least, parts at most."""
+"""For a weight gradient with few tiles: least tokens per part, most parts."""
 _QDATA = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _BF16 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -39,7 +39,7 @@ def grouped_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """mxep::fp8_grouped_mm. qdata: rows 16 bytes apart or multiples of it."""
+    """mxep::fp8_grouped_mm. Rows of qdata must be multiples of 16 bytes apart."""
     (M, K), (G, N, _) = a.shape, w.shape
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     a, w = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (a, w))
@@ -59,11 +59,11 @@ def grouped_wgrad(
     factor: float = 1.0,
     add: bool = False,
 ) -> None:
-    """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. Halves are products of their own where a
-    warpgroup's rows would be of both."""
+    """mxep::fp8_grouped_wgrad. Groups begin at multiples of BLOCK_K. Halves are separate GEMMs if a warpgroup's rows
+    would belong to both."""
     (N, C), (K, _) = y_t.shape, x_t.shape
     if len(offs) == 1:
-        out = out.view(1, N, K)  # where halves lie one behind the other anyway
+        out = out.view(1, N, K)  # with one group the halves follow each other anyway
     if (halves := out.dim() == 4) and N // 2 % HALF_ROWS:
         for half, y in zip(out, y_t.chunk(2)):
             grouped_wgrad(half, y, x_t, exponent, offs, factor, add)
@@ -82,9 +82,9 @@ def grouped_wgrad(
 
 
 def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> int:
-    """Into how many parts the only group's tokens are cut, so that a small gradient's tiles occupy the SMs.
+    """Number of parts that the only group's tokens are cut into, so that a small gradient's tiles occupy the SMs.
 
-    Example: 512 x 2048 are 32 tiles; on 132 SMs 8192 tokens are 4 parts.
+    Example: 512 x 2048 are 32 tiles; on 132 SMs 8192 tokens are cut into 4 parts.
     """
     if groups > 1:
         return 1
@@ -93,7 +93,7 @@ def parts_of_wgrad(groups: int, n: int, k: int, columns: int, num_sms: int) -> i
 
 
 def _products_of_parts(y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor, factor: float, parts: int) -> Tensor:
-    """(parts, N, K) fp32: parts of the only group as groups."""
+    """(parts, N, K) fp32: results of the only group's parts, computed as groups."""
     (N, C), (K, _) = y_t.shape, x_t.shape
     out = torch.empty((parts, N, K), dtype=torch.float32, device=y_t.device)
     exponents, cuts = exponent.expand(parts).contiguous(), cuts_of_parts(offs, C, parts)
@@ -102,7 +102,7 @@ def _products_of_parts(y_t: Tensor, x_t: Tensor, exponent: Tensor, offs: Tensor,
 
 
 def cuts_of_parts(offs: Tensor, columns: int, parts: int) -> Tensor:
-    """(parts,) int32: where each part of the only group's tokens ends. offs: (1,), the valid ones of the columns.
+    """(parts,) int32: ends of the parts of the only group's tokens. offs: (1,), number of valid columns.
 
     Example: 3 parts of 700 columns, 600 of them valid, end at 256, 512 and 600.
     """
@@ -112,7 +112,7 @@ def cuts_of_parts(offs: Tensor, columns: int, parts: int) -> Tensor:
 
 
 class Descriptor(NamedTuple):
-    """A tensor descriptor that is launched without the checks of Triton's, which the first launch of a kind makes."""
+    """A tensor descriptor that launches without Triton's checks, which the first launch of a kind makes."""
 
     base: Tensor
     shape: Sequence[int]
@@ -127,13 +127,13 @@ class Descriptor(NamedTuple):
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
-"""By device and stream."""
+"""Tile counters by device and stream."""
 
 
 def _tile_counter(device: torch.device) -> Tensor:
-    """(1,) int32, a zero on the current stream, which a kernel leaves as it was."""
+    """(1,) int32 counter of the current stream. It is zero, and a kernel leaves it zero."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or in_graph_tree(device):
-        return torch.zeros(1, dtype=torch.int32, device=device)  # of a graph, which may run beside this stream
+        return torch.zeros(1, dtype=torch.int32, device=device)  # the graph's own: it may overlap with this stream
     index = torch._C._cuda_getDevice()
     key = index, torch._C._cuda_getCurrentRawStream(index)
     if key not in _counters:

@@ -4,21 +4,22 @@
     b (G * N, K) --^
 
 A program is two warpgroups that multiply, 64 rows of the tile each, and a warp that loads. The loading warp draws tiles
-one by one from a counter and passes their numbers on, as groups differ along a contraction and other kernels may hold
-some SMs for a while. The next tile loads while one is stored; half of a tile is stored while the other half is still
-multiplied. offs are read on the device; a group without rows costs nothing, or, along a ragged contraction, its zeros.
+one by one from a counter and passes their numbers on. Fixed shares would be uneven: groups differ along a contraction,
+and other kernels may hold some SMs for a while. The next tile loads while one is stored. Half of a tile is stored while
+the other half is still multiplied. offs are read on the device. A group without rows costs nothing, except for its
+zeros along a ragged contraction.
 
-Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then, and a
-second accumulator of a tile does not fit the registers (2 x 128 of 240 a thread). So each warpgroup multiplies half of
-its columns into 64 registers over INTERVAL stages, adds them to that half's sum in fp32, then does the other half over
-the same stages. One warpgroup adds while the other multiplies. Stages that are no full interval come first, one by one.
+Why halves: Hopper adds FP8 products with 13 fraction bits, so a sum must leave the tensor core now and then. A second
+accumulator of a tile does not fit the registers (2 x 128 of 240 per thread). So each warpgroup multiplies half of its
+columns into 64 registers over INTERVAL stages and adds them to that half's sum in fp32. Then it does the other half
+over the same stages. One warpgroup adds while the other multiplies. Stages short of an interval come first, one by one.
 
     RAGGED = "rows"         out[m, n]    = sum_k a[m, k] b[g, n, k] 2^(sa[m] + sb[g, n]) + bias[g, n]    m of group g
     RAGGED = "contraction"  out[g, m, n] = factor 2^e[g] sum_k a[m, k] b[n, k]                           k of group g
     HALVES                  the halves of m are matrices of their own: all groups' first, then all groups' second
 
-Along a ragged contraction groups begin at multiples of BLOCK_K, with zeros behind their last column (fold_for_wgrad's
-align). Stages past the end of K, or of a group, are read past the tensor's end, which loads zeros without traffic.
+Along a ragged contraction groups begin at multiples of BLOCK_K, with zeros after their last column (the alignment of
+fold_for_wgrad). Stages past the end of K or of a group read past the tensor's end, which gives zeros without traffic.
 """
 
 from triton.experimental import gluon
@@ -33,9 +34,9 @@ else:  # until Triton 3.7
     load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 MIN_BEFORE, MAX_BEFORE = gl.constexpr(-64), gl.constexpr(80)
-"""Exponents that a row's scale has in front of a column's."""
+"""Least and largest exponent of the part of a row's scale that is applied before the column's."""
 NEXT_TILES = gl.constexpr(4)
-"""Tile numbers that wait between the loading warp, which draws them from the counter, and the others."""
+"""Tile numbers that the loading warp may draw ahead of the multiplying warps."""
 
 
 @gluon.jit
@@ -52,7 +53,7 @@ def _sizes(
     offs_ptr, g, start, M, K,
     RAGGED: gl.constexpr, ADD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, INTERVAL: gl.constexpr,
 ):  # fmt: skip
-    """(end of group g, or without offs of all rows, its row tiles, stages of its contraction: at least INTERVAL)."""
+    """(end of group g, its row tiles, stages of its contraction: at least INTERVAL). Without offs the end is M."""
     if RAGGED == "rows":
         end = M if offs_ptr is None else gl.minimum(gl.load(offs_ptr + g), M)
         end = gl.maximum(end, start)
@@ -68,7 +69,7 @@ def _load(
     a_tiles, b_tiles, full, empty, next_tiles, tile_full, tile_empty, a_desc, b_desc, tile_counter_ptr, offs_ptr,
     G, M, N, K, RAGGED: gl.constexpr, INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: which tile is next, and both operands of every stage as the multiplying warps release them."""
+    """The loading warp: draws tiles, and loads both operands of every stage that the multiplying warps release."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
     BLOCK_N: gl.constexpr = b_tiles.type.shape[1]
@@ -110,7 +111,7 @@ def _load(
             tiles_done += 1
         first = last
         start = end
-    # There are as many draws as tiles: whoever made the last one leaves a zero.
+    # There are as many draws as tiles. The program with the last draw resets the counter.
     if tile == gl.num_programs(0) + first - 1:
         gl.store(tile_counter_ptr, 0)
 
@@ -135,7 +136,7 @@ def _begin(
 
 @gluon.jit
 def _finish(part, empty, step, INTERVAL: gl.constexpr):
-    """Wait for the second half, releasing one stage after the other."""
+    """Wait for the second half, releasing the stages one after another."""
     STAGES: gl.constexpr = empty.type.shape[0]
     for u in gl.static_range(INTERVAL):
         part = wgmma_wait(INTERVAL - 1 - u, deps=[part])
@@ -145,7 +146,7 @@ def _finish(part, empty, step, INTERVAL: gl.constexpr):
 
 @gluon.jit
 def _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL: gl.constexpr, WHO: gl.constexpr, SUM: gl.constexpr):
-    """Both halves' sums, and what INTERVAL stages add to them."""
+    """Add INTERVAL stages to both halves' sums."""
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
     sum0 += wgmma_wait(0, deps=[part])
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 1, SUM)
@@ -155,7 +156,7 @@ def _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL: gl.constexpr
 
 @gluon.jit
 def _power(scale):
-    """2^(scale - 127) in fp32, NaN of 255."""
+    """2^(scale - 127) in fp32, NaN for 255."""
     scale = scale.to(gl.int32)
     bits = gl.where(scale == 0, 0x00400000, scale << 23)
     return gl.where(scale == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
@@ -163,8 +164,8 @@ def _power(scale):
 
 @gluon.jit
 def _before_and_after(scale):
-    """Two factors of a row's `_power`: one (2^-64 to 2^80) before the column's, what is left of it after, mostly 1.
-    A sum of products of qdata is 0 or within 2^-32 to 2^47: in this order it leaves fp32 only where the result does."""
+    """Two factors of a row's `_power`: one (2^-64 to 2^80) applied before the column's, the rest after it, mostly 1. A
+    sum of products of qdata is 0 or within 2^-32 to 2^47. In this order it leaves fp32 only if the result does."""
     scale = scale.to(gl.int32)
     before = gl.maximum(gl.minimum(scale, 127 + MAX_BEFORE), 127 + MIN_BEFORE)
     return _power(before), _power(gl.where(scale == 255, 255, 127 + scale - before))
@@ -172,7 +173,7 @@ def _before_and_after(scale):
 
 @gluon.jit
 def _store(half, out_ptr, out_desc, staging, row_scale, column_scale, bias, row, end, column, N, ADD: gl.constexpr):
-    """Scale, add, round and store 64 rows of half a tile: bf16 by TMA, but for rows past the end of their group."""
+    """Scale, add, round and store 64 rows of half a tile. bf16 goes by TMA, except at the end of a group."""
     L: gl.constexpr = half.type.layout
     if column_scale is None:
         half = half * row_scale[0] * row_scale[1]
@@ -202,7 +203,7 @@ def _store_rows(piece, out_ptr, row, end, column, N, ADD: gl.constexpr):
     n = column + gl.arange(0, piece.type.shape[1], gl.SliceLayout(0, L))
     ptrs = out_ptr + (m.to(gl.int64)[:, None] * N + n[None, :])
     mask = (m < end)[:, None] & (n < N)[None, :]
-    if ADD:  # where it lies: nothing waits for the old values, and each number is added to once
+    if ADD:  # in place: nothing waits for the old values, and each number is added to once
         gl.atomic_add(ptrs, piece, mask=mask, sem="relaxed", scope="gpu")
     else:
         gl.store(ptrs, piece, mask=mask)
@@ -222,7 +223,7 @@ def _tile(
     g, start, end, tile, m_tiles, n_tiles, step, stages, G, M, N, factor, RAGGED: gl.constexpr, INTERVAL: gl.constexpr,
     GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
+    """Compute 64 rows of a tile of group g, from the first stage to the store. Returns the next stage."""
     BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
     BLOCK_N: gl.constexpr = b_tiles.type.shape[1]
     WIDTH: gl.constexpr = BLOCK_N // 2
@@ -236,7 +237,7 @@ def _tile(
         sum0, sum1 = _add(sum0, sum1, a_tiles, b_tiles, full, empty, step, INTERVAL, WHO, SUM)
         step += INTERVAL
     part = _begin(a_tiles, b_tiles, full, step, INTERVAL, WHO, 0, SUM)
-    # Not before the loop, which has no registers to keep it in.
+    # Computed here, because the loop has no registers for it.
     i, j = _position(tile, m_tiles, n_tiles, GROUP_M)
     row = i * BLOCK_M + WHO * 64
     column = j * BLOCK_N
@@ -272,7 +273,7 @@ def _multiply(
     out_ptr, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, offs_ptr, G, M, N, K, factor, RAGGED: gl.constexpr,
     INTERVAL: gl.constexpr, GROUP_M: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warpgroup: 64 rows of every tile, if any of them are in the group."""
+    """A multiplying warpgroup: computes 64 rows of every tile that has any of them in the group."""
     STAGES: gl.constexpr = a_tiles.type.shape[0]
     BLOCK_M: gl.constexpr = a_tiles.type.shape[1]
     BLOCK_K: gl.constexpr = a_tiles.type.shape[2]
@@ -305,7 +306,7 @@ def _multiply(
                     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
                     mbarrier.arrive(empty.index(step % STAGES), count=1)
                     step += 1
-            # All threads have read it: they met at a barrier at the latest before this warpgroup released a stage.
+            # All threads have read it: they met at a barrier before this warpgroup released a stage.
             mbarrier.arrive(tile_empty.index(slot), count=1)
             tile = next_tile
             tiles_done += 1

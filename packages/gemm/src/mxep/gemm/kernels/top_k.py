@@ -1,13 +1,13 @@
-"""Top-k of rows of logits with normalised scores of the chosen, a kernel forward and a kernel backward.
+"""Top-k of rows of logits, with normalised scores of the chosen: one kernel forward and one backward.
 
     forward    logits, choice or None (T, E) -> ids, weights, chosen logits (T, K)    4 E, 8 E, + 12 K bytes a token
     backward   weights, their gradients, ids (, chosen) -> d_logits (T, E), mostly zeros
 
-A logit and its place are one 64-bit integer, in the order of numbers, NaN above all, and of equal ones from the last
-place to the first: K times the largest of a row is found and taken out. Example: 2, 5, 5 are (2, 2), (5, 1), (5, 0).
-With choice it is the largest of those whose choice is the largest; that of a NaN logit is NaN.
+A logit and its place are one 64-bit integer in the order of numbers. NaN is the largest, and of equal logits the first.
+K times the largest of a row is found and removed. Example: 2, 5, 5 become (2, 2), (5, 1), (5, 0).
+With choice, the kernel takes the largest logit of those with the largest choice. A NaN logit makes its choice NaN.
 
-T tokens, E experts, K experts a token. T = 8192, E = 128, K = 8 take 13 us forward and 3 backward on an H200.
+T tokens, E experts, K experts per token. T = 8192, E = 128, K = 8 take 13 us forward and 3 backward on an H200.
 """
 
 import torch
@@ -18,21 +18,21 @@ from torch import Tensor
 from mxep.runtime.launch import cdiv, launch, next_power_of_2
 
 ELEMENTS = 2048
-"""Of a program: padded rows."""
+"""Elements per program, in padded rows."""
 TAKEN = tl.constexpr(-(2**63))
 LEAST = tl.constexpr(-(2**31))
-"""Below the order of -inf."""
+"""An order below that of -inf."""
 
 
 @triton.jit
 def _in_order(bits):
-    """Bits of fp32 as an int32 that is in its order, and back."""
+    """Map bits of fp32 to an int32 of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _order(x):
-    """fp32 as int32 in its order: 0 and -0 are the same, NaN is above all."""
+    """Map fp32 to an int32 of the same order. 0 and -0 are equal, NaN is the largest."""
     order = tl.where(x == 0.0, 0, _in_order(x.to(tl.int32, bitcast=True)))
     return tl.where(x == x, order, 0x7FFFFFFF)
 
@@ -122,7 +122,7 @@ def top_k_backward(d_weights: Tensor, weights: Tensor, ids: Tensor, chosen: Tens
 
 
 def _blocks(T: int, E: int, k: int) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and sizes of blocks."""
+    """Grid and block sizes."""
     width = next_power_of_2(E)
     rows = max(1, ELEMENTS // width)
     return (cdiv(T, rows),), {"BLOCK_T": rows, "BLOCK_E": width, "BLOCK_K": next_power_of_2(k), "num_warps": 4}
