@@ -1,6 +1,6 @@
 """mxep.ep: differentiable expert-parallel mixture-of-experts layers.
 
-`MoE` is the layer; `dispatch`, `expert_mlp` and `combine` are its differentiable parts; dispatchers move the tokens.
+`MoE` is the layer. `dispatch`, `expert_mlp` and `combine` are its differentiable parts. Dispatchers move the tokens.
 """
 
 from .clip import clip_grad_norm_

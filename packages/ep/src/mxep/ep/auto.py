@@ -1,9 +1,9 @@
-"""Recipe "auto" of a layer: MXFP8 where it pays, else bf16. It is picked once, and alike on all ranks.
+"""Recipe "auto" of a layer: MXFP8 if it pays, else bf16. It is picked once, alike on all ranks.
 
     rows of an expert (`rows_per_expert`) -> `mxep.gemm.auto_recipe`, of="experts"
 
-tokens: ``max_tokens`` where it is given; else the most that a rank of the group brings to the first call that trains,
-for which ranks talk once. Until then, as in an evaluation before training, the layer computes in bf16.
+tokens: ``max_tokens`` if it is given. Otherwise it is the most tokens that a rank of the group brings to the first
+training call, for which ranks communicate once. Until then, as in an earlier evaluation, the layer computes in bf16.
 """
 
 import functools
@@ -26,7 +26,7 @@ BF16 = Recipe.bf16()
 
 
 def rows_per_expert(tokens: int, top_k: int, ranks: int, num_experts: int) -> float:
-    """What an expert gets on average where each of the ranks that share all experts has so many tokens.
+    """Average rows of an expert if each rank that shares the experts has this many tokens.
 
     Example: 4096 tokens, top-8, 2 ranks, 128 experts: 512 rows.
     """
@@ -34,7 +34,7 @@ def rows_per_expert(tokens: int, top_k: int, ranks: int, num_experts: int) -> fl
 
 
 def recipe_of_call(pick: Callable[..., Recipe | None], *given: Any) -> tuple[Recipe | Literal["auto"], Recipe]:
-    """What "auto" is from a call on, and what computes that call. pick: `pick_recipe`, of what the call is given."""
+    """(recipe from this call on, recipe of this call) for "auto". pick: `pick_recipe`, called with ``given``."""
     picked: Recipe | None = between_graphs(pick, *given)
     return picked or AUTO, picked or BF16
 
@@ -49,11 +49,11 @@ def pick_recipe(
     max_tokens: int | None,
     training: bool = True,
 ) -> Recipe | None:
-    """What "auto" is for a layer from now on; None: not known yet, take bf16.
+    """The recipe of "auto" for a layer from now on; None: not known yet, use bf16.
 
-    x: (T, D), the tokens of a first call; None: before it. training: whether the layer is in training mode.
-    Without max_tokens it is collective over the dispatcher's group, and raises ValueError if there are more ranks than
-    these, as ranks with other experts, or other copies of them, would pick by batches of their own.
+    x: (T, D), the tokens of a first call; None before it. training: True if the layer is in training mode.
+    Without max_tokens it is collective over the dispatcher's group. It then raises ValueError if there are more ranks:
+    ranks with other experts, or other copies of them, would pick by batches of their own.
     """
     if max_tokens is None:
         if x is None or not (training or torch.is_grad_enabled()):  # a reentrant checkpoint's forward has no grad
@@ -75,5 +75,5 @@ def pick_recipe(
 
 @functools.cache
 def _log(why: str) -> None:
-    """Once a process: layers are alike."""
+    """Log once per process, because layers are alike."""
     logging.getLogger("mxep.ep").info("recipe auto: %s", why)

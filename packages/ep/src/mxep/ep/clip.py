@@ -1,9 +1,9 @@
-"""clip_grad_norm_: one norm over parameters of all kinds, each number counted once.
+"""clip_grad_norm_: one norm over parameters of all kinds, with each number counted once.
 
     plain tensors                  the same on every rank: counted here
     DTensors sharded over a mesh   counted here, then summed over the mesh's sharded dimensions
 
-torch's own `clip_grad_norm_` takes no mix of the two, and of plain shares would count this rank's alone.
+torch's own `clip_grad_norm_` takes no mix of the two. Of experts held as plain tensors it would count this rank's only.
 """
 
 from collections.abc import Iterable
@@ -26,19 +26,19 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their norm over all parameters, of all ranks, is at most ``max_norm``.
 
-    Call it on every rank with the same parameters in the same order, once gradients are averaged over data-parallel
+    Call it on every rank with the same parameters in the same order, after gradients are averaged over data-parallel
     ranks. Parameters may be plain (their gradients the same on every rank) or DTensors of any mix of meshes: experts
-    over ep, or over dp and ep, the rest over all ranks. Of a parameter with ``main_grad`` that is the gradient.
+    over ep, or over dp and ep, the rest over all ranks. If a parameter has ``main_grad``, that is its gradient.
 
-    Returns the norm before, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. One all-reduce of a number for
-    each mesh dimension that shards parameters; no host sync, unless ``error_if_nonfinite``, which raises RuntimeError.
-    ValueError for a max_norm that is negative or NaN, for a norm_type of NaN, for a gradient that is a partial sum, and
-    for a parameter that has both kinds of gradients. As in torch,
-    the factor is ``max_norm / (norm + 1e-6)``, norm_type may be any number or its text, as "inf", and the norm of order
-    0 is the number of parameters whose gradient is not all zero.
+    Returns the norm before clipping, 0-d fp32 (fp64 for fp64 gradients), equal on every rank. It takes one all-reduce
+    of a number per mesh dimension that shards parameters, and no host sync. ``error_if_nonfinite`` syncs and raises
+    RuntimeError.
+    Raises ValueError for a negative or NaN max_norm, a NaN norm_type, a gradient that is a partial sum, and a parameter
+    with both kinds of gradients. As in torch, the factor is ``max_norm / (norm + 1e-6)``, and norm_type may be any
+    number or its text, such as "inf". The norm of order 0 is the number of parameters with a nonzero gradient.
     """
     norm_type = float(norm_type)
-    if norm_type != norm_type or not max_norm >= 0:  # as they are, they would turn gradients around, or into NaN
+    if norm_type != norm_type or not max_norm >= 0:  # these would reverse gradients, or make them NaN
         raise ValueError(f"clip_grad_norm_: expected a max_norm of at least 0 and a norm, got {max_norm}, {norm_type}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not parameters:
@@ -52,7 +52,7 @@ def clip_grad_norm_(
                 "whose gradients autograd accumulates"
             )
         grad = grad if main_grad is None else main_grad
-        # Also without a gradient here: the others wait in the same all-reduces.
+        # Also without a gradient here: other ranks wait in the same all-reduces.
         share = shares.setdefault(_sharded_over(grad if isinstance(grad, DTensor) else parameter), [])
         share.append(None if grad is None else local_tensor(grad))
     grads = [grad for share in shares.values() for grad in share if grad is not None]
@@ -62,7 +62,7 @@ def clip_grad_norm_(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for of_a_kind in _by_kind(grads):
         first = of_a_kind[0]
-        exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # of theirs, it is one launch
+        exact = first.dtype if first.dtype.itemsize >= 4 else factor.dtype  # in their dtype it is one launch
         torch._foreach_mul_(of_a_kind, factor.to(first.device, exact))
     return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
 
@@ -70,8 +70,8 @@ def clip_grad_norm_(
 def _total_norm(
     shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor | None]], norm_type: float, device: torch.device
 ) -> Tensor:
-    """0-d fp64. shares: what this rank holds of each parameter's gradient, by the groups that share it out."""
-    # Norms of parts make the whole's: as their largest, their least, whether any is not 0, or a sum of powers.
+    """Total norm, 0-d fp64. shares: this rank's part of each parameter's gradient, by the groups that share it out."""
+    # Norms of parts give the whole norm: by maximum, minimum, nonzero flags, or a sum of powers.
     of_none, power, reduction = 0.0, 1.0, dist.ReduceOp.MAX
     if norm_type == -float("inf"):
         of_none, reduction = float("inf"), dist.ReduceOp.MIN
@@ -93,7 +93,7 @@ def _total_norm(
 
 
 def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which the whole of `x` is spread."""
+    """Groups of ranks over which `x` is sharded."""
     if not isinstance(x, DTensor):
         return ()
     if any(placement.is_partial() for placement in x.placements):
@@ -103,7 +103,7 @@ def _sharded_over(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
-    """In fp32 at least, of those that have elements: a tensor for those of a kind."""
+    """Norms of nonempty gradients, in fp32 at least: one tensor per device and dtype."""
     norms: list[Tensor] = []
     for of_a_kind in _by_kind([grad for grad in grads if grad.numel()]):
         wide = None if of_a_kind[0].dtype == torch.float64 else torch.float32

@@ -4,11 +4,11 @@
                                                                 Transformers", 2021)
     router_z_loss = mean over tokens of logsumexp(logits)^2     keeps logits small (Zoph et al., "ST-MoE", 2022)
 
-f_e: expert e's share of the rows. P_e: its mean score, which alone has a gradient. A model averages the losses of its
-layers. It does not add up their f_e and P_e first: of layers that each use a few experts of their own, the sums are
+f_e: expert e's share of the rows. P_e: its mean score; only P_e has a gradient. A model averages the losses of its
+layers. It must not sum f_e and P_e over layers first: if each layer uses a few experts of its own, the sums are
 balanced.
 
-T tokens, E experts in all, K experts a token.
+T tokens, E experts in all, K experts per token.
 """
 
 import torch
@@ -23,15 +23,15 @@ from .shares import checked_group
 def load_balancing_loss(
     logits: Tensor, expert_ids: Tensor, *, score: str = "softmax", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """0-d fp32: 1 at perfect balance, up to E / K where all tokens choose the same experts. No host sync.
+    """0-d fp32: 1 at perfect balance, up to E / K if all tokens choose the same experts. No host sync.
 
     logits: (T, E), differentiable, such as `Router.last_logits`. expert_ids: (T, K) int32 or int64. Ids outside
-    0 .. E-1 are not counted, nor are tokens that have no others, as padding. score: "softmax", or "sigmoid", whose
-    scores are divided by a token's sum. group: f_e is of the rows of all its ranks, by one all-reduce of E counts, that
-    all call, also those without tokens. The mean of the ranks' losses is then the whole batch's, if all have as many
-    tokens.
+    0 .. E-1 are not counted, nor are tokens without valid ids, such as padding. score: "softmax", or "sigmoid" divided
+    by its sum over the token's experts. group: f_e counts the rows of all its ranks, by one all-reduce of E counts. All
+    ranks must call it, also those without tokens. The mean of the ranks' losses is then the whole batch's, if all have
+    as many tokens.
 
-    ValueError: another score, or sizes that do not fit.
+    Raises ValueError for another score, or sizes that do not fit.
     """
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
@@ -47,7 +47,7 @@ def load_balancing_loss(
     if (group := checked_group(group)) is not None:
         counts = wait_tensor(torch.ops._c10d_functional.all_reduce(counts, "sum", group.group_name))
     routed = valid.any(1, keepdim=True)
-    logits = torch.where(routed, logits.float(), 0.0)  # what is not counted may be NaN
+    logits = torch.where(routed, logits.float(), 0.0)  # uncounted logits may be NaN
     scores = (logits if score == "softmax" else F.logsigmoid(logits)).softmax(-1)
     products = counts * torch.where(routed, scores, 0.0).sum(0)
     return products.sum() * (num_experts / (counts.sum() * routed.sum()).clamp_min(1))
@@ -56,7 +56,7 @@ def load_balancing_loss(
 def router_z_loss(logits: Tensor) -> Tensor:
     """0-d fp32: the mean over tokens of the squared logsumexp. logits: (T, E), differentiable.
 
-    Tokens whose logits are all -inf, as `Router` has them of padding, are not counted.
+    Tokens with only -inf logits, which `Router` gives to padding, are not counted.
     """
     padding = (logits == float("-inf")).all(-1, keepdim=True)
     z = logits.float().masked_fill(padding, 0.0).logsumexp(-1).masked_fill(padding[..., 0], 0.0)

@@ -1,11 +1,11 @@
-"""Expert parallelism beside torch's other kinds.
+"""Expert parallelism together with torch's other kinds.
 
     ExpertParallel      an entry of a `parallelize_module` plan: shards an MoE layer that was built whole, also on meta
-    parameter_groups    what optimizers want of a model in which some parameters are DTensors
+    parameter_groups    parameter groups for optimizers, if some parameters are DTensors
     data_parallel       DistributedDataParallel over a model with experts
 
-Expert weights (E, ...) are DTensors sharded on their first dimension, so that torch.distributed.checkpoint saves them
-at one degree and loads them at another; the router and the shared expert stay as they are.
+Expert weights (E, ...) are DTensors sharded on their first dimension. So torch.distributed.checkpoint saves them at one
+degree and loads them at another. The router and the shared expert stay as they are.
 """
 
 from typing import Any, Unpack
@@ -29,8 +29,8 @@ class ExpertParallel(ParallelStyle):
 
         parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
 
-    Of a model too large for one rank: build it on meta, shard it, ``to_empty(device=...)``, then call the
-    ``reset_parameters`` of its modules. A rank draws its own experts only, the same for every degree.
+    For a model too large for one rank: build it on meta, shard it, ``to_empty(device=...)``, then call the
+    ``reset_parameters`` of its modules. A rank draws only its own experts, the same for every degree.
 
     Args:
         dispatch: a :class:`Dispatch`, or any of its fields by keyword, as for :class:`MoE`.
@@ -75,7 +75,7 @@ class ExpertParallel(ParallelStyle):
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """The parameters as an optimizer's groups: plain ones, and DTensors of each mesh.
 
-    On GPUs torch's optimizers run one kernel over a group's parameters, which takes no mix and raises RuntimeError.
+    On GPUs torch's optimizers run one kernel per group. It takes no mix of these and raises RuntimeError.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -85,14 +85,14 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """DistributedDataParallel(model, **options) that leaves experts alone; the rest it averages over its group.
+    """DistributedDataParallel(model, **options) that leaves experts alone. It averages the rest over its group.
 
-    Nothing more is to be done for experts that are spread over all ranks of that group: their gradients are means.
-    By itself DistributedDataParallel refuses DTensors ("got mixed torch.Tensor and DTensor", or "c10d.broadcast_ does
+    Experts that are spread over all ranks of that group need nothing more: their gradients are means.
+    DistributedDataParallel itself refuses DTensors ("got mixed torch.Tensor and DTensor", or "c10d.broadcast_ does
     not have a sharding strategy").
 
-    Raises ValueError where a mesh has not all ranks of the group: several ranks hold such an expert, and nobody
-    would average its gradients. Use FSDP2's `fully_shard` of the experts over the mesh's dp dimension there.
+    Raises ValueError if a mesh lacks ranks of the group. Several ranks then hold such an expert, and nobody would
+    average its gradients. Use FSDP2's `fully_shard` of the experts over the mesh's dp dimension instead.
     """
     group = options.get("process_group") or dist.group.WORLD
     ranks = set(dist.get_process_group_ranks(group))

@@ -1,13 +1,13 @@
-"""Router: which experts see a token, and with which weight.
+"""Router: picks a token's experts and their weights.
 
     x (T, D) -> logits (T, E) fp32 -> scores (softmax or sigmoid)
              -> choice: scores + bias, best groups kept, top-k -> expert_ids (T, K)
              -> weights: the chosen scores, normalised, scaled  -> weights (T, K)
 
-The bias steers the choice and never the weights, so balancing the load needs no auxiliary loss and adds no gradient
+The bias steers the choice and never the weights. So balancing the load needs no auxiliary loss and adds no gradient
 (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024; group-limited routing as in DeepSeek-V3).
 
-T tokens, D model dim, E experts in all, K experts a token.
+T tokens, D model dim, E experts in all, K experts per token.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class Router(nn.Module):
         top_k: K, at most the number of experts in ``top_groups`` groups.
         score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
         normalize: divide the chosen scores by their sum, so that a token's weights sum to 1.
-        scale: multiplies the weights last.
-        num_groups, top_groups: experts come in ``num_groups`` equal groups, and a token picks inside its best
-            ``top_groups`` (a group's score is the sum of its two best experts). 1 and None: no limit.
+        scale: factor of the weights, applied last.
+        num_groups, top_groups: experts form ``num_groups`` equal groups, and a token picks inside its best
+            ``top_groups``. A group's score is the sum of its two best experts. 1 and None: no limit.
         balance: keep a bias per expert that steers the choice towards idle experts; see :meth:`update_bias`.
-        keep_logits: after a forward ``last_logits`` (T, E) fp32, differentiable, and ``last_expert_ids`` (T, K) int32
-            are there for :func:`load_balancing_loss` and :func:`router_z_loss`, until the next forward. They are not of
-            what a checkpoint recomputes, unless it recomputes a compiled router. A reentrant checkpoint leaves logits
-            without a gradient, and torch.compile cannot keep them of a checkpoint within its graph. Copies, pickles and
-            state dicts of the router have none. A masked token has logits of -inf and ids of -1: no loss counts it.
-        dtype: of ``weight``, fp32 or bf16, for good.
+        keep_logits: keep ``last_logits`` (T, E) fp32, differentiable, and ``last_expert_ids`` (T, K) int32 until the
+            next forward, for :func:`load_balancing_loss` and :func:`router_z_loss`. A checkpoint's recomputation does
+            not set them, except in a compiled router. A reentrant checkpoint leaves logits without a gradient, and
+            torch.compile cannot keep them if a checkpoint is within its graph. Copies, pickles and state dicts of the
+            router have none. A masked token has logits of -inf and ids of -1, so no loss counts it.
+        dtype: dtype of ``weight``, fp32 or bf16, for good.
 
-    Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32. Then, too, the attribute
-    ``load`` (E,) int64, the number of rows each expert got on this rank since the last update, over all micro-batches;
-    what a checkpoint recomputes counts once.
+    Parameters and buffers: ``weight`` (E, D); with ``balance``, ``expert_bias`` (E,) fp32. With ``balance`` there is
+    also the attribute ``load`` (E,) int64. It counts each expert's rows on this rank since the last update, over all
+    micro-batches. A checkpoint's recomputation counts once.
 
-    **These dtypes stay.** ``.to(dtype)``, ``.half()``, ``.double()`` and the like move the router and do not cast it,
-    and what is loaded in another dtype is cast back. FSDP2's ``MixedPrecisionPolicy(param_dtype=)`` is the one that
-    cannot be kept out: the router warns if its weight was cast. ``fully_shard(router)`` by itself, without a policy.
+    **These dtypes stay.** ``.to(dtype)``, ``.half()``, ``.double()`` and the like move the router and do not cast it.
+    Values loaded in another dtype are cast back. Only FSDP2's ``MixedPrecisionPolicy(param_dtype=)`` still casts: the
+    router warns if its weight was cast. Call ``fully_shard(router)`` by itself, without a policy.
     """
 
     expert_bias: Tensor | None
@@ -102,7 +102,7 @@ class Router(nn.Module):
         self._dtype = dtype
         zeros = torch.zeros(num_experts, device=device, dtype=torch.float32) if balance else None
         self.register_buffer("expert_bias", zeros)
-        # No buffer: DistributedDataParallel would overwrite it with rank 0's before each forward.
+        # Not a buffer: DistributedDataParallel would overwrite it with rank 0's before each forward.
         self.load = None if zeros is None else zeros.long()
         self.reset_parameters()
 
@@ -120,7 +120,7 @@ class Router(nn.Module):
         self._keep_dtypes()  # assign=True takes tensors as they are
 
     def _keep_dtypes(self) -> None:
-        """The weight, the bias and the load as they were made, whatever was assigned; the load where the bias is."""
+        """Restore the dtypes of weight, bias and load after an assignment. Keep the load where the bias is."""
         if self.weight.dtype != self._dtype:
             self.weight = nn.Parameter(self.weight.detach().to(self._dtype), requires_grad=self.weight.requires_grad)
         if self.expert_bias is not None:
@@ -141,7 +141,7 @@ class Router(nn.Module):
         return self.weight.shape[0]
 
     def extra_repr(self) -> str:
-        """What differs from the defaults, after the sizes."""
+        """The sizes, then the settings that differ from their defaults."""
         facts: dict[str, object] = {"dim": self.weight.shape[1], "num_experts": self.num_experts, "top_k": self.top_k}
         facts |= {"score": self.score} | ({} if self.normalize else {"normalize": False})
         facts |= {} if self.scale == 1.0 else {"scale": self.scale}
@@ -158,10 +158,10 @@ class Router(nn.Module):
             self.load.zero_()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32, these differentiable, on
+        """``x`` (T, D) -> ``expert_ids`` (T, K) int32, ``weights`` (T, K) fp32. The weights are differentiable, on
         CUDA once and not by torch.func.
 
-        mask: (T,) bool, False for padding, which has ids of -1, weights and gradients of 0, and counts nowhere.
+        mask: (T,) bool, False for padding. Padding has ids of -1, weights and gradients of 0, and counts nowhere.
         """
         keeps = self.keep_logits and (torch.compiler.is_compiling() or not recomputing())
         if keeps:
@@ -174,7 +174,7 @@ class Router(nn.Module):
         if mask is not None:
             padding = ~checked_mask(mask, x)[:, None]
             x = x.masked_fill(padding, 0.0)
-        with torch.autocast(x.device.type, enabled=False):  # a router in bf16 routes elsewhere
+        with torch.autocast(x.device.type, enabled=False):  # a router in bf16 would route differently
             logits = fp32_linear(x, self.weight)
             choice = None
             if self.expert_bias is not None or self.top_groups < self.num_groups:
@@ -193,13 +193,13 @@ class Router(nn.Module):
         return expert_ids, weights if self.scale == 1 else weights * self.scale
 
     def _choice(self, logits: Tensor) -> Tensor:
-        """(T, E), of which the largest are chosen."""
+        """(T, E) values. The experts with the largest are chosen."""
         scores = scores_of(logits, self.score)
         choice = scores if self.expert_bias is None else scores + self.expert_bias
         if self.top_groups < self.num_groups:
             in_groups = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
             group_score = in_groups.topk(min(2, in_groups.shape[2]), dim=-1).values.sum(-1)
-            largest = logits.view(in_groups.shape).amax(-1)  # decides between groups whose scores are equal, as 0
+            largest = logits.view(in_groups.shape).amax(-1)  # decides between groups of equal scores, such as 0
             best = top_k(largest, self.top_groups, choice=group_score)[0].long()
             reachable = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
             choice = in_groups.masked_fill(~reachable[:, :, None], float("-inf")).flatten(1)
@@ -207,10 +207,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
-        """Move each expert's bias by ``rate`` towards balance and forget the load. Call it once an optimizer step.
+        """Move each expert's bias by ``rate`` towards balance and reset the load. Call it once per optimizer step.
 
-        Sums the load over ``group`` (default group if None and initialised): the one collective of routing, and outside
-        forward and backward. Raises RuntimeError on a router built without ``balance``.
+        Sums the load over ``group`` (default group if None and initialised). This is routing's only collective, outside
+        of forward and backward. Raises RuntimeError on a router built without ``balance``.
         """
         if self.expert_bias is None or self.load is None:
             raise RuntimeError("this router keeps no bias; build it with balance=True")
@@ -225,7 +225,7 @@ class Router(nn.Module):
 
 
 def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """The mask of x (..., D) as (T,). ValueError if it does not fit."""
+    """The mask of x (..., D) as (T,). Raises ValueError if it does not fit."""
     shapes = (x.shape[:-1], (x.shape[:-1].numel(),))
     if mask.dtype != torch.bool or mask.shape not in shapes or mask.device != x.device:
         got = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
@@ -235,7 +235,7 @@ def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 @functools.cache
 def _warn_of_cast(got: torch.dtype, own: torch.dtype) -> None:
-    """Once a process: layers are alike."""
+    """Warn once per process, because layers are alike."""
     warnings.warn(
         f"a router's weight was cast to {got} and routes elsewhere than in {own}: FSDP2's MixedPrecisionPolicy does "
         "that; fully_shard(moe.router) first, without a policy",
@@ -243,7 +243,7 @@ def _warn_of_cast(got: torch.dtype, own: torch.dtype) -> None:
     )
 
 
-# An op, so that a compiled router asks when it runs: checkpointed as a whole, it runs again in backward.
+# An op, so that a compiled router decides when it runs: checkpointed as a whole, it runs again in backward.
 @torch.library.custom_op("mxep::count_load", mutates_args=("load",))
 def _count_load(load: Tensor, expert_ids: Tensor) -> None:
     if not recomputing():

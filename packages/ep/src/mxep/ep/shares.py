@@ -17,14 +17,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 def ep_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     """The 1-D mesh of the group's ranks, for tensors that are or will be on `device`. Not collective."""
     kind = device.type
-    # A layer that is built on the CPU or on meta for a group of GPUs moves there later.
+    # A layer built on the CPU or on meta for a group of GPUs moves there later.
     if kind in ("cpu", "meta"):
         kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
     return DeviceMesh.from_group(group, kind, mesh_dim_names=("ep",))
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks of a 1-D mesh. ValueError if it has more dimensions, or this rank is none of them."""
+    """Ranks of a 1-D mesh. Raises ValueError if it has more dimensions, or lacks this rank."""
     if mesh.ndim != 1:
         raise ValueError(f"experts want a 1-D mesh, such as mesh['ep'], got {mesh.ndim} dimensions")
     if mesh.get_coordinate() is None:
@@ -33,7 +33,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group itself. ValueError for what torch's `new_group` gives to ranks that are not in it."""
+    """Return the group. Raises ValueError for the value that torch's `new_group` gives to ranks outside it."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"group: expected a process group with this rank, {dist.get_rank()}, got {group!r}"
@@ -59,25 +59,25 @@ def empty_share(
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """What this rank holds of `x`: not differentiable, not a copy."""
+    """This rank's part of `x`: not differentiable, not a copy."""
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
 class Share:
-    """A weight that a node of autograd used, by the tensor that this rank holds of it."""
+    """A weight that an autograd node used. It knows the version of a DTensor, not only of its local tensor."""
 
     def __init__(self, weight: Tensor) -> None:
-        # A node outlives its backward while somebody holds its outputs: what autograd saves anyway goes before that.
+        # Only a DTensor is kept: a node lives as long as its outputs, longer than the tensors that autograd saves.
         self._weight = weight if isinstance(weight, DTensor) else None
-        # An inference tensor counts no version.
+        # Inference tensors count no version.
         self._version = None if self._weight is None or weight.is_inference() else weight._version
         self.dtype = weight.dtype
 
     def check(self) -> None:
         """Raise RuntimeError if a DTensor has changed since.
 
-        Autograd's own check asks the local tensor, whose version in-place operations on a DTensor leave. (Optimizers'
-        foreach and fused kernels leave the DTensor's, too.)
+        Autograd's own check asks the local tensor, but in-place operations on a DTensor do not change its version.
+        (Optimizers' foreach and fused kernels do not change the DTensor's version, either.)
         """
         if self._weight is not None and self._version is not None and self._weight._version != self._version:
             raise RuntimeError(
@@ -86,16 +86,16 @@ class Share:
             )
 
     def gradient(self, local: Tensor | None) -> Tensor | None:
-        """The weight's gradient, of which this rank has computed `local`."""
+        """The weight's gradient, given this rank's part of it."""
         if local is None or self._weight is None:
             return local
         return DTensor(local, self._weight._spec, requires_grad=False)
 
 
 def local_weight(weight: Tensor) -> Tensor:
-    """What this rank holds of `weight`, as autograd sees it: its gradient becomes a DTensor like `weight`.
+    """This rank's part of `weight`, differentiable: its gradient becomes a DTensor like `weight`.
 
-    Half of what `DTensor.to_local` costs the host, forward and backward, and no zeros where there is no gradient.
+    It costs the host half of `DTensor.to_local`, forward and backward, and makes no zeros for missing gradients.
     """
     if not isinstance(weight, DTensor):
         return weight
@@ -120,10 +120,10 @@ class _Local(torch.autograd.Function):
 
 @torch.no_grad()
 def init_normal_(weight: Tensor, std: float, *, per_expert: bool = False) -> None:
-    """Fill `weight` with normal numbers of mean 0: the same weight, however it is sharded.
+    """Fill `weight` with normal numbers of mean 0. The weight is the same, however it is sharded.
 
-    One number of the CPU's default generator seeds them, so ranks that agree on its state agree on the weight.
-    per_expert: `weight` (E, ...) has a seed an expert, and a rank draws only the experts that it holds.
+    One number of the CPU's default generator is the seed, so ranks that agree on its state agree on the weight.
+    per_expert: `weight` (E, ...) has one seed per expert, and a rank draws only the experts that it holds.
     """
     local = local_tensor(weight)
     if local.is_meta or isinstance(local, FakeTensor):
@@ -133,7 +133,7 @@ def init_normal_(weight: Tensor, std: float, *, per_expert: bool = False) -> Non
     if isinstance(weight, DTensor):
         _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     generator = torch.Generator(local.device)
-    # A weight that is drawn in one piece is as one expert.
+    # A weight drawn in one piece counts as one expert.
     pieces, shape = (local, weight.shape[1:]) if per_expert else (local[None], weight.shape)
     first, offset = (offset[0], offset[1:]) if per_expert else (0, offset)
     for i, piece in enumerate(pieces):

@@ -1,10 +1,10 @@
-"""The version that is installed."""
+"""The installed version."""
 
 import importlib.metadata
 
 
 def installed_version() -> str:
-    """Of mxep-ep."""
+    """Version of mxep-ep."""
     try:
         return importlib.metadata.version("mxep-ep")
     except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed

@@ -1,4 +1,4 @@
-"""Token dispatchers, by name: how tokens reach experts, and results return."""
+"""Token dispatchers by name. They bring tokens to experts, and results back."""
 
 from typing import Any, Unpack
 
@@ -45,13 +45,13 @@ def make_dispatcher(
     group: dist.ProcessGroup | None = None,
     **fields: Unpack[DispatchFields],
 ) -> TokenDispatcher:
-    """The dispatcher of a name and limits, or of a :class:`Dispatch`: one object for layers that ask for the same.
+    """The dispatcher of a name and limits, or of a :class:`Dispatch`. Layers that ask for the same share one object.
 
-    A group of one rank exchanges nothing: its dispatcher is a :class:`LocalDispatcher`, whatever the name.
-    It is shared until something was dispatched: layers that are made later get another, on all ranks alike, which one
-    that only some of them still hold could not be. All symmetric ones of a group share their memory in any case.
+    A group of one rank exchanges nothing, so it gets a :class:`LocalDispatcher` for every name.
+    A dispatcher is shared until something was dispatched. Layers made later get another, on all ranks alike: the old
+    one might live on some ranks only. All symmetric dispatchers of a group share their memory in any case.
 
-    dtype: the widest that rows travel in. Raises ValueError as Dispatch does, and where a dispatcher to share serves
+    dtype: widest dtype of rows on the wire. Raises ValueError as Dispatch does, and if a dispatcher to share serves
     another number of experts.
     """
     given = name if isinstance(name, Dispatch) else None
@@ -65,7 +65,7 @@ def make_dispatcher(
     sizes: dict[str, Any] = {"group": group, "capacity": limits["capacity"]}
     if kind != "local" and ranks_of(group) == 1:
         sizes |= {"max_tokens": limits["max_tokens"], "stands_in_for": kind}
-        if kind == "all_to_all":  # which keeps to neither
+        if kind == "all_to_all":  # it has neither limit
             sizes["capacity"] = sizes["max_tokens"] = None
         kind = "local"
     elif kind not in ("local", "all_to_all"):
@@ -82,5 +82,5 @@ def make_dispatcher(
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> int:
-    """How many ranks a group has; None: the default group if there is one, else this process alone."""
+    """Number of ranks of a group; None: the default group if there is one, else this process alone."""
     return dist.get_world_size(group) if dist.is_initialized() else 1

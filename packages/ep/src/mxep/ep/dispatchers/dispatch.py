@@ -1,4 +1,4 @@
-"""Dispatch: how a layer's tokens travel, said and checked in one place, before anything is made.
+"""Dispatch: how a layer's tokens travel. It is declared and checked in one place, before anything is made.
 
 MoE(64, 32, 8, 2, dispatch=Dispatch("hierarchical", capacity=1.25, max_tokens=4096))
 MoE(64, 32, 8, 2, dispatcher="hierarchical", capacity=1.25, max_tokens=4096)            the same
@@ -15,15 +15,15 @@ from mxep.comms import Capacity
 from .base import TokenDispatcher
 
 DISPATCHERS = "local", "all_to_all", "symmetric", "hierarchical", "nvshmem"
-"""Their names."""
+"""Names of the dispatchers."""
 NODES = "ranks_per_node", "nodes_per_token"
 _LACKS = {"local": NODES, "all_to_all": ("timeout", *NODES), "symmetric": NODES, "hierarchical": (), "nvshmem": NODES}
-"""What a dispatcher has no use for. Nothing waits in local, so that any timeout holds there."""
+"""Options that a dispatcher does not have. local never waits, so any timeout holds there."""
 _LEAST = {"max_tokens": 1, "ranks_per_node": 1, "nodes_per_token": 1}
 
 
 class DispatchFields(TypedDict, total=False):
-    """The fields of :class:`Dispatch`, where a function takes them by keyword."""
+    """The fields of :class:`Dispatch`, for functions that take them by keyword."""
 
     dispatcher: str | TokenDispatcher
     capacity: Capacity | float | None
@@ -38,19 +38,19 @@ class Dispatch:
     """How tokens reach experts and return: a dispatcher and its limits.
 
     Attributes:
-        dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers, which has limits of its own:
-            then there are none here. A group of one rank has the local one by any name.
+        dispatcher: one of :data:`DISPATCHERS`, or a dispatcher to share between layers. A shared one has limits of its
+            own, so none may be given here. A group of one rank has the local one by any name.
         capacity: bound on the rows of a rank's experts; a number c is ``Capacity.factor(c)``. None:
-            ``Capacity.worst_case()``. all_to_all's buffers have each step's size: it needs none and leaves no row out.
-        max_tokens: most tokens a rank brings to one call, alike on all ranks. None: the most that any has brought.
-            Between CPUs, unless the dispatcher is hierarchical, a larger batch makes larger buffers. Elsewhere it
-            raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see SymmetricDispatcher.
-        timeout: seconds that a wait for a peer takes at most, for all layers of the group; None: the process group's.
-            all_to_all has its process group's.
-        ranks_per_node, nodes_per_token: of hierarchical alone: see :class:`HierarchicalDispatcher`.
+            ``Capacity.worst_case()``. all_to_all's buffers have each step's size: it needs none and drops no row.
+        max_tokens: most tokens a rank brings to one call, alike on all ranks. None: the most that any rank brings to
+            the first batch. A larger batch raises ValueError, unless all ranks called :meth:`MoE.reserve` before: see
+            SymmetricDispatcher.
+        timeout: most seconds to wait for a peer, for all layers of the group; None: the process group's. all_to_all
+            always has its process group's.
+        ranks_per_node, nodes_per_token: for hierarchical only: see :class:`HierarchicalDispatcher`.
 
-    Raises ValueError for a value out of range, NaN included, for a limit that the dispatcher has not, and for a limit
-    beside a dispatcher to share.
+    Raises ValueError for a value out of range or NaN, for a limit that the dispatcher does not have, and for a limit
+    together with a dispatcher to share.
     """
 
     dispatcher: str | TokenDispatcher = "symmetric"
@@ -91,12 +91,12 @@ class Dispatch:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """All fields but the dispatcher, by name; capacity is a Capacity or None."""
+        """All fields except the dispatcher, by name; capacity is a Capacity or None."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "dispatcher"}
 
     @staticmethod
     def of(dispatch: "Dispatch | None", fields: DispatchFields) -> "Dispatch":
-        """What a function with ``dispatch=None, **fields: Unpack[DispatchFields]`` was given: one or the other.
+        """The Dispatch given to a function with ``dispatch=None, **fields: Unpack[DispatchFields]``: one or the other.
 
         Raises ValueError for both, and TypeError for a keyword that is no field.
         """
@@ -113,7 +113,7 @@ class Dispatch:
         return dispatch
 
     def times(self, rows_per_token: int) -> "Dispatch":
-        """For layers that send each token so many times: max_tokens of the dispatcher counts rows."""
+        """For layers that send each token several times: max_tokens of the dispatcher counts rows."""
         if self.max_tokens is None:
             return self
         return dataclasses.replace(self, max_tokens=self.max_tokens * rows_per_token)

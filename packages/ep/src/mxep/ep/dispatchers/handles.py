@@ -1,4 +1,4 @@
-"""Handles of exchanges in flight, and of those that are over."""
+"""Handles of exchanges, in flight or over."""
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -11,7 +11,7 @@ class Handle(Protocol[_T_co]):
     """An exchange in flight."""
 
     def wait(self) -> _T_co:
-        """Its result, for the current stream; the host does not wait. To be called once."""
+        """Return its result, for the current stream. The host does not wait. Call it once."""
 
 
 class Done(NamedTuple, Generic[_T]):
@@ -24,7 +24,7 @@ class Done(NamedTuple, Generic[_T]):
 
 
 class Later(Generic[_T]):
-    """A handle of an exchange whose last steps ``wait``, to be called once, makes. What they held goes then."""
+    """A handle that runs the last steps of its exchange in ``wait``, then frees their tensors. Call it once."""
 
     def __init__(self, finish: Callable[[], _T]) -> None:
         self._steps = [finish]

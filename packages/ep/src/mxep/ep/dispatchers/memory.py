@@ -1,4 +1,4 @@
-"""Memory that outlives the call in which it is made: counts and buffers, which layers make at their first call."""
+"""Memory that outlives the call that makes it: counts and buffers, made at a layer's first call."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +13,10 @@ _T = TypeVar("_T")
 
 
 def made_to_stay(device: torch.device, make: Callable[[], _T]) -> _T:
-    """make(), whose tensors on the device outlive the call in which they are made.
+    """Return make(). Its tensors on the device outlive the current call.
 
-    No record shows it. What a thread allocates while torch.compile's mode="reduce-overhead" warms up or records belongs
-    to graphs, which raise if anything but outputs stays there. So another thread makes it then.
+    No record shows it. While torch.compile's mode="reduce-overhead" warms up or records, a thread's allocations belong
+    to graphs, which raise if anything but outputs stays there. So another thread makes them then.
     """
 
     def aside() -> _T:

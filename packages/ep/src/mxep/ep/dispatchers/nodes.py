@@ -1,4 +1,4 @@
-"""The ranks of a group as nodes: rank r is rank r % L of node r // L. Groups of both directions, made once.
+"""The ranks of a group as nodes: rank r is rank r % L of node r // L. Groups of both directions are made once.
 
 W = 6 ranks, L = 2 of each node    within   (0 1) (2 3) (4 5)     the ranks of a node
                                    across   (0 2 4) (1 3 5)       the ranks of one index, on all nodes
@@ -19,17 +19,17 @@ from mxep.comms import timeout_of
 from .shared import lives
 
 GRACE = 1.0
-"""Seconds that ranks have to say that they are there, once an exchange of theirs has failed."""
+"""Seconds that ranks have to report themselves after one of their exchanges has failed."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where this rank is.
+    """Place of this rank among nodes.
 
     Attributes:
-        ranks: L, of each node. count: N. node: this rank's.
-        within: the group of this node's ranks; None for a process alone.
-        across: the group of the ranks of this index; None where there is one node.
+        ranks: L, ranks per node. count: N. node: this rank's node.
+        within: group of this node's ranks; None for a process alone.
+        across: group of the ranks of this index; None with one node.
     """
 
     ranks: int = 1
@@ -40,13 +40,13 @@ class Nodes:
 
 
 _known: dict[tuple[str, int | None], tuple[dist.ProcessGroup, Nodes]] = {}
-"""By the group's name and what was asked for."""
+"""Nodes by the group's name and the given ranks per node."""
 
 
 def nodes_of(group: dist.ProcessGroup | None, ranks: int | None, timeout: float | None) -> Nodes:
-    """The group's nodes, of so many ranks each; None: as hosts have them. Collective at the first call of a kind.
+    """The group's nodes, with this many ranks each; None: as on the hosts. Collective at the first call of a kind.
 
-    timeout: seconds that a collective between nodes takes at most; None: as those of the group. Of the first call.
+    timeout: most seconds of a collective between nodes; None: the group's. Only the first call's counts.
 
     Raises ValueError on all ranks if they do not fit or ask for different numbers.
     """
@@ -84,12 +84,12 @@ def _make(group: dist.ProcessGroup, ranks: int | None, timeout: float | None) ->
 
 
 def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
-    """Of these ranks, who alone make it. torch sorts them."""
+    """Make a group of these ranks, without the others. torch sorts the ranks."""
     if ranks != sorted(ranks):
         raise ValueError(f"dispatcher hierarchical: got a group of ranks {ranks}, wanted them in ascending order")
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     world: Any = dist.group.WORLD
-    # With a bound device torch would split the default communicator, for which NCCL waits for all of the job's ranks.
+    # With a bound device torch would split the default communicator, and NCCL would wait for all of the job's ranks.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
@@ -99,7 +99,7 @@ def _group(ranks: list[int], timeout: float | None) -> dist.ProcessGroup:
 
 
 def silence(group: dist.ProcessGroup) -> str:
-    """Which ranks say nothing after an exchange of the group failed: all others ask, too."""
+    """Name the ranks that are silent after an exchange of the group failed. All other ranks ask, too."""
     ranks, present = dist.get_process_group_ranks(group), set[int]()
 
     def listen() -> None:
@@ -111,7 +111,7 @@ def silence(group: dist.ProcessGroup) -> str:
                 time.sleep(GRACE / 10)
             store.delete_key(f"mxep/{dist.get_rank()}")  # another failure asks anew
 
-    thread = threading.Thread(target=listen, daemon=True)  # a store on a silent node keeps it for ever
+    thread = threading.Thread(target=listen, daemon=True)  # daemon: a store on a silent node blocks it forever
     thread.start()
     thread.join(2 * GRACE)
     if not present:

@@ -1,7 +1,7 @@
 """One transport, and so one pair of buffers, for all symmetric dispatchers of a (group, device, kind).
 
-Opening one is collective. So it stays open until all who opened it have closed it, or the group is destroyed: when
-objects are collected differs from rank to rank. A process alone has nobody to agree with: there it goes with its users.
+Opening one is collective. So it stays open until all its users have closed it, or the group is destroyed: garbage is
+collected at different times on each rank. A process alone needs no agreement: its transport goes with its users.
 """
 
 import weakref
@@ -21,12 +21,12 @@ _alone: weakref.WeakValueDictionary[Key, Transport] = weakref.WeakValueDictionar
 
 @dataclass(eq=False)
 class Exchanges:
-    """What all dispatchers of a group share.
+    """State that all dispatchers of a group share.
 
     Attributes:
-        thread: which makes the exchanges. dispatches: how many there were, by collectives. collectives: of all kinds.
-        layers: how many have a number. failures: passes that raised on this rank after they had sent something, since a
-            layer was made or room was reserved, on all ranks.
+        thread: guard that admits one thread to exchanges. dispatches: dispatches by collectives. collectives: all
+            collectives. layers: layers with a number. failures: passes on this rank that raised after they had sent
+            something. All ranks reset it when a layer is made or room is reserved.
     """
 
     thread: OneThread = field(default_factory=OneThread)
@@ -37,15 +37,15 @@ class Exchanges:
 
 
 _of_groups: dict[str, tuple[dist.ProcessGroup, Exchanges]] = {}
-"""By the group's name."""
+"""Shared state by the group's name."""
 
 
 def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
-    """What the dispatchers of a group share, of those that are no transport's as well."""
+    """State that the dispatchers of a group share, including those without a transport."""
     for stale in [name for name, (each, _) in _of_groups.items() if not lives(each)]:
         del _of_groups[stale]
     name = str(group.group_name)
-    if name not in _of_groups or _of_groups[name][0] is not group:  # names are used again
+    if name not in _of_groups or _of_groups[name][0] is not group:  # names are reused
         _of_groups[name] = group, Exchanges()
     return _of_groups[name][1]
 
@@ -53,11 +53,11 @@ def exchanges_of(group: dist.ProcessGroup) -> Exchanges:
 def open_transport(
     group: dist.ProcessGroup | None, device: torch.device, timeout: float | None, kind: type[Transport] | None = None
 ) -> Transport:
-    """The group's transport on this device, with one user more; a new one where a peer has failed the old one.
+    """The group's transport on this device, with one more user; a new one if a peer has failed the old one.
 
     kind: NvshmemTransport, or None for NVLink (CUDA) or shared memory (CPU).
 
-    Raises ValueError if it has another timeout than the one asked for, or for NVSHMEM and a CPU.
+    Raises ValueError if the transport has another timeout than ``timeout``, and for NVSHMEM on a CPU.
     """
     for stale in [key for key, each in _open.items() if not lives(each.group)]:
         _open.pop(stale).close()
@@ -67,7 +67,7 @@ def open_transport(
     kind = kind or (SymmetricMemoryTransport if device.type == "cuda" else SharedMemoryTransport)
     key = None if group is None else str(group.group_name), device, kind
     found = transports.get(key)
-    # Names of groups are used again.
+    # Names of groups are reused.
     if found is None or found.group is not group or has_failed(found):
         make: Any = kind
         found = transports[key] = make(group, timeout=timeout)
@@ -79,7 +79,7 @@ def open_transport(
 
 
 def close_transport(transport: Transport) -> None:
-    """One user less; after the last one it is closed."""
+    """Remove one user. The last one closes it."""
     transport.arena.users -= 1
     if transport.arena.users:
         return
@@ -91,12 +91,12 @@ def close_transport(transport: Transport) -> None:
 
 
 def lives(group: dist.ProcessGroup | None) -> bool:
-    """Whether it was not destroyed."""
+    """True if the group was not destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
 def has_failed(transport: Transport) -> bool:
-    """Whether it cannot be used any more, as far as this rank knows."""
+    """True if this rank knows that the transport is unusable."""
     try:
         transport.check()
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""SymmetricDispatcher: symmetric-memory stores, one barrier an exchange, no host sync, no collective.
+"""SymmetricDispatcher: symmetric-memory stores, one barrier per exchange, no host sync, no collective.
 
-A token travels once per destination rank; each receiver makes its own plan. Workspaces are made at a dispatch of new
-sizes: only then the ranks talk through collectives. All of a group's lie in one pair of buffers (`shared.py`).
+A token travels once per destination rank, and each receiver makes its own plan. A dispatch of new sizes makes a
+workspace; only then do ranks use collectives. All workspaces of a group lie in one pair of buffers (`shared.py`).
 """
 
 import dataclasses
@@ -28,20 +28,20 @@ from .memory import made_to_stay
 from .shared import close_transport, has_failed, open_transport
 
 OVERLAP_SMS = 32
-"""SMs that a dispatch may use while something else computes: it gets 0.92 of the links' bandwidth."""
+"""SMs for a dispatch that overlaps with other work: it gets 0.92 of the links' bandwidth."""
 
 
 class SymmetricDispatcher(TokenDispatcher):
     """See :class:`TokenDispatcher`.
 
     Args:
-        dim: D. dtype: the widest dtype that rows travel in, there (unquantized) or back.
-        max_tokens: T_max, the most tokens a rank will ever dispatch at once; slots are sized for it. None: the most
-            that any rank brings to the first batch, or :meth:`reserve` said since. A rank that brings more than T_max
-            raises ValueError, its peers PeersDisagree, which say what to set. Then the layers have to be made again, or
-            each be given ``reserve`` if max_tokens is None.
-        timeout: seconds that a wait for a peer takes at most, the same for all of a group. None: as they have, or as
-            the process group's own collectives. It bounds how late a rank may come from between two steps, too.
+        dim: D. dtype: widest dtype of rows on the wire, in dispatch (unquantized) or combine.
+        max_tokens: T_max, most tokens a rank will ever dispatch at once; slots are sized for it. None: the most that
+            any rank brings to the first batch, or that :meth:`reserve` said since. A rank with more than T_max raises
+            ValueError, its peers PeersDisagree. Both say what to set. Then the layers have to be made again, or each be
+            given ``reserve`` if max_tokens is None.
+        timeout: most seconds to wait for a peer, the same for all of a group. None: that of the group's transport if
+            it is open, else of its collectives. It also limits how late a rank may come between two steps.
     """
 
     borrows = True
@@ -49,7 +49,7 @@ class SymmetricDispatcher(TokenDispatcher):
     has_rooms = True
     of_this_process = ("passes", "_opened", "_most_tokens", "_workspaces")
     kind: type[Transport] | None = None
-    """Of the group's transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
+    """Kind of the group's transport; None: shared memory for CPU tensors, NVLink for CUDA tensors."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class SymmetricDispatcher(TokenDispatcher):
         self.timeout = timeout
         self._opened: dict[torch.device, Transport] = {}
         self._most_tokens: dict[torch.device, int] = {}
-        """Where max_tokens was not given."""
+        """T_max by device, if max_tokens was not given."""
         self._workspaces: dict[tuple[torch.device, int, int], Workspace] = {}
-        """By T_max and K."""
+        """By device, T_max and K."""
 
     def __repr__(self) -> str:
         first = max(self._most_tokens.values(), default=None)
@@ -96,14 +96,14 @@ class SymmetricDispatcher(TokenDispatcher):
         room: int | None = None,
     ) -> Handle[tuple[Payload, Routing]]:
         self.claim()
-        given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # a CPU's are named if they are wrong
+        given = expert_ids if expert_ids.is_cpu else narrow_ids(expert_ids)  # errors on a CPU name the given ids
         expert_ids = narrow_ids(given)
         workspace = self._workspace(expert_ids)
         workspace.transport.arena.new_dispatch = self.new_dispatch
         sms = OVERLAP_SMS if overlap else None
         handle = dispatch(workspace, payload, given, weights, async_op=True, num_sms=sms, room=room)
         assert handle.tables is not None
-        # While rows are in flight.
+        # Planned while rows are in flight.
         plan = self._plan(*handle.tables, alignment=alignment, capacity=self.capacity)
         plan = dataclasses.replace(plan, dispatch=handle.number)
         routing = Routing(plan, expert_ids, self.num_local_experts, room=room)
@@ -119,18 +119,18 @@ class SymmetricDispatcher(TokenDispatcher):
         self, rows: Tensor, routing: Routing, row_values: Tensor | None = None, *, overlap: bool = False
     ) -> Handle[tuple[Tensor, Tensor | None]]:
         workspace, plan, ids = self._workspace_of(routing), routing.plan, routing.expert_ids
-        # Over NVLink nothing is gained beside a product, and rows would be held to its end (docs/lab/layer.md).
+        # Over NVLink, overlap with a GEMM gains nothing, and rows would be held to its end (docs/lab/layer.md).
         aside = overlap and workspace.transport.access == "puts"
         return combine(workspace, rows, plan, ids, row_values, async_op=aside, room=routing.room)
 
     def reserve(self, max_tokens: int, device: torch.device | str) -> None:
-        """As of :class:`TokenDispatcher`. After a batch that was too large it gives up the buffers that failed, on all
-        ranks, so that the step can be made again; other layers that shared them need it, too.
+        """As in :class:`TokenDispatcher`. After a batch that was too large it drops the failed buffers, on all ranks,
+        so that the step can be repeated. Other layers that shared them need it, too.
         """
         super().reserve(max_tokens, device)
         device = torch.empty(0, device=device, dtype=torch.float32).device
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # no exchange is in flight where buffers are given up
+            torch.cuda.synchronize(device)  # no exchange may be in flight when buffers are dropped
         transport = self._opened.get(device)
         failed = transport is not None and has_failed(transport)
         most = most_tokens(max_tokens, device, self.group)
@@ -138,14 +138,14 @@ class SymmetricDispatcher(TokenDispatcher):
             self._workspaces = {key: each for key, each in self._workspaces.items() if key[0] != device}
             self.passes.clear()
             if device in self._counts:
-                self._counts[device].zero_()  # of a step that failed
-            # A rank whose own has not failed must not find it again, either.
+                self._counts[device].zero_()  # they are of the failed step
+            # A rank with an intact transport must not find it again, either.
             transport.arena.refused = transport.arena.refused or "given up by reserve(), which others need, too"
             close_transport(self._opened.pop(device))
         check_reserved(most, self.max_tokens)
         if self.max_tokens is None and most > self._most_tokens.get(device, 0):
             self._most_tokens[device] = most
-            self.passes.clear()  # graphs of fewer slots
+            self.passes.clear()  # their graphs have fewer slots
 
     def begin(self, layer: int) -> None:
         super().begin(layer)
@@ -172,14 +172,14 @@ class SymmetricDispatcher(TokenDispatcher):
             close_transport(self._opened.popitem()[1])
 
     def _transport_here(self) -> Transport | None:
-        """Of the current CUDA device."""
+        """Transport of the current CUDA device."""
         return self._opened.get(_device(torch._C._cuda_getDevice()))
 
     def _transports(self) -> tuple[Transport, ...]:
         return tuple(self._opened.values())
 
     def _workspace(self, expert_ids: Tensor) -> Workspace:
-        """For a dispatch of these ids."""
+        """Workspace for a dispatch of these ids."""
         device, (tokens, top_k) = expert_ids.device, expert_ids.shape
         max_tokens = self._most_rows(device)
         if not max_tokens:
@@ -188,7 +188,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return self._make_workspace(device, max_tokens, top_k) if found is None else found
 
     def _workspace_of(self, routing: Routing) -> Workspace:
-        """That a plan was made in."""
+        """Workspace in which a plan was made."""
         slots, top_k = routing.plan.slot_rows.shape
         key = routing.plan.slot_rows.device, slots // self.world_size, top_k
         if key not in self._workspaces:
@@ -223,7 +223,7 @@ class SymmetricDispatcher(TokenDispatcher):
 
 
 def most_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """The most tokens of any rank. Collective: who is given max_tokens asks nobody."""
+    """Most tokens of any rank. Collective, so it is not called if max_tokens is given."""
     most = torch.tensor(tokens, device=device, dtype=torch.int64)
     if group is not None and group.size() > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
@@ -236,7 +236,7 @@ def _device(index: int) -> torch.device:
 
 
 class NvshmemDispatcher(SymmetricDispatcher):
-    """A :class:`SymmetricDispatcher` over NVSHMEM, for CUDA tensors: between hosts, where it never ran.
+    """A :class:`SymmetricDispatcher` over NVSHMEM, for CUDA tensors. Meant for several hosts, where it never ran.
 
     Needs all ranks of the job in its group, and the extra of mxep-comms. Raises RuntimeError at the first dispatch if a
     rank has no CUDA, no NVSHMEM, or symmetric memory of another backend in its process.
