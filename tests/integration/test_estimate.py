@@ -157,7 +157,7 @@ def test_times_of_mxep_on_the_six_models_are_within_10_percent_by_factors_of_the
     assert len({row["model"].split(",")[0] for row in graphs}) == 6
     assert len(graphs) >= 25
     assert max(abs(row["off"]) for row in graphs) < 0.10
-    assert max(abs(row["off"]) for row in eager) < 0.32  # at 128 and 512 rows an expert: docs/guides/scaling.md
+    assert max(abs(row["off"]) for row in eager) < 0.32  # at 128 and 512 rows an expert: docs/lab/estimate.md
 
 
 def test_factors_are_of_the_other_models():

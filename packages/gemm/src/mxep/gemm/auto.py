@@ -5,7 +5,7 @@ T K + T N + K N, and with launches, which take as long as FIXED more elements. S
 
     size = T K N / (T K + T N + K N + FIXED)
 
-and so do the measured gains of docs/guides/linear.md. LEAST has the sizes at which MXFP8 begins to pay.
+and so do the measured gains of docs/lab/linear.md. LEAST has the sizes at which MXFP8 begins to pay.
 """
 
 import math
