@@ -1,6 +1,4 @@
-"""What an MoE layer with the symmetric dispatcher holds, by the code's own sizes.
-
-`computed_table` is in docs/guides/dispatchers.md, `measured_table` in docs/lab/layer.md.
+"""What an MoE layer with the symmetric dispatcher holds, by the code's own sizes: tables of docs/guides/dispatchers.md.
 
     python integration/benchmarks/memory_table.py
 
@@ -24,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 
 from mxep.comms import Capacity, RoutingPlan, make_plan
 from mxep.comms.layout import Layout
-from mxep.ep.saved import Saved, num_parts
+from mxep.ep.saved import Saved, keeps_rows, num_parts
 from mxep.gemm import Recipe
 from mxep.gemm.backends import Hopper
 
@@ -39,6 +37,8 @@ class Memory:
     one layer between its forward and its backward. rows: quantized slots or rows, whichever are fewer (in bf16 rows).
     of_weights: their columns' amax. gradients: of both weights, in their dtype."""
 
+    max_rows: int
+    keeps_rows: bool
     buffers: int
     rows: int
     gate_up: int
@@ -82,6 +82,8 @@ def memory(
         names = {field.name for field in dataclasses.fields(RoutingPlan)} - {"alignment", "dispatch"}
         fields = [getattr(plan, name) for name in names]
         return Memory(
+            max_rows=plan.max_rows,
+            keeps_rows=how.scaling == "none" or keeps_rows(plan.max_rows, len(plan.slot_rows), copied=True),
             buffers=2 * layout.nbytes,
             rows=_bytes(flat[:of_rows]),
             gate_up=_bytes(flat[of_rows:][:of_gate_up]),
@@ -95,6 +97,11 @@ def kept_by_the_standard_layer(tokens: int, dim: int, hidden_dim: int, experts: 
     """Bytes of `baseline.py` with compiled pointwise kernels, of the same balanced load, without padding and
     indices: rows and h for the gradients of weights, gate_up, and what comes back (N, D) for that of their weights."""
     return 2 * tokens * top_k * (dim + hidden_dim + 2 * hidden_dim + dim)
+
+
+def kept_by_sonic_moe(tokens: int, dim: int, hidden_dim: int, experts: int, top_k: int) -> int:
+    """Bytes by its paper's formula for one rank: x and gate_up, T D + 2 T K F elements of bf16."""
+    return 2 * (tokens * dim + 2 * tokens * top_k * hidden_dim)
 
 
 def shapes() -> dict[str, list[int]]:
@@ -114,14 +121,20 @@ def measured() -> Iterator[tuple[str, list[int], float, float]]:
 
 def computed_table() -> str:
     """On 4 GPUs, the shapes of configs/bench/layer.yaml."""
-    head = "model | T, D, F, E, K | buffers | **kept** | standard layer | ratio"
-    lines = [head + " | `factor(1)` | `gate_up` in FP8 | `worst_case` | in bf16"]
+    head = "model | T, D, F, E, K | buffers | R_max | rows or slots | `gate_up` | the rest | **kept a layer**"
+    head += " | the standard layer | ratio | SonicMoE's formula"
+    lines = [head + " | `factor(1)` | ratio | `gate_up` in FP8 | ratio | `worst_case` | in bf16"]
     for name, sizes in shapes().items():
-        m, standard = memory(*sizes, ranks=4), kept_by_the_standard_layer(*sizes)
-        least, worst = (memory(*sizes, ranks=4, capacity=c) for c in (Capacity.factor(1), Capacity.worst_case()))
+        m = memory(*sizes, ranks=4)
+        worst = memory(*sizes, ranks=4, capacity=Capacity.worst_case())
         plain, fp8 = (memory(*sizes, ranks=4, recipe=recipe) for recipe in ("bf16", "mxfp8_gate_up_fp8"))
-        cells = [name, ", ".join(map(str, sizes)), _gib(m.buffers), f"**{_gib(m.kept)}**", _gib(standard)]
-        cells += [f"{m.kept / standard:.2f}", *(_gib(other.kept) for other in (least, fp8, worst, plain))]
+        kind = "rows" if m.keeps_rows else "slots"
+        least, standard = memory(*sizes, ranks=4, capacity=Capacity.factor(1)), kept_by_the_standard_layer(*sizes)
+        of = [f"{_gib(m.rows)} ({kind})", _gib(m.gate_up), _gib(m.of_weights + m.plan), f"**{_gib(m.kept)}**"]
+        cells = [name, ", ".join(map(str, sizes)), _gib(m.buffers), str(m.max_rows), *of]
+        cells += [_gib(standard), f"{m.kept / standard:.2f}", _gib(kept_by_sonic_moe(*sizes))]
+        cells += [_gib(least.kept), f"{least.kept / standard:.2f}", _gib(fp8.kept)]
+        cells += [f"{fp8.kept / standard:.2f}", _gib(worst.kept), _gib(plain.kept)]
         lines.append(" | ".join(cells))
     return _table(lines)
 

@@ -4,7 +4,7 @@
     python integration/benchmarks/titan.py --table titan.jsonl
 
 The model is torchtitan's with fewer layers, the text Python's standard library in words, so that losses fall. What is
-measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/lab/models.md says what to
+measured is what the trainer logs: tokens/s from log to log, losses, memory. docs/guides/torchtitan.md says what to
 install and runs all cases.
 """
 

@@ -115,7 +115,7 @@ def test_memory_is_within_1_percent_of_what_was_measured():
     found = list(task.errors("memory_errors", read([str(RESULTS / "memory-h200.json")])))
     off = {(row["model"].partition(",")[0], row["what"]): row["off"] for row in found}
     held = off.pop(("deepseek_v3", MX))
-    assert held == pytest.approx(-0.189, abs=1e-3), "docs/lab/estimate.md: rows of dx were held then"
+    assert held == pytest.approx(-0.189, abs=1e-3), "docs/guides/scaling.md: rows of dx were held then"
     wanted = ("deepseek_v3", "mxfp8/local"), ("deepseek_v3", "bf16/local"), ("mixtral_8x7b", MX)
     assert off.keys() == {*wanted, ("mixtral_8x7b", "bf16/symmetric")}
     assert max(map(abs, off.values())) < 0.01
